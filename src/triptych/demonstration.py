@@ -49,7 +49,9 @@ _NUM_VIEWED = 3
 # The layer that the recipe writes with two maps in a row.
 _STACKED_SITE = "encoder.0"
 # A batch of sentences has about these sizes.
-_TIMED_BATCH, _TIMED_TOKENS, _TIMED_ROUNDS = 32, 24, 60
+_TIMED_BATCH = 32
+_TIMED_TOKENS = 24
+_TIMED_ROUNDS = 60
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,8 @@ def demo(
         UsageError: the folder holds something else than a demo, or another process is at work in it.
     """
     require_extra("demo", "num2words", "vl_convert", what="the demo")
-    folder, display = Path(folder), display or LineDisplay()
+    folder = Path(folder)
+    display = display or LineDisplay()
     kept = f"data.cache={json.dumps(str(cache_folder()))}"
     recipe = require_translation(read_recipe("demo", (kept, *overrides)), "the demo")
     place = _working_place(recipe, folder, force)
@@ -261,13 +264,15 @@ def _fold(run: OpenedModel, tried: Sequence[TranslationSample]) -> Folding:
 
 def _largest_difference(run: OpenedModel, folded: EncoderDecoder) -> float:
     """Between the logits of both models for the example pairs, relative to the largest logit."""
-    source, target = run.tokenizers.source, run.tokenizers.target
+    source = run.tokenizers.source
+    target = run.tokenizers.target
     largest = scale = 0.0
     for german, english in example_pairs():
         src = torch.tensor([[*source.encode([german])[0], source.eos_id]], device=_device(folded))
         tgt_in = torch.tensor([[target.bos_id, *target.encode([english])[0]]], device=_device(folded))
         with torch.inference_mode():
-            old, new = run.model.eval()(src, tgt_in), folded.eval()(src, tgt_in)
+            old = run.model.eval()(src, tgt_in)
+            new = folded.eval()(src, tgt_in)
         largest = max(largest, float((new - old).abs().max()))
         scale = max(scale, float(old.abs().max()))
     return largest / scale

@@ -50,7 +50,8 @@ class HarnessModel(LM):  # type: ignore[misc]
         """
         super().__init__()
         opened = open_language_model(path, device)
-        model, tokenizer = opened.language_model, opened.tokenizer
+        model = opened.language_model
+        tokenizer = opened.tokenizer
         self._batch = 16 if batch_size == "auto" else int(batch_size)
         self._generator = opened.generator(precision=precision, batch_rows=self._batch)
         self._longest = int(max_length or model.context or _LONGEST)
@@ -91,7 +92,8 @@ class HarnessModel(LM):  # type: ignore[misc]
         spaces = len(context) - len(context.rstrip())
         if spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
-        whole, before = self._encode(context + continuation), self._encode(context) if context else []
+        whole = self._encode(context + continuation)
+        before = self._encode(context) if context else []
         if not before:
             return ([self._begin], whole) if whole[:1] != [self._begin] else (whole[:1], whole[1:])
         return whole[: len(before)], whole[len(before) :]

@@ -237,7 +237,8 @@ class Model:
         """All attention layers, in order; their weights are read when they are first used."""
         from triptych.core.heads import Layer, Layers
 
-        source, names = self._attention, self._places.names
+        source = self._attention
+        names = self._places.names
         own = {
             place.site: name for place, name in zip(source.layers, names, strict=True) if not place.is_shared
         }
@@ -1110,7 +1111,8 @@ class Model:
             raise UsageError('a text goes with by="mean" or by="resample"')
         if by != "zero" and text is None:
             raise UsageError(f'by="{by}" needs a text: ablate({in_words(heads)!r}, by="{by}", text=…)')
-        chosen, words = self._heads(heads), f"ablate({in_words(heads)}{'' if by == 'zero' else f', by={by}'})"
+        chosen = self._heads(heads)
+        words = f"ablate({in_words(heads)}{'' if by == 'zero' else f', by={by}'})"
         if text is None:
             return self._changed(ablation(words, chosen))
         runs = self.run([text] if isinstance(text, str) else list(text))
@@ -1154,7 +1156,8 @@ class Model:
 
         if not isinstance(run, Run):
             raise UsageError(f"patch takes one run, of run(text): a {type(run).__name__} is none")
-        names, edits = self._places.names, dict[int, dict[Part, Edit]]()
+        names = self._places.names
+        edits = dict[int, dict[Part, Edit]]()
         is_pair = len(self._places.stacks) > 1
         for number, own in self._heads(heads).items():
             stack = names[number].partition(".")[0]
@@ -1219,7 +1222,8 @@ class Model:
         from triptych.running.changes import Steering
 
         stack, block = self._places.residual(place)
-        width, vector = self.layers[0].d_model, torch.as_tensor(vector)
+        width = self.layers[0].d_model
+        vector = torch.as_tensor(vector)
         if vector.shape != (width,):
             raise UsageError(f"the vector has shape {list(vector.shape)}, and the stream is [{width}]")
         if any(half.streams is not None for half in self.opened.model.stacks.values()):

@@ -13,7 +13,9 @@ _ALL = re.compile(f"[{_OBEYED}]")
 _BUT_LINES = re.compile(f"(?![\n\t])[{_OBEYED}]")
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 # What a repr has at most: lines, characters of a line, and of one value.
-_LINES, _WIDTH, _LONGEST = 8, 110, 48
+_LINES = 8
+_WIDTH = 110
+_LONGEST = 48
 
 
 def printable(text: str, *, lines: bool = False) -> str:

@@ -30,7 +30,8 @@ _NUM_SAMPLES = 10
 # Texts whose attention the page shows.
 _NUM_VIEWED = 3
 # Characters of the beginning of a text that are read, and tokens that continue it.
-_MOST_CHARACTERS, _NEW_TOKENS = 160, 40
+_MOST_CHARACTERS = 160
+_NEW_TOKENS = 40
 _FIGURES = {
     "valid_loss": "Validation loss",
     "valid_perplexity": "Validation perplexity",
@@ -63,7 +64,8 @@ def report(run: str | Path, path: str | Path | None = None) -> Path:
         )
     require_charts()
     page = folder / "report.html" if path is None else Path(path)
-    recipe, model = read_recipe(folder / RECIPE), load(folder)
+    recipe = read_recipe(folder / RECIPE)
+    model = load(folder)
     texts, why_none = _validation_texts(recipe, model)
     seen = _attended(model, [source for source, _ in texts])
     inspected = model.inspect()

@@ -47,7 +47,8 @@ class Ahead(Iterator[Item]):
 
     def __init__(self, items: Iterable[Item], depth: int) -> None:
         self._made: queue.SimpleQueue[tuple[Item] | BaseException | None] = queue.SimpleQueue()
-        self._room, self._is_over = threading.Semaphore(depth), False
+        self._room = threading.Semaphore(depth)
+        self._is_over = False
         name = "triptych-ahead"
         self._maker = threading.Thread(target=self._make, args=(items,), name=name, daemon=True)
         self._maker.start()

@@ -7,7 +7,8 @@ could be. `docs/contributing/log/` has the measurements; `benchmarks/attention_p
 import torch
 
 # What all of them were measured on.
-MACHINE, TORCH = "AMD EPYC (Zen 4, AVX-512 with bf16 and VNNI), two cores, 24 GB", "2.13.0+cpu"
+MACHINE = "AMD EPYC (Zen 4, AVX-512 with bf16 and VNNI), two cores, 24 GB"
+TORCH = "2.13.0+cpu"
 
 # Attention (`core/attention/routes.py`), all on a CPU.
 # Up to about this many keys, batched products beat the fused kernel, forward and backward together. With
@@ -18,16 +19,20 @@ MAX_KEYS_WRITTEN_OUT = {torch.bfloat16: 512}
 MAX_KEYS_WRITTEN_OUT_OTHERWISE = 128
 # In float32 the kernel is as fast with heads this wide at any length, and with this many weights: to write
 # them out, malloc as it is asks the system for new memory at every call.
-WIDE_HEADS, MANY_WEIGHTS = 128, 1 << 21
+WIDE_HEADS = 128
+MANY_WEIGHTS = 1 << 21
 # Without gradients, in bfloat16, products are up to twice as fast as the kernel, as long as what is held at a
 # time fits into the processor's cache. With less to multiply than this it is the number of operations that
 # counts; and a kernel that skips what is masked wins past some length.
 BYTES_OF_A_PIECE = 1 << 23
-MIN_PRODUCTS_IN_PIECES, MIN_WIDTH_IN_PIECES, MAX_KEYS_CAUSAL_IN_PIECES = 1 << 23, 32, 512
+MIN_PRODUCTS_IN_PIECES = 1 << 23
+MIN_WIDTH_IN_PIECES = 32
+MAX_KEYS_CAUSAL_IN_PIECES = 512
 # torch's kernel is made for many queries. Given one in bfloat16, as a decoder's cache is read, products are 2
 # to 4 times as fast from about this many keys in all heads of a batch together; of fewer heads than this it
 # splits the keys better.
-MIN_KEYS_OF_ALL_HEADS, MIN_HEADS_OF_A_BATCH = 4096, 4
+MIN_KEYS_OF_ALL_HEADS = 4096
+MIN_HEADS_OF_A_BATCH = 4
 # Where W_Q, W_K and W_V of one input are one product: a GPU waits for launches, and training is 1.1 times as
 # fast (H100, the paper's base model); a CPU gains nothing.
 ONE_PRODUCT_ON = {"cuda"}
@@ -64,4 +69,5 @@ SENTENCES_WORTH_A_WORKER = 100
 CHUNK_LOGITS = 1 << 22
 # On a GPU, fewer and larger products: with 192 chunks a step it waited half of the time for launches (H100).
 CHUNK_LOGITS_ON_GPU = 1 << 26
-MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 128, 2048
+MIN_CHUNK_TOKENS = 128
+MAX_CHUNK_TOKENS = 2048

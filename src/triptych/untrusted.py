@@ -26,7 +26,8 @@ LONGEST_TOKENIZER = 256 << 20
 LONGEST_METRICS = 1 << 30
 _BLOCK = 1 << 20
 # A part of a file with fewer bytes is read, not mapped; so are tensors that begin at odd places.
-_LEAST_MAPPED, _ALIGNMENT = 1 << 16, 8
+_LEAST_MAPPED = 1 << 16
+_ALIGNMENT = 8
 # The longest name of a file on most systems.
 _LONGEST_NAME = 255
 
@@ -146,7 +147,8 @@ class LocalBytes(Bytes):
             with self._path.open("rb", buffering=0) as file:
                 self.require_same(file.fileno())
                 file.seek(start)
-                view, done = memoryview(found), 0
+                view = memoryview(found)
+                done = 0
                 while done < length and (count := file.readinto(view[done:])):
                     done += count
         except OSError as error:
@@ -166,7 +168,9 @@ class MappedBytes(Bytes):
 
     def __init__(self, path: Path) -> None:
         self._whole = LocalBytes(path)
-        self.name, self.size, self._path = self._whole.name, self._whole.size, path
+        self.name = self._whole.name
+        self.size = self._whole.size
+        self._path = path
 
     def read(self, start: int, length: int) -> bytearray | memoryview:
         first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY

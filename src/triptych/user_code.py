@@ -57,7 +57,8 @@ class _File:
             line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
             ends = ": a file of classes must not end the process" if isinstance(error, SystemExit) else ""
             raise UsageError(f"{self.path}{line}: {type(error).__name__}: {error}{ends}") from None
-        self.module, self.before = module, None
+        self.module = module
+        self.before = None
         return module
 
 

@@ -128,7 +128,8 @@ def attend(
     if not as_json and npz is None and csv is None and html is None:
         refuse_options({"top": top}, "goes with --json, --npz, --csv or --html")
     special_tokens = special_tokens_of(literal)
-    opened, behaviour = load_model(model, without, opening), None
+    opened = load_model(model, without, opening)
+    behaviour = None
     if over is not None:
         with progress_bar("{task.description}", "reading", of_bytes=False) as tell:
             behaviour = opened.attend_over(over, **measured, special_tokens=special_tokens, progress=tell)

@@ -105,7 +105,8 @@ def _print_or_write(models: Sequence[str], found: Sequence[Any], out: Path | Non
         records = [{key: name, **plain(own.figures())} for name, own in zip(models, found, strict=True)]
         print_json(records[0] if len(records) == 1 else records)
     elif len(found) > 1:
-        table, console = (_scores if translates else _likelihoods)(models, found), Terminal()
+        table = (_scores if translates else _likelihoods)(models, found)
+        console = Terminal()
         print_whole(table, console)
         if table.caption:
             console.print(table.caption, soft_wrap=True)
@@ -153,7 +154,8 @@ def _read_texts(
         return ([*whole_documents(read_documents(spec))],)
     if source is None or reference is None:
         raise UsageError("give --text for a language model, or --source and --reference for a translator")
-    sources, references = read_lines(source), read_lines(reference)
+    sources = read_lines(source)
+    references = read_lines(reference)
     if len(sources) != len(references):
         raise DataError(
             f"{source} has {len(sources):,} lines, {reference} {len(references):,}: both need the same number"

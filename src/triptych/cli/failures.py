@@ -82,7 +82,8 @@ def _write_error_report(error: BaseException) -> str:
 
 def print_error(error: TriptychError) -> None:
     """Print the message of an error, and with `--verbose` its notes and the section about it."""
-    notes, says_all = getattr(error, "__notes__", []), is_given("--verbose", "-v")
+    notes = getattr(error, "__notes__", [])
+    says_all = is_given("--verbose", "-v")
     more = " (more with --verbose)" if notes and not says_all else ""
     rest = [*notes, f"see docs/reference/errors.md#{error.section}"] if says_all else []
     say("\n".join([f"triptych: {printable(str(error))}{more}", *rest]))
@@ -103,7 +104,8 @@ def say(message: str) -> None:
 def warnings_as_lines() -> Iterator[None]:
     """While entered, our warnings and notes are lines of their own, each printed once."""
     with warnings.catch_warnings():
-        as_before, shown = warnings.showwarning, set[str]()
+        as_before = warnings.showwarning
+        shown = set[str]()
 
         def show(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
             if not issubclass(category, _SHOWN):

@@ -57,7 +57,8 @@ def generate(
     """
     check_attention(attention, None, opening["engine"], as_json=as_json)
     if prompt is not None and file is None and isinstance(named := text_or_file(prompt, "prompt"), Path):
-        prompt, file = None, named
+        prompt = None
+        file = named
     given_ids = token_ids(ids)
     refuse_options({"literal": literal and ids is not None}, "goes with a text, not with --ids")
     prompts = _prompts(prompt, file, given_ids)
@@ -128,7 +129,8 @@ def _attention_records(
         if not one.ids:
             yield {"attention": []}
             continue
-        read, most = [*ids, *one.ids[:-1]], generator.model.context
+        read = [*ids, *one.ids[:-1]]
+        most = generator.model.context
         if most is not None and len(read) > most:
             raise UsageError(
                 f"--attention: the text has {len(read):,} tokens, and the model reads {most:,} at once: "

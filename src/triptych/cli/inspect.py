@@ -102,7 +102,8 @@ def inspect(
 
 def _with_distinct_names(found: Sequence[Inspection]) -> list[Inspection]:
     """Checkpoints of the same name have numbers from the second on."""
-    seen, numbered = Counter[str](), []
+    seen = Counter[str]()
+    numbered = []
     for one in found:
         seen[one.name] += 1
         number = seen[one.name]

@@ -65,7 +65,8 @@ def numbers(text: str | None, option: str) -> Sequence[int] | None:
         match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
         if match is None:
             raise UsageError(f"{option} {text}: write numbers from 0 like 0,3 or 0-5")
-        first, last = int(match[1]), int(match[2] or match[1])
+        first = int(match[1])
+        last = int(match[2] or match[1])
         if last < first:
             raise UsageError(f"{option} {text}: {first} comes after {last}")
         found += range(first, last + 1)

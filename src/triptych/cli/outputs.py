@@ -56,7 +56,8 @@ def require_free(outputs: Sequence[Output], read: Sequence[Path], *, force: bool
     for path, is_own in outputs:
         if path is None:
             continue
-        real, folder = leads_to(path), path.absolute().parent
+        real = leads_to(path)
+        folder = path.absolute().parent
         if not folder.is_dir():
             raise UsageError(f"the folder of {path} does not exist: make it first")
         if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):

@@ -53,7 +53,8 @@ def plan(
 
 def _setting(plan: TrainingPlan) -> list[str]:
     """What is planned, and for what."""
-    cluster, recipe = plan.cluster, plan.recipe
+    cluster = plan.cluster
+    recipe = plan.recipe
     machines = "in one machine" if cluster.num_nodes == 1 else f"in {cluster.num_nodes:,} machines"
     lines = [
         f"{recipe.name}: {plan.num_parameters:,} parameters, {recipe.training.precision}, "
@@ -103,7 +104,8 @@ def _layout_row(one: PlannedLayout, is_best: bool) -> tuple[str, ...]:
 
 def _advice(plan: TrainingPlan) -> str:
     """Which layout to take, and why."""
-    best, memory = plan.best, _bytes(plan.cluster.device_memory)
+    best = plan.best
+    memory = _bytes(plan.cluster.device_memory)
     if best is None:
         least = min(plan.layouts, key=lambda one: one.needed)
         return (

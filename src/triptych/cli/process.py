@@ -12,14 +12,18 @@ SPIN_BRIEFLY = {"GOMP_SPINCOUNT": "10000"}
 # With any of these in the environment the user has decided.
 _DECIDED_BY = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
-_STDOUT, _STDERR = 1, 2
+_STDOUT = 1
+_STDERR = 2
 
 # In decoding, compiling anew takes time: a tenth of all with 16 kernels, none that shows with 64.
-_KERNELS_KEPT, KERNELS_KEPT_DECODING = 16, 64
+_KERNELS_KEPT = 16
+KERNELS_KEPT_DECODING = 64
 
 # From glibc's <malloc.h>.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_NEVER_TRIMMED, _LARGEST_KEPT = (1 << 31) - 1, 1 << 30
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_NEVER_TRIMMED = (1 << 31) - 1
+_LARGEST_KEPT = 1 << 30
 
 
 def open_streams() -> None:

@@ -194,7 +194,8 @@ def _savings_table(title: str, before: Cost, after: Cost) -> Table:
         ("operations a token", "flops_per_token"),
         ("bytes cached a token", "kv_bytes_per_token"),
     ):
-        one, other = getattr(before, name), getattr(after, name)
+        one = getattr(before, name)
+        other = getattr(after, name)
         if one or other:  # encoders cache nothing
             table.add_row(what, f"{one:,}", f"{other:,}", f"{other / one:.1%}" if one else "")
     return table

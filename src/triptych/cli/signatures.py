@@ -102,7 +102,8 @@ def _taken(
     """Parameters of another function; what the verb itself says of one counts more."""
     owner, _, rest = ast.unparse(function).partition(".")
     if owner == "triptych":
-        owner, rest = rest, ""
+        owner = rest
+        rest = ""
         module = vars(triptych)["_MODULE_OF"][owner]
     where, original = _where_defined(module, owner)
     of = read_function(where, f"{original}.{rest}" if rest else original)
@@ -218,7 +219,8 @@ def _value(default: ast.expr) -> Any:
 
 def _sections(docstring: str) -> tuple[str, dict[str, list[str]]]:
     """The text before the first section, and the lines of each."""
-    text, sections = list[str](), dict[str, list[str]]()
+    text = list[str]()
+    sections = dict[str, list[str]]()
     into = text
     for line in docstring.splitlines():
         if title := _SECTION.match(line):

@@ -20,7 +20,8 @@ from triptych.seeing.reports import is_page
 from triptych.threads import Ahead
 
 # Lines translated together: few at first, so that there is soon something to read.
-_FIRST_LINES, _LINES_AT_A_TIME = 16, 512
+_FIRST_LINES = 16
+_LINES_AT_A_TIME = 512
 # Lines whose attention a page shows.
 _MOST_VIEWED = 20
 # From a translation and the number of its line to the lines that are printed.
@@ -175,7 +176,8 @@ def _as_they_come(lines: Iterable[str]) -> Iterator[list[str]]:
     Someone typing gets each line translated at once, and a file is translated in large batches. An error in
     the input comes after the lines before it.
     """
-    arriving, most = Ahead(lines, depth=4 * _LINES_AT_A_TIME), _FIRST_LINES
+    arriving = Ahead(lines, depth=4 * _LINES_AT_A_TIME)
+    most = _FIRST_LINES
     line: str | None = ""
     while line is not None:
         batch: list[str] = []

@@ -97,7 +97,8 @@ def _write_format(
 def _write_ours(run: OpenedModel, folder: Path) -> WrittenModel:
     run.save(folder)
     (folder / "README.md").write_text(_run_readme(run.folder), encoding="utf-8")
-    again, tokenizers = dict(read_model(folder).named_parameters()), TokenizerPair.load(folder)
+    again = dict(read_model(folder).named_parameters())
+    tokenizers = TokenizerPair.load(folder)
     same = all(torch.equal(again[name], tensor) for name, tensor in run.encoder_decoder.named_parameters())
     for ours, theirs in (
         (tokenizers.source, run.tokenizers.source),

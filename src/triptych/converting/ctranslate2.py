@@ -80,11 +80,13 @@ def write_ct2_translator(run: OpenedModel, folder: Path, quantization: Quantizat
     plain = plain_model(run.encoder_decoder, "CTranslate2")
     length = max_positions(run.encoder_decoder, run.decoding.max_extra_tokens)
     spec = _translator_spec(plain.model.float(), plain.num_heads, length)
-    source, target = run.tokenizers.source, run.tokenizers.target
+    source = run.tokenizers.source
+    target = run.tokenizers.target
     spec.register_source_vocabulary(list(source.vocabulary))
     spec.register_target_vocabulary(list(target.vocabulary))
     tokens = target.vocabulary
-    spec.config.bos_token, spec.config.eos_token = tokens[target.bos_id], tokens[target.eos_id]
+    spec.config.bos_token = tokens[target.bos_id]
+    spec.config.eos_token = tokens[target.eos_id]
     spec.config.decoder_start_token = tokens[target.bos_id]
     # A token that no text has if nothing can be unknown.
     unknown = source.record.unk_id if isinstance(source, SentencePieceTokenizer) else source.pad_id
@@ -107,8 +109,10 @@ def _translator_spec(model: EncoderDecoder, num_heads: dict[str, int], length: i
         "encoder": transformer_spec.TransformerEncoderSpec,
         "decoder": transformer_spec.TransformerDecoderSpec,
     }
-    pre_norm, activation = model.config.norm == "pre", _activation(model.config.activation)
-    specs, weights = [], attention_weights(model)
+    pre_norm = model.config.norm == "pre"
+    activation = _activation(model.config.activation)
+    specs = []
+    weights = attention_weights(model)
     for name, stack in model.stacks.items():
         spec = classes[name](len(stack.blocks), num_heads[name], pre_norm=pre_norm, activation=activation)
         _fill(spec, stack, weights, position_table(stack, length))
@@ -127,7 +131,8 @@ def _fill(
     spec: Any, stack: LanguageModel, weights: Mapping[str, AttentionWeights], positions: Tensor | None
 ) -> None:
     """Fill in a stack whose attention layers are written plainly, with one link a side."""
-    config, kind = stack.embeddings.config, stack.architecture.kind
+    config = stack.embeddings.config
+    kind = stack.architecture.kind
     table = spec.embeddings[0] if kind == "encoder" else spec.embeddings
     table.weight = _array(stack.embeddings.table.weight)
     spec.scale_embeddings = False if config.scale == 1.0 else float(config.scale)
@@ -136,7 +141,8 @@ def _fill(
     if stack.architecture.final_norm is not None:
         _set_norm(spec.layer_norm, stack.final_norm)
     if stack.head is not None:
-        output, scale = stack.head.output, stack.head.config.scale
+        output = stack.head.output
+        scale = stack.head.config.scale
         _set_linear(
             spec.projection, output.weight * scale, None if output.bias is None else output.bias * scale
         )
@@ -149,7 +155,9 @@ def _fill(
             _set_norm(layer.attention.layer_norm, block.cross_residual.norm)
         feed_forward = block.feed_forward
         assert isinstance(feed_forward, FeedForward)  # others are refused
-        gate, inner, outer = feed_forward.gate, feed_forward.inner, feed_forward.outer
+        gate = feed_forward.gate
+        inner = feed_forward.inner
+        outer = feed_forward.outer
         first = inner if gate is None else gate
         _set_linear(layer.ffn.linear_0, first.weight, first.bias)
         if gate is not None:
@@ -161,7 +169,8 @@ def _fill(
 def _set_attention(spec: Any, weights: AttentionWeights, maps: Sequence[str]) -> None:
     for linear, sides in zip(spec.linear, maps, strict=True):
         if sides == "o":
-            rows, bias = weights.o[0].weight.flatten(0, 1).T, weights.o_bias
+            rows = weights.o[0].weight.flatten(0, 1).T
+            bias = weights.o_bias
         else:
             links = [weights.chain(side)[0] for side in sides]  # type: ignore[arg-type]
             rows = torch.cat([link.weight.mT.flatten(0, 1) for link in links])
@@ -173,7 +182,8 @@ def _check_translator(run: OpenedModel, folder: Path, quantization: Quantization
     """Compare log-probabilities of random outputs, token by token."""
     import ctranslate2
 
-    source, target = run.tokenizers.source, run.tokenizers.target
+    source = run.tokenizers.source
+    target = run.tokenizers.target
     pairs = random_pairs(run.encoder_decoder, target.bos_id, target.eos_id)
     translator = ctranslate2.Translator(str(folder), device="cpu", inter_threads=1, intra_threads=1)
     sources = [
@@ -197,7 +207,8 @@ def _check_translator(run: OpenedModel, folder: Path, quantization: Quantization
 def _translator_readme(run: OpenedModel, length: int) -> str:
     pieces = isinstance(run.tokenizers.source, SentencePieceTokenizer)
     target = run.tokenizers.target
-    alpha, beam = run.decoding.alpha, run.decoding.beam_size
+    alpha = run.decoding.alpha
+    beam = run.decoding.beam_size
     never = [[target.vocabulary[token]] for token in dict.fromkeys((target.pad_id, target.bos_id))]
     if pieces:
         setup = """import sentencepiece
@@ -241,7 +252,8 @@ both search alike.
 def write_ct2_generator(opened: OpenedModel, folder: Path, quantization: Quantization) -> WrittenModel:
     """Fill a folder that `ctranslate2.Generator` reads with a language model and its tokenizer."""
     require_extra("convert", "ctranslate2", what="--to ctranslate2")
-    model, tokenizer = opened.language_model, opened.tokenizer
+    model = opened.language_model
+    tokenizer = opened.tokenizer
     check = write_generator(model, folder, quantization)
     if isinstance(tokenizer, PretrainedTokenizer):
         tokenizer.save_files(folder)

@@ -179,7 +179,8 @@ class CTranslate2Searcher:
         self.options = options
         self._run = run
         self._own: Translator | None = None
-        self._source, self._target = run.tokenizers.source, run.tokenizers.target
+        self._source = run.tokenizers.source
+        self._target = run.tokenizers.target
         self._names = self._source.vocabulary
         self._ids = {token: i for i, token in enumerate(self._target.vocabulary)}
         decoding = run.decoding.model_copy(update={"max_extra_tokens": options.max_extra_tokens})
@@ -236,12 +237,14 @@ class CTranslate2Searcher:
         )
 
     def _limit(self, ids: Sequence[int]) -> int:
-        model, options = self._run.encoder_decoder, self.options
+        model = self._run.encoder_decoder
+        options = self.options
         return limit_of(len(ids), options.max_extra_tokens, model.max_target_tokens)
 
     def _hypotheses(self, result: Any, limit: int) -> list[Hypothesis]:
         """Best first; none if one of them reached the limit."""
-        found, eos_id = [], self._target.eos_id
+        found = []
+        eos_id = self._target.eos_id
         for tokens, log_prob in zip(result.hypotheses, result.scores, strict=True):
             ids = tuple(self._ids[token] for token in tokens)
             if len(ids) > limit + 1 or not ids or ids[-1] != eos_id:
@@ -357,7 +360,8 @@ class CTranslate2Generator(OtherEngine):
             texts = [[str(token) for token in (*prompt, *ids)]]
             (scored,) = self._generator.score_batch(texts, max_input_length=0)
             log_probs = tuple(scored.log_probs[-len(ids) :])
-            total, own = sum(log_probs), tuple(ids[:-1] if ended else ids)
+            total = sum(log_probs)
+            own = tuple(ids[:-1] if ended else ids)
             score = total / length_penalty(len(log_probs), options.alpha)
             finish: Finish = "length" if limit == options.max_new_tokens else "positions"
             found.append(Hypothesis(own, total, score, log_probs, "token" if ended else finish))
@@ -419,9 +423,11 @@ def make_translator(
                 raise UsageError("CTranslate2 is taken on CPUs only")
             if glossary is not None:
                 raise UsageError("CTranslate2 takes no glossary")
-            found, note = made("ctranslate2"), "CTranslate2 translates"
+            found = made("ctranslate2")
+            note = "CTranslate2 translates"
         except TriptychError as error:
-            found, note = made("triptych"), f"triptych translates: {error}"
+            found = made("triptych")
+            note = f"triptych translates: {error}"
         warnings.warn(f"engine auto: {note}", EngineNote, stacklevel=3)
         return found
     if options.engine == "triptych":
@@ -474,7 +480,8 @@ def make_generator(opened: OpenedModel, options: Options) -> TextGenerator:
         _note_slow_precision(opened.language_model, options.precision)
         return opened.generator(precision=options.precision)
     require_ctranslate2()
-    model, tokenizer = opened.language_model, opened.tokenizer
+    model = opened.language_model
+    tokenizer = opened.tokenizer
     check_vocabulary(model, tokenizer)
     other = CTranslate2Generator(model, options.precision, options.device, tokenizer.vocab_size)
     return TextGenerator(
@@ -502,7 +509,8 @@ def evaluate_text(
         raise UsageError(
             f"--engine {options.engine} scores texts on the CPU: leave out --device {options.device}"
         )
-    model, logits = opened.language_model, None
+    model = opened.language_model
+    logits = None
     if options.engine == "auto":
         warnings.warn("engine auto: triptych scores", EngineNote, stacklevel=3)
     if options.engine == "ctranslate2":

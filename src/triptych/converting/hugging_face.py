@@ -66,15 +66,19 @@ def write_hf_language_model(opened: OpenedModel, folder: Path) -> WrittenModel:
     """Fill a folder that `AutoModelForCausalLM` or `AutoModelForMaskedLM` and `AutoTokenizer` read."""
     if goes_on(opened.folder):
         copy_checkpoint(opened.folder, folder)
-        name, folded = "as the checkpoint that the run went on with", tuple[str, ...]()
+        name = "as the checkpoint that the run went on with"
+        folded = tuple[str, ...]()
     else:
-        made, tokenizer = formats.language_model(opened.language_model), opened.tokenizer
+        made = formats.language_model(opened.language_model)
+        tokenizer = opened.tokenizer
         assert isinstance(tokenizer, PretrainedTokenizer)
         ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_id") for kind in ("bos", "eos", "pad")}
         _write_checkpoint(folder, {**made.settings, **ids, "use_cache": True}, made.tensors)
         tokenizer.save_files(folder)
-        name, folded = str(made.settings["model_type"]), made.done
-    again, model = load_language_model(folder).model, opened.language_model
+        name = str(made.settings["model_type"])
+        folded = made.done
+    again = load_language_model(folder).model
+    model = opened.language_model
     checks = [_compare(model, again.eval(), "triptych")]
     checks += _with_transformers(_check_language_model, _check_ids_of_texts, opened, folder)
     count = sum(parameter.numel() for parameter in again.parameters())
@@ -155,7 +159,8 @@ def _check_logits(run: OpenedModel, folder: Path) -> ConversionCheck:
         raise DataError(f"{folder} is read as {found.dtype}, and the model is {dtype}")
     # Marian's positions in transformers are numbers of float32 in any dtype.
     tolerance = max(TOLERANCES[dtype], 1e-6) if theirs.config.model_type == "marian" else TOLERANCES[dtype]
-    what, own = _LOGITS.format("transformers"), compute_logits(run.encoder_decoder, pairs)
+    what = _LOGITS.format("transformers")
+    own = compute_logits(run.encoder_decoder, pairs)
     return compare_logits(what, own, found, tolerance, f"{pairs.tgt_in.numel()} tokens")
 
 

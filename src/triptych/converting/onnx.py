@@ -36,7 +36,8 @@ from triptych.running.opening import OpenedModel
 from triptych.running.opening.marian_tokenizers import TARGET_FOLDER, write_tokenizers
 from triptych.running.text import SentencePieceTokenizer
 
-ENCODER, DECODER = "encoder.onnx", "decoder.onnx"
+ENCODER = "encoder.onnx"
+DECODER = "decoder.onnx"
 _OPSET = 18
 _TOLERANCE = 1e-4
 
@@ -47,9 +48,11 @@ class EncoderGraph(nn.Module):
 
     def __init__(self, engine: Engine, max_tokens: int) -> None:
         super().__init__()
-        self.engine, self.max_tokens = engine, max_tokens
+        self.engine = engine
+        self.max_tokens = max_tokens
         # For the names of their tensors.
-        self.model, self.memory_map = cast(EncoderDecoder, engine.model), engine.memory_map
+        self.model = cast(EncoderDecoder, engine.model)
+        self.memory_map = engine.memory_map
 
     def forward(self, src_ids: Tensor) -> tuple[Tensor, ...]:
         """`[batch, src_len]` → mask `[batch, src_len]`, then keys and values of each decoder layer."""
@@ -64,14 +67,16 @@ class DecoderGraph(nn.Module):
 
     def __init__(self, engine: Engine, max_tokens: int) -> None:
         super().__init__()
-        self.max_tokens, self.vocab = max_tokens, engine.vocab_size
+        self.max_tokens = max_tokens
+        self.vocab = engine.vocab_size
         self.model = cast(EncoderDecoder, engine.model)
 
     def forward(
         self, tgt_ids: Tensor, mask: Tensor, own: list[Tensor], memory: list[Tensor]
     ) -> tuple[Tensor, ...]:
         """One step, of one token a row or of several."""
-        before, length = own[0].shape[2], tgt_ids.shape[1]
+        before = own[0].shape[2]
+        length = tgt_ids.shape[1]
         ids = torch.arange(length) + before
         seen = torch.arange(before + length)[None, :] <= ids[:, None]
         new = NewTokens(PositionIds(ids, self.max_tokens, sharing=1), numbers_of(seen[None, None], own[0]))
@@ -137,7 +142,10 @@ def _export_graphs(encoder: EncoderGraph, decoder: DecoderGraph, pairs: Pairs, f
     with torch.no_grad():
         mask, *memory = encoder(pairs.src)
     names = [f"{kind}.{i}" for i in range(len(memory) // 2) for kind in ("keys", "values")]
-    rows, src_len, new, before = Dim.AUTO, Dim.AUTO, Dim.AUTO, Dim.AUTO
+    rows = Dim.AUTO
+    src_len = Dim.AUTO
+    new = Dim.AUTO
+    before = Dim.AUTO
     layers = [cast(FusedAttention, block.self_attention) for block in blocks_of(decoder.model, "decoder")]
     own = [
         torch.randn(len(pairs.src), layer.groups, 2, layer.width) for layer in layers for _ in range(2)
@@ -236,7 +244,8 @@ class OnnxGraphs:
 
 def _onnx_readme(run: OpenedModel, length: int) -> str:
     target = run.tokenizers.target
-    extra, never = run.decoding.max_extra_tokens, sorted({target.pad_id, target.bos_id})
+    extra = run.decoding.max_extra_tokens
+    never = sorted({target.pad_id, target.bos_id})
     return f"""# A translation model as ONNX graphs, converted with triptych
 
 `encoder.onnx` reads a sentence once; `decoder.onnx` takes the next tokens of its translation with the keys

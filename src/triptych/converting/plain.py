@@ -48,7 +48,8 @@ class HeadSizes:
 
 def padded(weights: AttentionWeights, sizes: HeadSizes) -> AttentionWeights:
     """The same layer with heads of these sizes, filled up with zeros; every map has a bias."""
-    pad, chains = nn.functional.pad, dict[str, Any]()
+    pad = nn.functional.pad
+    chains = dict[str, Any]()
     scaled = weights.with_scale(standard_scale(sizes.width))
     more_heads = sizes.num_heads - weights.num_heads
     for side, heads in (("q", sizes.num_heads), ("k", sizes.num_kv_heads), ("v", sizes.num_kv_heads)):
@@ -113,7 +114,9 @@ def _plain_site(
     # What is no more than the rounding of the numbers as they are stored is none.
     size = max(float(form.norm().max()) for form in (wide.qk, wide.ov))
     rounding = _ROUNDING * torch.finfo(weights.dtype).eps * size
-    plain, bound, done = wide, 0.0, list[str]()
+    plain = wide
+    bound = 0.0
+    done = list[str]()
     steps: tuple[tuple[WeightsRewrite, Callable[[AttentionWeights], bool]], ...] = (
         (rewrites.expand, lambda _: True),
         (rewrites.repeat_kv_heads, lambda _: True),
@@ -162,7 +165,8 @@ def max_positions(model: EncoderDecoder, max_extra_tokens: int) -> int:
 @torch.no_grad()
 def position_table(stack: LanguageModel, length: int) -> Tensor:
     """What is added to the embeddings of the first tokens, `[length, d_model]`."""
-    embeddings, d_model = stack.embeddings, stack.architecture.d_model
+    embeddings = stack.embeddings
+    d_model = stack.architecture.d_model
     if isinstance(embeddings.positions, LearnedPositions):
         first = embeddings.config.position_offset
         return embeddings.positions.weight[first : first + length].detach()
@@ -175,7 +179,9 @@ def position_table(stack: LanguageModel, length: int) -> Tensor:
 def require_plain(model: LanguageModel, refused: Refused) -> tuple[NormConfig, FeedForwardConfig]:
     """Refuse all but the attention that GPT-2 and Llama do not have; the norm and the feed-forward layer."""
     made = model.architecture
-    norm, embeddings, head = made.final_norm, made.embeddings, made.head
+    norm = made.final_norm
+    embeddings = made.embeddings
+    head = made.head
     if made.kind != "decoder":
         raise refused("it is an encoder")
     if norm is None:

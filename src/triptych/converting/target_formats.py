@@ -100,9 +100,12 @@ def translator_type(model: EncoderDecoder) -> Literal["marian", "pegasus"]:
 
 def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: int) -> ExportedModel:
     """A translator with plainly written heads in the format of Marian or Pegasus."""
-    model, config = plain.model, plain.model.config
-    kind, target = translator_type(model), tokenizers.target
-    length, shared = max_positions(model, max_extra_tokens), config.tie_embeddings == "all"
+    model = plain.model
+    config = plain.model.config
+    kind = translator_type(model)
+    target = tokenizers.target
+    length = max_positions(model, max_extra_tokens)
+    shared = config.tie_embeddings == "all"
     # Marian's switch is about target and output, Pegasus's about all tables.
     tied = shared or (kind == "marian" and config.tie_embeddings == "target")
     facts: dict[str, Any] = {
@@ -162,7 +165,8 @@ def _language_model(model: LanguageModel, kind: Literal["gpt2", "llama"]) -> Exp
         return UsageError(f"{name}'s format has no place for it: {what}")
 
     norm, feed_forward = require_plain(model, refused)
-    head, config = model.head, model.config
+    head = model.head
+    config = model.config
     assert head is not None
     assert config is not None, "the model is a recipe's"
     if norm.kind != norm_kind:
@@ -174,7 +178,8 @@ def _language_model(model: LanguageModel, kind: Literal["gpt2", "llama"]) -> Exp
         raise refused("its logits are more than a product with the output table")
     if feed_forward.gated != gated:
         raise refused(f"its feed-forward layers have {'no' if gated else 'a'} gate")
-    layers, given = plain_layers(model, refused), dict[str, Tensor]()
+    layers = plain_layers(model, refused)
+    given = dict[str, Tensor]()
     found = sizes = head_sizes(layers, refused)
     facts: dict[str, Any] = {
         "d_model": config.d_model,

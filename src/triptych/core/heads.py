@@ -107,7 +107,9 @@ class Head:
     """
 
     def __init__(self, layer: "Layer", number: int, weights: AttentionWeights | None = None) -> None:
-        self.layer, self.number, self.name = layer, number, f"{layer.name}.{number}"
+        self.layer = layer
+        self.number = number
+        self.name = f"{layer.name}.{number}"
         self._own = weights
 
     @cached_property
@@ -246,10 +248,12 @@ class Head:
         return None if bias is None else bias[0]
 
     def __repr__(self) -> str:
-        first, last = self.group[0], self.group[-1]
+        first = self.group[0]
+        last = self.group[-1]
         group = "" if first == last else f", keys and values shared with heads {first} to {last}"
         between = f"\n  between: {', '.join(self.between)}" if self.between else ""
-        shapes, dtype = self._shapes(), _dtype(next(self._outline.tensors()))
+        shapes = self._shapes()
+        dtype = _dtype(next(self._outline.tensors()))
         biases = [f"b_{side.upper()}" for side in _SIDES if self._outline.multiplied(side).bias is not None]
         return (
             f"Head {self.name} of {self.layer.model}{group}{_borrowed(self.borrows)}\n"
@@ -268,10 +272,8 @@ class Head:
 
 
 _SIDES: tuple[Side, ...] = ("q", "k", "v")
-_NORM_WITHIN_QK, _NORM_WITHIN_V = (
-    "a norm within the map of queries or keys",
-    "a norm within the map of values",
-)
+_NORM_WITHIN_QK = "a norm within the map of queries or keys"
+_NORM_WITHIN_V = "a norm within the map of values"
 _BREAKS_QK = (
     *("QK-norm", "clipped queries, keys and values", "scores that are no product of queries and keys"),
     _NORM_WITHIN_QK,
@@ -302,7 +304,8 @@ class Layer:
     ) -> None:
         self.name, self.model, self.kind, self.borrows = name, source.name, site.kind, borrows
         self.shares = shares
-        self._source, self._site = source, site
+        self._source = source
+        self._site = site
 
     @property
     def weights(self) -> AttentionWeights:
@@ -412,7 +415,8 @@ class Layer:
         weights = self.outline
         groups = f" ({self.num_kv_heads} of keys and values)" if self.num_kv_heads != self.num_heads else ""
         between = f"\n  between: {', '.join(self.between)}" if self.between else ""
-        d_k, d_v = weights.multiplied("q").d_out, weights.multiplied("v").d_out
+        d_k = weights.multiplied("q").d_out
+        d_v = weights.multiplied("v").d_out
         return (
             f"Layer {self.name} of {self.model}: {self.kind} attention, {self.num_heads} heads{groups}, "
             f"d_model {self.d_model}, d_k {d_k}, d_v {d_v}, {weights.num_parameters:,} parameters "
@@ -463,7 +467,9 @@ class Stack:
     """
 
     def __init__(self, name: str, model: str, layers: Layers) -> None:
-        self.name, self.model, self.layers = name, model, layers
+        self.name = name
+        self.model = model
+        self.layers = layers
 
     def __getitem__(self, place: int | tuple[int, int]) -> "Layer | Head":
         """A layer, or with two numbers a head of one."""

@@ -82,7 +82,8 @@ def check_against_transformers(source: Source, text: str | None, target: str | N
     require_extra("run", "transformers", what="check")
     ours = Reader(open_model(source, "cpu", torch.float32))
     theirs = TransformersModel(source.folder, source.tokenizer_folder)
-    windows, same = [_without_padding(one, ours, theirs) for one in ours.random_windows(_SEED)], None
+    windows = [_without_padding(one, ours, theirs) for one in ours.random_windows(_SEED)]
+    same = None
     if text is not None:
         windows, same = _windows_of(ours, theirs, text, target)
     logits = largest = 0.0
@@ -131,7 +132,8 @@ def check_against_transformers(source: Source, text: str | None, target: str | N
 
 def _without_padding(window: Window, ours: Reader, theirs: TransformersModel) -> Window:
     """Random tokens none of which is padding, which some models leave out by its number."""
-    pad, model = getattr(theirs.model.config, "pad_token_id", None), ours.model
+    pad = getattr(theirs.model.config, "pad_token_id", None)
+    model = ours.model
     if pad is None or isinstance(model, EncoderDecoder):  # whose random tokens have none
         return window
     ids = window.inputs["input_ids"]

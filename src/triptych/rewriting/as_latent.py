@@ -40,11 +40,13 @@ class AsLatent:
 
 def as_latent(checkpoint: Checkpoint, before: AttentionLayer, after: AttentionWeights) -> AsLatent:
     """A layer whose keys and values come through a normalised latent, from a checkpoint of another family."""
-    place, family = checkpoint.place(before.site), family_of(_TYPE)
+    place = checkpoint.place(before.site)
+    family = family_of(_TYPE)
     assert family is not None
     if before.weights.dtype == torch.float16:
         reject("the latent is too small for float16", "store it in bfloat16 or float32")
-    sizes, rotary = sizes_of(after), after.semantics.rotary
+    sizes = sizes_of(after)
+    rotary = after.semantics.rotary
     assert rotary is not None
     weights = after.to(torch.float64).with_scale(standard_scale(sizes.width))
     settings = _settings(place, sizes, rotary)
@@ -123,7 +125,8 @@ def _require_same_model(
     checkpoint: Checkpoint, family: Family, settings: dict[str, Any], come: dict[str, Tensor], gone: set[str]
 ) -> None:
     """Refuse a model of which anything but the attention is read otherwise from DeepSeek's format."""
-    zero, first = torch.zeros(()), checkpoint.sites[0].module
+    zero = torch.zeros(())
+    first = checkpoint.sites[0].module
     shapes = {name: info.shape for name, info in checkpoint.tensors.infos.items()}
     for site in checkpoint.sites:
         for name in gone:

@@ -76,7 +76,8 @@ def _groups_within(source: AttentionSource, sites: Sequence[Site], most_bytes: i
         needed = 8 * (weights.num_parameters + moments)
         if together and needed > left:
             yield together
-            together, left = [], most_bytes
+            together = []
+            left = most_bytes
         together.append(site)
         left -= needed
     if together:

@@ -364,7 +364,8 @@ def shown_rewrite(
     """What a rewrite did, in at most six rows: its steps, and the cost before and after."""
     names = list(dict.fromkeys(step.rewrite for part in parts for step in part.steps))
     moved = sum(isinstance(part, LayerRecord) and part.heads is not None for part in parts)
-    rows, most = [], 3 if moved else 4
+    rows = []
+    most = 3 if moved else 4
     for name in names[:most]:
         found = [(part.count, step) for part in parts for step in part.steps if step.rewrite == name]
         done = [step for _, step in found if not step.refused]
@@ -395,7 +396,8 @@ def _seal(record: dict[str, Any]) -> str:
 
 def read_certificate(path: Path) -> Certificate:
     """Read a certificate from its file or its folder."""
-    folder, path = path, path / CERTIFICATE if path.is_dir() else path
+    folder = path
+    path = path / CERTIFICATE if path.is_dir() else path
     if not folder.exists():
         raise UsageError(f"{folder} does not exist{near_path(folder)}")
     if not path.exists():
@@ -459,7 +461,8 @@ def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str
     yield [_said_costs("In this file: attention", certificate.before, certificate.after)]
     if certificate.unpadded is not None:
         yield [_said_costs(UNPADDED, certificate.before, certificate.unpadded)]
-    probes, compared = certificate.probes, certificate.end_to_end
+    probes = certificate.probes
+    compared = certificate.end_to_end
     on_text = [layer.measured_on_text for layer in certificate.layers] if compared is not None else []
     for what, found in (
         (

@@ -84,7 +84,8 @@ def _last_digit(number: str) -> float:
 
 # Measured again on another machine, float64 sums and singular values come out in another order of sums, and
 # products of the checkpoint's own dtype by another kernel.
-_SAME, _SAME_RATIO = 1e-6, 0.5
+_SAME = 1e-6
+_SAME_RATIO = 0.5
 # How near the inputs are that the original makes again, in float32.
 _SAME_INPUTS = 1e-3
 # Exact steps after which biases, which are rows of the forms, are moved or gone.
@@ -97,7 +98,9 @@ class CheckpointPair:
     def __init__(
         self, certificate: Certificate, original: AttentionSource, written: AttentionSource, folder: Path
     ) -> None:
-        self.certificate, self.original, self.written = certificate, original, written
+        self.certificate = certificate
+        self.original = original
+        self.written = written
         self.before = {site.module: site for site in original.sites}
         self.after = {site.module: site for site in written.sites}
         self.form, self.written_form = storage_format(original), storage_format(written)
@@ -125,8 +128,10 @@ class CheckpointPair:
 def check_layers(pair: CheckpointPair) -> Iterator[Claim]:
     """Errors on the probes, tiers and bounds."""
     certificate = pair.certificate
-    off, outside = list[str](), list[str]()
-    worst, counted = 0.0, 0
+    off = list[str]()
+    outside = list[str]()
+    worst = 0.0
+    counted = 0
     there = {layer.module for layer in pair.layers()}
     off += [f"{layer.module} is not there" for layer in certificate.layers if layer.module not in there]
     for layer in pair.layers():
@@ -164,9 +169,12 @@ def check_layers(pair: CheckpointPair) -> Iterator[Claim]:
 
 def check_layers_on_text(pair: CheckpointPair, inputs: Mapping[str, Seen]) -> Claim:
     """Layers on what the original was given for some positions of the text, with no model around them."""
-    wrong, worst, counted = list[str](), 0.0, 0
+    wrong = list[str]()
+    worst = 0.0
+    counted = 0
     for layer in pair.layers():
-        certified, given = layer.measured_on_text, inputs.get(pair.before[layer.module].name)
+        certified = layer.measured_on_text
+        given = inputs.get(pair.before[layer.module].name)
         if layer.measured is not None and (certified is None) != (given is None):
             wrong.append(f"{layer.module}: inputs or what was measured on them are missing")
         if certified is None or given is None:
@@ -185,7 +193,8 @@ def check_layers_on_text(pair: CheckpointPair, inputs: Mapping[str, Seen]) -> Cl
 def _unlike_figures(module: str, certified: Measured, found: Measured) -> Iterator[str]:
     """Measurements that differ from the certificate."""
     for name in Measured.model_fields:
-        one, other = getattr(certified, name), getattr(found, name)
+        one = getattr(certified, name)
+        other = getattr(found, name)
         if isinstance(one, str):
             same = one == other
         elif name == "error_ratio":
@@ -263,14 +272,16 @@ def _norm_again(norm: NormRecord, pair: CheckpointPair) -> tuple[Measured, Round
     site = next((site for site in pair.form.norm_sites() if site.module == norm.module), None)
     if site is None or not site.readers or {reader.module for reader in site.readers} != set(norm.maps):
         return None
-    one, other = pair.form.tensors, pair.written_form.tensors
+    one = pair.form.tensors
+    other = pair.written_form.tensors
     if (
         one is None
         or other is None
         or any(name in one.infos and name not in other.infos for name in site.all_tensors)
     ):
         return None
-    before, after = site.read(one), site.read(other)
+    before = site.read(one)
+    after = site.read(other)
     errors = [
         measure_map(before, after, reader.read(one), reader.read(other), pair.certificate.probes)
         for reader in site.readers
@@ -308,7 +319,9 @@ def check_recipe(
 
 def _without_text(pair: CheckpointPair) -> Claim:
     """Check what needs no text: the steps of each layer, and its cost before."""
-    certificate, wrong, before = pair.certificate, list[str](), list[Cost]()
+    certificate = pair.certificate
+    wrong = list[str]()
+    before = list[Cost]()
     for layer in certificate.layers:
         if layer.module not in pair.before:
             continue
@@ -331,7 +344,8 @@ def _without_text(pair: CheckpointPair) -> Claim:
 def _repeat_recipe(pair: CheckpointPair, rewriting: Rewriting, words: bool, same: float) -> Iterator[Claim]:
     """Compare every layer, the norms and the costs with what the recipe makes of the original."""
     certificate = pair.certificate
-    steps, functions = list[str](), list[str]()
+    steps = list[str]()
+    functions = list[str]()
     for layer in pair.layers():
         one, other = pair.read(layer.module)
         done = rewriting.layer(pair.original, one)
@@ -361,7 +375,8 @@ def _repeat_recipe(pair: CheckpointPair, rewriting: Rewriting, words: bool, same
         for name in ("before", "after", "unpadded")
         if getattr(certificate, name) != getattr(costs, name)
     ]
-    number, count = len(certificate.layers), len(certificate.recipe)
+    number = len(certificate.layers)
+    count = len(certificate.recipe)
     yield as_claim(_CLAIM, steps, f"{count} step{'s' * (count != 1)} of {number} layers")
     parameters = f"{certificate.before.parameters:,} → {certificate.after.parameters:,}"
     yield as_claim("costs", wrong, parameters)
@@ -395,7 +410,8 @@ def _step_differences(
         return
     for one, other in zip(certified, found, strict=True):
         for name in StepRecord.model_fields:
-            mine, theirs = getattr(one, name), getattr(other, name)
+            mine = getattr(one, name)
+            theirs = getattr(other, name)
             if not _same_value(name, mine, theirs, words, same):
                 yield f"{module}, {one.rewrite}: {name} is {mine!r}, and comes out as {theirs!r}"
                 break

@@ -40,7 +40,9 @@ class FolderFormat:
     why_no_norms = "no norm is known that maps outside the attention read"
 
     def __init__(self, source: Checkpoint) -> None:
-        self.source, self.tensors, self._checkpoint = source, source.tensors, source
+        self.source = source
+        self.tensors = source.tensors
+        self._checkpoint = source
 
     def norm_sites(self) -> tuple[NormSite, ...]:
         """The norms read by maps outside the attention that can be rewritten."""
@@ -100,7 +102,8 @@ class FolderFormat:
             return (_OURS_SHRINKS,)
         site = self._checkpoint.sites[0]
         here = self._checkpoint.place(site).sizes
-        half, grouped = max(1, here.heads // 2), here.groups < here.heads
+        half = max(1, here.heads // 2)
+        grouped = here.groups < here.heads
         one_group = here._replace(heads=half, groups=1 if grouped else half)
         narrower = here._replace(width=max(1, here.width // 2), value_width=max(1, here.value_width // 2))
         ways = {
@@ -154,7 +157,9 @@ class RunFormat:
     why_no_norms = "of runs of ours only the attention is rewritten"
 
     def __init__(self, source: OwnModel) -> None:
-        self.source, self.tensors, self._run = source, None, source
+        self.source = source
+        self.tensors = None
+        self._run = source
 
     def norm_sites(self) -> tuple[NormSite, ...]:
         return ()

@@ -122,7 +122,8 @@ def _rewrite_layers(
         return replace(layer, weights=layer.weights.to(torch.float64))
 
     driver = Driver([(layer.numbers, partial(read, layer)) for layer in layers.values()], steps)
-    changed, records = {}, {}
+    changed = {}
+    records = {}
     for name, layer in layers.items():
         done = driver.rewritten(read(layer))
         changed[name] = done.weights.to(layer.weights.dtype)

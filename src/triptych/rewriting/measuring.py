@@ -84,7 +84,9 @@ def measure_rounding(
     original = _output(before, x, memory, torch.float64)
     in_dtype = _output(before, x, memory, before.weights.dtype).double()
     reference = _output(after, x, memory, torch.float64)
-    size, changed, most = original.norm().clamp(min=tiny), changed_numbers(before, after), 0.0
+    size = original.norm().clamp(min=tiny)
+    changed = changed_numbers(before, after)
+    most = 0.0
     for seed in range(_DRAWS):
         again = RoundedAgain(changed, stored, torch.Generator().manual_seed(seed))
         moved = _output(after, x, memory, torch.float64, again)
@@ -151,8 +153,11 @@ Map = tuple[Tensor, Tensor | None]
 def measure_map(norm: Norm, new_norm: Norm, before: Map, after: Map, probes: Probes = PROBES) -> MapErrors:
     """Measure how far the output of a map that reads a norm moves."""
     x = _standardised(len(norm.weight), probes, torch.Generator().manual_seed(probes.seed)).flatten(0, 1)
-    one, other, own = _through_norm(x, norm), _through_norm(x, new_norm), before[0].dtype
-    worst, sums = 0.0, torch.zeros(5, dtype=torch.float64)
+    one = _through_norm(x, norm)
+    other = _through_norm(x, new_norm)
+    own = before[0].dtype
+    worst = 0.0
+    sums = torch.zeros(5, dtype=torch.float64)
     for block in blocks(before[0]):
         reference = _mapped(one, before, block, torch.float64)
         difference = _mapped(other, after, block, torch.float64) - reference
@@ -243,7 +248,8 @@ def _bounds(before: AttentionLayer, after: AttentionLayer) -> tuple[float | None
 
 def _why_not_compared(before: AttentionLayer, after: AttentionLayer) -> str:
     """Why single heads cannot be bounded; "" if they can."""
-    one, other = before.weights, after.weights
+    one = before.weights
+    other = after.weights
     if one.num_heads != other.num_heads:
         return f"there are {other.num_heads} heads where there were {one.num_heads}"
     if sum(link.weight.numel() for link in one.links()) > MOST_NUMBERS:
@@ -253,7 +259,8 @@ def _why_not_compared(before: AttentionLayer, after: AttentionLayer) -> str:
 
 def _with_input_norms_folded(layer: AttentionLayer, form: Form) -> AttentionWeights:
     """Fold the norms before a layer into its maps, so that its inputs have length √d at most."""
-    weights, inputs = layer.weights, layer.inputs
+    weights = layer.weights
+    inputs = layer.inputs
     cross = weights.semantics.kind == "cross"
     of_keys = inputs.memory if cross else inputs.x
     if of_keys is None or (form == "qk" and inputs.x is None):
@@ -270,7 +277,8 @@ def measure_form_move(before: AttentionLayer, after: AttentionLayer) -> float | 
     Forms are compared under the scale of the original where the query map can take up the ratio; no rewrite
     changes the scale of other layers.
     """
-    one, other = before.weights, after.weights
+    one = before.weights
+    other = after.weights
     if one.num_heads != other.num_heads or one.norms_within or other.norms_within:
         return None
     return _largest_form_move(one, _under(one.scale, other))
@@ -279,7 +287,8 @@ def measure_form_move(before: AttentionLayer, after: AttentionLayer) -> float | 
 def measure_form_rounding(before: AttentionLayer, after: AttentionLayer, stored: torch.dtype | None) -> float:
     """The norm by which a form of a head moves if the changed numbers are rounded at random."""
     again = RoundedAgain(changed_numbers(before, after), stored, torch.Generator().manual_seed(0))
-    weights, scale = after.weights.to(torch.float64), before.weights.scale
+    weights = after.weights.to(torch.float64)
+    scale = before.weights.scale
     return _largest_form_move(_under(scale, weights), _under(scale, again(weights)))
 
 
@@ -289,9 +298,11 @@ def _under(scale: float, weights: AttentionWeights) -> AttentionWeights:
 
 
 def _largest_form_move(one: AttentionWeights, other: AttentionWeights) -> float:
-    one, other = one.to(torch.float64), other.to(torch.float64)
+    one = one.to(torch.float64)
+    other = other.to(torch.float64)
     if not _is_same_norm(one.norm, other.norm) or not _is_same_norm(one.memory_norm, other.memory_norm):
-        one, other = _with_norm_folded(one), _with_norm_folded(other)
+        one = _with_norm_folded(one)
+        other = _with_norm_folded(other)
     return max(float(measure_move(one, other, form).form.max()) for form in FORMS)
 
 

@@ -26,14 +26,20 @@ class Deviations(NamedTuple):
 @torch.inference_mode()
 def compare_outputs(original: TextModel, rewritten: TextModel, windows: Iterator[Window]) -> Deviations:
     """Compare two models on a text."""
-    tokens, worst, divergence, predicted = 0, 0.0, 0.0, 0
-    losses, farthest = [0.0, 0.0], list[tuple[float, Window]]()
+    tokens = 0
+    worst = 0.0
+    divergence = 0.0
+    predicted = 0
+    losses = [0.0, 0.0]
+    farthest = list[tuple[float, Window]]()
     for window in windows:
-        one, other = original.outputs(window).double(), rewritten.outputs(window).double()
+        one = original.outputs(window).double()
+        other = rewritten.outputs(window).double()
         apart = largest_difference(one, other)
         worst = max(worst, apart)
         farthest = sorted([*farthest, (apart, window)], key=lambda pair: -pair[0])[:_FARTHEST]
-        log_p, log_q = one.log_softmax(dim=-1), other.log_softmax(dim=-1)
+        log_p = one.log_softmax(dim=-1)
+        log_q = other.log_softmax(dim=-1)
         divergence += float((log_p.exp() * (log_p - log_q)).sum().clamp(min=0))
         tokens += len(one)
         if window.targets is not None:
@@ -50,6 +56,7 @@ def compare_outputs(original: TextModel, rewritten: TextModel, windows: Iterator
 
 def largest_difference(one: Tensor, other: Tensor) -> float:
     """The largest difference of two outputs; infinite if an entry is NaN in only one of them."""
-    one, other = one.double(), other.double()
+    one = one.double()
+    other = other.double()
     same = (one == other) | (one.isnan() & other.isnan())
     return float((one - other).abs().nan_to_num(nan=torch.inf).masked_fill(same, 0.0).max())

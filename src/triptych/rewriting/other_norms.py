@@ -79,7 +79,8 @@ class OtherNorms:
         assert norm is not None
         reader = next((reader for reader in site.readers if name in reader.tensors), None)
         if reader is None:
-            old, neutral = self._tensors.read(name), neutral_norm(norm)
+            old = self._tensors.read(name)
+            neutral = neutral_norm(norm)
             new = neutral.weight if name == site.own_tensors[0] or neutral.bias is None else neutral.bias
         elif name == reader.weight:
             # A map may be the largest tensor that there is: the old and the new one are all that is held.
@@ -93,7 +94,8 @@ class OtherNorms:
         elif norm.bias is None or not bool(norm.bias.any()):
             return None
         else:
-            old, found = self._tensors.read(name), self._biases.pop(name, None)
+            old = self._tensors.read(name)
+            found = self._biases.pop(name, None)
             new = _fold_into_bias(norm, *reader.read(self._tensors)) if found is None else found
         if not are_finite(new) and are_finite(old):
             for read in site.all_tensors:

@@ -128,8 +128,12 @@ def plan_rewrite(checkpoint: Source | str, recipe: RewriteRecipe, *, family: Fam
     local = files.at(local_folder(files))
     source = open_checkpoint(local)
     rewriting = Rewriting(source, local, recipe)
-    layers, steps = list[LayerRecord](), rewriting.driver.steps
-    bytes_after, turned, padded, notes = 0, 0, False, dict.fromkeys(source.warnings)
+    layers = list[LayerRecord]()
+    steps = rewriting.driver.steps
+    bytes_after = 0
+    turned = 0
+    padded = False
+    notes = dict.fromkeys(source.warnings)
     for site in source.sites:
         read = source.read(site)
         done = rewriting.layer(source, read)
@@ -195,7 +199,8 @@ class Rewriting:
     def __init__(self, source: AttentionSource, files: Source | Path, recipe: RewriteRecipe) -> None:
         source.require_layers({layer for step in recipe.step for layer in step.layers or ()})
         require_calibration(recipe)
-        self.form, self._source = storage_format(source), source
+        self.form = storage_format(source)
+        self._source = source
         self._files = files
         self._text = recipe.calibration
         self._skip_refused = recipe.skip_refused
@@ -221,7 +226,8 @@ class Rewriting:
 
     def _layer(self, source: AttentionSource, read: AttentionLayer) -> LayerToRewrite:
         _require_finite_layer(source, read)
-        site, wide = read.site, read.weights.to(torch.float64)
+        site = read.site
+        wide = read.weights.to(torch.float64)
         others = self.other_norms.others(site)
         return LayerToRewrite(site.name, wide, source.longest_text(site), others=others, numbers=site.numbers)
 
@@ -249,7 +255,8 @@ class Rewriting:
 
     def layer(self, source: AttentionSource, read: AttentionLayer) -> FinishedLayer:
         """A layer; as it was, and said so, if the format refuses and that is skipped."""
-        done, site = self.driver.rewritten(self._layer(source, read)), read.site
+        done = self.driver.rewritten(self._layer(source, read))
+        site = read.site
         try:
             same_sizes = site.name in self._stay
             written = storage_format(source).written(read, done.weights, done.kept, same_sizes=same_sizes)

@@ -27,7 +27,8 @@ MOST_TIMES = 4.0
 MOST_TIMES_OF_LAYER = 2.0
 # Roundings that are tried at first; and at most, while none of them moves the output far enough: a model that
 # routes tokens to experts jumps where two experts are nearly level, and only some roundings tip the balance.
-_FIRST_DRAWS, _MOST_DRAWS = 3, 16
+_FIRST_DRAWS = 3
+_MOST_DRAWS = 16
 # Numbers of a map that are moved at a time.
 _AT_A_TIME = 1 << 17
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
@@ -72,7 +73,8 @@ def judge_rounding(
     found: Deviations, rewritten: TextModel, changed: Collection[str], stored: torch.dtype
 ) -> RoundingJudgement:
     """Compare the difference between two models with the effect of rounding."""
-    most, outputs = 0.0, [rewritten.outputs(window) for window in found.farthest]
+    most = 0.0
+    outputs = [rewritten.outputs(window) for window in found.farthest]
     for seed in range(_MOST_DRAWS):
         moved = _rounded_again(rewritten, changed, stored, seed)
         for window, as_it_stands in zip(found.farthest, outputs, strict=True):
@@ -89,7 +91,8 @@ def first_moved(
     """The name of the first attention layer whose output moves farther than rounding explains; "" if none."""
     one = original.attention_outputs(source, window)
     other = rewritten.attention_outputs(source, window)
-    changed, rounded = changed_parameters(original, rewritten), [0.0] * len(other)
+    changed = changed_parameters(original, rewritten)
+    rounded = [0.0] * len(other)
     for seed in range(_FIRST_DRAWS):
         again = _rounded_again(rewritten, changed, stored, seed).attention_outputs(source, window)
         for place, ((_, a), (_, b)) in enumerate(zip(other, again, strict=True)):
@@ -118,7 +121,8 @@ def changed_numbers(before: AttentionLayer, after: AttentionLayer) -> frozenset[
     """The weights and biases of a layer that are other than in the original: side, and "weight" or "bias"."""
     found = set[tuple[str, str]]()
     for side in SIDES:
-        one, other = before.weights.chain(side), after.weights.chain(side)
+        one = before.weights.chain(side)
+        other = after.weights.chain(side)
         for part in ("weight", "bias"):
             mine, theirs = ([getattr(link, part) for link in chain] for chain in (one, other))
             if len(mine) != len(theirs) or not all(map(_same_tensor, mine, theirs)):
@@ -150,7 +154,9 @@ class RoundedAgain:
     def __init__(
         self, changed: frozenset[tuple[str, str]], stored: torch.dtype | None, generator: torch.Generator
     ) -> None:
-        self._changed, self._stored, self._generator = changed, stored, generator
+        self._changed = changed
+        self._stored = stored
+        self._generator = generator
 
     def __call__(self, weights: AttentionWeights) -> AttentionWeights:
         side_of = {id(link): side for side in reversed(SIDES) for link in weights.chain(side)}
@@ -187,7 +193,8 @@ class RoundedAgain:
 
 def unit(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """The distance of each number to the next larger one of a dtype; 0 for zeros, which rounding keeps."""
-    limits, bits = torch.finfo(dtype), _BITS[numbers.element_size()]
+    limits = torch.finfo(dtype)
+    bits = _BITS[numbers.element_size()]
     # Infinity has the bits of the exponent and no others, which leave a number its power of two.
     exponent = torch.tensor(math.inf, dtype=numbers.dtype, device=numbers.device).view(bits)
     step = (numbers.view(bits) & exponent).view(numbers.dtype) * limits.eps
@@ -201,5 +208,6 @@ def signs(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _relative(one: Tensor, other: Tensor) -> float:
-    one, other = one.double(), other.double()
+    one = one.double()
+    other = other.double()
     return float((one - other).norm() / one.norm().clamp(min=torch.finfo(torch.float64).tiny))

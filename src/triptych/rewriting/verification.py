@@ -67,7 +67,8 @@ def verify(
             the text that the models were compared on; the original cannot be run on it; the same for
             `calibration`.
     """
-    folder, text = Path(folder), None if text is None else Path(text)
+    folder = Path(folder)
+    text = None if text is None else Path(text)
     calibration = None if calibration is None else Path(calibration)
     family = read_family(family) if isinstance(family, str | Path) else family
     for given in (text, calibration):
@@ -95,8 +96,10 @@ def verify(
     checks.append(check_hashes(certificate, open_tensors(original), "read", f"tensors of {original}"))
     if not all(check.held for check in checks):
         return [*checks, *_claims_not_tried(certificate, "these are other files than those certified")]
-    one, other = open_checkpoint(original, family), open_checkpoint(folder, family)
-    pair, words = CheckpointPair(certificate, one, other, folder), certificate.tool == _tool()
+    one = open_checkpoint(original, family)
+    other = open_checkpoint(folder, family)
+    pair = CheckpointPair(certificate, one, other, folder)
+    words = certificate.tool == _tool()
     checks += [
         _check_origin(certificate, one),
         check_nothing_else(certificate, original, folder, pair.form, pair.written_form),
@@ -242,9 +245,12 @@ def check_nothing_else(
 # machine's kernels cancels; the largest difference of a logit is one number and does not. Where nothing but
 # rounding moves, that difference is rounding itself: only its size can be held against.
 _SAME_LOSS_NATS = 1e-4
-_SAME_DIVERGENCE, _DIVERGENCE_NATS = 1e-3, 1e-7
-_SAME_LOGIT, _LOGIT = 1e-3, 1e-3
-_SAME_LOGIT_IF_EXACT, _LOGIT_IF_EXACT = 0.5, 1e-4
+_SAME_DIVERGENCE = 1e-3
+_DIVERGENCE_NATS = 1e-7
+_SAME_LOGIT = 1e-3
+_LOGIT = 1e-3
+_SAME_LOGIT_IF_EXACT = 0.5
+_LOGIT_IF_EXACT = 1e-4
 _WHOLE_MODELS = "whole models compared"
 
 

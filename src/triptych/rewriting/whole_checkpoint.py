@@ -98,13 +98,17 @@ class _RunSink:
     """The new folder of a run of ours: all layers are put into a model in memory, as none is large."""
 
     def __init__(self, source: OwnModel, rewriting: Rewriting, request: _Request) -> None:
-        self._source, self._rewriting, self._request = source, rewriting, request
+        self._source = source
+        self._rewriting = rewriting
+        self._request = request
         self._made = NewFolder(request.target)
         self.records: dict[str, LayerRecord] = {}
         self.left_out: tuple[str, ...] = ()
 
     def fill(self, within: ExitStack) -> dict[str, TensorRecord]:
-        source, request, changed = self._source, self._request, {}
+        source = self._source
+        request = self._request
+        changed = {}
         for number, site in enumerate(source.sites):
             request.progress(f"rewriting {site.name}", number, len(source.sites))
             read = source.read(site)
@@ -116,7 +120,8 @@ class _RunSink:
         self.folder = within.enter_context(self._made).path
         self.left_out = copy_run(request.folder, self.folder)
         write_model(new, self.folder)
-        before, after = open_tensors(request.folder), open_tensors(self.folder)
+        before = open_tensors(request.folder)
+        after = open_tensors(self.folder)
         return {
             name: TensorRecord(
                 read=tensor_hash(before.read(name)) if name in before.infos else None,
@@ -139,7 +144,9 @@ class _FolderSink:
     """A new folder in Hugging Face's layout, written shard by shard, with at most two layers in memory."""
 
     def __init__(self, source: Checkpoint, rewriting: Rewriting, request: _Request) -> None:
-        self._source, self._rewriting, self._request = source, rewriting, request
+        self._source = source
+        self._rewriting = rewriting
+        self._request = request
         self._copy = FolderCopy(request.folder, request.target)
         self._site_of = _owners(source)
         self._ready: dict[str, Tensor] = {}
@@ -151,7 +158,8 @@ class _FolderSink:
 
     def fill(self, within: ExitStack) -> dict[str, TensorRecord]:
         copy = within.enter_context(self._copy)
-        self.folder, written_bytes = copy.folder, 0
+        self.folder = copy.folder
+        written_bytes = 0
 
         def progress(num_bytes: int) -> None:
             nonlocal written_bytes
@@ -179,7 +187,8 @@ class _FolderSink:
             self._rewrite(site)
             return site in self._rewriting.folded
 
-        site, norms = self._site_of.get(name), self._rewriting.other_norms
+        site = self._site_of.get(name)
+        norms = self._rewriting.other_norms
         if site is None:
             if name in norms.owners:
                 wait(self._measured.values())  # a map may be as large as all of the attention: one of them
@@ -196,7 +205,8 @@ class _FolderSink:
         held = self._source.holding({name: self._source.tensors.read(name) for name in names})
         read = held.read(site)
         done = self._rewriting.layer(held, read)
-        written, bounded = done.written, done.record.tier == "bounded"
+        written = done.written
+        bounded = done.record.tier == "bounded"
         if done.record.changed and not written.settings:
             wait(self._measured.values())  # one measurement at a time: two layers are in memory
             saved = held.holding(written.tensors).read(site)
@@ -223,7 +233,10 @@ class _Writing:
     def __init__(
         self, source: AttentionSource, rewriting: Rewriting, request: _Request, sink: _RunSink | _FolderSink
     ) -> None:
-        self.source, self.rewriting, self.request, self.sink = source, rewriting, request, sink
+        self.source = source
+        self.rewriting = rewriting
+        self.request = request
+        self.sink = sink
         self.not_on_text = ""
 
     def write(self) -> Certificate:
@@ -259,7 +272,9 @@ class _Writing:
                 yield site, places[site.module], record
 
     def _certificate(self, tensors: Mapping[str, TensorRecord], after: AttentionSource) -> Certificate:
-        request, folder, sites = self.request, self.sink.folder, self.source.sites
+        request = self.request
+        folder = self.sink.folder
+        sites = self.source.sites
         bounded = any(record.tier == "bounded" for record in self.sink.records.values())
         stored = None if bounded else coarsest_changed(tensors, open_tensors(folder))
         compared_as, why_not = self._compared(after, stored)

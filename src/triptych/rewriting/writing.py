@@ -60,8 +60,12 @@ def write_layer(
 class _LayerWriter:
     def __init__(self, fitting: Fitting) -> None:
         self.fitting, self.checkpoint, self.tensors = fitting, fitting.checkpoint, fitting.checkpoint.tensors
-        self.layer, self.before, self.after = fitting.layer, fitting.before, fitting.after
-        self.place, self.semantics, self.kept = fitting.place, fitting.semantics, fitting.kept
+        self.layer = fitting.layer
+        self.before = fitting.before
+        self.after = fitting.after
+        self.place = fitting.place
+        self.semantics = fitting.semantics
+        self.kept = fitting.kept
 
     def write(self) -> WrittenLayer:
         in_place = self.kept == list(range(self.before.num_heads))
@@ -72,7 +76,8 @@ class _LayerWriter:
         if is_latent(self.after) and not self.place.spec.latent:
             return self._as_latent()
         fitted = self.fitting.fitted()
-        old, new = sizes_of(self.before), sizes_of(fitted)
+        old = sizes_of(self.before)
+        new = sizes_of(fitted)
         found = resizing(self.checkpoint, self.layer.site, new) if new != old else None
         stored = layer_map(self.place, self.tensors, new)
         ours = self._maps(fitted, stored) | self._norm() | dict(self._gains(old, new, stored))
@@ -170,7 +175,8 @@ class _LayerWriter:
         if name not in self.tensors.infos:  # a tensor of another format, in the dtype of the maps
             return full.to(self.before.dtype).contiguous()
         dtype = self.tensors.infos[name].dtype
-        new, old = full.to(dtype).contiguous(), self.tensors.read(name)
+        new = full.to(dtype).contiguous()
+        old = self.tensors.read(name)
         if torch.equal(new, old):
             return None
         if how := self.tensors.packed_as(name):
@@ -210,7 +216,8 @@ def _are_same_weights(one: AttentionWeights, other: AttentionWeights) -> bool:
     alike = alike and (one.o_bias is None) == (other.o_bias is None)
     if not alike or any(len(one.chain(side)) != len(other.chain(side)) for side in SIDES):
         return False
-    mine, theirs = list(one.tensors()), list(other.tensors())
+    mine = list(one.tensors())
+    theirs = list(other.tensors())
     return len(mine) == len(theirs) and all(map(_are_equal, mine, theirs))
 
 

@@ -264,7 +264,8 @@ def _without_heads(
 ) -> AttentionWeights:
     """The layer without what some heads add to its output; the mean of what they added becomes a bias."""
     whole = weights.multiplied("o").repeat(weights.num_heads)
-    W_O, o_bias = whole.weight.detach().clone(), weights.o_bias
+    W_O = whole.weight.detach().clone()
+    o_bias = weights.o_bias
     if isinstance(heads, Mapping):
         means = [values.mean(dim=0).to(W_O) @ W_O[head] for head, values in heads.items()]
         added = sum(means, torch.zeros_like(W_O[0, 0]))
@@ -301,7 +302,8 @@ def with_map(weights: AttentionWeights, name: str, given: Tensor, head: int | No
 
 def tied_map(weights: AttentionWeights, name: str, to: str) -> AttentionWeights:
     """The layer with one of its maps in the place of another, bias and all."""
-    side, other = SIDE_OF[name], SIDE_OF[to]
+    side = SIDE_OF[name]
+    other = SIDE_OF[to]
     if "o" in (side, other):
         raise UsageError(f"{name} and {to} cannot be tied: W_O reads what heads mixed, the others the input")
     if weights.semantics.kind == "cross" and "q" in (side, other):
@@ -309,7 +311,8 @@ def tied_map(weights: AttentionWeights, name: str, to: str) -> AttentionWeights:
             f"{name} and {to} cannot be tied: in cross-attention queries read the decoder's stream, keys and "
             "values the encoder's output"
         )
-    one, two = weights.multiplied(side), weights.multiplied(other)
+    one = weights.multiplied(side)
+    two = weights.multiplied(other)
     if one.weight.shape != two.weight.shape:
         raise UsageError(
             f"{name} cannot be tied to {to}: it is [heads, d_in, d_out] = {list(one.weight.shape)}, and {to} "
@@ -361,8 +364,10 @@ class Patch:
 
         What grows has no length of its own: a search lengthens a translation from nothing.
         """
-        self.what, self._values = what, values
-        self._keys_grow, self._rows_grow = keys_grow, keys_grow if self.of_keys else queries_grow
+        self.what = what
+        self._values = values
+        self._keys_grow = keys_grow
+        self._rows_grow = keys_grow if self.of_keys else queries_grow
         self.num_rows = length = len(values)
         self.num_keys = values.shape[1] if what in ("scores", "weights") else None
         if unknown := [place for place in positions or () if not -length <= place < length]:

@@ -126,7 +126,8 @@ class Opened:
     @cached_property
     def ready(self) -> OpenedModel:
         """The model, ready to read texts."""
-        opened, options = self.model, self.options
+        opened = self.model
+        options = self.options
         found = None if self.source is None else self.source.found
         if isinstance(found, ModuleOfOthers) and not found.has_tokenizer:
             why = UsageError(f"{self.name} has no tokenizer: load(model, tokenizer=…) reads texts")
@@ -186,10 +187,16 @@ class ChangedSource(AttentionSource):
     """
 
     def __init__(self, source: AttentionSource, changes: Sequence[Change]) -> None:
-        self._source, self._changes = source, changes
-        self.name, self.written_as, self.known_by = source.name, source.written_as, source.known_by
-        self.num_tensors, self.left_over = source.num_tensors, source.left_over
-        self.unread, self.absent, self.warnings = source.unread, source.absent, source.warnings
+        self._source = source
+        self._changes = changes
+        self.name = source.name
+        self.written_as = source.written_as
+        self.known_by = source.known_by
+        self.num_tensors = source.num_tensors
+        self.left_over = source.left_over
+        self.unread = source.unread
+        self.absent = source.absent
+        self.warnings = source.warnings
         self.others = source.others
         self._places = dict[Site, tuple[Site, int]]()  # the site of the source, and the number in order
         self._site_of_layer = dict[int, Site]()
@@ -291,7 +298,8 @@ def stack_of(site: Site) -> str:
 
 def summary_of(opened: Opened, layers: Sequence[Layer], places: PlaceNames) -> str:
     """What a model is, in a line: family, layers, heads, widths, parameters."""
-    source, stacks = opened.attention, dict[str, list[Layer]]()
+    source = opened.attention
+    stacks = dict[str, list[Layer]]()
     for layer, place in zip(layers, source.layers, strict=True):
         stacks.setdefault(stack_of(place.site), []).append(layer)
     parts = []

@@ -50,8 +50,11 @@ class Activations:
         head: int | None = None,
     ) -> None:
         """Hold activations of a layer in its residual frame, or of one of its heads."""
-        self.name, self.steps = name, steps
-        self._weights, self._frame, self._head = weights, frame, head
+        self.name = name
+        self.steps = steps
+        self._weights = weights
+        self._frame = frame
+        self._head = head
         for what in ACTIVATIONS:
             value = getattr(steps, what)[0]
             setattr(self, what, value if head is None else value[head])
@@ -103,8 +106,13 @@ class Run:
         graph: Mapping[str, Mapping[Activation, Tensor]] | None = None,
     ) -> None:
         """The run of one row of a recording; `order` has the site of each of the face's layers."""
-        self.model, self._places, self._order, self._graph = reader.name, places, order, graph
-        self._text, self._row, self._recording = text, row, recording
+        self.model = reader.name
+        self._places = places
+        self._order = order
+        self._graph = graph
+        self._text = text
+        self._row = row
+        self._recording = recording
         self.ids, self.tokens = text.ids, tuple(reader.tokenizer.pieces(text.ids))
         self.source_tokens = (
             None if text.source is None else tuple(reader.source_tokenizer.pieces(text.source))
@@ -192,7 +200,8 @@ class Run:
     def _call(self, place: str | int | tuple[str | int, int]) -> tuple[LayerCall, int | None]:
         """The call of the layer of a place, and the number of its head; None for the layer as a whole."""
         number, head = self._places.find(place)
-        site, name = self._order.get(number, ""), self._places.names[number]
+        site = self._order.get(number, "")
+        name = self._places.names[number]
         if site not in self._calls:
             raise UsageError(f"layer {name} did not run on this text")
         call = self._calls[site]
@@ -205,7 +214,8 @@ class Run:
         }
 
     def _lengths(self, call: LayerCall) -> tuple[int, int]:
-        own, source = len(self.ids), len(self._text.source or ())
+        own = len(self.ids)
+        source = len(self._text.source or ())
         if call.kind == "encoder" and self._text.source is not None:
             return source, source
         return own, source if call.kind == "cross" else own

@@ -21,7 +21,8 @@ _SIZE_OF_DRAWS = 1 << 16
 @cache
 def random_spectra(d: int, width: int) -> Spectrum:
     """The spectra of forms L Rᵀ of random maps, both `[d, width]`; one a draw."""
-    generator, draws = np.random.default_rng(0), _draws(width)
+    generator = np.random.default_rng(0)
+    draws = _draws(width)
     left, right = (_random_triangles(generator, draws, d, width) for _ in range(2))
     return Spectrum(torch.linalg.svdvals(left @ right.mT))
 
@@ -56,7 +57,8 @@ def _draws(width: int) -> int:
 
 def _random_pairs(d: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """R and QᵀB of pairs of random maps A = Q R and B, and ‖B‖² − ‖QᵀB‖²."""
-    generator, draws = np.random.default_rng(0), _draws(width)
+    generator = np.random.default_rng(0)
+    draws = _draws(width)
     rank = min(d, width)
     one = _random_triangles(generator, draws, d, width)
     other = generator.standard_normal((draws, rank, width))

@@ -62,7 +62,8 @@ def compose(layers: Sequence[Layer], into: Into) -> Composition:
     if into not in ("Q", "K", "V"):
         raise UsageError(f'composition is into "Q", "K" or "V", not {into!r}')
     heads = [[_head_to_compose(head, into) for head in layer] for layer in layers]
-    most, d = max(map(len, heads)), layers[0].d_model
+    most = max(map(len, heads))
+    d = layers[0].d_model
     scores = torch.full((len(heads), most, len(heads), most), torch.nan)
     is_centred = [(norm := layer.weights.norm) is not None and norm.centred for layer in layers]
     writes = []

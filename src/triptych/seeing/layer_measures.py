@@ -95,7 +95,8 @@ def measure_heads(
 
     `num_removed` directions of the input are not in the maps (`centring`); chance counts the others only.
     """
-    itself, pairs = weights.semantics.kind != "cross", comparable(weights)
+    itself = weights.semantics.kind != "cross"
+    pairs = comparable(weights)
     chunks = list(_chunks(weights))
     return _join(
         _on_threads(lambda chunk: _measured(_Cores(chunk, num_removed), itself, pairs, rotary_pairs), chunks)
@@ -105,7 +106,9 @@ def measure_heads(
 def _measured(
     parts: "_Cores", itself: bool, compared: Collection[MapPair], rotary_pairs: RotaryPairs | None
 ) -> HeadMeasures:
-    values, symmetry, copying = parts.singular_values("q", "k"), None, None
+    values = parts.singular_values("q", "k")
+    symmetry = None
+    copying = None
     if rotary_pairs is not None:
         values = _with_rotary_pairs(parts, rotary_pairs)
     elif itself and (turned := parts.square_product("q", "k")) is not None:
@@ -164,13 +167,15 @@ def _with_rotary_pairs(parts: "_Cores", rotary_pairs: RotaryPairs) -> Tensor:
     """Singular values of the channels that stay, and the roots of the energies of the pairs that turn."""
     times = torch.ones(parts.R["q"].shape[-1], dtype=torch.float64)
     times[[*rotary_pairs.first, *rotary_pairs.second]] = rotary_pairs.factor
-    R_q, R_k = parts.R["q"] * times, parts.R["k"] * times
+    R_q = parts.R["q"] * times
+    R_k = parts.R["k"] * times
     turning = [
         (a, b)
         for a, b, slow in zip(rotary_pairs.first, rotary_pairs.second, rotary_pairs.slow, strict=True)
         if not slow
     ]
-    first, second = [a for a, _ in turning], [b for _, b in turning]
+    first = [a for a, _ in turning]
+    second = [b for _, b in turning]
     stays = sorted(set(range(R_q.shape[-1])) - {*first, *second})
     of_q, of_k = (R.square().sum(dim=-2) for R in (R_q, R_k))
     energies = (of_q[:, first] + of_q[:, second]) * (of_k[:, first] + of_k[:, second]) / 2
@@ -256,7 +261,8 @@ _NEIGHBOURS: tuple[tuple[Side, Side], ...] = (("q", "k"), ("q", "v"), ("k", "v")
 def _chunks(weights: AttentionWeights) -> Iterator[_Chunk]:
     chains = {side: _float64_maps(weights, side) for side in SIDES}
     copies = {side: math.lcm(*(link.copies for link in chain)) for side, chain in chains.items()}
-    heads, largest = weights.num_heads, max(chain[0].d_in * chain[-1].d_out for chain in chains.values())
+    heads = weights.num_heads
+    largest = max(chain[0].d_in * chain[-1].d_out for chain in chains.values())
     count = max(1, _NUMBERS_AT_A_TIME // largest)
     for start in range(0, heads, count):
         read = {

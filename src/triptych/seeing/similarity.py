@@ -63,7 +63,8 @@ def span(R: Float[Tensor, "heads k width"], d: int) -> Span:
 
 def compare_maps(one: Span, other: Span, between: Float[Tensor, "heads k other_k"], d: int) -> MapSimilarity:
     """Compare two maps of every head that read the same `d` channels, known by their spans."""
-    product, norm = one.R.mT @ between @ other.R, torch.linalg.matrix_norm
+    product = one.R.mT @ between @ other.R
+    norm = torch.linalg.matrix_norm
     norms = norm(one.R) * norm(other.R)
     of_spaces = between if one.is_full and other.is_full else one.basis.mT @ between @ other.basis
     cosines = torch.linalg.svdvals(of_spaces).clamp(max=1.0)
@@ -159,9 +160,11 @@ def similar(sketched: Float[Tensor, "forms numbers"], at_least: float, most: int
         products = (rows @ sketched[start:].mT).abs().triu(1)
         places = (products > at_least - _SKETCH_MARGIN).nonzero()
         found = products[places[:, 0], places[:, 1]]
-        best, pairs = torch.cat([best, found]), torch.cat([pairs, places + start])
+        best = torch.cat([best, found])
+        pairs = torch.cat([pairs, places + start])
         order = best.argsort(descending=True, stable=True)[:most]
-        best, pairs = best[order], pairs[order]
+        best = best[order]
+        pairs = pairs[order]
     return [(i, j) for i, j in pairs.tolist()]
 
 

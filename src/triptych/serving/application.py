@@ -88,7 +88,8 @@ class Guarded:
                     scope[CUT_OFF]()
 
     async def _answer(self, request: Request) -> Response:
-        server, path = self._server, self._path
+        server = self._server
+        path = self._path
         started = time.perf_counter()
         given = request.headers.get("x-request-id", "")
         number = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
@@ -110,7 +111,8 @@ class Guarded:
 
     def _let_in(self, request: Request) -> None:
         """Check all that the head of a request says."""
-        server, path = self._server, self._path
+        server = self._server
+        path = self._path
         if not self._public:
             check_host(request)
         if not server.needs_key:
@@ -125,7 +127,8 @@ class Guarded:
 async def _no_route(request: Request, error: Exception) -> Response:
     """The answer where no endpoint is, or not for this method."""
     assert isinstance(error, HTTPException)
-    path, headers = request.url.path, error.headers or {}
+    path = request.url.path
+    headers = error.headers or {}
     why = f"nothing is at {path}: GET /spec has the paths"
     if error.status_code == 405:
         why = f"{path} takes no {request.method}: send {headers['Allow']}"

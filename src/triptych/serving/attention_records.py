@@ -19,7 +19,8 @@ from triptych.serving.worker import Item
 async def answer_attend(server: Server, request: Request) -> Response:
     """Attention weights of a text: `model`, `text`, of an encoder-decoder `target`; `heads`, as `3.2`."""
     fields = await server.fields(request)
-    text, heads = fields.text("text"), fields.text("heads", "*")
+    text = fields.text("text")
+    heads = fields.text("heads", "*")
     target = None if fields.get("target") is None else fields.text("target")
     limits = server.limits
 
@@ -52,7 +53,8 @@ async def answer_inspect(server: Server, request: Request) -> Response:
         def stop_if_left(*_: object) -> None:
             item.require_waited_for()
 
-        layers, heads = fields.get("layers"), fields.get("heads")
+        layers = fields.get("layers")
+        heads = fields.get("heads")
         return _strict_json(model.inspect(layers=layers, heads=heads, progress=stop_if_left).record())
 
     return await _answered(server, request, fields, "read", ask)
@@ -61,7 +63,9 @@ async def answer_inspect(server: Server, request: Request) -> Response:
 async def answer_steps(server: Server, request: Request) -> Response:
     """How a head computes one row of attention: `model`, `text`, `layer`, `head`, `query`."""
     fields = await server.fields(request)
-    text, layer, head = fields.text("text"), fields.get("layer"), fields.get("head")
+    text = fields.text("text")
+    layer = fields.get("layer")
+    head = fields.get("head")
     query = fields.get("query", -1)
     if not isinstance(layer, int | str) or not isinstance(head, int) or not isinstance(query, int):
         raise RequestError(400, "layer, head and query: give a layer's number or name, and two numbers")

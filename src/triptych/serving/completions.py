@@ -28,7 +28,8 @@ from triptych.serving.request_fields import Fields
 from triptych.serving.served_models import Continuing, Scored, Scoring, ServedModel
 from triptych.serving.server import Server
 
-_MOST_SAMPLES, _MOST_LOGPROBS = 16, 20
+_MOST_SAMPLES = 16
+_MOST_LOGPROBS = 20
 # Tokens of a prompt whose logits are held at once.
 _MOST_SCORED = 2048
 # Roles that a message may have.
@@ -142,7 +143,8 @@ async def read_token_ids(
     server: Server, fields: Fields, name: str, encode: Callable[[str], list[int]], vocab_size: int
 ) -> list[list[int]]:
     """A text or token ids, or several of either, as token ids."""
-    given, most = fields.get(name), server.limits.max_items
+    given = fields.get(name)
+    most = server.limits.max_items
     if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
         given = [given]
     if not isinstance(given, list) or not given or len(given) > most:
@@ -173,7 +175,8 @@ def _asked(
 ) -> _Wanted:
     most = fields.number(limit, 0, server.limits.max_new_tokens, default)
     samples = fields.number("n", 1, _MOST_SAMPLES, 1)
-    echo, stream = flag(fields, "echo"), flag(fields, "stream")
+    echo = flag(fields, "echo")
+    stream = flag(fields, "stream")
     if stream and (echo or logprobs is not None):
         raise RequestError(400, "stream goes without echo and logprobs: leave them out")
     of_stream = fields.get("stream_options") or {}

@@ -29,7 +29,8 @@ async def embed(server: Server, request: Request) -> Response:
     """
     fields = await server.fields(request)
     check_fields(fields, EMBEDDINGS)
-    model, form = server.model(fields.get("model"), "run"), fields.get("encoding_format", "float")
+    model = server.model(fields.get("model"), "run")
+    form = fields.get("encoding_format", "float")
     opened = model.model.opened
     if opened.translates or opened.language_model.causal:
         raise RequestError(400, f"{model.name} is not an encoder: it embeds no texts")

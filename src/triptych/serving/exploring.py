@@ -28,14 +28,16 @@ from triptych.seeing.attending.written_tokens import OutputTable
 from triptych.seeing.chance import random_spectra
 
 # Models with what-ifs that are kept, each with what it generates with, and texts that they read.
-_MOST_MODELS, _MOST_TEXTS = 4, 16
+_MOST_MODELS = 4
+_MOST_TEXTS = 16
 # Losses of parts of the held-out text that are kept.
 _MOST_PARTS = 4096
 _MOST_KEYS = 32
 _MOST_NEXT = 8
 _MOST_NEW_TOKENS = 64
 _NUM_ALTERNATIVES = 4
-_DIRECTIONS, _NEAREST = 6, 6
+_DIRECTIONS = 6
+_NEAREST = 6
 _CALL = re.compile(r"(\w+)\(([^()]*)\)")
 # Rewrites that change no function and need no options.
 _EXACT = ("fold_value_bias", "drop_key_bias", "fold_norm", "gauge_fix")
@@ -117,7 +119,8 @@ def change_model(model: Model, call: str) -> Model:
     found = _CALL.fullmatch(call)
     if found is None or found[1] not in WHAT_IFS:
         raise UsageError(f"what if {call}: write one of {', '.join(WHAT_IFS)}, with a head or a layer")
-    apply, given = WHAT_IFS[found[1]].apply, _split_arguments(found[2])
+    apply = WHAT_IFS[found[1]].apply
+    given = _split_arguments(found[2])
     try:
         inspect.signature(apply).bind(model, *given)
     except TypeError:
@@ -166,7 +169,10 @@ class Explorer:
         most_tokens: int | None = None,
     ) -> None:
         """Answer for a model, of texts of at most a number of tokens."""
-        self.model, self.over, self.held_out, self._most_tokens = model, over, held_out, most_tokens
+        self.model = model
+        self.over = over
+        self.held_out = held_out
+        self._most_tokens = most_tokens
         self._changed = lru_cache(_MOST_MODELS)(self._change)
         self._attention = lru_cache(_MOST_TEXTS)(self._attend)
         self._run = lru_cache(_MOST_TEXTS)(self._run_text)
@@ -221,7 +227,8 @@ class Explorer:
             sizes = {"d_model": layer.d_model, "d_k": head.d_k, "d_v": head.d_v}
             about = {"heads": layer.num_heads, "kv_heads": layer.num_kv_heads, "between": layer.between}
             places.append({"name": layer.name, "kind": layer.kind, **sizes, **about})
-        can, held_out = list(self.model.can), None
+        can = list(self.model.can)
+        held_out = None
         if self.held_out is not None:
             held_out = {
                 "name": self.held_out.name,
@@ -373,7 +380,8 @@ class Explorer:
         """The maps and the forms of a head: pictures, spectra with chance levels, singular directions."""
         model = self._changed(changes)
         place = _layer(model, layer)
-        one, own = place[head], self._inspection(changes, layer)
+        one = place[head]
+        own = self._inspection(changes, layer)
         widths = {"qk": own.d_k, "ov": own.d_v}
         figures = (
             "qk_effective_rank",
@@ -411,7 +419,8 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
         head = head.folded
     reader = model.reader
     stack = layer.partition(".")[0] if "." in layer else next(iter(reader.model.stacks))
-    output, number = OutputTable.of(reader.model, stack), layer.rpartition(".")[2]
+    output = OutputTable.of(reader.model, stack)
+    number = layer.rpartition(".")[2]
     frame = next(
         (site.residual for site in attention_sites(reader.model) if site.name == f"{stack}.{number}"), None
     )
@@ -441,8 +450,10 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
         U, S, Vh = form.svd()
         for place in range(min(_DIRECTIONS, len(S))):
             for sign in (1.0, -1.0):
-                left, right = sign * U[:, place], sign * Vh[place]
-                reads, writes = nearest(0 if name == "qk" else 1, left), list[str]()
+                left = sign * U[:, place]
+                right = sign * Vh[place]
+                reads = nearest(0 if name == "qk" else 1, left)
+                writes = list[str]()
                 if name == "qk":
                     writes = nearest(1, right)
                 elif output is not None:

@@ -63,7 +63,9 @@ class RequestError(Exception):
 
     def __init__(self, status: int, message: str, retry_after: int | None = None) -> None:
         super().__init__(message)
-        self.status, self.message, self.retry_after = status, message, retry_after
+        self.status = status
+        self.message = message
+        self.retry_after = retry_after
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process may refuse a request (`worker_processes.py`)."""

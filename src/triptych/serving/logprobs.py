@@ -55,7 +55,8 @@ def told_tokens(
     decoder = StreamDecoder(names.tokenizer)
     for token in before[-_BEFORE:]:
         decoder.push(token)
-    found, offset = list[ToldToken](), 0
+    found = list[ToldToken]()
+    offset = 0
     tops = tops or [()] * len(log_probs)
     for token, log_prob, top in zip(ids, log_probs, tops, strict=False):
         others = dict(top) | ({} if log_prob is None else {token: log_prob})

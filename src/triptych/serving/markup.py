@@ -93,7 +93,9 @@ class TextRun:
 
     def _elements_at(self, places: Sequence[float]) -> list[tuple[int, ...]]:
         """Find the elements that hold each place, outer ones first; places are in order."""
-        found, open_, upcoming = list[tuple[int, ...]](), list[int](), 0
+        found = list[tuple[int, ...]]()
+        open_ = list[int]()
+        upcoming = 0
         for place in places:
             while upcoming < len(self.elements) and self.elements[upcoming].start <= place:
                 open_.append(upcoming)
@@ -104,7 +106,9 @@ class TextRun:
 
     def _elements_of(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
         """Find the elements that hold most of each span, outer ones first; spans are in order."""
-        found, open_, upcoming = list[tuple[int, ...]](), list[int](), 0
+        found = list[tuple[int, ...]]()
+        open_ = list[int]()
+        upcoming = 0
         for start, stop in spans:
             while upcoming < len(self.elements) and self.elements[upcoming].start < stop:
                 open_.append(upcoming)
@@ -121,14 +125,17 @@ class TextRun:
         return found
 
     def _tagged(self, text: str, spans: Sequence[tuple[int, int]], stacks: Sequence[tuple[int, ...]]) -> str:
-        found, at, before = list[str](), 0, tuple[int, ...]()
+        found = list[str]()
+        at = 0
+        before = tuple[int, ...]()
         for (start, stop), stack in [*zip(spans, stacks, strict=True), ((len(text), len(text)), ())]:
             shared = len(_shared(before, stack))
             found += [self.elements[number].closing for number in reversed(before[shared:])]
             found.append(html.escape(text[at:start], quote=False))
             found += [self.elements[number].opening for number in stack[shared:]]
             found.append(html.escape(text[start:stop], quote=False))
-            at, before = stop, stack
+            at = stop
+            before = stack
         return "".join(found)
 
 
@@ -150,7 +157,8 @@ def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
 
 def _spans(text: str, words: Sequence[Word]) -> list[tuple[int, int]]:
     """The characters of each word; none for a word that its tokens spell otherwise."""
-    spans, at = list[tuple[int, int]](), 0
+    spans = list[tuple[int, int]]()
+    at = 0
     for word in words:
         start = text.find(word.text, at)
         spans.append((at, at) if start < 0 else (start, start + len(word.text)))
@@ -188,7 +196,8 @@ class Markup:
         self._num_tags = 0
         at = 0
         for token in tokenize(document, resolve_references=False, capture_source=True):
-            source, text = token.source, token.data or ""
+            source = token.source
+            text = token.data or ""
             stop = at + len(source) if source is not None else _end_of(document, at, text)
             self._take(token, document[at:stop])
             at = stop
@@ -214,7 +223,8 @@ class Markup:
 
     def _take_opening(self, token: Token, raw: str) -> None:
         self._count_tag()
-        stays, name = self._stays, token.tag or ""
+        stays = self._stays
+        name = token.tag or ""
         if token.self_closing and name not in _LEFT_ALONE:
             self._piece(raw)
             return
@@ -255,7 +265,8 @@ class Markup:
 
     def _end_run(self) -> None:
         """Take the text since the last piece, in several runs where its tags do not go together."""
-        tokens, self._run = self._run, []
+        tokens = self._run
+        self._run = []
         paired = _paired_tags(tokens)
         start = 0
         for place, token in enumerate(tokens):
@@ -272,7 +283,9 @@ class Markup:
             self._pieces.append(html.escape(raw, quote=False))
             return
         parts, length = list[str](), 0  # white space is one space, and none is before an element's end
-        begun, elements, last = list[int](), list[Element](), " "
+        begun = list[int]()
+        elements = list[Element]()
+        last = " "
         for token in tokens:
             if isinstance(token, str):
                 part = re.sub(r"\s+", " ", token.lstrip() if last == " " else token)
@@ -288,7 +301,8 @@ class Markup:
                 number = begun.pop()
                 stop = length - (last == " " and length > 0)
                 elements[number] = elements[number]._replace(closing=token.raw, stop=stop)
-        before, after = raw[: raw.index(core)], raw[raw.index(core) + len(core) :]
+        before = raw[: raw.index(core)]
+        after = raw[raw.index(core) + len(core) :]
         self._pieces += [before, len(self.runs), after]
         self.runs.append(TextRun("".join(parts).rstrip(), tuple(elements)))
 
@@ -313,7 +327,8 @@ class _Pair:
 
 def _paired_tags(tokens: Sequence[str | _Tag]) -> set[int]:
     """Find the tags of pairs that hold text and hold only such pairs; return their places."""
-    found, begun = set[int](), list[_Pair]()
+    found = set[int]()
+    begun = list[_Pair]()
     names = Counter[str]()
     for place, token in enumerate(tokens):
         outer = begun[-1] if begun else None

@@ -14,7 +14,8 @@ from triptych.seeing.attending.held_out import HeldOutText
 from triptych.seeing.reports import make_page
 from triptych.serving.exploring import Explorer, Shown, rounded
 
-_DIGITS, _NEW_TOKENS = 4, 12
+_DIGITS = 4
+_NEW_TOKENS = 12
 # Ranks of W_QK that are recorded, as shares of d_k.
 _RANKS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
@@ -37,7 +38,10 @@ class _Recording:
     """The answers that the page finds by its questions, spelled as its script spells them."""
 
     def __init__(self, explorer: Explorer, name: str, text: str, progress: Progress) -> None:
-        self.explorer, self.name, self.text, self.progress = explorer, name, text, progress
+        self.explorer = explorer
+        self.name = name
+        self.text = text
+        self.progress = progress
         self.answers: dict[str, Any] = {"text": text}
         about = explorer.about()
         self.keep("models", {}, {"models": [{"name": name, "languages": None, **about}]})
@@ -77,7 +81,8 @@ class _Recording:
 
     def what_ifs(self, layer: str, head: int) -> Iterator[str]:
         """The switches of the page at one head."""
-        model, place = self.explorer.model, f"{layer}.{head}"
+        model = self.explorer.model
+        place = f"{layer}.{head}"
         others = [f"{layer}.{other}" for other in range(model[layer].num_heads) if other != head]
         yield from (f"ablate({place})", f"even({place})", f"unscaled({place})")
         if others:

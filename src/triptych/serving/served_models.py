@@ -178,7 +178,8 @@ class ServedModel:
         if not {"translate", "generate"} & {*self.can}:
             self.own_weights()  # without an engine
         if "translate" in self.can:
-            job, given = Translating(self, 1), list[Any](_PROBES)
+            job = Translating(self, 1)
+            given = list[Any](_PROBES)
         elif "generate" in self.can:
             job = Continuing(self, GenerationOptions(max_new_tokens=8, sampling=SamplingOptions()))
             most = max(1, (self.generator.model.context or 64) // 2)

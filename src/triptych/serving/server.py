@@ -82,7 +82,8 @@ class Server:
         self._retiring = set[asyncio.Task[None]]()
         self._is_reload_wanted = False  # and waits for another one
         self.registry = of = CollectorRegistry()
-        path, name = ("path",), ("model_name",)
+        path = ("path",)
+        name = ("model_name",)
         about = "Requests that were answered."
         self.answered = Counter("triptych:requests", about, (*path, "status"), registry=of)
         about = "From a request to its answer."
@@ -189,7 +190,8 @@ class Server:
 
     async def _reload(self) -> list[str]:
         started = time.perf_counter()
-        before, fresh = self.fleet, await _in_a_thread_that_may_be_left(self._reopened)
+        before = self.fleet
+        fresh = await _in_a_thread_that_may_be_left(self._reopened)
         self.fleet = fresh
         log({"reloaded": [*fresh.models], "seconds": round(time.perf_counter() - started, 3)})
         retiring = asyncio.ensure_future(self._retire(before, {*self._in_flight}))

@@ -27,9 +27,12 @@ async def answer_translate(server: Server, request: Request) -> Response:
     log-probability and tokens of each translation of a line; `alignments` adds the source word of each word.
     """
     fields = await server.fields(request)
-    texts, source, target = _texts(fields), _language(fields, "source"), _language(fields, "target")
+    texts = _texts(fields)
+    source = _language(fields, "source")
+    target = _language(fields, "target")
     server.check_texts(texts)
-    kind, alternatives = fields.get("format") or "text", _num_alternatives(fields)
+    kind = fields.get("format") or "text"
+    alternatives = _num_alternatives(fields)
     glossary = _glossary(server, fields)
     if kind not in ("text", "html"):
         raise RequestError(400, f"format: {kind} is none of text and html")
@@ -44,7 +47,8 @@ async def answer_translate(server: Server, request: Request) -> Response:
     pieces = [[run.text for run in document.runs] for document in documents]
     pieces = pieces or [text.split("\n") for text in texts]
     lines = [line for of_text in pieces for line in of_text]
-    found, words = dict[int, Translation](), dict[tuple[int, int], AlignedWords | None]()
+    found = dict[int, Translation]()
+    words = dict[tuple[int, int], AlignedWords | None]()
     ranked = [list(lines) for _ in range(1 + alternatives)]
     if model is not None:
         found = await _translate_lines(server, request, Translating(model, 1 + alternatives, glossary), lines)

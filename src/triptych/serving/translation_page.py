@@ -14,7 +14,8 @@ from triptych.serving.request_fields import Fields
 from triptych.serving.served_models import Asking
 from triptych.serving.server import Endpoint, Server
 
-_MOST_CHANGES, _LONGEST_CHANGE = 64, 1000
+_MOST_CHANGES = 64
+_LONGEST_CHANGE = 1000
 # The page is complete in itself: a browser lets it ask this server, and nothing else.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
 _POLICY += "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -28,9 +28,13 @@ class Serving(uvicorn.Server):
 
     def __init__(self, server: Server, seconds: float, ready: Callable[[], None], *, public: bool) -> None:
         """A server that has `seconds` to stop, and calls `ready` when it listens."""
-        app, most = web_application(server, public=public), max(1, round(seconds))
+        app = web_application(server, public=public)
+        most = max(1, round(seconds))
         super().__init__(uvicorn_config(app, server.limits, timeout_graceful_shutdown=most))
-        self._server, self._seconds, self._until, self._ready = server, seconds, 0.0, ready
+        self._server = server
+        self._seconds = seconds
+        self._until = 0.0
+        self._ready = ready
         self._says_why = True
         _log_of_uvicorn()
 

@@ -97,7 +97,8 @@ class Item:
         """Tell what the text of a sample grew by, if anybody listens and has not heard it before."""
         if self.tell is None or not text:
             return
-        start, known = self._computed.get(sample, 0), self.told.get(sample, 0)
+        start = self._computed.get(sample, 0)
+        known = self.told.get(sample, 0)
         self._computed[sample] = start + len(text)
         if new := text[max(0, known - start) :]:
             self.told[sample] = start + len(text)
@@ -214,7 +215,8 @@ class Queue:
         return None
 
     def _begun(self, lane: Lane) -> list[Item]:
-        found, size = list[Item](), 0
+        found = list[Item]()
+        size = 0
         share = -(-(len(self._waiting) + self.num_running) // len(self.lanes))  # of what is to do
         most = {True: min(share, self._limits.batch_items), False: self._limits.batch_items}
         others_end = len(lane.running) > _FEW and time.monotonic() < lane.joined + self.patience
@@ -257,7 +259,8 @@ class _Group:
     """
 
     def __init__(self, loop: Loop, *, is_open: bool) -> None:
-        self.loop, self.is_open = loop, is_open
+        self.loop = loop
+        self.is_open = is_open
         self.asked: dict[Item, Asked[Any]] = {}
 
     def add(self, item: Item) -> None:

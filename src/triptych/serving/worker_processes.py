@@ -25,9 +25,11 @@ from triptych.serving.worker import Item, Lane
 _DIED = "the processes that computed this have ended: send it again"
 _SECONDS_TO_END = 10.0
 # A process is asked so often whether it is there; one that says nothing for so long is ended.
-SECONDS_BETWEEN_PINGS, SECONDS_SILENT = 2.0, 30.0
+SECONDS_BETWEEN_PINGS = 2.0
+SECONDS_SILENT = 30.0
 # Before a process is started again, doubled each time that it does not come up.
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 60.0
+_FIRST_PAUSE = 0.1
+_LONGEST_PAUSE = 60.0
 _PING = "ping"
 
 
@@ -45,10 +47,12 @@ class ServingProcess:
 
     def __init__(self, served: Sequence[ServedModel], arguments: bytes) -> None:
         """Start it; `arguments` are pickled, for `_serve`."""
-        self._served, self._arguments = served, arguments
+        self._served = served
+        self._arguments = arguments
         self._helper = Helper(_serve, arguments)
         self._numbers, self._items = count(), dict[int, Item]()
-        self._lock, self._is_open = threading.Lock(), False
+        self._lock = threading.Lock()
+        self._is_open = False
         self._closed = threading.Event()
 
     @property
@@ -124,7 +128,8 @@ class ServingProcess:
 
     def _listen(self) -> None:
         """Take what the process says until it ends, or says nothing for so long that it is ended."""
-        connection, heard = self._helper.connection, time.monotonic()
+        connection = self._helper.connection
+        heard = time.monotonic()
         while True:
             if connection.poll(SECONDS_BETWEEN_PINGS):
                 message = connection.recv()
@@ -209,7 +214,9 @@ def _serve(connection: Connection, models: Mapping[str, Model], limits: Limits) 
     """What the process does: compute what comes, until the other end is closed or says so."""
     for number in (signal.SIGTERM, signal.SIGHUP):  # which the process that asked follows for all
         signal.signal(number, signal.SIG_IGN)
-    served, items, lock = dict[str, ServedModel](), dict[int, Item](), threading.Lock()
+    served = dict[str, ServedModel]()
+    items = dict[int, Item]()
+    lock = threading.Lock()
     limits = replace(limits, max_waiting=sys.maxsize)  # the items have been let in where they come from
     for name, model in models.items():
         served[name] = SERVED_HERE[name] = ServedModel(name, model, limits)

@@ -36,16 +36,20 @@ def _text_hash(text: str) -> str:
 
 
 def _card_text(recipe: AnyRecipe, outcome: TrainingResult, num_parameters: int) -> str:
-    counters, best = outcome.counters, f"{abs(outcome.counters.best_score or 0.0):.4f}"
+    counters = outcome.counters
+    best = f"{abs(outcome.counters.best_score or 0.0):.4f}"
     if isinstance(recipe, TextRecipe):
-        writes, tokens = recipe.task == "language-model", "tokens"
+        writes = recipe.task == "language-model"
+        tokens = "tokens"
         tag, kind = ("text-generation", "decoder") if writes else ("fill-mask", "encoder")
         of_tokens = "the next token" if writes else f"masked tokens ({recipe.masking.share:.0%} of the text)"
         about = f"A Transformer {kind} that predicts {of_tokens}, trained"
         judged = f": {best} nats per token"
         use = f"sh\ntriptych {'generate' if writes else 'fill'} path/to/this/folder"
     else:
-        about, tag, tokens = "An encoder-decoder Transformer trained", "translation", "target tokens"
+        about = "An encoder-decoder Transformer trained"
+        tag = "translation"
+        tokens = "target tokens"
         noise = recipe.validation.metric == "bleu" and counters.best_by == "loss"
         why = f" (BLEU decides once its 95 % interval lies above {LEAST_BLEU:g})" if noise else ""
         judged = f", chosen by {counters.best_by}{why}: {best}"

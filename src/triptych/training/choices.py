@@ -26,9 +26,12 @@ _OfAny = TypeVar("_OfAny", Recipe, LanguageRecipe, ContinuedRecipe)
 _MOST_WARMUP_STEPS = 4000  # the paper's, of its 100,000 steps
 _WARMUP_SHARE = 10
 # Passes over a text of this many target tokens; a text n times as long gets √n times fewer.
-_PASSES, _OF_TOKENS = 10.0, 400_000
-_FEWEST_PASSES, _MOST_PASSES = 3.0, 40.0
-_FEWEST_STEPS, _USUAL_STEPS = 300, 1500
+_PASSES = 10.0
+_OF_TOKENS = 400_000
+_FEWEST_PASSES = 3.0
+_MOST_PASSES = 40.0
+_FEWEST_STEPS = 300
+_USUAL_STEPS = 1500
 _SMALLEST_BATCH = 512
 
 
@@ -70,7 +73,8 @@ def fit_training(
     recipe: Recipe, num_tokens: int, device: str, steps_per_epoch: Callable[[Recipe], int]
 ) -> Recipe:
     """Choose model and schedule."""
-    recipe, limits = _settled(recipe, device), _limits(device)
+    recipe = _settled(recipe, device)
+    limits = _limits(device)
     preset = next(name for least, name in limits.presets if num_tokens >= least)
     model = {**PRESETS[preset].model_dump(exclude_none=True), "norm": "pre"}
     total = min(_passes(num_tokens) * num_tokens, limits.total_tokens)
@@ -183,7 +187,8 @@ def choices(before: AnyRecipe, after: AnyRecipe) -> list[str]:
     for section, keys in told.items():
         if not hasattr(before, section):
             continue
-        given, chosen = getattr(before, section), getattr(after, section)
+        given = getattr(before, section)
+        chosen = getattr(after, section)
         found += [
             f"{section}.{key} = {getattr(chosen, key)}"
             for key in keys

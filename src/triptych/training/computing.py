@@ -56,13 +56,15 @@ class LossOfBatch(nn.Module):
 
     def __init__(self, objective: Objective[Any, Any], model: OwnModel) -> None:
         super().__init__()
-        self.model, self._objective = model, objective
+        self.model = model
+        self._objective = objective
 
     def forward(self, batch: TrainingBatch, step: int | None) -> tuple[Tensor, Tensor]:
         """Loss to minimise and likelihood, summed over tokens; of a validation if `step` is None."""
         share = 1.0
         if isinstance(batch, NotCounted):
-            batch, share = batch.batch, 0.0
+            batch = batch.batch
+            share = 0.0
         if step is None:
             found = self._objective.loss(self.model, batch)
         else:

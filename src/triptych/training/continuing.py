@@ -88,7 +88,9 @@ def _fit_recipe(
     recipe: ContinuedRecipe, loaded: LoadedModel, num_tokens: int, display: Display
 ) -> ContinuedRecipe:
     """What the recipe leaves out, chosen for the text and the model."""
-    given, device, longest = recipe, find_device(recipe.training.device).type, loaded.model.max_tokens
+    given = recipe
+    device = find_device(recipe.training.device).type
+    longest = loaded.model.max_tokens
     recipe = fit_continued_training(recipe, num_tokens, device, loaded.model.architecture.d_model, longest)
     say_choices(given, recipe, f"{num_tokens:,} tokens", display)
     if longest is not None and recipe.model.context > longest:
@@ -133,7 +135,8 @@ def _open_quietly(path: Path) -> Checkpoint:
 
 def _require_task(recipe: ContinuedRecipe, loaded: LoadedModel) -> None:
     """The model learns what the recipe is about."""
-    kind, head = loaded.model.architecture.kind, loaded.model.head
+    kind = loaded.model.architecture.kind
+    head = loaded.model.head
     if kind != recipe.kind:
         needed = f"task is {recipe.task!r}: it needs a model of another kind"
         raise UsageError(f"{needed}, and {loaded.name} is one of kind {kind!r}")

@@ -50,8 +50,11 @@ _SENTENCE = 32
 # backwards), each byte of the logits, and each byte of a device's parameters in float32; in several processes
 # also each byte of all parameters, which are gathered and summed. Fitted to steps of 48 sizes
 # (docs/contributing/log/).
-_PASSES_FORWARD, _PASSES_BACKWARD, _PASSES_OF_LOGITS = 12, 18, 27
-_PASSES_OF_PARAMETERS, _PASSES_OF_EXCHANGE = 36, 30
+_PASSES_FORWARD = 12
+_PASSES_BACKWARD = 18
+_PASSES_OF_LOGITS = 27
+_PASSES_OF_PARAMETERS = 36
+_PASSES_OF_EXCHANGE = 30
 
 
 @final
@@ -201,7 +204,8 @@ class Step:
     """A training step on a number of devices: what all layouts have in common."""
 
     def __init__(self, recipe: AnyRecipe, devices: int) -> None:
-        self.recipe, self.devices = recipe, devices
+        self.recipe = recipe
+        self.devices = devices
         config = recipe.training
         self.bytes = 2 if config.precision == "bf16" else 4
         passes = 1
@@ -209,14 +213,16 @@ class Step:
             if isinstance(recipe, Recipe):
                 of_batch = recipe.training.batch_tokens
                 self.length = min(_SENTENCE, of_batch, recipe.data.max_sentence_tokens + 1)
-                self.num_rows, self.targets_of_row = max(of_batch // self.length, 1), self.length
+                self.num_rows = max(of_batch // self.length, 1)
+                self.targets_of_row = self.length
                 passes = 2 if recipe.training.rdrop else 1
                 size = recipe.tokenizer.vocab_size
                 model: OwnModel = EncoderDecoder.of(recipe.model, size, size)
                 times = 1
             else:
                 assert isinstance(recipe, LanguageRecipe), "filled() refuses others"
-                self.length, self.num_rows = recipe.model.context, recipe.training.batch_size
+                self.length = recipe.model.context
+                self.num_rows = recipe.training.batch_size
                 share = recipe.masking.share if recipe.kind == "encoder" else 1.0
                 self.targets_of_row = max(round(share * self.length), 1)
                 # Equal layers are counted once.
@@ -224,8 +230,10 @@ class Step:
                 one = recipe.model.model_copy(update={"num_layers": recipe.model.num_layers // times})
                 model = LanguageModel.of(one, recipe.kind, recipe.tokenizer.vocab_size)
         self._rows = passes * -(-self.num_rows // devices)
-        self.vocab_size, self.d_model = recipe.tokenizer.vocab_size, recipe.model.d_model
-        self.tokens, self.targets = self._rows * self.length, self._rows * self.targets_of_row
+        self.vocab_size = recipe.tokenizer.vocab_size
+        self.d_model = recipe.model.d_model
+        self.tokens = self._rows * self.length
+        self.targets = self._rows * self.targets_of_row
         blocks = (block for stack in model.stacks for block in blocks_of(model, stack))
         self.layers = [self._layer(block) for block in blocks] * times
         self.in_blocks = sum(layer.parameters for layer in self.layers)
@@ -243,11 +251,18 @@ class Step:
         attentions = [(block.self_attention, False)]
         if block.has_cross:
             attentions.append((block.cross_attention, True))
-        config, tokens, e = block.feed_forward.config, self.tokens, self.bytes
-        kept, flops, backward, cached = 0, 0, 0, 0
+        config = block.feed_forward.config
+        tokens = self.tokens
+        e = self.bytes
+        kept = 0
+        flops = 0
+        backward = 0
+        cached = 0
         for attention, is_cross in attentions:
             own_kept, own_flops, again = self._attention(attention, is_cross)
-            kept, flops, backward = kept + own_kept, flops + own_flops, backward + 2 * own_flops + again
+            kept = kept + own_kept
+            flops = flops + own_flops
+            backward = backward + 2 * own_flops + again
             # The blocks of a translator's encoder cache nothing.
             if block.has_cross or isinstance(self.recipe, LanguageRecipe):
                 cached += self.length * cached_numbers(attention.weights())
@@ -284,8 +299,10 @@ class Step:
 
     def _attention(self, layer: MultiHeadAttention, is_cross: bool) -> tuple[int, int, int]:
         """Bytes kept, operations forwards, and those that the kernel does again for the gradients."""
-        weights, e = layer.weights(), self.bytes
-        semantics, length = weights.semantics, self.length
+        weights = layer.weights()
+        e = self.bytes
+        semantics = weights.semantics
+        length = self.length
         cost = pass_cost(weights, length, memory_len=length if is_cross else None)
         heads = weights.num_heads
         d_k, d_v = (chain[-1].d_out if chain else self.d_model for chain in (weights.q, weights.v))
@@ -328,7 +345,9 @@ class Step:
 
     def planned(self, layout: LayoutSettings, cluster: Cluster) -> PlannedLayout:
         """What a layout needs of each process."""
-        config, e, shards = self.recipe.training, self.bytes, layout.shards
+        config = self.recipe.training
+        e = self.bytes
+        shards = layout.shards
         gathers = layout.kind in ("fsdp", "hybrid")
         own = -(-self.num_parameters // shards)
         parameters = gradients = 4 * own
@@ -345,13 +364,16 @@ class Step:
         if config.accumulate_batches > 1:
             ahead = 4 * self.num_parameters  # whole, until they are summed
         # The gradient of the output table is whole until the end. What is in shards is summed block by block.
-        backward, left, done = 0, sum(saved) + self._kept_before, 4 * self.vocab_size * self.d_model + root
+        backward = 0
+        left = sum(saved) + self._kept_before
+        done = 4 * self.vocab_size * self.d_model + root
         for layer, own_saved in zip(reversed(self.layers), reversed(saved), strict=True):
             made = root if ahead else done + (0 if gathers else 4 * layer.parameters)
             again = layer.kept - own_saved
             # In shards: the block, the next one and the block's whole gradients.
             now = left + again + self._stream + layer.at_work + made + 3 * block
-            backward, left = max(backward, now), left - own_saved
+            backward = max(backward, now)
+            left = left - own_saved
             done += 4 * layer.parameters // shards
         peaks = {
             "loss": held + ahead + activations + block + self._stream + self._logits(),
@@ -397,7 +419,9 @@ class Step:
         return 2 * self.bytes * rows * self.vocab_size
 
     def _exchanges(self, layout: LayoutSettings, cluster: Cluster) -> Iterator[Exchange]:
-        shards, copies, size = layout.shards, self.devices // layout.shards, 4 * self.num_parameters
+        shards = layout.shards
+        copies = self.devices // layout.shards
+        size = 4 * self.num_parameters
         groups = len(self.layers) + 1
         if shards > 1:
             nodes = max(shards // cluster.node_size, 1)

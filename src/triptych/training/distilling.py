@@ -162,7 +162,8 @@ def _translate(
     progress: Progress,
 ) -> None:
     """Translate the blocks that are not there, each in one of the processes."""
-    turns, taken = world.turns(len(blocks)), deque[int]()
+    turns = world.turns(len(blocks))
+    taken = deque[int]()
 
     def texts() -> Iterator[list[str]]:
         for number in turns.taken():

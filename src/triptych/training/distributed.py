@@ -71,7 +71,8 @@ class Shards(Computing):
         super().__init__(objective, objective.model, world)
         self._mesh, self._tied = mesh, _tied(objective.model)
         self._blank = _without_values(objective.model)
-        policy, blocks = MixedPrecisionPolicy(), list(objective.model.blocks)
+        policy = MixedPrecisionPolicy()
+        blocks = list(objective.model.blocks)
         groups = _of_same_parameters(blocks)
         if precision == "bf16":
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -89,7 +90,8 @@ class Shards(Computing):
     @torch.no_grad()
     def make(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Give weights to a model that has none: name and whole value of each, of which a shard is kept."""
-        model, device = self.objective.model, self._mesh.device_type
+        model = self.objective.model
+        device = self._mesh.device_type
         buffers = [
             (module, name, buffer)
             for module in model.modules()
@@ -119,7 +121,8 @@ class Shards(Computing):
 
     @contextmanager
     def whole(self, *, on_host: bool = False) -> Iterator[OwnModel | None]:
-        model, device = self.objective.model, "cpu" if on_host else self._mesh.device_type
+        model = self.objective.model
+        device = "cpu" if on_host else self._mesh.device_type
         tensors = self.gathered({name: value.detach() for name, value in model.named_parameters()})
         if not self._world.is_first:
             yield None

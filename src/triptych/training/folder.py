@@ -81,7 +81,8 @@ class Prepared:
 
 def word_vectors(base: Path, path: str, tokenizer: Tokenizer, width: int) -> WordVectors:
     """The vectors of a recipe's file for the tokens of a tokenizer."""
-    special, pieces = tokenizer.special_ids, tokenizer.pieces(range(tokenizer.vocab_size))
+    special = tokenizer.special_ids
+    pieces = tokenizer.pieces(range(tokenizer.vocab_size))
     words = [None if token in special else piece for token, piece in enumerate(pieces)]
     return WordVectors(base / path, words, width)
 

@@ -50,7 +50,8 @@ def prepare_language(
         shards = text.shards(tokenizer, display)
     else:
         device = find_device(recipe.training.device).type
-        given, recipe = recipe, fit_tokenizer(recipe, text.num_chars, device)
+        given = recipe
+        recipe = fit_tokenizer(recipe, text.num_chars, device)
         display.say(f"text: {text.num_chars:,} characters")
         tokenizer = text.tokenizer(recipe.tokenizer, display)
         shards = text.shards(tokenizer, display)
@@ -62,7 +63,8 @@ def prepare_language(
         tokenizer.save(folder / TOKENIZER)
         write_config(model, folder)
 
-    config, path = recipe.model, recipe.model.embeddings.vectors
+    config = recipe.model
+    path = recipe.model.embeddings.vectors
     table = "embeddings.table.weight"
     return prepared_text(
         *(recipe, text, tokenizer, shards),
@@ -115,7 +117,8 @@ class TextOfRun:
     """The training and the validation text of a recipe, in parts."""
 
     def __init__(self, recipe: TextRecipe, base: Path) -> None:
-        self._data, self._base = recipe.data, base
+        self._data = recipe.data
+        self._base = base
         for spec in filter(None, (recipe.data.train, recipe.data.valid)):
             for file in find_files(spec, base=base):
                 require_kept_file(file)
@@ -155,7 +158,8 @@ class TextOfRun:
     def shards(self, tokenizer: Tokenizer, display: Display) -> tuple[TokenShards, TokenShards]:
         """Both texts as tokens on the disk."""
         display.say(f"tokenizing with {tokenizer.vocab_size:,} tokens")
-        data, cache = self._data, self._base / self._data.cache
+        data = self._data
+        cache = self._base / self._data.cache
         if data.valid is not None:
             train, valid = (
                 tokenize_corpus(spec, tokenizer, cache_folder=cache, base=self._base)

@@ -59,7 +59,8 @@ _TIMED_TOKENS = 1024
 _DAY = 86400.0  # seconds
 
 # Imported by runs of several processes alone: FSDP takes torch a second to import.
-_SPREADING, _SAVING = "triptych.training.distributed", "triptych.training.sharded_state"
+_SPREADING = "triptych.training.distributed"
+_SAVING = "triptych.training.sharded_state"
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ class Trainer:
         (first, *_) = self.model.stacks.values()
         self.width = first.architecture.d_model
         self.steps_per_epoch = -(-len(objective.train.plan(0)) // config.accumulate_batches)
-        self.folder, self._publish = folder, publish
+        self.folder = folder
+        self._publish = publish
         self.state_folder = folder / "state"
         self.counters = counters
         self.world = layout.world
@@ -112,7 +114,8 @@ class Trainer:
 
     def resume(self) -> None:
         """Take up the saved state."""
-        expected, begun = self.counters.fingerprints, read_counters(self.state_folder).fingerprints
+        expected = self.counters.fingerprints
+        begun = read_counters(self.state_folder).fingerprints
         if changed := [name for name in expected if begun.get(name) != expected[name]]:
             raise TriptychError(
                 f"{self.folder}: changed since the run began: {', '.join(changed)}; "
@@ -168,7 +171,8 @@ class Trainer:
             self._save()  # so that there is always something to resume from
             clock = time.monotonic() - self.counters.seconds
             for batches in updates:
-                started, waited = time.monotonic(), self.world.seconds_waited
+                started = time.monotonic()
+                waited = self.world.seconds_waited
                 loss, tokens = self._update(batches)
                 now = time.monotonic()
                 own = sum(batch.num_target_tokens for batch in batches)
@@ -198,7 +202,8 @@ class Trainer:
         steps = self._last_step() - self.counters.step  # early stopping may end it before
         if steps <= 0:
             return ""
-        text, passes = self.objective.train, steps / self.steps_per_epoch
+        text = self.objective.train
+        passes = steps / self.steps_per_epoch
         indices = text.plan(0)[0]
         if self.device.type == "cpu":
             indices = self.objective.timed_part(indices, _TIMED_TOKENS)
@@ -216,17 +221,20 @@ class Trainer:
 
     def _updates(self) -> Generator[Sequence[TrainingBatch], None, None]:
         """The batches of each update from the counters to the end of the run."""
-        counters, config = self.counters, self.config
+        counters = self.counters
+        config = self.config
         with closing(ahead(self._batches_from(counters.epoch, counters.batch))) as made:
             for epoch, used, batches in self.throughput.taken(made):
                 stops_early = 0 < config.early_stopping <= counters.validations_since_best
                 if counters.step >= config.max_steps or stops_early:
                     return
                 # What is used counts, not what is made: a resumed run goes on from here.
-                counters.epoch, counters.batch = epoch, used
+                counters.epoch = epoch
+                counters.batch = used
                 yield batches
         if config.max_epochs is not None and counters.epoch < config.max_epochs:
-            counters.epoch, counters.batch = config.max_epochs, 0
+            counters.epoch = config.max_epochs
+            counters.batch = 0
 
     def _batches_from(self, epoch: int, used: int) -> Iterator[tuple[int, int, Sequence[TrainingBatch]]]:
         """Each update's batches, with its epoch and the batches of the plan used up when it is made."""
@@ -292,7 +300,8 @@ class Trainer:
                     **self.throughput.figures(),
                 }
             )
-            counters.window_loss, counters.window_tokens = 0.0, 0
+            counters.window_loss = 0.0
+            counters.window_tokens = 0
 
     def _measure_peak(self) -> None:
         """Keep the best rate of products so far: next to other work a single one says too little."""
@@ -315,7 +324,8 @@ class Trainer:
             self._measure_peak()
         sample = self._with_model(self.objective.sample)
         self._note({"step": counters.step, **figures, **({"valid_sample": sample} if sample else {})})
-        judged, best = self.objective.judge(figures), self._best()
+        judged = self.objective.judge(figures)
+        best = self._best()
         better = best is None or judged.better_than(best)
         if better:
             (counters.best_by, counters.best_score), counters.best_step = judged, counters.step
@@ -406,7 +416,8 @@ class Trainer:
         # One checkpoint is its own average, and has just been measured, unless the run was resumed here.
         alone = self._last_figures if len(paths) == 1 else None
         figures = self._measure() if alone is None else alone
-        judged, best = self.objective.judge(figures), self._best()
+        judged = self.objective.judge(figures)
+        best = self._best()
         chosen = "best" if best is not None and best.better_than(judged) else "average"
         self._note({"step": counters.step, **{f"average_{k}": v for k, v in figures.items()}})
         display.say(f"average of the last {len(paths)} checkpoints: {self.objective.describe(figures)}")
@@ -418,7 +429,8 @@ class Trainer:
         return TrainingResult(None, counters, chosen, figures)
 
     def _diverged(self, step: int, rate: float, loss: float, norm: float, num_batches: int) -> str:
-        used, text = self.counters.batch, self.objective.train
+        used = self.counters.batch
+        text = self.objective.train
         batches = map(text.collate, text.plan(self.counters.epoch)[used - num_batches : used])
         lines = sorted(line for batch in batches for line in self.objective.lines(batch))
         path = self.state_folder / "diverged.json"

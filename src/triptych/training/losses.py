@@ -65,7 +65,9 @@ def head_loss(
     label_smoothing: float = 0.0,
 ) -> Loss:
     """The loss of what a language model's head says, without the whole array of logits."""
-    features, weight, config = head.features(x), head.output.weight, head.config
+    features = head.features(x)
+    weight = head.output.weight
+    config = head.config
     if config.scale != 1.0:
         features = features * config.scale
     if head.output.bias is not None:
@@ -74,7 +76,8 @@ def head_loss(
         weight = torch.cat([weight, head.output.bias[:, None]], dim=1)
     if config.soft_cap is None:
         return output_loss(features, weight, targets, label_smoothing)
-    cap, parts = config.soft_cap, []
+    cap = config.soft_cap
+    parts = []
     for rows in chunks(features, weight):
         parts.append(
             checkpoint(
@@ -151,7 +154,8 @@ def _loss_and_gradients(
     pieces = chunks(x, weight)
     # The same memory for every chunk: fresh pages would cost as much as the softmax.
     size = pieces[0].stop if pieces else 0, weight.shape[0]
-    logits_space, p_space = x.new_empty(size), x.new_empty(size)
+    logits_space = x.new_empty(size)
+    p_space = x.new_empty(size)
     for rows in pieces:
         num_rows = rows.stop - rows.start
         logits = torch.mm(x[rows], weight.T, out=logits_space[:num_rows])
@@ -169,7 +173,8 @@ def _loss_and_gradients(
             of_weight += p.T @ x[rows]
     # The largest logit and its probability give log Σ exp without another pass of exponentials. In bfloat16
     # that carries the rounding of the probability, about 0.002 nats a token, unbiased.
-    log_total, chosen = top.to(wide) - top_p.to(wide).log(), chosen.to(wide)
+    log_total = top.to(wide) - top_p.to(wide).log()
+    chosen = chosen.to(wide)
     likelihood = (log_total - chosen).sum()
     smoothed = (log_total - (1 - epsilon) * chosen).sum()
     total_x = x.sum(dim=0, dtype=wide)
@@ -188,7 +193,8 @@ def chunk_tokens(vocab_size: int, *, on_cpu: bool = True) -> int:
 
 def chunks(x: Tensor, weight: Tensor) -> list[slice]:
     """The rows of `x` whose logits are alive at a time."""
-    tokens, total = chunk_tokens(weight.shape[0], on_cpu=x.is_cpu), x.shape[0]
+    tokens = chunk_tokens(weight.shape[0], on_cpu=x.is_cpu)
+    total = x.shape[0]
     return [slice(start, min(start + tokens, total)) for start in range(0, total, tokens)]
 
 
@@ -227,7 +233,8 @@ def _of_teacher_and_gradients(
     wide = torch.promote_types(x.dtype, torch.float32)
     smoothed = torch.zeros((), dtype=wide, device=x.device)
     likelihood = torch.zeros_like(smoothed)
-    of_x, of_weight = torch.empty_like(x), torch.zeros_like(weight, dtype=wide)
+    of_x = torch.empty_like(x)
+    of_weight = torch.zeros_like(weight, dtype=wide)
     for rows in chunks(x, weight):
         log_p = (x[rows] @ weight.T).to(wide).log_softmax(dim=-1)
         at_target = torch.arange(len(log_p), device=x.device), targets[rows]
@@ -278,12 +285,15 @@ def _rdrop_and_gradients(
     for rows in chunks(passes[0], weight):
         at_target = torch.arange(rows.stop - rows.start, device=weight.device), targets[rows]
         log_p, log_q = ((x[rows] @ weight.T).to(wide).log_softmax(dim=-1) for x in passes)
-        p, q, apart = log_p.exp(), log_q.exp(), log_p - log_q
+        p = log_p.exp()
+        q = log_q.exp()
+        apart = log_p - log_q
         for one, log_one, other, away, x, of_x in (
             (p, log_p, q, apart, passes[0], of_passes[0]),
             (q, log_q, p, apart.neg(), passes[1], of_passes[1]),
         ):
-            chosen, uniform = log_one[at_target].sum(), log_one.mean(dim=-1).sum()
+            chosen = log_one[at_target].sum()
+            uniform = log_one.mean(dim=-1).sum()
             divergence = (one * away).sum(dim=-1, keepdim=True)
             likelihood -= chosen / 2
             smoothed += share * divergence.sum() - ((1 - epsilon) * chosen + epsilon * uniform) / 2

@@ -178,7 +178,8 @@ class Throughput:
 
     def taken(self, items: Iterable[T]) -> Iterator[T]:
         """The items; the time until each comes is that of waiting for data."""
-        iterator, end = iter(items), object()
+        iterator = iter(items)
+        end = object()
         while True:
             started = time.monotonic()
             item = next(iterator, end)

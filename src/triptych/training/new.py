@@ -59,7 +59,8 @@ def new_recipe(
                 be read.
         DataError: the text is empty, or the two files have different numbers of lines.
     """
-    path, pair = Path(path), None if source is None and target is None else (source, target)
+    path = Path(path)
+    pair = None if source is None and target is None else (source, target)
     if path.suffix != ".toml":
         raise UsageError(f"{path}: the name of a recipe ends in .toml")
     if path.exists() and not force:

@@ -95,7 +95,9 @@ class Objective(ABC, Generic[ModelT, BatchT]):
         uses_whole_model: bool = False,
     ) -> None:
         self.model: ModelT = model
-        self.train, self.valid, self.bytes_per_token = train, valid, bytes_per_token
+        self.train = train
+        self.valid = valid
+        self.bytes_per_token = bytes_per_token
         self._metric = metric
         self.uses_whole_model = uses_whole_model  # whether `figures` or `sample` call the model
 
@@ -168,7 +170,8 @@ class TranslationObjective(Objective[EncoderDecoder, Batch]):
         super().__init__(
             model, train, valid, bytes_per_token, validation.metric, uses_whole_model=score is not None
         )
-        self.config, self.score = config, score
+        self.config = config
+        self.score = score
         self._teacher = None if teacher is None else teacher.eval().requires_grad_(False)
 
     def training_loss(self, model: EncoderDecoder, batch: Batch, step: int) -> Loss:
@@ -186,19 +189,22 @@ class TranslationObjective(Objective[EncoderDecoder, Batch]):
         rdrop: float,
         teacher: EncoderDecoder | None,
     ) -> Loss:
-        device, weight = model.decoder.embeddings.table.weight.device, model.head.output.weight
+        device = model.decoder.embeddings.table.weight.device
+        weight = model.head.output.weight
         src, tgt_in, tgt_out = (
             side.to(device, non_blocking=True) for side in (batch.src, batch.tgt_in, batch.tgt_out)
         )
         real = tgt_out != model.pad_id
         said = tgt_out[real]
         if rdrop:  # both passes as one batch: dropout draws for every row
-            src, tgt_in = src.repeat(2, 1), tgt_in.repeat(2, 1)
+            src = src.repeat(2, 1)
+            tgt_in = tgt_in.repeat(2, 1)
         x = model.decode(tgt_in, model.encode(src), model.memory_mask(src))
         if teacher is not None:
             with torch.no_grad():
                 of_teacher = teacher.decode(tgt_in, teacher.encode(src), teacher.memory_mask(src))[real]
-            head, share = teacher.head, self.config.teacher_weight
+            head = teacher.head
+            share = self.config.teacher_weight
             return teacher_loss(
                 x[real], weight, said, label_smoothing, lambda rows: head(of_teacher[rows]), share
             )
@@ -248,14 +254,17 @@ class LanguageObjective(Objective[LanguageModel, LanguageBatch]):
     def loss(self, model: LanguageModel, batch: LanguageBatch) -> Loss:
         device = model.embeddings.table.weight.device
         ids, targets = (side.to(device, non_blocking=True) for side in (batch.ids, batch.targets))
-        mask, places = batch.mask, batch.positions
+        mask = batch.mask
+        places = batch.positions
         if mask is not None:
             mask = mask.to(device, non_blocking=True)
         positions = None if places is None else PositionIds(places.to(device), ids.shape[1])
-        x, said = model.hidden(ids, mask=mask, positions=positions).flatten(0, 1), targets.flatten()
+        x = model.hidden(ids, mask=mask, positions=positions).flatten(0, 1)
+        said = targets.flatten()
         if batch.num_target_tokens < said.numel():
             counted = (said != NOT_COUNTED).nonzero()[:, 0]
-            x, said = x.index_select(0, counted), said.index_select(0, counted)
+            x = x.index_select(0, counted)
+            said = said.index_select(0, counted)
         assert model.head is not None, "a model that is trained has a head"
         return head_loss(model.head, x, said)
 

@@ -90,7 +90,8 @@ def _torch_optimizers(config: OptimisationConfig, model: nn.Module) -> Iterator[
     # Adam: Kingma and Ba 2014, arXiv 1412.6980. AdamW: Loshchilov and Hutter 2017, arXiv 1711.05101. Muon:
     # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; updates as large as AdamW's let one rate
     # and one decay serve both (Liu et al. 2025, arXiv 2502.16982, section 2.2).
-    betas, epsilon = (config.adam_beta1, config.adam_beta2), config.adam_epsilon
+    betas = (config.adam_beta1, config.adam_beta2)
+    epsilon = config.adam_epsilon
     if config.optimizer == "adam":
         yield torch.optim.Adam(model.parameters(), lr=0.0, betas=betas, eps=epsilon, fused=True)
         return
@@ -140,7 +141,8 @@ def learning_rate(step: int, config: OptimisationConfig, d_model: int) -> float:
     Source: Vaswani et al. 2017, arXiv 1706.03762, equation 3; cosine: Loshchilov and Hutter 2016, arXiv
     1608.03983, equation 5; warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395, section 4.
     """
-    warmup, last = config.warmup_steps, config.max_steps
+    warmup = config.warmup_steps
+    last = config.max_steps
     peak: float = config.learning_rate or (d_model * warmup) ** -0.5
     if step <= warmup:
         return peak * step / warmup

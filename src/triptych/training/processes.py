@@ -58,7 +58,8 @@ class World:
     """The processes of a run, as one of them sees them. Without a launcher there is one, and no exchange."""
 
     def __init__(self, store: Store | None = None, timeout_minutes: float = _MINUTES_OF_A_WEEK) -> None:
-        self._store, self._timeout_minutes = store, timeout_minutes
+        self._store = store
+        self._timeout_minutes = timeout_minutes
         self.rank, self.size, self.num_nodes = 0, 1, 1  # of this process, from 0; processes; machines
         if store is not None:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -89,16 +90,19 @@ class World:
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """Sum tensors over the processes, in place and on their device; many small ones are one message."""
-        piece, size = list[torch.Tensor](), 0
+        piece = list[torch.Tensor]()
+        size = 0
         for number, tensor in enumerate(tensors if self._store is not None else (), start=1):
-            piece, size = [*piece, tensor], size + tensor.nbytes
+            piece = [*piece, tensor]
+            size = size + tensor.nbytes
             if size >= _MESSAGE_BYTES or number == len(tensors):
                 flat = torch.cat([one.flatten() for one in piece])
                 dist.all_reduce(flat)
                 parts = torch.split(flat, [one.numel() for one in piece])
                 for one, part in zip(piece, parts, strict=True):
                     one.copy_(part.view_as(one))
-                piece, size = [], 0
+                piece = []
+                size = 0
 
     def gathered(self, value: T) -> list[T]:
         """What each process has, by its rank."""
@@ -112,7 +116,8 @@ class World:
         store = self._store
         if store is None:
             return action()
-        done, self._num_waits = f"done-{self._num_waits}", self._num_waits + 1
+        done = f"done-{self._num_waits}"
+        self._num_waits = self._num_waits + 1
 
         def act() -> T | None:
             if self.rank > 0:
@@ -195,7 +200,8 @@ class Turns:
     """Numbers from 0, each of which one process takes: whoever is free takes the next."""
 
     def __init__(self, add: Callable[[str, int], int], count: int) -> None:
-        self._add, self.count = add, count
+        self._add = add
+        self.count = count
 
     def take(self) -> int | None:
         """The next number; None if there is none, or a process has given up."""
@@ -234,7 +240,8 @@ def do_each(items: Sequence[str], work: Callable[[str], T], world: World) -> lis
         return [work(item) for item in items]
     said = hashlib.sha256(json.dumps(list(items)).encode()).hexdigest()
     world.require_same({"the list of what is to be done": said, **code_digests()})
-    turns, own = world.turns(len(items)), dict[int, T]()
+    turns = world.turns(len(items))
+    own = dict[int, T]()
 
     def do_own() -> None:
         with turns.given_up_on_error():
@@ -275,7 +282,8 @@ def launched(device: str, timeout_minutes: float = _MINUTES_OF_A_WEEK) -> Iterat
 
 
 def _take_gpu(device: str) -> None:
-    local, found = place_on_machine(), torch.cuda.device_count()
+    local = place_on_machine()
+    found = torch.cuda.device_count()
     if device not in ("auto", "cuda"):
         raise UsageError(f"the device is {device!r}, but each process needs a GPU of its own: use 'cuda'")
     # All processes of the machine see it, so that none waits for another to join. A launcher that does not

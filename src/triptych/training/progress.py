@@ -86,7 +86,8 @@ class LineDisplay(Display):
     """A line every few seconds, where there is no terminal."""
 
     def __init__(self, every_seconds: float = 10.0) -> None:
-        self._every, self._first_step = every_seconds, -1
+        self._every = every_seconds
+        self._first_step = -1
         self._started = self._shown = 0.0
 
     def __enter__(self) -> "Display":
@@ -122,7 +123,9 @@ class LoggedDisplay(Display):
     """Shows a run as another display does, and writes it into a file as well, with the time of day."""
 
     def __init__(self, path: Path, shown: Display, every_seconds: float = 10.0) -> None:
-        self._path, self._shown, self._every = path, shown, every_seconds
+        self._path = path
+        self._shown = shown
+        self._every = every_seconds
         self._written = 0.0
         path.parent.mkdir(exist_ok=True)
 

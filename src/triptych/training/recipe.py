@@ -47,7 +47,8 @@ def shipped_recipes() -> list[str]:
 
 def find_recipe(name: str | Path) -> Path:
     """The file of a recipe: a path that exists, or the name of a shipped one."""
-    path, shipped = Path(name), shipped_recipes()
+    path = Path(name)
+    shipped = shipped_recipes()
     if path.is_file():
         return path
     if str(name) in shipped:
@@ -144,7 +145,8 @@ class Recipe(_AnyRecipe):
 
     @model_validator(mode="after")
     def _positions_reach(self) -> "Recipe":
-        positions, needed = self.model.positions, self.data.max_sentence_tokens + 1
+        positions = self.model.positions
+        needed = self.data.max_sentence_tokens + 1
         if positions.scheme == "learned" and positions.max_tokens < needed:
             raise ValueError(
                 f"model.positions.max_tokens is {positions.max_tokens}: data.max_sentence_tokens "
@@ -154,7 +156,8 @@ class Recipe(_AnyRecipe):
 
     @model_validator(mode="after")
     def _passes_differ(self) -> "Recipe":
-        model, rdrop = self.model, self.training.rdrop
+        model = self.model
+        rdrop = self.training.rdrop
         attentions = (model.encoder.attention, model.decoder.attention, model.decoder.cross_attention)
         if self.training.rdrop_after and not rdrop:
             raise ValueError("training.rdrop_after says when R-Drop begins, but training.rdrop is 0")
@@ -262,7 +265,8 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), checkpoint: str
     except UsageError:
         if path.suffix == ".toml" or not path.is_file():
             raise
-        kind, made = "--tsv" if record_ending(path) else "--text", f"{path.name.split('.')[0]}.toml"
+        kind = "--tsv" if record_ending(path) else "--text"
+        made = f"{path.name.split('.')[0]}.toml"
         command = shlex.join(["triptych", "new", made, kind, str(path)])
         raise UsageError(f"{path} is no recipe; to make one for this text: {command}") from None
     if name := re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("._-"):
@@ -317,7 +321,8 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
 
 def _recipe_type(tree: dict[str, Any], origin: str) -> _Kind:
     """What a recipe of a tree's task is made of."""
-    task, model = tree.get("task", "translation"), tree.get("model")
+    task = tree.get("task", "translation")
+    model = tree.get("model")
     continued = isinstance(model, dict) and "checkpoint" in model
     tasks: dict[str, _Kind] = {
         name: kind

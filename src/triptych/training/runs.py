@@ -100,7 +100,8 @@ def train(
     """
     if isinstance(recipe, str | Path):
         recipe = read_recipe(recipe)
-    folder, shown = Path(folder), display or LineDisplay()
+    folder = Path(folder)
+    shown = display or LineDisplay()
     with launched(recipe.training.device, recipe.training.timeout_minutes) as world, ExitStack() as held:
         if world.size > 1 and num_restarts() and world.on_first(lambda: (folder / RECIPE).exists()):
             # torchrun starts the processes of a run that failed with the arguments of the first time.
@@ -315,7 +316,8 @@ def _without_memory(prepared: Prepared) -> tuple[Objective[Any, Any], DeferredIn
 
 def _objective(prepared: Prepared, display: Display) -> Objective[Any, Any]:
     """Make the objective with the first values of its model, in memory of its own."""
-    objective, by_name = prepared.objective(), _seed_by_name(prepared.recipe)
+    objective = prepared.objective()
+    by_name = _seed_by_name(prepared.recipe)
     if by_name is not None:
         with DeferredInit() as deferred:
             twin = prepared.objective().model

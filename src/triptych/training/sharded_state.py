@@ -36,7 +36,9 @@ class ShardedStates:
     """Saves states while training goes on."""
 
     def __init__(self, folder: Path, world: World, keep: int) -> None:
-        self._folder, self._world, self._keep = folder, world, keep
+        self._folder = folder
+        self._world = world
+        self._keep = keep
         names = (path.name.removeprefix("saved-") for path in folder.glob("saved-*"))
         self._number = world.on_first(lambda: max([*(int(name) for name in names if name.isdigit()), 0]))
         # Its collectives run in a thread while training runs others: they need a group of their own.
@@ -76,7 +78,8 @@ class ShardedStates:
             try:
                 self._saving[0].result()
             except (CheckpointException, OSError, RuntimeError) as error:
-                path, self._saving = self._saving[1], None
+                path = self._saving[1]
+                self._saving = None
                 raise TriptychError(
                     f"{path} could not be saved ({_reason(error)}); what was saved before is whole: free "
                     "some space, then resume the run"

@@ -25,7 +25,8 @@ from triptych.training.optimizers import Optimizer
 from triptych.untrusted import LONGEST_JSON, read_limited, require_regular
 
 _LAST = "last.safetensors"
-_MARKER, _MARKER_FORMAT = "complete.json", 1
+_MARKER = "complete.json"
+_MARKER_FORMAT = 1
 # Writes a model into a file, as those who use it read it.
 Publish = Callable[[OwnModel, Path], None]
 # Everything that a run writes, by the folder within its own; what has another name is not a run's.
@@ -142,7 +143,8 @@ def _counters_of(path: Path) -> Counters:
 
 def find_state(folder: Path) -> Path | None:
     """The newest whole state of a run: a file, or a folder of shards; None if there is none."""
-    last, shards = folder / _LAST, complete_states(folder)
+    last = folder / _LAST
+    shards = complete_states(folder)
     if not shards:
         return last if last.exists() else None
     # One that both kinds of runs have saved: shards that are complete remove the file.
@@ -168,7 +170,8 @@ def read_marker(path: Path) -> dict[str, Any] | None:
         return None
     try:
         record: dict[str, Any] = json.loads(read_limited(marker, LONGEST_JSON))
-        form, files = record["format"], dict(record["files"])
+        form = record["format"]
+        files = dict(record["files"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{marker} is damaged ({error}): remove {path} to resume from the state before"

@@ -79,7 +79,8 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Pa
         tokenizers.save(folder)
         write_config(model, folder)
 
-    embeddings, shared = recipe.model.embeddings, recipe.model.tie_embeddings == "all"
+    embeddings = recipe.model.embeddings
+    shared = recipe.model.tie_embeddings == "all"
     vectors = {
         f"{half}.embeddings.table.weight": word_vectors(base, path, tokenizer, recipe.model.d_model)
         for half, path, tokenizer in (
@@ -231,7 +232,8 @@ def _batches(
 
 def _scorer(recipe: Recipe, tokenizers: TokenizerPair, valid: ParallelCorpus) -> Scorer:
     count = recipe.validation.max_sentences
-    sources, references = valid.source[:count], valid.target[:count]
+    sources = valid.source[:count]
+    references = valid.target[:count]
     options = SearchOptions(
         beam_size=recipe.validation.beam_size,
         alpha=recipe.decoding.alpha,

@@ -160,7 +160,8 @@ class _Pass:
 
     def cost(self) -> PassCost:
         """Walk, and give the sums."""
-        weights, heads = self.weights, self.weights.num_heads
+        weights = self.weights
+        heads = self.weights.num_heads
         x = self._value(("input",), self.query_len, 1, weights.d_model)
         q = self._chain(x, weights.q)
         (made_k, rest_k), (made_v, rest_v) = (
@@ -169,7 +170,8 @@ class _Pass:
         y = self._value((self.source,), self.key_len - self.cached, 1, weights.d_model)
         k, v = (replace(self._chain(y, made), tokens=self.key_len) for made in (made_k, made_v))
         if self.route == "expanded":
-            k, v = self._chain(k, rest_k), self._chain(v, rest_v)
+            k = self._chain(k, rest_k)
+            v = self._chain(v, rest_v)
         else:
             for link in reversed(rest_k):
                 q = self._apply(q, link, transposed=True)

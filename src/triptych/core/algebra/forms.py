@@ -65,7 +65,8 @@ class BilinearForm:
     right: Float[Tensor, "*batch d_right r"]
 
     def __post_init__(self) -> None:
-        left, right = self.left, self.right
+        left = self.left
+        right = self.right
         if left.ndim < 2 or right.ndim < 2:
             raise ValueError(f"factors have {left.ndim} and {right.ndim} dimensions: each needs at least 2")
         if left.shape[-1] != right.shape[-1]:
@@ -207,7 +208,8 @@ class BilinearForm:
         """Thin singular value decomposition of A, signs fixed (see `ThinSVD`)."""
         Q_left, core, Q_right = self._reduce()
         U, S, Vh = torch.linalg.svd(core, full_matrices=False)
-        U, Vh = Q_left @ U, Vh @ Q_right.mT
+        U = Q_left @ U
+        Vh = Vh @ Q_right.mT
         largest = U.gather(-2, U.abs().argmax(dim=-2, keepdim=True))
         signs = torch.where(largest < 0, -1.0, 1.0).to(U.dtype)
         return ThinSVD(U * signs, S, signs.mT * Vh)
@@ -379,7 +381,8 @@ class BilinearForm:
     def _require_input(self, name: str, x: Tensor, width: int) -> None:
         if x.ndim < 2 or x.shape[-1] != width:
             raise ValueError(f"{name} is {_times(x.shape)}: the form takes rows of width {width}")
-        ours, theirs = reversed(self.batch), reversed(x.shape[:-2])
+        ours = reversed(self.batch)
+        theirs = reversed(x.shape[:-2])
         if any(a != b and 1 not in (a, b) for a, b in zip(ours, theirs, strict=False)):
             raise ValueError(
                 f"{name} has batch {list(x.shape[:-2])} and the form {list(self.batch)}: they differ"

@@ -47,7 +47,8 @@ def channels(
     y = x if memory is None else memory
     semantics = weights.semantics
     q = _through(weights, "q", x)
-    k, v = _through(weights, "k", y), _through(weights, "v", y)
+    k = _through(weights, "k", y)
+    v = _through(weights, "v", y)
     q = q if semantics.q_norm is None else semantics.q_norm(q)
     k = k if semantics.k_norm is None else semantics.k_norm(k)
     v = v if semantics.v_norm is None else semantics.v_norm(v)
@@ -71,7 +72,8 @@ def probabilities(
     semantics = weights.semantics
     query_positions, key_positions = (torch.arange(t.shape[2], device=t.device) for t in (q, k))
     if semantics.rotary is not None:
-        q, k = semantics.rotary(q), semantics.rotary(k)
+        q = semantics.rotary(q)
+        k = semantics.rotary(k)
     q = semantics.apply_late_gains(q)
     if semantics.temperature is not None:
         q = semantics.temperature(q, query_positions)

@@ -18,7 +18,8 @@ from triptych.core.algebra.legality import (
 from triptych.core.algebra.rewritten import RewriteRefusedError, Rewritten, rewritten
 from triptych.core.algebra.weights import AttentionWeights, Chain, Link, Norm, Side
 
-NAME, NAME_OF_OTHERS = "fold_norm", "fold_other_norms"
+NAME = "fold_norm"
+NAME_OF_OTHERS = "fold_other_norms"
 
 
 @final
@@ -43,7 +44,8 @@ def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> 
     read: dict[Side, Norm | None] = {"q": weights.norm, "k": of_memory, "v": of_memory}
     checked = _require_foldable(weights, read, others)
     notes: list[str] = []
-    source, sharing = weights, sharing_sides(weights, "q")
+    source = weights
+    sharing = sharing_sides(weights, "q")
     if sharing and read["q"] is not read["k"]:
         notes.append(f"q shared a map with {named(sharing)}, which read another norm: it has its own now")
         source = with_chains(weights, {"q": separate(weights.q)})
@@ -110,7 +112,8 @@ def _with_inner_norms_folded(weights: AttentionWeights) -> AttentionWeights:
     chains: dict[Chain, Chain] = {}
 
     def folded(chain: Chain, place: int) -> Link:
-        link, is_last = chain[place], place == len(chain) - 1
+        link = chain[place]
+        is_last = place == len(chain) - 1
         norm_map = chain[place - 1].norm_map if place else None
         new = link if norm_map is None else norm_map.then(link)
         if is_last or link.norm is None or link.norm_map is None:

@@ -28,10 +28,12 @@ def apply_rotary(
     pairs = cos.shape[-1]
     end = start + 2 * pairs
     if pairing == "halves":
-        a, b = x[..., start : start + pairs], x[..., start + pairs : end]
+        a = x[..., start : start + pairs]
+        b = x[..., start + pairs : end]
         parts = [a * cos - b * sin, a * sin + b * cos]
     else:
-        a, b = x[..., start:end:2], x[..., start + 1 : end : 2]
+        a = x[..., start:end:2]
+        b = x[..., start + 1 : end : 2]
         parts = [torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)]
     if start:
         parts.insert(0, x[..., :start])
@@ -121,9 +123,11 @@ class RotaryEmbedding:
         """The first and the second channel of every pair."""
         count = len(self.frequencies)
         if self.pairing == "halves":
-            first, step = range(self.start, self.start + count), count
+            first = range(self.start, self.start + count)
+            step = count
         else:
-            first, step = range(self.start, self.start + 2 * count, 2), 1
+            first = range(self.start, self.start + 2 * count, 2)
+            step = 1
         return list(first), [channel + step for channel in first]
 
     @property
@@ -160,7 +164,8 @@ class RotaryEmbedding:
             end = int(positions.max()) + 1
         cos, sin = (F.embedding(positions, table) for table in self.cos_sin(0, end, x.device, x.dtype))
         if positions.ndim == 2:
-            cos, sin = cos[:, None], sin[:, None]
+            cos = cos[:, None]
+            sin = sin[:, None]
         return apply_rotary(x, cos, sin, self.pairing, self.start)
 
     def reach(self, longest: int) -> Float[Tensor, " pairs"]:
@@ -190,11 +195,13 @@ class RotaryEmbedding:
         # Angles in float64, rounded once: in float32 they would be off by 1e-3 at position 30,000.
         # Never as inference tensors: a translation may ask first, and training use them after it.
         with torch.inference_mode(False):
-            frequencies, places = self.frequencies.double(), self.places
+            frequencies = self.frequencies.double()
+            places = self.places
             if places is None:
                 places = torch.arange(begin, end, dtype=torch.float64, device=frequencies.device)[:, None]
             angles = places.double() * frequencies
-            cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+            cos = angles.cos() * self.factor
+            sin = angles.sin() * self.factor
             return cos.to(device, dtype), sin.to(device, dtype)
 
 
@@ -290,7 +297,8 @@ class RelativePositionBias(ScoreBias):
         return self.table.to(q.dtype)[self._buckets(distance)].movedim(-1, -3)
 
     def _buckets(self, distance: Tensor) -> Tensor:
-        buckets, first = len(self.table), torch.zeros_like(distance)
+        buckets = len(self.table)
+        first = torch.zeros_like(distance)
         if self.both_ways:
             buckets //= 2
             first = (distance > 0) * buckets
@@ -325,7 +333,8 @@ class PatchPositionBias(ScoreBias):
         for positions in (query_positions, key_positions):
             if positions.numel():
                 _require_in_picture(int(positions.max()) + 1, 1 + self.rows * self.columns)
-        one, other = query_positions[..., :, None] - 1, key_positions[..., None, :] - 1
+        one = query_positions[..., :, None] - 1
+        other = key_positions[..., None, :] - 1
         down = one // self.columns - other // self.columns + self.rows - 1
         right = one % self.columns - other % self.columns + self.columns - 1
         place = down * (2 * self.columns - 1) + right

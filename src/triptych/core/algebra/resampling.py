@@ -15,7 +15,8 @@ def ratio_intervals(
     """95 % bootstrap intervals of `Σ sums / Σ counts` over units, such as documents."""
     # Source: Efron 1979, doi 10.1214/aos/1176344552.
     counts = counts.double().expand_as(sums)
-    units, shape = sums.shape[0], sums.shape[1:]
+    units = sums.shape[0]
+    shape = sums.shape[1:]
     generator = torch.Generator().manual_seed(0)
     places = torch.randint(units, (RESAMPLES, units), generator=generator)
     # How often each resample draws each unit.

@@ -73,7 +73,8 @@ class HeadNorm:
 
     def __call__(self, x: Float[Tensor, "batch heads length width"]) -> Tensor:
         if self.channels is not None and self.channels < x.shape[-1]:
-            first, rest = x[..., : self.channels], x[..., self.channels :]
+            first = x[..., : self.channels]
+            rest = x[..., self.channels :]
             return torch.cat([self._normalised(first), rest], dim=-1)
         return self._normalised(x)
 
@@ -130,7 +131,8 @@ class HeadNorm:
         """A weight or bias as it is multiplied with, or added to, x."""
         if part is None:
             return None
-        heads, width = x.shape[1], x.shape[3]
+        heads = x.shape[1]
+        width = x.shape[3]
         if self.over == "all heads":
             times = heads * width // len(part)
             return part if times == 1 else part.view(-1, width).repeat_interleave(times, dim=0).flatten()
@@ -205,7 +207,8 @@ class HeadGate:
         of_heads: Tensor = shares.unflatten(-1, heads).transpose(1, 2)  # type: ignore[no-untyped-call]
         if not self.whole:
             return of_heads
-        negative, one = iter(of_heads.neg().unbind(1)), torch.ones_like(of_heads[:, 0])
+        negative = iter(of_heads.neg().unbind(1))
+        one = torch.ones_like(of_heads[:, 0])
         return torch.stack([one if whole else next(negative) for whole in self.whole], dim=1)
 
     def _own(self, heads: Iterable[int]) -> list[int]:
@@ -222,7 +225,8 @@ class HeadGate:
 
     def reading(self, gain: Float[Tensor, " d_model"], shift: Float[Tensor, " d_model"] | None) -> "HeadGate":
         """The gate that makes of x what this one makes of `gain ∘ x + shift`; rounded once."""
-        wide, bias = self.weight.double(), self.bias
+        wide = self.weight.double()
+        bias = self.bias
         if shift is not None:
             moved = wide @ shift.double()
             bias = (moved if bias is None else bias.double() + moved).to(self.weight.dtype)
@@ -447,7 +451,8 @@ class Semantics:
                 found = part.num_copies(width)
                 fits = copies % found == 0
             else:
-                copies, found = num_heads, _count_heads(part)
+                copies = num_heads
+                found = _count_heads(part)
                 fits = found == copies
             if not fits:
                 words = _IN_WORDS[name].format(self.positions)
@@ -492,7 +497,8 @@ class Semantics:
 
 def select_rows(part: Tensor, rows: list[int]) -> Tensor:
     """Select rows in the order given; the result is a view if they follow each other."""
-    first, count = rows[0], len(rows)
+    first = rows[0]
+    count = len(rows)
     return part[first : first + count] if rows == list(range(first, first + count)) else part[rows]
 
 

@@ -29,7 +29,8 @@ class Spectrum:
     @property
     def condition(self) -> Float[Tensor, "*batch"]:
         """σ₁ over the smallest; infinite where that is 0, but for rounding, or all are."""
-        largest, smallest = self.values[..., 0], self.values[..., -1]
+        largest = self.values[..., 0]
+        smallest = self.values[..., -1]
         lost = smallest <= largest * _ROUNDING
         return torch.where(lost, math.inf, largest / or_one(smallest))
 

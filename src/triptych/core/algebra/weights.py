@@ -73,7 +73,8 @@ class Link:
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Link":
         """Apply a function to every tensor of the map."""
-        bias, norm = None if self.bias is None else change(self.bias), self.norm
+        bias = None if self.bias is None else change(self.bias)
+        norm = self.norm
         if norm is not None:
             norm = replace(norm, **{name: change(part) for name, part in norm.tensors().items()})  # type: ignore[arg-type]
         return replace(self, weight=change(self.weight), bias=bias, norm=norm)
@@ -137,7 +138,8 @@ class Link:
             return Link(
                 weight, _add_biases(bias, other.bias), norm=other.norm, learned=self.learned or other.learned
             )
-        one, two = self.repeat(copies), other.repeat(copies)
+        one = self.repeat(copies)
+        two = other.repeat(copies)
         return Link(
             weight=_multiply(one.weight, two.weight),
             bias=_add_biases(None if one.bias is None else _row_times(one.bias, two.weight), two.bias),
@@ -366,7 +368,8 @@ class AttentionWeights:
 
     @property
     def heads(self) -> tuple["HeadForms", ...]:
-        qk, ov = self.qk, self.ov
+        qk = self.qk
+        ov = self.ov
         return tuple(
             HeadForms(BilinearForm(qk.left[i], qk.right[i]), BilinearForm(ov.left[i], ov.right[i]))
             for i in range(self.num_heads)
@@ -431,7 +434,8 @@ class AttentionWeights:
     @property
     def takes_up_scale(self) -> bool:
         """Whether the query map can take up another scale of the scores."""
-        semantics, q = self.semantics, self.q
+        semantics = self.semantics
+        q = self.q
         read = semantics.bias is not None and semantics.bias.reads_content
         changes = semantics.q_norm is not None or semantics.clip is not None or read
         changes = changes or semantics.scores is not None
@@ -449,7 +453,8 @@ class AttentionWeights:
             )
         if not self.takes_up_scale:
             raise ValueError(f"{found} more than the product with the keys reads what the query map makes")
-        ratio, last = self.scale / scale, self.q[-1]
+        ratio = self.scale / scale
+        last = self.q[-1]
         bias = None if last.bias is None else last.bias * ratio
         return replace(
             self,

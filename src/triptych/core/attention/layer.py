@@ -56,7 +56,8 @@ class Kept(NamedTuple):
 
     def of_row(self, row: int, query_len: int, key_len: int) -> "Kept":
         """What one row of the batch attends to, without padding on the right."""
-        one, keys = slice(row, row + 1), self.places.keys
+        one = slice(row, row + 1)
+        keys = self.places.keys
         given = self.places.given and self.places.given.of_row(row, query_len)
         keys = keys[one, :key_len] if keys is not None and keys.ndim == 2 else keys
         places = self.places._replace(given=given, keys=keys)
@@ -261,7 +262,8 @@ class MultiHeadAttention(nn.Module):
             {name: tensor.new_empty([0] * tensor.ndim) for name, tensor in learned.items()}
         )
         # What every call asks.
-        semantics, projections = self._semantics, self.projections
+        semantics = self._semantics
+        projections = self.projections
         changed = semantics.k_norm is not None or semantics.clip is not None
         late = semantics.rotary is None or (changed and not projections.caches_keys)
         self._rotate_cached_keys: RotaryEmbedding | None = (
@@ -301,7 +303,8 @@ class MultiHeadAttention(nn.Module):
                 weights said that the layer was made of.
         """
         found = self.projections.weights().mapped(torch.Tensor.detach)
-        semantics, dropout = self.semantics, self.dropout if self.training else 0.0
+        semantics = self.semantics
+        dropout = self.dropout if self.training else 0.0
         learned = {name: tensor.detach() for name, tensor in semantics.learned().items()}
         semantics = replace(semantics.with_learned(learned), kind=kind or semantics.kind, dropout=dropout)
         return replace(found, semantics=semantics)
@@ -392,19 +395,23 @@ class MultiHeadAttention(nn.Module):
         `row` leaves out all queries but that one, before their products are computed.
         """
         self._check_inputs(x, memory, None)
-        semantics, tap = self.semantics, self.tap or _untouched
+        semantics = self.semantics
+        tap = self.tap or _untouched
         causal = semantics.kind == "causal" if causal is None else causal
         q, places, cached = self._project(semantics, x, memory, None, cache, positions, lent)
         q = self._finish_queries(semantics, q, places)
         k, v = self._finish_keys(semantics, places, cached)
         first = None if memory is not None else k.shape[2] - q.shape[2]
         q = tap("q", q, first)
-        k, v = (tap("k", for_heads(k, self.num_heads), first), tap("v", for_heads(v, self.num_heads), first))
+        k = tap("k", for_heads(k, self.num_heads), first)
+        v = tap("v", for_heads(v, self.num_heads), first)
         queries, keys = _query_and_key_positions(places, q, k)
         order = causal_mask(q.shape[2], k.shape[2], q.device) if causal else None
         if row is not None and self.tap is None:
             own = slice(row, row + 1)
-            q, x, queries = q[:, :, own], x[:, own], queries[..., own]
+            q = q[:, :, own]
+            x = x[:, own]
+            queries = queries[..., own]
             order = None if order is None else order[..., own, :]
             mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., own, :]
         products = q @ k.mT if semantics.scores is None else semantics.scores(q, k)

@@ -57,7 +57,8 @@ class LayerCache(AttentionCache):
         return tuple([store.narrow(2, 0, length) for store in self._stores])
 
     def append(self, entries: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        start, added = self._length, entries[0].shape[2]
+        start = self._length
+        added = entries[0].shape[2]
         self._length = start + added
         if not self._stores:
             self._stores = entries

@@ -149,7 +149,10 @@ def explain_inputs(given: Inputs, need_weights: bool, path: Path) -> Explanation
 
 def _prepare(plan: AttentionPlan, given: Inputs) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
     """The tensors that torch's fused operation is handed, and its options."""
-    q, k, v, bias = given.q, given.k, given.v, given.bias
+    q = given.q
+    k = given.k
+    v = given.v
+    bias = given.bias
     batch, num_heads, query_len, d_k = q.shape
     # torch aligns its causal mask to the first key, ours to the last.
     by_flag = given.causal and given.mask is None and bias is None and query_len == k.shape[2]
@@ -164,7 +167,8 @@ def _prepare(plan: AttentionPlan, given: Inputs) -> tuple[tuple[Tensor, Tensor, 
     if plan.path == "fused, padded":
         missing = v.shape[3] - d_k
         if missing > 0:
-            q, k = F.pad(q, (0, missing)), F.pad(k, (0, missing))
+            q = F.pad(q, (0, missing))
+            k = F.pad(k, (0, missing))
         else:
             v = F.pad(v, (0, -missing))
 
@@ -187,7 +191,8 @@ def _prepare(plan: AttentionPlan, given: Inputs) -> tuple[tuple[Tensor, Tensor, 
 
 def _restore(plan: AttentionPlan, output: Tensor, given: Inputs) -> Tensor:
     """The output that belongs to the queries and values as they were before `_prepare`."""
-    q, v = given.q, given.v
+    q = given.q
+    v = given.v
     if plan.path == "fused, padded":
         output = output[..., : v.shape[3]]
     if plan.heads == "grouped by rows":

@@ -92,7 +92,8 @@ class QueriesAndKeys:
             yield WeightBlock(rows, part._weights(rows))
 
     def _select_heads(self, heads: Sequence[int]) -> "QueriesAndKeys":
-        chosen, shared = list(heads), self.num_heads // self.k.shape[1]
+        chosen = list(heads)
+        shared = self.num_heads // self.k.shape[1]
         mask = self.mask
         if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
             mask = mask[..., chosen, :, :]
@@ -107,7 +108,9 @@ class QueriesAndKeys:
         )
 
     def _scores(self, rows: slice, seen: int) -> Tensor:
-        q, k, bias = self.q[:, :, rows], self.k[:, :, :seen], self.semantics.bias
+        q = self.q[:, :, rows]
+        k = self.k[:, :, :seen]
+        bias = self.semantics.bias
         added = None
         if bias is not None:
             added = bias(q, k, self.query_positions[..., rows], self.key_positions[..., :seen])

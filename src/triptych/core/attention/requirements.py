@@ -55,7 +55,8 @@ def check_can_be_held(weights: AttentionWeights) -> None:
         raise ValueError(
             f"the weights are of a layer with {', '.join(found)}, which MultiHeadAttention does not support"
         )
-    gate, expected = weights.semantics.gate, [weights.num_heads, weights.d_model]
+    gate = weights.semantics.gate
+    expected = [weights.num_heads, weights.d_model]
     if gate is not None and gate.per_channel:
         expected.insert(1, weights.multiplied("v").d_out)
     if gate is not None and [gate.num_heads, *gate.weight.shape[1:]] != expected:

@@ -54,7 +54,8 @@ class Inputs(NamedTuple):
                     f"the bias is {self.bias.dtype}: it must be floating point, a mask is passed as mask"
                 )
             _check_broadcasts("bias", self.bias, (batch, num_heads, query_len, key_len))
-        soft_cap, sinks = self.semantics.soft_cap, self.semantics.sinks
+        soft_cap = self.semantics.soft_cap
+        sinks = self.semantics.sinks
         if soft_cap is not None and not soft_cap > 0:
             raise ValueError(f"soft_cap is {soft_cap}: it must be above 0")
         if sinks is not None and sinks.shape != (num_heads,):
@@ -66,7 +67,8 @@ class Inputs(NamedTuple):
     def common_heads(self) -> int:
         """A number that the heads of keys and of values can both be repeated to."""
         counts = self.k.shape[1], self.v.shape[1]
-        fewer, more = min(counts), max(counts)
+        fewer = min(counts)
+        more = max(counts)
         return more if more % fewer == 0 else self.q.shape[1]
 
 
@@ -126,9 +128,13 @@ def make_plan(given: Inputs, need_weights: bool, path: Path) -> AttentionPlan:
         if why in _BEYOND_KERNELS:
             raise ValueError(f"the fast path has no {why}: use path='auto' or 'reference'")
         why = None
-    q, k, v = given.q, given.k, given.v
+    q = given.q
+    k = given.k
+    v = given.v
     _, num_heads, query_len, d_k = q.shape
-    key_heads, value_heads, d_v = k.shape[1], v.shape[1], v.shape[3]
+    key_heads = k.shape[1]
+    value_heads = v.shape[1]
+    d_v = v.shape[3]
     one_to_one = num_heads == key_heads == value_heads
     if why is not None:
         in_pieces = why == "pieces" or (why in _BEYOND_KERNELS and _many_and_untrained(given))
@@ -167,7 +173,10 @@ def _flash_on_gpu(given: Inputs) -> bool:
 
 
 def _why_written_out(given: Inputs, need_weights: bool) -> _Why | None:
-    q, k, v, bias = given.q, given.k, given.v, given.bias
+    q = given.q
+    k = given.k
+    v = given.v
+    bias = given.bias
     if need_weights:
         return "weights"
     if given.dropout > 0:
@@ -212,7 +221,8 @@ def _wide_or_many(q: Tensor, k: Tensor) -> bool:
 
 
 def _pays_in_pieces(given: Inputs) -> bool:
-    q, num_keys = given.q, given.k.shape[2]
+    q = given.q
+    num_keys = given.k.shape[2]
     batch, num_heads, query_len, d_k = q.shape
     return (
         q.dtype == torch.bfloat16
@@ -241,7 +251,8 @@ def _copied(given: Inputs) -> int:
     _, value_heads, _, d_v = given.v.shape
     if d_k == d_v and key_heads == value_heads:
         return 0
-    width, common = max(d_k, d_v), given.common_heads
+    width = max(d_k, d_v)
+    common = given.common_heads
     copied = 0
     for heads, own_width in ((key_heads, d_k), (value_heads, d_v)):
         if 1 < heads < common:
@@ -257,7 +268,8 @@ def _max_keys(dtype: torch.dtype) -> int:
 
 def reason(plan: AttentionPlan, kernel: Kernel, given: Inputs) -> str:
     """One sentence that says why a plan was chosen, with the numbers."""
-    q, num_key_heads = given.q, given.k.shape[1]
+    q = given.q
+    num_key_heads = given.k.shape[1]
     batch, num_heads, query_len, d_k = q.shape
     _, num_value_heads, num_keys, d_v = given.v.shape
     held = f"{batch} × {num_heads} × {query_len} × {num_keys} weights"

@@ -125,7 +125,12 @@ def to_weights(scores: Tensor, mask: Tensor | None, sinks: Tensor | None, causal
 
 def in_pieces(given: Inputs) -> Tensor:
     """The output alone, over as many sentences, heads or queries at a time as `BYTES_OF_A_PIECE` hold."""
-    q, k, v, mask, bias, semantics = given.q, given.k, given.v, given.mask, given.bias, given.semantics
+    q = given.q
+    k = given.k
+    v = given.v
+    mask = given.mask
+    bias = given.bias
+    semantics = given.semantics
     batch, num_heads, query_len, d_k = q.shape
     key_heads, key_len = k.shape[1:3]
     # As a layer reads it: the heads of a token next to each other.

@@ -58,7 +58,9 @@ class OwnModel(AttentionSource):
 
     def __init__(self, model: EncoderDecoder | LanguageModel, name: str) -> None:
         self.model = model
-        self.name, self.written_as, self.known_by = name, "triptych", "its configuration"
+        self.name = name
+        self.written_as = "triptych"
+        self.known_by = "its configuration"
         self._weights, self._inputs = attention_weights(self.model), input_norms(self.model)
         self.sites = tuple(_own_sites(model))
         parameters = stored_parameters(self.model)
@@ -153,9 +155,14 @@ class Checkpoint(AttentionSource):
         source: Source | None = None,
     ) -> None:
         self._source = source
-        self.name, self.family, self.settings, self.tensors = name, family, settings, tensors
-        self.written_as, self.known_by = family.name, known_by
-        self.absent, self.others = (), ""
+        self.name = name
+        self.family = family
+        self.settings = settings
+        self.tensors = tensors
+        self.written_as = family.name
+        self.known_by = known_by
+        self.absent = ()
+        self.others = ""
         self._places = {place.site: place for place in self._find()}
         self.not_followed = self._not_followed()
         self.warnings = (*self.not_followed, *self._further_layers())
@@ -232,7 +239,9 @@ class Checkpoint(AttentionSource):
         for choice in self.family.refused:
             if self.settings.holds(choice.when):
                 raise DataError(f"{self.name}: {self.family.name} cannot be read: {choice.value}")
-        found_any, present, wanted = False, set[str](), dict[str, None]()
+        found_any = False
+        present = set[str]()
+        wanted = dict[str, None]()
         for spec in self.family.attention:
             settings = self._settings_of(spec)
             if settings is None or not settings.holds(spec.when):
@@ -249,9 +258,11 @@ class Checkpoint(AttentionSource):
             present.add(spec.stack)
             if spec.needs and settings.value(spec.needs) is None:
                 raise DataError(f"{settings.where}: {spec.needs} is missing, and no other field tells it")
-            inner, uses = settings.count(spec.inner), self._uses(spec, settings, layers)
+            inner = settings.count(spec.inner)
+            uses = self._uses(spec, settings, layers)
             more = spec.more_layers and settings.value(spec.more_layers) is not None
-            borrowing, lenders = self._num_borrowing(spec, settings, layers), dict[Any, Place]()
+            borrowing = self._num_borrowing(spec, settings, layers)
+            lenders = dict[Any, Place]()
             for layer in range(layers + (settings.whole(spec.more_layers) if more else 0)):
                 if layer < len(mixers) and mixers[layer] != _ATTENTION:
                     continue
@@ -290,7 +301,8 @@ class Checkpoint(AttentionSource):
 
     def _uses(self, spec: AttentionSpec, settings: Settings, layers: int) -> dict[int, list[int]]:
         """Return the uses of each layer of the file, in the model's order; empty if every layer has one."""
-        times, rounds = settings.number(spec.uses), settings.count(spec.rounds)
+        times = settings.number(spec.uses)
+        rounds = settings.count(spec.rounds)
         if times == 1 and rounds == 1:
             return {}
         count = round(times * layers) * rounds
@@ -410,7 +422,8 @@ class Checkpoint(AttentionSource):
         beside = {name for r in readers for name in (*r.names_beside(), *stored_angles(r.place))}
         known = [*self.family.rest, *(k for spec in self.family.attention for k in spec.known)]
         unused = {name for reader in readers for name in reader.unused()}
-        others, strange = [], []
+        others = []
+        strange = []
         for name in self.tensors.infos:
             why = next((u.why for u in self.family.unread if fnmatch.fnmatchcase(name, u.names)), None)
             if name in unused:
@@ -466,7 +479,8 @@ def _open(source: Source, family: Family | None, mapped: bool) -> AttentionSourc
     how_known = "as told"
     if family is None:
         model_type = settings.value("model_type")
-        family, how_known = family_of(str(model_type)), f"model_type {model_type!r}"
+        family = family_of(str(model_type))
+        how_known = f"model_type {model_type!r}"
         if family is None:
             refuse_unknown(settings, tensors, source.name)
     family = _with_half_alone(family, settings, tensors, source.name)
@@ -500,7 +514,8 @@ def _with_half_alone(family: Family, settings: Settings, tensors: Tensors, name:
 
 def _with_older_record(settings: Settings, defaults: dict[str, Any]) -> dict[str, Any]:
     """Defaults of rotary positions where the file has them in `rope_scaling`, which is then all there is."""
-    older, default = settings.record.get("rope_scaling"), defaults.get("rope_parameters")
+    older = settings.record.get("rope_scaling")
+    default = defaults.get("rope_parameters")
     if not (isinstance(older, dict) and older and isinstance(default, dict)):
         return defaults
     if any(isinstance(record, dict) for record in default.values()):  # of each kind of layer

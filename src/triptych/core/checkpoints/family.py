@@ -137,7 +137,8 @@ def _try_names(spec: AttentionSpec) -> None:
 
 def _expanded(record: dict[str, Any], where: str) -> dict[str, Any]:
     """A record with `like = "NAME"` in attention entries replaced by the first entry of that family."""
-    entries, model = record.get("attention"), record.get("model")
+    entries = record.get("attention")
+    model = record.get("model")
     if isinstance(model, dict) and "like" in model:
         record = {**record, "model": _model_laid_over(model, where)}
     if not isinstance(entries, list):

@@ -79,7 +79,8 @@ def resizing(checkpoint: Checkpoint, site: Site, wanted: MapSizes) -> Resizing |
         at = checkpoint.place(other)
         if path_of_record(checkpoint, at) != path or at.spec.why_kept:
             continue
-        old, new = at.sizes, _sizes_or_none(at, changed)
+        old = at.sizes
+        new = _sizes_or_none(at, changed)
         if old == new:
             continue
         if new is None or not (
@@ -100,9 +101,11 @@ def _sizes_or_none(place: Place, settings: Settings) -> MapSizes | None:
 
 def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] | None:
     """Fields to set; None where a size has none."""
-    spec, settings = place.spec, place.settings
+    spec = place.spec
+    settings = place.settings
     found: dict[str, int] = {}
-    latent, turned = spec.latent, place.count(spec.latent.turned) if spec.latent else 0
+    latent = spec.latent
+    turned = place.count(spec.latent.turned) if spec.latent else 0
     plain = latent.plain if latent else place.width
     of_sizes = [(here.heads, wanted.heads, spec.heads), (here.width - turned, wanted.width - turned, plain)]
     if latent:
@@ -151,8 +154,11 @@ def _follows(old: MapSizes, new: MapSizes, here: MapSizes, wanted: MapSizes) -> 
 
 
 def _is_free(place: Place, old: MapSizes, new: MapSizes, tensors: Tensors) -> bool:
-    spec, settings, layer = place.spec, place.settings, place.layer
-    position, norm = place.position.kind, place.head_norm
+    spec = place.spec
+    settings = place.settings
+    layer = place.layer
+    position = place.position.kind
+    norm = place.head_norm
     gains_of_heads = norm is not None and (
         norm.over == "all heads"
         or any("{head}" in name for name in (norm.q, norm.k))
@@ -199,9 +205,12 @@ class Fitting:
         kept: Sequence[int] | None,
         same_sizes: bool,
     ) -> None:
-        self.checkpoint, self.layer, self.same_sizes = checkpoint, before, same_sizes
+        self.checkpoint = checkpoint
+        self.layer = before
+        self.same_sizes = same_sizes
         self.place = checkpoint.place(before.site)
-        self.before, self.after = before.weights, after
+        self.before = before.weights
+        self.after = after
         self.semantics = before.weights.semantics
         # Head i of the rewritten layer is head `kept[i]` of the one that was read.
         self.kept = list(range(after.num_heads)) if kept is None else list(kept)
@@ -221,7 +230,8 @@ class Fitting:
         return fitted.to(torch.float64).with_scale(scale)
 
     def _require_kept(self, given: bool) -> None:
-        heads, left = self.before.num_heads, self.after.num_heads
+        heads = self.before.num_heads
+        left = self.after.num_heads
         if left > heads:
             reject(f"there are {left} heads now, and the file has {heads}")
         if left < heads and not given:
@@ -324,7 +334,8 @@ class Fitting:
             return whole
         if sizes.rank is not None:
             return whole if sizes == old else widened_latent(whole, old)
-        more_qk, more_ov = old.width - sizes.width, old.value_width - sizes.value_width
+        more_qk = old.width - sizes.width
+        more_ov = old.value_width - sizes.value_width
         pad = torch.nn.functional.pad
         return replace(
             whole,
@@ -336,7 +347,8 @@ class Fitting:
 
     def _require_heads_without_numbers(self) -> None:
         """Heads may be put in another order only if nothing that stays behind is one head's own."""
-        positions, bias = self.semantics.positions, self.semantics.bias
+        positions = self.semantics.positions
+        bias = self.semantics.bias
         have_maps = isinstance(bias, DisentangledBias) and not bias.through_maps
         if positions in ("alibi", "relative") or have_maps:
             reject(
@@ -348,16 +360,20 @@ class Fitting:
     def _require_channels_of_old(self, whole: AttentionWeights) -> None:
         """Where the format reads channels one by one, they must be what they were."""
         if self.semantics.clip is not None:
-            sides, why = _INPUTS, f"queries, keys and values are clipped at ±{self.semantics.clip:g}"
+            sides = _INPUTS
+            why = f"queries, keys and values are clipped at ±{self.semantics.clip:g}"
         elif isinstance(self.semantics.bias, DisentangledBias):
-            sides, why = _INPUTS[:2], "distances meet queries and keys in their channels"
+            sides = _INPUTS[:2]
+            why = "distances meet queries and keys in their channels"
         else:
             return
-        expected, heads = self.before.to(torch.float64), self.kept
+        expected = self.before.to(torch.float64)
+        heads = self.kept
         if self.before.norm is not None and self.after.norm is None:
             expected = fold_norm(expected).weights
         for side in sides:
-            wanted, found = expected.per_head(side)[heads], whole.per_head(side)
+            wanted = expected.per_head(side)[heads]
+            found = whole.per_head(side)
             if not _is_near(found, wanted) or not _is_near(
                 _or_zeros(whole.head_bias(side), found),
                 _or_zeros(expected.head_bias(side), expected.per_head(side))[heads],

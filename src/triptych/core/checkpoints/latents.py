@@ -19,14 +19,17 @@ from triptych.core.checkpoints.stored_layers import MapSizes, Place
 
 def read_latent(place: Place, parts: Mapping[str, Tensor]) -> tuple[Chain, Chain, Chain, Chain]:
     """The chains of a layer from the parts of its `LayerMap`."""
-    latent, sizes = place.spec.latent, place.sizes
+    latent = place.spec.latent
+    sizes = place.sizes
     assert latent is not None
     assert sizes.rank is not None
-    eps, turned = place.number(latent.eps), place.count(latent.turned)
+    eps = place.number(latent.eps)
+    turned = place.count(latent.turned)
 
     def link(part: str) -> Link:
         copies = 1 if part.endswith("down") else sizes.heads
-        weight, bias = parts[part], parts.get(f"{part}.bias")
+        weight = parts[part]
+        bias = parts.get(f"{part}.bias")
         return Link(
             weight.view(copies, -1, weight.shape[1]).mT, None if bias is None else bias.view(copies, -1)
         )
@@ -56,10 +59,13 @@ def _with_turned(up: Tensor, turned: int) -> Tensor:
 
 def is_latent(weights: AttentionWeights) -> bool:
     """Whether keys and values come through one latent and one turned key, as a file has them."""
-    k, v, q = weights.k, weights.v, weights.q
+    k = weights.k
+    v = weights.v
+    q = weights.q
     if len(k) != 2 or len(v) != 2 or len(q) not in (1, 2) or len(weights.o) != 1:
         return False
-    down, norm = k[0], k[0].norm
+    down = k[0]
+    norm = k[0].norm
     if norm is None or norm.channels is None or norm.centred or k[0].copies != 1:
         return False
     alike = down is v[0] or all(map(torch.equal, _link_tensors(down), _link_tensors(v[0])))
@@ -90,7 +96,8 @@ def _ups(weights: AttentionWeights) -> tuple[Tensor, Tensor]:
     """The maps from the latent to unturned keys and to values, `[heads, rank, width]`."""
     rank, _ = latent_ranks(weights)
     assert rank is not None
-    turned, heads = weights.k[0].d_out - rank, weights.num_heads
+    turned = weights.k[0].d_out - rank
+    heads = weights.num_heads
     k_up, v_up = (chain[1].repeat(heads).weight for chain in (weights.k, weights.v))
     return k_up[:, :rank, : k_up.shape[-1] - turned], v_up[:, :rank]
 
@@ -125,14 +132,17 @@ def widened_latent(weights: AttentionWeights, sizes: MapSizes) -> AttentionWeigh
     assert rank is not None
     assert sizes.rank is not None
     turned = down.d_out - rank
-    plain, more, wider = k_up.d_out - turned, sizes.width - k_up.d_out, sizes.value_width - v_up.d_out
+    plain = k_up.d_out - turned
+    more = sizes.width - k_up.d_out
+    wider = sizes.value_width - v_up.d_out
     down, (k, v) = _of_rank(down, sizes.rank, turned, *_ups(weights))
     q_weight = torch.cat([pad(q_up.weight[..., :plain], (0, more)), q_up.weight[..., plain:]], dim=-1)
     q: Chain = (replace(q_up, weight=q_weight),)
     if q_rank is not None and sizes.q_rank is not None:
         q_down, (q_weight,) = _of_rank(weights.q[0], sizes.q_rank, 0, q_weight)
         q = (q_down, replace(q_up, weight=q_weight))
-    k, v = pad(k, (0, more)), pad(v, (0, wider))
+    k = pad(k, (0, more))
+    v = pad(v, (0, wider))
     o = Link(pad(weights.o[0].weight, (0, 0, 0, wider)))
     return replace(
         weights, q=q, k=(down, Link(_with_turned(k, turned))), v=(down, Link(_pad_turned(v, turned))), o=(o,)
@@ -141,11 +151,13 @@ def widened_latent(weights: AttentionWeights, sizes: MapSizes) -> AttentionWeigh
 
 def _of_rank(down: Link, rank: int, turned: int, *ups: Tensor) -> tuple[Link, list[Tensor]]:
     """A map to a latent, and maps from it, with a latent of more channels."""
-    norm, had = down.norm, down.d_out - turned
+    norm = down.norm
+    had = down.d_out - turned
     assert norm is not None
     if rank == had:
         return down, [*ups]
-    pad, grown = torch.nn.functional.pad, (rank / had) ** 0.5
+    pad = torch.nn.functional.pad
+    grown = (rank / had) ** 0.5
 
     def wider(part: Tensor) -> Tensor:
         return torch.cat([pad(part[..., :had] * grown, (0, rank - had)), part[..., had:]], dim=-1)

@@ -214,7 +214,8 @@ def _separate_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
 
 
 def _fused_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
-    spec, sides = place.spec, _map_sizes(sizes)
+    spec = place.spec
+    sides = _map_sizes(sizes)
     steps = split_rows(spec.layout, sizes), head_rows(*(copies for _, _, copies in sides))
     for part, stored in module_map(place, tensors, "", spec.qkv, (sum(rows for _, rows, _ in sides), None)):
         if not part or not (spec.q_bias or spec.v_bias):

@@ -84,8 +84,10 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchit
     cross = tuple(site for site in sites if site.stack == spec.stack and site.kind == "cross")
     if not encoder or not decoder or len(decoder) != len(cross):
         raise DataError(f"{checkpoint.name}: it has one half of an encoder and a decoder, and cannot be run")
-    read, write = _Mapping(checkpoint, spec.encoder, encoder), _Mapping(checkpoint, spec, decoder)
-    source, target = read.architecture(), write.architecture()
+    read = _Mapping(checkpoint, spec.encoder, encoder)
+    write = _Mapping(checkpoint, spec, decoder)
+    source = read.architecture()
+    target = write.architecture()
     head = target.head
     assert head is not None
     if source.d_model != target.d_model:
@@ -116,7 +118,9 @@ class _Mapping:
     """One stack of a checkpoint, with the layers of these sites."""
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, sites: tuple[Site, ...]) -> None:
-        self.checkpoint, self.spec, self.tensors = checkpoint, spec, checkpoint.tensors
+        self.checkpoint = checkpoint
+        self.spec = spec
+        self.tensors = checkpoint.tensors
         self.entries = Entries(checkpoint.name, checkpoint.tensors)
         if others := [site for site in sites if site.stack != spec.stack or site.kind == "cross"]:
             self.entries.refuse(
@@ -142,7 +146,8 @@ class _Mapping:
 
     def architecture(self) -> LanguageModelArchitecture:
         """What it is made of; also makes `entries`."""
-        spec, both_ways = self.spec, {site.kind == "self" for site in self.sites}
+        spec = self.spec
+        both_ways = {site.kind == "self" for site in self.sites}
         if spec.kind == "decoder" and len(both_ways) > 1:
             self.entries.refuse("some of its layers see later tokens and some do not: it cannot be run")
         embeddings = self._embeddings()
@@ -161,10 +166,12 @@ class _Mapping:
         )
 
     def _block_inputs(self) -> BlockInputsConfig | None:
-        spec, place = self.spec.input, self.first
+        spec = self.spec.input
+        place = self.first
         if spec is None or not place.holds(spec.when):
             return None
-        width, rows = place.count(spec.width), place.count(spec.rows)
+        width = place.count(spec.width)
+        rows = place.count(spec.rows)
         all_blocks = width * len(self.sites)
         self.entries.enter("inputs.table.weight", f"{place.beside(spec.table)}.weight", (rows, all_blocks))
         self.entries.enter(
@@ -189,10 +196,12 @@ class _Mapping:
 
     @cached_property
     def _streams(self) -> StreamsConfig | None:
-        spec, place = self.spec.streams, self.first
+        spec = self.spec.streams
+        place = self.first
         if spec is None or not place.holds(spec.when):
             return None
-        count, active = place.count(spec.number), self.settings.whole(spec.active)
+        count = place.count(spec.number)
+        active = self.settings.whole(spec.active)
         if not 0 <= active < count:
             self.entries.refuse(f"its blocks compute with stream {active}, and it has {count}, from 0 on")
         eps = place.number(self.spec.eps)
@@ -209,10 +218,13 @@ class _Mapping:
                 self.entries.enter(ours, self.first.beside(stored, stream=number), shape)
 
     def _block_streams(self, ours: str, place: Place) -> StreamsConfig | None:
-        spec, config = self.spec.streams, self._streams
+        spec = self.spec.streams
+        config = self._streams
         if spec is None or config is None:
             return None
-        count, rank, width = config.number, config.rank, self.d_model
+        count = config.number
+        rank = config.rank
+        width = self.d_model
         shapes = {
             "router.weight": (count, width),
             "predictions.weight": (count * count, count),
@@ -247,7 +259,8 @@ class _Mapping:
         return self.settings.count(self.first.spec.size)
 
     def _embeddings(self) -> EmbeddingsConfig:
-        spec, place = self.spec, self.first
+        spec = self.spec
+        place = self.first
         table = self.table
         said = place.value(place.chosen(spec.num_tokens) or "vocab_size")
         rows = said if isinstance(said, int) else None
@@ -308,7 +321,8 @@ class _Mapping:
         return count
 
     def _with_positions(self, found: EmbeddingsConfig, spec: EmbeddedPositionsSpec) -> EmbeddingsConfig:
-        rows, offset = self.settings.count(spec.rows), self.settings.whole(spec.offset_rows)
+        rows = self.settings.count(spec.rows)
+        offset = self.settings.whole(spec.offset_rows)
         padding = None
         if spec.padding:
             padding = self.settings.whole(spec.padding)
@@ -317,7 +331,8 @@ class _Mapping:
                 name = spec.padding.partition(" ")[0]
                 self.entries.refuse(f"{name} is {padding}: of {rows} rows of positions none is left")
             rows -= offset
-        kind, name = spec.kind, f"{self.first.beside(spec.table)}.weight"
+        kind = spec.kind
+        name = f"{self.first.beside(spec.table)}.weight"
         if kind == "sinusoidal" and spec.table and name in self.tensors.infos:
             kind = "learned"  # as they are stored
         if kind == "learned":
@@ -333,8 +348,11 @@ class _Mapping:
         )
 
     def _block(self, site: Site) -> BlockConfig:
-        spec, place, at = self.spec, self.checkpoint.place(site), f"blocks.{self._first_use(site)}"
-        own, parallel = place.norm, place.chosen(spec.parallel)
+        spec = self.spec
+        place = self.checkpoint.place(site)
+        at = f"blocks.{self._first_use(site)}"
+        own = place.norm
+        parallel = place.chosen(spec.parallel)
         norms = spec.attention_norm or ((own,) if own is not None and own.place != "post" else ())
         keys = place.lender.site if place.lender else site
         if spec.block_scale:
@@ -373,7 +391,8 @@ class _Mapping:
         norm = place.first(norms)
         if norm is None or (norm.weight and not norm.at):
             return None
-        module, width = place.beside(norm.at), width or self.d_model
+        module = place.beside(norm.at)
+        width = width or self.d_model
         return self.entries.norm(ours, place, norm, module, width, self.spec.eps)
 
     @cached_property
@@ -389,13 +408,15 @@ class _Mapping:
     @property
     def _is_untied(self) -> bool:
         """Whether the stacks may have tables of their own."""
-        spec, holds = self.spec, self.settings.holds
+        spec = self.spec
+        holds = self.settings.holds
         return bool(spec.untied_embedding) and (holds(spec.apart) or not holds(spec.head.tied))
 
 
 def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, ...]) -> None:
     """Every tensor is read, or changes nothing."""
-    tensors, used = checkpoint.tensors, {*found.names}
+    tensors = checkpoint.tensors
+    used = {*found.names}
     patterns: list[str] = []
     for mapping in mappings:
         used |= mapping.entries.copies.keys()

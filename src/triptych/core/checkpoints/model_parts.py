@@ -40,7 +40,8 @@ class Entries:
     """The tensors of a model, as far as its parts have entered theirs."""
 
     def __init__(self, name: str, tensors: Tensors) -> None:
-        self.name, self.tensors = name, tensors
+        self.name = name
+        self.tensors = tensors
         self.found: list[Entry] = []  # names of ours, and what is stored for them
         self.copies: dict[str, str] = {}  # stored tensors that hold the numbers of another one, and that one
 
@@ -127,7 +128,9 @@ class FeedForwardMap:
     def __init__(
         self, ours: str, place: Place, specs: Sequence[FeedForwardSpec], entries: Entries, d_model: int
     ) -> None:
-        self.place, self.entries, self.d_model = place, entries, d_model
+        self.place = place
+        self.entries = entries
+        self.d_model = d_model
         self.tensors = tensors = entries.tensors
         fitting = (spec for spec in specs if place.holds(spec.when))
         named = (s for s in fitting if not s.there or self._name(s, s.there) in tensors.infos)
@@ -144,7 +147,8 @@ class FeedForwardMap:
         return self.place.beside(f"{spec.at}.{name}", expert=0)
 
     def _config(self, spec: FeedForwardSpec) -> FeedForwardConfig:
-        place, bias = self.place, self.place.holds(spec.bias)
+        place = self.place
+        bias = self.place.holds(spec.bias)
         outer = self.tensors.infos.get(f"{self._name(spec, spec.outer)}.weight")
         return FeedForwardConfig(
             outer.shape[-1] if outer is not None and not spec.size else place.count(spec.size),
@@ -172,7 +176,8 @@ class FeedForwardMap:
         return config
 
     def _mixture(self, ours: str, spec: FeedForwardSpec, experts: ExpertsSpec) -> ExpertsConfig:
-        place, expert = self.place, self._config(spec)
+        place = self.place
+        expert = self._config(spec)
         count = place.count(experts.number)
         self._maps(ours, spec, expert, count)
         router, router_bias = tensor_names(self._name(spec, experts.router))
@@ -223,7 +228,8 @@ class FeedForwardMap:
 
     def _maps(self, ours: str, spec: FeedForwardSpec, config: FeedForwardConfig, experts: int | None) -> None:
         """The maps of a layer, or of all of its experts."""
-        size, d_model = config.d_ff, self.d_model
+        size = config.d_ff
+        d_model = self.d_model
         if spec.fused:
             split = (alternating if spec.alternating else halves)(0 if experts is None else 1)
             parts = tuple(spec.fused.split())
@@ -282,9 +288,14 @@ class OutputHeadMap:
     def __init__(
         self, place: Place, spec: ModelSpec, entries: Entries, d_model: int, table: str, table_width: int
     ) -> None:
-        self.place, self.spec, self.entries, self.d_model = place, spec, entries, d_model
-        self.table, self.table_width = table, table_width
-        self.settings, self.infos = place.settings, entries.tensors.infos
+        self.place = place
+        self.spec = spec
+        self.entries = entries
+        self.d_model = d_model
+        self.table = table
+        self.table_width = table_width
+        self.settings = place.settings
+        self.infos = entries.tensors.infos
         heads = [spec.head] if spec.kind == "decoder" else filter(self._is_there, spec.heads)
         self.config = next(map(self._config, heads), None)
 
@@ -293,9 +304,15 @@ class OutputHeadMap:
         return self.settings.holds(spec.when) and f"{first}.weight" in self.infos
 
     def _config(self, spec: HeadSpec) -> HeadConfig:
-        place, settings, infos, enter = self.place, self.settings, self.infos, self.entries.enter
-        module, transform, norm = self._above(spec.at), self._above(spec.transform), place.first(spec.norm)
-        has_map, width = bool(spec.transform) and f"{transform}.weight" in infos, self.d_model
+        place = self.place
+        settings = self.settings
+        infos = self.infos
+        enter = self.entries.enter
+        module = self._above(spec.at)
+        transform = self._above(spec.transform)
+        norm = place.first(spec.norm)
+        has_map = bool(spec.transform) and f"{transform}.weight" in infos
+        width = self.d_model
         map_bias = has_map and place.holds(spec.map_bias)
         if has_map:
             width = infos[f"{transform}.weight"].shape[0]
@@ -303,7 +320,8 @@ class OutputHeadMap:
         if map_bias:
             enter("head.map.bias", f"{transform}.bias", (width,))
         outputs = settings.count(spec.outputs) if spec.outputs else None
-        count, is_missing = outputs or infos[self.table].shape[0], f"{module}.weight" not in infos
+        count = outputs or infos[self.table].shape[0]
+        is_missing = f"{module}.weight" not in infos
         tied = outputs is None and (is_missing if spec.tied_if_missing else settings.holds(spec.tied))
         if tied and width != self.table_width:
             self.entries.refuse(

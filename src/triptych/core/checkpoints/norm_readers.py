@@ -90,10 +90,8 @@ def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
                     readers, refused = _readers(checkpoint, place, other, spec)
                     tensors = {name for reader in readers for name in reader.tensors}
                     if twice := sorted(tensors & taken):
-                        readers, refused = (
-                            (),
-                            f"{twice[0]} belongs to attention, or reads another norm as well",
-                        )
+                        readers = ()
+                        refused = f"{twice[0]} belongs to attention, or reads another norm as well"
                     taken |= tensors
                     layers = site.numbers if "{layer}" in spec.at else ()
                     own = norm_tensors(checkpoint.tensors, module)

@@ -28,7 +28,8 @@ from triptych.errors import DataError
 class LayerReader:
     def __init__(self, place: Place, tensors: Tensors, *, outline: bool = False) -> None:
         """With `outline`, maps and norms are made on the "meta" device, and no byte of them is read."""
-        self.place, self.tensors = place, tensors
+        self.place = place
+        self.tensors = tensors
         hook = hook_of(place.spec.hook)
         # Positions that are made of the maps need their numbers.
         self._outline = outline and (hook is None or type(hook).bias is Hook.bias)
@@ -36,11 +37,14 @@ class LayerReader:
         self._dtype = self._common_dtype()
 
     def read(self) -> AttentionLayer:
-        place, spec = self.place, self.place.spec
-        sizes, parts = place.sizes, self.map.read(self.take)
+        place = self.place
+        spec = self.place.spec
+        sizes = place.sizes
+        parts = self.map.read(self.take)
         q, k, v, o = read_latent(place, parts) if spec.latent else _chains(parts)
         o_bias = parts.get("o.bias")
-        norm_spec, norm = place.norm, self._norm(parts)
+        norm_spec = place.norm
+        norm = self._norm(parts)
         if place.lender is not None:
             norm = None  # keys and values read another one
         self._require_sizes(q, k, v, o, o_bias, norm)
@@ -74,7 +78,8 @@ class LayerReader:
 
     def read_map(self, side: Side, head: int) -> Link | None:
         """The map of one head and its bytes alone; None where it is made of more than a part of a tensor."""
-        spec, infos = self.place.spec, self.tensors.infos
+        spec = self.place.spec
+        infos = self.tensors.infos
         if spec.latent:
             return None
         side = "k" if side == "v" and self.place.holds(spec.key_value) else side
@@ -120,7 +125,9 @@ class LayerReader:
         self, q: Chain, k: Chain, v: Chain, o: Chain, o_bias: Tensor | None, norm: Norm | None
     ) -> None:
         """Check that inputs, outputs and the norm have the width that the configuration gives."""
-        place, read, written = self.place, q[0].d_in, o[-1].d_out
+        place = self.place
+        read = q[0].d_in
+        written = o[-1].d_out
         said = place.value(place.spec.size) if place.spec.size else None
         widths = {"what queries read": read, "what is written": written}
         if place.spec.kind != "cross":
@@ -155,10 +162,13 @@ class LayerReader:
     # What goes with the maps.
 
     def _semantics(self, parts: Mapping[str, Tensor], q: Link, k: Link) -> Semantics:
-        place, spec, width = self.place, self.place.spec, q.d_out
+        place = self.place
+        spec = self.place.spec
+        width = q.d_out
         under = spec.scale if isinstance(spec.scale, str) else place.chosen(spec.scale)
         under_root = place.positive(under) if under else float(width)
-        times, hook = place.chosen(spec.scale_times), hook_of(spec.hook)
+        times = place.chosen(spec.scale_times)
+        hook = hook_of(spec.hook)
         if hook is not None:
             scale = hook.scale(place, under_root)
         else:
@@ -196,7 +206,8 @@ class LayerReader:
 
     def _inputs(self, q: Chain, k: Chain, own: Norm | None) -> InputNorms:
         """The norms whose outputs are read, wherever they are, as far as the family tells."""
-        place, spec = self.place, self.place.norm
+        place = self.place
+        spec = self.place.norm
         if spec is None:
             return InputNorms()
         layers = place.value(spec.memory_layers) if spec.memory_layers else None
@@ -231,8 +242,10 @@ class LayerReader:
             eps /= rotary.factor**2
 
         def norm(part: str) -> HeadNorm:
-            gain, bias = parts.get(part), parts.get(f"{part}.bias")
-            turned, centred = spec.turned and gain is not None, spec.kind == "layer"
+            gain = parts.get(part)
+            bias = parts.get(f"{part}.bias")
+            turned = spec.turned and gain is not None
+            centred = spec.kind == "layer"
             return HeadNorm(eps, gain, bias, centred, spec.over, turned=turned, offset=spec.offset)
 
         return norm("q_norm"), norm("k_norm")
@@ -254,7 +267,8 @@ class LayerReader:
         return None if not chosen or self.place.value(chosen) is None else self.place.count(chosen)
 
     def _temperature(self, rotary: RotaryEmbedding | None) -> Temperature | None:
-        place, spec = self.place, self.place.spec.temperature
+        place = self.place
+        spec = self.place.spec.temperature
         if spec is None or not place.holds(spec.when) or (spec.unturned and rotary):
             return None
         if place.value(spec.strength) is None:
@@ -265,10 +279,8 @@ class LayerReader:
 
     def names_beside(self) -> list[str]:
         """Tensors outside the module that belong to the layer."""
-        found, norm = (
-            self.norm_names() + table_names(self.place, self.tensors),
-            self.place.position.table_norm,
-        )
+        found = self.norm_names() + table_names(self.place, self.tensors)
+        norm = self.place.position.table_norm
         return found + [f"{self.place.beside(norm)}.{part}" for part in ("weight", "bias") if norm]
 
     def norm_names(self) -> list[str]:
@@ -283,7 +295,8 @@ class LayerReader:
 
     def unknown(self) -> list[str]:
         """Tensors within the module that have no place in the family."""
-        spec, below = self.place.spec, self.place.site.module + "."
+        spec = self.place.spec
+        below = self.place.site.module + "."
         patterns = [*spec.known]
         if spec.head_norm is not None:  # there, perhaps, where the configuration does not ask for them
             names = (name.replace("{head}", "*") for name in (spec.head_norm.q, spec.head_norm.k) if name)

@@ -274,7 +274,8 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
             f"a {type(source).__name__} is no model: give a folder, a name on the Hub, a transformers model, "
             "or a model of triptych"
         )
-    name, path = str(source), Path(source)
+    name = str(source)
+    path = Path(source)
     if not path.exists():
         if not is_hub_id(name):
             raise UsageError(

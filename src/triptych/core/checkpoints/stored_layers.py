@@ -325,13 +325,15 @@ class Place:
 
     @property
     def sizes(self) -> MapSizes:
-        spec, latent = self.spec, self.spec.latent
+        spec = self.spec
+        latent = self.spec.latent
         heads = self.count(spec.heads)
         if latent:
             width = self.settings.whole(latent.plain, self.layer) + self.count(latent.turned)
             q_rank = None if self.value(latent.q_rank) is None else self.count(latent.q_rank)
             return MapSizes(heads, heads, width, self.count(latent.value), self.count(latent.rank), q_rank)
-        width, groups = self.count(self.width), self.count(self.chosen(spec.groups) or spec.heads)
+        width = self.count(self.width)
+        groups = self.count(self.chosen(spec.groups) or spec.heads)
         value_width = self.count(spec.value_width) if spec.value_width else width
         if heads % groups:
             raise DataError(f"{self.settings.where}: {groups} key heads do not divide {heads} heads")

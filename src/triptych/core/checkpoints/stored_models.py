@@ -94,8 +94,10 @@ def read_encoder_decoder(checkpoint: Checkpoint, dtype: torch.dtype | None = Non
     made = found.architecture
 
     def make(layers: list[MultiHeadAttention]) -> EncoderDecoder:
-        start, count = len(made.encoder.blocks), len(made.decoder.blocks)
-        own, cross = layers[start : start + count], layers[start + count :]
+        start = len(made.encoder.blocks)
+        count = len(made.decoder.blocks)
+        own = layers[start : start + count]
+        cross = layers[start + count :]
         return EncoderDecoder(made, layers[:start], own, cross, found.pad_id)
 
     return _build_model(checkpoint, dtype, found, make)
@@ -188,12 +190,14 @@ def new_tensors(
     given: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
     """The tensors of a model in a new file of a family, which has tensors of these shapes."""
-    name, family = "the new checkpoint", family_of(settings["model_type"])
+    name = "the new checkpoint"
+    family = family_of(settings["model_type"])
     assert family is not None, "it is one of ours"
     zero = torch.zeros((), dtype=next(model.parameters()).dtype)
     empty = of_one(InMemory(name, {stored: zero.expand(shape) for stored, shape in shapes.items()}))
     checkpoint = Checkpoint(name, family, Settings(settings, "config.json"), empty)
-    parts, found = _StoredModel.of(model, checkpoint), dict[str, Tensor]()
+    parts = _StoredModel.of(model, checkpoint)
+    found = dict[str, Tensor]()
     now = {**dict(model.named_parameters(remove_duplicate=False)), **given}
     for ours, stored in parts.beside.entries.items():
         if now.keys() >= {*ours}:
@@ -270,7 +274,8 @@ class _StoredModel:
 def _changed_in_layer(
     checkpoint: Checkpoint, site: Site, before: MultiHeadAttention, after: MultiHeadAttention
 ) -> _Stored:
-    place, stored = checkpoint.place(site), LayerReader(checkpoint.place(site), checkpoint.tensors).map
+    place = checkpoint.place(site)
+    stored = LayerReader(checkpoint.place(site), checkpoint.tensors).map
     scale = before.semantics.scale
     old, new = (_layer_tensors(place, layer.weights().with_scale(scale)) for layer in (before, after))
     different = {part for part, numbers in new.items() if not torch.equal(old[part], numbers)}

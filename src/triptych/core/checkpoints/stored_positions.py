@@ -88,8 +88,10 @@ def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
 
 
 def _llama3(scaling: Mapping[str, Any], plain: Tensor) -> Tensor:
-    factor, first = _number(scaling, "factor"), _number(scaling, "original_max_position_embeddings")
-    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    factor = _number(scaling, "factor")
+    first = _number(scaling, "original_max_position_embeddings")
+    low = _number(scaling, "low_freq_factor")
+    high = _number(scaling, "high_freq_factor")
     # Turns within the first length: many keep their frequency, few are slowed down, in between both.
     turns = first * plain / (2 * math.pi)
     share = ((turns - low) / (high - low)).clamp(0, 1)
@@ -107,8 +109,10 @@ def _yarn(scaling: Mapping[str, Any], plain: Tensor, base: float, max_positions:
     low = pair_that_turns(_number(scaling, "beta_fast", 32.0) or 32.0)
     high = pair_that_turns(_number(scaling, "beta_slow", 1.0) or 1.0)
     if scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0.0), min(high, width - 1.0)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0.0)
+    high = min(high, width - 1.0)
     high = high + 0.001 if high == low else high
     slowed = ((torch.arange(len(plain), dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
     one, all_dim = (_number(scaling, name, 0.0) for name in ("mscale", "mscale_all_dim"))
@@ -151,14 +155,16 @@ def _number(scaling: Mapping[str, Any], name: str, otherwise: float | None = Non
 
 def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding | None:
     """The rotary embedding of heads of some width; None without one."""
-    spec, where = place.position, place.settings.where
+    spec = place.position
+    where = place.settings.where
     if spec.kind != "rotary":
         return None
     whole = place.count(spec.width) if spec.width else width
     if spec.patches is not None:
         return _rotary_of_patches(place, spec.patches, whole)
     scaling = place.rope_scaling
-    share, start = _share(place, scaling), int(place.number(spec.start))
+    share = _share(place, scaling)
+    start = int(place.number(spec.start))
     # "proportional" turns a share of the pairs of whole heads, and not all pairs of a share of them.
     turned = whole if rope_type(scaling) == "proportional" else int(whole * share)
     if not 0 <= share <= 1 or start < 0 or turned + start > width:
@@ -168,7 +174,8 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
     first = place.value(spec.original)
     if scaling and first is not None:
         scaling = {**scaling, _FIRST: first}
-    longest, base = place.number("max_position_embeddings | 2048"), place.number(spec.base)
+    longest = place.number("max_position_embeddings | 2048")
+    base = place.number(spec.base)
     if re.search(r"\brope_theta\b", spec.base) and scaling.get("rope_theta") is not None:
         base = Settings(scaling, where).number("rope_theta")  # a record takes another's place whole
     if spec.alpha and rope_type(scaling) == "dynamic" and scaling.get("alpha") and turned > 2:
@@ -181,7 +188,8 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
     if spec.backwards:
         found = _backwards(found, where)
     _require_stored(place, tensors, found.per_position)
-    factor, long = found.factor, found.long
+    factor = found.factor
+    long = found.long
     if spec.factor and rope_type(scaling) != "default":
         factor = place.number(spec.factor)
     if spec.long_factor and rope_type(scaling) != "default":
@@ -205,7 +213,8 @@ def _backwards(found: Frequencies, where: str) -> Frequencies:
 
 def _share(place: Place, scaling: Mapping[str, Any]) -> float:
     """The share of a head's width that rotary positions are of."""
-    own, kind = place.number(place.position.share), rope_type(scaling)
+    own = place.number(place.position.share)
+    kind = rope_type(scaling)
     record = Settings({**place.settings.record, **scaling}, place.settings.where)
     if kind in ("default", "mrope") or record.value("partial_rotary_factor") is None:
         return own
@@ -298,7 +307,8 @@ def _mpt_slopes(heads: int) -> list[float]:
 
 
 def _distance_table(place: Place, tensors: Tensors, take: Take, heads: int) -> ScoreBias:
-    spec, names = place.position, table_names(place, tensors)
+    spec = place.position
+    names = table_names(place, tensors)
     table = take(names[0], None)
     for name in names[1:]:
         table = at_least_float32(table) + take(name, None)
@@ -319,7 +329,8 @@ def _distance_table(place: Place, tensors: Tensors, take: Take, heads: int) -> S
         if len(table) < buckets:
             raise DataError(f"{at}: {len(table)} rows, where {buckets} are used")
         table = table[:buckets]
-    longest, exact = place.count(spec.max_distance), len(table) // (4 if spec.both_ways else 2)
+    longest = place.count(spec.max_distance)
+    exact = len(table) // (4 if spec.both_ways else 2)
     if not 0 < exact < longest:
         raise DataError(
             f"{at}: {len(table)} rows for distances up to {longest}: {exact} of them are for one distance "

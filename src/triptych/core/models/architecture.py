@@ -300,7 +300,8 @@ class EncoderDecoderArchitecture:
     shared: bool  # whether both have one table
 
     def __post_init__(self) -> None:
-        source, target = self.encoder.embeddings, self.decoder.embeddings
+        source = self.encoder.embeddings
+        target = self.decoder.embeddings
         if self.shared and source.vocab_size != target.vocab_size:
             raise ValueError(
                 f"one table cannot have {source.vocab_size} source and {target.vocab_size} target "

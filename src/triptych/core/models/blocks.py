@@ -40,14 +40,17 @@ class OffsetNorm(nn.Module):
 
     def __init__(self, config: NormConfig, d_model: int) -> None:
         super().__init__()
-        self.kind, self.eps, self.offset = config.kind, config.eps, config.offset
+        self.kind = config.kind
+        self.eps = config.eps
+        self.offset = config.offset
         self.weight = nn.Parameter(torch.full((d_model,), 1 - config.offset))
         has_bias = config.bias and config.kind == "layer"
         self.bias = nn.Parameter(torch.zeros(d_model)) if has_bias else None
 
     def forward(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
         # In float32 at least: next to 1, the numbers that are stored would lose what they are stored for.
-        shape, wide = x.shape[-1:], torch.promote_types(x.dtype, torch.float32)
+        shape = x.shape[-1:]
+        wide = torch.promote_types(x.dtype, torch.float32)
         weight = self.offset + self.weight.to(wide)
         if self.kind == "layer":
             bias = None if self.bias is None else self.bias.to(wide)
@@ -79,7 +82,9 @@ class Residual(nn.Module):
         self.norm = make_norm(config.norm, d_model)
         self.out_norm = None if config.out_norm is None else make_norm(config.out_norm, d_model)
         self.dropout = Dropout(config.dropout)
-        self.pre, self.scale, self.from_norm = config.place == "pre", config.scale, config.from_norm
+        self.pre = config.place == "pre"
+        self.scale = config.scale
+        self.from_norm = config.from_norm
 
     def enter(self, x: Tensor) -> Tensor:
         """What the sub-layer reads."""
@@ -125,7 +130,8 @@ class BlockInputs(nn.Module):
 
     def __init__(self, config: BlockInputsConfig, d_model: int, num_blocks: int) -> None:
         super().__init__()
-        self.config, self.d_model = config, d_model
+        self.config = config
+        self.d_model = d_model
         self.table = nn.Embedding(config.vocab_size, num_blocks * config.width)
         nn.init.normal_(self.table.weight, std=0.02)
         self.map = nn.Linear(d_model, num_blocks * config.width, bias=False)
@@ -187,7 +193,8 @@ class Block(nn.Module):
         self.input = None if config.input is None else BlockInput(config.input, d_model)
         self.streams = None if config.streams is None else BlockStreams(config.streams, d_model)
         self.register_buffer("scale", torch.ones(1) if config.scaled else None)
-        self.keys, self.borrows = config.keys, self_attention.borrows
+        self.keys = config.keys
+        self.borrows = self_attention.borrows
         self.parallel = config.parallel
         self.shares_norm = config.parallel and config.feed_forward_frame.norm is None
         self.recompute = False

@@ -168,9 +168,11 @@ class ModelConfig(StoredTable):
 
     def sites(self, stack: StackName) -> list[AttentionConfig]:
         """The attention of every layer of a stack ("cross" reads the memory), sizes filled in."""
-        own, kind = (self.encoder if stack == "encoder" else self.decoder), "attention"
+        own = self.encoder if stack == "encoder" else self.decoder
+        kind = "attention"
         kind = "cross_attention" if stack == "cross" else kind
-        usual, unusual = getattr(own, kind), getattr(own, f"{kind}_in_layer")
+        usual = getattr(own, kind)
+        unusual = getattr(own, f"{kind}_in_layer")
         return [_filled_in(unusual.get(i, usual), self) for i in range(own.num_layers)]
 
     def architecture(self, src_vocab_size: int, tgt_vocab_size: int) -> EncoderDecoderArchitecture:

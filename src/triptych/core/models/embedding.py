@@ -38,7 +38,8 @@ class Embeddings(nn.Module):
         types: Int[Tensor, "batch length"] | None = None,
     ) -> Float[Tensor, "batch length d_model"]:
         """Embed tokens whose positions begin at `start`, or are given."""
-        config, x = self.config, self.table(ids)
+        config = self.config
+        x = self.table(ids)
         if self.map is not None and config.map_first:
             x = self.map(self._in_stream(x))
         if config.scale != 1.0:

@@ -48,8 +48,12 @@ class EncoderDecoder(nn.Module):
             recipe: the configuration that describes the model, if one does.
         """
         super().__init__()
-        self.architecture, self.recipe, self.pad_id = architecture, recipe, pad_id
-        source, target, d_model = architecture.encoder, architecture.decoder, architecture.decoder.d_model
+        self.architecture = architecture
+        self.recipe = recipe
+        self.pad_id = pad_id
+        source = architecture.encoder
+        target = architecture.decoder
+        d_model = architecture.decoder.d_model
         table = fresh_table(target.embeddings.vocab_size, d_model, d_model**-0.5)
         other = table
         if not architecture.shared:
@@ -84,7 +88,9 @@ class EncoderDecoder(nn.Module):
                 f"tie_embeddings = 'all' needs one vocabulary, not {src_vocab_size} source and "
                 f"{tgt_vocab_size} target tokens: make the tokenizer joint or tie 'target' only"
             )
-        own, d_model, heads = config.positions.in_attention(), config.d_model, config.num_heads
+        own = config.positions.in_attention()
+        d_model = config.d_model
+        heads = config.num_heads
         # Made one by one while the model is, so that a seed gives the same numbers as ever.
         model = cls(
             config.architecture(src_vocab_size, tgt_vocab_size),

@@ -67,7 +67,9 @@ class Router(nn.Module):
 
 def _sparse_mixer(logits: Tensor, top_k: int, threshold: float) -> tuple[Tensor, Tensor]:
     """Experts one after the other, and the probability of each among those that were near the best."""
-    experts, weights, left = [], [], logits
+    experts = []
+    weights = []
+    left = logits
     for _ in range(top_k):
         best, expert = left.max(dim=-1, keepdim=True)
         far = (best - logits) / torch.maximum(logits.abs(), best) > threshold
@@ -97,7 +99,9 @@ class Experts(nn.Module):
 
     def __init__(self, config: ExpertsConfig, d_model: int) -> None:
         super().__init__()
-        self.config, expert, count = config, config.expert, config.num_experts
+        self.config = config
+        expert = config.expert
+        count = config.num_experts
         self.router = Router(config, d_model)
         self.inner = StackedLinear(count, d_model, expert.d_ff, expert.bias)
         self.gate = StackedLinear(count, d_model, expert.d_ff, expert.bias) if expert.gated else None
@@ -111,7 +115,8 @@ class Experts(nn.Module):
         self.dropout = Dropout(expert.dropout)
 
     def forward(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
-        tokens, norms = x.reshape(-1, x.shape[-1]), self.norms
+        tokens = x.reshape(-1, x.shape[-1])
+        norms = self.norms
         routed = tokens if norms is None else norms["router"](tokens) * tokens.shape[-1] ** -0.5
         chosen, weights = self.router(routed)
         order = chosen.flatten().argsort(stable=True)

@@ -85,7 +85,8 @@ class XIELU(nn.Module):
         self.register_buffer("eps", torch.tensor(-1e-6))  # no x of eˣ is above it
 
     def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        p, n = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+        p = F.softplus(self.alpha_p)
+        n = self.beta + F.softplus(self.alpha_n)
         below = (torch.expm1(torch.min(x, self.eps)) - x) * n
         return torch.where(x > 0, p * x * x, below) + self.beta * x
 

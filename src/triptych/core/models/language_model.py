@@ -88,11 +88,13 @@ class LanguageModel(nn.Module):
         architecture. A half has `embeddings` that are drawn already.
         """
         super().__init__()
-        self.architecture, self.config = architecture, config
+        self.architecture = architecture
+        self.config = config
         d_model = architecture.d_model
         std = 0.02 if embeddings is None else d_model**-0.5
         self.embeddings = embeddings or Embeddings(architecture.embeddings, d_model)
-        inputs, blocks = architecture.inputs, list[Block]()
+        inputs = architecture.inputs
+        blocks = list[Block]()
         self.inputs = None if inputs is None else BlockInputs(inputs, d_model, len(architecture.blocks))
         self.streams = None if architecture.streams is None else Streams(architecture.streams, d_model)
         seen = dict[int, MultiHeadAttention]()
@@ -102,7 +104,8 @@ class LanguageModel(nn.Module):
             if block.keys is not None and block.keys < len(blocks):
                 own.borrow(blocks[block.keys].self_attention)
             blocks.append(Block(block, d_model, own, *other))
-        used, uses = set[int](), list[Block]()
+        used = set[int]()
+        uses = list[Block]()
         for number in architecture.uses:
             uses.append(sharing_copy(blocks[number]) if number in used else blocks[number])
             used.add(number)
@@ -212,7 +215,8 @@ class LanguageModel(nn.Module):
         given: Float[Tensor, "rows length blocks width"] | None = None,
     ) -> Float[Tensor, "rows length d_model"]:
         """Compute `hidden` from the stream that block `number` reads; `given` has the blocks' inputs."""
-        causal, lent = self.causal if causal is None else causal, dict[int, Kept]()
+        causal = self.causal if causal is None else causal
+        lent = dict[int, Kept]()
         uses = self.architecture.uses
         for place in range(first, len(uses)):
             x = self.blocks[place](

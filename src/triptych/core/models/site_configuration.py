@@ -36,7 +36,9 @@ from triptych.errors import nearest
 
 # Nobody trains such models. Every layer is looked at while a configuration is checked, and the bytes of a map
 # are counted in 64 bits.
-MOST_LAYERS, WIDEST, LONGEST = 10_000, 1 << 24, 10**9
+MOST_LAYERS = 10_000
+WIDEST = 1 << 24
+LONGEST = 10**9
 Option = int | bool | None
 
 
@@ -120,7 +122,8 @@ class AttentionConfig(StoredTable):
     @classmethod
     def of(cls, layer: MultiHeadAttention) -> "AttentionConfig":
         """The configuration that gives such a layer."""
-        chosen, semantics = layer.parameterisation, layer.semantics
+        chosen = layer.parameterisation
+        semantics = layer.semantics
         scores = scores_name(semantics)
         others: dict[str, Any] = {
             "scores": scores,
@@ -128,7 +131,8 @@ class AttentionConfig(StoredTable):
             "output_gate": semantics.gate is not None and not semantics.gate.whole,
         }
         if isinstance(chosen, ScaledOutside):
-            chosen, others["scale"] = chosen.inner, "outside"
+            chosen = chosen.inner
+            others["scale"] = "outside"
         if user_code.is_in_file(chosen.name) and parameterisation_class(chosen.name) is not type(chosen):
             raise ValueError(f"{chosen.name} has changed since the layer was made: open the model again")
         options = {

@@ -118,7 +118,8 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
     if unknown := [name for name in changed if name not in sites]:
         raise ValueError(f"there is no attention site {unknown[0]}: there are {', '.join(sites)}")
     for name, weights in changed.items():
-        read, has = weights.d_model, model.config.d_model
+        read = weights.d_model
+        has = model.config.d_model
         if read != has:
             raise ValueError(f"the weights for {name} read {read} channels, the model has {has}")
         require_no_more(name, weights, sites[name].layer.semantics)
@@ -136,7 +137,8 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
 
 def _rewritten_layer(site: AttentionSite, weights: AttentionWeights) -> MultiHeadAttention:
     """A layer of other weights, whose norms the model has."""
-    before, weights = site.layer.parameterisation, weights.without_norms()
+    before = site.layer.parameterisation
+    weights = weights.without_norms()
     own = before if user_code.is_in_file(before.name) else None
     try:
         return MultiHeadAttention.from_weights(weights, site.layer.dropout, named=True, own=own)

@@ -137,7 +137,9 @@ def _made(record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path
     make: Callable[[], OwnModel]
     kind = record.get("kind", _ENCODER_DECODER)
     if kind == _ENCODER_DECODER:
-        src, tgt, pad_id = size("src_vocab_size"), size("tgt_vocab_size"), size("pad_id")
+        src = size("src_vocab_size")
+        tgt = size("tgt_vocab_size")
+        pad_id = size("pad_id")
         if not (0 <= pad_id < min(src, tgt)):
             raise DataError(f"{path}: pad_id {pad_id} is outside the vocabularies of {src} and {tgt}")
         of_both = ModelConfig.model_validate(record["model"])
@@ -148,7 +150,8 @@ def _made(record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path
         if kind not in ("decoder", "encoder"):
             raise DataError(f"{path}: kind is {kind!r}: known are decoder, encoder, {_ENCODER_DECODER}")
         config = LanguageModelConfig.model_validate(record["model"])
-        make, stacks = partial(LanguageModel.of, config, kind, vocab_size), {"blocks": config.num_layers}
+        make = partial(LanguageModel.of, config, kind, vocab_size)
+        stacks = {"blocks": config.num_layers}
     if held is None:
         return make()
     for name, layers in stacks.items():
@@ -171,7 +174,8 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sequence[int]]:
 
 def _require_fit(wanted: Mapping[str, Sequence[int]], held: Mapping[str, Sequence[int]], origin: str) -> None:
     """Names and shapes of weights are those that a model has."""
-    missing, unknown = wanted.keys() - held.keys(), held.keys() - wanted.keys()
+    missing = wanted.keys() - held.keys()
+    unknown = held.keys() - wanted.keys()
     if missing or unknown:
         names = ", ".join(sorted(missing | unknown)[:3])
         raise DataError(

@@ -56,7 +56,8 @@ class BlockStreams(nn.Module):
 
     def __init__(self, config: StreamsConfig, d_model: int) -> None:
         super().__init__()
-        self.active, count = config.active, config.number
+        self.active = config.active
+        count = config.number
         self.router = nn.Linear(d_model, count, bias=False)
         self.router_norm = nn.RMSNorm(d_model, config.eps)
         self.predictions = nn.Linear(count, count * count, bias=False)

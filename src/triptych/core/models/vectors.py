@@ -20,13 +20,15 @@ class WordVectors:
 
     def __init__(self, path: Path, pieces: Sequence[str | None], width: int) -> None:
         """For tokens by their readable pieces, None for special ones; nothing is read yet."""
-        self.path, self._width = path, width
+        self.path = path
+        self._width = width
         self._words = [None if piece is None else piece.strip("▁ ") or None for piece in pieces]
 
     def into(self, drawn: Tensor) -> Tensor:
         """The table, from the values that were drawn for it."""
         rows, found = self._read
-        rows, found = rows.to(drawn), found.to(drawn.device)
+        rows = rows.to(drawn)
+        found = found.to(drawn.device)
         size = rows[found].square().mean().sqrt()
         scaled = rows * (drawn.detach().square().mean().sqrt() / size.clamp(min=1e-12))
         return torch.where(found[:, None], scaled, drawn.detach())
@@ -44,7 +46,8 @@ class WordVectors:
             by_word = dict(self._lines())
         except (OSError, SafetensorError) as error:
             raise DataError(f"{self.path}: the vectors cannot be read ({error})") from None
-        rows, found = torch.zeros(len(self._words), self._width), []
+        rows = torch.zeros(len(self._words), self._width)
+        found = []
         for row, word in zip(rows, self._words, strict=True):
             vector = None if word is None else by_word.get(word, by_word.get(word.lower()))
             found.append(vector is not None)

@@ -84,7 +84,8 @@ class FolderCopy:
         self, replacement: Replacement, on_written: OnWritten = lambda num_bytes: None
     ) -> dict[str, TensorHash]:
         """Copy the tensors. Those that are not replaced are copied byte for byte."""
-        written, hashes = dict[str, dict[str, TensorInfo]](), dict[str, TensorHash]()
+        written = dict[str, dict[str, TensorInfo]]()
+        hashes = dict[str, TensorHash]()
         for path, name in self._layout.shards.items():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
             written[name], of_shard = copy_shard(path, self.folder / name, replacement, on_written)
@@ -148,7 +149,8 @@ def require_own(folder: Path, path: Path) -> None:
 
 def is_own(folder: Path, path: Path) -> bool:
     """Whether a path of a folder leads to something in the folder, or in its Hub cache."""
-    source, found = leads_to(folder), leads_to(path)
+    source = leads_to(folder)
+    found = leads_to(path)
     cache = source.parent.parent / "blobs"
     return found.is_relative_to(source) or (source.parent.name == "snapshots" and found.parent == cache)
 

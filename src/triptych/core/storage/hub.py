@@ -73,9 +73,11 @@ _TAKEN_WHOLE = 1 << 25
 _FIRST = 1 << 18
 # Fetched at once of a file that is downloaded whole.
 _PIECE = 1 << 26
-_WHOLE_ANSWER, _PARTIAL = 200, 206
+_WHOLE_ANSWER = 200
+_PARTIAL = 206
 # A request is given up after a time in which it received fewer bytes than the rate gives.
-_PATIENCE_SECONDS, _LEAST_BYTES_PER_SECOND = 60.0, 10_000
+_PATIENCE_SECONDS = 60.0
+_LEAST_BYTES_PER_SECOND = 10_000
 _ATTEMPTS = 3
 # Commits, and what names the content of a file: git's hash of it, or sha256 of a large one.
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -116,7 +118,9 @@ class Repository:
     """One commit of a repository."""
 
     def __init__(self, name: str, revision: str | None, endpoint: str | None, offline: bool) -> None:
-        self.name, self.endpoint, self.offline = name, endpoint, offline
+        self.name = name
+        self.endpoint = endpoint
+        self.offline = offline
         self._cache = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
         self.revision = self._kept_commit(revision) if offline else self._commit(revision)
         self.folder = self._cache / "snapshots" / self.revision
@@ -275,7 +279,10 @@ class HubBytes(Bytes):
 
     def __init__(self, name: str, size: int, url: str, digest: str) -> None:
         # A digest has 64 digits (sha256), or 40 (git's of a small file).
-        self.name, self.size, self.digest, self.fetched = name, size, digest, 0
+        self.name = name
+        self.size = size
+        self.digest = digest
+        self.fetched = 0
         self._url = url
         self._first = bytearray()
 
@@ -332,7 +339,8 @@ class _Transfer:
     """What a request has received so far. It runs in a thread of its own."""
 
     def __init__(self, on_received: Callable[[int], object]) -> None:
-        self.received, self.stopped = 0, False
+        self.received = 0
+        self.stopped = False
         self._on_received = on_received
 
     def get(self, url: str, name: str, most: int) -> bytearray:
@@ -348,7 +356,8 @@ class _Transfer:
         """A part of a file; what a broken connection left out is asked for again."""
         found = bytearray()
         for left in reversed(range(_ATTEMPTS)):
-            first, last = start + len(found), start + length - 1
+            first = start + len(found)
+            last = start + length - 1
             wanted = f"{name}: asked for bytes {first:,} to {last:,} of {size:,}"
             try:
                 with self._answer(url, {"Range": f"bytes={first}-{last}"}) as answer:
@@ -394,7 +403,8 @@ def _in_time(
 ) -> T:
     """What a request gives."""
     # No timeout of a socket ends an answer that comes byte by byte. A thread that hangs is left behind.
-    transfer, future = _Transfer(on_received), Future[T]()
+    transfer = _Transfer(on_received)
+    future = Future[T]()
 
     def run() -> None:
         try:

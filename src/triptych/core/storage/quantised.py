@@ -52,7 +52,8 @@ class Scaled(Packed):
     method = "8-bit numbers with scales"
 
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
-        weight, scale = parts[0].float(), parts[1].float() * self.times
+        weight = parts[0].float()
+        scale = parts[1].float() * self.times
         if self.block is None:
             return weight * scale.reshape(-1, 1)
         rows, columns = self.block
@@ -135,7 +136,8 @@ def _block_by_block(
     d_out, d_in = shape
     if len(groups) != d_in:
         raise ValueError(f"{len(groups)} inputs have a group, and there are {d_in}")
-    weight, per_row = torch.empty(shape), d_in // max(1, len(packed))
+    weight = torch.empty(shape)
+    per_row = d_in // max(1, len(packed))
     rows = max(1, _NUMBERS_AT_A_TIME // max(1, d_out * per_row))
     for start in range(0, len(packed), rows):
         inputs = slice(start * per_row, (start + rows) * per_row)

@@ -57,13 +57,15 @@ class _SafetensorsShard:
     def __init__(self, path: Path) -> None:
         self._source = LocalBytes(path)
         self._file = Safetensors(self._source)
-        infos, start = self._file.infos, self._file.start
+        infos = self._file.infos
+        start = self._file.start
         ordered = sorted(infos, key=lambda name: (start(name), infos[name].num_bytes))
         self.infos = {name: infos[name] for name in ordered}
         self._handle = os.open(path, os.O_RDONLY)
 
     def header(self, written: Mapping[str, TensorInfo]) -> bytes:
-        end, sizes = self._file.data_start, [info.num_bytes for info in self.infos.values()]
+        end = self._file.data_start
+        sizes = [info.num_bytes for info in self.infos.values()]
         expected = accumulate(sizes, initial=end)  # without holes between them
         adjoin = all(self._file.start(name) == at for name, at in zip(self.infos, expected, strict=False))
         if adjoin and self.infos == dict(written):
@@ -71,7 +73,8 @@ class _SafetensorsShard:
         return _header_of(written, self._file.metadata)
 
     def blocks(self, name: str) -> _Blocks:
-        start, size = self._file.start(name), self.infos[name].num_bytes
+        start = self._file.start(name)
+        size = self.infos[name].num_bytes
         for at in range(0, size, _BLOCK):
             yield self._source.read(start + at, min(_BLOCK, size - at))
 
@@ -120,7 +123,8 @@ def copy_shard(
 ) -> tuple[dict[str, TensorInfo], dict[str, TensorHash]]:
     """Copy one file, several tensors at a time; what was written, and the hashes of all tensors."""
     shard: _Shard = (_SafetensorsShard if path.suffix == ".safetensors" else _PickledShard)(path)
-    written, hashes = dict[str, TensorInfo](), dict[str, TensorHash]()
+    written = dict[str, TensorInfo]()
+    hashes = dict[str, TensorHash]()
     waiting: deque[tuple[int, Future[dict[str, TensorHash]]]] = deque()
     header = shard.header(shard.infos)
     at = room = len(header)
@@ -131,7 +135,8 @@ def copy_shard(
             hashes.update(future.result())
             on_written(num_bytes)
 
-    handle, pool = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), ThreadPoolExecutor(4)
+    handle = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    pool = ThreadPoolExecutor(4)
     try:
         _write_at(handle, header, 0)
         for name, info in shard.infos.items():
@@ -167,7 +172,8 @@ def _copy(
 ) -> dict[str, TensorHash]:
     info = shard.infos[name]
     read = _new_digest(info.dtype, info.shape)
-    place, done = shard.place(name), 0
+    place = shard.place(name)
+    done = 0
     for block in shard.blocks(name):
         read.update(block)
         if new is None and (
@@ -196,7 +202,9 @@ def _copy_in_kernel(source: int, start: int, handle: int, at: int, length: int) 
             count = os.copy_file_range(source, handle, length, start, at)
             if not count:
                 return False
-            start, at, length = start + count, at + count, length - count
+            start = start + count
+            at = at + count
+            length = length - count
     except (OSError, AttributeError):  # a system, or two disks, without it; writing says what else is wrong
         return False
     return True
@@ -218,7 +226,8 @@ def _write_at(handle: int, content: bytes | bytearray | memoryview, at: int) -> 
     left = memoryview(content)
     while left:
         count = os.pwrite(handle, left, at)
-        left, at = left[count:], at + count
+        left = left[count:]
+        at = at + count
 
 
 def _header_of(written: Mapping[str, TensorInfo], metadata: dict[str, str] | None) -> bytes:

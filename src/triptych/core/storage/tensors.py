@@ -57,9 +57,12 @@ STORED_DTYPES: dict[str, torch.dtype] = {
 # The limit of the format's own reader.
 _LONGEST_HEADER = 100_000_000
 # What torch can hold, and more than any checkpoint has.
-_MOST_DIMENSIONS, _LONGEST_SIDE = 16, 1 << 48
-SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_MOST_DIMENSIONS = 16
+_LONGEST_SIDE = 1 << 48
+SAFETENSORS = "model.safetensors"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+PICKLED = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
 # In the order in which Hugging Face's library looks; of a pair, the whole file first.
 INDEX_AND_WHOLE = ((SAFETENSORS_INDEX, SAFETENSORS), (PICKLED_INDEX, PICKLED))
 
@@ -140,7 +143,9 @@ class Safetensors(TensorFile):
         where = f"{self.name}, tensor {shown(name)}"
         if not isinstance(entry, dict):
             raise DataError(f"{where}: its header entry is no record")
-        label, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+        label = entry.get("dtype")
+        shape = entry.get("shape")
+        offsets = entry.get("data_offsets")
         if not isinstance(label, str) or label not in STORED_DTYPES:
             raise DataError(f"{where}: dtype {shown(label)} is not one of {', '.join(STORED_DTYPES)}")
         if not _are_counts(shape):
@@ -150,7 +155,8 @@ class Safetensors(TensorFile):
         if len(shape) > _MOST_DIMENSIONS or any(n > _LONGEST_SIDE for n in shape):
             raise DataError(f"{where}: shape {shown(shape)} is not a valid shape")
         dtype = STORED_DTYPES[label]
-        needed, given = prod(shape) * dtype.itemsize, offsets[1] - offsets[0]
+        needed = prod(shape) * dtype.itemsize
+        given = offsets[1] - offsets[0]
         if needed != given:
             raise DataError(
                 f"{where}: {label} of shape {shown(shape)} takes {needed:,} bytes, and it has {shown(given)}"
@@ -228,7 +234,9 @@ class InMemory(TensorFile):
     """Tensors by name, perhaps in place of a file's."""
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor], file: TensorFile | None = None) -> None:
-        self.name, self._tensors, self._file = name, tensors, file
+        self.name = name
+        self._tensors = tensors
+        self._file = file
         self.infos = {own: _info(tensor) for own, tensor in tensors.items()}
 
     def read(self, name: str) -> Tensor:
@@ -273,7 +281,8 @@ class Tensors:
         """Read some rows (`dim` 0) or columns (1) of a matrix: of rows nothing else is fetched."""
         if dim:
             return self.read(name)[:, list(places)]
-        file, runs = self._files[name], list[tuple[int, int]]()
+        file = self._files[name]
+        runs = list[tuple[int, int]]()
         for place in places:
             if runs and runs[-1][1] == place:
                 runs[-1] = runs[-1][0], place + 1

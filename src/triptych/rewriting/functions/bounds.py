@@ -55,7 +55,8 @@ def output_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Ten
 def _rotary_score_bound(
     before: AttentionWeights, after: AttentionWeights, rotation: RotaryEmbedding
 ) -> Float[Tensor, " num_heads"]:
-    q, k = _extended(before, after, "q"), _extended(before, after, "k")
+    q = _extended(before, after, "q")
+    k = _extended(before, after, "k")
     one, other = (rotary_pair_forms(*maps, rotation) for maps in zip(q.maps, k.maps, strict=True))
     moved = (one.pairs - other.pairs).spectral_norm().sum(dim=-1)
     if one.fixed is not None and other.fixed is not None:
@@ -76,7 +77,8 @@ def _extended(
     """The maps of a side, with the row `b / √d` for one more input of √d if either has a bias that counts."""
     links = [weights.multiplied(side).repeat(weights.num_heads) for weights in (before, after)]
     biased = biased and any(link.bias is not None for link in links)
-    d, found = links[0].d_in, []
+    d = links[0].d_in
+    found = []
     for link, weights in zip(links, (before, after), strict=True):
         maps = link.weight.double()
         if biased:

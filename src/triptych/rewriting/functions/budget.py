@@ -34,7 +34,8 @@ def allocate(
     left = share * sum(cost * len(spectrum) for spectrum, cost in zip(spectra, costs, strict=True))
     # A budget that is met but for rounding is met.
     left = left * (1 + 1e-12) - sum(costs)
-    ranks, energies = [1] * len(spectra), [spectrum.tolist() for spectrum in spectra]
+    ranks = [1] * len(spectra)
+    energies = [spectrum.tolist() for spectrum in spectra]
     offers = [(-of[1] / costs[i], i) for i, of in enumerate(energies) if len(of) > 1]
     heapq.heapify(offers)
     while offers:

@@ -59,7 +59,8 @@ class JointBasis(NamedTuple):
 
     def resize_groups(self, widths: Sequence[int]) -> "JointBasis":
         """The first channels of each group, as many as it is to have, and zeros up to the widest."""
-        cut, ends = self.resize(max(widths)), torch.tensor(widths, device=self.S.device)
+        cut = self.resize(max(widths))
+        ends = torch.tensor(widths, device=self.S.device)
         kept = torch.arange(max(widths), device=self.S.device) < ends[:, None]
         return JointBasis(
             cut.S * kept,
@@ -109,13 +110,15 @@ def rebase(
     Only the map at that end changes, if it has the numbers for it; else the chain becomes one product,
     and a note says so. A shift is added to the bias, if there is one.
     """
-    chain, factor = weights.chain(side), Link(change)
+    chain = weights.chain(side)
+    factor = Link(change)
     end = chain[0 if side == "o" else -1] if chain else None
     if end is None or end.diagonal or not end.learned:
         notes.append(
             f"the maps of {NAMES[side]} were multiplied into one" if chain else f"{NAMES[side]} got a map"
         )
-        end, chain = weights.multiplied(side), ()
+        end = weights.multiplied(side)
+        chain = ()
     if side == "o":
         return (Link(change.mT).then(end), *chain[1:])
     last = end.then(factor)

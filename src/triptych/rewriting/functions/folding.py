@@ -177,8 +177,11 @@ def fold(
             raise ValueError(f"{what} is {value!r}: choose from {', '.join(known)}")
     if tokens < 1:
         raise ValueError(f"tokens is {tokens}: it must be at least 1")
-    price, result = _Price(by, tokens, number_bytes or weights.dtype.itemsize), weights
-    choices, checked, notes = list[str](), list[str](), list[str]()
+    price = _Price(by, tokens, number_bytes or weights.dtype.itemsize)
+    result = weights
+    choices = list[str]()
+    checked = list[str]()
+    notes = list[str]()
     for plans in (_plans_for_the_form, _plans_for_chains):
         for plan in plans(result, sides):
             folded = with_chains(result, plan.chains)
@@ -216,12 +219,14 @@ def _plans_for_the_form(weights: AttentionWeights, sides: Sequence[FoldedSide]) 
     _FORM_FOLDED.require("fold", weights, advice)
     for side in ("q", "k"):
         require_nothing_between("fold", side, weights.chain(side), advice)
-    checked, notes = [*_FORM_FOLDED.checked], []
+    checked = [*_FORM_FOLDED.checked]
+    notes = []
     if any(link.bias is not None for link in weights.k):
         KEY_BIAS_BLIND.require("fold", weights, advice, "the form has no place for the key bias, and ")
         checked.append("the softmax is blind to the key bias")
         notes.append("the key bias was dropped")
-    W_K, bias = weights.W_K, weights.head_bias("q")
+    W_K = weights.W_K
+    bias = weights.head_bias("q")
     link = Link(weights.W_Q @ W_K.mT, None if bias is None else (bias[:, None, :] @ W_K.mT)[:, 0])
     return [_Plan("qk", ("q", "k"), {"q": (link,), "k": ()}, tuple(checked), tuple(notes))]
 
@@ -280,7 +285,8 @@ def factor(
     eye = torch.eye(whole.d_out, dtype=rows.dtype, device=rows.device).expand(whole.copies, -1, -1)
     form = BilinearForm(rows, eye)
     S = form.singular_values()
-    ranks, exact_ranks = form.rank(tolerance), form.rank()
+    ranks = form.rank(tolerance)
+    exact_ranks = form.rank()
     if d_k is None:
         d_k = max(1, int(ranks.max()))
     require_whole_number("factor", "d_k", d_k)
@@ -296,7 +302,8 @@ def factor(
             f"give d_k = {int(ranks.max())}, or allow the nearest form of rank {d_k} (bounded)",
         )
     near = form.truncate(d_k).to(weights.dtype)
-    W_Q, b_Q = near.left[:, : whole.d_in], None if whole.bias is None else near.left[:, whole.d_in]
+    W_Q = near.left[:, : whole.d_in]
+    b_Q = None if whole.bias is None else near.left[:, whole.d_in]
     result = replace(weights, q=(Link(W_Q, b_Q),), k=(Link(near.right),))
     exact = int(exact_ranks.max()) <= d_k
     return rewritten(
@@ -337,7 +344,8 @@ def expand(weights: AttentionWeights) -> Rewritten:
     notes = list[str]()
     tier: Tier = "bit-exact"
     for side in INPUT_SIDES:
-        chain, sharing = weights.chain(side), sharing_sides(weights, side)
+        chain = weights.chain(side)
+        sharing = sharing_sides(weights, side)
         if any(link.diagonal for link in chain) or any(weights.chain(other) != chain for other in sharing):
             require_nothing_between("expand", side, chain[:-1])
             chains[side] = separate((weights.multiplied(side),))

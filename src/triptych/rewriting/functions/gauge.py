@@ -124,8 +124,10 @@ def _why_no_gauge(weights: AttentionWeights, form: Form) -> tuple[str, str]:
 
 def _fix_qk(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
     behind = weights.behind_norms()
-    q, k = behind.multiplied("q").repeat(weights.num_heads), behind.multiplied("k")
-    own, b_Q = q.weight.reshape(k.copies, -1, q.d_out), q.bias
+    q = behind.multiplied("q").repeat(weights.num_heads)
+    k = behind.multiplied("k")
+    own = q.weight.reshape(k.copies, -1, q.d_out)
+    b_Q = q.bias
     basis = joint_basis(own[:, None], k.weight[:, None], "own")
     to_q, to_k = _completed(
         basis, own, None if b_Q is None else b_Q.reshape(k.copies, -1, q.d_out), k.weight, k.bias
@@ -138,7 +140,8 @@ def _fix_qk(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
 
 
 def _fix_ov(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
-    v, W_O = weights.behind_norms().multiplied("v"), weights.W_O
+    v = weights.behind_norms().multiplied("v")
+    W_O = weights.W_O
     own = W_O.mT.reshape(v.copies, -1, v.d_out)
     basis = joint_basis(own[:, None], v.weight[:, None], "common")
     to_o, to_v = _completed(basis, own, None, v.weight, v.bias)
@@ -160,7 +163,8 @@ def _completed(
     """
     r = own.shape[-1]
     basis = basis.resize(r)
-    G, H = basis.own[:, 0], basis.common[:, 0]
+    G = basis.own[:, 0]
+    H = basis.common[:, 0]
     if (own_bias is None and common_bias is None) or bool((basis.rank == r).all()):
         return G, H
     own_rows = own if own_bias is None else torch.cat((own, own_bias), dim=1)
@@ -170,11 +174,14 @@ def _completed(
     rounding = max(missing.d_left, missing.d_right) * torch.finfo(G.dtype).eps
     floor = BilinearForm(own_rows, common_rows).spectral_norm() * rounding
     U, S, Vh = missing.svd()
-    G, H = G.clone(), H.clone()
+    G = G.clone()
+    H = H.clone()
     for group in range(len(G)):
         start = int(basis.rank[group])
         count = min(r - start, int((S[group] > floor[group]).sum()))
-        U_g, Vh_g, root = U[group, :, :count], Vh[group, :count], S[group, :count].rsqrt()
+        U_g = U[group, :, :count]
+        Vh_g = Vh[group, :count]
+        root = S[group, :count].rsqrt()
         G[group, :, start : start + count] = left_out[group] @ (common_rows[group].mT @ Vh_g.mT) * root
         H[group, :, start : start + count] = left_out[group].mT @ (own_rows[group].mT @ U_g) * root
     return G, H

@@ -36,7 +36,8 @@ from triptych.rewriting.functions.moves import measure_move
 from triptych.rewriting.functions.rewrite import LayerRewrite, LayerToRewrite
 
 # The epsilon of the norm of a latent in DeepSeek's models; and how far its divisor may be from a constant.
-NORM_EPS, NORM_ERROR = 1e-6, 2.0**-30
+NORM_EPS = 1e-6
+NORM_ERROR = 2.0**-30
 
 
 @final
@@ -67,7 +68,8 @@ class ToLatent(LayerRewrite):
         return self.on_text
 
     def apply(self, layer: LayerToRewrite) -> Rewritten:
-        weights, moments = layer.weights, layer.moments if self.on_text else None
+        weights = layer.weights
+        moments = layer.moments if self.on_text else None
         if any(link.norm is not None for link in weights.k[:1]):
             return narrow_latent(weights, rank=self.rank, moments=moments)
         if self.format is not None:
@@ -99,7 +101,8 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
     # The copies side by side, [d_model, full].
     joined = torch.cat([link.weight.transpose(0, 1).flatten(1) for link in ((k,) if tied else (k, v))], dim=1)
     d_model, full = joined.shape
-    of_keys, of_values = k.copies * k.d_out, v.copies * v.d_out
+    of_keys = k.copies * k.d_out
+    of_values = v.copies * v.d_out
     rank = min(d_model, full) if rank is None else rank
     require_whole_number("to_latent", "rank", rank)
     _require_latent_rank(rank, d_model, full)
@@ -109,7 +112,8 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
         Link(part.reshape(rank, link.copies, -1).transpose(0, 1).contiguous(), link.bias)
         for part, link in ((U[:, :of_keys], k), (U[:, full - of_values :], v))
     )
-    heads, down = weights.num_heads, Link(W_D[None])
+    heads = weights.num_heads
+    down = Link(W_D[None])
     result = replace(
         working,
         q=(q.repeat(heads),),
@@ -147,9 +151,11 @@ def decouple(
     rotation = weights.semantics.rotary
     assert rotation is not None
     notes: list[str] = []
-    heads, pad = weights.num_heads, torch.nn.functional.pad
+    heads = weights.num_heads
+    pad = torch.nn.functional.pad
     q, k, v, o = (one_map(weights.to(torch.float64), side, notes) for side in SIDES)
-    q, groups = q.repeat(heads), torch.arange(heads) // (heads // k.copies)
+    q = q.repeat(heads)
+    groups = torch.arange(heads) // (heads // k.copies)
     first, second = rotation.pairs
     plain = sorted({*range(q.d_out)} - {*first, *second})
     joined = torch.cat([_join_copies(k.weight[..., plain]), _join_copies(v.weight)], dim=1)
@@ -247,7 +253,8 @@ def narrow_latent(
     the mean over what is left: c P / rms(c P) is n P but for a factor that differs from token to token, and
     whose mean square the maps behind it take up.
     """
-    norm, down = weights.k[0].norm, weights.k[0]
+    norm = weights.k[0].norm
+    down = weights.k[0]
     if norm is None or norm.channels is None or len(weights.k) != 2 or len(weights.v) != 2:
         raise RewriteRefusedError("to_latent", "the norm after map 1 of k is not that of a latent")
     if norm.centred or norm.bias is not None:
@@ -263,7 +270,8 @@ def narrow_latent(
     R = torch.eye(had, dtype=made.dtype) if moments is None else gram_root(_require_served(moments, had))
     A, S, Bh = torch.linalg.svd(R @ made, full_matrices=False)
     back = torch.linalg.pinv(R) @ A[:, :rank]
-    best, P = back * S[:rank] @ Bh[:rank], torch.linalg.qr(back).Q
+    best = back * S[:rank] @ Bh[:rank]
+    P = torch.linalg.qr(back).Q
     factor = float((R @ P).square().sum() / rank) ** 0.5
     kept = torch.block_diag(P, torch.eye(turned, dtype=P.dtype))  # type: ignore[no-untyped-call]
     bias = None if down.bias is None else down.bias.to(P.dtype) @ kept

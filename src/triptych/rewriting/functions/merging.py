@@ -86,7 +86,8 @@ def merge_kv_heads(
     for side in SIDES:
         require_nothing_between(_NAME, side, weights.chain(side)[:-1])
     notes: list[str] = []
-    plain, heads = in_working_precision(weights), weights.num_heads
+    plain = in_working_precision(weights)
+    heads = weights.num_heads
     q, k, v, o = (one_map(plain, side, notes) for side in SIDES)
     plain = replace(plain, q=(q.repeat(heads),), k=(k,), v=(v,), o=(o.repeat(heads),))
     several = bool(notes)
@@ -256,7 +257,8 @@ def _merged_ov(plain: AttentionWeights, groups: int) -> AttentionWeights:
 
 def _worst_group(moves: dict[Form, Move], sizes: dict[Form, Move], groups: int, tolerance: float) -> str:
     """The group that moves most relative to its norm, in words; "" if none moves more than the tolerance."""
-    worst, said = tolerance, ""
+    worst = tolerance
+    said = ""
     for form, moved in moves.items():
         norms = _group_norms(sizes[form].whole, groups)
         errors = _group_norms(moved.whole, groups)

@@ -93,7 +93,8 @@ class FormMetric(Metric):
     def said(self) -> MetricWords:
         chain = self.weights.chain("q" if self.form == "qk" else "v")
         width = chain[-1].d_out if chain else self.weights.d_model
-        what, mean = "scores" if self.form == "qk" else "outputs", " about their mean" * self.centred
+        what = "scores" if self.form == "qk" else "outputs"
+        mean = " about their mean" * self.centred
         lost = (
             " of {most}, ‖Δ‖ at most {worst:.6g}"
             if self.moments is None
@@ -114,7 +115,8 @@ class FormMetric(Metric):
         return self.basis().S.square()
 
     def change(self, ranks: Sequence[int]) -> ChannelChange:
-        weights, basis = self.weights, self.basis().resize_groups(ranks)
+        weights = self.weights
+        basis = self.basis().resize_groups(ranks)
         members = weights.num_heads // self.num_groups
         common, own = (_whole_where_full(part[:, 0], ranks) for part in (basis.common, basis.own))
         shared, of_heads = (part.repeat_interleave(members, dim=0) for part in (common, own))
@@ -145,12 +147,14 @@ class FormMetric(Metric):
 
     def _root(self, side: Side, prior: float) -> Float[Tensor, "heads rows r"]:
         """R with RᵀR the second moments of queries, keys or mixed values of every head, with the prior."""
-        link, moments = self.weights.behind_norms().multiplied(side), self.moments
+        link = self.weights.behind_norms().multiplied(side)
+        moments = self.moments
         heads = self.weights.num_heads
         if moments is None:
             R: Tensor = torch.linalg.qr(link.weight, mode="r").R
             return R.repeat_interleave(heads // link.copies, dim=0)
-        link, mean_off = link.repeat(heads), self.centred and side != "q"
+        link = link.repeat(heads)
+        mean_off = self.centred and side != "q"
         gram, square = {
             "q": (moments.q, moments.x_square),
             "k": (moments.k_centred if mean_off else moments.k, moments.y_square),
@@ -184,13 +188,16 @@ def side_moments(
 ) -> Float[Tensor, "copies e e"]:
     """E[(y, 1)ᵀ(y, 1)] of queries or keys y; without moments, of inputs that have no direction."""
     link = weights.multiplied(side).repeat(weights.num_heads if side == "q" else weights.num_key_heads)
-    W, bias = link.weight, torch.zeros_like(link.weight[:, :1]) if link.bias is None else link.bias[:, None]
+    W = link.weight
+    bias = torch.zeros_like(link.weight[:, :1]) if link.bias is None else link.bias[:, None]
     if moments is None:
-        gram, mean = W.mT @ W + bias.mT @ bias, bias
+        gram = W.mT @ W + bias.mT @ bias
+        mean = bias
     else:
         square = moments.x_square if side == "q" else moments.y_square
         own, mean = (moments.q, moments.q_mean) if side == "q" else (moments.k, moments.k_mean)
-        gram, mean = own + prior * square * W.mT @ W, mean[:, None]
+        gram = own + prior * square * W.mT @ W
+        mean = mean[:, None]
     one = torch.ones_like(mean[..., :1])
     return torch.cat([torch.cat([gram, mean.mT], dim=-1), torch.cat([mean, one], dim=-1)], dim=-2)
 

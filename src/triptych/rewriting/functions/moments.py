@@ -118,7 +118,8 @@ class MomentsGatherer:
 def _latent_inputs(
     weights: AttentionWeights, y: Tensor, k: Tensor, v: Tensor
 ) -> Float[Tensor, "batch key_len served"]:
-    down, rotary = weights.k[0], weights.semantics.rotary
+    down = weights.k[0]
+    rotary = weights.semantics.rotary
     if down.norm is not None and down.norm.channels is not None:
         bare = replace(down, norm=replace(down.norm, weight=None))
         return bare(y[:, None])[:, 0, :, : down.norm.channels]

@@ -36,7 +36,8 @@ def measure_move(before: AttentionWeights, after: AttentionWeights, form: Form) 
     W_QK of rotary heads: the root mean square over distances m of ‖Δ W_Q R(m) W_Kᵀ‖, biases as rows. Over
     distances long against the beat of any two pairs it is √(½ Σ_f ‖ΔZ_f‖² + ‖Δ fixed‖²).
     """
-    before, after = before.behind_norms(), after.behind_norms()
+    before = before.behind_norms()
+    after = after.behind_norms()
     if form == "qk" and before.semantics.rotary is not None:
         one, other = (_rotary_forms(weights) for weights in (before, after))
         # The doubled form has twice the square of the complex one.
@@ -86,7 +87,8 @@ def rotary_pair_forms(
 ) -> RotaryPairForms:
     """The forms that turn, and the one that does not, of the maps of every head."""
     stays = unturned(rotation, q.shape[-1])
-    doubled, longer = [], 1.0 if rotation.long is None else max(1.0, rotation.long.times)
+    doubled = []
+    longer = 1.0 if rotation.long is None else max(1.0, rotation.long.times)
     for maps in (q, k):
         a, b = (rotation.factor * longer * maps[..., channels].mT[..., None] for channels in rotation.pairs)
         doubled.append(torch.cat([torch.cat([a, b], dim=-1), torch.cat([b, -a], dim=-1)], dim=-2))

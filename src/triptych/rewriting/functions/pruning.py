@@ -74,7 +74,8 @@ class PruneHeads(LayerRewrite):
         return self.model_copy(update={"losses": dict(losses)})
 
     def apply(self, layer: LayerToRewrite) -> Rewritten:
-        weights, does = layer.weights, measure_pruning(layer.weights)
+        weights = layer.weights
+        does = measure_pruning(layer.weights)
         importance = does.whole
         if self.number is not None and self.on_text:
             importance = measure_importance(weights, layer.moments)
@@ -124,7 +125,8 @@ def prune_heads(
     HEADS_ALIKE.require("prune_heads", weights)
     require_nothing_between("prune_heads", "o", weights.o[:-1])
     lost = _done_by(weights, list(heads)) if does is None else Move(*(part[list(heads)] for part in does))
-    active, normed = bool(lost.whole.gt(0).any()), weights.semantics.v_norm
+    active = bool(lost.whole.gt(0).any())
+    normed = weights.semantics.v_norm
     if active and not bounded:
         raise _does_something(heads, lost, "‖W_OV‖" if normed is None else _NORMED)
     kept = [head for head in range(weights.num_heads) if head not in heads]
@@ -170,7 +172,8 @@ def prune_heads(
 
 def _normed_together(weights: AttentionWeights) -> list[str]:
     """Return the sides on which one norm reads the outputs of several heads' maps."""
-    semantics, found = weights.semantics, list[str]()
+    semantics = weights.semantics
+    found = list[str]()
     sides: tuple[tuple[Side, HeadNorm | None], ...] = (
         ("q", semantics.q_norm),
         ("k", semantics.k_norm),
@@ -186,7 +189,8 @@ def _normed_together(weights: AttentionWeights) -> list[str]:
 def _does_something(heads: Sequence[int], lost: Move, measure: str) -> RewriteRefusedError:
     """The refusal that names the head that does most."""
     worst = int(torch.where(lost.whole > 0, lost.whole, 0.0).argmax())
-    form, bias = float(lost.form[worst]), float(lost.bias[worst])
+    form = float(lost.form[worst])
+    bias = float(lost.bias[worst])
     what = f"its {measure} is {form:.6g}" if form > 0 else f"its value bias adds {bias:.6g} to the output"
     return RewriteRefusedError(
         "prune_heads",
@@ -232,7 +236,9 @@ def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
     of them: as a form that reads inputs of length √d_model, √(d_v / d_model) ‖diag(γ) W_O‖.
     """
     weights = in_working_precision(weights.behind_norms())
-    W_V, W_O, bias = weights.W_V[heads], weights.W_O[heads], weights.head_bias("v")
+    W_V = weights.W_V[heads]
+    W_O = weights.W_O[heads]
+    bias = weights.head_bias("v")
     read = W_O.ne(0).any(dim=-1)
     if weights.semantics.v_norm is not None:
         return _done_by_normed(weights, W_V, W_O, heads)
@@ -250,7 +256,9 @@ def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
 
 def _done_by_normed(weights: AttentionWeights, W_V: Tensor, W_O: Tensor, heads: list[int]) -> Move:
     """Compute the same for heads whose values a norm makes, one that leaves their other channels alone."""
-    norm, bias, width = weights.semantics.v_norm, weights.head_bias("v"), W_O.shape[1]
+    norm = weights.semantics.v_norm
+    bias = weights.head_bias("v")
+    width = W_O.shape[1]
     assert norm is not None
     made = W_V.ne(0).any(dim=-2) if bias is None else W_V.ne(0).any(dim=-2) | bias[heads].ne(0)
     if norm.centred:  # a channel of 0 is one of minus the mean
@@ -258,7 +266,8 @@ def _done_by_normed(weights: AttentionWeights, W_V: Tensor, W_O: Tensor, heads: 
     # The norm by itself, as what follows a map that changes nothing.
     copies = max(weights.num_value_heads, norm.num_copies(width))
     after = Link(W_V.new_ones(copies, width), norm=norm).norm_map
-    gain, shift = W_O.new_ones(width), None
+    gain = W_O.new_ones(width)
+    shift = None
     if after is not None:
         after = after.repeat(weights.num_heads)
         gain = after.weight[heads]

@@ -59,7 +59,8 @@ def truncate(
     asked = {form: rank for form, rank in given.items() if rank is not None}
     if not asked:
         raise RewriteRefusedError("truncate", "neither qk_rank nor ov_rank is given", "give one of them")
-    wide, notes = weights.to(torch.float64), list[str]()
+    wide = weights.to(torch.float64)
+    notes = list[str]()
     metrics: dict[Form, Metric] = {}
     ranks: dict[Form, list[int]] = {}
     for form, rank in asked.items():
@@ -77,15 +78,22 @@ def truncate(
     result = start
     for form, change in changes.items():
         result = _apply_change(result, form, change, notes)
-    exact, bound, cuts = True, 0.0, list[Cut]()
+    exact = True
+    bound = 0.0
+    cuts = list[Cut]()
     for form, change in changes.items():
-        metric, shares = metrics[form], Cut.shares(change.lost, change.whole)
-        moved, sized = measure_move(start, result, form), measure_size(start, form)
-        worst, most, far = max(shares), metric.said.most, Cut.shares(moved.form.square(), sized.form.square())
+        metric = metrics[form]
+        shares = Cut.shares(change.lost, change.whole)
+        moved = measure_move(start, result, form)
+        sized = measure_size(start, form)
+        worst = max(shares)
+        most = metric.said.most
+        far = Cut.shares(moved.form.square(), sized.form.square())
         if moments is None:
             shares = tuple(map(max, shares, far))
         if isinstance(metric, FormMetric) and moments is None:
-            worst, most = float(moved.form.max()), int(metric.basis().rank.max())
+            worst = float(moved.form.max())
+            most = int(metric.basis().rank.max())
         cuts.append(Cut(metric.said.cut, tuple(ranks[form]), most, worst, shares))
         # With the mean taken off, what is lost of the value bias is in the output's, if all comes through.
         in_output = change.output is not None and not VALUE_BIAS_PASSES.why_not(weights)

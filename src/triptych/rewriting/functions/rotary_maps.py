@@ -53,8 +53,10 @@ class RotaryMapsMetric(Metric):
     def change(self, ranks: Sequence[int]) -> ChannelChange:
         maps = _fit_both_sides(_Scores.measure(self.heads, PRIOR), self.heads.rotation, ranks)
         true = _Scores.measure(self.heads, 0.0)
-        q, k = maps.q.flatten(0, 1), maps.k.flatten(0, 1)
-        lost, whole = true.error(maps).flatten(), true.mean_square().flatten()
+        q = maps.q.flatten(0, 1)
+        k = maps.k.flatten(0, 1)
+        lost = true.error(maps).flatten()
+        whole = true.mean_square().flatten()
         return ChannelChange(q[:, :-1], k[:, :-1], lost, whole, q[:, -1], k[:, -1])
 
 
@@ -88,7 +90,8 @@ class _Scores:
 
     @classmethod
     def measure(cls, heads: RotaryHeads, prior: float) -> "_Scores":
-        weights, rotation = heads.weights, heads.rotation
+        weights = heads.weights
+        rotation = heads.rotation
         q, k = (side_moments(weights, side, heads.moments, prior) for side in ("q", "k"))
         first, second = rotation.pairs
         factor = torch.ones(q.shape[-1] - 1, dtype=q.dtype, device=q.device)
@@ -126,13 +129,16 @@ class _Scores:
         and y X the best ŷ of full rank.
         """
         other, new = (self.k, maps.k) if side == "q" else (self.q, maps.q)
-        moments, cross = new.mT @ other @ new, other[..., :-1, :] @ new
+        moments = new.mT @ other @ new
+        cross = other[..., :-1, :] @ new
         if side == "k":
-            moments, cross = moments.sum(dim=1, keepdim=True), cross.sum(dim=1, keepdim=True)
+            moments = moments.sum(dim=1, keepdim=True)
+            cross = cross.sum(dim=1, keepdim=True)
         values, vectors = torch.linalg.eigh(self.seen(side, moments))
         alive = values > values[..., -1:] * self.width * torch.finfo(values.dtype).eps
         back = (vectors * (torch.where(alive, values, 1.0).rsqrt() * alive)[..., None, :]).mT
-        into, gram = self.seen(side, cross) @ back.mT, self.q if side == "q" else self.k
+        into = self.seen(side, cross) @ back.mT
+        gram = self.q if side == "q" else self.k
         # What has to be cut: about the mean where a bias may hold that.
         mean = gram[..., -1:, :-1]
         varying = gram[..., :-1, :-1] - mean.mT @ mean if side in self.free else gram[..., :-1, :-1]
@@ -160,7 +166,8 @@ class _Scores:
 
     def error(self, maps: _Maps) -> Float[Tensor, "groups members"]:
         """Mean square of what the scores of every head lose."""
-        q, k = self.q, self.k
+        q = self.q
+        k = self.k
         crossed = self._product(q[..., :-1, :] @ maps.q, k[..., :-1, :] @ maps.k)
         after = self._product(maps.q.mT @ q @ maps.q, maps.k.mT @ k @ maps.k)
         return (self.mean_square() - 2 * crossed + after).clamp(min=0.0)

@@ -57,7 +57,8 @@ class RotaryPairsMetric(Metric):
         return self._sum_over_groups(pair_scores(self.heads)).sort(dim=-1, descending=True).values
 
     def change(self, ranks: Sequence[int]) -> ChannelChange:
-        scores, weights = pair_scores(self.heads), self.heads.weights
+        scores = pair_scores(self.heads)
+        weights = self.heads.weights
         places = self._sum_over_groups(scores).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         left_out = places >= torch.tensor(ranks, device=places.device)[:, None]
         groups = len(left_out)
@@ -85,7 +86,9 @@ def pair_scores(heads: RotaryHeads) -> Float[Tensor, "num_heads pairs pairs"]:
     0 but for θ = 0, which leaves the energies ½ E|q_f|² E|k_f|² on the diagonal. A pair that hardly turns
     within `longest` has φ near 1, and counts as channels that have no position.
     """
-    weights, rotation, longest = heads.weights, heads.rotation, heads.longest
+    weights = heads.weights
+    rotation = heads.rotation
+    longest = heads.longest
     G_q, G_k = (
         gram.repeat_interleave(weights.num_heads // len(gram), dim=0)
         for gram in (side_moments(weights, side, heads.moments, 0.0)[:, :-1, :-1] for side in ("q", "k"))
@@ -103,7 +106,8 @@ def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
     """The rotary embedding of a layer, if its pairs are what meets in its scores."""
     ROTARY_PAIRS_MEET.require(name, weights)
     rotation = _rotary_embedding(weights)
-    width, turned = weights.multiplied("q").d_out, rotation.start + 2 * len(rotation.frequencies)
+    width = weights.multiplied("q").d_out
+    turned = rotation.start + 2 * len(rotation.frequencies)
     if turned > width:
         raise RewriteRefusedError(name, f"the rotation turns channels up to {turned}, of heads {width} wide")
     for side in _QK:
@@ -131,8 +135,10 @@ def merge_rotary_pairs(plain: AttentionWeights, groups: int) -> AttentionWeights
     total = weight.sum(dim=1)
     length = ((weight * c.abs().square()).sum(dim=1) / torch.where(total > 0, total, 1.0)).sqrt()
     unit = torch.where(length > 0, length, 1.0) * torch.exp(1j * c[:, 0].angle())
-    c, top = c / unit[:, None], top * unit[..., None]
-    new_q, new_k = with_row(q).clone(), with_row(k)[::members].clone()
+    c = c / unit[:, None]
+    top = top * unit[..., None]
+    new_q = with_row(q).clone()
+    new_k = with_row(k)[::members].clone()
     turned = (u * c.conj()[:, :, None, :, None]).flatten(0, 2)
     for new, pairs in ((new_q, turned), (new_k, top)):
         for channels, part in zip(rotation.pairs, (pairs.real, pairs.imag), strict=True):
@@ -189,7 +195,8 @@ def mean_turn(
     """
     if longest is None:
         return (theta == 0).to(torch.complex128)
-    L, sines = longest, (theta / 2).sin()
+    L = longest
+    sines = (theta / 2).sin()
     still = sines == 0
     sines = torch.where(still, 1.0, sines)
     both = torch.where(still, float(L * L), ((L * theta / 2).sin() / sines).square())

@@ -79,7 +79,10 @@ class Truncate(LayerRewrite):
         if self.rank is not None:
             self._require_rank(layers)
             return self
-        places, spectra, costs, chosen = [], [], [], []
+        places = []
+        spectra = []
+        costs = []
+        chosen = []
         for layer in layers:
             for form in self.forms:
                 try:
@@ -116,7 +119,8 @@ class Truncate(LayerRewrite):
     ) -> list[int]:
         """The lowest rank of each group with which all its heads keep a share of their energy."""
         low = allocate(list(spectrum), [1.0] * len(spectrum), energy=energy)
-        high, first = [spectrum.shape[1]] * len(spectrum), True
+        high = [spectrum.shape[1]] * len(spectrum)
+        first = True
         while low != high:
             tried = low if first else [(one + other) // 2 for one, other in zip(low, high, strict=True)]
             first = False

@@ -19,7 +19,9 @@ from triptych.running.text import OutputRules
 from triptych.running.text.shortlists import Shortlist
 
 # Time grows with the square of a text's length, and so do files that show all of its attention.
-LONGEST_PROMPT, LONGEST_LINE, LONGEST_SHOWN = 32_768, 1_024, 8_192
+LONGEST_PROMPT = 32_768
+LONGEST_LINE = 1_024
+LONGEST_SHOWN = 8_192
 
 
 def check_length(
@@ -54,7 +56,9 @@ class BatchSearcher:
         shortlist: Shortlist | None = None,
     ) -> None:
         """Search with a model, or with several that share their tokens."""
-        self._src_eos_id, self._options, self._rules = src_eos_id, options, rules
+        self._src_eos_id = src_eos_id
+        self._options = options
+        self._rules = rules
         if shortlist is not None and (len(models) > 1 or rules.no_repeat):
             what = "an ensemble" if len(models) > 1 else "a model that repeats no phrase"
             raise UsageError(f"{what} runs without a shortlist: leave it out")

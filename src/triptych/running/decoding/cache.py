@@ -16,7 +16,9 @@ from triptych.core.models.blocks import NewTokens
 # On CPUs, sizes of products of which the bits of a row do not depend: these few keys, or a multiple of
 # `EVEN_KEYS` (48 keys give other bits than 32 and 64 in bfloat16); of rows that differ in number, a multiple
 # of `EVEN_ROWS`. `neighbours` compares them on the machine.
-FEW_KEYS, EVEN_KEYS, EVEN_ROWS = (16, 32), 64, 16
+FEW_KEYS = (16, 32)
+EVEN_KEYS = 64
+EVEN_ROWS = 16
 
 
 def even_length(keys: int) -> int:
@@ -67,7 +69,10 @@ class TextCache:
         fixed: bool = False,
     ) -> None:
         """Start without entries; `lengths` are of what is read first, `most` is the number of positions."""
-        self.width, self.dtype, self.most, self.fixed = width, dtype, most, fixed
+        self.width = width
+        self.dtype = dtype
+        self.most = most
+        self.fixed = fixed
         self.copies = 1  # entries of the cache that a text has
         self.steps: Callable[[Tensor], Tensor] | None = None  # what takes the steps of a fixed cache
         self._num_layers = num_layers
@@ -124,7 +129,8 @@ class TextCache:
 
     def next_tokens(self) -> NewTokens:
         """The position of every row's next token, and what it sees; there is room for it afterwards."""
-        self.is_reading, width = False, self.width
+        self.is_reading = False
+        width = self.width
         if not self.fixed and self.seen > self.slots:
             self._make_room(self._room_needed())
         self._places.clear()
@@ -132,11 +138,13 @@ class TextCache:
             ids = self.lengths[:1]
             self.mask.narrow(2, self.longest * width, width).copy_(self._own)
         else:
-            ids, texts = self.lengths[:, None], torch.arange(len(self.lengths), device=self.lengths.device)
+            ids = self.lengths[:, None]
+            texts = torch.arange(len(self.lengths), device=self.lengths.device)
             self.mask.view(len(texts), width, -1, width)[texts, :, self.lengths] = self._own
         end = self.room if self.fixed else self.longest + 1
         if self.most is not None and end > self.most:  # of texts that have ended and are still in the batch
-            end, ids = self.most, ids.clamp(max=self.most - 1)
+            end = self.most
+            ids = ids.clamp(max=self.most - 1)
         return NewTokens(PositionIds(ids, end, width), self.mask[:, None, :, : self.seen])
 
     def advance(self) -> None:
@@ -165,7 +173,8 @@ class TextCache:
 
     def _select(self, texts: Int[Tensor, " kept"]) -> None:
         self.ids = None if self.ids is None else self.ids[texts]
-        self.lengths, self.mask = self.lengths[texts], self.mask[texts]
+        self.lengths = self.lengths[texts]
+        self.mask = self.mask[texts]
         self._measure()
         self.mask = _with_slots(self.mask, self.slots, hidden_score(self.dtype))
         for own in self.layers.own:
@@ -229,7 +238,8 @@ class SlotCache(AttentionCache):
         return self._stores
 
     def append(self, entries: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        owner, width = self._owner, self._owner.width
+        owner = self._owner
+        width = self._owner.width
         if owner.is_reading:
             self._stores = tuple(_with_slots(entry, owner.slots).contiguous() for entry in entries)
             return entries

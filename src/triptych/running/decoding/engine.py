@@ -115,13 +115,14 @@ class Engine(DecodingEngine):
             raise ValueError(reason)
         # Its layers can be looked at, where they are still there: those of the copy call each other directly.
         self._original = weakref.ref(model)
-        self.device, self.precision, self.num_choices = table.device, precision, num_choices
-        self.max_tokens, self.context, self.rotary_limit = (
-            decoder.max_tokens,
-            decoder.context,
-            decoder.rotary_limit,
-        )
-        self.reads_again, self.vocab_size = decoder.config is not None, decoder.head.output.out_features
+        self.device = table.device
+        self.precision = precision
+        self.num_choices = num_choices
+        self.max_tokens = decoder.max_tokens
+        self.context = decoder.context
+        self.rotary_limit = decoder.rotary_limit
+        self.reads_again = decoder.config is not None
+        self.vocab_size = decoder.head.output.out_features
         rotary = [block.self_attention.semantics.rotary for block in blocks_of(model, "decoder")]
         # A text that grows past this many tokens is read again from its first.
         again = any(of is not None and of.reads_again for of in rotary)
@@ -135,7 +136,8 @@ class Engine(DecodingEngine):
         *_, self._decoder = self.model.stacks.values()
         self._num_layers = len(self._decoder.new_cache().own)
         if isinstance(model, EncoderDecoder):
-            self.pad_id, self.fixed = model.pad_id, self.device.type == "cuda"
+            self.pad_id = model.pad_id
+            self.fixed = self.device.type == "cuda"
             fuse(self.model, maps, files=files)
             self._fill_up(model, maps, never)
             self._join_memory_maps(maps)
@@ -163,14 +165,18 @@ class Engine(DecodingEngine):
 
     def _fill_up(self, model: EncoderDecoder, maps: Maps, never: Sequence[int]) -> None:
         """The tables scaled, and the vocabulary in whole groups, tokens that are never wanted at −inf."""
-        own, missing, tables = self.model, -self.vocab_size % GROUP, dict[nn.Module, nn.Embedding]()
+        own = self.model
+        missing = -self.vocab_size % GROUP
+        tables = dict[nn.Module, nn.Embedding]()
         for stack, more in ((own.stacks["decoder"], missing), (own.stacks["encoder"], 0)):
-            table, config = stack.embeddings.table, stack.embeddings.config
+            table = stack.embeddings.table
+            config = stack.embeddings.config
             if table not in tables:
                 rows = F.pad(table.weight.detach() * config.scale, (0, 0, 0, more)).to(maps.dtype)
                 tables[table] = nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=True)
             stack.embeddings.table, stack.embeddings.config = tables[table], replace(config, scale=1.0)
-        weight, given = model.head.output.weight.detach(), model.head.output.bias
+        weight = model.head.output.weight.detach()
+        given = model.head.output.bias
         bias = weight.new_zeros(len(weight)) if given is None else given.detach()
         bias = F.pad(bias, (0, missing), value=-math.inf)
         bias[list(never)] = -math.inf
@@ -208,7 +214,9 @@ class Engine(DecodingEngine):
     ]:
         """The keys and values that each layer of the decoder reads of the encoder's output."""
         batch, length, _ = memory.shape
-        joined, found, start = self.memory_map(memory), [], 0
+        joined = self.memory_map(memory)
+        found = []
+        start = 0
         for groups, width in self._memory_shapes:
             part = joined.narrow(2, start, 2 * groups * width).view(batch, length, 2, groups, width)
             keys_values = part.permute(2, 0, 3, 1, 4).contiguous()
@@ -279,7 +287,8 @@ class Engine(DecodingEngine):
 
 def _map_tables(own: LanguageModel, maps: Maps, files: MappedFiles | None) -> None:
     """The table and the maps around the blocks, of a precision."""
-    head, table = own.head, own.embeddings.table
+    head = own.head
+    table = own.embeddings.table
     assert head is not None
     cast_parameters(table, maps.dtype)
     if head.config.tied:

@@ -19,7 +19,8 @@ class EnsembleEngine(DecodingEngine):
         self._engines = engines
         for engine in engines:
             engine.fixed = False
-        self.device, self.pad_id = engines[0].device, engines[0].pad_id
+        self.device = engines[0].device
+        self.pad_id = engines[0].pad_id
         self.max_tokens = min((e.max_tokens for e in engines if e.max_tokens is not None), default=None)
         self.joins = all(engine.joins for engine in engines)
 

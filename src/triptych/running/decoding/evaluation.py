@@ -36,7 +36,8 @@ def score_translations(
     seed: int = 12345,
 ) -> list[CorpusScore]:
     """BLEU and chrF of translations against one reference each; a string is one translation."""
-    hypotheses, references = as_lines(hypotheses), as_lines(references)
+    hypotheses = as_lines(hypotheses)
+    references = as_lines(references)
     if len(hypotheses) != len(references):
         raise DataError(f"{len(hypotheses):,} translations but {len(references):,} references")
     if not hypotheses:

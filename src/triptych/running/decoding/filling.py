@@ -63,7 +63,8 @@ def fill_masks(
 
 
 def _filling(tokenizer: Tokenizer, ids: Sequence[int], place: int, token: int, probability: float) -> Filling:
-    text, piece = tokenizer.decode([[token]])[0], tokenizer.pieces([token])[0]
+    text = tokenizer.decode([[token]])[0]
+    piece = tokenizer.pieces([token])[0]
     # The other masks are the only special tokens that are the user's text.
     shown = [
         own

@@ -74,10 +74,12 @@ class FusedAttention(nn.Module):
         super().__init__()
         if foreign := beyond_fusing(weights, is_cross):
             raise ValueError(f"a layer with {', '.join(foreign)} cannot be fused")
-        self.num_heads, self.is_cross = weights.num_heads, is_cross
+        self.num_heads = weights.num_heads
+        self.is_cross = is_cross
         self.groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
         q, k, v = (weights.multiplied(side) for side in ("q", "k", "v"))
-        self.width, self.d_k = max(q.d_out, v.d_out), q.d_out
+        self.width = max(q.d_out, v.d_out)
+        self.d_k = q.d_out
         self.same = once and not is_cross and _keeps_once(weights)
         kept = [self.groups] if self.same else [self.groups, self.groups]
         self._parts = [self.num_heads, *kept]
@@ -141,7 +143,8 @@ class FusedAttention(nn.Module):
         at_a_time = max(EVEN_ROWS, at_a_time // EVEN_ROWS * EVEN_ROWS)
         if length <= at_a_time:
             return self._output(self._mixed(heads, k, v, places, first, mask, causal, is_even), x, kept)
-        mixed, key_len = torch.empty_like(heads), k.shape[2]
+        mixed = torch.empty_like(heads)
+        key_len = k.shape[2]
         for start in range(0, length, at_a_time):
             rows = slice(start, min(start + at_a_time, length))
             seen = slice(0, min(even_length(first + rows.stop), key_len) if causal else key_len)
@@ -194,7 +197,9 @@ class FusedAttention(nn.Module):
     def _of_one_sequence(
         self, heads: Tensor, cache: AttentionCache | None, positions: PositionIds | None, lent: Kept | None
     ) -> tuple[Tensor, Tensor, Tensor, TokenPlaces]:
-        places, semantics, rotary = TokenPlaces.after(cache, positions), self.semantics, self.rotary
+        places = TokenPlaces.after(cache, positions)
+        semantics = self.semantics
+        rotary = self.rotary
         if lent is not None:
             places = lent.places
             q = tempered(prepared(heads, semantics, self._q_norm, rotary, places), semantics, places)
@@ -255,7 +260,10 @@ class FusedAttention(nn.Module):
         If `is_even`, products have shapes with which a text has the same bits whatever else is in its batch;
         `varies` says that the number of rows depends on the batch.
         """
-        batch, groups, count, missing = k.shape[0], rows.shape[0], rows.shape[1], 0
+        batch = k.shape[0]
+        groups = rows.shape[0]
+        count = rows.shape[1]
+        missing = 0
         if is_even:
             missing = even_length(k.shape[2]) - k.shape[2]
             if missing:
@@ -269,10 +277,12 @@ class FusedAttention(nn.Module):
             fewest = max(-(-small // (EVEN_ROWS * self.width)), _FEWEST_ROWS.get(k.dtype, 1))
             missing = max(more, fewest - count)
             rows = F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows
-        k, v = k.reshape(groups, -1, self.width), v.reshape(groups, -1, self.width)
+        k = k.reshape(groups, -1, self.width)
+        v = v.reshape(groups, -1, self.width)
         if k.dtype == torch.bfloat16:
             k, v = k.contiguous(), v.contiguous()  # a product would copy a part of a cache itself, slowly
-        scores, key_len = torch.bmm(rows, k.mT), k.shape[1]
+        scores = torch.bmm(rows, k.mT)
+        key_len = k.shape[1]
         scores = scores[:, :count].reshape(batch, self.num_heads, -1, key_len)
         scores = finished_scores(scores, bias, self.semantics.soft_cap)
         weights = to_weights(scores if mask is None else scores + mask, None, self.semantics.sinks, False)
@@ -325,7 +335,8 @@ class _FusedGate(nn.Module):
         self._gate, self._used = gate, gate.weight[..., 0].numel()
         # Shares are computed many at a time and the rest one by one, with other bits: there is no rest.
         missing = -self._used % ACTIVATIONS if maps.packed else 0
-        weight, bias = gate.weight.flatten(0, -2), None if gate.bias is None else gate.bias.flatten()
+        weight = gate.weight.flatten(0, -2)
+        bias = None if gate.bias is None else gate.bias.flatten()
         bias = None if bias is None else F.pad(bias, (0, missing))
         self.map = maps.floating(F.pad(weight, (0, 0, 0, missing)), bias)
 
@@ -367,7 +378,8 @@ def _as_cached(weights: AttentionWeights) -> AttentionWeights:
     between = between or (semantics.gate is not None and semantics.gate.per_channel)
     if semantics.bias is not None and semantics.bias.reads_content:
         between = True
-    rest_k, rest_v = weights.k[len(common) :], weights.v[len(common) :]
+    rest_k = weights.k[len(common) :]
+    rest_v = weights.v[len(common) :]
     ordered = weights.k[: len(common)] == tuple(common) == weights.v[: len(common)]
     if weights.tied("k", "v") or between or not (common and ordered and rest_k and rest_v):
         return weights
@@ -381,7 +393,8 @@ def _as_cached(weights: AttentionWeights) -> AttentionWeights:
     if up_v.bias is not None and (semantics.sinks is not None or semantics.gate is not None):
         return weights
     queries = weights.multiplied("q").repeat(weights.num_heads).then(Link(up_k.weight.mT))
-    per_head, o_bias = weights.W_O, weights.o_bias
+    per_head = weights.W_O
+    o_bias = weights.o_bias
     if up_v.bias is not None:
         added = torch.einsum("hv,hvd->d", up_v.bias, per_head)
         o_bias = added if o_bias is None else o_bias + added

@@ -161,7 +161,9 @@ class Sample(Text):
         """Begin; `row` is the number of its prompt times `num_samples`, plus its own."""
         self.row, self.new = row, list[NewToken]()
         self.draws = RowState(options.seed, row % options.num_samples, prompt)
-        self._engine, self._options, self._ends = engine, options, ends
+        self._engine = engine
+        self._options = options
+        self._ends = ends
         self._ids, self.size = [*prompt], len(prompt) + options.most_new(len(prompt))
         self._read(engine.context)
 
@@ -288,7 +290,8 @@ def _begin_prompt(
     A beam search is over when `beam_size` texts have ended or at the limit, where the open ones count as they
     are. None goes on past what the model reads at once.
     """
-    k, count = options.beam_size, options.num_samples
+    k = options.beam_size
+    count = options.num_samples
     if k == 1:
         rows = range(number * count, (number + 1) * count)
         samples = [Sample(engine, prompt, options, row, ends) for row in rows]

@@ -101,7 +101,8 @@ class Terms:
 
         `lengthening` has 1 for every token that goes on with the word before it.
         """
-        self._terms, self._lengthening = tuple(terms), lengthening
+        self._terms = tuple(terms)
+        self._lengthening = lengthening
         self.num_tokens = sum(map(len, terms))
         self.tokens = frozenset(token for term in terms for token in term)
 

@@ -155,7 +155,8 @@ def measure_likelihood(
         raise UsageError(f"the context is {context:,} tokens: give {bounds}")
     if not 1 <= stride <= context:
         raise UsageError(f"the stride is {stride:,} tokens: give between 1 and the context of {context:,}")
-    losses, num_bytes = list[list[Tensor]](), 0
+    losses = list[list[Tensor]]()
+    num_bytes = 0
     characters = unknown = 0
     model.eval()
     for done, document in enumerate(documents, start=1):
@@ -178,7 +179,8 @@ def measure_likelihood(
     sums = torch.stack([part.double().sum() for part in parts]).cpu()
     counts = torch.tensor([len(part) for part in parts], dtype=torch.float64)
     low, high = map(float, ratio_intervals(sums, counts))
-    nats, tokens = float(sums.sum()), int(counts.sum())
+    nats = float(sums.sum())
+    tokens = int(counts.sum())
     share = unknown / max(1, characters)
     return Likelihood(
         nats, tokens, max(1, num_bytes), context, stride, len(losses), (low, high), units, share

@@ -55,7 +55,8 @@ class Maps:
     def __init__(self, precision: Precision, dtype: torch.dtype, *, packed: bool = False) -> None:
         """Make maps for a model of this dtype: "fp32" leaves it as it is, and shares memory where it can."""
         self.dtype = torch.bfloat16 if precision == "bf16" else dtype
-        self.packed, self._is_int8 = packed or precision == "int8", precision == "int8"
+        self.packed = packed or precision == "int8"
+        self._is_int8 = precision == "int8"
 
     def linear(self, weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None) -> nn.Module:
         """`x Wᵀ + b`."""
@@ -81,9 +82,12 @@ class Maps:
         # Sparsity is by the mean of all channels, which more of them would change.
         pads = self.packed and not layer.config.sparsity
         missing = -layer.inner.weight.shape[0] % ACTIVATIONS if pads else 0
-        inner, outer, gate = layer.inner, layer.outer, layer.gate
+        inner = layer.inner
+        outer = layer.outer
+        gate = layer.gate
         if missing:
-            inner, gate = _with_outputs(inner, missing), gate and _with_outputs(gate, missing)
+            inner = _with_outputs(inner, missing)
+            gate = gate and _with_outputs(gate, missing)
             outer.weight = nn.Parameter(F.pad(outer.weight.detach(), (0, missing)))
         layer.inner = self.linear(inner.weight, inner.bias)  # type: ignore[assignment]
         layer.outer = self.linear(outer.weight, outer.bias)  # type: ignore[assignment]
@@ -173,7 +177,8 @@ class Int8Linear(nn.Module):
         # Without VNNI the products of CPUs add pairs in 16 bits, which overflow at full range.
         has_vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
         steps = 127 if has_vnni else 63
-        self.scale, self.zero = 1 / steps, steps + 1
+        self.scale = 1 / steps
+        self.zero = steps + 1
         product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
         # What torch asks of a packed weight before each call takes a tenth of a small product.
         self.product: Callable[..., Tensor] = getattr(product, "_op", product)
@@ -233,8 +238,10 @@ class MappedFiles:
         for tensor in tensors:
             if self._library is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
                 continue
-            page, start = mmap.PAGESIZE, tensor.data_ptr()
-            first, end = -(-start // page) * page, (start + tensor.nbytes) // page * page
+            page = mmap.PAGESIZE
+            start = tensor.data_ptr()
+            first = -(-start // page) * page
+            end = (start + tensor.nbytes) // page * page
             place = self._place(first, end - first)
             if place is not None and self._is_clean[place]:
                 self._library.madvise(first, end - first, _DONTNEED)

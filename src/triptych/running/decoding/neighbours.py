@@ -13,7 +13,8 @@ from triptych.running.decoding.fused import FusedAttention, numbers_of
 # With more threads, activations are split at other places for other numbers of rows.
 MOST_THREADS = 2
 # Lengths of a text, and of the longest one beside it.
-_LENGTHS, _LONGEST = (1, 13, 29, 61), (16, 40, 64, 130)
+_LENGTHS = (1, 13, 29, 61)
+_LONGEST = (16, 40, 64, 130)
 _BATCHES = (1, 3)
 
 
@@ -59,7 +60,8 @@ def _text(
     layer: FusedAttention, length: int, dtype: torch.dtype, draw: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of every head, and keys and values of every group, `[heads, length, width]`."""
-    half, places = -(-length // 2), torch.randperm(length, generator=draw)
+    half = -(-length // 2)
+    places = torch.randperm(length, generator=draw)
     given = torch.randn(2, layer.groups, half, layer.width, generator=draw)
     twice = torch.cat([given, given * torch.tensor([1.0, -1.0])[:, None, None, None]], dim=2)
     k, v = twice[:, :, :length][:, :, places].to(dtype)

@@ -35,7 +35,8 @@ class PlainEngine(DecodingEngine):
     def __init__(self, model: EncoderDecoder, never: Sequence[int] = ()) -> None:
         """Run a model; logits of the tokens in `never` are −inf."""
         self.model = model.eval()
-        self.device, self.pad_id = model.decoder.embeddings.table.weight.device, model.pad_id
+        self.device = model.decoder.embeddings.table.weight.device
+        self.pad_id = model.pad_id
         self.max_tokens = model.max_target_tokens
         self._never = torch.tensor([*never], dtype=torch.long, device=self.device)
         # Taps of cross-attention are told the position of a query.
@@ -49,7 +50,8 @@ class PlainEngine(DecodingEngine):
         """Read sentences: what decoding them needs, with `beam_size` hypotheses of each."""
         for length in (src != self.pad_id).sum(dim=1).tolist():
             require_lengths(self.model, {"encoder": (length, length), "cross": (None, length)})
-        memory, mask = self.model.encode(src), self.model.memory_mask(src)
+        memory = self.model.encode(src)
+        mask = self.model.memory_mask(src)
         return Hypotheses(
             DecoderCache(len(self.model.decoder.blocks)),
             memory.repeat_interleave(beam_size, dim=0),
@@ -83,7 +85,10 @@ class Hypotheses:
         mask: Bool[Tensor, "rows 1 1 src_len"],
         beam_size: int,
     ) -> None:
-        self.layers, self.memory, self.mask, self._beam_size = layers, memory, mask, beam_size
+        self.layers = layers
+        self.memory = memory
+        self.mask = mask
+        self._beam_size = beam_size
 
     def reorder(self, parents: Int[Tensor, "texts width"]) -> None:
         self.layers.select(rows_of_texts(torch.arange(len(parents), device=parents.device), parents))
@@ -92,4 +97,5 @@ class Hypotheses:
         each = torch.arange(self._beam_size, device=texts.device).expand(len(texts), -1)
         rows = rows_of_texts(texts, each)
         self.layers.select(rows, rows)
-        self.memory, self.mask = self.memory[rows], self.mask[rows]
+        self.memory = self.memory[rows]
+        self.mask = self.mask[rows]

@@ -108,7 +108,8 @@ def compared(
     All sums are 0 exactly. What is left is their rounding, so that another order shows in any dtype.
     """
     draw = torch.Generator().manual_seed(0)
-    half, odd = shape.d_in // 2, shape.d_in % 2
+    half = shape.d_in // 2
+    odd = shape.d_in % 2
     places = torch.randperm(shape.d_in, generator=draw)
     drawn = torch.randn(1 + _DIFFERENT, half, generator=draw).to(shape.dtype)
     filling = drawn.new_zeros(_DIFFERENT, odd)

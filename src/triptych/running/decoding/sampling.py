@@ -18,9 +18,11 @@ from triptych.errors import DataError
 from triptych.running.decoding.rules import NO_RULES, TokenRules
 
 # Logits divided by less are too large for float32; divided by more, all tokens are as probable.
-_LEAST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-6, 1e6
+_LEAST_TEMPERATURE = 1e-6
+_LARGEST_TEMPERATURE = 1e6
 # A factor of a hundred decides every choice; past it, logits leave the range of float32.
-_LEAST_PENALTY, _LARGEST_PENALTY = 0.01, 100.0
+_LEAST_PENALTY = 0.01
+_LARGEST_PENALTY = 100.0
 
 
 @dataclass(frozen=True)

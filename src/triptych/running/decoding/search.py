@@ -30,7 +30,8 @@ from triptych.running.text import OutputRules
 Finish = Literal["token", "text", "length", "positions"]
 
 # Far more than anybody searches with; what is larger ends in numbers that do not fit.
-LARGEST_BEAM, MOST_TOKENS = 10_000, 10**9
+LARGEST_BEAM = 10_000
+MOST_TOKENS = 10**9
 _LARGEST_ALPHA = 10.0
 
 
@@ -143,7 +144,11 @@ class BeamText(Text):
         at_limit: Finish = "token",
     ) -> None:
         """`limit` is of the tokens of an output. By `rules` it ends with an end token even there."""
-        self.given, self.kind, self.limit, self.terms, self._at_limit = given, kind, limit, terms, at_limit
+        self.given = given
+        self.kind = kind
+        self.limit = limit
+        self.terms = terms
+        self._at_limit = at_limit
         self.num_rows, self.size = kind.size, len(given) + (0 if kind.rules else limit)
         # All rows of a text begin alike: only the first may be continued, or all would be copies.
         self.open = [Hypothesis((), 0.0), *[_NOTHING] * (kind.size - 1)]
@@ -154,7 +159,8 @@ class BeamText(Text):
 
     @property
     def read(self) -> Read:
-        rules, given = self.kind.rules, [*self.given]
+        rules = self.kind.rules
+        given = [*self.given]
         outputs = [[*one.ids] for one in self.open if one.log_prob > -math.inf]
         if rules is None:
             return [[given + ids for ids in outputs]]
@@ -178,7 +184,9 @@ class BeamText(Text):
 
         Returns the row that each row goes on from, and its token.
         """
-        kind, length, going = self.kind, self.length + 1, list[tuple[int, int]]()
+        kind = self.kind
+        length = self.length + 1
+        going = list[tuple[int, int]]()
         open_: list[Hypothesis] = []
         for rank, (total, parent, token, log_prob) in enumerate(candidates):
             if total == -math.inf or len(open_) == kind.size:
@@ -220,9 +228,11 @@ def sentence_text(
     terms: Terms | None = None,
 ) -> BeamText:
     """A sentence, token ids with its end, on its way through a `Loop`; its outputs have the terms."""
-    size, enough = options.beam_size, enough_finished(options)
+    size = options.beam_size
+    enough = enough_finished(options)
     if terms is not None:  # the first that end would be those that had their terms first
-        size, enough = size + terms.num_tokens, math.inf
+        size = size + terms.num_tokens
+        enough = math.inf
     kind = BeamKind(size, options.alpha, (rules.end,), enough, options.num_best, rules)
     most = engine.max_tokens
     if most is not None:  # the first tokens take positions too; `limit_of` counts one of them
@@ -247,7 +257,8 @@ class Beams(DecodingBatch[BeamText]):
         super().__init__(engine, kind, kind.size, joins=engine.joins and kind.closed is None)
 
     def open(self, texts: Sequence[BeamText]) -> tuple[Any, Tensor]:
-        given, k = [text.given for text in texts], self.kind.size
+        given = [text.given for text in texts]
+        k = self.kind.size
         if self.kind.rules is None:
             cache, logits = self.engine.read(given)
             return cache.of_copies(k), logits.repeat_interleave(k, dim=0)
@@ -259,7 +270,8 @@ class Beams(DecodingBatch[BeamText]):
         return cache, logits
 
     def choose(self) -> list[BeamText]:
-        k, texts = self.kind.size, self.texts
+        k = self.kind.size
+        texts = self.texts
         log_probs = self.logits.log_softmax(dim=-1)[:, : self.engine.num_choices].view(len(texts), k, -1)
         if self.kind.rules is not None:
             self._obey(log_probs, self.kind.rules)
@@ -285,7 +297,8 @@ class Beams(DecodingBatch[BeamText]):
         """Rule out tokens that may not come next."""
         end = rules.end if self.cache.columns is None else 0
         for place in self.open_places:
-            text, own = self.texts[place], log_probs[place]
+            text = self.texts[place]
+            own = log_probs[place]
             assert text is not None
             length = len(rules.start) + text.length
             of_end = own[:, end].clone() if text.length >= text.limit else None

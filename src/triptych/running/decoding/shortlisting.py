@@ -34,12 +34,16 @@ class ShortlistEngine(DecodingEngine):
     ) -> None:
         if model.head.config.soft_cap is not None:
             raise UsageError("the model's logits are soft-capped, and shortlists do not do so: leave it out")
-        self._engine, self._shortlist, self._end = Engine(model, precision), shortlist, rules.end
+        self._engine = Engine(model, precision)
+        self._shortlist = shortlist
+        self._end = rules.end
         self._engine.fixed = False
-        self.device, self.pad_id = self._engine.device, self._engine.pad_id
+        self.device = self._engine.device
+        self.pad_id = self._engine.pad_id
         self.max_tokens = self._engine.max_tokens
         output = model.head.output
-        weight, bias = output.weight.detach(), output.bias
+        weight = output.weight.detach()
+        bias = output.bias
         self._maps = Maps(precision, weight.dtype, packed=has_room_for_another(model))
         self._weight = weight * model.head.config.input_scale
         self._bias = weight.new_zeros(len(weight)) if bias is None else bias.detach().clone()
@@ -87,11 +91,15 @@ class ShortlistCache:
         columns: Int[Tensor, "batch columns"],
         places: Int[Tensor, "batch columns"],
     ) -> None:
-        self.beams, self.output, self.columns, self.places = beams, output, columns, places
+        self.beams = beams
+        self.output = output
+        self.columns = columns
+        self.places = places
 
     def reorder(self, parents: Int[Tensor, "batch beam_size"]) -> None:
         self.beams.reorder(parents)
 
     def select(self, sentences: Tensor) -> None:
         self.beams.select(sentences)
-        self.columns, self.places = self.columns[sentences], self.places[sentences]
+        self.columns = self.columns[sentences]
+        self.places = self.places[sentences]

@@ -34,7 +34,8 @@ class Continuation:
     score: float  # of beam search, the sum of `log_probs` over the length penalty; otherwise their sum
 
     def __repr__(self) -> str:
-        text, count = shortened(self.text, _SHOWN), len(self.ids)
+        text = shortened(self.text, _SHOWN)
+        count = len(self.ids)
         return f"Continuation({text!r}: {count} tokens, finish {self.finish!r}, score {self.score:.4g})"
 
 
@@ -43,8 +44,10 @@ class TextStream:
     """The text of a continuation, as its tokens come."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
-        self.text, self.is_over = "", False
-        self._stops, self._held = stops, ""
+        self.text = ""
+        self.is_over = False
+        self._stops = stops
+        self._held = ""
         self._decoder = StreamDecoder(tokenizer)
         for token in prompt[-_BEFORE:]:
             self._decoder.push(token)
@@ -58,12 +61,14 @@ class TextStream:
         if self.is_over:
             return ""
         rest = self._given_out(self._decoder.finish())
-        held, self._held = ("" if self.is_over else self._held), ""
+        held = "" if self.is_over else self._held
+        self._held = ""
         self.text += held
         return rest + held
 
     def _given_out(self, new: str) -> str:
-        pending, self._held = self._held + new, ""
+        pending = self._held + new
+        self._held = ""
         found = [place for stop in self._stops if (place := pending.find(stop)) >= 0]
         if found:
             self.is_over, pending = True, pending[: min(found)]
@@ -95,8 +100,11 @@ class TextGenerator:
         other: OtherEngine | None = None,
     ) -> None:
         check_vocabulary(model, tokenizer)
-        self.model, self.tokenizer, self.precision = model, tokenizer, precision
-        self._batch_rows, self._begin_id = batch_rows, begin_id
+        self.model = model
+        self.tokenizer = tokenizer
+        self.precision = precision
+        self._batch_rows = batch_rows
+        self._begin_id = begin_id
         usual = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
         self.end_ids = tuple(dict.fromkeys(end_ids)) or usual
         self._other = other

@@ -73,7 +73,10 @@ class DecodingBatch(ABC, Generic[TextT]):
     rows_apart = math.inf
 
     def __init__(self, engine: Any, kind: Hashable, width: int, *, joins: bool) -> None:
-        self.engine, self.kind, self.width, self.joins = engine, kind, width, joins
+        self.engine = engine
+        self.kind = kind
+        self.width = width
+        self.joins = joins
         self.texts: list[TextT | None] = []
         self.cache: Any = None
         self.logits = torch.empty(0)
@@ -104,14 +107,16 @@ class DecodingBatch(ABC, Generic[TextT]):
                 logits = torch.cat([self.logits, logits])
             else:
                 self.cache = cache
-            self.logits, self.texts = logits, [*self.texts, *new]
+            self.logits = logits
+            self.texts = [*self.texts, *new]
         return self.choose()
 
     def _drop_done(self, *, always: bool) -> None:
         kept = self.open_places
         num_done = len(self.texts) - len(kept)
         if not kept:
-            self.texts, self.cache = [], None
+            self.texts = []
+            self.cache = None
         elif (
             num_done
             and (always or num_done >= thresholds.SHARE_DONE * len(self.texts))
@@ -134,7 +139,9 @@ class Loop:
         """Make room for this number of rows, and of tokens: texts times the size of the longest."""
         self.waiting: deque[Text] = deque()
         self.batches: list[DecodingBatch[Any]] = []  # of each kind, the last is the one that is joined
-        self.engine, self._most_rows, self._most_tokens = engine, most_rows, most_tokens
+        self.engine = engine
+        self._most_rows = most_rows
+        self._most_tokens = most_tokens
 
     @property
     def running(self) -> list[Text]:
@@ -178,14 +185,19 @@ class Loop:
         Each time, the caches of a batch are copied: they wait until they are many, or all.
         """
         running = self.running
-        rows, count = sum(text.num_rows for text in running), len(running)
+        rows = sum(text.num_rows for text in running)
+        count = len(running)
         longest = max((text.size for text in running), default=0)
-        entering, left = dict[Hashable, list[Text]](), list[Text]()
-        waiting, is_full = [text for text in self.waiting if not text.is_over], False
+        entering = dict[Hashable, list[Text]]()
+        left = list[Text]()
+        waiting = [text for text in self.waiting if not text.is_over]
+        is_full = False
         for text in waiting:
             batch = joined.get(text.kind)
             if not is_full and (batch is None or batch.joins):
-                rows, count, longest = rows + text.num_rows, count + 1, max(longest, text.size)
+                rows = rows + text.num_rows
+                count = count + 1
+                longest = max(longest, text.size)
                 is_full = self._most_rows is not None and rows > self._most_rows
                 if self._most_tokens is not None and (longest + 1) * count > self._most_tokens:
                     is_full = True
@@ -194,6 +206,7 @@ class Loop:
                     continue
             left.append(text)
         if left and len(waiting) - len(left) < thresholds.SHARE_DONE * len(running):
-            entering, left = {}, waiting
+            entering = {}
+            left = waiting
         self.waiting = deque(left)
         return entering

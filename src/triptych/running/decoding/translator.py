@@ -24,7 +24,8 @@ from triptych.running.text.shortlists import Shortlist
 from triptych.threads import Ahead, torch_threads
 
 # Groups of lines read before they are asked for, and groups being translated.
-_GROUPS_READ_AHEAD, _GROUPS_IN_HAND = 2, 3
+_GROUPS_READ_AHEAD = 2
+_GROUPS_IN_HAND = 3
 _LINE_BREAKS = {ord("\n"): " ", ord("\r"): " "}
 
 
@@ -194,7 +195,8 @@ class Translator:
                         try:
                             lines = next(arriving, None)
                         except Exception as error:  # noqa: BLE001 (raised when the lines before it are done)
-                            failure, lines = error, None
+                            failure = error
+                            lines = None
                         if lines is None:
                             break
                         groups.append(self._group(lines))
@@ -254,7 +256,8 @@ class Translator:
     def _searcher_arguments(
         self,
     ) -> tuple[Sequence[EncoderDecoder], int, SearchOptions, Precision, OutputRules, Shortlist | None]:
-        src, tgt = self.tokenizers.source, self.tokenizers.target
+        src = self.tokenizers.source
+        tgt = self.tokenizers.target
         return self.models, src.eos_id, self.options, self.precision, tgt.rules, self.shortlist
 
     def _pieces(self, line: str) -> list[list[int]]:

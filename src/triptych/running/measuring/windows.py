@@ -136,7 +136,8 @@ def _language_windows(
             raise UsageError(
                 f"the context is {context} tokens, and {before + after} of them are special ones"
             )
-        start, stop = ids[:before], ids[len(ids) - after :]
+        start = ids[:before]
+        stop = ids[len(ids) - after :]
         inner = ids[before : len(ids) - after]
         for place in range(0, len(inner), step):
             piece = (*start, *inner[place : place + step], *stop)
@@ -177,7 +178,9 @@ def read_windows(
     reader: Reader, windows: Windows, progress: Told
 ) -> Iterator[tuple[int, TextIds, tuple[StackAttention, ...]]]:
     """The attention on every window with the number of its unit, a few windows in memory at a time."""
-    together, held, done = list[int](), 0, 0
+    together = list[int]()
+    held = 0
+    done = 0
     unit_of = windows.unit_of
     for number, window in enumerate(windows.windows):
         together.append(number)
@@ -189,7 +192,8 @@ def read_windows(
         yield from ((unit_of[i], text, own) for i, text, own in zip(together, texts, found, strict=True))
         done += len(together)
         progress(done, len(windows.windows))
-        together, held = [], 0
+        together = []
+        held = 0
 
 
 @final

@@ -125,7 +125,8 @@ def measure_worth(
     }
     squares = {first.name: torch.zeros(first.layer.num_heads, dtype=torch.float64) for first, *_ in groups}
     counts = dict.fromkeys(squares, 0)
-    done, total = 0, len(batches) * len(groups)
+    done = 0
+    total = len(batches) * len(groups)
     with torch.no_grad(), EvaluationMode(model):
         means = _mean_outputs(reader, sites, batches) if instead == "mean" else {}
         for batch in batches:
@@ -191,7 +192,8 @@ def require_loss(reader: Reader, what: str) -> None:
 
 def batches_of(reader: Reader, windows: Windows, most_tokens: int) -> Iterator[WindowBatch]:
     """Yield batches of windows of similar lengths, within a number of tokens."""
-    units, whole = torch.tensor(windows.unit_of), windows.windows
+    units = torch.tensor(windows.unit_of)
+    whole = windows.windows
     lengths = [[0] * window.num_tokens for window in whole]
     limit = reader.model.rotary_limit if isinstance(reader.model, LanguageModel) else None
     for like in batches_of_like_length(lengths, max(1, most_tokens)):
@@ -203,11 +205,14 @@ def _batch(reader: Reader, windows: Sequence[tuple[int, DocumentWindow]], units:
     model = reader.model
     device = next(model.parameters()).device
     texts = [window.text for _, window in windows]
-    targets, src, predicts = [list(text.ids) for text in texts], None, None
+    targets = [list(text.ids) for text in texts]
+    src = None
+    predicts = None
     if isinstance(model, EncoderDecoder):
         src = _padded_rows([[1] * len(text.source or ()) for text in texts], device).bool()
     elif model.causal:
-        texts, targets = [TextIds(text.ids[:-1]) for text in texts], [own[1:] for own in targets]
+        texts = [TextIds(text.ids[:-1]) for text in texts]
+        targets = [own[1:] for own in targets]
     else:
         hidden = [_hidden(reader.tokenizer, window.text.ids, number) for number, window in windows]
         texts = [TextIds(tuple(ids)) for ids, _ in hidden]
@@ -270,11 +275,14 @@ def _losses_from(
         return row_losses(model, batch, model.from_stream(x, site.block, mask=mask))
     assert batch.src_tokens is not None
     mask = repeated(batch.src_tokens[:, None, None, :])
-    read, written = run.residuals["encoder"], run.residuals["decoder"]
+    read = run.residuals["encoder"]
+    written = run.residuals["decoder"]
     if site.stack == "encoder":
-        memory, first = model.encoder.from_stream(repeated(read[site.block]), site.block, mask=mask), 0
+        memory = model.encoder.from_stream(repeated(read[site.block]), site.block, mask=mask)
+        first = 0
     else:
-        memory, first = repeated(model.encoder.final_norm(read[-1])), site.block
+        memory = repeated(model.encoder.final_norm(read[-1]))
+        first = site.block
     x = model.decoder.from_stream(repeated(written[first]), first, memory=memory, memory_mask=mask)
     return row_losses(model, batch, x)
 
@@ -286,8 +294,10 @@ def row_losses(
     assert model.head is not None, "`require_loss` asks for it"
     times = hidden.shape[0] // batch.predicts.shape[0]
     counted = batch.predicts.repeat(times, 1)
-    wanted, rows = batch.targets.repeat(times, 1)[counted], counted.nonzero()[:, 0]
-    step, parts = max(1, _LOGITS_AT_A_TIME // model.head.output.out_features), []
+    wanted = batch.targets.repeat(times, 1)[counted]
+    rows = counted.nonzero()[:, 0]
+    step = max(1, _LOGITS_AT_A_TIME // model.head.output.out_features)
+    parts = []
     for read, ids in zip(torch.split(hidden[counted], step), torch.split(wanted, step), strict=True):
         logits = at_least_float32(model.head(read))
         total = logits.logsumexp(dim=-1)

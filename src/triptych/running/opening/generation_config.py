@@ -232,7 +232,8 @@ def _are_words(value: Any) -> bool:
     return isinstance(value, list) and all(word and _are_tokens(word) for word in value)
 
 
-_COUNT, _SHARE = (_is_count, "a whole number, 0 or more"), (_is_share, "above 0 and at most 1")
+_COUNT = (_is_count, "a whole number, 0 or more")
+_SHARE = (_is_share, "above 0 and at most 1")
 _POSITIVE = (lambda value: _is_number(value) and value > 0, "a number above 0")
 _TOKENS = (_are_tokens, "a list of token ids")
 # Settings that are followed: what their values are.

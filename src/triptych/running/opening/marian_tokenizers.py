@@ -70,7 +70,8 @@ def longest_source(folder: Path) -> int | float | None:
 
 
 def _read_settings(folder: Path) -> _TokenizerFiles:
-    path, legacy = folder / "tokenizer_config.json", folder / "special_tokens_map.json"
+    path = folder / "tokenizer_config.json"
+    legacy = folder / "special_tokens_map.json"
     older, newer = (read_json(file) if file.exists() else {} for file in (legacy, path))
     return validated(_TokenizerFiles, {**older, **newer}, path)
 
@@ -184,7 +185,8 @@ def _text(token: str | dict[str, Any]) -> str:
 
 
 def write_tokenizers(pair: TokenizerPair, max_tokens: int, folder: Path) -> None:
-    source, target = pair.source, pair.target
+    source = pair.source
+    target = pair.target
     if isinstance(source, SentencePieceTokenizer) and isinstance(target, SentencePieceTokenizer):
         _write_sentencepieces(source.record, target.record, max_tokens, folder)
     elif isinstance(source, ByteLevelTokenizer) and isinstance(target, ByteLevelTokenizer):

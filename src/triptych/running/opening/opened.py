@@ -46,14 +46,17 @@ class OpenedModel:
         generation: GenerationConfig | None = None,
     ) -> None:
         """Put a model together; in the place of tokenizers may be an error that says why there are none."""
-        self.name, self.folder, self.model = name, folder, model
+        self.name = name
+        self.folder = folder
+        self.model = model
         self._tokenizers = (
             _numbered(model, tokenizers) if isinstance(tokenizers, TriptychError) else tokenizers
         )
         self.unsearched, self.generation = unsearched, generation or GenerationConfig()
         self.shortlist: Shortlist | None = None
         self.ensemble: tuple[EncoderDecoder, ...] = ()  # translators that search with it
-        self._decoding, self.end_ids = decoding, end_ids
+        self._decoding = decoding
+        self.end_ids = end_ids
         if isinstance(tokenizers, TokenizerPair) and start_id is None:
             start_id = tokenizers.target.rules.start[0]
         self.start_id = start_id
@@ -141,7 +144,8 @@ class OpenedModel:
 
     def with_ensemble(self, others: Sequence["OpenedModel"]) -> "OpenedModel":
         """The same, which translates together with others of the same tokens."""
-        own, changed = _tokens_of(self), copy.copy(self)
+        own = _tokens_of(self)
+        changed = copy.copy(self)
         for other in others:
             if _tokens_of(other) != own:
                 raise UsageError(
@@ -235,7 +239,8 @@ def _numbered(model: LanguageModel | EncoderDecoder, why: TriptychError) -> Numb
 
 def _tokens_of(opened: OpenedModel) -> tuple[object, ...]:
     """What models that choose tokens together have in common."""
-    pair, model = opened.tokenizers, opened.encoder_decoder
+    pair = opened.tokenizers
+    model = opened.encoder_decoder
     return pair.source.to_json(), pair.target.to_json(), model.head.output.out_features
 
 

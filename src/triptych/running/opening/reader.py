@@ -105,7 +105,8 @@ class LayerCall:
 
     def of_row(self, row: int, query_len: int, key_len: int) -> "LayerCall":
         """The call for one row of the batch alone, without padding on the right."""
-        one, mask = slice(row, row + 1), self.mask
+        one = slice(row, row + 1)
+        mask = self.mask
         if mask is not None:
             mask = mask[(None,) * (4 - mask.ndim)]
             mask = mask[one] if mask.shape[0] > 1 else mask
@@ -178,7 +179,9 @@ class Reader(TextModel):
 
     def __init__(self, opened: OpenedModel, longest: int | None = None) -> None:
         """Put a reader together; `longest` is the length in tokens that the model is made for."""
-        self.opened, self.name, self._longest_text = opened, opened.name, longest
+        self.opened = opened
+        self.name = opened.name
+        self._longest_text = longest
         if isinstance(opened.model, LanguageModel) and opened.has_tokenizer:
             check_vocabulary(opened.model, opened.tokenizer)
 
@@ -241,11 +244,13 @@ class Reader(TextModel):
         if isinstance(self.model, LanguageModel):
             _check_lengths([one.ids for one in texts], self.model.max_tokens, max_tokens, "text")
         else:
-            sources, positions = [one.source or () for one in texts], self.model.encoder.max_tokens
+            sources = [one.source or () for one in texts]
+            positions = self.model.encoder.max_tokens
             _check_lengths(sources, positions, max_tokens, "text")
             _check_lengths([one.ids for one in texts], self.model.max_target_tokens, max_tokens, "target")
         for one in texts:
-            own, source = len(one.ids), len(one.ids if one.source is None else one.source)
+            own = len(one.ids)
+            source = len(one.ids if one.source is None else one.source)
             read = {"encoder": (source, source), "decoder": (own, own), "cross": (own, source)}
             require_lengths(self.model, read)
 
@@ -321,10 +326,12 @@ class Reader(TextModel):
         return Reader(self.opened.with_model(copy.deepcopy(self.model)), self._longest_text)
 
     def random_windows(self, seed: int) -> Iterator[Window]:
-        generator, model = torch.Generator().manual_seed(seed), self.model
+        generator = torch.Generator().manual_seed(seed)
+        model = self.model
         for _ in range(RANDOM_WINDOWS):
             if isinstance(model, EncoderDecoder):
-                window, pad = {}, model.pad_id
+                window = {}
+                pad = model.pad_id
                 sides = (("input_ids", model.src_vocab_size), ("decoder_input_ids", model.tgt_vocab_size))
                 for side, size in sides:
                     ids = torch.randint(0, size, (1, _RANDOM_PAIR), generator=generator)
@@ -378,11 +385,15 @@ class Reader(TextModel):
         return self.tokenizer.encode([text], add_special=special, parse_special=True)[0]
 
     def _pair(self, source: str, target: str) -> Window:
-        model, tokenizers = self.opened.encoder_decoder, self.opened.tokenizers
-        start, longest, most = tokenizers.target.rules.start, model.max_source_tokens, model.max_target_tokens
+        model = self.opened.encoder_decoder
+        tokenizers = self.opened.tokenizers
+        start = tokenizers.target.rules.start
+        longest = model.max_source_tokens
+        most = model.max_target_tokens
         (src,), (tgt,) = tokenizers.source.encode([source]), tokenizers.target.encode([target])
         if model.recipe is None:  # models of other libraries have a fixed number of positions
-            src, tgt = src[:longest], tgt[: None if most is None else most - len(start)]
+            src = src[:longest]
+            tgt = tgt[: None if most is None else most - len(start)]
         inputs = {
             "input_ids": torch.tensor([[*src, tokenizers.source.eos_id]]),
             "decoder_input_ids": torch.tensor([[*start, *tgt]]),
@@ -399,7 +410,8 @@ class Reader(TextModel):
 
     def _run_single(self, model: LanguageModel, texts: Sequence[TextIds], device: torch.device) -> Tensor:
         rows = [one.ids for one in texts]
-        ids, mask = _pad(rows, self._pad_id, device), None
+        ids = _pad(rows, self._pad_id, device)
+        mask = None
         if not model.causal and len({len(own) for own in rows}) > 1:
             lengths = torch.tensor([len(own) for own in rows], device=device)
             mask = (torch.arange(ids.shape[1], device=device) < lengths[:, None])[:, None, None, :]

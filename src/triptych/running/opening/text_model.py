@@ -16,7 +16,8 @@ from triptych.errors import UsageError
 from triptych.running.text.lines import iterate_blocks, iterate_file
 
 WINDOW_TOKENS = 128
-RANDOM_WINDOWS, RANDOM_TOKENS = 4, 32
+RANDOM_WINDOWS = 4
+RANDOM_TOKENS = 32
 TextKind = Literal["causal", "pairs", "encoder"]
 
 
@@ -63,7 +64,8 @@ class TextModel(ABC):
         if self.kind == "pairs":
             pairs = (self._pair(source, target) for source, target in read_tab_pairs(text))
             return _up_to(most_tokens, pairs)
-        whole, length = read_whole_text(text), min(WINDOW_TOKENS, self._longest())
+        whole = read_whole_text(text)
+        length = min(WINDOW_TOKENS, self._longest())
         if self.kind == "causal":
             ids = torch.tensor(self._encode(whole, False)[: most_tokens + 1])
             return _windows_of_length(ids, length)

@@ -112,7 +112,8 @@ class TransformersModel(TextModel):
             found = self.model(**window.inputs)
         # A model's own code raises errors of many classes.
         except Exception as error:
-            name, other = type(self.model).__name__, _inputs_besides_text(self.model)
+            name = type(self.model).__name__
+            other = _inputs_besides_text(self.model)
             reads = f" (it reads {other} too)" if other else ""
             raise DataError(
                 f"{self._path}: {name} does not run on token ids alone{reads}: {first_line(error)}"
@@ -202,7 +203,8 @@ class TransformersModel(TextModel):
         return int(getattr(config, "max_position_embeddings", None) or 4 * WINDOW_TOKENS)
 
     def _pair(self, source: str, target: str) -> Window:
-        start, longest = torch.tensor([self._config.decoder_start_token_id]), self._longest()
+        start = torch.tensor([self._config.decoder_start_token_id])
+        longest = self._longest()
         wanted = torch.tensor(self._encode(target, True, target=True)[: min(WINDOW_TOKENS, longest)])
         read = self._encode(source, True)[: min(4 * WINDOW_TOKENS, longest)]
         shifted = torch.cat([start, wanted[:-1]])[None]

@@ -102,7 +102,8 @@ def _with_recipe(
         return model
     if not isinstance(first, FeedForwardConfig) or first.activation not in ("relu", "gelu", "swish"):
         return model
-    found, bias = dict(model.named_parameters(remove_duplicate=False)), "decoder.head.output.bias"
+    found = dict(model.named_parameters(remove_duplicate=False))
+    bias = "decoder.head.output.bias"
     for half in model.stacks:
         rows = found.pop(f"{half}.embeddings.positions.weight", None)
         if rows is not None:
@@ -258,7 +259,8 @@ def _read_marian(files: Source, device: torch.device | str) -> TranslatorCheckpo
     """Read a checkpoint whose tokenizers keep padding and the first token of the decoder out of outputs."""
     model, tokenizers = read_marian(files, device)
     folder = files.settings_folder
-    generation, kept_out = _read_generation(folder), (model.pad_id, tokenizers.target.bos_id)
+    generation = _read_generation(folder)
+    kept_out = (model.pad_id, tokenizers.target.bos_id)
     for name in ("min_length", "no_repeat_ngram_size", "forced_bos_token_id"):
         if getattr(generation, name):
             raise DataError(f"{folder}: {name} is not followed in searches with a Marian model: take it out")
@@ -271,7 +273,8 @@ def _read_marian(files: Source, device: torch.device | str) -> TranslatorCheckpo
 
 
 def _read_generation(folder: Path) -> _Generation:
-    config, path = read_json(folder / "config.json"), folder / "generation_config.json"
+    config = read_json(folder / "config.json")
+    path = folder / "generation_config.json"
     record = read_json(path) if path.exists() else config
     path = path if path.exists() else folder / "config.json"
     for name, neutral in _NEUTRAL.items():
@@ -289,7 +292,8 @@ def _frames(
     folder: Path, tokenizer: PretrainedTokenizer, generation: _Generation, languages: Languages | None
 ) -> tuple[Frame, Frame, tuple[int, ...]]:
     """The tokens around a source and around a target, and what the decoder reads first."""
-    own, first = Frame.of(tokenizer), generation.decoder_start_token_id
+    own = Frame.of(tokenizer)
+    first = generation.decoder_start_token_id
     name, place = _language_place(folder)
     if languages is None:
         start = generation.bos_token_id if first is None else first

@@ -142,7 +142,8 @@ class OwnText(str):
         found = list[tuple[int, int]]()
         end = 0
         for is_own, run in groupby(self._own):
-            start, end = end, end + sum(1 for _ in run)
+            start = end
+            end = end + sum(1 for _ in run)
             if is_own:
                 found.append((start, end))
         return found

@@ -30,11 +30,15 @@ class FramedTokenizer(SentenceTokenizer):
     reads_special = True
 
     def __init__(self, inner: PretrainedTokenizer, frame: Frame, pad_id: int, rules: OutputRules) -> None:
-        self._inner, self._rules = inner, rules
+        self._inner = inner
+        self._rules = rules
         (*self._before,), (*self._after, self.eos_id) = frame
-        self.vocab_size, self.special_ids = inner.vocab_size, inner.special_ids
-        self.pad_id, self.bos_id = pad_id, rules.start[0]
-        self.unk_id, self.mask_id = inner.unk_id, inner.mask_id
+        self.vocab_size = inner.vocab_size
+        self.special_ids = inner.special_ids
+        self.pad_id = pad_id
+        self.bos_id = rules.start[0]
+        self.unk_id = inner.unk_id
+        self.mask_id = inner.mask_id
 
     @property
     def rules(self) -> OutputRules:

@@ -75,7 +75,8 @@ def iterate_blocks(path: Path) -> Iterator[str]:
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
-                number, byte = start + error.start + 1, error.object[error.start]
+                number = start + error.start + 1
+                byte = error.object[error.start]
                 raise DataError(
                     f"{path}: byte {number:,} (0x{byte:02x}) is not UTF-8; "
                     "convert the file to UTF-8, for instance with iconv"
@@ -111,7 +112,8 @@ def iterate_lines(stream: ByteLines, name: str) -> Iterator[str]:
         if number == 1:
             _require_no_utf16(raw, name)
             raw = raw.removeprefix(_UTF8_MARK)
-        raw, where = raw.removesuffix(b"\n").removesuffix(b"\r"), f"{name}, line {number}"
+        raw = raw.removesuffix(b"\n").removesuffix(b"\r")
+        where = f"{name}, line {number}"
         if b"\0" in raw:
             raise DataError(f"{where}: holds a NUL byte, which no text does; remove it, or give a text file")
         if len(raw) > _LONGEST_LINE_BYTES:

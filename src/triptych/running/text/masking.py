@@ -49,7 +49,8 @@ class Masking:
     def __init__(self, tokenizer: Tokenizer, spec: MaskingSpec) -> None:
         if tokenizer.mask_id is None:
             raise UsageError("the tokenizer has no mask token: a masked language model needs one that has")
-        self._spec, self.share = spec, spec.share
+        self._spec = spec
+        self.share = spec.share
         self._mask_id = tokenizer.mask_id
         self.fill_id = tokenizer.mask_id if tokenizer.pad_id is None else tokenizer.pad_id  # of short rows
         self._is_special = np.zeros(tokenizer.vocab_size, dtype=bool)
@@ -62,7 +63,8 @@ class Masking:
     ) -> tuple[Int64[np.ndarray, "length"], Bool[np.ndarray, "length"]]:
         """What is seen in the place of the tokens, and which of them are targets."""
         chosen = self._choose(tokens, generator)
-        fate, spec = generator.random(len(tokens)), self._spec
+        fate = generator.random(len(tokens))
+        spec = self._spec
         others = generator.choice(self._ordinary, len(tokens))
         hidden = np.where(fate < spec.masked, self._mask_id, others)
         return np.where(chosen & (fate < spec.masked + spec.random), hidden, tokens), chosen

@@ -16,7 +16,8 @@ class NumberedTokens(Tokenizer):
 
     def __init__(self, vocab_size: int, why: TriptychError) -> None:
         """Number that many tokens; `why` is the reason why there is no tokenizer."""
-        self.vocab_size, self.why = vocab_size, why
+        self.vocab_size = vocab_size
+        self.why = why
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
@@ -45,5 +46,6 @@ class NumberedTokens(Tokenizer):
         self._refuse()
 
     def _refuse(self) -> NoReturn:
-        kind, message = type(self.why), str(self.why).removesuffix(".")
+        kind = type(self.why)
+        message = str(self.why).removesuffix(".")
         raise kind(f"{message}; token ids are read without one")

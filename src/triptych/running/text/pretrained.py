@@ -62,7 +62,8 @@ class PretrainedTokenizer(Tokenizer):
     """The tokenizer of a checkpoint of another library, as `load_tokenizer` reads it."""
 
     def __init__(self, record: PretrainedRecord, origin: str) -> None:
-        self._record, self._origin = record, origin
+        self._record = record
+        self._origin = origin
         self._inner = by_library(lambda: tokenizers.Tokenizer.from_str(record.inner), origin, _FETCH_AGAIN)
         self._inner.no_truncation()
         self._inner.no_padding()

@@ -182,7 +182,9 @@ class SentencePieceTokenizer(SentenceTokenizer):
     def __init__(self, record: SentencePieceRecord) -> None:
         self.record = record
         self._processor = load_sentencepiece(record.model)
-        self.pad_id, self.bos_id, self.eos_id = record.pad_id, record.bos_id, record.eos_id
+        self.pad_id = record.pad_id
+        self.bos_id = record.bos_id
+        self.eos_id = record.eos_id
         self.unk_id = record.unk_id
         self.vocab_size = len(record.vocab)
         self.special_ids = frozenset((record.pad_id, record.bos_id, record.eos_id, record.unk_id))
@@ -208,7 +210,8 @@ class SentencePieceTokenizer(SentenceTokenizer):
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
         """Text of each sequence of ids; unknown tokens are special."""
-        vocab, skipped = self.record.vocab, self.special_ids if skip_special else frozenset()
+        vocab = self.record.vocab
+        skipped = self.special_ids if skip_special else frozenset()
         texts = [
             self._processor.decode([vocab[token] for token in some if token not in skipped])
             .replace(SPACE_MARK, " ")

@@ -22,9 +22,11 @@ from triptych.running.text.sequences import TokenSequences
 
 _SPACES = frozenset(" \t\r\n")
 # Added to the count of each pair: a rare source token would explain all that it was ever seen with.
-_ROUNDS, _ADDED = 5, 0.1
+_ROUNDS = 5
+_ADDED = 0.1
 # One pair of this number is held out to measure, and no more than this.
-_HELD_OUT, _MOST_HELD_OUT = 20, 2000
+_HELD_OUT = 20
+_MOST_HELD_OUT = 2000
 # Pairs that are enough to learn from, spread evenly over a longer text.
 _MOST_PAIRS = 200_000
 
@@ -58,7 +60,8 @@ class Shortlist:
 
     def coverage(self, source: TokenSequences, target: TokenSequences) -> Coverage:
         """What the shortlist allows on a text of at least one pair."""
-        sizes, inside = [], 0
+        sizes = []
+        inside = 0
         for i in range(len(source)):
             allowed = self.of(source[i].tolist())
             sizes.append(len(allowed))
@@ -67,7 +70,8 @@ class Shortlist:
 
     def as_text(self, tokenizers: TokenizerPair) -> str:
         """What its file has."""
-        source, target = tokenizers.source.vocabulary, tokenizers.target.vocabulary
+        source = tokenizers.source.vocabulary
+        target = tokenizers.target.vocabulary
         lines = {"": self.always, **{source[token]: ids for token, ids in self.by_source.items()}}
         names = {*lines, *(target[i] for ids in lines.values() for i in ids)}
         if spaced := next((name for name in names if not _SPACES.isdisjoint(name)), None):
@@ -91,16 +95,22 @@ def learn_shortlist(
     held = np.arange(len(source)) % _HELD_OUT == 0
     held &= np.cumsum(held) <= _MOST_HELD_OUT
     judged = source.where(held), target.where(held)
-    source, target = source.where(~held), target.where(~held)
-    num_source, num_target = tokenizers.source.vocab_size, tokenizers.target.vocab_size
-    keys, rows, num_rows = list[np.ndarray](), list[np.ndarray](), 0
+    source = source.where(~held)
+    target = target.where(~held)
+    num_source = tokenizers.source.vocab_size
+    num_target = tokenizers.target.vocab_size
+    keys = list[np.ndarray]()
+    rows = list[np.ndarray]()
+    num_rows = 0
     for i in range(0, len(source), -(-len(source) // _MOST_PAIRS)):
         given = np.append(np.unique(source[i]).astype(np.int64), num_source)  # the last one is no token
         keys.append((given[None, :] * num_target + target[i][:, None]).ravel())
         rows.append(np.repeat(np.arange(num_rows, num_rows + len(target[i])), len(given)))
         num_rows += len(target[i])
     pairs, place = np.unique(np.concatenate(keys), return_inverse=True)
-    row, sources, probability = np.concatenate(rows), pairs // num_target, np.ones(len(pairs))
+    row = np.concatenate(rows)
+    sources = pairs // num_target
+    probability = np.ones(len(pairs))
     for _ in range(_ROUNDS):
         share = probability[place]
         share /= np.bincount(row, share)[row]
@@ -127,7 +137,8 @@ def read_shortlist(path: Path, tokenizers: TokenizerPair) -> Shortlist:
     sides = [
         {name: i for i, name in enumerate(side.vocabulary)} for side in (tokenizers.source, tokenizers.target)
     ]
-    always, by_source = [tokenizers.target.eos_id], dict[int, list[int]]()
+    always = [tokenizers.target.eos_id]
+    by_source = dict[int, list[int]]()
     for number, line in enumerate(iterate_file(path), start=1):
         name, tab, rest = line.partition("\t")
         names = rest.split(" ") if rest else []

@@ -193,7 +193,8 @@ _MISTAKEN_TYPES = {
 
 def class_of(settings: TokenizerSettings, *, is_byte_level: bool) -> str | None:
     """The name in `CLASSES` of what `AutoTokenizer` makes; None where `tokenizer.json` is all of it."""
-    stated, of_type = settings.tokenizer_class, _CLASS_OF_TYPE.get(settings.model_type or "")
+    stated = settings.tokenizer_class
+    of_type = _CLASS_OF_TYPE.get(settings.model_type or "")
     mistaken = settings.model_type in _MISTAKEN_TYPES
     if stated is None:
         name = of_type or _WHOLE

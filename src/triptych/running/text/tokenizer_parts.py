@@ -180,7 +180,8 @@ def language(making: Making, default: str) -> str:
 
 
 def nllb_around(making: Making) -> Sequence[str]:
-    source, end = language(making, "eng_Latn"), making.token("eos_token")
+    source = language(making, "eng_Latn")
+    end = making.token("eos_token")
     return ["$A", end, source] if making.flag("legacy_behaviour", False) else [source, "$A", end]
 
 

@@ -51,7 +51,8 @@ class TokenizerSettings:
     def read(cls, folder: Path, whole: Mapping[str, Any]) -> "TokenizerSettings":
         """What the files say besides the vocabulary; `whole` is the content of `tokenizer.json`."""
         where = str(folder / "tokenizer_config.json")
-        record, config = _read_if_there(Path(where)), _read_if_there(folder / "config.json")
+        record = _read_if_there(Path(where))
+        config = _read_if_there(folder / "config.json")
         added: dict[int, AddedToken] = {}
         if "added_tokens_decoder" in record:
             if not isinstance(record["added_tokens_decoder"], dict):

@@ -366,7 +366,8 @@ class StreamDecoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
-        self._tokenizer, self._skip_special = tokenizer, skip_special
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
         # Tokens are decoded with those before them, whose text is known: a tokenizer may treat the beginning
         # of a text in another way than what follows.
         self._ids: list[int] = []

@@ -40,7 +40,8 @@ from triptych.seeing.attending.written_tokens import NEAREST, TokenWriter
 from triptych.seeing.reports import short_name
 
 # If there are more weights, a page has only the largest of every query.
-MOST_WEIGHTS_OF_A_PAGE, _KEPT = 4_500_000, 16
+MOST_WEIGHTS_OF_A_PAGE = 4_500_000
+_KEPT = 16
 _TITLE = 80
 
 
@@ -61,8 +62,13 @@ class Attention:
 
     def __init__(self, reader: Reader, text: TextIds, stacks: tuple[StackAttention, ...]) -> None:
         """Use `attend`."""
-        self.model, self.stacks, self._reader, self._text = reader.name, stacks, reader, text
-        self.ids, self.source_ids, self.num_generated = text.ids, text.source, text.num_generated
+        self.model = reader.name
+        self.stacks = stacks
+        self._reader = reader
+        self._text = text
+        self.ids = text.ids
+        self.source_ids = text.source
+        self.num_generated = text.num_generated
         self._layers = [(stack, layer) for stack in stacks for layer in stack.layers]
         self._places = PlaceNames([(stack.kind, layer.number) for stack, layer in self._layers], reader.name)
         self.tokens = tuple(reader.tokenizer.pieces(text.ids))
@@ -94,7 +100,8 @@ class Attention:
             UsageError: no such layer, head or token.
         """
         stack, found, head = self._head(layer, head)
-        name, tokens = self._name(stack, found), (stack.queries, stack.keys)
+        name = self._name(stack, found)
+        tokens = (stack.queries, stack.keys)
         return HeadSteps(self._reader, self._text, found.call, found.number, head, query, tokens, name)
 
     def top(self, k: int = 3, *, per_head: bool = False) -> Looks:
@@ -262,7 +269,8 @@ class Attention:
             UsageError: another ending, heads that are not there, top below 1, more weights than a file may
                 have, or a picture of more than one head.
         """
-        path, saved = Path(path), self.saved(heads, top)
+        path = Path(path)
+        saved = self.saved(heads, top)
         match path.suffix:
             case ".json":
                 write_text(path, "".join(json_pieces(saved)))

@@ -130,7 +130,8 @@ def write_attention_csv(texts: Sequence[Saved], path: Path) -> None:
 
 def _looks(part: Part, head: int, top: int | None) -> Iterator[tuple[int, str, int, str, float]]:
     """Query, its token, key, its token and weight, of weights above 0."""
-    queries, keys = part.stack.queries, part.stack.keys
+    queries = part.stack.queries
+    keys = part.stack.keys
     if top is not None:
         places, kept, _ = _kept(part, head, top)
         for query, (own, weights) in enumerate(zip(places.tolist(), kept.tolist(), strict=True)):

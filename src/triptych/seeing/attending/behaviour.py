@@ -85,8 +85,10 @@ def key_classes(
     kind: Kind, query_ids: Int[Tensor, " query_len"], key_ids: Int[Tensor, " key_len"]
 ) -> dict[str, Bool[Tensor, "query_len key_len"]]:
     """The keys of each class, for every query."""
-    rows, columns = len(query_ids), len(key_ids)
-    query, key = torch.arange(rows)[:, None], torch.arange(columns)[None]
+    rows = len(query_ids)
+    columns = len(key_ids)
+    query = torch.arange(rows)[:, None]
+    key = torch.arange(columns)[None]
     if kind == "cross":
         place = query * (columns - 1) / max(1, rows - 1)
         return {
@@ -94,7 +96,8 @@ def key_classes(
             "last": (key == columns - 1).expand(rows, columns),
             "diagonal": (key - place).abs() <= 1,
         }
-    same, before = query_ids[:, None] == key_ids[None], key < query
+    same = query_ids[:, None] == key_ids[None]
+    before = key < query
     followed = torch.cat([torch.zeros(rows, 1, dtype=torch.bool), same[:, :-1]], dim=1)
     found = {
         "previous": key == query - 1,
@@ -132,14 +135,17 @@ class RowFigures:
         Queries that see a single key are left out: all heads do the same there. A figure of a class
         has the queries that see a key of the class.
         """
-        self.kind, self.visible = kind, visible
+        self.kind = kind
+        self.visible = visible
         seen = visible.sum(dim=-1)
-        rows, even = seen > 1, visible.double() / seen.clamp(min=1)[:, None]
+        rows = seen > 1
+        even = visible.double() / seen.clamp(min=1)[:, None]
         classes = {name: keys & visible for name, keys in key_classes(kind, query_ids, key_ids).items()}
         named = torch.stack([classes[figure.name] for figure in figures_of(kind) if figure.names_head])
         classes["elsewhere"] = visible & ~named.any(dim=0)
         away = (torch.arange(len(query_ids))[:, None] - torch.arange(len(key_ids))).abs()
-        factors, counted = list[Tensor](), list[Tensor]()
+        factors = list[Tensor]()
+        counted = list[Tensor]()
         for figure in figures_of(kind)[:-1]:  # entropy comes last, and is not a sum over keys
             keys = classes.get(figure.name)
             factors.append((away if keys is None else keys).float())
@@ -191,13 +197,15 @@ class LayerFigures:
         A head is called by the largest of its figures that are at least a third and whose interval lies
         above what looking evenly gives.
         """
-        best, title = NAMED_FROM, ""
+        best = NAMED_FROM
+        title = ""
         for figure in figures_of(self.kind):
             found = self.figures[figure.name]
             if not figure.names_head or found.low is None or found.even is None:
                 continue
             if float(found.value[head]) >= best and float(found.low[head]) > found.even:
-                best, title = float(found.value[head]), figure.title
+                best = float(found.value[head])
+                title = figure.title
         return title
 
     def rows(self) -> list[dict[str, Any]]:

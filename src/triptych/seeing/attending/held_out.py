@@ -122,7 +122,8 @@ class HeldOutText:
 
     def compared(self, before: Float[Tensor, " units"], after: Float[Tensor, " units"]) -> LossChange:
         """Compute the change of the loss from the sums of all parts."""
-        total, interval = self._counts.sum(), None
+        total = self._counts.sum()
+        interval = None
         if len(self._counts) > 1:
             low, high = ratio_intervals(after - before, self._counts)
             interval = float(low), float(high)

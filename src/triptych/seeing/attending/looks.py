@@ -84,9 +84,11 @@ def strongest_looks(part: Part, count: int, layer: str = "") -> list[HeadLooks]:
 
     Looks at the token itself and at the first token are left out if there are others: most heads have them.
     """
-    found, stack = [], part.stack
+    found = []
+    stack = part.stack
     for head in part.heads:
-        total, best = 0.0, list[tuple[float, int, int]]()
+        total = 0.0
+        best = list[tuple[float, int, int]]()
         for block in part.layer.blocks([head]):
             weights = block.weights[0]
             total += float(weights[:, 0].sum())

@@ -15,10 +15,14 @@ _MOST_TOKENS = 96
 
 _MARK = "triptych"
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
-_ZERO, _ONE = (0xF4, 0xF1, 0xE8), (0x14, 0x30, 0x4F)
+_ZERO = (0xF4, 0xF1, 0xE8)
+_ONE = (0x14, 0x30, 0x4F)
 _INK, _MUTED, _GENERATED = "#1d2733", "#5c6670", "#7a4fa3"
-_MARGIN, _LABEL_CHARACTERS = 8, 16
-_LARGEST_CELL, _SMALLEST_CELL, _WIDTH = 28, 7, 640
+_MARGIN = 8
+_LABEL_CHARACTERS = 16
+_LARGEST_CELL = 28
+_SMALLEST_CELL = 7
+_WIDTH = 640
 
 
 def head_svg(kind: ViewedKind, title: str = "") -> str:
@@ -81,7 +85,9 @@ def _draw_cells(svg: ET.Element, cells: NDArray[np.float32], left: int, top: int
     group = ET.SubElement(svg, "g")
     for (row, column), weight in np.ndenumerate(cells):
         if (colour := _colour_of(float(weight))) != blank:
-            x, y, side = left + column * cell, top + row * cell, cell - inset
+            x = left + column * cell
+            y = top + row * cell
+            side = cell - inset
             rectangle = _add_element(group, "rect", x=x, y=y, width=side, height=side, fill=colour)
             if rows * columns <= 40 * 40:  # a browser shows it where the pointer is
                 _add_element(rectangle, "title", text=f"{weight:.3f}")

@@ -141,18 +141,23 @@ class HeadSteps:
         place: str,
     ) -> None:
         """Steps of the `number`-th call of its kind; use `Attention.steps`."""
-        self.model, self.place = reader.name, f"{place}.{head}"
+        self.model = reader.name
+        self.place = f"{place}.{head}"
         queries, self.keys = tokens
         if not -len(queries) <= query < len(queries):
             raise UsageError(f"there is no token {query}: the text has 0 to {len(queries) - 1}")
         self.query = query = query % len(queries)
         self.token = queries[query]
-        self._reader, self._text, self._kind, self._number = reader, text, call.kind, number
+        self._reader = reader
+        self._text = text
+        self._kind = call.kind
+        self._number = number
         with torch.no_grad():
             self._compute(call, head)
 
     def _compute(self, call: LayerCall, head: int) -> None:
-        steps, weights = call.steps(self.query), call.layer.weights()
+        steps = call.steps(self.query)
+        weights = call.layer.weights()
         row = self.query if steps.q.shape[2] > 1 else 0  # a tap needs all queries
         semantics = self._semantics = weights.semantics
         self.q = steps.q[0, head, row]
@@ -202,7 +207,9 @@ class HeadSteps:
 
     def _direct_logits(self) -> tuple[Tensor, Tensor]:
         """The logits of this token as they are, and without the head, all other layers' outputs held."""
-        model, made, calls = self._reader.model, list[Any](), list[int]()
+        model = self._reader.model
+        made = list[Any]()
+        calls = list[int]()
         own = {id(site.layer) for site in attention_sites(model) if site.stack == self._kind}
 
         def keep(module: nn.Module, given: Any, result: Any) -> None:
@@ -342,7 +349,9 @@ class HeadSteps:
         write_report(report, Path(path))
 
     def __repr__(self) -> str:
-        d_k, d_v, keys = len(self.q), len(self.z), len(self.keys)
+        d_k = len(self.q)
+        d_v = len(self.z)
+        keys = len(self.keys)
         largest = ", ".join(f"{_token(token)} {weight:.3f}" for token, weight in self.weights.top(4))
         parts = [name for name in ("content", "biased", "sink", "gate") if getattr(self, name) is not None]
         return "\n".join(

@@ -59,7 +59,8 @@ def nearest_tokens(
     """The tokens nearest to what a head writes for each key that it may look at, the nearest first."""
     layer.require_heads([head])
     written = _written_by_heads(layer.call, slice(None))[head]
-    step, count = max(1, _LOGITS_AT_A_TIME // len(table.table)), min(count, len(table.table))
+    step = max(1, _LOGITS_AT_A_TIME // len(table.table))
+    count = min(count, len(table.table))
     found = [
         table.logits(written[start : start + step]).topk(count, dim=-1).indices
         for start in range(0, len(written), step)
@@ -80,11 +81,13 @@ class TokenWriter:
         """Read what the heads of a model write, `count` tokens of each."""
         if count < 1:
             raise UsageError(f"{count} tokens of what a head writes: at least 1 is needed")
-        self._reader, self._count = reader, count
+        self._reader = reader
+        self._count = count
 
     def of(self, part: Part, head: int) -> tuple[tuple[str, ...], ...] | None:
         """The tokens nearest to what a head writes for each key of a stack, the nearest first."""
-        table, tokenizer = OutputTable.of(self._reader.model, part.stack.kind), self._reader.tokenizer
+        table = OutputTable.of(self._reader.model, part.stack.kind)
+        tokenizer = self._reader.tokenizer
         if table is None:
             return None
         own = OutputTable(table.norm, table.table[: tokenizer.vocab_size])  # rows past it are not tokens
@@ -119,7 +122,8 @@ def measure_copies(reader: Reader, windows: Windows, progress: Told) -> dict[Pla
                 logits = table.logits(_written_by_heads(layer.call, keys))
                 own = logits.gather(-1, ids[keys].expand(len(logits), -1)[..., None])
                 hits = ((logits > own).sum(dim=-1) < NEAREST).double()
-                sums, counts = (looked * hits).sum(dim=1)[None], looked.sum(dim=1)[None]
+                sums = (looked * hits).sum(dim=1)[None]
+                counts = looked.sum(dim=1)[None]
                 found.add(unit, (stack.kind, layer.number), ("copies",), sums, counts)
     return found.figures()
 

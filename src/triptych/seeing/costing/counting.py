@@ -201,7 +201,8 @@ def cost(spec: CostSpec) -> CostReport:
     Raises:
         ValueError: none of the parameterisations can be written at these sizes, with the reasons.
     """
-    rows, left_out = [], []
+    rows = []
+    left_out = []
     for name in spec.parameterisations:
         try:
             chosen = spec.choice(name)
@@ -219,7 +220,8 @@ def cost(spec: CostSpec) -> CostReport:
 def _cost_row(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) -> CostRow:
     prefill = pass_cost(weights, spec.length)
     decode = pass_cost(weights, 1, cached=spec.context - 1)
-    per_number, batch = spec.bytes_per_number, spec.batch
+    per_number = spec.bytes_per_number
+    batch = spec.batch
     cached = cached_numbers(weights)
     prefill_bytes, decode_bytes = (
         (done.weight_numbers + batch * done.moved_numbers) * per_number for done in (prefill, decode)
@@ -275,7 +277,8 @@ def _sizes(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) 
 
 def _formulas(chosen: Parameterisation, weights: AttentionWeights, sizes: dict[str, int]) -> Formulas:
     W_QK, W_OV = written_forms(weights)
-    parameters, cache = chosen.parameters_formula, chosen.cache_formula
+    parameters = chosen.parameters_formula
+    cache = chosen.cache_formula
     biases = [weights.o_bias, *(link.bias for link in weights.links())]
     unbiased = weights.num_parameters - sum(bias.numel() for bias in biases if bias is not None)
     return Formulas(
@@ -315,7 +318,8 @@ def written_forms(weights: AttentionWeights) -> tuple[str, str]:
 
 def _names(weights: AttentionWeights) -> dict[int, str]:
     plain = {id(link): _name(link, weights) for link in weights.links()}
-    counts, seen = Counter(plain.values()), Counter[str]()
+    counts = Counter(plain.values())
+    seen = Counter[str]()
     names = {}
     for link in weights.links():
         name = plain[id(link)]

@@ -18,7 +18,8 @@ from triptych.seeing.costing.counting import DTYPES, CostReport, CostRow, CostSp
 _GEMM_WIDTH = {"cpu": 1024, "cuda": 4096}
 _COPIED_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 _WARM_UP_ROUNDS = 2
-_MIN_ROUNDS, _MAX_ROUNDS = 5, 1000
+_MIN_ROUNDS = 5
+_MAX_ROUNDS = 1000
 _RATE_ROUNDS = 5
 
 
@@ -95,7 +96,8 @@ def measure_times(
         device: where to run.
         progress: called with what is timed and how many passes are done, of how many.
     """
-    spec, device = report.spec, torch.device(device)
+    spec = report.spec
+    device = torch.device(device)
     taken: list[list[list[float]]] = []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -185,7 +187,8 @@ def _forward(layer: MultiHeadAttention, spec: CostSpec, device: torch.device) ->
 
 def _training(layer: MultiHeadAttention, spec: CostSpec, device: torch.device) -> Callable[[], object]:
     x = _input(spec, spec.length, device).requires_grad_()
-    wanted, gradient = [x, *layer.parameters()], torch.ones_like(x)
+    wanted = [x, *layer.parameters()]
+    gradient = torch.ones_like(x)
     # The absorbed route of `latent` has no use for the bias of its keys.
     return lambda: torch.autograd.grad(layer(x).output, wanted, gradient, allow_unused=True)
 
@@ -193,7 +196,8 @@ def _training(layer: MultiHeadAttention, spec: CostSpec, device: torch.device) -
 def _decode(layer: MultiHeadAttention, spec: CostSpec, device: torch.device) -> Callable[[], object]:
     # A cache of context − 1 tokens with room for one more: the first entries make a store that is just full,
     # and the last one makes it grow.
-    cache, before = LayerCache(), spec.context - 1
+    cache = LayerCache()
+    before = spec.context - 1
     with torch.no_grad():
         for length in (before - 1, min(before, 1)):
             if length > 0:
@@ -225,9 +229,12 @@ class _Rates:
     """The peak rates of the machine, measured before and after the layers."""
 
     def __init__(self, spec: CostSpec, device: torch.device) -> None:
-        self.device, self.dtype = device, spec.dtype
-        width, numbers = _GEMM_WIDTH[device.type], _COPIED_BYTES[device.type] // spec.bytes_per_number
-        self.flops, self.moved = 2 * width**3, 2 * numbers * spec.bytes_per_number
+        self.device = device
+        self.dtype = spec.dtype
+        width = _GEMM_WIDTH[device.type]
+        numbers = _COPIED_BYTES[device.type] // spec.bytes_per_number
+        self.flops = 2 * width**3
+        self.moved = 2 * numbers * spec.bytes_per_number
         self.square = torch.randn(width, width).to(device=device, dtype=DTYPES[spec.dtype])
         self.source = torch.ones(numbers, dtype=DTYPES[spec.dtype], device=device)
         self.target = torch.empty_like(self.source)

@@ -41,8 +41,10 @@ def inspect(
     if heads is not None and not heads:
         raise UsageError(f"{checkpoint.name}: no heads are chosen; name one, or leave heads out for all")
     sites = _chosen_sites(checkpoint, layers)
-    total, done = sum(checkpoint.bytes_of(site) for site in sites), 0
-    found, sketched = [], _Sketches(checkpoint, ignore_rotary)
+    total = sum(checkpoint.bytes_of(site) for site in sites)
+    done = 0
+    found = []
+    sketched = _Sketches(checkpoint, ignore_rotary)
     for site in sites:
         progress(site.name, done, total)
         layer = checkpoint.read(site)
@@ -89,7 +91,8 @@ class _Sketches:
     """Sketches of the forms of all heads, to find candidates for near-copies."""
 
     def __init__(self, checkpoint: AttentionSource, ignore_rotary: bool) -> None:
-        self._checkpoint, self._ignore_rotary = checkpoint, ignore_rotary
+        self._checkpoint = checkpoint
+        self._ignore_rotary = ignore_rotary
         # By form and the sizes of its input: sketches, and of each the layer, its name, and the head.
         self._found: dict[tuple[str, int, int], list[tuple[Tensor, Site, str, int]]] = {}
         self._kept: dict[Site, dict[str, tuple[Tensor, Tensor]]] = {}
@@ -108,7 +111,8 @@ class _Sketches:
 
     def near_copies(self) -> tuple[list[NearCopy], bool]:
         """Pairs of heads with an absolute cosine of at least `NEAR`, the closest first."""
-        found, more = [], False
+        found = []
+        more = False
         for (form, *_), heads in self._found.items():
             pairs = similar(torch.stack([row for row, *_ in heads]), NEAR, _MOST_PAIRS + 1) if heads else []
             more |= len(pairs) > _MOST_PAIRS

@@ -23,7 +23,8 @@ FOLD = "fold stacked maps"
 
 
 # A picture shows blocks of entries: rows by columns of maps, rows by rows of W_QK.
-_PICTURE_ROWS, _PICTURE_COLUMNS = 24, 12
+_PICTURE_ROWS = 24
+_PICTURE_COLUMNS = 12
 
 # What is below this share of the largest singular value may be rounding of maps multiplied in float32.
 _NO_RANK = 1e-6
@@ -103,7 +104,8 @@ def inspect_layer(
     ignore_rotary: bool,
 ) -> InspectedLayer:
     """Measure a layer; `maps` has one map for each side."""
-    weights, site = layer.weights, layer.site
+    weights = layer.weights
+    site = layer.site
     pairs = None
     semantics = weights.semantics
     if semantics.rotary is not None and not ignore_rotary:
@@ -285,13 +287,15 @@ def _block_means(count: int, length: int) -> Tensor:
 def _digits(energies: Tensor) -> list[str]:
     sizes = energies.sqrt().nan_to_num(0.0, 0.0)
     levels = (15 * sizes / sizes.max().clamp(min=torch.finfo(sizes.dtype).tiny)).round()
-    digits, width = levels.to(torch.uint8).numpy().tobytes().hex()[1::2], levels.shape[1]
+    digits = levels.to(torch.uint8).numpy().tobytes().hex()[1::2]
+    width = levels.shape[1]
     return [digits[start : start + width] for start in range(0, len(digits), width)]
 
 
 def _spared(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -> dict[str, list[int]]:
     """Parameters that the factors of truncated forms save."""
-    weights, semantics = layer.weights, layer.weights.semantics
+    weights = layer.weights
+    semantics = layer.weights.semantics
     # Neither a rotation nor a norm lets other factors of W_Q W_Kᵀ replace W_Q and W_K.
     fixed = semantics.rotary is None and not semantics.qk_norm
     chains = [weights.chain(side) for side in SIDES]

@@ -28,12 +28,10 @@ class Measure:
         return self.name.startswith("qk_") and self.group == _LOOKS
 
 
-_LOOKS, _MOVES, _LIKENESS, _SIZES = (
-    "Where it looks",
-    "What it moves",
-    "Likeness of its maps",
-    "Sizes of its maps",
-)
+_LOOKS = "Where it looks"
+_MOVES = "What it moves"
+_LIKENESS = "Likeness of its maps"
+_SIZES = "Sizes of its maps"
 
 
 # Directions after the first.

@@ -160,7 +160,8 @@ class Inspection:
         return "\n".join((*lines, "  rows(), page(path), to_csv(path), to_json(path), to_pandas()"))
 
     def _repr_html_(self) -> str:
-        said, table = "".join(f"<p>{escape(line)}</p>" for line in findings(self)), averages(self)
+        said = "".join(f"<p>{escape(line)}</p>" for line in findings(self))
+        table = averages(self)
         return said + table_html(table.title, table.rows, table.columns)
 
 
@@ -212,14 +213,16 @@ def _findings(inspection: Inspection) -> Iterator[str]:
     if ranks := [f"{title} {mean}" for title, mean, _ in _effective_ranks(inspection)]:
         yield f"Effective rank: {', '.join(ranks)}."
     if found := values_of(inspection, "ov_copying"):
-        back, away = sum(v.value > 0.5 for v in found), sum(v.value < -0.5 for v in found)
+        back = sum(v.value > 0.5 for v in found)
+        away = sum(v.value < -0.5 for v in found)
         removed = f"{away} remove{'s' * (away == 1)} it"
         yield f"Copying: {back} of {_count_of(len(found), 'head')} write what they read, {removed}."
     for form, title in (("qk", "look alike"), ("ov", "move the same")):
         if pairs := [pair for pair in inspection.copies if pair.form == form]:
             least = "At least " if inspection.more_copies else ""
             yield f"{least}{_count_of(len(pairs), 'pair')} of heads {title} (|cosine| of the forms ≥ {NEAR})."
-    redundant, cuts = _redundant(inspection), _percent_saved(inspection)
+    redundant = _redundant(inspection)
+    cuts = _percent_saved(inspection)
     if redundant:
         yield f"Redundant: {sum(redundant.values()):,} parameters; `triptych rewrite --exact` removes them."
     if cuts:
@@ -325,7 +328,8 @@ def _distinct(
     inspection: Inspection, pair: str, measure: str, of: Literal["maps", "subspaces"]
 ) -> list[Value]:
     """The values of a measure of two maps; a pair that several heads share counts once."""
-    found, seen = [], set[tuple[str, int, int]]()
+    found = []
+    seen = set[tuple[str, int, int]]()
     for value in values_of(inspection, f"{pair}_{measure}"):
         layer = value.layer
         copies = layer.maps if of == "maps" else layer.subspaces
@@ -339,7 +343,8 @@ def _distinct(
 
 def _random_distance(of: Value) -> float:
     """The value of `qkv_apart_rotated` for random maps with the sizes and norms of a head."""
-    layer, place = of.layer, of.layer.heads.index(of.head)
+    layer = of.layer
+    place = of.layer.heads.index(of.head)
     q, k, v = (layer.figures[f"{side}_norm"][place] or 0.0 for side in "qkv")
     close = random_closeness(layer.d_model, layer.d_k)
     return 2 / 3 * (1 - close * (q * k + q * v + k * v) / (q**2 + k**2 + v**2))
@@ -487,7 +492,9 @@ def heads_page(inspections: Sequence[Inspection], command: str) -> str:
             ("attention parameters", f"{sum(layer.parameters for layer in layers):,}"),
             *facts,
         ]
-    models, tables, said = [], [], []
+    models = []
+    tables = []
+    said = []
     for name, inspection in zip(names, inspections, strict=True):
         of = f" of {name}" if len(names) > 1 else ""
         columns = ("figure", "here", "random", "note")

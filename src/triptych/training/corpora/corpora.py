@@ -181,7 +181,8 @@ class ParallelCorpus:
                 f"{self.name}: all sources are the same, so nothing can be held out: give text for "
                 "validation (data.valid of a recipe)"
             )
-        left, held = min(max(round(share * len(self)), 1), _MOST_HELD_OUT), set[str]()
+        left = min(max(round(share * len(self)), 1), _MOST_HELD_OUT)
+        held = set[str]()
         order = sorted(times, key=lambda text: hashlib.sha256(text.encode()).digest())[1:]
         for source in order:
             if times[source] <= left:
@@ -212,7 +213,8 @@ def read_parallel(
     lines_read = empty_dropped = too_long_dropped = 0
     for number, (raw_source, raw_target) in pairs:
         lines_read += 1
-        source, target = raw_source.strip(), raw_target.strip()
+        source = raw_source.strip()
+        target = raw_target.strip()
         if not (source and target):
             empty_dropped += 1
         elif max(len(source), len(target)) > max_line_chars:
@@ -234,7 +236,8 @@ def _find_pairs(spec: CorpusSpec, base: Path) -> tuple[str, Iterable[NumberedTex
         return name, _read_two_files(base / spec.source, base / spec.target)
     if spec.file is not None:
         return spec.file.name, _read_record_file(spec, base / spec.file)
-    source_field, target_field = spec.source_field or "source", spec.target_field or "target"
+    source_field = spec.source_field or "source"
+    target_field = spec.target_field or "target"
     if spec.hub is not None:
         pairs = read_hub(spec.hub, spec.config_name, spec.split, (source_field, target_field), base)
         return f"{spec.hub} {spec.split}", pairs
@@ -260,7 +263,8 @@ def _read_record_file(spec: CorpusSpec, path: Path) -> Iterator[NumberedTexts]:
 
 
 def _read_two_files(source_path: Path, target_path: Path) -> Iterator[NumberedTexts]:
-    source, target = read_lines(source_path), read_lines(target_path)
+    source = read_lines(source_path)
+    target = read_lines(target_path)
     if len(source) != len(target):
         raise DataError(
             f"{source_path} has {len(source):,} lines and {target_path} has {len(target):,}; "

@@ -39,7 +39,8 @@ PARTS = ("train", "valid", "test")
 GERMAN_ENGLISH = "german-english"
 
 # Tenths of the hash space; the rest is train.
-_VALID_TENTH, _TEST_TENTH = 8, 9
+_VALID_TENTH = 8
+_TEST_TENTH = 9
 
 # A tenth of all draws belongs to each evaluation part. When forty draws for every sentence wanted do
 # not suffice, the part is running out of new sentences.
@@ -100,8 +101,11 @@ def _collect_pairs(draw: Callable[[Random], TextPair], count: int, part: str, se
 
 _VERBS_OF = {"vehicles": "moves", "shows": "courses", "houses": "openings", "persons": "habits"}
 _EVENTS = tuple((pairs_of(subjects), rows_of(verbs)) for subjects, verbs in _VERBS_OF.items())
-_CLAIMS, _PEOPLE, _DEEDS = pairs_of("claims"), rows_of("people"), pairs_of("deeds")
-_THINGS, _WARES = rows_of("things"), rows_of("wares")
+_CLAIMS = pairs_of("claims")
+_PEOPLE = rows_of("people")
+_DEEDS = pairs_of("deeds")
+_THINGS = rows_of("things")
+_WARES = rows_of("wares")
 
 
 def _fill_sentence(template: TextPair, pieces: Mapping[str, TextPair]) -> TextPair:
@@ -177,7 +181,8 @@ def _draw_number_sentence(rng: Random) -> TextPair:
 
 
 def _draw_arithmetic(rng: Random) -> TextPair:
-    a, b = draw_number(rng, max_digits=3), draw_number(rng, max_digits=3)
+    a = draw_number(rng, max_digits=3)
+    b = draw_number(rng, max_digits=3)
     pieces = {name: spell_cardinal(number) for name, number in (("a", a), ("b", b), ("c", a + b))}
     return _fill_sentence(rng.choice(pairs_of("sums")), pieces)
 

@@ -67,8 +67,12 @@ class PackedBatches:
         if shards.num_tokens < 1 + self._ahead:
             state = "is empty" if masking else "has fewer than two tokens"
             raise UsageError(f"the corpus in {shards.folder} {state}; give more text")
-        self._shards, self._context, self._batch_size = shards, context, batch_size
-        self._seed, self._shuffle, self._within_documents = seed, shuffle, within_documents
+        self._shards = shards
+        self._context = context
+        self._batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._within_documents = within_documents
         self._masking = masking
         # With a masking, an index is the number of the epoch and of the place, as one.
         self._stride = shards.num_tokens + context
@@ -87,7 +91,8 @@ class PackedBatches:
 
     def collate(self, indices: Int64[np.ndarray, "batch"]) -> LanguageBatch:
         """Make the tensors of one batch of a plan."""
-        shape, masking = (len(indices), self._context), self._masking
+        shape = (len(indices), self._context)
+        masking = self._masking
         ids = np.full(shape, 0 if masking is None else masking.fill_id, dtype=np.int64)
         targets = np.full(shape, NOT_COUNTED, dtype=np.int64)
         starts = np.zeros(shape, dtype=np.int64)

@@ -51,9 +51,13 @@ class TokenBatches:
         eos_id: int,
         shuffle: bool = True,
     ) -> None:
-        self._corpus, self._max_tokens = corpus, max_tokens
-        self._seed, self._shuffle = seed, shuffle
-        self._pad_id, self._bos_id, self._eos_id = pad_id, bos_id, eos_id
+        self._corpus = corpus
+        self._max_tokens = max_tokens
+        self._seed = seed
+        self._shuffle = shuffle
+        self._pad_id = pad_id
+        self._bos_id = bos_id
+        self._eos_id = eos_id
         self._src_lengths = corpus.source.lengths + 1
         self._tgt_lengths = corpus.target.lengths + 1
         self._places = _places(self._src_lengths, self._tgt_lengths)
@@ -109,14 +113,17 @@ class TokenBatches:
 
     def _cut(self, order: Int64[np.ndarray, "num_pairs"]) -> list[Int64[np.ndarray, "batch"]]:
         """Cut the order into batches, each where it costs the least per token that is no padding."""
-        src_lengths, tgt_lengths = self._src_lengths[order], self._tgt_lengths[order]
+        src_lengths = self._src_lengths[order]
+        tgt_lengths = self._tgt_lengths[order]
         price = self._max_tokens * _PRICE_OF_A_BATCH
         bounds = [0]
         while bounds[-1] < len(order):
             start = bounds[-1]
             most = self._max_tokens // int(max(src_lengths[start], tgt_lengths[start]))
-            src, tgt = src_lengths[start : start + most], tgt_lengths[start : start + most]
-            src_width, tgt_width = np.maximum.accumulate(src), np.maximum.accumulate(tgt)
+            src = src_lengths[start : start + most]
+            tgt = tgt_lengths[start : start + most]
+            src_width = np.maximum.accumulate(src)
+            tgt_width = np.maximum.accumulate(tgt)
             sizes = np.arange(1, len(src) + 1)
             costs = (sizes * (src_width + tgt_width) + price) / np.cumsum(src + tgt)
             costs[sizes * np.maximum(src_width, tgt_width) > self._max_tokens] = np.inf

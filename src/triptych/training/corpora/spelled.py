@@ -96,7 +96,8 @@ _ROUND_TIMES = {
     35: ("fünf nach halb {next}", "twenty-five to {next}"),
     45: ("Viertel vor {next}", "quarter to {next}"),
 }
-_AFTER, _BEFORE = ("{count} nach {this}", "{count} past {this}"), ("{count} vor {next}", "{count} to {next}")
+_AFTER = ("{count} nach {this}", "{count} past {this}")
+_BEFORE = ("{count} vor {next}", "{count} to {next}")
 
 
 def spell_clock(hour: int, minute: int) -> TextPair:
@@ -136,7 +137,8 @@ def draw_time(rng: Random) -> TextPair:
         hours, german, english = rng.choice(_TIMES_OF_DAY)
         clock_de, clock_en = spell_clock(rng.choice(hours), 0)
         return f"{clock_de} {german}", f"{clock_en} {english}"
-    hour, minute = rng.randint(1, 23), rng.randrange(60)
+    hour = rng.randint(1, 23)
+    minute = rng.randrange(60)
     return spell_timetable(hour, minute) if hour > 12 or minute else spell_clock(hour, 0)
 
 
@@ -148,7 +150,8 @@ _TIMES_OF_DAY = (
 
 # --- dates -------------------------------------------------------------------------------------------
 
-MONTHS, WEEKDAYS = pairs_of("months"), pairs_of("weekdays")
+MONTHS = pairs_of("months")
+WEEKDAYS = pairs_of("weekdays")
 _LEAP_YEAR = 2024
 
 
@@ -180,13 +183,15 @@ def draw_day_of_year(rng: Random) -> date:
 
 def draw_date(rng: Random, first_year: int = 1700, last_year: int = 2025) -> date:
     """Any day from the first year to the last."""
-    first, last = date(first_year, 1, 1), date(last_year, 12, 31)
+    first = date(first_year, 1, 1)
+    last = date(last_year, 12, 31)
     return date.fromordinal(rng.randint(first.toordinal(), last.toordinal()))
 
 
 def draw_past(rng: Random) -> TextPair:
     """A date with its year; the weekday, if any, is the true one."""
-    when, kind = draw_date(rng), rng.random()
+    when = draw_date(rng)
+    kind = rng.random()
     if kind < 0.4:
         return spell_on_day(when, weekday=when.weekday() if kind < 0.2 else None, year=True)
     template = ("im {month} {year}", "in {month} {year}") if kind < 0.7 else ("im Jahr {year}", "in {year}")
@@ -195,7 +200,9 @@ def draw_past(rng: Random) -> TextPair:
 
 def draw_when(rng: Random) -> TextPair:
     """A time, a day, or both: the German day comes first, the English one last."""
-    time, when, weekday = draw_time(rng), draw_day_of_year(rng), rng.randrange(7)
+    time = draw_time(rng)
+    when = draw_day_of_year(rng)
+    weekday = rng.randrange(7)
     kind = rng.random()
     if kind < 0.5:
         return f"um {time[0]}", f"at {time[1]}"
@@ -226,7 +233,8 @@ def spell_money(
     whole: int, hundredths: int, currency: tuple[Unit, Unit], case: str, *, short: bool = False
 ) -> TextPair:
     """Spell an amount; `short` gives "drei Euro fünfzig" (for 10 hundredths and more)."""
-    units, cents = _coins(whole, currency[0], case), _coins(hundredths, currency[1], case)
+    units = _coins(whole, currency[0], case)
+    cents = _coins(hundredths, currency[1], case)
     if not hundredths:
         return units
     if not whole:

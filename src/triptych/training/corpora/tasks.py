@@ -24,10 +24,13 @@ from typing import Literal
 from triptych.training.corpora.spelled import TextPair
 
 _LETTERS = ascii_lowercase[:16]
-_SHORTEST, _LONGEST = 4, 12
-_KEYS, _VALUES = ascii_lowercase[:8], ascii_lowercase[16:24]
+_SHORTEST = 4
+_LONGEST = 12
+_KEYS = ascii_lowercase[:8]
+_VALUES = ascii_lowercase[16:24]
 _NUM_PAIRS = 6
-_NAMES, _CONTENTS = ascii_lowercase[:6], ascii_lowercase[12:18]
+_NAMES = ascii_lowercase[:6]
+_CONTENTS = ascii_lowercase[12:18]
 _RING = 3
 _MODULUS = 59
 
@@ -57,7 +60,8 @@ def _draw_ring(rng: Random) -> TextPair:
 
 
 def _draw_modular_addition(rng: Random) -> TextPair:
-    one, other = rng.randrange(_MODULUS), rng.randrange(_MODULUS)
+    one = rng.randrange(_MODULUS)
+    other = rng.randrange(_MODULUS)
     return f"{one} {other}", str((one + other) % _MODULUS)
 
 

@@ -65,7 +65,8 @@ class TokenShards:
     """The tokens of a corpus, document behind document, each with its special tokens and its end."""
 
     def __init__(self, index: ShardIndex, folder: Path) -> None:
-        self.index, self.folder = index, folder
+        self.index = index
+        self.folder = folder
         self.num_tokens = sum(record.num_tokens for record in index.shards)  # special ones included
         self.num_documents = sum(record.num_documents for record in index.shards)  # that have a token
         self.num_bytes = sum(record.num_bytes for record in index.shards)  # of the text in UTF-8
@@ -79,7 +80,8 @@ class TokenShards:
 
     def share_of(self, token: int | None, most: int = 1 << 24) -> float:
         """Return the share of a token among the first ones, at most this many; 0 for None."""
-        count, seen = 0, min(self.num_tokens, most)
+        count = 0
+        seen = min(self.num_tokens, most)
         for start in range(0, 0 if token is None else seen, _COUNTED_AT_A_TIME):
             part = self.tokens(start, min(start + _COUNTED_AT_A_TIME, seen))
             count += int(np.count_nonzero(part == token))
@@ -108,7 +110,8 @@ class TokenShards:
             first = self._first(shard)
             end = min(stop, self._ends[shard])
             yield shard, start - first, end - first
-            start, shard = end, shard + 1
+            start = end
+            shard = shard + 1
 
     def _first(self, shard: int) -> int:
         return self._ends[shard] - self.index.shards[shard].num_tokens
@@ -189,7 +192,9 @@ class _Shard:
     """A shard while it is written."""
 
     def __init__(self, tokenizer: Tokenizer, frame: Frame, dtype: str, before: ShardRecord | None) -> None:
-        self._tokenizer, self._frame, self._dtype = tokenizer, frame, dtype
+        self._tokenizer = tokenizer
+        self._frame = frame
+        self._dtype = dtype
         self._starts: list[int] = []
         self._num_tokens = self._num_bytes = 0
         self._num_parts, self._is_between = (before.num_parts, before.ends_document) if before else (0, True)
@@ -246,7 +251,8 @@ def _grouped(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
         size += len(part.text)
         if size >= _CHARACTERS_AT_ONCE or len(group) == _PARTS_AT_ONCE:
             yield group
-            group, size = [], 0
+            group = []
+            size = 0
     if group:
         yield group
 

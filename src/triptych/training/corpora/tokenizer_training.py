@@ -27,7 +27,10 @@ from triptych.running.text.sentence_tokenizers import (
 from triptych.running.text.tokenizers import SentenceTokenizer
 from triptych.training.corpora.encoded import add_texts
 
-_PAD, _EOS, _MASK, _UNK = "<pad>", "<eos>", "<mask>", "<unk>"
+_PAD = "<pad>"
+_EOS = "<eos>"
+_MASK = "<mask>"
+_UNK = "<unk>"
 _SPECIAL = [_PAD, _EOS, _MASK]
 _BYTES = sorted(BYTE_OF, key=BYTE_OF.__getitem__)
 

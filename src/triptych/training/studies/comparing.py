@@ -173,7 +173,8 @@ def _make_runs(
         if run.name in found and runner.study.parent_of(name) == trained_name
     }
     more, failed_too = runner.run("rewrites", list(rewritten.values()))
-    found, failed = found | more, failed | failed_too
+    found = found | more
+    failed = failed | failed_too
     results: dict[str, dict[int, Result]] = {}
     for (name, seed), run in (planned | rewritten).items():
         if run.name in found:
@@ -364,13 +365,17 @@ class _Runner:
     """Makes runs of a study, in the folder of their stage."""
 
     def __init__(self, study: Study, folder: Path, tell: Tell, world: World) -> None:
-        self.study, self.folder, self.tell, self.world = study, folder, tell, world
+        self.study = study
+        self.folder = folder
+        self.tell = tell
+        self.world = world
         self.sweep_seconds = 0.0
         self._begun_anew: set[Path] = set()  # folders of runs whose learning rates have changed
 
     def planned(self, stage: str, recipe: AnyRecipe, variant: str, name: str) -> StudyJob:
         """A run, whose recipe is kept."""
-        threads, steps = self.study.jobs.threads, recipe.training.max_steps
+        threads = self.study.jobs.threads
+        steps = recipe.training.max_steps
         # A line of metrics at every validation, so that curves know their tokens and seconds.
         log_every = min(recipe.training.log_every_steps, recipe.validation.every_steps)
         recipe = with_values(

@@ -144,7 +144,8 @@ def solve(
 
 def _bracket(of: Callable[[int], float | None], budget: float) -> tuple[int, int]:
     """Two values, the lower of which has at most the budget (or is 0) and the other more, if there is one."""
-    low, high = 0, 1
+    low = 0
+    high = 1
     while high < _LARGEST_WIDTH:
         valid = _near(of, high, low, 2 * high)
         if valid is not None:

@@ -58,7 +58,8 @@ def run_all(
     world: World = ALONE,
 ) -> tuple[dict[str, Result], dict[str, str]]:
     """Make all runs that have no result yet."""
-    places, turns = own_places(workers), world.turns(len(planned))
+    places = own_places(workers)
+    turns = world.turns(len(planned))
     if not any(world.gathered(len(places))):
         raise UsageError(
             "no process would make a run: the launcher has to say how many processes this machine has "
@@ -79,7 +80,8 @@ def run_all(
 
 def own_places(workers: int) -> range:
     """The runs that this process makes of those that this machine makes at a time."""
-    number, count = place_on_machine(), num_on_machine()
+    number = place_on_machine()
+    count = num_on_machine()
     return range(workers * number // count, workers * (number + 1) // count)
 
 
@@ -94,9 +96,12 @@ def _make(
     held = {one.name: found for one in planned if (found := read_result(one.result)) is not None}
     waiting = {one.name: one for one in planned if one.name not in held}  # not taken here
     variants = {one.name: one.variant for one in planned}
-    progress, results = StudyProgress(variants, {**held}, frozenset(held)), dict[str, Result]()
+    progress = StudyProgress(variants, {**held}, frozenset(held))
+    results = dict[str, Result]()
     running: list[_Process] = []
-    to_make, finished, started = sum(one.steps for one in waiting.values()), 0.0, time.monotonic()
+    to_make = sum(one.steps for one in waiting.values())
+    finished = 0.0
+    started = time.monotonic()
     with StopRequest() as stop:
         try:
             while True:
@@ -117,7 +122,8 @@ def _make(
                     raise StudyStoppedError(stop.signal_number, folder)
                 for process in [one for one in running if one.popen.poll() is not None]:
                     running.remove(process)
-                    job, finished = process.job, finished + process.job.steps
+                    job = process.job
+                    finished = finished + process.job.steps
                     result = read_result(job.result) if process.popen.returncode == 0 else None
                     if result is None:
                         progress.failed[job.name] = process.complaint()
@@ -149,7 +155,8 @@ class _Process:
     """A process that does a job; what it prints goes to a file."""
 
     def __init__(self, job: StudyJob, place: int) -> None:
-        self.job, self.place = job, place
+        self.job = job
+        self.place = place
         jobs = job.folder.parent / "jobs"
         jobs.mkdir(parents=True, exist_ok=True)
         job_file = jobs / f"{job.name}.json"

@@ -86,7 +86,8 @@ def estimate(values: Sequence[float], possible: Range = ANYTHING) -> Estimate:
 
     if not values:
         raise ValueError("there is nothing to take the mean of")
-    sample, count = np.asarray(values, dtype=float), len(values)
+    sample = np.asarray(values, dtype=float)
+    count = len(values)
     mean = float(sample.mean())
     if count == 1:
         return Estimate(mean, math.nan, math.nan, math.nan, 1)
@@ -107,7 +108,8 @@ def compare(
     pairs = {name: found for name, found in pairs.items() if found}
     differences = [list(found.values()) for found in pairs.values()]
     span = possible[1] - possible[0]
-    student, exact = [paired_p_value(d) for d in differences], [exact_p_value(d) for d in differences]
+    student = [paired_p_value(d) for d in differences]
+    exact = [exact_p_value(d) for d in differences]
     rows = zip(pairs.items(), student, holm(student), exact, holm(exact), strict=True)
     return {
         name: Comparison(
@@ -217,7 +219,8 @@ def seeds_needed(differences: Sequence[float], num_tests: int = 1) -> int | None
     """The fewest seeds with which the exact test finds their mean in four of five studies."""
     level = (1 - CONFIDENCE) / num_tests
     effect = abs(effect_size(differences))
-    low, high = least_seeds(num_tests), _MOST_SEEDS
+    low = least_seeds(num_tests)
+    high = _MOST_SEEDS
     if math.isnan(effect):
         return None
     if math.isinf(effect):
@@ -253,7 +256,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """P-values corrected so that the chance of any false finding stays what it is for one test."""
     # Source: Holm 1979, Scandinavian Journal of Statistics 6, 65-70.
     tested = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
-    corrected, highest = list(p_values), 0.0
+    corrected = list(p_values)
+    highest = 0.0
     for before, (p, place) in enumerate(tested):
         highest = max(highest, min(p * (len(tested) - before), 1.0))
         corrected[place] = highest

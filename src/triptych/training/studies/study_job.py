@@ -111,7 +111,8 @@ def _train_and_measure(job: StudyJob) -> int:
         "memory": _peak_memory(),
         **_measure_model(job),
     }
-    heads, counters = _heads(job.folder) if job.heads else {}, summary.outcome.counters
+    heads = _heads(job.folder) if job.heads else {}
+    counters = summary.outcome.counters
     return _write_result(job, Result(figures, heads, counters.seconds, counters.step, counters.tokens))
 
 
@@ -168,7 +169,8 @@ def _as_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
 
 def _translations(folder: Path, test: CorpusSpec, count: int | None) -> dict[str, float]:
     pairs = read_parallel(test)
-    sources, references = pairs.source[:count], pairs.target[:count]
+    sources = pairs.source[:count]
+    references = pairs.target[:count]
     found = evaluate_translations(open_translator(folder).translator(), sources, references)
     exact = sum(a == b for a, b in zip(found.translations, references, strict=True)) / len(references)
     scores = {score.name: score.value for score in found.scores}

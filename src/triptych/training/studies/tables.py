@@ -57,7 +57,8 @@ def noise_floor(outcome: Outcome, metric: str) -> Estimate | None:
 
 def quality_table(outcome: Outcome, metric: str) -> Table:
     """The means of a metric, and each variant's difference to the baseline."""
-    baseline, differences = outcome.study.baseline_name, compared(outcome, metric)
+    baseline = outcome.study.baseline_name
+    differences = compared(outcome, metric)
     rows = []
     for name, values in outcome.values(metric).items():
         found = mean(values, metric)
@@ -95,7 +96,8 @@ def _what_is_corrected(differences: Sequence[Comparison]) -> str:
     """What one correction covers, and whether the seeds are enough to see anything."""
     if not differences:
         return ""
-    num_tests, pairs = differences[0].num_tests, max(len(one.differences) for one in differences)
+    num_tests = differences[0].num_tests
+    pairs = max(len(one.differences) for one in differences)
     covers = (
         f"Holm's correction covers the {num_tests} comparisons of this table, not other metrics and studies."
         if num_tests > 1
@@ -239,9 +241,12 @@ def history(folder: Path, flops: float | None = None) -> list[dict[str, float]]:
         records = read_metrics(folder / "metrics.jsonl")
     except (OSError, TriptychError):
         return []
-    found, tokens, seconds = [], 0.0, 0.0
+    found = []
+    tokens = 0.0
+    seconds = 0.0
     for record in records:
-        tokens, seconds = record.get("tokens", tokens), record.get("seconds", seconds)
+        tokens = record.get("tokens", tokens)
+        seconds = record.get("seconds", seconds)
         if "valid_loss" in record:
             place = {
                 "step": record["step"],

@@ -121,7 +121,8 @@ class Parameterisation:
         named = {name for side in SIDES for name in self.chain(side)}
         found: dict[str, HeadMap] = {}
         for side in SIDES:
-            name, bias = f"{side}_proj", bool(getattr(self, f"{side}_bias", False))
+            name = f"{side}_proj"
+            bias = bool(getattr(self, f"{side}_bias", False))
             if name not in named:
                 continue
             if side == "o":
@@ -192,7 +193,8 @@ class Parameterisation:
             ValueError: sizes that do not fit.
         """
         with shapes_only():
-            weights, gate = self.build(d_model, num_heads).weights(), self.gate(d_model, num_heads)
+            weights = self.build(d_model, num_heads).weights()
+            gate = self.gate(d_model, num_heads)
             return replace(weights, semantics=replace(weights.semantics, gate=gate))
 
 

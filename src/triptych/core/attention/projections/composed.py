@@ -44,7 +44,8 @@ def is_scaled_outside(weights: AttentionWeights) -> bool:
     """Whether what the heads give out is divided by √d_k first, as `ScaledOutside` does."""
     if len(weights.o) < 2 or weights.o[0].learned or not weights.o[0].diagonal:
         return False
-    factor, d_k = weights.o[0].weight, weights.multiplied("k").d_out if weights.k else weights.d_model
+    factor = weights.o[0].weight
+    d_k = weights.multiplied("k").d_out if weights.k else weights.d_model
     return factor.shape[0] == 1 and same_but_rounded(torch.full_like(factor, standard_scale(d_k)), factor)
 
 

@@ -80,7 +80,8 @@ class ToHeads(HeadMap):
         return self.d_in, self.d_out, 0
 
     def matrices(self, stored: Stored) -> tuple[Tensor, Tensor | None]:
-        weight, bias = _as_linear(stored).weight, _as_linear(stored).bias
+        weight = _as_linear(stored).weight
+        bias = _as_linear(stored).bias
         matrices = weight.view(self.copies, self.d_out, self.d_in)
         return matrices, None if bias is None else bias.view(self.copies, -1)
 
@@ -370,7 +371,8 @@ class StoredLink(nn.Module):
 
     def link(self) -> Link:
         """The map as a link of a chain; a view where no channels pass."""
-        weight, kind = self.weight, self.kind
+        weight = self.weight
+        kind = self.kind
         if not kind.diagonal:
             weight = weight.mT
             if (kind.read, kind.written) != (kind.d_in, kind.d_out):
@@ -384,7 +386,8 @@ class StoredLink(nn.Module):
     @torch.no_grad()
     def load(self, given: Link) -> None:
         """Take the numbers of a link."""
-        kind, weight = self.kind, given.weight
+        kind = self.kind
+        weight = given.weight
         if not kind.diagonal:
             weight = weight[:, : kind.read, : kind.written].mT
         self.weight.copy_(weight)
@@ -395,7 +398,10 @@ class StoredLink(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply copy i to stream i, `[batch, streams, length, d_in]`; see `Link`."""
-        kind, streams, weight, bias = self.kind, x.shape[1], self.weight, self.bias
+        kind = self.kind
+        streams = x.shape[1]
+        weight = self.weight
+        bias = self.bias
         if 1 < streams < kind.copies:
             x = x.repeat_interleave(kind.copies // streams, dim=1)
         elif kind.copies < streams:
@@ -468,7 +474,8 @@ def _as_parameter(stored: Stored) -> nn.Parameter:
 
 def _passing(link: Link) -> tuple[int, int]:
     """How many channels pass through the numbers of a link, and how many come out at the end as they are."""
-    d_in, d_out = link.d_in, link.d_out
+    d_in = link.d_in
+    d_out = link.d_out
     if link.diagonal or not link.learned:
         return d_in, 0
     weight = link.weight

@@ -53,14 +53,18 @@ class Projections(nn.Module):
         super().__init__()
         self.d_model = d_model
         self.num_heads = num_heads
-        self.d_k, self._maps, self._chains, self._name = d_k, maps, chains, name
+        self.d_k = d_k
+        self._maps = maps
+        self._chains = chains
+        self._name = name
         for name, own in self._maps.items():
             stored = own.make()
             if stored is not None:
                 setattr(self, name, stored)
         for name, own in self._maps.items():
             own.initialise(self._stored(name))
-        k, v = self._chains["k"], self._chains["v"]
+        k = self._chains["k"]
+        v = self._chains["v"]
         shared = sum(1 for one, other in zip(k, v, strict=False) if one == other)
         self._shared = k[:shared]
         self._of_shared = k[shared:], v[shared:]
@@ -309,7 +313,8 @@ def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str
         return f"{one.num_heads} heads, not {other.num_heads}"
     links: dict[int, Link] = {}
     for side in SIDES:
-        mine, theirs = one.chain(side), other.chain(side)
+        mine = one.chain(side)
+        theirs = other.chain(side)
         if len(mine) != len(theirs):
             return f"{side} is a chain of {len(mine)} maps, not {len(theirs)}"
         for own, given in zip(mine, theirs, strict=True):

@@ -98,7 +98,9 @@ class Stacked(_OfFourSides):
     name = "stacked"
     parameters_formula = "3*d**2 + 2*h*d*d_k + 2*h*d*d_v"
     cache_formula = "h*(d_k + d_v)"
-    q, k, v = ("q_first", "q_proj"), ("k_first", "k_proj"), ("v_first", "v_proj")
+    q = ("q_first", "q_proj")
+    k = ("k_first", "k_proj")
+    v = ("v_first", "v_proj")
     read_off: ClassVar[Mapping[str, str]] = {"first_bias": "q_first k_first v_first"}
 
     first_bias: bool = False
@@ -121,7 +123,8 @@ class Symmetric(Parameterisation):
     name = "symmetric"
     parameters_formula = "h*d*d_k + 2*h*d*d_v"
     cache_formula = "h*(d_k + d_v)"
-    q, k = ("qk_proj",), ("qk_proj",)
+    q = ("qk_proj",)
+    k = ("qk_proj",)
     read_off: ClassVar[Mapping[str, str]] = {"d_k": "qk_proj"}
 
     d_k: int | None = None
@@ -142,7 +145,9 @@ class Shared(Parameterisation):
     name = "shared"
     parameters_formula = "2*h*d*d_k"
     cache_formula = "h*d_k"
-    q, k, v = ("qkv_proj",), ("qkv_proj",), ("qkv_proj",)
+    q = ("qkv_proj",)
+    k = ("qkv_proj",)
+    v = ("qkv_proj",)
     read_off: ClassVar[Mapping[str, str]] = {"d_k": "qkv_proj"}
 
     d_k: int | None = None
@@ -151,7 +156,8 @@ class Shared(Parameterisation):
 
     def maps(self, s: LayerSizes) -> Maps:
         # W_O makes up for a W_i that is smaller than Glorot's.
-        variance, glorot = _tied_variance(s), 2 / (s.d + s.h * s.d_k)
+        variance = _tied_variance(s)
+        glorot = 2 / (s.d + s.h * s.d_k)
         return {
             "qkv_proj": ToHeads(s.d, s.d_k, s.h, self.qkv_bias, variance),
             "o_proj": FromHeads(s.d_k, s.d, s.h, self.o_bias, glorot * glorot / 2 / variance),
@@ -166,7 +172,8 @@ class KeyValue(Parameterisation):
     name = "key_value"
     parameters_formula = "3*h*d*d_k"
     cache_formula = "h*d_k"
-    k, v = ("kv_proj",), ("kv_proj",)
+    k = ("kv_proj",)
+    v = ("kv_proj",)
 
     d_k: int | None = None
     q_bias: bool = False
@@ -220,7 +227,9 @@ class Direct(Parameterisation):
     name = "direct"
     parameters_formula = "h*d*d_v"
     cache_formula = "d"
-    q, k, v = ("slices",), ("slices",), ("slices",)
+    q = ("slices",)
+    k = ("slices",)
+    v = ("slices",)
 
     o_bias: bool = False
 
@@ -309,7 +318,8 @@ class Latent(_OfFourSides):
         "a rotation between U_i^K and the query would keep the latent from being read as it is cached "
         "(decoupled rotary keys are not part of this parameterisation)"
     )
-    k, v = ("kv_down", "k_up"), ("kv_down", "v_up")
+    k = ("kv_down", "k_up")
+    v = ("kv_down", "v_up")
     read_off: ClassVar[Mapping[str, str]] = {
         "d_latent": "kv_down",
         "d_v": "v_up",
@@ -493,7 +503,8 @@ def _tied_variance(s: LayerSizes) -> float:
 
 def _is_sliced(weights: AttentionWeights, side: Side) -> bool:
     """Whether a side has one map, which is fixed, to its heads' slices of the stream."""
-    chain, width = weights.chain(side), weights.d_model // weights.num_heads
+    chain = weights.chain(side)
+    width = weights.d_model // weights.num_heads
     if len(chain) != 1 or chain[0].learned:
         return False
     fixed = Joined(weights.num_heads, width, False) if side == "o" else Slices(weights.num_heads, width)
