@@ -53,6 +53,7 @@ def test_a_figure_above_its_ceiling_is_named() -> None:
 def test_the_reading_set_leaves_out_what_functions_import(example: Package) -> None:
     found = figures(example)
     assert found["reading set of load: modules"] == 2
+    assert found["import closure of the module of Model: modules"] == 2
     assert found["reading set of load: lines"] == len(EXAMPLE.splitlines()) + 3
     assert example.imports(inside=True)["triptych.model"] == {"triptych.maps", "triptych.search"}
 

@@ -142,12 +142,11 @@ def load(
     """
     import torch
 
-    from triptych.converting.engines import require_ctranslate2
     from triptych.core.checkpoints.family import read_family
     from triptych.core.checkpoints.source import find_source, tokenizer_folder
     from triptych.core.models import EncoderDecoder, LanguageModel
     from triptych.running.opened_source import Opened
-    from triptych.running.opening.options import Options
+    from triptych.running.opening.options import Options, require_ctranslate2
     from triptych.running.opening.translators import Languages
     from triptych.user_code import use_code
 

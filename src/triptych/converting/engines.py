@@ -32,7 +32,6 @@ from triptych.core.models.blocks import Block
 from triptych.core.models.device import find_device, has_fast_bf16
 from triptych.core.models.sites import require_lengths
 from triptych.errors import DataError, EngineNote, TriptychError, UsageError
-from triptych.extras import require_extra
 from triptych.files import cache_folder, write_folder
 from triptych.literals import EngineName, Precision, SpecialTokens, Stop
 from triptych.running.changes import is_patched
@@ -59,15 +58,11 @@ from triptych.running.decoding.search import Finish, best_first, limit_of
 from triptych.running.decoding.text_generator import check_vocabulary
 from triptych.running.decoding.workers import Hypotheses, Sentences
 from triptych.running.opening import OpenedModel
-from triptych.running.opening.options import Options
+from triptych.running.opening.options import Options, require_ctranslate2
 
 _Ends = Callable[[int, int], bool]
 _BATCH_TOKENS = 2048
 _COMPUTE_TYPES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8_float32"}
-
-
-def require_ctranslate2() -> None:
-    require_extra("ctranslate2", "ctranslate2", what="--engine ctranslate2")
 
 
 def _compute_type(precision: Precision, device: str) -> str:

@@ -7,6 +7,7 @@ from typing import final
 import torch
 
 from triptych.core.checkpoints.source import Source
+from triptych.extras import require_extra
 from triptych.literals import EngineName, Precision
 from triptych.running.opening.translators import Languages
 
@@ -24,3 +25,8 @@ class Options:
     precision: Precision = "fp32"
     shortlist: Path | None = None
     ensemble: tuple[Source, ...] = ()
+
+
+def require_ctranslate2() -> None:
+    """Check that CTranslate2 is installed."""
+    require_extra("ctranslate2", "ctranslate2", what="--engine ctranslate2")

@@ -1,7 +1,7 @@
 """Text on its way to a model and back.
 
-Tokenizers turn texts into token ids and back, without loss where they are our own; others are read from the
-files of a checkpoint. `given.py` says what is a text, `encoding.py` where special tokens are read as such.
+Tokenizers turn texts into token ids and back, without loss where the package trained them; those of a
+checkpoint are read from its files. `given.py` says what is a text, `encoding.py` where special tokens are read as such.
 Texts to learn from are in `training/corpora/`. Start with `tokenizers.py` (`Tokenizer`).
 """
 
