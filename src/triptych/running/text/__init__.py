@@ -1,8 +1,8 @@
 """Text on its way to a model and back.
 
-Tokenizers turn texts into token ids and back, without loss where the package trained them; those of a
-checkpoint are read from its files. `given.py` says what is a text, `encoding.py` where special tokens are read as such.
-Texts to learn from are in `training/corpora/`. Start with `tokenizers.py` (`Tokenizer`).
+Tokenizers turn texts into token ids and back. The tokenizers that the package trains lose no character; the
+tokenizer of a checkpoint is read from its files. `given.py` defines a text, `encoding.py` reads its special
+tokens. Texts to learn from are in `training/corpora/`. Start with `tokenizers.py` (`Tokenizer`).
 """
 
 from triptych.running.text.documents import LanguageCorpusSpec, TextPart, read_documents
