@@ -1,6 +1,9 @@
 """What `triptych` offers, and the module that each name comes from: `__init__.py` reads it."""
 
 from triptych.core.algebra import BilinearForm as BilinearForm
+from triptych.core.algebra.rewritten import RewriteRefusedError as RewriteRefusedError
+from triptych.core.algebra.semantics import Semantics as Semantics
+from triptych.core.algebra.weights import AttentionWeights as AttentionWeights
 from triptych.core.attention import AlibiPositions as AlibiPositions
 from triptych.core.attention import MultiHeadAttention as MultiHeadAttention
 from triptych.core.attention import Parameterisation as Parameterisation
@@ -14,6 +17,7 @@ from triptych.core.heads import Layers as Layers
 from triptych.core.heads import RotaryForm as RotaryForm
 from triptych.core.models import PRESETS as PRESETS
 from triptych.core.models import EncoderDecoder as EncoderDecoder
+from triptych.core.models import LanguageModel as LanguageModel
 from triptych.core.models import ModelConfig as ModelConfig
 from triptych.demonstration import demo as demo
 from triptych.errors import DataError as DataError
