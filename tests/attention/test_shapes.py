@@ -9,7 +9,7 @@ from triptych.core.attention.shapes import shapes_only
 
 CODE = """
 import sys, triptych
-from triptych.costing import CostSpec
+from triptych.seeing.costing import CostSpec
 from triptych.training import read_recipe
 from triptych.training.layouts import Cluster
 triptych.cost(CostSpec(d_model=16, num_heads=2))

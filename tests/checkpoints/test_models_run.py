@@ -438,7 +438,7 @@ def test_loading_takes_the_files_size_and_little_more(tmp_path: Path) -> None:
     made("gpt2", tmp_path, {"vocab_size": 20_000, "n_embd": 240, "n_layer": 4})
     code = """
 import resource, sys
-from triptych.checkpoints.models import load_language_model
+from triptych.core.checkpoints.stored_models import load_language_model
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 load_language_model(sys.argv[1])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

@@ -88,8 +88,8 @@ def test_processes_with_other_lists_are_refused(small_run: Path, tmp_path: Path)
 
 STUDY_OF_TWO = """
 import pathlib, sys
-from triptych.studies import running
-running._COMMAND = (sys.executable, "-S", str(pathlib.Path("stand_in.py").absolute()))
+from triptych.training.studies import parallel_runs
+parallel_runs._COMMAND = (sys.executable, "-S", str(pathlib.Path("stand_in.py").absolute()))
 sys.argv = ["triptych", "compare", "study.toml", *sys.argv[1:]]
 from triptych.cli.main import run
 run()

@@ -15,7 +15,7 @@ from triptych.core.models import LanguageModel, LanguageModelConfig
 
 transformers = pytest.importorskip("transformers")
 TEXT = "two young men are playing"
-FAMILIES = Path(__file__).parents[2] / "src" / "triptych" / "checkpoints" / "families"
+FAMILIES = Path(__file__).parents[2] / "src" / "triptych" / "core" / "checkpoints" / "families"
 
 
 @pytest.fixture

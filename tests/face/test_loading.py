@@ -55,8 +55,9 @@ MEASURED = """
     import torch
 
     import triptych
-    from triptych import face
-    from triptych.storage import untrusted
+    import triptych.core.heads
+    import triptych.running.opened_source
+    from triptych import untrusted
 
     read = 0
 

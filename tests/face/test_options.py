@@ -30,7 +30,7 @@ from triptych.running.decoding import Translator
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 TESTS = Path(__file__).parents[1]
-SOURCE = Path(inspect.getfile(load)).parents[1]
+SOURCE = Path(inspect.getfile(load)).parent
 TEXT = "two young men are playing"
 OTHER = "old women are here"
 _PLACE = TemporaryDirectory()
@@ -297,10 +297,9 @@ def named_in(node: ast.AST) -> set[str]:
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
     """The verbs of the command line, and `load` and the methods of a model."""
-    for path in [*(SOURCE / "cli" / f"{name}.py" for name in COMMANDS), *(SOURCE / "face").glob("*.py")]:
+    for path in [*(SOURCE / "cli" / f"{name}.py" for name in COMMANDS), SOURCE / "model.py"]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            of_face = path.stem in ("model", "running", "reading")
-            if isinstance(node, ast.FunctionDef) and (node.name == path.stem or of_face):
+            if isinstance(node, ast.FunctionDef) and (node.name == path.stem or path.stem == "model"):
                 yield f"{path.stem}.{node.name}", node
 
 

@@ -28,9 +28,9 @@ def test_gaps_between_what_is_in_use_are_given_back() -> None:
 
 REWRITE = """
 import resource, sys, torch
-from triptych.algebra.rewrites import EXACT, PruneHeads, Truncate
-from triptych.attention import MultiHeadAttention
-from triptych.algebra.rewrites import LayerToRewrite
+from triptych.rewriting.functions import EXACT, PruneHeads, Truncate
+from triptych.core.attention import MultiHeadAttention
+from triptych.rewriting.functions import LayerToRewrite
 from triptych.rewriting.driver import Driver
 
 def peak():

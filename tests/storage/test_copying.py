@@ -418,7 +418,7 @@ def test_two_copies_to_one_place_do_not_disturb_each_other(tmp_path: Path) -> No
 SLOW_COPIES = """
 import os, sys, time
 from pathlib import Path
-from triptych.storage.copying import FolderCopy
+from triptych.core.storage.copying import FolderCopy
 
 def slowly(name):
     time.sleep(0.02)

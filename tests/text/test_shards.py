@@ -309,7 +309,9 @@ def test_a_corpus_of_one_token_cannot_be_packed(tmp_path: Path) -> None:
 LARGE = """
 import resource, sys
 from pathlib import Path
-from triptych.text import LanguageCorpusSpec, PackedBatches, read_tokenizer, tokenize_corpus
+from triptych.running.text import LanguageCorpusSpec, read_tokenizer
+from triptych.training.corpora.packing import PackedBatches
+from triptych.training.corpora.token_shards import tokenize_corpus
 tokenizer = read_tokenizer(Path("tokenizer.json"))
 tokenizer.encode(["warm up"] * 8)
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

@@ -185,7 +185,7 @@ def test_a_run_computes_in_what_its_processor_has_or_says_that_it_is_slow(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for place in ("fitting", "runs"):
+    for place in ("choices", "runs"):
         monkeypatch.setattr(f"triptych.training.{place}.has_fast_bf16", lambda kind: is_fast)
     recipe = resolve(tiny_recipe(training={"max_steps": 1, "precision": asked, "threads": 1}))
     triptych.train(recipe, tmp_path / "run")

@@ -3,6 +3,7 @@
 Each is a function (`fold`) and, with its options, a record (`Fold`) in the list `REWRITES`.
 """
 
+from triptych.core.algebra.norm_folding import fold_norm
 from triptych.rewriting.functions.biases import DropKeyBias, FoldValueBias, drop_key_bias, fold_value_bias
 from triptych.rewriting.functions.channels import FORMS, Form
 from triptych.rewriting.functions.folding import Expand, Factor, Fold, expand, factor, fold
@@ -50,6 +51,7 @@ __all__ = [
     "expand",
     "factor",
     "fold",
+    "fold_norm",
     "fold_value_bias",
     "gauge_fix",
     "measure_importance",

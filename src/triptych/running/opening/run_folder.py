@@ -45,11 +45,7 @@ class DecodingConfig(Section):
 
 
 def read_decoding(folder: Path, tokenizers: TokenizerPair) -> DecodingConfig:
-    """Read how a translator of ours is searched, from its recipe or its `decoding.toml`.
-
-    Raises:
-        DataError: the folder has neither, or the recipe is of a run with other tokenizers.
-    """
+    """Read how a translator of ours is searched, from its recipe or its `decoding.toml`."""
     if (folder / RECIPE).exists():
         recipe = read_toml(folder / RECIPE, "recipe")
         joint = bool(_table(recipe, "tokenizer").get("joint", True))
