@@ -471,7 +471,7 @@ class Semantics:
             yield from self.bias.tensors().values()
 
     def learned(self) -> dict[str, Tensor]:
-        """Return the parameters besides the maps by name, such as `q_norm_weight`, `bias_table` or `sinks`."""
+        """Return parameters besides the maps by name, such as `q_norm_weight`, `bias_table` or `sinks`."""
         found: dict[str, Tensor] = {}
         for name, part in self._parts_of_heads().items():
             if isinstance(part, Tensor):
