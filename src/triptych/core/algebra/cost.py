@@ -104,7 +104,7 @@ class PassCost:
     flops: int  # operations of matrix products: a multiplication and an addition count as two
     diagonal_flops: int  # multiplications by diagonal maps, not included in `flops`
     weight_numbers: int  # parameters of the maps in use, biases included
-    moved_numbers: int  # values moved between memory and processor in the ideal case, besides `weight_numbers`
+    moved_numbers: int  # values besides `weight_numbers` moved between memory and processor, ideally
     kept_numbers: int  # values stored for the backward pass in training, each tensor once
     pair_numbers: int  # attention weights of all heads and pairs, stored as well where they are materialised
 
