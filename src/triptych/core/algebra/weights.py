@@ -192,7 +192,7 @@ class AttentionWeights:
     o: Chain  # chain of maps from the output of each head, summed over heads; links without bias
     semantics: Semantics  # computation of the layer besides its maps
     o_bias: Float[Tensor, " d_out"] | None = None  # `[d_out]`, added once
-    # norm with the output `x` (and `y`, unless kind is "cross"); None if absent or unknown
+    # pre-norm with the output `x` (and `y`, unless kind is "cross"); None if unknown or not to be folded
     norm: Norm | None = None
     memory_norm: Norm | None = None  # norm of the memory of a cross-attention
     norm_place: Literal["pre", "post", "sandwich"] = "pre"  # position of the norm around the layer
