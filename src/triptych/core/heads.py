@@ -201,7 +201,7 @@ class Head:
 
     @property
     def between(self) -> list[str]:
-        """Parts of the computation besides the maps, in words: rotary positions, QK-norm, a soft cap, …."""
+        """Parts of the computation besides the maps, in words, such as rotary positions or QK-norm."""
         found = self._outline.semantics.beyond(("scale", "kind", "dropout"))
         for sides, word in (("qk", _NORM_WITHIN_QK), ("v", _NORM_WITHIN_V)):
             links = [link for side in sides for link in self._outline.chain(side)]  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ class ThinSVD(NamedTuple):
 
 
 class _Reduced(NamedTuple):
-    """Reduction of A to a small core: A = Q_left core Q_rightᵀ, where Q_left and Q_right are orthonormal."""
+    """Reduction A = Q_left core Q_rightᵀ to a small core; Q_left and Q_right have orthonormal columns."""
 
     Q_left: Tensor
     core: Tensor
@@ -58,8 +58,8 @@ class BilinearForm:
         right: right factor, `[*batch, d_right, r]`.
 
     Raises:
-        ValueError: the factors do not fit together (r, batch, dtype, device), or their dtype is not
-            floating-point.
+        ValueError: the factors do not fit together (r, batch, dtype, device), or their dtype is not one of
+            float16, bfloat16, float32 and float64.
     """
 
     left: Float[Tensor, "*batch d_left r"]
@@ -221,7 +221,7 @@ class BilinearForm:
         return S
 
     def spectrum(self) -> Spectrum:
-        """Return the singular values together with measures of them."""
+        """Return the singular values as a `Spectrum`, with ranks and norms."""
         return Spectrum(self.singular_values())
 
     def eigenvalues(self) -> Complex[Tensor, "*batch k"]:

@@ -489,7 +489,7 @@ class AttentionWeights:
     def with_even_copies(self, groups: int) -> "AttentionWeights":
         """Repeat maps to one copy per head for queries and outputs, and to `groups` for keys and values.
 
-        Chains of several maps and layers with tied maps stay unchanged.
+        Chains of several maps stay unchanged, and so do layers with W_Q = W_K or W_K = W_V.
         """
 
         def even(side: Side, copies: int) -> Chain:
@@ -541,7 +541,7 @@ def _multiply(one: Tensor, two: Tensor) -> Tensor:
 
 
 def _apply_weight(rows: Tensor, weight: Tensor) -> Tensor:
-    """Compute `rows @ weight`; float16 on a CPU is computed in float32, the precision of its sums anyway."""
+    """Compute `rows @ weight`. On a CPU, float16 is multiplied in float32, the dtype of its sums anyway."""
     if weight.dtype == torch.float16 and weight.device.type == "cpu":
         return (rows.float() @ weight.float()).half()  # two to four times as fast
     return rows @ weight
