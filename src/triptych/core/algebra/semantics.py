@@ -158,7 +158,7 @@ def same_norm_structure(one: HeadNorm | None, other: HeadNorm | None) -> bool:
 @final
 @dataclass(frozen=True, eq=False)
 class HeadGate:
-    """A gate on the output of each head: `σ(x w_i + b_i)`, between 0 and 1, where x is the query's token.
+    """A gate on the output of each head: `σ(x w_i + b_i)`, between 0 and 1, where x is the query's input.
 
     There is a gate per head, or per channel of the values. In differential attention the first head of a pair
     is ungated, and the gated output of the second head is subtracted from it.
@@ -332,7 +332,7 @@ class Semantics:
     """Computation of an attention layer besides its maps; optional fields are None if unused."""
 
     scale: float  # factor of the products of queries and keys
-    kind: Kind = "self"  # source of queries and keys: one sequence, one causally masked sequence, or two
+    kind: Kind = "self"  # one sequence, one causally masked sequence, or queries and keys of two sequences
     # norms of queries and keys before their rotation (QK-norm), and of values
     q_norm: HeadNorm | None = None
     k_norm: HeadNorm | None = None
