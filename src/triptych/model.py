@@ -1,8 +1,8 @@
-"""`load(x)` is a model: its layers have heads, it reads texts, and a change gives a new one.
+"""`load` and `Model`: a model with its attention layers and heads, for reading, running and changing.
 
-A `Model` holds what it was opened from and its changes. Each verb imports the package that does the work when
-it is called, so that this module can be read, and imported, without the others: `running` runs the model,
-`seeing` shows what its heads do, `rewriting` and `converting` write it, `training` learns from it.
+A `Model` stores its source and its changes. Each verb imports the package for its work when it is called, so
+this module can be read and imported without the other packages: `running` runs a model, `seeing` measures
+heads, `rewriting` and `converting` write models to files, and `training` distils models.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     # A rewrite as a call or a record, a recipe of several, or the file of one.
     Step: TypeAlias = str | Rewrite | RewriteRecipe | Path
 
-# Maps that a layer does not have where it borrows keys and values.
+# Maps missing in KV-sharing layers.
 _OF_KEYS = ("W_K", "W_V")
 
 
@@ -180,9 +180,10 @@ def load(
 
 @final
 class Model:
-    """A model whose layers have heads. A change gives a new model, which shares memory with this one.
+    """A model with its attention layers and heads. A change returns a new model with shared memory.
 
-    `model[3, 2]` is head 2 of layer 3, `model["cross.3"][2]` one of an encoder-decoder's cross-attention.
+    `model[3, 2]` is head 2 of layer 3, and `model["cross.3"][2]` is head 2 of cross-attention layer 3 in an
+    encoder-decoder.
     """
 
     _opened: Opened

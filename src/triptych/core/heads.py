@@ -1,4 +1,4 @@
-"""Layers and heads of a model: matrices, the two forms, and what else decides the output."""
+"""Layers and heads of a model: their matrices, forms and other parts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,12 +24,12 @@ from triptych.printable import table_html
 @final
 @dataclass(frozen=True, eq=False)
 class PairEnergies:
-    """How much of a rotary head's scores each rotary pair carries.
+    """Energies of the rotary pairs of a head, as measures of their share of the attention scores.
 
     Attributes:
-        frequencies: `[pairs]`, the angle in radians by which a pair turns from one position to the next.
-        energies: `[pairs, 2, 2]`, ‖W_Q's channel a‖² ‖W_K's channel b‖² for the two channels of each pair.
-        mean: `[pairs]`, the mean over all angles of the squared norm of the pair's form: half the sum of its
+        frequencies: rotation per position in radians, `[pairs]`.
+        energies: ‖W_Q's channel a‖² ‖W_K's channel b‖² for the two channels of each pair, `[pairs, 2, 2]`.
+        mean: squared norm of each pair's form, averaged over all angles, `[pairs]`: half the sum of its
             energies.
     """
 
@@ -47,12 +47,12 @@ class PairEnergies:
 @final
 @dataclass(frozen=True, eq=False)
 class RotaryForm:
-    """W_QK of a head with rotary positions: one form for every distance, W_Q R(distance) W_Kᵀ.
+    """W_QK of a head with rotary positions: a form for every distance, W_Q R(distance) W_Kᵀ.
 
     Attributes:
         left: W_Q, `[d_model, d_k]`.
-        right: W_K, of the same shape.
-        rotary: what turns queries and keys.
+        right: W_K, `[d_model, d_k]`.
+        rotary: rotary embedding of queries and keys.
     """
 
     left: Float[Tensor, "d_model d_k"]
@@ -60,10 +60,10 @@ class RotaryForm:
     rotary: RotaryEmbedding
 
     def at(self, distance: int) -> BilinearForm:
-        """The form between a query and a key `distance` positions before it.
+        """Return the form between a query and a key `distance` positions before the query.
 
         Args:
-            distance: in tokens; below 0 for a key after the query.
+            distance: distance in tokens, negative for a key after the query.
         """
         rows = self.left if distance >= 0 else self.right
         positions = torch.full((rows.shape[0],), abs(distance), device=rows.device)
@@ -72,7 +72,7 @@ class RotaryForm:
 
     @property
     def pairs(self) -> PairEnergies:
-        """The energies of the rotary pairs; channels that positions do not turn have none."""
+        """Energies of the rotary pairs; unrotated channels are left out."""
         places = [torch.tensor(channels) for channels in self.rotary.pairs]
         q, k = (
             torch.stack([at_least_float32(rows).square().sum(dim=0)[of] for of in places], dim=-1)
@@ -98,12 +98,12 @@ class RotaryForm:
 
 @final
 class Head:
-    """One attention head: `q = x W_Q + b_Q`, `k = y W_K + b_K`, `v = y W_V + b_V`, and W_O.
+    """An attention head: `q = x W_Q + b_Q`, `k = y W_K + b_K`, `v = y W_V + b_V`, and W_O.
 
     Attributes:
-        name: its place, `3.2` or `cross.3.2`.
-        number: in its layer.
-        layer: the layer.
+        name: place in the model, `3.2` or `cross.3.2`.
+        number: number of the head within its layer.
+        layer: layer of the head.
     """
 
     def __init__(self, layer: "Layer", number: int, weights: AttentionWeights | None = None) -> None:
@@ -114,37 +114,40 @@ class Head:
 
     @cached_property
     def weights(self) -> AttentionWeights:
-        """The head as a layer of one head, with the norm that the layer reads; its tensors are views."""
+        """The head as a layer with a single head, with the norm before the layer; tensors are views."""
         return _one_head(self.layer.weights, self.number) if self._own is None else self._own
 
     @cached_property
     def _outline(self) -> AttentionWeights:
-        """As `weights`, for what the shapes tell."""
+        """The same as `weights` for shapes only: values may be missing."""
         return _one_head(self.layer.outline, self.number) if self._own is None else self._own
 
     @property
     def W_Q(self) -> Float[Tensor, "d_model d_k"]:
-        """The map to the query, `[d_model, d_k]`."""
+        """Map to the query, `[d_model, d_k]`."""
         return self._map("q").weight[0]
 
     @property
     def W_K(self) -> Float[Tensor, "d_memory d_k"]:
-        """The map to the key, `[d_model, d_k]`; its group's, where heads share one."""
+        """Map to the key, `[d_model, d_k]`, the same for all heads of a group."""
         return self._map("k").weight[0]
 
     @property
     def W_V(self) -> Float[Tensor, "d_memory d_v"]:
-        """The map to the value, `[d_model, d_v]`; its group's, where heads share one."""
+        """Map to the value, `[d_model, d_v]`, the same for all heads of a group."""
         return self._map("v").weight[0]
 
     @property
     def W_O(self) -> Float[Tensor, "d_v d_model"]:
-        """The map from what the head mixed to the residual stream, `[d_v, d_model]`."""
+        """Map from the weighted sum of values to the residual stream, `[d_v, d_model]`."""
         return self._map("o").weight[0]
 
     @property
     def b_Q(self) -> Float[Tensor, " d_k"] | None:
-        """Bias of the query or None; `b_K` and `b_V` are of key and value. b_O is the layer's."""
+        """Bias of the query, `[d_k]`, or None; `b_K` and `b_V` are the biases of key and value.
+
+        The output bias b_O belongs to the layer.
+        """
         return self._bias("q")
 
     @property
@@ -167,9 +170,9 @@ class Head:
 
     @property
     def qk(self) -> BilinearForm | RotaryForm:
-        """W_QK = W_Q W_Kᵀ: where the head looks. Biases and the scale are left out.
+        """W_QK = W_Q W_Kᵀ, the form of the attention scores, without biases and scale.
 
-        With rotary positions it is a form for every distance (`RotaryForm`).
+        With rotary positions there is a form for every distance (`RotaryForm`).
 
         Raises:
             UsageError: the scores are not a bilinear form, because of norms, clipping or additive scores.
@@ -184,10 +187,10 @@ class Head:
 
     @property
     def ov(self) -> BilinearForm:
-        """W_OV = W_V W_O: what the head moves. Biases are left out.
+        """W_OV = W_V W_O, the map from an attended token to the head's output, without biases.
 
         Raises:
-            UsageError: values are clipped or normalised, which one form cannot express.
+            UsageError: values are clipped or normalised, so the map is not one form.
         """
         if found := [why for why in self.between if why in _BREAKS_OV]:
             raise UsageError(
@@ -198,7 +201,7 @@ class Head:
 
     @property
     def between(self) -> list[str]:
-        """What decides the output besides the maps: rotary positions, QK-norm, a soft cap, and the like."""
+        """Parts of the computation besides the maps, in words, such as rotary positions or QK-norm."""
         found = self._outline.semantics.beyond(("scale", "kind", "dropout"))
         for sides, word in (("qk", _NORM_WITHIN_QK), ("v", _NORM_WITHIN_V)):
             links = [link for side in sides for link in self._outline.chain(side)]  # type: ignore[arg-type]
@@ -208,7 +211,7 @@ class Head:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """The heads of the layer that share keys and values with this one, itself among them."""
+        """Heads of the layer with the same keys and values, including this head."""
         weights = self.layer.outline
         size = weights.num_heads // max(weights.num_key_heads, weights.num_value_heads)
         first = self.number // size * size
@@ -216,21 +219,21 @@ class Head:
 
     @property
     def borrows(self) -> str | None:
-        """The layer whose keys and values the head uses, where its own layer has none; None if it has.
+        """Name of the layer lending keys and values to a KV-sharing layer; None for other layers.
 
-        W_K and W_V are then that layer's, and apply to what that layer reads. `group` has the heads of one
-        layer that share keys and values.
+        W_K and W_V then belong to the lending layer and apply to its input. `group` has the heads of one
+        layer with the same keys and values.
         """
         return self.layer.borrows
 
     @property
     def folded(self) -> "Head":
-        """The same head reading normalised input: gain and shift of the norm before it are in its maps.
+        """The head with gain and shift of the norm before it folded into its maps.
 
-        The mean, which a LayerNorm removes, is taken out of what they read.
+        The maps read the normalised input. Directions removed by a LayerNorm are removed from the maps.
 
         Raises:
-            RewriteRefusedError: the norm cannot be folded (post-norm, sandwich), or there is none.
+            RewriteRefusedError: the norm cannot be folded (post-norm, sandwich), or is missing.
         """
         slots = replace(self.weights, other_norm_readers="", bias_slots=frozenset(("q", "k", "v", "o")))
         folded = fold_norm(slots.to(torch.float64)).weights
@@ -283,15 +286,15 @@ _BREAKS_OV = ("clipped queries, keys and values", "a norm of values", _NORM_WITH
 
 @final
 class Layer:
-    """One attention layer; its weights are read when they are first used.
+    """An attention layer; weights are read on first use.
 
     Attributes:
-        name: its place in the model, `3` or `cross.3`.
-        kind: "self", "causal" or "cross": where queries and keys come from.
-        model: the name of the model.
+        name: place in the model, `3` or `cross.3`.
+        kind: source of queries and keys: "self", "causal" or "cross".
+        model: name of the model.
         num_heads: number of query heads.
-        borrows: the layer whose keys and values it reads; None if it has its own.
-        shares: the earlier layer whose weights it has (ALBERT); None if it has its own.
+        borrows: name of the layer lending keys and values to a KV-sharing layer; None for other layers.
+        shares: name of the earlier layer with the same weights (ALBERT); None without sharing.
     """
 
     def __init__(
@@ -309,7 +312,7 @@ class Layer:
 
     @property
     def weights(self) -> AttentionWeights:
-        """All maps as chains of factors, which of them are shared, and what comes between them."""
+        """All maps as chains of factors, with the sharing of maps and the semantics of the layer."""
         self._require_same()
         return self._weights
 
@@ -325,11 +328,11 @@ class Layer:
 
     @cached_property
     def outline(self) -> AttentionWeights:
-        """The same without numbers, for what the shapes tell."""
+        """The same as `weights` for shapes only; tensors may be on the "meta" device."""
         return self.__dict__.get("_weights") or self._source.outline(self._site).weights
 
     def read_map(self, side: Side, head: int) -> Link | None:
-        """The map of one head by itself; None where all of the layer is read, or has to be."""
+        """Read the map of a single head; None if the whole layer has been read or has to be."""
         self._require_same()
         return None if "_weights" in self.__dict__ else self._source.read_map(self._site, side, head)
 
@@ -354,7 +357,7 @@ class Layer:
 
     @property
     def W_Q(self) -> Float[Tensor, "num_heads d_model d_k"]:
-        """W_Q of every head, `[num_heads, d_model, d_k]`. `W_K` and `W_V` have shared maps repeated."""
+        """W_Q of every head, `[num_heads, d_model, d_k]`. In `W_K` and `W_V` shared maps are repeated."""
         return ReadOnlyTensor.of(self.weights.W_Q)
 
     @property
@@ -372,7 +375,7 @@ class Layer:
 
     @property
     def b_Q(self) -> Float[Tensor, "num_heads d_k"] | None:
-        """Bias of every head's query, `[num_heads, d_k]`, or None; `b_K` and `b_V` of keys and values."""
+        """Query bias of every head, `[num_heads, d_k]`, or None; `b_K` and `b_V` for keys and values."""
         return self._bias("q")
 
     @property
@@ -385,7 +388,7 @@ class Layer:
 
     @property
     def b_O(self) -> Float[Tensor, " d_model"] | None:
-        """The bias of the output, added once; None without."""
+        """Bias of the output, `[d_model]`, added once, or None."""
         return self.weights.o_bias
 
     def _bias(self, side: Literal["q", "k", "v"]) -> Tensor | None:
@@ -394,7 +397,7 @@ class Layer:
 
     @property
     def between(self) -> list[str]:
-        """What decides the output besides the maps."""
+        """Parts of the computation besides the maps, in words (see `Head.between`)."""
         return self[0].between
 
     def __len__(self) -> int:
@@ -404,10 +407,10 @@ class Layer:
         return iter(self.heads)
 
     def __getitem__(self, number: int) -> Head:
-        """A head.
+        """Return a head by its number.
 
         Raises:
-            UsageError: there is no such head.
+            UsageError: the layer does not have this head.
         """
         return Head(self, head_of(number, self.num_heads, f"layer {self.name} of {self.model}"))
 
@@ -432,7 +435,7 @@ class Layer:
 
 @final
 class Layers(Sequence[Layer]):
-    """Attention layers in order; `layers[3]` is the fourth, and a slice is a shorter sequence."""
+    """A sequence of attention layers; `layers[3]` is the fourth layer, and a slice is a shorter sequence."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = tuple(layers)
@@ -461,9 +464,9 @@ class Stack:
     """The attention layers of one stack of a model: `model.encoder.layers`.
 
     Attributes:
-        name: "encoder", "decoder" or "cross".
-        model: the name of the model.
-        layers: in order.
+        name: name of the stack: "encoder", "decoder" or "cross".
+        model: name of the model.
+        layers: layers in order.
     """
 
     def __init__(self, name: str, model: str, layers: Layers) -> None:
@@ -472,7 +475,7 @@ class Stack:
         self.layers = layers
 
     def __getitem__(self, place: int | tuple[int, int]) -> "Layer | Head":
-        """A layer, or with two numbers a head of one."""
+        """Return a layer by its number, or a head by the numbers of layer and head."""
         if isinstance(place, tuple):
             return self.layers[place[0]][place[1]]
         return self.layers[place]
@@ -491,7 +494,7 @@ def _one_head(weights: AttentionWeights, number: int) -> AttentionWeights:
 
 
 def _without_gain(norm: Norm | None) -> Norm | None:
-    """Remove gain and shift from a norm, as the maps that read it have them."""
+    """Remove gain and shift from a norm, after folding."""
     return None if norm is None else replace(norm, weight=torch.ones_like(norm.weight), bias=None, offset=0.0)
 
 

@@ -1,4 +1,4 @@
-"""How a place in a model is spelled: a layer `3`, `encoder.3` or `cross.3`, a head `3.2`, a pattern `*.2`."""
+"""Names of places in a model: a layer `3`, `encoder.3` or `cross.3`, a head `3.2`, a pattern `*.2`."""
 
 import re
 from collections.abc import Sequence
@@ -8,18 +8,18 @@ from typing import Any, final
 
 from triptych.errors import UsageError
 
-# Heads of a change: a layer, a head or a pattern; several, by commas or in a list.
+# Heads of a change: a layer, a head or a pattern, or several separated by commas or in a list.
 Heads = str | int | Sequence[str | int]
 _PART = re.compile(r"[a-z_]+|[0-9]+|\*", re.ASCII)
 
 
 @final
 class NoSuchHeadError(UsageError, IndexError):
-    """A head that a layer does not have; an IndexError, too, for loops that go by index."""
+    """Error for a missing head; also an IndexError, so that loops by index end."""
 
 
 def number_of(place: Any) -> int:
-    """A layer's or a head's number."""
+    """Return the number of a layer or a head."""
     try:
         return index(place)
     except TypeError:
@@ -29,7 +29,7 @@ def number_of(place: Any) -> int:
 
 
 def head_of(head: Any, count: int, layer: str) -> int:
-    """The number of a head of a layer; below 0 it counts from the end."""
+    """Return the number of a head within a layer; a negative number counts from the end."""
     number = number_of(head)
     if not -count <= number < count:
         raise NoSuchHeadError(f"{layer} has no head {number}: its heads are 0 to {count - 1}")
@@ -37,7 +37,7 @@ def head_of(head: Any, count: int, layer: str) -> int:
 
 
 def in_words(heads: Heads) -> str:
-    """The heads of a change as one line."""
+    """Write the heads of a change in one line."""
     if isinstance(heads, Sequence) and not isinstance(heads, str):
         return ", ".join(map(str, heads))
     if isinstance(heads, str | int):
@@ -47,14 +47,14 @@ def in_words(heads: Heads) -> str:
 
 @final
 class PlaceNames:
-    """The names of a model's attention layers, and the layers and heads that a spelling means.
+    """The names of a model's attention layers, and the search for layers and heads by name.
 
-    A model with one stack of self-attention numbers its layers: `0`, `1`, …. Others put the stack before the
-    number: `encoder.0`, `decoder.0`, and `cross.0` for attention to the encoder's output.
+    In a model with one stack the layers are `0`, `1`, …. In models with several stacks the name of the stack
+    is put before the number: `encoder.0`, `decoder.0`, and `cross.0` for attention to the encoder's output.
     """
 
     def __init__(self, layers: Sequence[tuple[str, int]], model: str) -> None:
-        """Name layers by their stacks and numbers; `model` is for messages."""
+        """Build the names from the stack and number of each layer; `model` is for messages."""
         self._model = model
         self._stack_of_layer = [stack for stack, _ in layers]
         self.stacks = tuple(dict.fromkeys(self._stack_of_layer))
@@ -63,7 +63,7 @@ class PlaceNames:
         )
 
     def layer(self, place: int | str) -> int:
-        """The number, in order, of the layer of a name."""
+        """Return the index of a layer in order, by its name."""
         place = place if isinstance(place, str) else number_of(place)
         if isinstance(place, int) and place < 0 and len(self.stacks) == 1 and -place <= len(self.names):
             return len(self.names) + place
@@ -76,7 +76,7 @@ class PlaceNames:
         raise UsageError(f"{self._model} has no layer {place}: its layers are {self._shown()}")
 
     def find(self, place: int | str | tuple[int | str, int]) -> tuple[int, int | None]:
-        """A layer's number in order and a head's in it; None for the layer as a whole."""
+        """Return the index of a layer in order and the number of a head; None for the whole layer."""
         if isinstance(place, tuple) and len(place) == 2:
             return self.layer(place[0]), number_of(place[1])
         if not isinstance(place, str):
@@ -86,6 +86,7 @@ class PlaceNames:
         parts = place.split(".")
         if not all(_PART.fullmatch(part) for part in parts):
             raise UsageError(f'"{place}" is not a place in a model: write a layer as 3, a head as 3.2')
+        # `encoder.3` is a layer, `3.2` a head: a full name comes first, then a number of layer and head.
         if self._full(place) in self.names:
             return self.layer(place), None
         if len(parts) > 1 and parts[-1].isdecimal() and parts[-2].isdecimal():
@@ -93,7 +94,7 @@ class PlaceNames:
         return self.layer(place), None
 
     def heads(self, places: str | Sequence[str], counts: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """The heads of places and patterns, by the number of their layer."""
+        """Find the heads of places and patterns, by the index of their layer."""
         given = re.split(r"[,\s]+", places.strip()) if isinstance(places, str) else list(places)
         found: dict[int, set[int]] = {}
         for place in given:
@@ -104,7 +105,7 @@ class PlaceNames:
         return {layer: tuple(sorted(heads)) for layer, heads in sorted(found.items())}
 
     def residual(self, place: str) -> tuple[str, int]:
-        """The stack and the block before which `residual.3` or `residual.encoder.3` lies in the stream."""
+        """Return the stack and the block after `residual.3` or `residual.encoder.3` in the stream."""
         word, _, rest = place.partition(".")
         stack, _, number = rest.rpartition(".")
         stacks = [stack for stack in self.stacks if stack != "cross"]
@@ -117,6 +118,7 @@ class PlaceNames:
                 f"{place} could be of {' or '.join(stacks)}: write residual.{stacks[0]}.{number}"
             )
         stack = stack or stacks[0]
+        # `residual.0` is before the first block, and `residual.N` after the last of N blocks.
         count = self._stack_of_layer.count(stack)
         if stack not in stacks or int(number) > count:
             raise UsageError(f"{self._model} has no {place}: {stack} has residual.0 to residual.{count}")
@@ -128,6 +130,7 @@ class PlaceNames:
             if head is None:
                 return [(layer, one) for one in range(counts[layer])]
             return [(layer, head_of(head, counts[layer], f"{self._model}: layer {self.names[layer]}"))]
+        # A pattern matches names of heads (`*.2`) or of layers (`decoder.*`): then all heads of the layer.
         pattern = self._full(place)
         found = [
             (layer, head)
@@ -140,7 +143,7 @@ class PlaceNames:
         return found
 
     def _full(self, place: str) -> str:
-        """A name as this model has it: `decoder.3` of a model with one stack is its layer `3`."""
+        """Convert a name to the model's spelling: `decoder.3` of a model with one stack is its layer `3`."""
         first, dot, rest = place.partition(".")
         return rest if dot and len(self.stacks) == 1 and first == self.stacks[0] else place
 
@@ -152,7 +155,7 @@ class PlaceNames:
 
 
 def _range_of_names(names: Sequence[str]) -> str:
-    """Names of one stack: "0 to 11", or one by one where numbers between them are missing."""
+    """Write the names of one stack as "0 to 11", or as a list if the numbers have gaps."""
     first, last = (int(name.rpartition(".")[2]) for name in (names[0], names[-1]))
     if len(names) == 1 or last - first != len(names) - 1:
         return ", ".join(names)

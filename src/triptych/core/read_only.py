@@ -1,6 +1,6 @@
-"""Tensors that are read from a model, and cannot be written.
+"""Read-only tensors, for the matrices of a model.
 
-PyTorch has no flag for that. A subclass of `Tensor` sees every operation on it and refuses those that write.
+PyTorch does not have a read-only flag. A subclass of `Tensor` intercepts every operation and refuses writes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,20 +12,21 @@ from torch import Tensor
 
 from triptych.errors import UsageError
 
-# Operations that write nothing though their names end as those that do.
+# Operations without writes, in spite of their names.
 _HARMLESS = {"requires_grad_", "__invert__", "__index__", "__int__", "__iter__", "__init__"}
 
 
 @final
 class ReadOnlyTensor(Tensor):
-    """A matrix of a model that cannot be written. Views are read-only too; other results are plain tensors.
+    """A read-only matrix of a model. Views are read-only, too; results with new memory are plain tensors.
 
-    Writing raises a `UsageError`: `model.replace` gives a model with another matrix, `clone()` a copy.
+    Writing raises a `UsageError`: `model.replace` returns a model with another matrix, and `clone()` a
+    writable tensor.
     """
 
     @classmethod
     def of(cls, value: Tensor) -> "ReadOnlyTensor":
-        """Wrap a tensor as read-only; the memory is shared."""
+        """Wrap a tensor as read-only, sharing its memory."""
         return value.detach().as_subclass(cls)
 
     @classmethod
@@ -44,13 +45,13 @@ class ReadOnlyTensor(Tensor):
             return _as_given(func(*args, **given), [value for value in args if isinstance(value, cls)])
 
     def plain(self) -> Tensor:
-        """Return a writable tensor with the same memory, for code that only reads it."""
+        """Return a writable tensor with the same memory, for code without writes."""
         with torch._C.DisableTorchFunctionSubclass():
             plain: Tensor = self.as_subclass(Tensor)
         return plain
 
     def set_(self, *given: Any, **named: Any) -> NoReturn:
-        """Refuse other memory: an operation that PyTorch does not tell of."""
+        """Refuse to replace the memory: PyTorch does not report this operation to `__torch_function__`."""
         _refuse()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -75,7 +76,7 @@ def _writes(func: Any) -> bool:
     name = str(getattr(func, "__name__", ""))
     if name in _HARMLESS:
         return False
-    if name == "__set__":  # of a property, such as `data`; gradients are no numbers of the model
+    if name == "__set__":  # setter of a property, such as `data`; setting a gradient is harmless
         return getattr(func, "__self__", None) is not Tensor.grad
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name == "__setitem__" or name.startswith("__i")
@@ -110,7 +111,7 @@ def _as_given(found: Any, read: list[Tensor]) -> Any:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return the address of the numbers; 0 if there are none."""
+    """Return the address of the tensor's memory; 0 without memory."""
     if tensor.is_meta or tensor.layout != torch.strided:
         return 0
     return tensor.untyped_storage().data_ptr()

@@ -1,9 +1,9 @@
-"""Directions that a LayerNorm removes, taken out of the maps around it.
+"""Directions removed by a LayerNorm, and their removal from the maps around it.
 
-A LayerNorm takes the mean of its input away, so its output γ ∘ n + β has Σ n = 0: along 1/γ it is constant.
-What maps that read it do there changes no function, and no training stops it. The same is true of the mean
-of what W_O writes, where all that reads the stream is a LayerNorm. Measures of the maps would follow both. An
-RMSNorm removes nothing.
+A LayerNorm subtracts the mean of its input, so its output γ ∘ n + β has Σ n = 0: it is constant along 1/γ.
+A component of a reading map in this direction adds only a constant to its output (0 if β is 0), and training
+does not stop its growth. The same is true of the mean of W_O's output if only LayerNorms read the residual
+stream. Measures of the maps would depend on these components. An RMSNorm does not remove a direction.
 """
 
 from dataclasses import replace
@@ -34,14 +34,15 @@ def removed_directions(norm: Norm) -> Float[Tensor, "d_model count"] | None:
 def centred(
     weights: AttentionWeights, norm: Norm | None, memory_norm: Norm | None, *, keys: bool = True
 ) -> AttentionWeights:
-    """Take out of the maps what norms before and after the layer remove, in float32 at least.
+    """Remove from the maps the directions removed by norms before and after the layer, in at least float32.
 
     Queries, keys and values read the output of `norm`; in cross-attention, keys and values read the
-    output of `memory_norm`. Without `keys`, keys and values come from another layer's input and stay
-    unchanged.
+    output of `memory_norm`. Without `keys`, keys and values are computed from another layer's input, and
+    their maps stay unchanged.
     """
     of_memory = memory_norm if weights.semantics.kind == "cross" else norm
     read = {"q": norm, "k": of_memory if keys else None, "v": of_memory if keys else None}
+    # Keyed by map and norm, so that shared maps stay shared.
     found: dict[tuple[Link, Norm], Link] = {}
     chains: dict[tuple[Chain, Norm], Chain] = {}
     changed: dict[str, Chain] = {}

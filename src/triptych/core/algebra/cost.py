@@ -1,7 +1,7 @@
-"""What a writing costs: parameters, multiplications, memory.
+"""The cost of a layer's parameterisation: parameters, multiplications, memory.
 
-Everything is counted from the chains of maps and from what they share; no parameterisation is known
-here by name. Shapes are enough: weights on the "meta" device do.
+All counts are derived from the chains of maps and the maps shared by them, without a list of
+parameterisations. Shapes are enough: weights may be on the "meta" device.
 """
 
 from collections.abc import Sequence
@@ -16,23 +16,23 @@ Route = Literal["expanded", "absorbed"]
 @final
 @dataclass(frozen=True)
 class WritingCost:
-    """The cost of one layer's writing, before anything is said of lengths."""
+    """The cost of one layer's parameterisation, independent of lengths."""
 
     parameters: int  # biases included
-    query_flops: int
-    memory_flops: int
-    output_flops: int
-    pair_flops: int  # for one pair of a query and a key: its score, and its share of the output, all heads
-    cached_numbers: int  # what is kept of a token while decoding
+    query_flops: int  # maps of queries, per token; maps shared with keys and values left out
+    memory_flops: int  # maps of keys and values, per token
+    output_flops: int  # gates and output maps, per token
+    pair_flops: int  # score and weighted value, per pair of a query and a key, all heads
+    cached_numbers: int  # values cached per token while decoding
 
     @property
     def token_flops(self) -> int:
-        """The operations of a token that is query and key in one, as in self-attention, without its pairs."""
+        """Operations per token of self-attention, without the products of pairs."""
         return self.query_flops + self.memory_flops + self.output_flops
 
 
 def writing_cost(weights: AttentionWeights) -> WritingCost:
-    """Count what a writing costs, from its shapes and from what it shares."""
+    """Count the cost of a layer from the shapes of its maps and the maps shared by chains."""
     memory_flops = maps_flops((weights.k, weights.v))
     return WritingCost(
         parameters=weights.num_parameters,
@@ -48,7 +48,7 @@ def writing_cost(weights: AttentionWeights) -> WritingCost:
 
 
 def maps_flops(chains: Sequence[Chain], streams: int = 1) -> int:
-    """Floating-point operations of chains of maps for one token; a map that several use counts once."""
+    """Count floating-point operations of chains for one token; shared maps count once."""
     flops: dict[int, int] = {}
     for chain in chains:
         entering = streams
@@ -59,7 +59,7 @@ def maps_flops(chains: Sequence[Chain], streams: int = 1) -> int:
 
 
 def cached_numbers(weights: AttentionWeights) -> int:
-    """Numbers kept of a token while decoding."""
+    """Count the values cached per token while decoding."""
     entries = {
         tuple(id(link) for link in made): _chain_numbers(weights, made)
         for made in (_applied_before_storing(weights, chain)[0] for chain in (weights.k, weights.v))
@@ -68,7 +68,9 @@ def cached_numbers(weights: AttentionWeights) -> int:
 
 
 def _applied_before_storing(weights: AttentionWeights, chain: Chain) -> tuple[Chain, Chain]:
-    """A chain of keys or values, cut where a token is stored: what is applied before, and after."""
+    """Split a chain of keys or values at the cache: maps before storing, and maps after it."""
+    # Keys and values with common maps share a cache behind the last common map. Other chains are stored
+    # behind the last learned map.
     common = [i for i, link in enumerate(chain) if link in weights.k and link in weights.v]
     if common and weights.k != weights.v:
         cut = common[-1] + 1
@@ -78,33 +80,33 @@ def _applied_before_storing(weights: AttentionWeights, chain: Chain) -> tuple[Ch
 
 
 def _out_width(weights: AttentionWeights, chain: Chain) -> int:
-    """Width of what a chain makes, one head's."""
+    """Return the width of a chain's output for one head."""
     return chain[-1].d_out if chain else weights.d_model
 
 
 def _gate_cost(weights: AttentionWeights) -> tuple[int, int]:
-    """Operations for the gates of all heads of a token, and their parameters."""
+    """Count operations per token and parameters of all gates."""
     gate = weights.semantics.gate
     return (0, 0) if gate is None else (gate.flops, gate.num_parameters)
 
 
 def _chain_numbers(weights: AttentionWeights, chain: Chain) -> int:
-    """Numbers that a chain makes of one token, all copies."""
+    """Count the output values of a chain for one token."""
     return max(link.copies for link in chain) * chain[-1].d_out if chain else weights.d_model
 
 
 @final
 @dataclass(frozen=True)
 class PassCost:
-    """The cost of one pass of a layer: some queries, over the keys they may see."""
+    """The cost of one pass of a layer: a number of queries over all keys."""
 
-    route: Route  # "expanded" where keys and values are made of what is remembered of each token
-    flops: int  # of the matrix products, a multiplication and an addition being two
-    diagonal_flops: int  # multiplications by diagonal maps (one a channel), which are not in `flops`
-    weight_numbers: int  # parameters of the maps that are used, biases included
-    moved_numbers: int  # numbers, `weight_numbers` apart, that pass between memory and processor in the ideal
-    kept_numbers: int  # numbers that training keeps for the backward pass, each tensor once
-    pair_numbers: int  # attention weights, one a head and pair: kept besides where attention is written out
+    route: Route  # "expanded" if keys and values are computed from the cache
+    flops: int  # operations of matrix products: a multiplication and an addition count as two
+    diagonal_flops: int  # multiplications by diagonal maps, not included in `flops`
+    weight_numbers: int  # parameters of the maps in use, biases included
+    moved_numbers: int  # values besides `weight_numbers` moved between memory and processor, ideally
+    kept_numbers: int  # values stored for the backward pass in training, each tensor once
+    pair_numbers: int  # attention weights of all heads and pairs, stored as well where they are materialised
 
 
 def pass_cost(
@@ -115,10 +117,11 @@ def pass_cost(
     memory_len: int | None = None,
     route: Route | None = None,
 ) -> PassCost:
-    """Count one pass over one sequence."""
+    """Count the cost of one pass over one sequence; the cheaper route if None is given."""
     if memory_len is not None and cached > memory_len:
         raise ValueError(f"{cached} tokens are cached, but the memory has {memory_len}")
     expanded = _Pass(weights, query_len, cached, memory_len, "expanded").cost()
+    # Without learned maps behind the cache there is only the expanded route.
     stored = (_applied_before_storing(weights, chain)[1] for chain in (weights.k, weights.v))
     if not any(link.learned for chain in stored for link in chain):
         if route == "absorbed":
@@ -132,16 +135,16 @@ def pass_cost(
 
 @dataclass(frozen=True)
 class _Value:
-    """Something a pass has made: by which maps, for how many tokens, how many vectors of what width."""
+    """A tensor of a pass: `streams` vectors of a width for each token."""
 
-    key: tuple[object, ...]
+    key: tuple[object, ...]  # the maps that produced it
     tokens: int
     streams: int
     width: int
 
 
 class _Pass:
-    """Walks through one pass and adds up; what two chains have in common is made once."""
+    """Counter of one pass; tensors common to two chains are computed once."""
 
     def __init__(
         self, weights: AttentionWeights, query_len: int, cached: int, memory_len: int | None, route: Route
@@ -159,7 +162,7 @@ class _Pass:
         self.kept: set[tuple[object, ...]] = set()
 
     def cost(self) -> PassCost:
-        """Walk, and give the sums."""
+        """Run through the pass and return the sums."""
         weights = self.weights
         heads = self.weights.num_heads
         x = self._value(("input",), self.query_len, 1, weights.d_model)
@@ -173,6 +176,7 @@ class _Pass:
             k = self._chain(k, rest_k)
             v = self._chain(v, rest_v)
         else:
+            # Absorbed: queries pass the transposed maps of keys, and mixed cache entries the maps of values.
             for link in reversed(rest_k):
                 q = self._apply(q, link, transposed=True)
         attended = self._value(("heads",), self.query_len, heads, v.width)
@@ -187,6 +191,7 @@ class _Pass:
         if weights.o and (copies := weights.o[-1].copies) < summed.streams:
             summed = self._value(("summed",), self.query_len, copies, summed.width)
         output = self._chain(summed, weights.o[-1:])
+        # Inputs are read, the output is written, and every other tensor is written and read.
         read = {("input",), (self.source,)}
         made = self.numbers.keys() - read - {output.key}
         bias = 0 if weights.o_bias is None else weights.o_bias.numel()

@@ -1,11 +1,11 @@
-"""A bilinear form kept as a product of two thin factors.
+"""A bilinear form stored as a product of two thin factors.
 
     A = L Rᵀ,   A(x, y) = x A yᵀ        L [d_left, r], R [d_right, r], x and y rows
 
-A head is two of them: W_QK = W_Q W_Kᵀ (left W_Q, right W_K) and W_OV = W_V W_O (left W_V, right W_Oᵀ).
-All that is asked of A comes from L = Q_l R_l, R = Q_r R_r (thin QR) and the small core C = R_l R_rᵀ:
-A = Q_l C Q_rᵀ, so A and C share their singular values. Cost O(d r²) instead of O(d³); A itself is
-built by `dense()` alone.
+A head has two forms: W_QK = W_Q W_Kᵀ (left W_Q, right W_K) and W_OV = W_V W_O (left W_V, right W_Oᵀ).
+Decompositions start from the thin QR of each factor, L = Q_l R_l and R = Q_r R_r, and the small core
+C = R_l R_rᵀ: A = Q_l C Q_rᵀ, so A and C share their non-zero singular values. The cost is O(d r²) instead
+of O(d³). Only `dense()` builds A.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class ThinSVD(NamedTuple):
-    """A = U diag(S) Vh, with k = min(r, d_left, d_right)."""
+    """Thin singular value decomposition, A = U diag(S) Vh with k = min(r, d_left, d_right)."""
 
     U: Float[Tensor, "*batch d_left k"]  # the entry of largest magnitude of each column is positive
     S: Float[Tensor, "*batch k"]  # descending
@@ -31,7 +31,7 @@ class ThinSVD(NamedTuple):
 
 
 class _Reduced(NamedTuple):
-    """A = Q_left core Q_rightᵀ, both Q with orthonormal columns."""
+    """Reduction A = Q_left core Q_rightᵀ to a small core; Q_left and Q_right have orthonormal columns."""
 
     Q_left: Tensor
     core: Tensor
@@ -41,24 +41,25 @@ class _Reduced(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False, repr=False)
 class BilinearForm:
-    """The form A = left rightᵀ, or a batch of them (heads, layers).
+    """A bilinear form A = left rightᵀ, or a batch of forms (heads, layers).
 
-    r is free: thin (a factored head), d (a head written as one matrix W: left = W, right = identity),
-    or more. Every method works on the whole batch in one call. What it returns depends on A only, not
-    on the writing, but for the factors and widths themselves and, by r, how many singular values are listed.
+    The inner width r is arbitrary: thin (a factored head), d (a head with one matrix W: left = W, right =
+    identity), or larger. Every method computes the whole batch in one call. Results depend on A only, not on
+    its factorisation, apart from the factors, the widths and the number of singular values listed.
 
     Products (`dense`, `apply`, `scores`, `@`) keep the factors' dtype. Measures and decompositions
-    of float16 and bfloat16 factors are computed, and returned, in float32; rounding back is for the
-    caller, with `to`. They refuse factors that are not finite. Gradients flow through all of them but
-    need factors of full column rank, and distinct singular values where singular vectors are returned.
+    of float16 and bfloat16 factors are computed and returned in float32; the caller rounds back with `to`.
+    They raise a ValueError for factors with NaN or infinity. Gradients flow through measures and
+    decompositions if the factors have full column rank and, where singular vectors are returned, the singular
+    values are distinct.
 
     Attributes:
-        left: `[*batch, d_left, r]`.
-        right: `[*batch, d_right, r]`.
+        left: left factor, `[*batch, d_left, r]`.
+        right: right factor, `[*batch, d_right, r]`.
 
     Raises:
-        ValueError: factors that do not fit together (r, batch, dtype, device), or that are not of a
-            floating point dtype.
+        ValueError: the factors do not fit together (r, batch, dtype, device), or their dtype is not one of
+            float16, bfloat16, float32 and float64.
     """
 
     left: Float[Tensor, "*batch d_left r"]
@@ -93,7 +94,7 @@ class BilinearForm:
 
     @property
     def batch(self) -> torch.Size:
-        """The leading dimensions."""
+        """Leading dimensions of the factors."""
         return self.left.shape[:-2]
 
     @property
@@ -108,29 +109,29 @@ class BilinearForm:
 
     @property
     def width(self) -> int:
-        """The inner width r of this writing; the rank of A is at most that."""
+        """Inner width r of the factors, an upper bound of the rank of A."""
         return self.left.shape[-1]
 
     @property
     def max_rank(self) -> int:
-        """The number of singular values k = min(r, d_left, d_right)."""
+        """Number of singular values, k = min(r, d_left, d_right)."""
         return min(self.width, self.d_left, self.d_right)
 
     def to(self, dtype: torch.dtype) -> "BilinearForm":
-        """The form with both factors cast."""
+        """Cast both factors."""
         return BilinearForm(self.left.to(dtype), self.right.to(dtype))
 
     # Products.
 
     def dense(self) -> Float[Tensor, "*batch d_left d_right"]:
-        """A written out: d_left × d_right numbers. For teaching and tests; no other method does it."""
+        """Build A, `[*batch, d_left, d_right]`, for teaching and tests. No other method builds A."""
         return self.left @ self.right.mT
 
     def apply(self, x: Float[Tensor, "*x_batch n d_x"]) -> Float[Tensor, "*out_batch n d_right"]:
-        """X A, through the factors.
+        """Compute X A with the factors.
 
         Args:
-            x: `[*batch, n, d_left]`; its leading dimensions broadcast with the form's.
+            x: rows, `[*batch, n, d_left]`; leading dimensions broadcast with the form's batch.
 
         Returns:
             `[*batch, n, d_right]`.
@@ -144,11 +145,11 @@ class BilinearForm:
     def scores(
         self, x: Float[Tensor, "*x_batch n d_x"], y: Float[Tensor, "*y_batch m d_y"]
     ) -> Float[Tensor, "*out_batch n m"]:
-        """X A yᵀ, the form's value at every pair of rows; nothing is divided by √d_k.
+        """Compute X A Yᵀ, the form's value at every pair of rows, without division by √d_k.
 
         Args:
-            x: `[*batch, n, d_left]`; leading dimensions broadcast with the form's.
-            y: `[*batch, m, d_right]`, with leading dimensions that broadcast too.
+            x: rows, `[*batch, n, d_left]`; leading dimensions broadcast with the form's batch.
+            y: rows, `[*batch, m, d_right]`; leading dimensions broadcast with the form's batch.
 
         Returns:
             `[*batch, n, m]`.
@@ -161,11 +162,11 @@ class BilinearForm:
         return (x @ self.left) @ (y @ self.right).mT
 
     def transpose(self) -> "BilinearForm":
-        """Aᵀ: the factors change places."""
+        """Return Aᵀ: swap the factors."""
         return BilinearForm(self.right, self.left)
 
     def __matmul__(self, other: "BilinearForm") -> "BilinearForm":
-        """A B, written with the smaller of the two widths."""
+        """Multiply two forms, A B; the result has the smaller of the two widths."""
         if self.d_right != other.d_left:
             raise ValueError(
                 f"a form of {self.d_left} × {self.d_right} cannot be followed by one of "
@@ -178,7 +179,7 @@ class BilinearForm:
         return BilinearForm(self.left @ middle, other.right)
 
     def __sub__(self, other: "BilinearForm") -> "BilinearForm":
-        """A − B: the factors side by side, so the widths add up."""
+        """Subtract a form, A − B; factors are concatenated, so the widths add up."""
         if (self.d_left, self.d_right) != (other.d_left, other.d_right):
             raise ValueError(
                 f"forms of {self.d_left} × {self.d_right} and {other.d_left} × {other.d_right} "
@@ -190,22 +191,22 @@ class BilinearForm:
         )
 
     def difference_norm(self, other: "BilinearForm") -> Float[Tensor, "*batch"]:
-        """‖A − B‖_F, right to rounding of the factors (ε ‖left‖ ‖right‖) however near B is.
+        """Compute ‖A − B‖_F, accurate to rounding of the factors (ε ‖left‖ ‖right‖) even if B is close to A.
 
-        Through the QR of both factors side by side; ‖A‖² + ‖B‖² − 2 tr(AᵀB) would lose half the digits.
+        The norm is that of `A − B`; ‖A‖² + ‖B‖² − 2 tr(AᵀB) would lose half the digits.
 
         Args:
-            other: B, of A's shape and batch.
+            other: the form B, with the shape and batch of A.
 
         Raises:
-            ValueError: the forms do not fit, or have entries that are not finite.
+            ValueError: the forms do not fit, or have entries with NaN or infinity.
         """
         return (self - other).norm()
 
     # Spectrum.
 
     def svd(self) -> ThinSVD:
-        """Thin singular value decomposition of A, signs fixed (see `ThinSVD`)."""
+        """Compute the thin singular value decomposition of A, with fixed signs (see `ThinSVD`)."""
         Q_left, core, Q_right = self._reduce()
         U, S, Vh = torch.linalg.svd(core, full_matrices=False)
         U = Q_left @ U
@@ -215,68 +216,68 @@ class BilinearForm:
         return ThinSVD(U * signs, S, signs.mT * Vh)
 
     def singular_values(self) -> Float[Tensor, "*batch k"]:
-        """The k = min(r, d_left, d_right) singular values of A, descending; any others are 0."""
+        """Compute k = min(r, d_left, d_right) singular values of A, descending; further values are 0."""
         S: Tensor = torch.linalg.svdvals(self._core())
         return S
 
     def spectrum(self) -> Spectrum:
-        """The singular values with all that is read off them."""
+        """Return the singular values as a `Spectrum`, with ranks and norms."""
         return Spectrum(self.singular_values())
 
     def eigenvalues(self) -> Complex[Tensor, "*batch k"]:
-        """The k = min(r, d) eigenvalues of a square A that may differ from 0, by descending magnitude."""
+        """Compute k = min(r, d) eigenvalues of a square A by descending magnitude; further values are 0."""
         values: Tensor = torch.linalg.eigvals(self._squeeze("eigenvalues"))
         return values.gather(-1, values.abs().argsort(dim=-1, descending=True, stable=True))
 
     def rank(self, tolerance: float | None = None) -> Int[Tensor, "*batch"]:
-        """Number of singular values above tolerance · σ₁; 0 for a form that is zero.
+        """Count the singular values above tolerance · σ₁; 0 for the zero form.
 
         Args:
-            tolerance: at least 0; max(d_left, d_right) times the dtype's epsilon if None, as in
-                `torch.linalg.matrix_rank`.
+            tolerance: relative threshold, at least 0. Default: max(d_left, d_right) times the dtype's
+                epsilon, as in `torch.linalg.matrix_rank`.
 
         Raises:
-            ValueError: a tolerance below 0, or factors that are not finite.
+            ValueError: the tolerance is below 0, or the factors are not finite.
         """
         if tolerance is not None and not tolerance >= 0:
             raise ValueError(f"tolerance is {tolerance}: it must be at least 0")
         return self._above(self.singular_values(), tolerance).sum(dim=-1)
 
     def norm(self) -> Float[Tensor, "*batch"]:
-        """The Frobenius norm, √Σ σ_i²."""
+        """Compute the Frobenius norm, √Σ σ_i²."""
         core = self._core()
         largest = core.abs().amax(dim=(-2, -1))
-        # Squares of very small entries would vanish, and squares of very large ones overflow.
+        # Squares of very small entries would underflow, and squares of very large entries overflow.
         norm: Tensor = torch.linalg.matrix_norm(core / or_one(largest)[..., None, None])
         return norm * largest
 
     def spectral_norm(self) -> Float[Tensor, "*batch"]:
-        """σ₁: the most that A can stretch a row."""
+        """Compute σ₁, the largest factor by which A stretches a row."""
         return self.singular_values()[..., 0]
 
     def effective_rank(self) -> Float[Tensor, "*batch"]:
-        """The exponential of the entropy of σ/Σσ: 1 to k, and 0 for a form that is zero.
+        """Compute the exponential of the entropy of σ/Σσ: 1 to k, and 0 for the zero form.
 
         Source: Roy & Vetterli 2007, "The effective rank", EUSIPCO.
         """
         return self.spectrum().effective_rank
 
     def stable_rank(self) -> Float[Tensor, "*batch"]:
-        """‖A‖_F²/σ₁²: 1 to k, and 0 for a form that is zero."""
+        """Compute ‖A‖_F²/σ₁²: 1 to k, and 0 for the zero form."""
         return self.spectrum().stable_rank
 
     def participation_ratio(self) -> Float[Tensor, "*batch"]:
-        """(Σσ²)²/Σσ⁴: 1 to k, and 0 for a form that is zero."""
+        """Compute (Σσ²)²/Σσ⁴: 1 to k, and 0 for the zero form."""
         return self.spectrum().participation_ratio
 
     def energy(self, rank: int) -> Float[Tensor, "*batch"]:
-        """Share of Σσ² that the nearest form of this rank keeps; 1 for a form that is zero.
+        """Compute the share of Σσ² in the nearest form of a rank; 1 for the zero form.
 
         Args:
-            rank: 1 ≤ rank ≤ k = min(r, d_left, d_right).
+            rank: rank of the nearest form, 1 ≤ rank ≤ k = min(r, d_left, d_right).
 
         Raises:
-            ValueError: rank out of range; the message gives both numbers.
+            ValueError: the rank is out of range; the message gives the range.
         """
         self._require_rank(rank)
         return self.spectrum().kept[..., rank - 1]
@@ -284,54 +285,55 @@ class BilinearForm:
     # Square forms.
 
     def trace(self) -> Float[Tensor, "*batch"]:
-        """Sum of the diagonal of a square A."""
+        """Sum the diagonal of a square A."""
         self._require_square("trace")
         left, right = self._working_factors()
         return (left * right).sum(dim=(-2, -1))
 
     def symmetry_score(self) -> Float[Tensor, "*batch"]:
-        """tr(A²)/‖A‖²: 1 symmetric, −1 antisymmetric, about 0 for random factors; 0 if A is zero."""
+        """Compute tr(A²)/‖A‖²: 1 if A is symmetric, −1 if antisymmetric, about 0 if random, 0 for A = 0."""
         M = self._squeeze("symmetry score")
-        # M has the trace of A² but, the frames being two, not the norm of A.
+        # tr(M²) = tr(A²), but ‖M‖ differs from ‖A‖ because Q_left and Q_right differ.
         norm = or_one(self.norm())[..., None, None]
         M = M / norm
         return (M * M.mT).sum(dim=(-2, -1)).clamp(-1.0, 1.0)
 
     def symmetric_share(self) -> Float[Tensor, "*batch"]:
-        """‖½(A + Aᵀ)‖²/‖A‖² = ½(1 + symmetry score): 0 to 1, and ½ if A is zero.
+        """Compute ‖½(A + Aᵀ)‖²/‖A‖² = ½(1 + symmetry score): 0 to 1, and ½ if A is zero.
 
         Raises:
             ValueError: A is not square; the message gives both widths.
         """
         return (1 + self.symmetry_score()) / 2
 
-    # Other writings.
+    # Other factorisations.
 
     def truncate(self, rank: int) -> "BilinearForm":
-        """Nearest form of the given rank in Frobenius norm, A ≈ (U_r S_r^½)(V_r S_r^½)ᵀ.
+        """Compute the nearest form of a rank in Frobenius norm, A ≈ (U_r S_r^½)(V_r S_r^½)ᵀ.
 
         Args:
-            rank: 1 ≤ rank ≤ k = min(r, d_left, d_right).
+            rank: rank of the nearest form, 1 ≤ rank ≤ k = min(r, d_left, d_right).
 
         Returns:
-            A form of width `rank`, written as by `gauge_fix`; its error is √(Σ_{i>rank} σ_i²).
+            A form of width `rank`, factored as by `gauge_fix`. Its error is √(Σ_{i>rank} σ_i²).
 
         Raises:
-            ValueError: rank out of range; the message gives both numbers.
+            ValueError: the rank is out of range; the message gives the range.
 
         Source: Eckart & Young 1936, doi 10.1007/BF02288367.
         """
         self._require_rank(rank)
         U, S, Vh = self.svd()
-        # A singular value that is only rounding, about ε σ₁, would show as √ε in both factors.
+        # A singular value of rounding size, about ε σ₁, would appear as √ε in both factors.
         S = torch.where(self._above(S), S, 0.0)[..., None, :rank].sqrt()
         return BilinearForm(U[..., :rank] * S, Vh[..., :rank, :].mT * S)
 
     def gauge_fix(self) -> "BilinearForm":
-        """The one writing that all gauges of A share: factors U S^½ and V S^½, of width k.
+        """Return the canonical factorisation of A, equal for all gauges: U S^½ and V S^½, of width k.
 
         Singular values descend, and the entry of largest magnitude of each left column is positive.
-        It is unique if the non-zero singular values are distinct; columns of zero ones are zero.
+        The factorisation is unique if the non-zero singular values are distinct. Columns of zero singular
+        values are zero.
         """
         return self.truncate(self.max_rank)
 
@@ -350,14 +352,15 @@ class BilinearForm:
         return _Reduced(Q_left, _finite_product(R_left, R_right.mT), Q_right)
 
     def _core(self) -> Tensor:
-        """The matrix of `_reduce`, a small one with the singular values of A, at half the cost."""
+        """Compute the core of `_reduce`, up to signs, at half the cost. It has the singular values of A."""
         factors = self._working_factors()
+        # torch computes gradients of R only together with Q.
         learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in factors)
         left, right = (torch.linalg.qr(factor, mode="reduced" if learns else "r").R for factor in factors)
-        return _finite_product(left, right.mT)  # without Q, R has no gradient
+        return _finite_product(left, right.mT)
 
     def _squeeze(self, what: str) -> Tensor:
-        """Small matrix with the traces and non-zero eigenvalues of a square A and of its powers."""
+        """Compute a small matrix M with the non-zero eigenvalues of a square A, so tr(Mⁿ) = tr(Aⁿ)."""
         self._require_square(what)
         Q_left, core, Q_right = self._reduce()
         return core @ (Q_right.mT @ Q_left)
@@ -391,7 +394,7 @@ class BilinearForm:
 
 
 def are_finite(numbers: Tensor) -> bool:
-    """Whether there is no NaN and no infinity; reads the numbers once, in the order of the memory."""
+    """Return True if no value is NaN or infinite. Read each value once, in memory order."""
     if not numbers.numel():
         return True
     by_stride = sorted(range(numbers.ndim), key=numbers.stride, reverse=True)
@@ -400,7 +403,7 @@ def are_finite(numbers: Tensor) -> bool:
 
 
 def at_least_float32(numbers: Tensor) -> Tensor:
-    """Convert numbers to float32, unless they are float64."""
+    """Convert a tensor to float32, unless it is float64."""
     return numbers.to(torch.promote_types(numbers.dtype, torch.float32))
 
 

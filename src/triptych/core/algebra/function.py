@@ -1,7 +1,7 @@
-"""What an attention layer computes, written out: its maps, and what is between them and the softmax.
+"""The plain formula of an attention layer, from the maps to the output.
 
-`AttentionWeights` has everything to compute the output of a layer, slowly and in any dtype. That is how a
-reading of a checkpoint is checked against the model that wrote it, and a rewrite against the original.
+The output is computed from `AttentionWeights` alone, slowly and in any dtype. Tests compare layers with it,
+and rewrites are measured with it on probes.
 """
 
 import math
@@ -21,7 +21,10 @@ def run_layer(
     memory: Float[Tensor, "batch key_len d_memory"] | None = None,
     mask: Bool[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "batch query_len d_out"]:
-    """The output of a layer, step by step, in the dtype of its maps."""
+    """Compute the output of a layer step by step, in the dtype of its maps.
+
+    `memory` is the input of keys and values in cross-attention, `mask` True where a query may see a key.
+    """
     q, k, v = channels(weights, x, memory)
     mixed = gated(weights, x, probabilities(weights, q, k, mask) @ for_heads(v, weights.num_heads))
     for link in weights.o:
@@ -31,7 +34,7 @@ def run_layer(
 
 
 class Channels(NamedTuple):
-    """Queries of every head, keys and values of every key and value head, before positions turn them."""
+    """Queries of every head, and keys and values of every key and value head, before rotation."""
 
     q: Float[Tensor, "batch heads query_len d_k"]
     k: Float[Tensor, "batch key_heads key_len d_k"]
@@ -43,7 +46,7 @@ def channels(
     x: Float[Tensor, "batch query_len d_model"],
     memory: Float[Tensor, "batch key_len d_memory"] | None = None,
 ) -> Channels:
-    """What the maps, and the norms after them, make of the inputs; arguments as of `run_layer`."""
+    """Compute queries, keys and values before rotation, from the arguments of `run_layer`."""
     y = x if memory is None else memory
     semantics = weights.semantics
     q = _through(weights, "q", x)
@@ -52,13 +55,14 @@ def channels(
     q = q if semantics.q_norm is None else semantics.q_norm(q)
     k = k if semantics.k_norm is None else semantics.k_norm(k)
     v = v if semantics.v_norm is None else semantics.v_norm(v)
+    # Norms come before clipping, and both before rotation.
     if semantics.clip is not None:
         q, k, v = (t.clamp(-semantics.clip, semantics.clip) for t in (q, k, v))
     return Channels(for_heads(q, weights.num_heads), k, v)
 
 
 def for_heads(t: Float[Tensor, "batch copies length width"], num_heads: int) -> Tensor:
-    """Each copy once for every query head that reads it."""
+    """Repeat key or value heads, once for every query head of their group."""
     return t.repeat_interleave(num_heads // t.shape[1], dim=1)
 
 
@@ -68,12 +72,13 @@ def probabilities(
     k: Float[Tensor, "batch key_heads key_len d_k"],
     mask: Bool[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "batch heads query_len key_len"]:
-    """The attention weights of queries and keys from `channels`; the mask as that of `run_layer`."""
+    """Compute attention weights from the queries and keys of `channels`, with the mask of `run_layer`."""
     semantics = weights.semantics
     query_positions, key_positions = (torch.arange(t.shape[2], device=t.device) for t in (q, k))
     if semantics.rotary is not None:
         q = semantics.rotary(q)
         k = semantics.rotary(k)
+    # Late gains and the temperature scale rotated queries.
     q = semantics.apply_late_gains(q)
     if semantics.temperature is not None:
         q = semantics.temperature(q, query_positions)
@@ -86,6 +91,7 @@ def probabilities(
     scores = scores.masked_fill(~_visible(semantics, query_positions, key_positions, mask), -math.inf)
     if semantics.sinks is None:
         return scores.softmax(dim=-1)
+    # A sink takes part in the softmax as one more key, without a value: its weight is cut off.
     sinks = semantics.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
     return torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
 
@@ -95,13 +101,13 @@ def gated(
     x: Float[Tensor, "batch query_len d_model"],
     mixed: Float[Tensor, "batch heads query_len d_v"],
 ) -> Float[Tensor, "batch heads query_len d_v"]:
-    """Mixed values as they meet W_O: times the gate of each head, if the layer has one."""
+    """Multiply mixed values by the gate of each head, if the layer has gates."""
     gate = weights.semantics.gate
     return mixed if gate is None else mixed * gate(x.to(mixed.dtype))
 
 
 def _through(weights: AttentionWeights, side: Side, x: Tensor) -> Tensor:
-    """A side's chain applied, `[batch, copies, length, width]`."""
+    """Apply a chain to the input; the result is `[batch, copies, length, width]`."""
     x = x[:, None].to(weights.dtype)
     for link in weights.chain(side):
         if x.shape[1] not in (1, link.copies):

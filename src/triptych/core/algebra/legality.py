@@ -1,4 +1,4 @@
-"""What rewrites need of a layer, as data, and what more than one of them asks before it touches a map."""
+"""Requirements of rewrites as data, and checks shared by several rewrites."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ INPUT_SIDES: tuple[Side, ...] = ("q", "k", "v")
 
 
 class Trait(NamedTuple):
-    """Something that a layer may do, for which some rewrites are refused."""
+    """A feature of layers for which some rewrites are refused."""
 
     words: str
     there: Callable[[AttentionWeights], bool]
@@ -21,13 +21,13 @@ class Trait(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Need:
-    """What a rewrite needs of a layer: that it has none of some traits.
+    """A requirement of a rewrite: the absence of some traits.
 
-    The refusal, the column of the table of rewrites and what a certificate says was checked follow from it.
+    Refusals, a column of the table of rewrites and the checks listed in certificates are derived from it.
 
     Attributes:
-        against: the traits, each with the reason that a refusal gives.
-        of: what the need is for, where the options of a rewrite may need less ("W_QK").
+        against: refused traits, mapped to the reasons given by refusals.
+        of: part of the layer in question ("W_QK"), where some options of a rewrite require less.
     """
 
     against: Mapping[str, str]
@@ -35,18 +35,18 @@ class Need:
 
     @property
     def where(self) -> str:
-        """Where it is missing, in words."""
+        """Refused traits in words, for the table of rewrites."""
         words = ", ".join(TRAITS[trait].words for trait in self.against)
         return f"{self.of}: {words}" if self.of else words
 
     @property
     def checked(self) -> tuple[str, ...]:
-        """What a certificate says of a layer that has it."""
+        """Absent traits in words, for certificates."""
         before = f"{self.of}: " if self.of else ""
         return tuple(f"{before}no {TRAITS[trait].words}" for trait in self.against)
 
     def why_not(self, weights: AttentionWeights) -> str:
-        """The reason why a layer does not have it; "" if it does."""
+        """Return the reason why a layer does not satisfy the requirement; "" if it does."""
         semantics = weights.semantics
         words = {name: getattr(semantics, name) for name in ("clip", "soft_cap", "dropout", "positions")}
         for trait, why in self.against.items():
@@ -55,7 +55,7 @@ class Need:
         return ""
 
     def require(self, name: str, weights: AttentionWeights, advice: str = "", about: str = "") -> None:
-        """Refuse a layer that does not have it."""
+        """Raise RewriteRefusedError unless a layer satisfies the requirement."""
         if reason := self.why_not(weights):
             raise RewriteRefusedError(name, about + reason, advice)
 
@@ -112,7 +112,7 @@ _VALUES_NORMED = "the values of each head are normalised after their map"
 _CLIPPED = "queries, keys and values are clipped at ±{clip:g}, channel by channel and with their biases"
 _NORMALISED = "queries and keys are normalised (QK-norm), which depends on the basis of their channels"
 _MET = "distances meet queries and keys in the same channels (disentangled positions)"
-# The channels between the two maps of a form may be mixed.
+# Requirements for mixing the channels between the two maps of a form.
 CHANNELS_FREE: dict[Literal["qk", "ov"], Need] = {
     "qk": Need(
         {
@@ -133,7 +133,7 @@ CHANNELS_FREE: dict[Literal["qk", "ov"], Need] = {
         "W_OV",
     ),
 }
-# Rotary pairs are what meets in the scores.
+# Requirement for scores being sums over rotary pairs of queries and keys.
 ROTARY_PAIRS_MEET = Need(
     {
         "no_rotary": "the layer has no rotary pairs: its positions are {positions}, not rotary",
@@ -144,7 +144,7 @@ ROTARY_PAIRS_MEET = Need(
     },
     "W_QK of rotary heads",
 )
-# The channels of W_QK may be mixed, or its rotary pairs be treated one by one.
+# Requirement for mixing the channels of W_QK, or for treating its rotary pairs separately.
 CHANNELS_OR_PAIRS = Need(
     {
         trait: why
@@ -153,7 +153,7 @@ CHANNELS_OR_PAIRS = Need(
     },
     "W_QK",
 )
-# W_Q W_Kᵀ is all that scores see of queries and keys.
+# Requirement for scores depending on queries and keys through W_Q W_Kᵀ only.
 SCORES_ARE_THE_FORM = Need(
     {
         "rotary": "under rotary positions the form depends on the distance, so no one matrix is it",
@@ -162,7 +162,7 @@ SCORES_ARE_THE_FORM = Need(
         "clip": _CLIPPED,
     }
 )
-# A number added to every score of a query is not seen.
+# Requirement for dropping the key bias: it adds the same value to all scores of a query.
 KEY_BIAS_BLIND = Need(
     {
         "rotary": "under rotary positions the key bias is turned with each key, so it does not add the same "
@@ -178,7 +178,7 @@ KEY_BIAS_BLIND = Need(
         "with theirs",
     }
 )
-# A value bias is one of the output.
+# Requirement for a value bias being a bias of the output.
 VALUE_BIAS_PASSES = Need(
     {
         "dropout": "attention dropout of {dropout:g} is on, as while training: rows of weights do not sum to "
@@ -191,7 +191,7 @@ VALUE_BIAS_PASSES = Need(
         "no_output_bias": "the output map has no bias slot in the target format",
     }
 )
-# Keys and values of all heads may be made from one latent.
+# Requirement for computing keys and values of all heads from one latent.
 ONE_LATENT = Need(
     {
         "rotary": "under rotary positions keys would have to be turned between the latent and the query; "
@@ -200,7 +200,7 @@ ONE_LATENT = Need(
     },
     "without a format",
 )
-# Keys and values may be made as in DeepSeek's layers, and nothing else is done that these do not do.
+# Requirement for the format of DeepSeek's layers: decoupled rotary keys, and only features of these layers.
 DECOUPLED = Need(
     {
         "no_rotary": "the positions are {positions}, and DeepSeek's layers have rotary ones",
@@ -217,7 +217,7 @@ DECOUPLED = Need(
     },
     "with a format",
 )
-# Positions add nothing of each head's own, which would stay in its place; maps of distances go along.
+# Requirement for reordering heads: no position bias per head. Distance embeddings move with their heads.
 HEADS_ALIKE = Need(
     dict.fromkeys(
         ("alibi", "relative"),
@@ -227,7 +227,7 @@ HEADS_ALIKE = Need(
 
 
 def require_whole_number(name: str, what: str, value: object) -> None:
-    """Refuse what is no whole number before it is compared with sizes."""
+    """Refuse a value other than a whole number before it is compared with sizes."""
     if type(value) is not int:
         raise RewriteRefusedError(name, f"{what} is {value!r}: it must be a whole number")
 
@@ -235,7 +235,7 @@ def require_whole_number(name: str, what: str, value: object) -> None:
 def require_one_each(
     name: str, what: str, given: int | Sequence[int], heads: int, side: str, most: int, why: str
 ) -> list[int]:
-    """A number from 1 to `most` for each key or value head, from one that serves all or a sequence."""
+    """Return a number from 1 to `most` for each key or value head; a single number is for all heads."""
     numbers = list(given) if isinstance(given, Sequence) else [given] * heads
     if len(numbers) != heads:
         plural = "s" if heads > 1 else ""
@@ -251,7 +251,8 @@ def require_one_each(
 
 
 def require_finite(name: str, weights: AttentionWeights) -> None:
-    """Refuse maps, norms and whatever else is learned of a layer that hold NaN or infinity."""
+    """Refuse layers with NaN or infinity in maps, norms or other learned parameters."""
+    # The message names the first tensor with NaN or infinity: of the maps, the norms, then the semantics.
     of_maps = (
         (f"a {what} of {side}", numbers)
         for side in SIDES
@@ -274,25 +275,25 @@ def require_finite(name: str, weights: AttentionWeights) -> None:
 
 
 def require_nothing_between(name: str, side: Side, chain: Chain, advice: str = "") -> None:
-    """Refuse to carry anything out of a chain through a norm after one of its maps."""
+    """Refuse to move parts out of a chain through a norm after a map."""
     for place, link in enumerate(chain, start=1):
         if link.norm is not None:
             raise RewriteRefusedError(name, f"there is a norm after map {place} of {side}", advice)
 
 
 def require_last_map(name: str, side: Side, chain: Chain) -> None:
-    """Refuse to change the channels of a side that ends in a norm, with no learned map behind it."""
+    """Refuse to change the channels of a chain ending in a norm without a learned map behind it."""
     if side == "o" or not chain or not chain[-1].learned or chain[-1].diagonal:
         require_nothing_between(name, side, chain[:-1])
 
 
 def share_a_map(one: Chain, other: Chain) -> bool:
-    """Whether two chains have a map in common."""
+    """Return True if two chains have a map in common."""
     return not {id(link) for link in one}.isdisjoint(id(link) for link in other)
 
 
 def sharing_sides(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
-    """The other input sides (q, k, v) that share a map with a side."""
+    """Return the other input chains (q, k, v) sharing a map with a chain."""
     return tuple(
         other
         for other in INPUT_SIDES
@@ -301,7 +302,7 @@ def sharing_sides(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
 
 
 def separate(chain: Chain) -> Chain:
-    """The same numbers in maps of their own."""
+    """Clone the maps of a chain, so that they are no longer shared."""
     return tuple(
         replace(link, weight=link.weight.clone(), bias=None if link.bias is None else link.bias.clone())
         for link in chain
@@ -309,16 +310,16 @@ def separate(chain: Chain) -> Chain:
 
 
 def with_chains(weights: AttentionWeights, chains: dict[Side, Chain]) -> AttentionWeights:
-    """The writing with some of its chains changed."""
+    """Replace some chains of a layer."""
     return replace(weights, **{str(side): chain for side, chain in chains.items()})  # type: ignore[arg-type]
 
 
 def unchanged(name: str, weights: AttentionWeights, note: str) -> Rewritten:
-    """The weights themselves, and a record that says why there was nothing to do."""
+    """Return the weights unchanged, with a record of the reason."""
     return rewritten(name, "bit-exact", weights, weights, notes=(note,))
 
 
 def named(sides: tuple[Side, ...]) -> str:
-    """Sides in a sentence: "q", "k and v", "q, k and v"."""
+    """Join names of chains in a sentence: "q", "k and v", "q, k and v"."""
     *first, last = sides
     return f"{', '.join(first)} and {last}" if first else last

@@ -1,4 +1,4 @@
-"""The gain and shift of a norm, taken up by the maps that read it."""
+"""Folding the gain and shift of a norm into the maps reading the norm."""
 
 from dataclasses import dataclass, replace
 from typing import Literal, final
@@ -25,19 +25,19 @@ NAME_OF_OTHERS = "fold_other_norms"
 @final
 @dataclass(frozen=True)
 class OtherReaders:
-    """What reads the norm of a layer besides the layer, where it can take up gain and shift along with it."""
+    """Maps outside a layer reading the layer's norm, to absorb gain and shift along with the layer."""
 
-    maps: tuple[str, ...]  # their names
-    refused: str = ""  # why they cannot; "" if they can
+    maps: tuple[str, ...]  # names of the maps
+    refused: str = ""  # reason against absorbing; "" if the maps can absorb gain and shift
 
 
 def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> Rewritten:
     """Fold a norm's gain γ and shift β into the maps that read it: `b += β W`, then `W = diag(γ) W`.
 
-    Every map that reads the norm takes it: those to queries, keys and values of self-attention; those to
-    queries only in cross-attention, where keys and values take the memory's norm. Where the input itself is
-    the key (one matrix W a head), `W = diag(γ) W diag(γ)`, `b = (β W + b) ∘ γ`, and the `q · β` left over is
-    the same for a whole row of scores. Gain and shift of a norm between two maps go into the second.
+    The maps to queries, keys and values absorb the norm. In cross-attention the maps to keys and values
+    absorb the memory's norm instead. Where the input itself is the key (one matrix W per head),
+    `W = diag(γ) W diag(γ)` and `b = (β W + b) ∘ γ`; the remaining `q · β` is the same for a whole row of
+    scores. Gain and shift of a norm between two maps are folded into the second map.
     """
     cross = weights.semantics.kind == "cross"
     of_memory = weights.memory_norm if cross else weights.norm
@@ -45,12 +45,14 @@ def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> 
     checked = _require_foldable(weights, read, others)
     notes: list[str] = []
     source = weights
+    # A map cannot absorb two norms: in cross-attention queries are separated from shared keys and values.
     sharing = sharing_sides(weights, "q")
     if sharing and read["q"] is not read["k"]:
         notes.append(f"q shared a map with {named(sharing)}, which read another norm: it has its own now")
         source = with_chains(weights, {"q": separate(weights.q)})
     chains = _folded_chains(source, read)
     if of_memory is not None and not source.k:
+        # The input is the key: the last map of queries absorbs the gain; the softmax ignores the shift.
         *before, last = chains.get("q", source.q)
         chains["q"] = (*before, last.then(replace(_as_map(of_memory), bias=None)))
         notes.append("the keys are the input itself: the gain is on both sides of the form")
@@ -80,13 +82,13 @@ def fold_norm(weights: AttentionWeights, others: OtherReaders | None = None) -> 
 
 
 def _as_map(norm: Norm) -> Link:
-    """`x ↦ γ ∘ x + β`; no bias if β is zero."""
+    """Return a norm's gain and shift as a map `x ↦ γ ∘ x + β`, without bias if β is zero."""
     shift = None if norm.bias is None or not bool(norm.bias.any()) else norm.bias[None]
     return Link((norm.offset + norm.weight)[None], shift)
 
 
 def _folded_chains(weights: AttentionWeights, read: dict[Side, Norm | None]) -> dict[Side, Chain]:
-    """The chains whose first map has taken up its norm; what was shared is shared still."""
+    """Fold norms into the first maps of chains. Shared maps stay shared."""
     links: dict[tuple[Link, Norm], Link] = {}
     chains: dict[tuple[Chain, Norm], Chain] = {}
     found: dict[Side, Chain] = {}
@@ -107,7 +109,7 @@ def _inner_norms(chain: Chain) -> list[Link]:
 
 def _with_inner_norms_folded(weights: AttentionWeights) -> AttentionWeights:
     """Fold gain and shift of norms between maps into the maps after them. Shared maps stay shared."""
-    # A map by itself and those before it, and whether one comes behind it.
+    # Keyed by the chain up to a map, whose norm the map absorbs, and True for the last map of a chain.
     links: dict[tuple[Chain, bool], Link] = {}
     chains: dict[Chain, Chain] = {}
 
@@ -135,7 +137,7 @@ def _with_inner_norms_folded(weights: AttentionWeights) -> AttentionWeights:
 def require_readers_foldable(
     place: Literal["pre", "post", "sandwich"], norm: Norm | None, readers: dict[str, bool]
 ) -> tuple[str, ...]:
-    """What was looked at, if the maps outside the attention that read a norm can take it up."""
+    """Refuse unless the maps outside the attention can absorb a norm; return the checks in words."""
     _require_before(NAME_OF_OTHERS, place)
     checked = ["pre-norm", "nothing else reads the norm", "every map that reads it is learned"]
     if norm is not None and _as_map(norm).bias is not None:
@@ -148,7 +150,7 @@ def require_readers_foldable(
 
 
 def fold_norm_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """One map that reads a norm, with its gain γ and shift β: `b += W β`, then `W = W diag(γ)`."""
+    """Fold gain γ and shift β into a map `[d_out, d_in]` reading the norm: `b += W β`, `W = W diag(γ)`."""
     shift = None if norm.bias is None or not bool(norm.bias.any()) else norm.bias
     if shift is not None and bias is None:
         raise RewriteRefusedError(NAME_OF_OTHERS, "there is no bias slot for the shift β")
@@ -157,7 +159,7 @@ def fold_norm_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple
 
 
 def _require_before(name: str, place: str) -> None:
-    """Refuse norms that are not directly before their only readers."""
+    """Refuse post-norms and sandwich norms: the norm has to be directly before its readers."""
     if place == "post":
         raise RewriteRefusedError(name, "the norm is a post-norm: the residual carries its gain, too")
     if place == "sandwich":
@@ -167,7 +169,8 @@ def _require_before(name: str, place: str) -> None:
 def _require_foldable(
     weights: AttentionWeights, read: dict[Side, Norm | None], others: OtherReaders | None
 ) -> tuple[str, ...]:
-    """What was looked at, if every reader of the norms can take them up."""
+    """Refuse unless every reader of the norms can absorb them; return the checks in words."""
+    # An empty chain of keys is allowed: the map of queries absorbs its gain.
     _require_before(NAME, weights.norm_place)
     inner = {side: _inner_norms(weights.chain(side)) for side in INPUT_SIDES}
     if not any(read.values()) and not any(inner.values()):
@@ -206,7 +209,7 @@ def _require_map(side: Side, chain: Chain) -> None:
 
 
 def _require_gain_passes_to_queries(weights: AttentionWeights, *, shifted: bool) -> None:
-    """Refuse unless `q · (γ ∘ y + β)`, where y itself is the key, is `(q ∘ γ) · y` to the softmax."""
+    """Refuse unless `q · (γ ∘ y + β)`, where y itself is the key, equals `(q ∘ γ) · y` in the softmax."""
     SCORES_ARE_THE_FORM.require(NAME, weights, about="the keys are the input itself, and ")
     require_nothing_between(NAME, "q", weights.q[-1:])
     if not weights.q[-1].learned:

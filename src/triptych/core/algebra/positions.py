@@ -1,4 +1,4 @@
-"""Positions inside attention: rotary embeddings of queries and keys, and biases added to the scores."""
+"""Position schemes inside attention: rotary embeddings of queries and keys, and biases of the scores."""
 
 import math
 from abc import ABC, abstractmethod
@@ -25,6 +25,7 @@ def apply_rotary(
     start: int = 0,
 ) -> Float[Tensor, "*batch length width"]:
     """Rotate pairs of channels: `(a, b) → (a cos − b sin, a sin + b cos)`."""
+    # Channels before `start` and after the last pair stay unchanged.
     pairs = cos.shape[-1]
     end = start + 2 * pairs
     if pairing == "halves":
@@ -45,15 +46,18 @@ def apply_rotary(
 @final
 @dataclass(frozen=True, eq=False)
 class OtherFrequencies:
-    """One other rotation for all longer texts (LongRoPE). Source: Ding et al. 2024, arXiv 2402.13753."""
+    """A second rotation for all texts above a limit (LongRoPE).
 
-    grows = False  # whether every length has a rotation of its own
-    limit: int  # length in tokens of the longest text that is rotated as all shorter ones
+    Source: Ding et al. 2024, arXiv 2402.13753.
+    """
+
+    grows = False  # True if every length has a separate rotation
+    limit: int  # largest length in tokens with the plain rotation
     frequencies: Float[Tensor, " pairs"]
-    times: float = 1.0  # what rotated channels are multiplied by as well
+    times: float = 1.0  # additional factor of rotated channels
 
     def rotation(self, plain: "RotaryEmbedding", length: int) -> "RotaryEmbedding":
-        """What `plain`, the rotation within the limit, becomes for a text of a length above it."""
+        """Return the rotation of a text of `length` tokens, above the limit, given the plain rotation."""
         del length
         return replace(plain, frequencies=self.frequencies, factor=plain.factor * self.times, long=None)
 
@@ -61,7 +65,9 @@ class OtherFrequencies:
 @final
 @dataclass(frozen=True, eq=False)
 class GrowingBase:
-    """A base that grows with the text: b · (s L / limit − s + 1)^(n / (n − 2)) for n channels (dynamic NTK).
+    """A base growing with the length L of the text (dynamic NTK).
+
+    The base is b · (s L / limit − s + 1)^(n / (n − 2)) for n rotated channels.
 
     Source: "Dynamically Scaled RoPE", emozilla 2023, after "NTK-Aware Scaled RoPE", bloc97 2023;
     `_compute_dynamic_ntk_parameters` of github.com/huggingface/transformers.
@@ -69,7 +75,7 @@ class GrowingBase:
 
     grows = True
     limit: int
-    base: float  # b, within the limit
+    base: float  # b, the base within the limit
     stretch: float  # s
     times: float = 1.0
 
@@ -87,40 +93,39 @@ LongTexts = OtherFrequencies | GrowingBase
 @final
 @dataclass(frozen=True, eq=False)
 class RotaryEmbedding:
-    """Rotates pair f of a query or key at position m by the angle m θ_f.
+    """Rotary embedding: pair f of a query or key at position m is rotated by the angle m θ_f.
 
-    The product of a rotated query and a rotated key depends on their distance only, if both were rotated as
-    tokens of texts of one length, or of texts up to `limit`.
+    The product of a rotated query and a rotated key depends only on their distance, provided that their texts
+    have the same length or lengths up to `limit`.
 
-    Source: Su et al. 2021, arXiv 2104.09864, section 3.4.2; a part of the channels: Black et al. 2022,
+    Source: Su et al. 2021, arXiv 2104.09864, section 3.4.2; partial rotation: Black et al. 2022,
     arXiv 2204.06745, section 2.1; factor: Peng et al. 2023, arXiv 2309.00071.
     """
 
-    frequencies: Float[Tensor, " pairs"]  # θ_f of every pair
-    pairing: Pairing = "halves"  # which channels form a pair; see `apply_rotary`
-    start: int = 0  # the first channel of a head that is rotated
-    factor: float = 1.0  # what rotated channels are multiplied by (YaRN's attention factor)
-    # `[positions, pairs]`, the m of every position and pair where it is not the position's number: rows for
-    # some pairs and columns for the others, where positions are patches of a picture; 0 for tokens that are
-    # not rotated
+    frequencies: Float[Tensor, " pairs"]  # θ_f of every pair, in radians per position
+    pairing: Pairing = "halves"  # channels of a pair; see `apply_rotary`
+    start: int = 0  # first rotated channel of a head
+    factor: float = 1.0  # factor of rotated channels (YaRN's attention factor)
+    # `[positions, pairs]`: m of every position and pair, for patches of a picture. m is the patch's row for
+    # some pairs and its column for the other pairs, and 0 for unrotated tokens. Default: the position itself.
     places: Float[Tensor, "positions pairs"] | None = None
-    # the rotation of long texts; None if it is that of all others. The length of a text is its last position
-    # in a call, plus one, and that of a batch the length of its longest text.
+    # Rotation of texts above a limit; None if all lengths have the same rotation. The length of a text is the
+    # last position in a call plus one, and the length of a batch is the length of its longest text.
     long: LongTexts | None = None
-    # whether a text that is continued past the limit is read again from its first token. If not, keys that
-    # are cached stay as they were rotated.
+    # True if decoding past the limit starts again from the first token of a text. If False, cached keys keep
+    # their rotation.
     reads_again: bool = False
     _tables: _Tables = field(default_factory=dict, init=False, repr=False, compare=False)
     _of_long: "list[RotaryEmbedding]" = field(default_factory=list, init=False, repr=False, compare=False)
 
     @classmethod
     def of_width(cls, width: int, base: float = 10_000.0, pairing: Pairing = "halves") -> "RotaryEmbedding":
-        """The first `width` channels with `θ_f = base^(−2f / width)`."""
+        """Return the rotation of the first `width` channels, with `θ_f = base^(−2f / width)`."""
         return cls(base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width), pairing)
 
     @property
     def pairs(self) -> tuple[list[int], list[int]]:
-        """The first and the second channel of every pair."""
+        """First and second channels of all pairs."""
         count = len(self.frequencies)
         if self.pairing == "halves":
             first = range(self.start, self.start + count)
@@ -132,11 +137,11 @@ class RotaryEmbedding:
 
     @property
     def limit(self) -> int | None:
-        """Length of the longest text that is rotated as all shorter ones; None if all texts are."""
+        """Largest length in tokens with the plain rotation; None if all lengths have it."""
         return None if self.long is None else self.long.limit
 
     def of_length(self, length: int | None) -> "RotaryEmbedding":
-        """The rotation of texts of a length; of those within the limit if None."""
+        """Return the rotation of texts of a length; a length of None means within the limit."""
         if self.long is None or length is None or length <= self.long.limit:
             return self
         if self.long.grows:
@@ -148,9 +153,9 @@ class RotaryEmbedding:
     def __call__(
         self, x: Float[Tensor, "*batch length width"], position: int = 0
     ) -> Float[Tensor, "*batch length width"]:
-        """Queries or keys rotated as they are at positions `position` to `position + length − 1`, the last.
+        """Rotate queries or keys at consecutive positions from `position` on; the last row ends the text.
 
-        The products are taken in float32 at least, and rounded to the dtype of `x`.
+        The products are computed in at least float32, and rounded to the dtype of `x`.
         """
         end = position + x.shape[-2]
         cos, sin = self.cos_sin(position, end, x.device, x.dtype)
@@ -159,7 +164,8 @@ class RotaryEmbedding:
     def at(
         self, x: Float[Tensor, "batch heads length width"], positions: Int[Tensor, "*rows placed"], end: int
     ) -> Float[Tensor, "batch heads length width"]:
-        """Queries or keys rotated as they are at given positions, all of which lie below `end`."""
+        """Rotate queries or keys at given positions below `end`."""
+        # `end` is an upper bound; above the limit the rotation depends on the exact length of the text.
         if self.long is not None and end > self.long.limit:
             end = int(positions.max()) + 1
         cos, sin = (F.embedding(positions, table) for table in self.cos_sin(0, end, x.device, x.dtype))
@@ -169,7 +175,7 @@ class RotaryEmbedding:
         return apply_rotary(x, cos, sin, self.pairing, self.start)
 
     def reach(self, longest: int) -> Float[Tensor, " pairs"]:
-        """How far apart two of that many positions lie at most, for each pair."""
+        """Return an upper bound of the distance between two of `longest` positions, for each pair."""
         if self.places is None:
             return torch.full_like(self.frequencies, longest)
         return self.places.amax(dim=0) - self.places.amin(dim=0)
@@ -177,13 +183,13 @@ class RotaryEmbedding:
     def cos_sin(
         self, begin: int, end: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Float[Tensor, "positions pairs"], Float[Tensor, "positions pairs"]]:
-        """Cosines and sines of positions `begin` to `end − 1` of a text that ends there, times the factor."""
+        """Return cosines and sines of positions `begin` to `end − 1`, times the factor, for `end` tokens."""
         if self.places is not None:
             _require_in_picture(end, len(self.places))
         precise = torch.float64 if dtype == torch.float64 else torch.float32
         turned = self.of_length(end)
         if turned is not self:
-            grows = self.long is not None and self.long.grows  # no other length has use for its tables
+            grows = self.long is not None and self.long.grows  # tables of one length: not cached
             return (turned._make if grows else turned.cos_sin)(begin, end, device, precise)
         tables = self._tables.get((device, precise))
         if tables is None or len(tables[0]) < end:
@@ -192,8 +198,8 @@ class RotaryEmbedding:
         return tables[0][begin:end], tables[1][begin:end]
 
     def _make(self, begin: int, end: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        # Angles in float64, rounded once: in float32 they would be off by 1e-3 at position 30,000.
-        # Never as inference tensors: a translation may ask first, and training use them after it.
+        # Angles in float64, rounded once: in float32 the error would be 1e-3 at position 30,000.
+        # Never inference tensors: training may use the tables of an earlier translation.
         with torch.inference_mode(False):
             frequencies = self.frequencies.double()
             places = self.places
@@ -206,12 +212,12 @@ class RotaryEmbedding:
 
 
 class ScoreBias(ABC):
-    """Numbers added to the scaled scores."""
+    """Base class of biases added to the scaled scores."""
 
-    scheme: ClassVar[Literal["alibi", "relative", "disentangled"]]  # the name in reports and messages
-    head_dims: ClassVar[Mapping[str, int]]  # tensors of each head: the dimension that counts heads
+    scheme: ClassVar[Literal["alibi", "relative", "disentangled"]]  # name in reports and messages
+    head_dims: ClassVar[Mapping[str, int]]  # names of the tensors, with the dimension of heads
     learned: ClassVar[bool] = True
-    reads_content: ClassVar[bool] = False  # whether it depends on queries and keys
+    reads_content: ClassVar[bool] = False  # True if the bias depends on queries and keys
 
     @abstractmethod
     def __call__(
@@ -221,19 +227,19 @@ class ScoreBias(ABC):
         query_positions: Int[Tensor, "*rows query_len"],
         key_positions: Int[Tensor, "*columns key_len"],
     ) -> Tensor:
-        """What is added, broadcasting to `[batch, heads, query_len, key_len]`."""
+        """Compute the bias, broadcastable to `[batch, heads, query_len, key_len]`."""
 
     @property
     def num_heads(self) -> int:
         return next(tensor.shape[self.head_dims[name]] for name, tensor in self.tensors().items())
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is there of `head_dims`, by name."""
+        """Return the tensors of `head_dims` by name, where they are set."""
         found = {name: getattr(self, name) for name in self.head_dims}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def select_heads(self, kept: Sequence[int]) -> "ScoreBias":
-        """The bias of some heads, in some order."""
+        """Select the bias of some heads in a given order."""
         order = torch.tensor(kept)
         parts = {
             name: tensor.index_select(self.head_dims[name], order.to(tensor.device))
@@ -245,10 +251,10 @@ class ScoreBias(ABC):
 @final
 @dataclass(frozen=True, eq=False)
 class ALiBi(ScoreBias):
-    """Takes from each score its distance, times a slope of the head's own: `score_ij − slope · |i − j|`.
+    """Linear biases: `score_ij − slope · |i − j|`, with a slope for each head.
 
-    The distance counts in both directions: under a causal mask this is the paper's bias, without one its
-    symmetric form for encoders.
+    The distance counts in both directions: under a causal mask this is the paper's bias, and without a mask
+    its symmetric form for encoders.
 
     Source: Press, Smith & Lewis 2022, arXiv 2108.12409, section 3.
     """
@@ -260,11 +266,11 @@ class ALiBi(ScoreBias):
 
     @classmethod
     def for_heads(cls, num_heads: int) -> "ALiBi":
-        """A bias with the authors' slopes; see `alibi_slopes`."""
+        """Return a bias with the authors' slopes; see `alibi_slopes`."""
         return cls(torch.tensor(alibi_slopes(num_heads), dtype=torch.float64))
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        # Not in bfloat16, which cannot count past 256.
+        # Not in bfloat16: it cannot represent every integer above 256.
         precise = torch.float64 if q.dtype == torch.float64 else torch.float32
         distance = distances(query_positions, key_positions).abs().to(precise)
         distance = distance[:, None] if distance.ndim == 3 else distance
@@ -272,7 +278,7 @@ class ALiBi(ScoreBias):
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """The slope of every head, as ALiBi's authors choose them."""
+    """Return the slope of every head, as chosen by ALiBi's authors."""
     # Source: `get_slopes` in github.com/ofirpress/attention_with_linear_biases.
     below = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * (i + 1) / below) for i in range(below)]
@@ -282,15 +288,15 @@ def alibi_slopes(num_heads: int) -> list[float]:
 @final
 @dataclass(frozen=True, eq=False)
 class RelativePositionBias(ScoreBias):
-    """T5's: a learned number for each head and bucket of distances."""
+    """T5's bias: a learned value for each head and bucket of distances."""
 
     # Source: Raffel et al. 2020, arXiv 1910.10683, section 2.1.
 
     scheme = "relative"
     head_dims = MappingProxyType({"table": 1})
     table: Float[Tensor, "buckets heads"]
-    both_ways: bool  # whether keys after the query have buckets of their own, half of them
-    max_distance: int  # from where on all distances share the last bucket
+    both_ways: bool  # True if half of the buckets are for keys after the query
+    max_distance: int  # distances from here on share the last bucket
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         distance = -distances(query_positions, key_positions)
@@ -305,7 +311,8 @@ class RelativePositionBias(ScoreBias):
             distance = distance.abs()
         else:
             distance = (-distance).clamp(min=0)
-        # Half of them count one by one, the others in equal ratios. In float32, as those who trained it did.
+        # Half of the buckets are for single distances, and half for ranges of distances with equal ratios.
+        # Logarithms in float32, as in the training of T5.
         exact = buckets // 2
         ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
         far = (exact + (ratio * (buckets - exact)).long()).clamp(max=buckets - 1)
@@ -315,7 +322,7 @@ class RelativePositionBias(ScoreBias):
 @final
 @dataclass(frozen=True, eq=False)
 class PatchPositionBias(ScoreBias):
-    """BEiT's: a learned number for each head and distance in rows and columns between patches of a picture.
+    """BEiT's bias: a learned value for each head and offset in rows and columns between patches of a picture.
 
     Source: Bao et al. 2022, arXiv 2106.08254; `BeitRelativePositionBias` of
     github.com/huggingface/transformers.
@@ -323,11 +330,11 @@ class PatchPositionBias(ScoreBias):
 
     scheme = "relative"
     head_dims = MappingProxyType({"table": 1})
-    # `[(2 rows − 1)(2 columns − 1) + 3, heads]`. The last three are for the token before the patches: from it
-    # to them, from them to it, and its own.
+    # `[(2 rows − 1)(2 columns − 1) + 3, heads]`. The last three entries belong to the token before the
+    # patches: from the token to patches, from patches to the token, and from the token to itself.
     table: Float[Tensor, "distances heads"]
-    rows: int  # of patches
-    columns: int  # of patches
+    rows: int  # number of rows of patches
+    columns: int  # number of columns of patches
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         for positions in (query_positions, key_positions):
@@ -348,21 +355,24 @@ class PatchPositionBias(ScoreBias):
 @final
 @dataclass(frozen=True, eq=False)
 class DisentangledBias(ScoreBias):
-    """DeBERTa's: scores of content with the distance, and of the distance with content."""
+    """DeBERTa's bias: scores of queries with embedded distances, and of embedded distances with keys."""
 
     # Source: He et al. 2021, arXiv 2006.03654, equation 4; buckets: github.com/microsoft/DeBERTa.
 
     scheme = "disentangled"
     head_dims = MappingProxyType({"keys": 0, "queries": 0})
     reads_content = True
-    keys: Tensor | None  # of the distances, `[heads, 2 · span, d_k]`, read by queries; None if they are not
-    queries: Tensor | None  # of the distances, reading keys; None if they do not
-    span: int  # number of buckets to each side
-    max_distance: int | None  # the longest distance that has a bucket of its own kind
-    scale: float  # of both products
-    through_maps: bool = False  # whether the distances pass the layer's own maps of keys and queries
+    # keys and queries of distances, `[heads, 2 · span, d_k]`; None without the scores that need them
+    keys: Tensor | None
+    queries: Tensor | None
+    span: int  # number of buckets in each direction
+    max_distance: int | None  # distances from here on share the last bucket; None for a bucket per distance
+    scale: float  # factor of the two products
+    through_maps: bool = False  # True if embedded distances pass the layer's maps of keys and queries
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        # Content to position: q_i · keys[δ(i − j)]. Position to content: k_j · queries[δ(i − j)], computed
+        # with keys as rows and transposed.
         distance = self._bucketed(distances(query_positions, key_positions)).unsqueeze(-3)
         shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         total = torch.zeros(shape, dtype=q.dtype, device=q.device)
@@ -391,11 +401,11 @@ class DisentangledBias(ScoreBias):
 def distances(
     queries: Int[Tensor, "*rows query_len"], keys: Int[Tensor, "*columns key_len"]
 ) -> Int[Tensor, "*pairs query_len key_len"]:
-    """How far each key lies behind each query."""
+    """Return the distance of each key behind each query: query position − key position."""
     return queries[..., None] - (keys if keys.ndim == 1 else keys[..., None, :])
 
 
 def _require_in_picture(end: int, count: int) -> None:
-    """Raises ValueError for more positions than a picture has."""
+    """Raise ValueError for more positions than the tokens of a picture."""
     if end > count:
         raise ValueError(f"there are {end} positions, and a picture has {count}")

@@ -1,25 +1,25 @@
-"""Intervals of figures that are means over a text, by drawing its documents again."""
+"""Bootstrap intervals of means over a text, by resampling its documents."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 RESAMPLES = 1000
-# Share of the resamples between the ends of an interval.
+# Share of the resamples inside an interval.
 COVERAGE = 0.95
 
 
 def ratio_intervals(
     sums: Float[Tensor, "units *figures"], counts: Float[Tensor, "units *counts"]
 ) -> tuple[Float[Tensor, "*figures"], Float[Tensor, "*figures"]]:
-    """95 % bootstrap intervals of `Σ sums / Σ counts` over units, such as documents."""
+    """Compute 95 % bootstrap intervals of `Σ sums / Σ counts` over units, such as documents."""
     # Source: Efron 1979, doi 10.1214/aos/1176344552.
     counts = counts.double().expand_as(sums)
     units = sums.shape[0]
     shape = sums.shape[1:]
     generator = torch.Generator().manual_seed(0)
     places = torch.randint(units, (RESAMPLES, units), generator=generator)
-    # How often each resample draws each unit.
+    # Count of each unit in each resample.
     drawn = torch.zeros(RESAMPLES, units, dtype=torch.float64)
     drawn.scatter_add_(1, places, torch.ones_like(places, dtype=torch.float64))
     totals = drawn @ counts.reshape(units, -1)

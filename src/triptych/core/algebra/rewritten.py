@@ -1,4 +1,4 @@
-"""What a rewrite gives back, and how it refuses."""
+"""The result and the refusal of a rewrite."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ TIERS: tuple[Tier, ...] = ("bit-exact", "rounding-exact", "bounded")
 
 @final
 class RewriteRefusedError(TriptychError, ValueError):
-    """A rewrite would change what the layer computes, or cannot be written; the message says why."""
+    """Refusal of a rewrite that would change the function or cannot be stored; the message has the reason."""
 
     section = "a-rewrite-is-refused"
 
@@ -29,22 +29,22 @@ class RewriteRefusedError(TriptychError, ValueError):
         self.advice = advice
 
     def at(self, site: str) -> "RewriteRefusedError":
-        """The same refusal, saying at which layer of a model."""
+        """Return the refusal with the name of the layer."""
         return RewriteRefusedError(f"{self.name} at {site}", self.reason, self.advice)
 
 
 @final
 @dataclass(frozen=True)
 class Cut:
-    """What was left of one form of every head, as a choice says it.
+    """A truncation of one form of all heads.
 
     Attributes:
-        words: with {ranks} ("rank 4"), {each} ("4"), {most} and {worst} in their places.
-        ranks: of each group of heads.
-        most: channels that there were, or the largest rank.
-        worst: the largest loss of a head, by the measure that the words name.
-        lost: of every head, the share of the energy that was left out: of the squares of its form, or of the
-            mean square of what it does on a text.
+        words: template of the description, with {ranks} ("rank 4"), {each} ("4"), {most} and {worst}.
+        ranks: rank of each group of heads.
+        most: number of channels before the truncation, or the largest rank.
+        worst: largest loss of a head, by the measure named in `words`.
+        lost: lost share of the energy of each head. The energy is the squared norm of its form, or the mean
+            square of its scores or outputs on a calibration text.
     """
 
     words: str
@@ -55,7 +55,7 @@ class Cut:
 
     @classmethod
     def shares(cls, lost: Float[Tensor, "*heads"], whole: Float[Tensor, "*heads"]) -> tuple[float, ...]:
-        """`lost / whole` of every head, 0 where there is nothing."""
+        """Return `lost / whole` of every head, 0 where `whole` is 0."""
         return tuple((lost / torch.where(whole > 0, whole, 1.0)).clamp(min=0.0).flatten().tolist())
 
     def __str__(self) -> str:
@@ -68,29 +68,29 @@ class Cut:
 @final
 @dataclass(frozen=True)
 class RewriteRecord:
-    """What a rewrite did to one layer."""
+    """Record of a rewrite of one layer."""
 
-    name: str  # of the rewrite
+    name: str  # name of the rewrite
     tier: Tier  # "bit-exact", "rounding-exact" (equal in exact arithmetic) or "bounded"
-    checked: tuple[str, ...]  # the preconditions that were looked at, in words
-    before: WritingCost  # the writing's cost
+    checked: tuple[str, ...]  # checked preconditions, in words
+    before: WritingCost  # cost of the layer before the rewrite
     after: WritingCost
-    choice: str = ""  # what it decided by itself and why, with the numbers; "" if nothing
-    notes: tuple[str, ...] = ()  # what else a reader must know (maps that were untied first, say)
-    bound: float = 0.0  # largest Frobenius norm by which a form of a head moves; 0 if exact
+    choice: str = ""  # choices of the rewrite with reasons and figures; "" without choices
+    notes: tuple[str, ...] = ()  # further notes, such as maps untied beforehand
+    bound: float = 0.0  # largest Frobenius norm of the change of a head's form; 0 if exact
     error: float | None = None  # largest mean square error of a form's scores or outputs
-    cuts: tuple[Cut, ...] = ()  # what `choice` says, where forms were cut group by group
-    kept: tuple[int, ...] | None = None  # the heads that are left, in order, if that may have changed
+    cuts: tuple[Cut, ...] = ()  # truncations described by `choice`
+    kept: tuple[int, ...] | None = None  # remaining heads in order, if heads may have changed
 
 
 class Rewritten(NamedTuple):
-    """New weights and the record."""
+    """New weights and the record of the rewrite."""
 
     weights: AttentionWeights
     record: RewriteRecord
 
     def with_kept(self, kept: tuple[int, ...]) -> "Rewritten":
-        """The same, with the heads that are left."""
+        """Return the result with the remaining heads in its record."""
         return self._replace(record=replace(self.record, kept=kept))
 
 
@@ -106,7 +106,8 @@ def rewritten(
     bound: float = 0.0,
     error: float | None = None,
 ) -> Rewritten:
-    """The result of a rewrite, with the cost of both writings."""
+    """Build the result of a rewrite, with the cost of the layer before and after."""
+    # Scores other than products depend on W_Q and W_K, not on W_QK alone.
     if before.semantics.scores is not None and not _same_queries_and_keys(before, after):
         raise RewriteRefusedError(
             name, "queries and keys are compared by scores that are no product, and W_QK says nothing of them"

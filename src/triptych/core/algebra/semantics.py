@@ -1,7 +1,7 @@
-"""`Semantics`: everything besides the maps that decides what an attention layer computes.
+"""`Semantics`: the computation of an attention layer besides its maps.
 
-Layers, checkpoints, the plain formula (`algebra.function`), the legality of rewrites, costs and decoding
-read this one record. Code that ignores a part of it has to check that the part is not there.
+Layers, checkpoints, the plain formula (`function.py`), the legality of rewrites, costs and decoding read this
+record. Code ignoring a field has to check that the field is unset.
 """
 
 from abc import ABC, abstractmethod
@@ -17,28 +17,27 @@ from triptych.core.algebra.positions import PatchPositionBias, RotaryEmbedding, 
 
 Kind = Literal["self", "causal", "cross"]
 HeadSide = Literal["q", "k", "v"]
-# Of something in a number of copies, each for as many consecutive heads: the copies that are left, in order.
+# Maps the number of copies of a map, each for as many consecutive heads, to the copies to keep, in order.
 CopiesLeft = Callable[[int], Sequence[int]]
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class HeadNorm:
-    """A normalisation between a map and what reads it.
+    """A normalisation of the output of a map, such as QK-norm.
 
     Attributes:
-        eps: added to the mean square.
-        weight: as stored, less `offset`: `[width]`, or `[heads, width]` for a weight of each head's own,
-            which serves as many consecutive heads as it takes; None for 1.
-        bias: like `weight`; None for 0.
-        centred: whether the mean is taken off first (LayerNorm), or not (RMSNorm).
-        over: "head": each head by itself; "all heads": over the channels of all heads together, with a weight
-            `[heads · width]`.
-        channels: how many channels are normalised, the first ones; all if None.
-        turned: whether the weight, one for all heads, is multiplied with after positions turned what is
-            normalised (`apply_late_gain`).
-        offset: what the weight is relative to: 1 where `w` of `1 + w` is stored. It is added in float32 at
-            least, in which the small numbers that are stored do not get lost.
+        eps: constant added to the mean square.
+        weight: stored weight, `[width]`, or `[heads, width]` with a row for each head or group of heads. The
+            gain is `weight + offset`. Default: a gain of 1.
+        bias: shift, with the shapes of `weight`. Default: 0.
+        centred: True to subtract the mean first (LayerNorm), False for RMSNorm.
+        over: "head" to normalise each head separately, "all heads" to normalise the channels of all heads
+            together, with a weight `[heads · width]`.
+        channels: number of leading channels to normalise. Default: all channels.
+        turned: True if the weight, `[width]`, is applied after the rotary rotation (`apply_late_gain`).
+        offset: constant added to the weight: 1 for a stored `w` of `1 + w`. The norm adds it in at least
+            float32, so that small stored values are not lost.
     """
 
     eps: float
@@ -52,14 +51,14 @@ class HeadNorm:
 
     @property
     def per_head(self) -> bool:
-        """Whether heads have weights or biases of their own."""
+        """True if heads have separate weights or biases."""
         return any(
             part is not None and (part.ndim > 1 or self.over == "all heads")
             for part in (self.weight, self.bias)
         )
 
     def num_copies(self, width: int) -> int:
-        """Count the heads, or groups of heads, with numbers of their own; 1 if all have the same."""
+        """Count the heads, or groups of heads, with separate parameters; 1 for parameters of all heads."""
         parts = self.tensors().values()
         if self.over == "all heads":
             return max((len(part) // width for part in parts), default=1)
@@ -67,7 +66,7 @@ class HeadNorm:
 
     @property
     def structure(self) -> tuple[object, ...]:
-        """Everything but the weight and the bias."""
+        """Settings and shapes, without the values of weight and bias."""
         shapes = {name: tensor.shape for name, tensor in self.tensors().items()}
         return self.eps, self.centred, self.over, self.channels, self.turned, self.offset, shapes
 
@@ -79,7 +78,7 @@ class HeadNorm:
         return self._normalised(x)
 
     def apply_late_gain(self, x: Float[Tensor, "batch heads length width"]) -> Tensor:
-        """What positions turned, times the weight if it is applied after that."""
+        """Multiply rotated queries or keys by the gain, if it is applied after the rotation."""
         if not self.turned or self.weight is None:
             return x
         missing = x.shape[-1] - len(self.weight)
@@ -87,18 +86,18 @@ class HeadNorm:
         return x * torch.nn.functional.pad(gain, (0, missing), value=1.0)
 
     def gain(self, dtype: torch.dtype) -> Tensor:
-        """Return the factor of each channel; there must be a weight."""
+        """Return the gain of each channel; the weight must be set."""
         assert self.weight is not None
         weight = self.weight.to(dtype)
         return weight + self.offset if self.offset else weight
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weight and the bias, as far as they are there."""
+        """Return weight and bias by name, where they are set."""
         parts = {"weight": self.weight, "bias": self.bias}
         return {name: part for name, part in parts.items() if part is not None}
 
     def select_copies(self, left: CopiesLeft, copies: int, width: int) -> "HeadNorm":
-        """Select heads, with everything that each of them has of its own."""
+        """Select heads with their separate parameters, out of `copies` heads of a width."""
 
         def select(own: Tensor) -> Tensor:
             each = own if len(own) == copies else own.repeat_interleave(copies // len(own), dim=0)
@@ -107,7 +106,7 @@ class HeadNorm:
         return self.with_own(width, select) if self.per_head else self
 
     def with_own(self, width: int, change: Callable[[Tensor], Tensor]) -> "HeadNorm":
-        """The norm with what each head has of its own, `[heads, width]`, changed."""
+        """Change the separate parameters of heads, given to `change` as `[heads, width]`."""
 
         def changed(part: Tensor) -> Tensor:
             if self.over == "all heads":
@@ -128,7 +127,7 @@ class HeadNorm:
         return self._scaled(x, weight, bias)
 
     def _numbers(self, part: Tensor | None, x: Tensor) -> Tensor | None:
-        """A weight or bias as it is multiplied with, or added to, x."""
+        """Expand a weight or bias to the heads of x, `[batch, heads, length, width]`."""
         if part is None:
             return None
         heads = x.shape[1]
@@ -152,26 +151,26 @@ class HeadNorm:
 
 
 def same_norm_structure(one: HeadNorm | None, other: HeadNorm | None) -> bool:
-    """Whether two norms differ in nothing but their numbers, or neither is there."""
+    """Return True if two norms differ only in the values of their parameters, or are both None."""
     return (None if one is None else one.structure) == (None if other is None else other.structure)
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class HeadGate:
-    """The share that a query takes of what a head moves: `σ(x w_i + b_i)`, between 0 and 1.
+    """A gate on the output of each head: `σ(x w_i + b_i)`, between 0 and 1, where x is the query's input.
 
-    One for each head, or for each channel of its values. In differential attention the first head of a pair
-    is taken whole, and `σ(x w_i + b_i)` times what the second moves is subtracted from it.
+    There is a gate per head, or per channel of the values. In differential attention the first head of a pair
+    is ungated, and the gated output of the second head is subtracted from it.
     """
 
-    # Sources: Qiu et al. 2025, arXiv 2505.06708, the gate of each head, or channel, after the operation.
+    # Sources: Qiu et al. 2025, arXiv 2505.06708, gates per head or channel, after the attention operation.
     # Ye et al. 2026, Differential Transformer V2 (huggingface.co/blog/microsoft/diff-attn-v2), pairs.
 
-    # of the input that the queries are made of: `[heads, d_model]`, or `[heads, d_v, d_model]`
+    # `[heads, d_model]`, or `[heads, d_v, d_model]`; rows of gated heads only
     weight: Float[Tensor, "*gates d_model"]
     bias: Float[Tensor, "*gates"] | None = None
-    whole: tuple[bool, ...] = ()  # of pairs: which heads have no gate; the others' gates are negative
+    whole: tuple[bool, ...] = ()  # ungated heads of differential pairs; their partners' gates are negated
 
     @property
     def num_heads(self) -> int:
@@ -179,17 +178,17 @@ class HeadGate:
 
     @property
     def per_channel(self) -> bool:
-        """Whether each channel of a head's values has a gate of its own."""
+        """True if each channel of a head's values has a separate gate."""
         return self.weight.ndim == 3
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters, all heads."""
+        """Number of parameters of all heads."""
         return sum(part.numel() for part in self.tensors().values())
 
     @property
     def flops(self) -> int:
-        """Floating-point operations for a token, all heads."""
+        """Floating-point operations of all heads for one token."""
         return 2 * self.weight.numel()
 
     def __call__(
@@ -202,7 +201,7 @@ class HeadGate:
     def of_shares(
         self, shares: Float[Tensor, "batch length gates"]
     ) -> Float[Tensor, "batch heads length channels"]:
-        """What heads are multiplied by, from the shares that the gates let through."""
+        """Arrange the values of gates by head, with 1 for ungated heads and a minus for their partners."""
         heads = (len(self.weight), -1)
         of_heads: Tensor = shares.unflatten(-1, heads).transpose(1, 2)  # type: ignore[no-untyped-call]
         if not self.whole:
@@ -212,19 +211,19 @@ class HeadGate:
         return torch.stack([one if whole else next(negative) for whole in self.whole], dim=1)
 
     def _own(self, heads: Iterable[int]) -> list[int]:
-        """Some heads, without the ones that are taken whole."""
+        """Return the gated heads among some heads."""
         return [head for head in heads if not self.whole or not self.whole[head]]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weight, and the bias if there is one."""
+        """Return the weight, and the bias if set, by name."""
         return {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "HeadGate":
-        """The gate of another weight and bias, by name."""
+        """Replace weight and bias by name."""
         return replace(self, weight=tensors["weight"], bias=tensors.get("bias"))
 
     def reading(self, gain: Float[Tensor, " d_model"], shift: Float[Tensor, " d_model"] | None) -> "HeadGate":
-        """The gate that makes of x what this one makes of `gain ∘ x + shift`; rounded once."""
+        """Fold gain and shift of a norm into the gate, which then reads x instead of `gain ∘ x + shift`."""
         wide = self.weight.double()
         bias = self.bias
         if shift is not None:
@@ -233,7 +232,7 @@ class HeadGate:
         return replace(self, weight=(wide * gain.double()).to(self.weight.dtype), bias=bias)
 
     def select_heads(self, order: Sequence[int]) -> "HeadGate | None":
-        """Select the gate of some heads, in the order given. None stands for all heads."""
+        """Select the gates of some heads in a given order; None if all of these heads are ungated."""
         rows = {head: row for row, head in enumerate(self._own(range(self.num_heads)))}
         chosen = [rows[head] for head in self._own(order)]
         if not chosen:
@@ -246,17 +245,17 @@ class HeadGate:
 @final
 @dataclass(frozen=True)
 class Temperature:
-    """Queries that are scaled up with their position in a text.
+    """Scaling of queries with their position in a text.
 
-    That at position m is multiplied by 1 + strength · ln(1 + ⌊(m + first) / every⌋).
+    The query at position m is multiplied by 1 + strength · ln(1 + ⌊(m + first) / every⌋).
 
     Source: Nakanishi 2025, arXiv 2501.19399; `modeling_llama4.py` and `modeling_ministral3.py` of
     github.com/huggingface/transformers, version 5.23.0.
     """
 
-    strength: float  # of the growth
-    every: float  # how many positions share a factor
-    first: int = 0  # the number of position m = 0
+    strength: float  # factor of the logarithm
+    every: float  # number of positions with the same factor
+    first: int = 0  # number of position m = 0
 
     def __call__(
         self, q: Float[Tensor, "batch heads length width"], positions: Int[Tensor, "*rows placed"]
@@ -267,13 +266,13 @@ class Temperature:
 
 @dataclass(frozen=True, eq=False)
 class Scores(ABC):
-    """A way to compare queries with keys that is not their scaled product. Nothing else scales the scores.
+    """Scores of queries and keys other than their scaled product. `Semantics.scale` is not applied to them.
 
-    Fields are learned tensors, of which the first dimension counts the heads.
+    Fields are learned tensors with heads in the first dimension.
 
     Attributes:
-        name: as in a recipe; of a class in a file of one's own, `FILE.py:CLASS`.
-        no_rotary: why rotary positions make no sense with it; "" if they do.
+        name: name in recipes; `FILE.py:CLASS` for a class in a user's file.
+        no_rotary: reason against rotary positions with these scores; "" if they fit.
     """
 
     name: ClassVar[str] = ""
@@ -282,31 +281,31 @@ class Scores(ABC):
     @classmethod
     @abstractmethod
     def drawn(cls, num_heads: int, d_k: int) -> "Scores":
-        """New scores with random parameters."""
+        """Return new scores with random parameters."""
 
     @abstractmethod
     def __call__(
         self, q: Float[Tensor, "batch heads query_len d_k"], k: Float[Tensor, "batch heads key_len d_k"]
     ) -> Float[Tensor, "batch heads query_len key_len"]:
-        """How well each query fits each key."""
+        """Compute the score of every query with every key."""
 
     @property
     def num_heads(self) -> int:
         return next((len(part) for part in self.tensors().values()), 0)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters by name."""
+        """Return the parameters by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def select_heads(self, order: Sequence[int]) -> "Scores":
-        """The scores of some heads, in the order given."""
+        """Select the scores of some heads in a given order."""
         return replace(self, **{name: part[list(order)] for name, part in self.tensors().items()})
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class AdditiveScores(Scores):
-    """`v_i · tanh(q + k)`, with a vector v_i for each head."""
+    """Additive scores `v_i · tanh(q + k)`, with a vector v_i for each head."""
 
     # Source: Bahdanau et al. 2015, arXiv 1409.0473, with W^Q and W^K as the maps of queries and keys.
 
@@ -330,62 +329,64 @@ class AdditiveScores(Scores):
 @final
 @dataclass(frozen=True, eq=False)
 class Semantics:
-    """What an attention layer does besides its maps, in the order in which it is done."""
+    """Computation of an attention layer besides its maps; optional fields are None if unused."""
 
-    scale: float  # what the products of queries and keys are multiplied by
-    kind: Kind = "self"  # where queries and keys come from: one sequence, one sequence seen causally, or two
-    # of the queries, before they are rotated (QK-norm); `k_norm` is of the keys, `v_norm` of the values
+    scale: float  # factor of the products of queries and keys
+    kind: Kind = "self"  # one sequence, one causally masked sequence, or queries and keys of two sequences
+    # norms of queries and keys before their rotation (QK-norm), and of values
     q_norm: HeadNorm | None = None
     k_norm: HeadNorm | None = None
     v_norm: HeadNorm | None = None
-    # what queries, keys and values are clipped to after their norms, ±; None if they are not
-    clip: float | None = None
-    rotary: RotaryEmbedding | None = None  # of queries and keys; None if there is none
-    temperature: Temperature | None = None  # of queries, after they were rotated; None if all count alike
-    bias: ScoreBias | None = None  # added to the scaled scores; None if nothing is
-    soft_cap: float | None = None  # c where scores s become c · tanh(s / c); None if they do not
-    # how many keys up to its own position a query sees, at most, and as many from there on where later ones
-    # are seen; None for all
+    clip: float | None = None  # queries, keys and values are clipped to ±clip after their norms
+    rotary: RotaryEmbedding | None = None  # rotation of queries and keys
+    temperature: Temperature | None = None  # scaling of queries after their rotation
+    bias: ScoreBias | None = None  # added to the scaled scores
+    soft_cap: float | None = None  # c of scores c · tanh(s / c)
+    # A query sees keys at distances below `window`, in both directions where later keys are visible.
     window: int | None = None
-    # the text is cut into pieces of this many positions, and a query sees keys of its own piece; None for one
-    # piece
+    # The text is split into chunks of this many positions; a query sees keys of the same chunk.
     chunk: int | None = None
-    # a score for each head that takes part in the softmax and moves nothing; None without
+    # an additional entry of the softmax for each head, without a value
     sinks: Float[Tensor, " heads"] | None = None
-    dropout: float = 0.0  # probability with which attention weights are dropped, now
-    gate: HeadGate | None = None  # what the output of each head is multiplied by; None if nothing
-    # how queries and keys are compared, in place of their scaled products; None for those
-    scores: Scores | None = None
+    dropout: float = 0.0  # current dropout probability of attention weights
+    gate: HeadGate | None = None  # factors of the outputs of heads
+    scores: Scores | None = None  # scores in place of scaled products of queries and keys
 
     @property
     def positions(self) -> Literal["none", "rotary", "alibi", "relative", "disentangled"]:
-        """How the layer itself tells positions apart, by name."""
+        """Name of the layer's position scheme."""
         if self.rotary is not None:
             return "rotary"
         return "none" if self.bias is None else self.bias.scheme
 
     def apply_late_gains(self, q: Tensor) -> Tensor:
-        """Turned queries times the weights applied after that; a key norm's gives the same scores here."""
+        """Multiply rotated queries by the gains applied after rotation.
+
+        The gain of a key norm is applied to queries, too: the scores are the same.
+        """
         for norm in (self.q_norm, self.k_norm):
             q = q if norm is None else norm.apply_late_gain(q)
         return q
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries or keys are normalised before their product."""
+        """True if queries or keys are normalised before their product."""
         return self.q_norm is not None or self.k_norm is not None
 
     @property
     def is_local(self) -> bool:
-        """Whether queries see only keys near them."""
+        """True if queries see only nearby keys, by a window or chunks."""
         return self.window is not None or self.chunk is not None
 
     def compare(self, q: Tensor, k: Tensor) -> Tensor:
-        """The scores of queries and keys of every head, before positions add to them."""
+        """Compute the scores of queries and keys of every head, without a position bias."""
         return q @ k.mT * self.scale if self.scores is None else self.scores(q, k)
 
     def beyond(self, held: Collection[str]) -> list[str]:
-        """What the layer does that is not among these fields, in words; a field that is new is among none."""
+        """Describe in words the fields outside `held` with values other than their defaults.
+
+        Callers name the fields they handle, so a new field of this class is always described.
+        """
         found = []
         for each in fields(self):
             value = getattr(self, each.name)
@@ -396,9 +397,9 @@ class Semantics:
     def visible(
         self, queries: Int[Tensor, "*rows query_len"], keys: Int[Tensor, "*columns key_len"]
     ) -> Bool[Tensor, "*seen query_len key_len"] | None:
-        """The keys that the queries at these positions see, causal masks left out; None for all.
+        """Return the mask of keys visible by window and chunk, without causality; None without both.
 
-        Where each row of a batch has positions of its own, `[batch, 1, query_len, key_len]`.
+        The shape is `[batch, 1, query_len, key_len]` for positions `[batch, length]`.
         """
         seen = None
         if self.window is not None:
@@ -410,15 +411,15 @@ class Semantics:
 
     @property
     def num_positions(self) -> int | None:
-        """How many positions there are: the tokens of a picture; None for texts, which have no end."""
+        """Number of positions of a picture: its tokens. None for texts of any length."""
         if isinstance(self.bias, PatchPositionBias):
             return 1 + self.bias.rows * self.bias.columns
         return None if self.rotary is None or self.rotary.places is None else len(self.rotary.places)
 
     def select_heads(self, kept: Sequence[int]) -> "Semantics":
-        """Select heads, in the order given, for queries, keys and values that were computed already.
+        """Select heads in a given order, for computed queries, keys and values.
 
-        Norms stay as they are, since they are applied earlier.
+        Norms stay unchanged: they are applied earlier.
         """
         order = list(kept)
         found = {
@@ -431,9 +432,9 @@ class Semantics:
     def select_copies(
         self, left: CopiesLeft, num_heads: int, sides: Mapping[HeadSide, tuple[int, int]]
     ) -> "Semantics":
-        """Select heads, with everything that each of them has of its own.
+        """Select heads with their separate parameters.
 
-        `sides` has the number and the width of the copies of queries, keys and values.
+        `sides` has the number and the width of queries, keys and values.
         """
         found: dict[str, Any] = {}
         for name, part in self._parts_of_heads().items():
@@ -444,7 +445,7 @@ class Semantics:
         return replace(self, **found) if found else self
 
     def require_heads(self, num_heads: int, sides: Mapping[HeadSide, tuple[int, int]]) -> None:
-        """Raise ValueError unless each part has numbers for these heads; arguments as of `select_copies`."""
+        """Raise ValueError unless the parameters fit these heads; arguments are those of `select_copies`."""
         for name, part in self._parts_of_heads().items():
             if isinstance(part, HeadNorm):
                 copies, width = sides[HEADS_OF[name]]
@@ -459,18 +460,18 @@ class Semantics:
                 raise ValueError(f"{words}: there are numbers for {found} heads, and {copies} heads")
 
     def _parts_of_heads(self) -> dict[str, Any]:
-        """Return the parts that have numbers for each head, where they are set."""
+        """Return the fields with separate parameters per head, where they are set."""
         parts = {name: getattr(self, name) for name in HEADS_OF}
         return {name: part for name, part in parts.items() if part is not None}
 
     def tensors(self) -> Iterator[Tensor]:
-        """The tensors of norms, biases, sinks, gates and scores."""
+        """Yield the tensors of norms, biases, sinks, gates and scores."""
         yield from self.learned().values()
         if self.bias is not None and not self.bias.learned:
             yield from self.bias.tensors().values()
 
     def learned(self) -> dict[str, Tensor]:
-        """The parameters besides the maps, by name, such as `q_norm_weight`, `bias_table` or `sinks`."""
+        """Return parameters besides the maps by name, such as `q_norm_weight`, `bias_table` or `sinks`."""
         found: dict[str, Tensor] = {}
         for name, part in self._parts_of_heads().items():
             if isinstance(part, Tensor):
@@ -480,7 +481,7 @@ class Semantics:
         return found
 
     def with_learned(self, tensors: Mapping[str, Tensor]) -> "Semantics":
-        """The same with other parameters, named as `learned` names them; any not given stay."""
+        """Replace parameters, named as in `learned`; parameters not given stay unchanged."""
         parts: dict[str, dict[str, Tensor]] = {}
         changed: dict[str, Any] = {}
         for name, tensor in tensors.items():
@@ -496,24 +497,24 @@ class Semantics:
 
 
 def select_rows(part: Tensor, rows: list[int]) -> Tensor:
-    """Select rows in the order given; the result is a view if they follow each other."""
+    """Select rows in a given order; the result is a view if the rows are consecutive."""
     first = rows[0]
     count = len(rows)
     return part[first : first + count] if rows == list(range(first, first + count)) else part[rows]
 
 
 def _select_heads_of(part: Any, order: list[int]) -> Any:
-    """Select the numbers of some heads from a part that has numbers for each query head."""
+    """Select some heads of a field with parameters for each query head."""
     return select_rows(part, order) if isinstance(part, Tensor) else part.select_heads(order)
 
 
 def _count_heads(part: Any) -> int:
-    """Count the query heads that a part has numbers for."""
+    """Count the query heads of a field with parameters for each query head."""
     return len(part) if isinstance(part, Tensor) else part.num_heads
 
 
-# The parts that may have numbers of each head's own, and whose heads these are. Everything that leaves heads
-# out, or puts them in another order, goes through this list.
+# Fields with separate parameters per head, and the heads in question: of queries, keys or values. All code
+# selecting or reordering heads follows this table.
 HEADS_OF: Mapping[str, HeadSide] = {
     "q_norm": "q",
     "k_norm": "k",
@@ -523,7 +524,7 @@ HEADS_OF: Mapping[str, HeadSide] = {
     "scores": "q",
     "sinks": "q",
 }
-# The others, which all heads have in common.
+# Fields common to all heads.
 ALIKE_FOR_HEADS = frozenset(
     {"scale", "kind", "clip", "rotary", "temperature", "soft_cap", "window", "chunk", "dropout"}
 )

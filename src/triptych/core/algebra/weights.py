@@ -1,8 +1,8 @@
-"""`AttentionWeights`: one attention layer, its maps and what it does besides.
+"""`AttentionWeights`: the maps and the semantics of one attention layer.
 
-Our layers give it, every checkpoint gives it, every measurement and every rewrite takes it. Queries,
-keys, values and outputs are each a *chain* of affine maps: one link for the paper's projections, two
-for stacked ones, none where the input itself is used. What is shared is the same object: a layer with
+Layers and checkpoints produce this record; measures and rewrites read it. Queries, keys, values and outputs
+are each computed by a *chain* of affine maps: one link for the paper's projections, two for stacked
+projections, and an empty chain where the input itself is used. Shared maps are the same object: a layer with
 W^Q = W^K has `weights.q is weights.k`.
 """
 
@@ -28,21 +28,21 @@ HEAD_SIDES: tuple[HeadSide, ...] = ("q", "k", "v")
 @final
 @dataclass(frozen=True, eq=False)
 class Link:
-    """One affine map, `x ↦ x W + b`, in one or several copies."""
+    """An affine map `x ↦ x W + b`: one for all heads, or a copy for each head or group of heads."""
 
     weight: Float[
         Tensor, "copies *matrix"
     ]  # `[copies, d_in, d_out]`, or `[copies, width]` for a diagonal map
     bias: Float[Tensor, "copies d_out"] | None = None
-    norm: HeadNorm | None = None  # of what the map puts out, before the next map of its chain reads it
-    learned: bool = True  # False for a map without numbers of its own (a slice of the input, a fixed factor)
+    norm: HeadNorm | None = None  # norm of the map's output, before the next map of the chain
+    learned: bool = True  # False for a map without parameters (a slice of the input, a fixed factor)
 
     def __repr__(self) -> str:
         return shown_fields(type(self).__name__, {one.name: getattr(self, one.name) for one in fields(self)})
 
     @property
     def diagonal(self) -> bool:
-        """Whether the map scales each channel by itself."""
+        """True if the map scales each channel separately."""
         return self.weight.ndim == 2
 
     @property
@@ -59,14 +59,14 @@ class Link:
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters, all copies and biases."""
+        """Number of parameters, biases included; 0 if the map is not learned."""
         if not self.learned:
             return 0
         return self.weight.numel() + (0 if self.bias is None else self.bias.numel())
 
     @property
     def flops(self) -> int:
-        """Floating-point operations to apply every copy to one token; a bias counts as none."""
+        """Floating-point operations for one token, biases left out."""
         if self.diagonal:
             return self.weight.numel()
         return 2 * self.weight.numel() if self.learned else 0
@@ -80,7 +80,7 @@ class Link:
         return replace(self, weight=change(self.weight), bias=bias, norm=norm)
 
     def repeat(self, num_heads: int) -> "Link":
-        """The same map in more copies: `num_heads`, a multiple of those there are."""
+        """Repeat the copies of the map to `num_heads`, a multiple of `copies`."""
         times = num_heads // self.copies
         if times == 1:
             return self
@@ -88,9 +88,9 @@ class Link:
         return replace(self, weight=self.weight.repeat_interleave(times, dim=0), bias=bias)
 
     def select_copies(self, left: CopiesLeft) -> "Link":
-        """Select copies in the order given, with the norm of each.
+        """Select copies in a given order, with their norms.
 
-        A fixed map is no longer fixed if copies are left out or moved.
+        A fixed map becomes a learned map if copies are left out or moved.
         """
         if self.copies == 1:
             return self
@@ -103,7 +103,7 @@ class Link:
 
     @property
     def norm_map(self) -> "Link | None":
-        """Gain and shift of the norm after the map, `x ↦ γ ∘ x + β`, as a map; None without a norm."""
+        """Gain and shift of the norm after the map as a map `x ↦ γ ∘ x + β`, or None."""
         if self.norm is None or not self.norm.tensors():
             return None
         weight = None if self.norm.weight is None else self.norm.gain(self.weight.dtype)
@@ -114,24 +114,24 @@ class Link:
         return Link(gain, shift if shift.is_meta or bool(shift.any()) else None)
 
     def _rows_of_norm(self, part: Tensor | None, neutral: float) -> Float[Tensor, "copies d_out"]:
-        """Return the weight or the bias of the norm, with 1 or 0 at channels that it leaves alone."""
+        """Return the gain or the bias of the norm, with `neutral` at the channels outside the norm."""
         assert self.norm is not None
         if part is None:
             return self.weight.new_full((1, self.d_out), neutral)
         whole = self.norm.over == "all heads" or part.ndim == 1
         rows = part.view(-1, min(len(part), self.d_out)) if whole else part
-        if rows.shape[-1] == 1 and self.norm.channels != 1:  # one number for all channels
+        if rows.shape[-1] == 1 and self.norm.channels != 1:  # one value for all channels
             rows = rows.expand(-1, self.d_out)
         missing = self.d_out - rows.shape[-1]
         return torch.nn.functional.pad(rows.to(self.weight.dtype), (0, missing), value=neutral)
 
     def then(self, other: "Link") -> "Link":
-        """Both maps as one: `x W₁ W₂ + (b₁ W₂ + b₂)`; only the gain of a norm between them is kept."""
+        """Compose two maps, `x W₁ W₂ + (b₁ W₂ + b₂)`; of a norm between them only the gain is kept."""
         if (norm_map := self.norm_map) is not None:
             other = replace(norm_map, bias=None).then(other)
         copies = math.lcm(self.copies, other.copies)
         if self.copies == 1 and not (self.diagonal or other.diagonal):
-            # One product with all copies side by side, instead of one with a copy of this map for each.
+            # One product with all copies of `other` side by side, instead of repeating this map.
             joined = other.weight.transpose(0, 1).flatten(1)
             weight = (self.weight[0] @ joined).unflatten(1, (copies, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
             bias = None if self.bias is None else _row_times(self.bias.expand(copies, -1), other.weight)
@@ -148,11 +148,11 @@ class Link:
         )
 
     def __call__(self, x: Float[Tensor, "batch copies length d_in"]) -> Tensor:
-        """Apply copy i to slice i (or the only slice to every copy), then the norm."""
+        """Apply copy i to slice i of x (every copy to a single slice), then the norm."""
         if self.diagonal:
             y = x * self.weight[:, None, :]
         else:
-            # Batch and length in one dimension: otherwise each text of the batch would copy every map.
+            # Batch and length in one dimension: otherwise every map would be copied for each text.
             rows = x.transpose(0, 1).flatten(1, 2)
             y = _apply_weight(rows, self.weight).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)  # type: ignore[no-untyped-call]
         y = y if self.bias is None else y + self.bias[:, None, :]
@@ -165,23 +165,23 @@ Chain = tuple[Link, ...]
 @final
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """The weight and bias of a LayerNorm or RMSNorm."""
+    """Weight and bias of a LayerNorm or RMSNorm."""
 
-    weight: Float[Tensor, " d_model"]  # as stored
+    weight: Float[Tensor, " d_model"]  # stored weight; the gain is `offset + weight`
     bias: Float[Tensor, " d_model"] | None = None
-    offset: float = 0.0  # what the stored weight is relative to: 1 for the families that store `w` of `1 + w`
-    centred: bool = False  # whether it takes the mean of its input away: a LayerNorm does
+    offset: float = 0.0  # 1 for families with a stored `w` of `1 + w`
+    centred: bool = False  # True for a LayerNorm, which subtracts the mean of its input
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class AttentionWeights:
-    """The maps of one attention layer.
+    """The maps of one attention layer, with its semantics.
 
         q = chain_q(x)   k = chain_k(y)   v = chain_v(y)
         out = Σ_i chain_o(softmax(scale · q_i k_iᵀ + …) v_i) + o_bias
 
-    With its `semantics` it is all that `algebra.function.attend` needs.
+    `function.run_layer` computes the layer from this record alone.
     """
 
     d_model: int  # width of the input
@@ -189,15 +189,15 @@ class AttentionWeights:
     q: Chain  # chain of maps to the queries (`k` keys, `v` values); an empty chain is the input itself
     k: Chain
     v: Chain
-    o: Chain  # chain of maps from each head's output, summed over heads; its links have no bias
-    semantics: Semantics  # what the layer does besides its maps
+    o: Chain  # chain of maps from the output of each head, summed over heads; links without bias
+    semantics: Semantics  # computation of the layer besides its maps
     o_bias: Float[Tensor, " d_out"] | None = None  # `[d_out]`, added once
-    # the pre-norm whose output is `x` (and `y`, unless kind is "cross"), if it is to be seen by `fold_norm`
+    # pre-norm with the output `x` (and `y`, unless kind is "cross"); None if unknown or not to be folded
     norm: Norm | None = None
-    memory_norm: Norm | None = None  # the same for the memory of a cross-attention
-    norm_place: Literal["pre", "post", "sandwich"] = "pre"  # where the residual's norm is
-    other_norm_readers: str = ""  # what else reads the norm's output, besides this layer ("" if nothing)
-    bias_slots: frozenset[str] = frozenset(SIDES)  # the maps whose bias the target format can hold
+    memory_norm: Norm | None = None  # norm of the memory of a cross-attention
+    norm_place: Literal["pre", "post", "sandwich"] = "pre"  # position of the norm around the layer
+    other_norm_readers: str = ""  # readers of the norm's output besides this layer; "" if there are none
+    bias_slots: frozenset[str] = frozenset(SIDES)  # maps with room for a bias in the target format
 
     def __repr__(self) -> str:
         maps = {
@@ -232,7 +232,8 @@ class AttentionWeights:
                     yield link
 
     def tensors(self) -> Iterator[Tensor]:
-        """Every tensor held, once."""
+        """Yield every tensor of maps and norms, shared tensors once."""
+        # The tensors of `semantics` are left out: their dtype may differ (ALiBi's slopes are float64).
         for link in self.links():
             yield link.weight
             if link.bias is not None:
@@ -253,16 +254,16 @@ class AttentionWeights:
 
     @property
     def norms_within(self) -> bool:
-        """Whether there is a norm between two maps of a side."""
+        """True if a map of a chain is followed by a norm."""
         return any(link.norm is not None for link in self.links())
 
     def tied(self, one: Side, other: Side) -> bool:
-        """Whether two sides use the same, non-empty, chain."""
+        """Return True if two of q, k, v, o share the same non-empty chain."""
         return len(self.chain(one)) > 0 and self.chain(one) is self.chain(other)
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters of the maps, their biases and the gates; shared ones count once."""
+        """Number of parameters of maps, biases and gates; shared parameters count once."""
         gate = self.semantics.gate
         return (
             sum(link.num_parameters for link in self.links())
@@ -271,7 +272,7 @@ class AttentionWeights:
         )
 
     def copies(self, side: Side) -> int:
-        """Count the different maps of a side; 1 for the input itself."""
+        """Count the different maps of a chain; 1 for an empty chain."""
         return max((link.copies for link in self.chain(side)), default=1)
 
     def width(self, side: HeadSide) -> int:
@@ -295,10 +296,10 @@ class AttentionWeights:
         return self.copies("v")
 
     def multiplied(self, side: Side) -> Link:
-        """The chain of a side as one link per head (or group); the identity for an empty chain.
+        """Multiply a chain into one link per head or group; an empty chain gives the identity.
 
-        Only the gain of a norm between two links is kept: who replaces the chain by its product has to check
-        for norms. The bias of the output side is None: `o_bias` belongs to all heads together.
+        Only the gain of a norm between two links is kept: callers replacing the chain by its product have to
+        check for norms. The bias of the output map is None: `o_bias` belongs to all heads together.
         """
         chain = self.chain(side)
         if not chain:
@@ -310,7 +311,10 @@ class AttentionWeights:
         return whole
 
     def behind_norms(self) -> "AttentionWeights":
-        """Queries, keys and values with only the maps behind their last norm, which read its output."""
+        """Cut the chains of queries, keys and values after their last norm.
+
+        The first remaining map reads the normalised values, and absorbs gain and shift of the norm.
+        """
         chains: dict[str, Chain] = {}
         for side in SIDES[:3]:
             chain = self.chain(side)
@@ -331,11 +335,11 @@ class AttentionWeights:
         return next(self.tensors()).device
 
     def per_head(self, side: Side) -> Float[Tensor, "num_heads d_in d_out"]:
-        """The map of every query head, as one product: `W_Q`, `W_K`, `W_V` or `W_O`."""
+        """Return the map of every query head as one product: `W_Q`, `W_K`, `W_V` or `W_O`."""
         return self.multiplied(side).repeat(self.num_heads).weight
 
     def head_bias(self, side: Literal["q", "k", "v"]) -> Float[Tensor, "num_heads width"] | None:
-        """The composed bias of every query head, None if there is none."""
+        """Return the composed bias of every query head, or None."""
         return self.multiplied(side).repeat(self.num_heads).bias
 
     @property
@@ -344,12 +348,12 @@ class AttentionWeights:
 
     @property
     def W_K(self) -> Float[Tensor, "num_heads d_model d_k"]:
-        """Key maps, one a query head (groups repeated)."""
+        """Key maps of all query heads: the maps of groups are repeated."""
         return self.per_head("k")
 
     @property
     def W_V(self) -> Float[Tensor, "num_heads d_model d_v"]:
-        """Value maps, one a query head (groups repeated)."""
+        """Value maps of all query heads: the maps of groups are repeated."""
         return self.per_head("v")
 
     @property
@@ -358,12 +362,12 @@ class AttentionWeights:
 
     @property
     def qk(self) -> BilinearForm:
-        """W_QK of every head, `[num_heads, …]` in one form; biases and scale left out."""
+        """W_QK of every head as one batched form, `[num_heads, …]`, without biases and scale."""
         return BilinearForm(self.W_Q, self.W_K)
 
     @property
     def ov(self) -> BilinearForm:
-        """W_OV of every head, `[num_heads, …]` in one form; biases left out."""
+        """W_OV of every head as one batched form, `[num_heads, …]`, without biases."""
         return BilinearForm(self.W_V, self.W_O.mT)
 
     @property
@@ -382,7 +386,8 @@ class AttentionWeights:
         num_heads: int | None = None,
         **others: Any,
     ) -> "AttentionWeights":
-        """The writing with every map of some sides changed, for as many heads; what was shared stays so."""
+        """Change every map of some chains, and other fields; shared maps and chains stay shared."""
+        # Keyed by identity, so that a shared object is changed once.
         links: dict[int, Link] = {}
         chains: dict[int, Chain] = {}
 
@@ -406,16 +411,19 @@ class AttentionWeights:
         return replace(self, num_heads=heads, q=q, k=k, v=v, o=o, **others)
 
     def select_copies(self, left: CopiesLeft, num_heads: int) -> "AttentionWeights":
-        """Select `num_heads` of the layer's heads, in the order given, with everything of their own.
+        """Select `num_heads` heads of the layer in a given order, with their separate parameters.
 
-        `left` gives the copies to select, in order, for a number of copies. For a map with one copy per head,
-        they are the heads.
+        `left` returns the copies to select, in order, for a number of copies. For a map with one copy per
+        head, these are the heads.
         """
         semantics = self.semantics.select_copies(left, self.num_heads, self._head_sides)
         return self.each_link(lambda link: link.select_copies(left), num_heads=num_heads, semantics=semantics)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
-        """The same writing with every tensor changed (cast, moved, cloned); what was shared stays so."""
+        """Change every tensor of maps and norms (cast, move, clone); shared maps and chains stay shared.
+
+        The tensors of `semantics` stay unchanged.
+        """
 
         def change_norm(norm: Norm | None) -> Norm | None:
             if norm is None:
@@ -433,7 +441,7 @@ class AttentionWeights:
 
     @property
     def takes_up_scale(self) -> bool:
-        """Whether the query map can take up another scale of the scores."""
+        """True if the query map can absorb another scale of the scores."""
         semantics = self.semantics
         q = self.q
         read = semantics.bias is not None and semantics.bias.reads_content
@@ -442,9 +450,10 @@ class AttentionWeights:
         return bool(q) and q[-1].learned and q[-1].norm is None and not self.tied("q", "k") and not changes
 
     def with_scale(self, scale: float) -> "AttentionWeights":
-        """The same scores under another scale: the query map takes up the ratio."""
+        """Change the scale without changing the scores: the query map absorbs the ratio."""
         if math.isclose(scale, self.scale, rel_tol=1e-12):
             return self
+        # A map shared with the keys cannot absorb the ratio: the keys would change as well.
         found = f"scores are multiplied by {self.scale:.6g}, not {scale:.6g}, and"
         if not self.q or not self.q[-1].learned or self.tied("q", "k"):
             raise ValueError(
@@ -463,9 +472,9 @@ class AttentionWeights:
         )
 
     def with_single_links(self) -> "AttentionWeights":
-        """The same maps with one link a side, in at least float32; what was shared stays so.
+        """Multiply every chain into one link, in at least float32; shared chains stay shared.
 
-        As in `multiplied`, norms between two links are left out but for their gains.
+        As in `multiplied`, only the gain of a norm between two links is kept.
         """
         wide = torch.promote_types(self.dtype, torch.float32)
         whole = self if all(len(self.chain(side)) == 1 for side in SIDES) else self.to(wide)
@@ -478,7 +487,10 @@ class AttentionWeights:
         return replace(whole, q=q, k=k, v=v, o=o)
 
     def with_even_copies(self, groups: int) -> "AttentionWeights":
-        """The same maps with one copy a head for queries and outputs, and `groups` for keys and values."""
+        """Repeat maps to one copy per head for queries and outputs, and to `groups` for keys and values.
+
+        Chains of several maps stay unchanged, and so do layers with W_Q = W_K or W_K = W_V.
+        """
 
         def even(side: Side, copies: int) -> Chain:
             chain = self.chain(side)
@@ -490,7 +502,7 @@ class AttentionWeights:
         return replace(self, q=even("q", heads), k=even("k", groups), v=even("v", groups), o=even("o", heads))
 
     def without_norms(self) -> "AttentionWeights":
-        """The maps alone; the norms before them stay where they are."""
+        """Remove `norm` and `memory_norm` from the record, without folding them into the maps."""
         return replace(self, norm=None, memory_norm=None)
 
     def to(self, dtype: torch.dtype) -> "AttentionWeights":
@@ -503,8 +515,8 @@ class HeadForms:
     """The two forms of one head.
 
     Attributes:
-        qk: `W_QK`, where it looks.
-        ov: `W_OV`, what it moves.
+        qk: W_QK, the form of the attention scores.
+        ov: W_OV, the map from attended tokens to the output.
     """
 
     qk: BilinearForm
@@ -512,7 +524,7 @@ class HeadForms:
 
 
 def standard_scale(d_k: int) -> float:
-    """The paper's `1/√d_k`."""
+    """Return the paper's scale, `1/√d_k`."""
     return 1 / math.sqrt(d_k)
 
 
@@ -529,7 +541,7 @@ def _multiply(one: Tensor, two: Tensor) -> Tensor:
 
 
 def _apply_weight(rows: Tensor, weight: Tensor) -> Tensor:
-    """`rows @ weight`. In float16 on a CPU by way of float32, in which such products are summed anyway."""
+    """Compute `rows @ weight`. On a CPU, float16 is multiplied in float32, the dtype of its sums anyway."""
     if weight.dtype == torch.float16 and weight.device.type == "cpu":
         return (rows.float() @ weight.float()).half()  # two to four times as fast
     return rows @ weight
