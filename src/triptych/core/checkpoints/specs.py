@@ -520,4 +520,4 @@ class ExportSpec(Spec):
     classes: dict[str, str]  # class of each `model_type`
     # fields of `config.json`, in their order, as expressions of the facts; fields without a value are omitted
     settings: dict[str, str]
-    tensors: tuple[ExportedTensors, ...]
+    tensors: tuple[ExportedTensors, ...]  # all with a true condition
