@@ -68,7 +68,7 @@ def half_of(family: Family, half: str) -> Family:
                 return [below(value) for value in held]
         return held
 
-    # Rewrite all strings of the record: names in files with one half lack the prefix "encoder." or "decoder.".
+    # Rewrite all strings of the record: names in files with one half lack its prefix.
     record = family.model_dump(exclude_unset=True)
     below_half = {part: below(record[part]) for part in ("attention", "model") if part in record}
     return Family.model_validate({**record, **below_half})

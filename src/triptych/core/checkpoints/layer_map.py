@@ -1,6 +1,6 @@
 """Invertible maps between the stored tensors of an attention layer and the tensors of this library.
 
-The maps only rename, split, permute and transpose: `write(read(stored))` equals the stored tensors, bit by bit.
+The maps only split, stack, reorder and transpose: `write(read(stored))` equals the stored tensors to the bit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,7 +86,8 @@ def alternating(dim: int) -> TensorMap:
 def split_rows(layout: FusedLayout, sizes: MapSizes) -> TensorMap:
     """Return the map of a fused tensor's rows to rows of queries, keys and values."""
     heads, groups, width, value_width, *_ = sizes
-    # Every layout is a number of equal blocks, each with its share of queries, keys and values.
+    # Every layout is a number of blocks of equal size, with a share of queries, keys and values in every
+    # block.
     blocks = {"q k v": 1, "by group": groups, "q v k in four parts": 4}[layout]
     order = (0, 2, 1) if layout == "q v k in four parts" else (0, 1, 2)  # its own inverse
     counts = (heads * width, groups * width, groups * value_width)
@@ -119,10 +120,10 @@ def queries_and_gates(heads: int) -> TensorMap:
 
 
 def head_rows(*copies: int) -> TensorMap:
-    """Return the map of `[copies · width, d_in]` to `[copies, d_in, width]`, and of biases to `[copies, width]`.
+    """Return the map of weights to `[copies, d_in, width]`, and of biases to `[copies, width]`.
 
     Args:
-        copies: number of heads or key-value heads, for each tensor.
+        copies: number of heads or key-value heads of each tensor, `[copies · width, d_in]` or a bias.
     """
 
     def read(parts: Parts) -> Parts:
@@ -169,7 +170,7 @@ class LayerMap:
         return {part: tensor for parts, tensors in read for part, tensor in zip(parts, tensors, strict=True)}
 
     def write(self, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and values of stored tensors one by one, since a layer may be large.
+        """Yield names and values of stored tensors lazily, since a layer may be large.
 
         Stored tensors without a counterpart in `ours` are left out.
         """
@@ -197,14 +198,14 @@ _Entries = Iterator[tuple[tuple[str, ...], Named]]
 
 
 def _map_sizes(sizes: MapSizes) -> tuple[tuple[str, int, int], ...]:
-    """Return side, number of rows and number of heads of the maps of queries, keys and values."""
+    """Return (name, number of rows, number of heads) of the maps of queries, keys and values."""
     heads, groups, width, value_width, *_ = sizes
     return (("q", heads * width, heads), ("k", groups * width, groups), ("v", groups * value_width, groups))
 
 
 def _separate_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
     spec = place.spec
-    # Where keys are values, the map of keys serves both: there is no entry for v.
+    # Where keys are values, there is only the map of keys.
     modules = (spec.q, spec.k) if place.holds(spec.key_value) else (spec.q, spec.k, spec.v)
     for module, (side, rows, copies) in zip(modules, _map_sizes(sizes), strict=False):
         gated = spec.gated_queries and side == "q"
