@@ -424,8 +424,8 @@ class Checkpoint(AttentionSource):
     def _account(self) -> tuple[str, ...]:
         """Return the tensors outside attention; raise DataError for unknown tensors of attention."""
         readers = [LayerReader(place, self.tensors) for place in self._places.values()]
-        # Every tensor is one of three: unread with a reason, in a layer or next to it, or outside attention. A
-        # tensor outside is an error if its name looks like attention, unless the family knows it.
+        # Every tensor is unread with a reason, or belongs to a layer, or is outside attention. The last is an
+        # error for a name like attention's, unless the family knows the tensor.
         modules = {site.module + "." for site in self.sites}
         beside = {name for r in readers for name in (*r.names_beside(), *stored_angles(r.place))}
         known = [*self.family.rest, *(k for spec in self.family.attention for k in spec.known)]
