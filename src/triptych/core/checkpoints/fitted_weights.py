@@ -323,7 +323,7 @@ class Fitting:
         return whole.with_even_copies(old.groups)
 
     def _in_widths(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
-        # Narrower heads are padded with zeros; wider heads do not fit, unless the configuration can change.
+        # Wider heads are refused. Narrower heads are padded with zeros, unless the configuration can change.
         sizes = sizes_of(whole)
         for what, now, there in (
             ("queries and keys", sizes.width, old.width),

@@ -123,7 +123,7 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchit
 
 @final
 class _Mapping:
-    """Builds the architecture and the entries of one stack of a checkpoint."""
+    """A builder of the architecture and the entries of one stack of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, sites: tuple[Site, ...]) -> None:
         self.checkpoint = checkpoint

@@ -172,7 +172,7 @@ class LayerReader:
         place = self.place
         spec = self.place.spec
         width = q.d_out
-        # Scores are divided by the root of this: the width of queries, unless the family differs.
+        # Scores are divided by the root of `under_root`, by default the width of queries.
         under = spec.scale if isinstance(spec.scale, str) else place.chosen(spec.scale)
         under_root = place.positive(under) if under else float(width)
         times = place.chosen(spec.scale_times)

@@ -269,6 +269,7 @@ def find_source(
 
     Raises:
         UsageError: the source or the tokenizer does not exist, or is of another type.
+        DataError: the Hub cannot be reached or lacks the repository, or the configuration cannot be read.
     """
     if isinstance(source, Source):
         return source
