@@ -1,7 +1,7 @@
-"""A checkpoint opened: which attention layers it has, and the weights of one at a time.
+"""Open checkpoints: their attention layers, read one at a time.
 
-Nothing is guessed: every tensor of an attention layer is read or known, one that is missing, left over or of
-another shape than the configuration says is an error that names it.
+Every tensor of an attention layer is read or known to its family. Missing tensors, unknown tensors and shapes
+that contradict the configuration are errors.
 """
 
 import copy
@@ -46,15 +46,15 @@ from triptych.untrusted import shown
 
 _BORROWS = "maps of a layer that uses keys and values of an earlier one"
 _LONGEST_SAID = 1 << 40
-_ATTENTION = "attention"  # the word of `AttentionSpec.mixers` for layers that have it
+_ATTENTION = "attention"  # word for attention layers in `AttentionSpec.mixers`
 _HALVES = ("encoder", "decoder")
 _LONGEST_TEXT = "max_position_embeddings | n_positions | max_seq_len | seq_length"
-_LONGEST = 2048  # tokens, where a model says nothing
+_LONGEST = 2048  # tokens, if the configuration does not limit them
 
 
 @final
 class OwnModel(AttentionSource):
-    """A model of ours in memory."""
+    """A model of this library in memory."""
 
     def __init__(self, model: EncoderDecoder | LanguageModel, name: str) -> None:
         self.model = model
@@ -64,7 +64,7 @@ class OwnModel(AttentionSource):
         self._weights, self._inputs = attention_weights(self.model), input_norms(self.model)
         self.sites = tuple(_own_sites(model))
         parameters = stored_parameters(self.model)
-        # The maps are views of parameters.
+        # The maps are views of parameters: equal storage identifies the parameters of attention.
         attention = {
             tensor.untyped_storage().data_ptr()
             for weights in self._weights.values()
@@ -80,12 +80,12 @@ class OwnModel(AttentionSource):
 
     @classmethod
     def read_folder(cls, folder: Path, name: str | None = None) -> "OwnModel":
-        """The model in a folder of ours, read whole: they are not large."""
+        """Read the model in a folder in this library's format, with all of its weights."""
         return cls(read_own_model(folder), name or str(folder))
 
     def read(self, site: Site) -> AttentionLayer:
         weights = self._weights[site.module]
-        # Layers that share their weights read what several norms give.
+        # Layers with shared weights read the outputs of several norms, so no single norm is reported.
         inputs = InputNorms() if site.also else InputNorms(*self._inputs[site.module])
         scheme = self._positions.positions
         embedded = scheme if scheme in ("sinusoidal", "learned") and site.kind != "cross" else "none"
@@ -123,7 +123,7 @@ class OwnModel(AttentionSource):
 
 
 def _own_sites(model: EncoderDecoder | LanguageModel) -> Iterator[Site]:
-    """Yield the attention layers of a model of ours; layers of a stack with the same parameters once."""
+    """Yield the attention layers of a model, but layers of a stack with shared parameters only once."""
     together: dict[tuple[Any, ...], list[AttentionSite]] = {}
     for place in attention_sites(model):
         held = [*place.layer.named_parameters(), *place.residual.named_parameters()]
@@ -136,14 +136,14 @@ def _own_sites(model: EncoderDecoder | LanguageModel) -> Iterator[Site]:
 
 
 def _tensors_of(weights: AttentionWeights) -> Iterator[Tensor]:
-    """Maps, and the learned numbers between them."""
+    """Yield the maps, and the learned parameters between them."""
     yield from weights.tensors()
     yield from weights.semantics.learned().values()
 
 
 @final
 class Checkpoint(AttentionSource):
-    """A checkpoint whose family is known."""
+    """A checkpoint of a known family."""
 
     def __init__(
         self,
@@ -163,6 +163,7 @@ class Checkpoint(AttentionSource):
         self.known_by = known_by
         self.absent = ()
         self.others = ""
+        # Finding the layers also sets `absent` and `others`.
         self._places = {place.site: place for place in self._find()}
         self.not_followed = self._not_followed()
         self.warnings = (*self.not_followed, *self._further_layers())
@@ -189,7 +190,7 @@ class Checkpoint(AttentionSource):
         return None if lender is None else lender.site
 
     def holding(self, tensors: Mapping[str, Tensor]) -> "Checkpoint":
-        """The same checkpoint with some of its tensors in memory, or others in their place."""
+        """Return the checkpoint with tensors in memory in place of stored tensors of the same names."""
         found = copy.copy(self)
         found.tensors = self.tensors.holding(tensors)
         return found
@@ -198,18 +199,19 @@ class Checkpoint(AttentionSource):
         return self._places[site]
 
     def is_run(self, site: Site) -> bool:
-        """Return True if layers of the model use these weights and are not left aside."""
+        """Return True if the model applies a layer, except to predict further tokens."""
         place = self._places[site]
         return place.is_run and not place.is_further
 
     def read_names(self, site: Site) -> tuple[str, ...]:
-        """Names of the tensors within the module of a layer, and of its norm."""
+        """Return the names of the tensors within a layer's module, and of its norm."""
         beside = LayerReader(self._places[site], self.tensors).norm_names()
         beside = [name for name in beside if name in self.tensors.infos]
-        return tuple(dict.fromkeys((*self.tensors.below(site.module), *beside)))  # Perceiver's are within
+        # Perceiver's norms are within the module: list them once.
+        return tuple(dict.fromkeys((*self.tensors.below(site.module), *beside)))
 
     def rewritable_names(self, site: Site) -> tuple[str, ...]:
-        """Names of the tensors that a rewrite of a layer may change."""
+        """Return the names of the tensors that a rewrite of a layer may change."""
         return tuple(LayerReader(self._places[site], self.tensors).rewritable())
 
     def bytes_of(self, site: Site) -> int:
@@ -267,7 +269,7 @@ class Checkpoint(AttentionSource):
                 if layer < len(mixers) and mixers[layer] != _ATTENTION:
                     continue
                 if layer >= layers and not self.tensors.below(prefix + spec.at.format(layer=layer, inner=0)):
-                    break  # those after the last need not be there
+                    break  # further layers may be missing
                 for within in range(inner):
                     module = prefix + spec.at.format(layer=layer, inner=within)
                     if not self.tensors.below(module):
@@ -276,11 +278,12 @@ class Checkpoint(AttentionSource):
                         )
                     kind = "self" if sees_both_ways(spec, settings, layer) else spec.kind
                     own = uses.get(layer, ()) if uses else (layer,)
-                    # What no layer of the model has comes after all of them.
+                    # Layers without a use are numbered after all layers of the model.
                     after = sum(map(len, uses.values())) + layer
                     number, *also = (use * inner + within for use in own or (after,))
                     site = Site(spec.stack, number, kind, module, tuple(also))
                     place = Place(site, spec, settings, prefix, layer, within, is_run=bool(own))
+                    # A KV-sharing layer uses the keys and values of the last earlier layer alike.
                     alike = place.value(spec.lender) if spec.lender else None
                     if layer < layers - borrowing:
                         lenders[alike] = place
@@ -300,7 +303,7 @@ class Checkpoint(AttentionSource):
             )
 
     def _uses(self, spec: AttentionSpec, settings: Settings, layers: int) -> dict[int, list[int]]:
-        """Return the uses of each layer of the file, in the model's order; empty if every layer has one."""
+        """Return the uses of each stored layer, in the model's order; empty if every layer is used once."""
         times = settings.number(spec.uses)
         rounds = settings.count(spec.rounds)
         if times == 1 and rounds == 1:
@@ -311,13 +314,15 @@ class Checkpoint(AttentionSource):
                 f"{settings.where}: {spec.uses if rounds == 1 else spec.rounds} makes {count:,} layers: at "
                 f"least 1 and at most {MOST_LAYERS:,} are read"
             )
+        # A round applies every layer `times` times in succession. With a fraction (ALBERT), layers differ in
+        # their number of uses.
         found: dict[int, list[int]] = {}
         for use in range(count):
             found.setdefault(int(use % (count // rounds) / times), []).append(use)
         return found
 
     def _mixers(self, spec: AttentionSpec, settings: Settings, layers: int) -> list[str]:
-        """What each layer mixes tokens with, in words; none where all have attention."""
+        """Return the token mixer of each layer, in words; empty if all layers have attention."""
         if not spec.mixers:
             return []
         if layers > MOST_LAYERS:
@@ -326,6 +331,7 @@ class Checkpoint(AttentionSource):
             )
         found = []
         for layer in range(layers):
+            # No default: a layer without a stated mixer might not have attention.
             choice = next((choice for choice in spec.mixers if settings.holds(choice.when, layer)), None)
             if choice is None:
                 raise DataError(f"{settings.where}: it does not say what layer {layer} of {layers} is")
@@ -341,7 +347,7 @@ class Checkpoint(AttentionSource):
         return found
 
     def _not_followed(self) -> tuple[str, ...]:
-        """Return sentences on fields of the configuration that are set and change nothing."""
+        """Return sentences on fields of the configuration without effect."""
         found = {id(place.spec): place for place in self._places.values()}
         said = dict.fromkeys(
             said for place in found.values() for said in not_followed(self.family, place.spec, place.settings)
@@ -349,7 +355,7 @@ class Checkpoint(AttentionSource):
         return tuple(said)
 
     def _further_layers(self) -> tuple[str, ...]:
-        """Return sentences on layers of the files that the model does not run."""
+        """Return sentences on stored layers that the model does not run."""
         places = self._places.values()
         further = [
             f"{place.site.module} predicts further tokens: it is read, and not run"
@@ -364,7 +370,7 @@ class Checkpoint(AttentionSource):
         return (*further, *unused)
 
     def _num_borrowing(self, spec: AttentionSpec, settings: Settings, layers: int) -> int:
-        """How many layers, the last ones, have no keys and values of their own."""
+        """Return the number of KV-sharing layers, at the end of the stack."""
         if not spec.borrowing or settings.value(spec.borrowing) in (None, 0):
             return 0
         count = settings.count(spec.borrowing)
@@ -387,7 +393,7 @@ class Checkpoint(AttentionSource):
         return None
 
     def _prefix(self, spec: AttentionSpec, first: int) -> str | None:
-        """The prefix of the family's names in this checkpoint ("model.", "bert.", nothing)."""
+        """Return the prefix of the family's names ("model.", "bert.", ""); None if the names are missing."""
         at = spec.at.format(layer=first, inner=0)
         pattern = re.compile(rf"^(|.*\.){re.escape(at)}\.")
         found = {match[1] for name in self.tensors.infos if (match := pattern.match(name))}
@@ -400,7 +406,7 @@ class Checkpoint(AttentionSource):
         return found.pop() if found else None
 
     def _require_no_stack(self, spec: AttentionSpec) -> None:
-        """A stack may be missing, but not the attention of one that is there."""
+        """Check that a stack without attention is missing as a whole."""
         stack, _, _ = spec.at.partition("{layer}")
         pattern = re.compile(rf"^(|.*\.){re.escape(stack)}0\.")
         for name in self.tensors.infos:
@@ -412,12 +418,14 @@ class Checkpoint(AttentionSource):
                 )
 
     def _looks_like_attention(self, name: str) -> bool:
-        """By its name, and by being more than a row: a norm next to attention is often named after it."""
+        """Return True for a matrix named like attention: vectors may be norms named after the attention."""
         return len(self.tensors.infos[name].shape) > 1 and bool(LOOKS_LIKE_ATTENTION.search(name))
 
     def _account(self) -> tuple[str, ...]:
-        """Every tensor is in a layer's module, or known, or looks like no attention."""
+        """Return the tensors outside attention; raise DataError for unknown tensors of attention."""
         readers = [LayerReader(place, self.tensors) for place in self._places.values()]
+        # Every tensor is unread with a reason, or belongs to a layer, or is outside attention. The last is an
+        # error for a name like attention's, unless the family knows the tensor.
         modules = {site.module + "." for site in self.sites}
         beside = {name for r in readers for name in (*r.names_beside(), *stored_angles(r.place))}
         known = [*self.family.rest, *(k for spec in self.family.attention for k in spec.known)]
@@ -455,7 +463,18 @@ class Checkpoint(AttentionSource):
 def open_checkpoint(
     source: Source | Path | str, family: Family | None = None, *, mapped: bool = False
 ) -> AttentionSource:
-    """The attention layers of a source."""
+    """Open the attention layers of a source.
+
+    Args:
+        source: source, path, or name on the Hub.
+        family: family to read the checkpoint with, instead of the family of its `model_type`.
+        mapped: map local files into memory instead of copying from them.
+
+    Raises:
+        DataError: the checkpoint is of an unknown family, or contradicts its family or configuration.
+        UsageError: the source does not exist, or `family` is given for a run, or the source is strict and its
+            configuration has fields without effect.
+    """
     found = find_source(source)
     opened = _open(found, family or found.family, mapped)
     if found.strict and isinstance(opened, Checkpoint) and opened.not_followed:
@@ -473,6 +492,7 @@ def _open(source: Source, family: Family | None, mapped: bool) -> AttentionSourc
             raise UsageError(f"{source.name}: the weights of a run are in {SAFETENSORS}: give its folder")
         return OwnModel.read_folder(source.folder, source.name)
     tensors = source.tensors(mapped=mapped)
+    # Refuse adapters before the family: their tensors alone are not a model of any family.
     refuse_adapters(source.name, tensors.infos)
     settings = Settings(dict(source.record), source.where)
     tensors = dequantised(tensors, settings)
@@ -488,12 +508,13 @@ def _open(source: Source, family: Family | None, mapped: bool) -> AttentionSourc
 
 
 def _with_half_alone(family: Family, settings: Settings, tensors: Tensors, name: str) -> Family:
-    """The family as this file has it, where it may hold the encoder or the decoder of a model alone."""
+    """Return the family, or its half if the file contains only the encoder or only the decoder of a model."""
 
     def are_there(layers: Iterable[str]) -> set[str]:
         modules = {layer: layer.format(layer=0, inner=0) for layer in layers}
         return {layer for layer, module in modules.items() if tensors.below(module)}
 
+    # A file with one half has names without the prefix "encoder." or "decoder.".
     whole = [spec.at for spec in family.attention]
     halves = {
         half: {at.removeprefix(f"{half}.") for at in whole if at.startswith(f"{half}.")} for half in _HALVES
@@ -513,12 +534,12 @@ def _with_half_alone(family: Family, settings: Settings, tensors: Tensors, name:
 
 
 def _with_older_record(settings: Settings, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Defaults of rotary positions where the file has them in `rope_scaling`, which is then all there is."""
+    """Return the defaults; a record `rope_scaling` of the file replaces the default `rope_parameters`."""
     older = settings.record.get("rope_scaling")
     default = defaults.get("rope_parameters")
     if not (isinstance(older, dict) and older and isinstance(default, dict)):
         return defaults
-    if any(isinstance(record, dict) for record in default.values()):  # of each kind of layer
+    if any(isinstance(record, dict) for record in default.values()):  # a record for each kind of layer
         return defaults
     theta = settings.value("rope_theta") or defaults.get("rope_theta", 10000.0)
     return {**defaults, "rope_theta": theta, "rope_parameters": {"rope_theta": theta, **older}}

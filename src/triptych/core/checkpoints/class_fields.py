@@ -1,7 +1,7 @@
-"""Keys that a configuration class of `transformers` knows, or that code of its models reads.
+"""Keys of configurations known to configuration classes of `transformers`, or read by code of its models.
 
-They are data (`class_fields.json`, made by `tests/checkpoints/class_fields.py`), so that they are the same
-where `transformers` is not installed.
+The keys are data (`class_fields.json`, made by `tests/checkpoints/class_fields.py`), so `transformers` need
+not be installed.
 """
 
 import json
@@ -14,7 +14,7 @@ from triptych.core.storage.settings import Settings
 
 
 def known_keys(settings: Settings) -> Collection[str] | None:
-    """Return the keys that the class of a record knows, or None if `transformers` has no such class."""
+    """Return the keys known to a record's class, or None if `transformers` lacks such a class."""
     kind = _kind_of(settings)
     if kind is None:
         return None
@@ -22,12 +22,15 @@ def known_keys(settings: Settings) -> Collection[str] | None:
 
 
 def is_known(path: str, keys: Collection[str]) -> bool:
-    """Return True if a key is known. For a key in a nested record, both must be known."""
+    """Return True if a key is known; a path of keys is known if all of its keys are."""
     return all(name in keys for name in path.split("."))
 
 
 def _kind_of(settings: Settings) -> str | None:
-    """Return the `model_type` whose class reads a record: its own, or the one for this part of the whole."""
+    """Return the `model_type` of the class of a record.
+
+    A nested record without a `model_type` has the type of the corresponding part of the outer class.
+    """
     classes = _file()["classes"]
     kind = settings.outermost.record.get("model_type")
     if settings.path:

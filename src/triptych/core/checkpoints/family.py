@@ -20,24 +20,24 @@ _FOLDER = files("triptych.core.checkpoints") / "families"
 
 @final
 class Unread(Spec):
-    """Attention that is known and not read."""
+    """Known attention tensors without support."""
 
-    names: str  # of its tensors, a pattern
-    why: str
+    names: str  # pattern of the tensors' names
+    why: str  # reason, for reports
 
 
 @final
 class Family(Spec):
     name: str
     model_types: tuple[str, ...] = ()
-    remote: bool = False  # whether `transformers` has no class of its own for it
-    refused: tuple[Choice, ...] = ()  # why its checkpoints cannot be read, on conditions of the configuration
-    attention: tuple[AttentionSpec, ...] = ()  # its kinds of attention layers; none where all are refused
-    # what its models are made of besides; None where they can be read, and not run
-    model: ModelSpec | None = None
-    export: ExportSpec | None = None  # how models of recipes are written; None where they are not
-    rest: tuple[str, ...] = ()  # tensors that look like attention by their names and are not, as patterns
-    unread: tuple[Unread, ...] = ()  # attention that is reported, and not read
+    remote: bool = False  # true if `transformers` lacks a class for it (remote code)
+    refused: tuple[Choice, ...] = ()  # reasons to refuse its checkpoints, on conditions of the configuration
+    # kinds of attention layers, all with a true condition; empty if all checkpoints are refused
+    attention: tuple[AttentionSpec, ...] = ()
+    model: ModelSpec | None = None  # the parts besides attention; None if models cannot be run
+    export: ExportSpec | None = None  # format of exported models; None if the family is not an export format
+    rest: tuple[str, ...] = ()  # tensors named like attention but unrelated to it, as patterns
+    unread: tuple[Unread, ...] = ()  # attention tensors to report instead of reading them
 
     @model_validator(mode="after")
     def _require_attention(self) -> "Family":
@@ -56,7 +56,7 @@ class Family(Spec):
 
 
 def half_of(family: Family, half: str) -> Family:
-    """The family as files with one half of its models, "encoder" or "decoder", name it."""
+    """Return the family with names of tensors as in files with only one half, "encoder" or "decoder"."""
 
     def below(held: Any) -> Any:
         match held:
@@ -68,6 +68,7 @@ def half_of(family: Family, half: str) -> Family:
                 return [below(value) for value in held]
         return held
 
+    # Rewrite all strings of the record: names in files with one half lack its prefix.
     record = family.model_dump(exclude_unset=True)
     below_half = {part: below(record[part]) for part in ("attention", "model") if part in record}
     return Family.model_validate({**record, **below_half})
@@ -75,7 +76,7 @@ def half_of(family: Family, half: str) -> Family:
 
 @cache
 def family_of(model_type: str) -> Family | None:
-    """The family that knows a configuration's `model_type`; None if there is none."""
+    """Return the family of a configuration's `model_type`, or None for an unknown type."""
     # Parsing all files takes longer than making a small model.
     named = f'"{model_type}"'
     found = (_read(name, text) for name, text in _files() if named in text)
@@ -88,10 +89,10 @@ def families() -> tuple[Family, ...]:
 
 
 def read_family(path: str | Path) -> Family:
-    """A family file of a user's own.
+    """Read a user's family file.
 
     Raises:
-        UsageError: it is not there, no TOML, or says something that a family does not have.
+        UsageError: the file is missing, incomplete, or not a valid family file in TOML.
     """
     path = Path(path)
     record = read_toml(path, "family")
@@ -99,6 +100,7 @@ def read_family(path: str | Path) -> Family:
         family = validated(Family, _expanded(record, path.stem), path)
         for spec in family.attention:
             _try_names(spec)
+            # `refuse_unknown` writes "?" for fields to complete.
             if any("?" in said for said in (spec.at, spec.q, spec.k, spec.v, spec.o, *spec.expressions())):
                 raise DataError(f'{path}: complete each "?" first')
         return family
@@ -117,7 +119,7 @@ def _read(name: str, text: str) -> Family:
 
 
 def _try_names(spec: AttentionSpec) -> None:
-    """Fill in the numbers that names may hold."""
+    """Check the placeholders in names of modules and tensors."""
     head_norm = () if spec.head_norm is None else (spec.head_norm.q, spec.head_norm.k)
     beside = [name for norm in spec.norm for name in (norm.at, norm.memory)]
     beside += [p.table for p in spec.positions]
@@ -126,6 +128,7 @@ def _try_names(spec: AttentionSpec) -> None:
     for other in spec.other_norms:
         beside += [other.within, *(norm.at for norm in other.norm)]
     for name in (spec.at, *beside, *(p.table_norm for p in spec.positions), *head_norm):
+        # A wrong placeholder is an error of the family file, not of the checkpoint where it is first filled.
         try:
             name.format(layer=0, inner=0, head=0, previous=0, last=0)
         except (KeyError, IndexError, ValueError):
@@ -136,7 +139,7 @@ def _try_names(spec: AttentionSpec) -> None:
 
 
 def _expanded(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """A record with `like = "NAME"` in attention entries replaced by the first entry of that family."""
+    """Return a record with `like = "NAME"` replaced by the fields of the family NAME."""
     entries = record.get("attention")
     model = record.get("model")
     if isinstance(model, dict) and "like" in model:
@@ -147,7 +150,7 @@ def _expanded(record: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _model_laid_over(model: dict[str, Any], where: str) -> dict[str, Any]:
-    """The tables of a `[model]` over those of another, one key at a time."""
+    """Return a `[model]` table merged over that of another family, subtables key by key."""
     other = _family_record(str(model["like"]), where).get("model")
     if not isinstance(other, dict):
         raise DataError(f"{where}: {model['like']} has no [model] for `like`")

@@ -1,8 +1,8 @@
-"""Fields of a configuration that nobody reads: which of them can change what a model computes.
+"""Unread fields of a configuration, sorted by whether they can change a model's output.
 
-Of a family in a file `transformers` is followed. What its class of the model reads, the family reads, or says
-that it does not (`ignored`); anything else that the class knows is refused by name when the model is run.
-What the class does not know (`class_fields.py`) changes nothing there, and nothing here.
+`transformers` is the reference. A family reads the fields of its class in `transformers`, or lists them as
+ignored (`ignored`); all further fields of the class are errors when the model is run. Fields unknown to the
+class (`class_fields.py`) are without effect there, and here.
 """
 
 import re
@@ -25,7 +25,7 @@ _NAMES: dict[str, frozenset[str]] = {
         (files("triptych.core.checkpoints") / "fields.toml").read_text(encoding="utf-8")
     ).items()
 }
-# What names of fields that have to do with attention, or with the norm before it, are made of.
+# Parts of names of fields about attention, or about the norm before it.
 _OF_ATTENTION = re.compile(
     r"att(n|ention)|softmax|soft_?cap|rope|rotary|alibi|causal|bidirection|window|clip|sink|quer(y|ies)|heads?(_|$)"
     r"|(^|_)(q|k|v|qk|kv|qkv)(_|$)|position|relative|layer_types|layernorm|qk_?norm|parallel|temperature_tuning"
@@ -33,9 +33,9 @@ _OF_ATTENTION = re.compile(
 _HARMLESS_ENDS = re.compile(
     r"(_token_id|_token_ids|_token_index|dropout|dropout_prob|dropout_rate|_pdrop|_drop_path_rate)$"
     r"|^(initializer|classifier|summary|router|forced)_"
-    r"|^(linear|mamba)_"  # of layers that have no attention
+    r"|^(linear|mamba)_"  # fields of layers without attention
 )
-# Values that ask for what is done anyway. The first is what a model does that does not have the field.
+# Values for the usual behaviour. The first value is the default of models without the field.
 _AS_USUAL: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("absolute", "rotary"),
     "scale_attn_weights": (True,),
@@ -45,7 +45,7 @@ _WORD_OF_LAYER = re.compile(r"([\w.]+)\[\]\s*(?:==|!=)\s*([a-z_]+)")
 
 
 def overlooked(record: Mapping[str, Any], read: Collection[str], path: str = "") -> Iterator[str]:
-    """The fields that are set and not read, as paths; records of which parts are read are looked into."""
+    """Yield the paths of set, unread fields, also within partly read records."""
     for name, value in record.items():
         at = path + name
         if value is None or at in read:
@@ -57,7 +57,7 @@ def overlooked(record: Mapping[str, Any], read: Collection[str], path: str = "")
 
 
 def fields_read(family: Family) -> frozenset[str]:
-    """The fields that a family reads, or says that nobody does, as paths."""
+    """Return the paths of the fields that a family reads, or lists as ignored."""
     ignored = {ignored.field for spec in family.attention for ignored in spec.ignored}
     hooks = (hook_of(spec.hook) for spec in family.attention)
     hooked = (hook.fields for hook in hooks if hook is not None)
@@ -67,14 +67,14 @@ def fields_read(family: Family) -> frozenset[str]:
 
 
 def of_attention(path: str) -> bool:
-    """Whether a field may have to do with attention, as far as its name tells."""
+    """Return True if a field may concern attention, judged by its name."""
     name = path.rpartition(".")[2]
     harmless = name in _NAMES["harmless"] | _NAMES["sounds_only"] or _HARMLESS_ENDS.search(name)
     return bool(_OF_ATTENTION.search(name)) and not harmless
 
 
 def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Iterator[str]:
-    """Sentences on fields that are set and change nothing, of a family that a file describes."""
+    """Yield sentences on the set fields of a configuration without effect."""
     for ignored in spec.ignored:
         said = settings.value(ignored.field)
         if said is not None and settings.holds(f"{ignored.field} != {ignored.as_with}"):
@@ -83,6 +83,7 @@ def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Ite
                 f"{settings.where}: {ignored.field} is {shown(said)}, which transformers does not follow; "
                 f"read as it runs, {as_if}"
             )
+    # Fields unknown to the class are reported once, here, and not again among the unread fields of attention.
     if strange := unknown_to_class(family, settings):
         are, they = ("is no field", "it changes") if len(strange) == 1 else ("are no fields", "they change")
         yield (
@@ -102,10 +103,11 @@ def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Ite
 
 
 def unknown_to_class(family: Family, settings: Settings) -> list[str]:
-    """Return the fields that are set and that the family's class in `transformers` does not know.
+    """Return the set fields unknown to the family's class in `transformers`; empty without such a class.
 
-    None where there is no such class. Fields that speak of no computation are left out.
+    Fields unrelated to the computation are left out.
     """
+    # Classes in remote code are not among the known classes.
     keys = known_keys(settings) if family.model_types and not family.remote else None
     if keys is None:
         return []
@@ -119,10 +121,11 @@ def unknown_to_class(family: Family, settings: Settings) -> list[str]:
 
 
 def not_understood_of_model(family: Family, settings: Settings) -> list[str]:
-    """The fields that are set and may change what a model computes, and that its family does not read."""
+    """Return the set fields that may change a model's output and are not read by its family."""
     harmless = {*_NAMES["harmless_to_models"]}
     if family.model is not None:
         harmless |= {*family.model.harmless}
+    # Fields unknown to the class only cause a warning (`not_followed`): `transformers` runs without them too.
     strange = unknown_to_class(family, settings)
     return [
         path
@@ -143,10 +146,11 @@ def _speaks_of_no_computation(path: str) -> bool:
 
 def require_known_kinds(spec: AttentionSpec, settings: Settings, layers: int) -> None:
     """Check that the family knows every kind of layer in a list such as `layer_types`."""
+    # An expression such as `layer_types[] == full_attention` names a kind that the family knows.
     asked = [found for e in spec.expressions() if (found := _WORD_OF_LAYER.fullmatch(e.strip()))]
     known = {found[2] for found in asked} | {"full_attention", "global"}
     if spec.window:
-        known.add("sliding_attention")  # its window, where a family says only which layers have none
+        known.add("sliding_attention")  # default kind, where the family names only layers without a window
     for path in dict.fromkeys(found[1] for found in asked):
         for layer in range(layers):
             word = settings.word(f"{path}[]", layer)
@@ -158,8 +162,8 @@ def require_known_kinds(spec: AttentionSpec, settings: Settings, layers: int) ->
 
 
 def sees_both_ways(spec: AttentionSpec, settings: Settings, layer: int) -> bool:
-    """Whether a causal layer sees what comes later, too."""
-    # `transformers` makes the mask of any decoder-only model by `is_causal`, a field that no class has.
+    """Return True if a layer of a causal family sees later tokens, too."""
+    # `transformers` makes the mask of any decoder-only model by `is_causal`, a field missing in all classes.
     own = bool(spec.both_ways) and settings.holds(spec.both_ways, layer)
     if not is_turned_round(spec, settings):
         return own
@@ -174,13 +178,13 @@ def sees_both_ways(spec: AttentionSpec, settings: Settings, layer: int) -> bool:
 
 
 def is_turned_round(spec: AttentionSpec, settings: Settings) -> bool:
-    """Whether `is_causal` makes a causal layer one that sees both sides."""
+    """Return True if `is_causal` is false and makes causal layers bidirectional."""
     heeded = spec.kind == "causal" and all(ignored.field != "is_causal" for ignored in spec.ignored)
     return heeded and settings.value("is_causal") is False
 
 
 def list_names(names: Collection[str], most: int | None = None) -> str:
-    """Join names from a file: all, or the first ones and the number of the others."""
+    """Join names from a file: all names, or the first `most` and the number of further names."""
     listed = [shown(name) for name in names]
     more = 0 if most is None else len(listed) - most
     return ", ".join(listed[:most]) + (f" and {more:,} more" if more > 0 else "")

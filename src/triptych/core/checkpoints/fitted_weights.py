@@ -1,7 +1,8 @@
-"""A rewritten layer brought to what its format can hold: one map a side, of sizes that the file may have.
+"""Conversion of rewritten layers to their format: single maps q, k, v and o, in sizes allowed by the format.
 
-Number and width of heads are fields of a configuration in some formats, and follow from others in the rest.
-Only where a field of its own decides a size, and nothing else hangs on it, can a file hold another one.
+The number and width of heads are fields of the configuration in some formats, and follow from other fields in
+further formats. A file can have another size only if a separate field determines it and no other size depends
+on that field.
 """
 
 import math
@@ -27,41 +28,41 @@ from triptych.errors import DataError
 
 _NAME = "write"
 _INPUTS: tuple[Literal["q", "k", "v"], ...] = ("q", "k", "v")
-# How far numbers that only took up a norm's gain may lie apart, relative to the largest.
+# Tolerance for values that only absorbed a norm's gain, relative to the largest value.
 _ROUNDING = 1e-9
 
 
 @final
 @dataclass(frozen=True)
 class Resizing:
-    """How a configuration says other sizes."""
+    """Changes of a configuration for new sizes."""
 
-    settings: dict[str, Any]  # the entries it must have, by dotted path
-    sites: tuple[Site, ...]  # the layers that get these sizes with them: all that share the configuration
+    settings: dict[str, Any]  # new entries of the configuration, by dotted path
+    sites: tuple[Site, ...]  # all layers resized by these entries
 
 
 def sizes_of(weights: AttentionWeights) -> MapSizes:
-    """The sizes of a layer as a file has it."""
+    """Return the sizes of a layer in the form of its file."""
     q, v = (chain[-1].d_out if chain else weights.d_model for chain in (weights.q, weights.v))
     return MapSizes(weights.num_heads, weights.num_key_heads, q, v, *latent_ranks(weights))
 
 
 def resizing(checkpoint: Checkpoint, site: Site, wanted: MapSizes) -> Resizing | None:
-    """The entries with which a layer would have other sizes; None if its format cannot say them.
+    """Return the changes of the configuration for new sizes of a layer, or None if its format is too rigid.
 
-    A planner can tell by it what `write_layer` will do: with None, narrower heads are padded with zeros,
-    heads that are gone become zero maps, fewer key-value heads are repeated and more of them refused.
-    All of `sites` must be rewritten to the same sizes; where they are not, `write_layer(…, same_sizes=True)`
-    does as for None.
+    The result predicts `write_layer`. With None, it pads narrower heads with zeros, writes removed heads as
+    zero maps, repeats key-value heads if there are fewer and refuses more of them. All of `sites` must be
+    rewritten to the same sizes; otherwise, `write_layer(…, same_sizes=True)` behaves as with None.
 
-    A size is free where one plain field of the configuration decides it (T5's `d_kv`, `num_key_value_heads`;
-    the number of heads where `head_dim` is given) and
-        heads: no position has numbers for each (ALiBi, distance tables), no norm of queries and keys has
-            gains for each, nothing else in the file has as many (`fixed_heads`), and they divide the width
-            of the model, which `transformers` wants;
-        groups: no norm of keys has gains for each;
-        width: no rotary or disentangled positions, no norm of queries and keys; values have the same.
-            Through a latent every width and rank is free, and channels that positions turn stay.
+    A size is free if a single plain field of the configuration determines it (T5's `d_kv`,
+    `num_key_value_heads`; the number of heads if `head_dim` is given) and
+        heads: all heads share the values of positions (unlike ALiBi, distance tables) and the gains of norms
+            of queries and keys, other parts do not depend on the number of heads (`fixed_heads`), and it
+            divides the width of the model, as `transformers` requires;
+        groups: all heads share the gains of norms of queries and keys;
+        width: values have the same width, and layers with rotary or disentangled positions, or norms of
+            queries and keys, are excluded. Through a latent, every even width of queries and keys, even rank
+            and width of values is free; the number of rotated channels is fixed.
     """
     place = checkpoint.place(site)
     if place.spec.why_kept:
@@ -74,6 +75,7 @@ def resizing(checkpoint: Checkpoint, site: Site, wanted: MapSizes) -> Resizing |
     if _sizes_or_none(place, changed) != wanted:
         return None
     resized = []
+    # The entries apply to all layers with the same record: every change must be allowed and as wanted.
     path = path_of_record(checkpoint, place)
     for other in checkpoint.sites:
         at = checkpoint.place(other)
@@ -92,7 +94,7 @@ def resizing(checkpoint: Checkpoint, site: Site, wanted: MapSizes) -> Resizing |
 
 
 def _sizes_or_none(place: Place, settings: Settings) -> MapSizes | None:
-    """None for a configuration that gives none: a width that heads do not divide, say."""
+    """Return a layer's sizes under a configuration; None if it is invalid, such as indivisible widths."""
     try:
         return replace(place, settings=settings).sizes
     except DataError:
@@ -100,7 +102,7 @@ def _sizes_or_none(place: Place, settings: Settings) -> MapSizes | None:
 
 
 def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] | None:
-    """Fields to set; None where a size has none."""
+    """Return the fields to set, or None if a size does not have a field."""
     spec = place.spec
     settings = place.settings
     found: dict[str, int] = {}
@@ -121,7 +123,7 @@ def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] |
     groups = place.chosen(spec.groups) or spec.heads
     after = Settings({**settings.record, **found}, settings.where)
     if after.value(groups, place.layer) != wanted.groups:
-        # A field that gives no number of heads at once; one that gives the value now first.
+        # Choose a field without effect on the number of heads; prefer the field in use.
         fields = [a for a in _either(groups) if _is_plain(a) and a not in _either(spec.heads)]
         read = _field_read(groups, settings, place.layer)
         field = read if read in fields else next(iter(fields), None)
@@ -140,13 +142,13 @@ def _is_plain(name: str) -> bool:
 
 
 def _field_read(expression: str, settings: Settings, layer: int) -> str | None:
-    """The field that gives the value now; None if something else does."""
+    """Return the field with the current value, or None if it is not a plain field."""
     read = next((a for a in _either(expression) if settings.value(a, layer) is not None), "")
     return read if _is_plain(read) else None
 
 
 def _follows(old: MapSizes, new: MapSizes, here: MapSizes, wanted: MapSizes) -> bool:
-    """Whether another layer changes in nothing but what was wanted."""
+    """Return True if another layer changes only sizes that the first layer changes, to the same values."""
     return all(
         now == before or now == asked != first
         for now, before, asked, first in zip(new, old, wanted, here, strict=True)
@@ -175,7 +177,7 @@ def _is_free(place: Place, old: MapSizes, new: MapSizes, tensors: Tensors) -> bo
     if old.groups != new.groups and gains_of_heads:
         return False
     if spec.latent:
-        # transformers reads what V2 turns as complex numbers, which have to begin at even places.
+        # `transformers` reads DeepSeek-V2's rotated channels as complex pairs, which need an even offset.
         return not ((new.rank or 0) % 2 or new.width % 2)
     if old.width == new.width:
         return True
@@ -183,7 +185,7 @@ def _is_free(place: Place, old: MapSizes, new: MapSizes, tensors: Tensors) -> bo
 
 
 def path_of_record(checkpoint: Checkpoint, place: Place) -> str:
-    """The prefix of the fields of a layer's configuration: "text_config." or nothing."""
+    """Return the prefix of the fields of a layer's record: "text_config." or ""."""
     for path in _either(place.spec.settings):
         try:
             checkpoint.settings.below(path)
@@ -195,7 +197,7 @@ def path_of_record(checkpoint: Checkpoint, place: Place) -> str:
 
 @final
 class Fitting:
-    """Brings one layer to its format; for the arguments see `write_layer`."""
+    """Conversion of a rewritten layer to its format; see `write_layer` for the arguments."""
 
     def __init__(
         self,
@@ -212,17 +214,17 @@ class Fitting:
         self.before = before.weights
         self.after = after
         self.semantics = before.weights.semantics
-        # Head i of the rewritten layer is head `kept[i]` of the one that was read.
+        # Head i of the rewritten layer is head `kept[i]` of the stored layer.
         self.kept = list(range(after.num_heads)) if kept is None else list(kept)
         self._require_kept(kept is not None)
 
     def fitted(self) -> AttentionWeights:
-        """The rewritten layer with one map a side and the scale that the reader of the file will have."""
+        """Return the rewritten layer as single maps q, k, v and o, with the scale of the file's reader."""
         old = sizes_of(self.before)
         whole = self._through_latent() if self.place.spec.latent else self._one_map_a_side()
         self._require_channels_of_old(whole)
         fitted = self._in_widths(self._in_groups(self._in_heads(whole, old), old), old)
-        # What the reader of the file will multiply scores by.
+        # The file's reader scales by the configuration's value, or else by 1/√ of the new width.
         narrower = 1.0 if self.place.spec.scale else old.width / sizes_of(fitted).width
         scale = self.before.scale * math.sqrt(narrower)
         if math.isclose(scale, fitted.scale, rel_tol=1e-12):
@@ -242,6 +244,7 @@ class Fitting:
     def _one_map_a_side(self) -> AttentionWeights:
         for side in SIDES:
             require_nothing_between(_NAME, side, self.after.chain(side)[:-1])
+        # Key-value heads need a common number, so keys and values are repeated to the least common multiple.
         links = {}
         for side in SIDES:
             links[side] = replace(self.after.multiplied(side), learned=True, norm=None)
@@ -259,6 +262,7 @@ class Fitting:
 
     def _through_latent(self) -> AttentionWeights:
         after = self.after
+        # The format is fixed: queries keep their number of maps, too.
         if not is_latent(after) or len(after.q) != len(self.before.q):
             reject(
                 f"in {self.checkpoint.written_as}'s format keys and values come through one latent and one "
@@ -285,7 +289,7 @@ class Fitting:
         return self._in_old_places(whole, old)
 
     def _in_old_places(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
-        """Every head where it was, and zero maps for those that are gone."""
+        """Put every head at its old index, with zero maps for removed heads."""
         heads = torch.tensor(self.kept)
         groups = heads // (old.heads // old.groups)
         q, k, v, o = (whole.chain(side)[-1] for side in SIDES)
@@ -301,7 +305,7 @@ class Fitting:
                     "leave repeat_kv_heads out",
                 )
         chains = {str(side): (*whole.chain(side)[:-1], link) for side, link in filled.items()}
-        semantics = replace(self.semantics, scale=whole.scale)  # with what each of the old heads has
+        semantics = replace(self.semantics, scale=whole.scale)  # parameters of all old heads
         return replace(whole, num_heads=old.heads, semantics=semantics, **chains)  # type: ignore[arg-type]
 
     def _in_groups(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
@@ -309,6 +313,7 @@ class Fitting:
         if groups == old.groups or self._can_be(old._replace(heads=whole.num_heads, groups=groups)):
             return whole
         if old.groups % groups:
+            # Repetition keeps the function only if every head is repeated as often.
             reject(
                 f"there are {groups} key-value heads now, and the file has {old.groups}, which its "
                 "configuration "
@@ -318,6 +323,7 @@ class Fitting:
         return whole.with_even_copies(old.groups)
 
     def _in_widths(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
+        # Wider heads are refused. Narrower heads are padded with zeros, unless the configuration can change.
         sizes = sizes_of(whole)
         for what, now, there in (
             ("queries and keys", sizes.width, old.width),
@@ -346,7 +352,7 @@ class Fitting:
         )
 
     def _require_heads_without_numbers(self) -> None:
-        """Heads may be put in another order only if nothing that stays behind is one head's own."""
+        """Check that reordered heads leave no parameters of single heads behind."""
         positions = self.semantics.positions
         bias = self.semantics.bias
         have_maps = isinstance(bias, DisentangledBias) and not bias.through_maps
@@ -358,7 +364,7 @@ class Fitting:
             )
 
     def _require_channels_of_old(self, whole: AttentionWeights) -> None:
-        """Where the format reads channels one by one, they must be what they were."""
+        """Check that channels are unchanged, in formats with clipping or embeddings of distances."""
         if self.semantics.clip is not None:
             sides = _INPUTS
             why = f"queries, keys and values are clipped at ±{self.semantics.clip:g}"
@@ -367,6 +373,7 @@ class Fitting:
             why = "distances meet queries and keys in their channels"
         else:
             return
+        # A folded norm changes channels in a known way: compare with the stored maps after the same folding.
         expected = self.before.to(torch.float64)
         heads = self.kept
         if self.before.norm is not None and self.after.norm is None:
@@ -388,7 +395,7 @@ def reject(reason: str, advice: str = "") -> NoReturn:
 
 
 def _placed(link: Link, places: Tensor, copies: int) -> Link:
-    """A link's copies at some places of more, and zeros at the others."""
+    """Spread the heads of a link over `copies` heads, with zeros for heads not in `places`."""
 
     def spread(part: Tensor) -> Tensor:
         whole = part.new_zeros(copies, *part.shape[1:])
@@ -402,12 +409,12 @@ def _widened(link: Link, more: int) -> Link:
     if not more:
         return link
     pad = torch.nn.functional.pad
-    rows = pad(link.weight.mT, (0, 0, 0, more))  # in memory as most formats have them
+    rows = pad(link.weight.mT, (0, 0, 0, more))  # contiguous in the layout `[out, in]` of most formats
     return Link(rows.mT, None if link.bias is None else pad(link.bias, (0, more)))
 
 
 def _or_zeros(bias: Tensor | None, weight: Tensor) -> Tensor:
-    """The bias of a link; zeros if it has none."""
+    """Return the bias of a link, or zeros `[heads, width]` without a bias."""
     return torch.zeros_like(weight[:, 0, :]) if bias is None else bias
 
 

@@ -1,4 +1,4 @@
-"""What of a family no file can say as data: code that its file names with `hook`."""
+"""Family code that TOML cannot express, selected by `hook` in a family file."""
 
 import math
 from abc import ABC, abstractmethod
@@ -22,22 +22,22 @@ from triptych.untrusted import shown
 
 
 class Hook(ABC):
-    fields: tuple[str, ...] = ()  # of the configuration, those that it reads
+    fields: tuple[str, ...] = ()  # fields of the configuration that the hook reads
 
     @abstractmethod
     def scale(self, place: Place, width: float) -> float:
-        """What scores are multiplied by, in place of 1/√width."""
+        """Return the factor of the scores, instead of 1/√width."""
 
     def bias(
         self, place: Place, tensors: Tensors, take: Take, q: Link, k: Link, scale: float
     ) -> ScoreBias | None:
-        """What positions add to the scores, from the maps of queries and keys."""
+        """Return the bias that positions add to the scores, from the last maps of queries and keys."""
         return None
 
 
 @final
 class GPT2(Hook):
-    """Divides the scores of layer n by n + 1."""
+    """Division of the scores of layer n by n + 1."""
 
     fields = ("scale_attn_by_inverse_layer_idx",)
 
@@ -48,7 +48,7 @@ class GPT2(Hook):
 
 @final
 class DeepSeek(Hook):
-    """Multiplies scores by the square of YaRN's magnitude, where `mscale_all_dim` says so."""
+    """Scores multiplied by the square of YaRN's magnitude, if `mscale_all_dim` is set."""
 
     def scale(self, place: Place, width: float) -> float:
         scaling = Settings(place.rope_scaling, f"{place.settings.where}, scaling of rope")
@@ -60,12 +60,12 @@ class DeepSeek(Hook):
 
 @final
 class DeBERTa(Hook):
-    """Distances go through maps of their own, or through the maps of queries and keys."""
+    """Embeddings of distances, mapped by separate maps or by the maps of queries and keys."""
 
     fields = ("pos_att_type", "max_relative_positions", "norm_rel_ebd", "layer_norm_eps", "position_buckets")
 
     def scale(self, place: Place, width: float) -> float:
-        # DeBERTa's first version counts them even where they are not added.
+        # DeBERTa's first version counts the addends even where positions are not disentangled.
         counted = place.position.kind == "disentangled" or place.value("model_type") == "deberta"
         addends = 1 + len(_parts(place)) if counted else 1
         return 1 / math.sqrt(width) / math.sqrt(addends)
@@ -91,7 +91,7 @@ class DeBERTa(Hook):
                 f"{tensors.name}, tensor {place.beside(spec.table)}: {len(rows)} rows, "
                 f"where {2 * span:,} are used"
             )
-        # What is made of stored numbers is made in float32 at least.
+        # Values derived from stored values are computed in float32 or wider.
         table = _normed(place, take, at_least_float32(rows[: 2 * span]))
         shared = bool(spec.shared_maps) and place.holds(spec.shared_maps)
 
@@ -111,13 +111,13 @@ class DeBERTa(Hook):
 
 
 def _above_0(place: Place, expression: str) -> int | None:
-    """A count; None where the configuration has none, or 0 or less."""
+    """Return a count, or None if it is missing, 0 or negative."""
     found = place.optional_number(expression)
     return None if found is None or found <= 0 else place.count(expression)
 
 
 def _parts(place: Place) -> list[str]:
-    """What is added to the product of queries and keys."""
+    """Return the products added to the scores, out of "c2p" and "p2c"."""
     found = place.value("pos_att_type")
     found = [part.strip() for part in found.lower().split("|")] if isinstance(found, str) else found or []
     if not isinstance(found, list) or sorted(map(str, found)) not in ([], ["c2p"], ["p2c"], ["c2p", "p2c"]):
@@ -142,7 +142,7 @@ def _normed(place: Place, take: Take, table: Tensor) -> Tensor:
 
 
 def _link(place: Place, tensors: Tensors, take: Take, module: str, like: Link) -> Link:
-    """A map of the file with as many copies and channels as another."""
+    """Read a map with the numbers of heads and channels of the map `like`."""
     rows = like.copies * like.d_out
     entries = module_map(place, tensors, "map", module, (rows, None))
     found = LayerMap({(part,): stored.then(head_rows(like.copies)) for part, stored in entries}).read(take)
@@ -153,7 +153,7 @@ HOOKS: Mapping[str, Hook] = {"deberta": DeBERTa(), "deepseek": DeepSeek(), "gpt2
 
 
 def hook_of(name: str) -> Hook | None:
-    """The hook that a family file names with `hook = "NAME"`; None for the empty name."""
+    """Return the hook of a name in a family file, or None for the empty name."""
     if not name:
         return None
     if name not in HOOKS:

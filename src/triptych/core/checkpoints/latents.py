@@ -1,7 +1,7 @@
-"""Keys and values through a latent: the maps of a file as chains, and chains as the maps of a file.
+"""Keys and values through a latent, converted from stored maps to chains and back.
 
 A latent y W^D is normalised and then mapped to keys and values of all heads. The same map also makes a
-key that positions turn, which passes on to all heads as it is.
+rotary key, shared by all heads without a further map.
 
 Source: DeepSeek-AI 2024, arXiv 2405.04434.
 """
@@ -18,7 +18,7 @@ from triptych.core.checkpoints.stored_layers import MapSizes, Place
 
 
 def read_latent(place: Place, parts: Mapping[str, Tensor]) -> tuple[Chain, Chain, Chain, Chain]:
-    """The chains of a layer from the parts of its `LayerMap`."""
+    """Build the chains of q, k, v and o from the tensors of a layer's `LayerMap`."""
     latent = place.spec.latent
     sizes = place.sizes
     assert latent is not None
@@ -26,6 +26,7 @@ def read_latent(place: Place, parts: Mapping[str, Tensor]) -> tuple[Chain, Chain
     eps = place.number(latent.eps)
     turned = place.count(latent.turned)
 
+    # Stored maps `[copies · width, d_in]` become links `[copies, d_in, width]`.
     def link(part: str) -> Link:
         copies = 1 if part.endswith("down") else sizes.heads
         weight = parts[part]
@@ -52,13 +53,13 @@ def _pad_turned(up: Tensor, turned: int) -> Tensor:
 
 
 def _with_turned(up: Tensor, turned: int) -> Tensor:
-    """Maps `[heads, rank, plain]` with channels that pass, after the latent's."""
+    """Extend maps `[heads, rank, plain]` by an identity for the rotated channels, after the latent's."""
     passed = torch.eye(up.shape[1] + turned, turned, dtype=up.dtype, device=up.device).roll(up.shape[1], 0)
     return torch.cat([_pad_turned(up, turned), passed.expand(len(up), -1, -1)], dim=-1)
 
 
 def is_latent(weights: AttentionWeights) -> bool:
-    """Whether keys and values come through one latent and one turned key, as a file has them."""
+    """Return True if keys and values come from one latent and one rotary key, like those of `read_latent`."""
     k = weights.k
     v = weights.v
     q = weights.q
@@ -69,6 +70,7 @@ def is_latent(weights: AttentionWeights) -> bool:
     if norm is None or norm.channels is None or norm.centred or k[0].copies != 1:
         return False
     alike = down is v[0] or all(map(torch.equal, _link_tensors(down), _link_tensors(v[0])))
+    # All maps must have the form of `_with_turned` and `_pad_turned`, or the file could not express them.
     return (
         alike
         and v[0].norm is not None
@@ -85,7 +87,7 @@ def _link_tensors(link: Link) -> list[Tensor]:
 
 
 def latent_ranks(weights: AttentionWeights) -> tuple[int | None, int | None]:
-    """The widths of the latents of keys and values, and of queries; None where there is none."""
+    """Return the widths of the latents of keys and values, and of queries; None for a missing latent."""
     norm = weights.k[0].norm if len(weights.k) > 1 else None
     if norm is None or norm.channels is None:
         return None, None
@@ -93,7 +95,7 @@ def latent_ranks(weights: AttentionWeights) -> tuple[int | None, int | None]:
 
 
 def _ups(weights: AttentionWeights) -> tuple[Tensor, Tensor]:
-    """The maps from the latent to unturned keys and to values, `[heads, rank, width]`."""
+    """Return the maps from the latent to unrotated keys and to values, `[heads, rank, width]`."""
     rank, _ = latent_ranks(weights)
     assert rank is not None
     turned = weights.k[0].d_out - rank
@@ -103,7 +105,8 @@ def _ups(weights: AttentionWeights) -> tuple[Tensor, Tensor]:
 
 
 def latent_parts(weights: AttentionWeights) -> dict[str, Tensor]:
-    """The parts of a `LayerMap`, but for the output, from chains as `read_latent` gives them."""
+    """Return the tensors of a `LayerMap`, without the output map, from chains built by `read_latent`."""
+    # The format concatenates keys and values of every head in one map up.
     links = {"kv_down": weights.k[0], "q_up": weights.q[-1].repeat(weights.num_heads)}
     if len(weights.q) > 1:
         links["q_down"] = weights.q[0]
@@ -122,9 +125,10 @@ def latent_parts(weights: AttentionWeights) -> dict[str, Tensor]:
 
 
 def widened_latent(weights: AttentionWeights, sizes: MapSizes) -> AttentionWeights:
-    """The same layer in larger sizes, with channels of zeros.
+    """Pad a layer to larger sizes with zeros, keeping its function.
 
-    A norm takes the mean over more channels then: the latent grows by as much, and what reads it shrinks.
+    The mean of a norm is then over more channels. To cancel that, the latent is multiplied by √(new / old
+    width), and the maps that read it are divided by it.
     """
     pad = torch.nn.functional.pad
     down, (q_up, k_up, v_up) = weights.k[0], (chain[-1] for chain in (weights.q, weights.k, weights.v))
@@ -132,6 +136,7 @@ def widened_latent(weights: AttentionWeights, sizes: MapSizes) -> AttentionWeigh
     assert rank is not None
     assert sizes.rank is not None
     turned = down.d_out - rank
+    # Rotated channels come last and keep their number: pad the unrotated channels before them.
     plain = k_up.d_out - turned
     more = sizes.width - k_up.d_out
     wider = sizes.value_width - v_up.d_out
@@ -150,14 +155,14 @@ def widened_latent(weights: AttentionWeights, sizes: MapSizes) -> AttentionWeigh
 
 
 def _of_rank(down: Link, rank: int, turned: int, *ups: Tensor) -> tuple[Link, list[Tensor]]:
-    """A map to a latent, and maps from it, with a latent of more channels."""
+    """Pad a latent to `rank` channels: return the map to it, and the maps from it."""
     norm = down.norm
     had = down.d_out - turned
     assert norm is not None
     if rank == had:
         return down, [*ups]
     pad = torch.nn.functional.pad
-    grown = (rank / had) ** 0.5
+    grown = (rank / had) ** 0.5  # the root mean square shrinks by this factor with the zeros
 
     def wider(part: Tensor) -> Tensor:
         return torch.cat([pad(part[..., :had] * grown, (0, rank - had)), part[..., had:]], dim=-1)

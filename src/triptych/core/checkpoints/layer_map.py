@@ -1,6 +1,6 @@
-"""The tensors of an attention layer and the names that ours have there, as one invertible map.
+"""Invertible maps between the stored tensors of an attention layer and the tensors of this library.
 
-Nothing is computed: `write` of what `read` gave is what was stored, to the bit.
+The maps only split, stack, reorder and transpose: `write(read(stored))` equals the stored tensors to the bit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,14 +19,14 @@ _SIDES = ("q", "k", "v")
 
 Shape = tuple[int | None, ...]
 Parts = Sequence[Tensor]
-# Gives the stored tensor of a name; the shape it must have, None for a size that is free.
+# Returns the stored tensor of a name; the second argument is its required shape, with None for a free size.
 Take = Callable[[str, Shape | None], Tensor]
 
 
 @final
 @dataclass(frozen=True)
 class TensorMap:
-    """One step from stored tensors to ours, and back."""
+    """One step from stored tensors to tensors of this library, and back."""
 
     read: Callable[[Parts], Parts]
     write: Callable[[Parts], Parts]
@@ -41,11 +41,11 @@ class TensorMap:
 @final
 @dataclass(frozen=True)
 class Named:
-    """Some of our tensors by the names of the stored ones that they come from."""
+    """Names of stored tensors, and the steps that convert them."""
 
-    names: tuple[str, ...]  # of the stored ones
-    shape: Shape | None = None  # that each of them must have
-    steps: tuple[TensorMap, ...] = ()  # from them to ours
+    names: tuple[str, ...]  # names of the stored tensors
+    shape: Shape | None = None  # required shape of each stored tensor; None for any shape
+    steps: tuple[TensorMap, ...] = ()  # steps from stored tensors to tensors of this library
 
     def then(self, *steps: TensorMap) -> "Named":
         return Named(self.names, self.shape, (*self.steps, *steps))
@@ -62,21 +62,21 @@ class Named:
         return zip(self.names, parts, strict=True)
 
 
-# Tensors of one shape as the rows of one.
+# Stacks tensors of one shape as rows.
 STACK_ROWS = TensorMap(lambda parts: [torch.stack([*parts])], lambda parts: parts[0].unbind())
-# `[in, out]` as `[out, in]`.
+# Transposes `[in, out]` to `[out, in]`.
 TRANSPOSED = TensorMap.of_each(lambda part: part.mT.contiguous(), lambda part: part.mT)
-# The one row of a matrix as a vector.
+# Converts a matrix `[1, n]` to a vector `[n]`.
 ONLY_ROW = TensorMap.of_each(lambda part: part[0], lambda part: part[None])
 
 
 def halves(dim: int) -> TensorMap:
-    """One tensor as two of the same size, one after the other along a dimension."""
+    """Return the map of a tensor to its two halves along a dimension."""
     return TensorMap(lambda parts: parts[0].chunk(2, dim), lambda parts: [torch.cat([*parts], dim)])
 
 
 def alternating(dim: int) -> TensorMap:
-    """One tensor as two of the same size, in turns along a dimension."""
+    """Return the map of a tensor to its even and odd entries along a dimension."""
     return TensorMap(
         lambda parts: [part.contiguous() for part in parts[0].unflatten(dim, (-1, 2)).unbind(dim + 1)],  # type: ignore[no-untyped-call]
         lambda parts: [torch.stack([*parts], dim + 1).flatten(dim, dim + 1)],
@@ -84,8 +84,10 @@ def alternating(dim: int) -> TensorMap:
 
 
 def split_rows(layout: FusedLayout, sizes: MapSizes) -> TensorMap:
-    """The rows of one tensor as rows of queries, of keys and of values, in the order of a layout."""
+    """Return the map of a fused tensor's rows to rows of queries, keys and values."""
     heads, groups, width, value_width, *_ = sizes
+    # Every layout is a number of blocks of equal size, with a share of queries, keys and values in every
+    # block.
     blocks = {"q k v": 1, "by group": groups, "q v k in four parts": 4}[layout]
     order = (0, 2, 1) if layout == "q v k in four parts" else (0, 1, 2)  # its own inverse
     counts = (heads * width, groups * width, groups * value_width)
@@ -110,7 +112,7 @@ def _in_blocks(blocks: int, *parts: Tensor) -> Tensor:
 
 
 def queries_and_gates(heads: int) -> TensorMap:
-    """The rows of one tensor, head by head queries and then gates, as all queries and all gates."""
+    """Return the map of rows `[heads · (queries, gates)]` to all queries and all gates."""
     return TensorMap(
         lambda parts: _from_blocks(parts[0], heads, *[parts[0].shape[0] // 2] * 2),
         lambda parts: [_in_blocks(heads, *parts)],
@@ -118,7 +120,11 @@ def queries_and_gates(heads: int) -> TensorMap:
 
 
 def head_rows(*copies: int) -> TensorMap:
-    """`[copies · width, d_in]` as `[copies, d_in, width]`, `[copies · width]` as `[copies, width]`."""
+    """Return the map of weights to `[copies, d_in, width]`, and of biases to `[copies, width]`.
+
+    Args:
+        copies: number of heads or key-value heads of each tensor, `[copies · width, d_in]` or a bias.
+    """
 
     def read(parts: Parts) -> Parts:
         apart = (part.unflatten(0, (n, -1)) for n, part in zip(copies, parts, strict=True))  # type: ignore[no-untyped-call]
@@ -128,7 +134,7 @@ def head_rows(*copies: int) -> TensorMap:
 
 
 def head_columns(heads: int) -> TensorMap:
-    """`[d_out, heads · width]` as `[heads, width, d_out]`."""
+    """Return the map of `[d_out, heads · width]` to `[heads, width, d_out]`."""
     return TensorMap.of_each(
         lambda part: part.mT.reshape(heads, -1, part.shape[0]), lambda part: part.flatten(0, 1).mT
     )
@@ -137,18 +143,19 @@ def head_columns(heads: int) -> TensorMap:
 @final
 @dataclass(frozen=True)
 class LayerMap:
-    """Between a layer's tensors in the file and ours, by name.
+    """The map between a layer's stored tensors and the tensors of this library, by name.
 
-    Ours are
-        q, k, v         no v where keys are values; `[copies, d_in, width]`, with q.bias, … `[copies, width]`
-        o               `[heads, width, d_out]`, with o.bias `[d_out]`
-        norm            gain of the norm that is read, norm.bias its shift; so q_norm, k_norm of heads
-        sinks           `[heads]`
-        gate            of each channel, `[heads, d_in, width]`, with gate.bias `[heads, width]`
-        q_down, q_gain, q_up, kv_down, kv_gain, kv_up    through a latent, `[out, in]`, instead of q, k and v
+    Tensors of this library:
+        q, k, v         maps `[copies, d_in, width]`, and q.bias, … `[copies, width]`; no v if keys are values
+        o               map `[heads, width, d_out]`, and o.bias `[d_out]`
+        norm            gain of the input norm, and norm.bias, its shift
+        q_norm, k_norm  gain of the norms of queries and keys, and q_norm.bias, k_norm.bias
+        sinks           scores `[heads]`
+        gate            map `[heads, d_in, width]` to a gate of each channel, and gate.bias `[heads, width]`
+        q_down, q_gain, q_up, kv_down, kv_gain, kv_up    maps `[out, in]` and gains of latents, for q, k and v
     """
 
-    entries: Mapping[tuple[str, ...], Named]  # which of ours come from which stored ones
+    entries: Mapping[tuple[str, ...], Named]  # stored tensors, by names of tensors of this library
 
     @property
     def names(self) -> set[str]:
@@ -163,9 +170,9 @@ class LayerMap:
         return {part: tensor for parts, tensors in read for part, tensor in zip(parts, tensors, strict=True)}
 
     def write(self, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """The stored ones with their names, one after the other: a layer may be large.
+        """Yield names and values of stored tensors lazily, since a layer may be large.
 
-        Stored tensors of which nothing is given are left out.
+        Stored tensors without a counterpart in `ours` are left out.
         """
         for parts, stored in self.entries.items():
             if parts[0] in ours:
@@ -191,13 +198,14 @@ _Entries = Iterator[tuple[tuple[str, ...], Named]]
 
 
 def _map_sizes(sizes: MapSizes) -> tuple[tuple[str, int, int], ...]:
-    """Rows and copies of the maps of queries, keys and values."""
+    """Return (name, number of rows, number of heads) of the maps of queries, keys and values."""
     heads, groups, width, value_width, *_ = sizes
     return (("q", heads * width, heads), ("k", groups * width, groups), ("v", groups * value_width, groups))
 
 
 def _separate_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
     spec = place.spec
+    # Where keys are values, there is only the map of keys.
     modules = (spec.q, spec.k) if place.holds(spec.key_value) else (spec.q, spec.k, spec.v)
     for module, (side, rows, copies) in zip(modules, _map_sizes(sizes), strict=False):
         gated = spec.gated_queries and side == "q"
@@ -230,6 +238,8 @@ def _latent_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
     assert latent is not None
     assert rank is not None
     turned = place.count(latent.turned)
+    # The map down also makes the rotated key, shared by all heads; the map up makes each head's unrotated key
+    # and value.
     maps: dict[str, tuple[str, Shape]] = {
         "kv_down": (latent.kv_down, (rank + turned, None)),
         "kv_up": (latent.kv_up, (heads * (width - turned + value_width), rank)),
@@ -254,7 +264,7 @@ def _norms(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
             yield ("norm.bias",), Named((shift,))
     norm = place.head_norm
     if norm is None or (norm.turned and place.position.kind != "rotary"):
-        return
+        return  # norms after the rotation do not exist in layers without it
     for part, module, heads in (("q_norm", norm.q, sizes.heads), ("k_norm", norm.k, sizes.groups)):
         for stored, kind in ((part, "weight"), (f"{part}.bias", "bias")) if module else ():
             names = _of_heads(f"{place.within(module)}.{kind}", heads, tensors)
@@ -265,7 +275,10 @@ def _norms(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
 
 
 def _of_heads(name: str, heads: int, tensors: Tensors) -> tuple[str, ...]:
-    """The name for each head, up to the first that is not there: a configuration may say any number."""
+    """Return a name for each head, up to the first missing tensor.
+
+    The configuration may state any number of heads; stopping there bounds the list.
+    """
     if "{head}" not in name:
         return (name,)
     names = []
@@ -279,7 +292,7 @@ def _of_heads(name: str, heads: int, tensors: Tensors) -> tuple[str, ...]:
 def module_map(
     place: Place, tensors: Tensors, part: str, module: str, shape: Shape
 ) -> Iterator[tuple[str, Named]]:
-    """A weight as `[out, in]`, by the name of a part of ours, and its bias if it has one."""
+    """Yield a module's weight `[out, in]` as `part`, and its bias as `part.bias` if the file has a bias."""
     weight, bias = tensor_names(place.within(module))
     stored = Named((weight,), shape)
     yield part, Named((weight,), shape[::-1], (TRANSPOSED,)) if place.spec.transposed else stored
@@ -294,7 +307,7 @@ def tensor_names(module: str) -> tuple[str, str]:
 
 
 def norm_tensors(tensors: Tensors, module: str) -> tuple[str, str]:
-    """Names of gain and shift of a norm, as the file has them: files from TensorFlow say gamma and beta."""
+    """Return the names of a norm's gain and shift; files converted from TensorFlow use gamma and beta."""
     if f"{module}.weight" not in tensors.infos and f"{module}.gamma" in tensors.infos:
         return f"{module}.gamma", f"{module}.beta"
     return f"{module}.weight", f"{module}.bias"

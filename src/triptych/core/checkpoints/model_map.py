@@ -1,7 +1,7 @@
-"""What a family file makes of a checkpoint: a model's architecture, and where its tensors come from.
+"""A checkpoint's architecture and the map of its tensors outside attention, as its family describes them.
 
-The attention layers have their own map (`layer_map`); this is the rest: embeddings, norms, feed-forward
-layers, head. Both together account for every tensor of the file.
+The map covers embeddings, norms, feed-forward layers and head; `layer_map` covers attention layers. Together,
+they account for every tensor of the file.
 """
 
 import fnmatch
@@ -38,18 +38,22 @@ _Architecture = TypeVar("_Architecture", LanguageModelArchitecture, EncoderDecod
 @final
 @dataclass(frozen=True)
 class ModelMap(Generic[_Architecture]):
-    """A model as it lies in a checkpoint."""
+    """A model's architecture, and its tensors in a checkpoint."""
 
-    architecture: _Architecture  # what it is made of
-    # the attention layer of every block: of an encoder, of a decoder, then cross-attention
+    architecture: _Architecture
+    # the attention layer of every block: self-attention of an encoder, of a decoder, then cross-attention
     sites: tuple[Site, ...]
-    tensors: LayerMap  # from the stored tensors to our others, by their names in the model
-    copies: Mapping[str, str]  # stored tensors that hold the numbers of another one, and that one
-    pad_id: int = 0  # the token that attention must not see
+    tensors: LayerMap  # map from stored tensors to tensors outside attention, by their names in the model
+    copies: Mapping[str, str]  # duplicate stored tensors, with the name of the original
+    pad_id: int = 0  # padding token, masked in attention
 
 
 def model_map(checkpoint: Checkpoint) -> ModelMap[LanguageModelArchitecture]:
-    """What a checkpoint's model is made of."""
+    """Return the architecture and tensors of a checkpoint's language model.
+
+    Raises:
+        DataError: the model cannot be run, or a tensor is missing, unknown or of a wrong shape.
+    """
     spec = checkpoint.family.model
     if checkpoint.others:
         raise DataError(f"{checkpoint.name}: {checkpoint.others}: it can be read, and not run")
@@ -63,7 +67,7 @@ def model_map(checkpoint: Checkpoint) -> ModelMap[LanguageModelArchitecture]:
             "language model"
         )
     mapping = _Mapping(checkpoint, spec, checkpoint.sites)
-    architecture = mapping.architecture()
+    architecture = mapping.architecture()  # also fills the entries
     entries = mapping.entries
     found = ModelMap(architecture, mapping.sites, LayerMap(dict(entries.found)), entries.copies)
     _account(checkpoint, found.tensors, (mapping,))
@@ -71,7 +75,11 @@ def model_map(checkpoint: Checkpoint) -> ModelMap[LanguageModelArchitecture]:
 
 
 def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchitecture]:
-    """What a checkpoint's encoder and decoder are made of."""
+    """Return the architecture and tensors of a checkpoint's encoder and decoder.
+
+    Raises:
+        DataError: the model cannot be run, or a tensor is missing, unknown or of a wrong shape.
+    """
     spec = checkpoint.family.model
     if spec is None or spec.encoder is None:
         raise DataError(
@@ -96,7 +104,7 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchit
         )
     architecture = EncoderDecoderArchitecture(
         replace(source, kind="encoder", head=None),
-        # Theirs scale what the output table reads.
+        # In `transformers`, encoder-decoder models scale the input of the output map instead of its logits.
         replace(target, kind="decoder", head=replace(head, scale=1.0, input_scale=head.scale)),
         shared=read.table == write.table,
     )
@@ -115,7 +123,7 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchit
 
 @final
 class _Mapping:
-    """One stack of a checkpoint, with the layers of these sites."""
+    """A builder of the architecture and the entries of one stack of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, sites: tuple[Site, ...]) -> None:
         self.checkpoint = checkpoint
@@ -126,8 +134,8 @@ class _Mapping:
             self.entries.refuse(
                 f"{others[0].module} is no self-attention of its {spec.stack}: it cannot be run"
             )
-        # Layers that predict further tokens are left aside, as `transformers` does, and so are those that the
-        # model never uses.
+        # As in `transformers`, layers for the prediction of further tokens are left aside; so are layers
+        # without a use in the model.
         self.aside = tuple(site for site in sites if not checkpoint.is_run(site))
         self.sites = tuple(site for site in sites if site not in self.aside)
         self.first = checkpoint.place(sites[0])
@@ -142,11 +150,12 @@ class _Mapping:
                 f"{checkpoint.family.name} computes, and {are} not followed here: delete what changes nothing"
             )
 
-    # The parts, each of which also enters its tensors.
+    # The parts; every method also enters the tensors of its part.
 
     def architecture(self) -> LanguageModelArchitecture:
-        """What it is made of; also makes `entries`."""
+        """Return the architecture; also fill `entries`."""
         spec = self.spec
+        # Layers of kind "self" see later tokens: they make the stack an encoder, whatever the family's kind.
         both_ways = {site.kind == "self" for site in self.sites}
         if spec.kind == "decoder" and len(both_ways) > 1:
             self.entries.refuse("some of its layers see later tokens and some do not: it cannot be run")
@@ -172,6 +181,7 @@ class _Mapping:
             return None
         width = place.count(spec.width)
         rows = place.count(spec.rows)
+        # One table and one map make the concatenated inputs of all blocks.
         all_blocks = width * len(self.sites)
         self.entries.enter("inputs.table.weight", f"{place.beside(spec.table)}.weight", (rows, all_blocks))
         self.entries.enter(
@@ -208,7 +218,7 @@ class _Mapping:
         return StreamsConfig(count, active, place.holds(spec.scaled), place.count(spec.rank), eps)
 
     def _enter_streams(self) -> None:
-        """The maps between one stream and several."""
+        """Enter the maps between one residual stream and several."""
         if self.spec.streams is None or self._streams is None:
             return
         for name, stored in self.spec.streams.around.items():
@@ -225,6 +235,7 @@ class _Mapping:
         count = config.number
         rank = config.rank
         width = self.d_model
+        # Shapes of matrices; all further tensors are vectors of the model's width.
         shapes = {
             "router.weight": (count, width),
             "predictions.weight": (count * count, count),
@@ -238,20 +249,20 @@ class _Mapping:
         return config
 
     def _order(self) -> tuple[int, ...]:
-        """The blocks in the order of their use, where layers share them."""
+        """Return the blocks in the order of their use; empty if every block is used once."""
         if not any(site.also for site in self.sites):
             return ()
         blocks = {number: block for block, site in enumerate(self.sites) for number in site.numbers}
         return tuple(blocks[number] for number in sorted(blocks))
 
     def _first_use(self, site: Site) -> int:
-        """Return the number of the first block of the model that has the parameters of a layer."""
+        """Return the number of the model's first block with the parameters of a layer."""
         order = self._order()
         return order.index(self.sites.index(site)) if order else self.sites.index(site)
 
     @cached_property
     def _lenders(self) -> set[Site]:
-        """The layers whose keys and values others use."""
+        """Layers with keys and values used by KV-sharing layers."""
         return {place.lender.site for site in self.sites if (place := self.checkpoint.place(site)).lender}
 
     @cached_property
@@ -265,6 +276,7 @@ class _Mapping:
         said = place.value(place.chosen(spec.num_tokens) or "vocab_size")
         rows = said if isinstance(said, int) else None
         self.entries.enter("embeddings.table.weight", table, (rows, self._width))
+        # Tied tables are stored several times in some files; a difference between them is an error.
         for copy in () if self._is_untied else spec.copies:
             why = f", though {spec.head.tied} says so"
             self.entries.require_copy(f"{place.beside(copy)}.weight", self.table, why)
@@ -287,19 +299,19 @@ class _Mapping:
         kind = "none" if positions is None else positions.kind
         embedded = place.position.kind
         added = embedded in ("learned", "sinusoidal")
-        beside = ("distance table", "disentangled")  # which attention may have besides
+        beside = ("distance table", "disentangled")  # compatible with positions in the embeddings
         if kind == "none" if added else kind != "none" and embedded not in beside:
             self.entries.refuse(f"its attention says that positions are {embedded}, its embeddings {kind}")
         return found if positions is None else self._with_positions(found, positions)
 
     @cached_property
     def _width(self) -> int:
-        """The width of the table of tokens."""
+        """Width of the table of tokens."""
         width = self.spec.embedding_width
         return self.settings.count(width) if width else self.d_model
 
     def _embedding_map(self) -> str:
-        """The map from the table's width to the model's; "" without one."""
+        """Return the module of the map from the table's width to the model's width; "" if it is absent."""
         module = self.first.beside(self.spec.embedding_map)
         if not self.spec.embedding_map or f"{module}.weight" not in self.tensors.infos:
             if self._width != self.d_model:
@@ -312,7 +324,7 @@ class _Mapping:
         return module
 
     def _types(self) -> int:
-        """How many segments there are rows for."""
+        """Return the number of segments with embeddings."""
         if not self.spec.types or not self.settings.value(self.spec.num_types):
             return 0
         count = self.settings.count(self.spec.num_types)
@@ -326,7 +338,7 @@ class _Mapping:
         padding = None
         if spec.padding:
             padding = self.settings.whole(spec.padding)
-            offset = padding + 1
+            offset = padding + 1  # the row of position 0 follows that of the padding token
             if offset >= rows:
                 name = spec.padding.partition(" ")[0]
                 self.entries.refuse(f"{name} is {padding}: of {rows} rows of positions none is left")
@@ -334,7 +346,7 @@ class _Mapping:
         kind = spec.kind
         name = f"{self.first.beside(spec.table)}.weight"
         if kind == "sinusoidal" and spec.table and name in self.tensors.infos:
-            kind = "learned"  # as they are stored
+            kind = "learned"  # use the stored sines and cosines as a table
         if kind == "learned":
             width = self.d_model if self.spec.map_first else self._width
             self.entries.enter("embeddings.positions.weight", name, (rows + offset, width))
@@ -353,6 +365,7 @@ class _Mapping:
         at = f"blocks.{self._first_use(site)}"
         own = place.norm
         parallel = place.chosen(spec.parallel)
+        # A post-norm read by the attention belongs to the frame of the sub-layer before.
         norms = spec.attention_norm or ((own,) if own is not None and own.place != "post" else ())
         keys = place.lender.site if place.lender else site
         if spec.block_scale:
@@ -407,14 +420,14 @@ class _Mapping:
 
     @property
     def _is_untied(self) -> bool:
-        """Whether the stacks may have tables of their own."""
+        """True if the stacks may have separate tables."""
         spec = self.spec
         holds = self.settings.holds
         return bool(spec.untied_embedding) and (holds(spec.apart) or not holds(spec.head.tied))
 
 
 def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, ...]) -> None:
-    """Every tensor is read, or changes nothing."""
+    """Check that every tensor of the file is read, or known to change no output."""
     tensors = checkpoint.tensors
     used = {*found.names}
     patterns: list[str] = []
@@ -428,6 +441,7 @@ def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, 
         used |= reader.map.names | reader.unused() | {*reader.names_beside()} - {*reader.norm_names()}
         used |= {*stored_angles(place)}
         patterns += [place.within(known) for known in place.spec.known]
+    # An unknown tensor may change the output, so the model is refused rather than run without it.
     strange = [
         name
         for name in tensors.infos

@@ -1,4 +1,4 @@
-"""The parts of a model besides attention, and their tensors: norms, feed-forward layers, the head."""
+"""Configurations and tensors of a model's norms, feed-forward layers and head."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Never, final
@@ -37,16 +37,16 @@ Entry = tuple[tuple[str, ...], Named]
 
 @final
 class Entries:
-    """The tensors of a model, as far as its parts have entered theirs."""
+    """The entries of a model's tensors, collected part by part."""
 
     def __init__(self, name: str, tensors: Tensors) -> None:
         self.name = name
         self.tensors = tensors
-        self.found: list[Entry] = []  # names of ours, and what is stored for them
-        self.copies: dict[str, str] = {}  # stored tensors that hold the numbers of another one, and that one
+        self.found: list[Entry] = []  # names in the model, with the stored tensors
+        self.copies: dict[str, str] = {}  # duplicate stored tensors, with the name of the original
 
     def enter(self, ours: str, name: str, shape: Shape) -> None:
-        """Enter a tensor that is stored as it is; errors as of `add`."""
+        """Enter a tensor stored without conversion; raise DataError if it is missing or of another shape."""
         self.add((ours,), Named((name,), shape))
 
     def add(self, ours: tuple[str, ...], stored: Named) -> None:
@@ -59,7 +59,7 @@ class Entries:
         self.found.append((ours, stored))
 
     def norm(self, ours: str, place: Place, norm: NormSpec, module: str, width: int, eps: str) -> NormConfig:
-        """Enter a norm; a LayerNorm has a bias where the file has one, and 0 for it elsewhere, as there."""
+        """Enter a norm; a LayerNorm has a bias if the file has its tensor, and else a bias of 0."""
         weight, bias = norm_tensors(self.tensors, module)
         has_bias = norm.kind == "layer" and bias in self.tensors.infos
         if norm.weight:
@@ -69,7 +69,7 @@ class Entries:
         return NormConfig(norm.kind, place.number(norm.eps or eps), norm.weight, has_bias, norm.offset)
 
     def require_copy(self, name: str, original: str, why: str) -> None:
-        """A tensor that the file may have once more, if it holds the same numbers."""
+        """Enter a duplicate of a tensor, if the file has it; refuse it if its values differ."""
         if name not in self.tensors.infos or name == original:
             return
         if not torch.equal(self.tensors.read(name), self.tensors.read(original)):
@@ -84,14 +84,14 @@ class Entries:
 
 
 def above(prefix: str, name: str, tensors: Tensors) -> str:
-    """A module or tensor above the names that attention layers share, as far as some of the prefix is."""
+    """Return the name of a module or tensor below the longest leading part of a prefix with such a name."""
     outer = prefix.split(".")[:-1]
     names = ["".join(f"{part}." for part in outer[:count]) + name for count in range(len(outer), -1, -1)]
     infos = tensors.infos
     return next((found for found in names if found in infos or f"{found}.weight" in infos), names[-1])
 
 
-# By their names in `transformers`. Names in one row are one function; their formulas round differently.
+# Activations by their names in `transformers`. Names in a row are one function, rounded differently.
 ACTIVATIONS: Mapping[str, Activation] = {
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_tanh"),
@@ -109,7 +109,7 @@ _OF_XIELU = (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
 
 
 def activation(place: Place, expression: str) -> Activation:
-    """An activation by the name that the configuration has for it."""
+    """Return the activation for a name in the configuration."""
     name = place.settings.word(expression, place.layer)
     if name is None or name not in ACTIVATIONS:
         raise DataError(
@@ -121,9 +121,9 @@ def activation(place: Place, expression: str) -> Activation:
 
 @final
 class FeedForwardMap:
-    """A block's feed-forward layer as the first fitting entry of the family has it."""
+    """A block's feed-forward layer, described by the first fitting entry of the family."""
 
-    config: FeedForwardConfig | ExpertsConfig  # what it is made of
+    config: FeedForwardConfig | ExpertsConfig
 
     def __init__(
         self, ours: str, place: Place, specs: Sequence[FeedForwardSpec], entries: Entries, d_model: int
@@ -132,6 +132,7 @@ class FeedForwardMap:
         self.entries = entries
         self.d_model = d_model
         self.tensors = tensors = entries.tensors
+        # A condition on the configuration, or a tensor of the file, selects the entry.
         fitting = (spec for spec in specs if place.holds(spec.when))
         named = (s for s in fitting if not s.there or self._name(s, s.there) in tensors.infos)
         spec = next(named, None)
@@ -192,6 +193,7 @@ class FeedForwardMap:
             self._add((f"{ours}.shared_gate",), (self._name(spec, experts.shared_gate),), (1, self.d_model))
         for part, name in zip(EXPERTS_NORMS, experts.norms, strict=False):
             self._add((f"{ours}.norms.{part}.weight",), (place.beside(name),), (self.d_model,))
+        # Shared experts and groups are optional within a family.
         shared = experts.shared if experts.shared and place.holds(experts.shared.when) else None
         grouped = bool(experts.groups) and place.holds(experts.grouped)
         try:
@@ -219,7 +221,7 @@ class FeedForwardMap:
             raise DataError(f"{place.settings.where}: {error}") from None
 
     def _correction(self, ours: str, name: str, count: int) -> None:
-        """Numbers of experts: a vector, or the only row of a matrix."""
+        """Enter a value for each expert, stored as a vector or as a matrix with one row."""
         info = self.tensors.infos.get(name)
         if info is not None and len(info.shape) == 2:
             self._add((ours,), (name,), (1, count), (ONLY_ROW,))
@@ -227,9 +229,10 @@ class FeedForwardMap:
             self._add((ours,), (name,), (count,))
 
     def _maps(self, ours: str, spec: FeedForwardSpec, config: FeedForwardConfig, experts: int | None) -> None:
-        """The maps of a layer, or of all of its experts."""
+        """Enter the maps of a layer, or of all of its experts."""
         size = config.d_ff
         d_model = self.d_model
+        # A fused tensor is split along its rows, the second dimension of stacked experts.
         if spec.fused:
             split = (alternating if spec.alternating else halves)(0 if experts is None else 1)
             parts = tuple(spec.fused.split())
@@ -251,6 +254,7 @@ class FeedForwardMap:
         experts: int | None,
         steps: tuple[TensorMap, ...] = (),
     ) -> None:
+        # The order of the steps: transpose every tensor, stack experts, then split fused rows.
         single = "{expert}" in module or experts is None
         count: tuple[int, ...] = () if single or experts is None else (experts,)
         turned: tuple[TensorMap, ...] = (TRANSPOSED,) if spec.transposed else ()
@@ -265,7 +269,7 @@ class FeedForwardMap:
             self._add(of_biases, biases, (*count, shape[0]), (*stacked, *steps))
 
     def _names(self, spec: FeedForwardSpec, module: str, experts: int | None) -> Iterator[tuple[str, str]]:
-        """Names of weight and bias, of every expert where each has its own."""
+        """Yield the names of weight and bias: once, or for every expert up to the first missing weight."""
         for number in range(experts or 1) if "{expert}" in module else (0,):
             name = self.place.beside(f"{spec.at}.{module}", expert=number)
             names = (name, f"{name}_bias") if spec.bare else tensor_names(name)
@@ -281,9 +285,9 @@ class FeedForwardMap:
 
 @final
 class OutputHeadMap:
-    """A model's head as the family has it."""
+    """A model's head, described by its family."""
 
-    config: HeadConfig | None  # what it is made of; None if the model ends with the stream
+    config: HeadConfig | None  # None if the model ends with the stream
 
     def __init__(
         self, place: Place, spec: ModelSpec, entries: Entries, d_model: int, table: str, table_width: int
@@ -319,6 +323,7 @@ class OutputHeadMap:
             enter("head.map.weight", f"{transform}.weight", (width, self.d_model))
         if map_bias:
             enter("head.map.bias", f"{transform}.bias", (width,))
+        # A head with its own number of outputs cannot be tied to the table of tokens.
         outputs = settings.count(spec.outputs) if spec.outputs else None
         count = outputs or infos[self.table].shape[0]
         is_missing = f"{module}.weight" not in infos
@@ -327,7 +332,7 @@ class OutputHeadMap:
             self.entries.refuse(
                 f"{self.table} is {self.table_width} wide, and what reads it as output table {width}"
             )
-        if tied:  # it may be in the file as well
+        if tied:  # the file may contain the output map as well
             why = f", though {self.spec.head.tied} says so"
             self.entries.require_copy(f"{module}.weight", self.table, why)
         else:
@@ -348,7 +353,8 @@ class OutputHeadMap:
         )
 
     def _output_bias(self, spec: HeadSpec, output: str, count: int, *, tied: bool) -> bool:
-        """Enter the bias of the output, which files may have under two names; one if tied."""
+        """Enter the output bias, stored under one name or two; return True if there is a bias."""
+        # A decoder's bias is a matrix with one row (BART's `final_logits_bias`).
         rows = [name for name in map(self._above, spec.bias_at) if name in self.infos]
         if rows and self.spec.kind == "decoder":
             self.entries.add(("head.output.bias",), Named((rows[0],), (1, count), (ONLY_ROW,)))

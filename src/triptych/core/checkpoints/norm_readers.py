@@ -1,7 +1,7 @@
-"""Norms of a checkpoint that maps outside its attention read, and which maps those are.
+"""Norms of a checkpoint read by maps outside its attention, and these maps.
 
-Families say it (`other_norms`). The other tensors next to these maps must be known as well, so that no
-reader of a norm is forgotten.
+Families list them (`other_norms`). All further tensors next to these maps must be known as well, so that no
+reader of a norm is overlooked.
 """
 
 import fnmatch
@@ -23,40 +23,39 @@ from triptych.core.storage.tensors import Tensors
 @final
 @dataclass(frozen=True)
 class NormReader:
-    """A linear map that reads a norm, or several of one shape side by side."""
+    """A linear map of a norm's output, or several stacked maps of one shape."""
 
-    module: str  # its name
-    weight: str  # the name of its tensor, `[out, in]`, or `[maps, out, in]`
-    bias: str  # of that of its bias; "" if it has none
-    transposed: bool  # whether the weight is stored `[in, out]`
+    module: str  # name of the module
+    weight: str  # name of the weight, `[out, in]` or `[maps, out, in]`
+    bias: str  # name of the bias; "" without a bias
+    transposed: bool  # true if the weight is stored `[in, out]`
 
     @property
     def tensors(self) -> tuple[str, ...]:
         return (self.weight, self.bias) if self.bias else (self.weight,)
 
     def read(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
-        """Weight `[…, out, in]` and bias `[…, out]`, as stored; a transposed one is a view."""
+        """Read weight `[…, out, in]` and bias `[…, out]`; a transposed weight is a view."""
         weight = tensors.read(self.weight)
         return self.turned(weight), (tensors.read(self.bias) if self.bias else None)
 
     def turned(self, weight: Tensor) -> Tensor:
-        """A weight `[…, out, in]` as its file has it, or back."""
+        """Convert a weight between `[…, out, in]` and its stored layout."""
         return weight.mT if self.transposed else weight
 
 
 @final
 @dataclass(frozen=True)
 class NormSite:
-    """A norm with the maps outside the attention that read it."""
+    """A norm and its readers outside the attention."""
 
-    module: str  # its name
-    layers: tuple[int, ...]  # numbers of the layers of its stack that have it; none for one after all layers
-    own_tensors: tuple[str, str]  # names of gain and shift; the shift need not be there
+    module: str  # name of the module
+    layers: tuple[int, ...]  # numbers of the layers with this norm; empty for a norm after all layers
+    own_tensors: tuple[str, str]  # names of gain and shift; the shift may be missing
     spec: NormSpec
     readers: tuple[NormReader, ...]
-    attention: Site | None = None  # the attention layer that reads it as well; None if none does
-    # why it cannot be folded into them, as far as names and configuration tell; "" if it can
-    refused: str = ""
+    attention: Site | None = None  # attention layer with the same norm, if any
+    refused: str = ""  # reason against folding, judged by names and configuration; "" if it can be folded
 
     def read(self, tensors: Tensors) -> Norm:
         gain, shift = self.own_tensors
@@ -73,7 +72,7 @@ class NormSite:
 
 
 def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
-    """Every norm that maps outside the attention read, as the family says it; norms of layers first."""
+    """Return the norms read by maps outside the attention: first norms of layers, then final norms."""
     attention: dict[str, Site] = {}
     for site in checkpoint.sites:
         place = checkpoint.place(site)
@@ -89,6 +88,7 @@ def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
                 if module not in found:
                     readers, refused = _readers(checkpoint, place, other, spec)
                     tensors = {name for reader in readers for name in reader.tensors}
+                    # Folding into a map with a second input norm, or one of attention, would be wrong.
                     if twice := sorted(tensors & taken):
                         readers = ()
                         refused = f"{twice[0]} belongs to attention, or reads another norm as well"
@@ -104,9 +104,10 @@ def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
 def _readers(
     checkpoint: Checkpoint, place: Place, other: OtherNormSpec, spec: NormSpec
 ) -> tuple[tuple[NormReader, ...], str]:
-    """The maps that read a norm, or why there is nothing to fold it into."""
+    """Return the maps of a norm's output, and the reason against folding the norm into them."""
     if spec.place != "pre":
-        return (), ""  # its place is reason enough
+        return (), ""  # `spec.place` is the reason: only a pre-norm can be folded
+    # Every reader must absorb the gain: refuse if a reader is not a map of the file.
     if (also := place.first(other.also_read_by)) is not None:
         return (), f"it is read by {also.value}, which would miss its gain"
     module = place.beside(spec.at)
@@ -148,7 +149,7 @@ def _maps(names: Sequence[str], module: str, other: OtherNormSpec) -> Iterator[N
 def _output_map(
     checkpoint: Checkpoint, place: Place, other: OtherNormSpec
 ) -> tuple[tuple[NormReader, ...], str]:
-    """The map to logits, if it has a tensor of its own and nothing else can read the norm."""
+    """Return the output map if it is untied and the only reader of the norm, or else the reason."""
     records = (place.settings.record, checkpoint.settings.record)
     tied = [record["tie_word_embeddings"] for record in records if "tie_word_embeddings" in record]
     if any(tied) or not tied:
@@ -159,6 +160,7 @@ def _output_map(
         return (), f"there is no map {other.output_map} that reads it: others take what the model puts out"
     bias = f"{module}.bias"
     reader = NormReader(module, f"{module}.weight", bias if bias in infos else "", False)
+    # A tensor outside the stack may read the norm, unless the family excludes that.
     inside = _inside(checkpoint, place, other)
     strange = [
         name
@@ -171,7 +173,7 @@ def _output_map(
 
 
 def _inside(checkpoint: Checkpoint, place: Place, other: OtherNormSpec) -> tuple[str, ...]:
-    """The prefixes of the tensors before the output map, the last norm included."""
+    """Return the prefixes of the tensors before the output map, including the last norm."""
     if place.prefix:
         return (place.prefix,)
     names = [checkpoint.place(site).spec.at for site in checkpoint.sites] + [norm.at for norm in other.norm]

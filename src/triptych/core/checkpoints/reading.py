@@ -1,4 +1,4 @@
-"""One attention layer of a family, out of a checkpoint's tensors: its maps, and what goes with them."""
+"""Reading of single attention layers from a checkpoint: maps, semantics and norms."""
 
 import fnmatch
 import math
@@ -27,11 +27,17 @@ from triptych.errors import DataError
 @final
 class LayerReader:
     def __init__(self, place: Place, tensors: Tensors, *, outline: bool = False) -> None:
-        """With `outline`, maps and norms are made on the "meta" device, and no byte of them is read."""
+        """Prepare to read a layer.
+
+        Args:
+            place: the layer.
+            tensors: tensors of the checkpoint.
+            outline: make maps and norms on the "meta" device, without reading them.
+        """
         self.place = place
         self.tensors = tensors
         hook = hook_of(place.spec.hook)
-        # Positions that are made of the maps need their numbers.
+        # Biases of positions made of the maps (`Hook.bias`) need the maps' values.
         self._outline = outline and (hook is None or type(hook).bias is Hook.bias)
         self._read_names: list[str] = []
         self._dtype = self._common_dtype()
@@ -46,7 +52,7 @@ class LayerReader:
         norm_spec = place.norm
         norm = self._norm(parts)
         if place.lender is not None:
-            norm = None  # keys and values read another one
+            norm = None  # keys and values read the norm of another layer, so it cannot be folded
         self._require_sizes(q, k, v, o, o_bias, norm)
         biases = {"q": q[-1].bias, "k": k[-1].bias, "v": v[-1].bias, "o": o_bias}
         self._require_biases(biases)
@@ -77,7 +83,7 @@ class LayerReader:
         )
 
     def read_map(self, side: Side, head: int) -> Link | None:
-        """The map of one head and its bytes alone; None where it is made of more than a part of a tensor."""
+        """Read the map of one head, and no more bytes; return None if it is not a part of a single tensor."""
         spec = self.place.spec
         infos = self.tensors.infos
         if spec.latent:
@@ -90,7 +96,7 @@ class LayerReader:
         shape = infos[name].shape
         if stored.shape is not None:
             require_shape(self._of(name), [*shape], [*stored.shape])
-        # The steps between stored tensors and ours move rows, or columns: they move their numbers alike.
+        # The steps only permute rows, or columns. Applied to their indices, they give the indices to read.
         dim = int(spec.transposed != (side == "o"))
         numbers = torch.arange(shape[dim])
         found: Parts = [numbers[None] if dim else numbers[:, None]]
@@ -114,7 +120,7 @@ class LayerReader:
         return LayerMap(entries | {parts: of for parts, of in theirs.entries.items() if _is_of_keys(parts)})
 
     def unused(self) -> set[str]:
-        """Tensors of keys and values in the file, of a layer that borrows another's."""
+        """Return the stored, unused tensors of keys and values of a KV-sharing layer."""
         if self.place.lender is None:
             return set()
         return layer_map(self.place, self.tensors).names - self.map.names
@@ -124,7 +130,7 @@ class LayerReader:
     def _require_sizes(
         self, q: Chain, k: Chain, v: Chain, o: Chain, o_bias: Tensor | None, norm: Norm | None
     ) -> None:
-        """Check that inputs, outputs and the norm have the width that the configuration gives."""
+        """Check the widths of inputs, outputs and the norm against the configuration."""
         place = self.place
         read = q[0].d_in
         written = o[-1].d_out
@@ -138,6 +144,7 @@ class LayerReader:
             widths["the norm"] = len(norm.weight)
         if o_bias is not None and len(o_bias) != written:
             raise DataError(f"{self._here()}: the bias of o has width {len(o_bias)}, its map {written}")
+        # Without a width in the configuration, all widths must equal that of the queries' input.
         wanted = said if isinstance(said, int) else read
         for what, width in widths.items():
             if width != wanted:
@@ -145,7 +152,7 @@ class LayerReader:
                 raise DataError(f"{self._here()}: {what} has width {width}, where {by} {wanted}")
 
     def _require_biases(self, there: Mapping[str, Tensor | None]) -> None:
-        """The biases are there that the family has."""
+        """Check that exactly the maps with a bias in the configuration have a bias."""
         choice = self.place.first(self.place.spec.biases)
         if choice is None:
             return
@@ -159,12 +166,13 @@ class LayerReader:
     def _here(self) -> str:
         return f"{self.tensors.name}: {self.place.site.module}"
 
-    # What goes with the maps.
+    # The semantics.
 
     def _semantics(self, parts: Mapping[str, Tensor], q: Link, k: Link) -> Semantics:
         place = self.place
         spec = self.place.spec
         width = q.d_out
+        # Scores are divided by the root of `under_root`, by default the width of queries.
         under = spec.scale if isinstance(spec.scale, str) else place.chosen(spec.scale)
         under_root = place.positive(under) if under else float(width)
         times = place.chosen(spec.scale_times)
@@ -177,7 +185,7 @@ class LayerReader:
         rotary = read_rotary(place, self.tensors, width)
         q_norm, k_norm = self._head_norms(parts, rotary)
         if place.head_norm is not None and place.head_norm.turned and rotary is not None:
-            rotary = replace(rotary, factor=1.0)  # which the norm takes off again
+            rotary = replace(rotary, factor=1.0)  # the norm after the rotation cancels a factor
         bias = None if hook is None else hook.bias(place, self.tensors, self.take, q, k, scale)
         if bias is None:
             bias = read_bias(place, self.tensors, self.take, place.sizes.heads, scale)
@@ -205,11 +213,12 @@ class LayerReader:
         return Norm(parts["norm"], parts.get("norm.bias"), norm.offset, centred=norm.kind == "layer")
 
     def _inputs(self, q: Chain, k: Chain, own: Norm | None) -> InputNorms:
-        """The norms whose outputs are read, wherever they are, as far as the family tells."""
+        """Return the norms before the layer that the family names."""
         place = self.place
         spec = self.place.norm
         if spec is None:
             return InputNorms()
+        # Values of {previous} and {last} in names of norms.
         layers = place.value(spec.memory_layers) if spec.memory_layers else None
         numbers = {"previous": place.layer - 1, "last": layers - 1 if isinstance(layers, int) else -1}
 
@@ -222,7 +231,7 @@ class LayerReader:
         )
 
     def _input_norm(self, module: str, spec: NormSpec, reader: Chain) -> Norm | None:
-        """A norm by its module; None if there is none, or the maps read another width."""
+        """Read the norm of a module; return None if it is missing, or its width is not that of the maps."""
         infos = self.tensors.infos
         of_gain, of_shift = norm_tensors(self.tensors, module)
         gain = infos.get(of_gain)
@@ -238,6 +247,7 @@ class LayerReader:
         if spec is None or (spec.turned and not rotary):
             return None, None
         eps = self.place.number(spec.eps)
+        # The stored norm reads channels times `factor`; without the factor, eps / factor² is the same norm.
         if spec.turned and rotary is not None:
             eps /= rotary.factor**2
 
@@ -257,12 +267,12 @@ class LayerReader:
         if self.place.spec.window_around:
             return width // 2 + 1
         if is_turned_round(self.place.spec, self.place.settings):
-            return width + 1  # this many on either side, and its own place
-        # Half of a window that was written for keys on one side is on either.
+            return width + 1  # `width` tokens before and after the query, and the query's own
+        # In a bidirectional layer of a causal family, half of the window is before and half after the query.
         return width if self.place.site.kind == self.place.spec.kind else width // 2 + 1
 
     def _chosen_count(self, choices: tuple[Choice, ...]) -> int | None:
-        """None if no choice holds, or the one that does gives nothing."""
+        """Evaluate the first choice with a true condition; return None without such a choice or a value."""
         chosen = self.place.chosen(choices)
         return None if not chosen or self.place.value(chosen) is None else self.place.count(chosen)
 
@@ -278,27 +288,27 @@ class LayerReader:
     # Tensors.
 
     def names_beside(self) -> list[str]:
-        """Tensors outside the module that belong to the layer."""
+        """Return the names of the layer's tensors outside its module."""
         found = self.norm_names() + table_names(self.place, self.tensors)
         norm = self.place.position.table_norm
         return found + [f"{self.place.beside(norm)}.{part}" for part in ("weight", "bias") if norm]
 
     def norm_names(self) -> list[str]:
-        """Tensors of the norm that the layer reads, if it may be folded."""
+        """Return the names of the tensors of the layer's norm, if it may be folded."""
         return [*norm_tensors(self.tensors, self.place.norm_module)] if self.place.norm_module else []
 
     def rewritable(self) -> list[str]:
-        """Tensors that a rewrite of the layer may change: maps, norms of heads, sinks, its norm."""
+        """Return the tensors that a rewrite may change: maps, norms of heads, sinks, the layer's norm."""
         names = self.map.names
         there = (*self.tensors.below(self.place.site.module), *self.norm_names())
         return [name for name in dict.fromkeys(there) if name in names and name in self.tensors.infos]
 
     def unknown(self) -> list[str]:
-        """Tensors within the module that have no place in the family."""
+        """Return the tensors within the module unknown to the family."""
         spec = self.place.spec
         below = self.place.site.module + "."
         patterns = [*spec.known]
-        if spec.head_norm is not None:  # there, perhaps, where the configuration does not ask for them
+        if spec.head_norm is not None:  # norms may be in the file even if the configuration disables them
             names = (name.replace("{head}", "*") for name in (spec.head_norm.q, spec.head_norm.k) if name)
             patterns += [name for module in names for name in tensor_names(module)]
         expected = {*self.map.names, *self.unused(), *self.names_beside(), *stored_angles(self.place)}
@@ -310,7 +320,7 @@ class LayerReader:
         ]
 
     def take(self, name: str, shape: Shape | None) -> Tensor:
-        """A tensor in the dtype of all of the layer."""
+        """Read a tensor, check its shape and convert it to the layer's common dtype."""
         if name not in self.tensors.infos:
             raise DataError(f"{self.tensors.name}: there is no tensor {name}; fetch the checkpoint again")
         if self._outline and name in self.map.names:
@@ -329,7 +339,7 @@ class LayerReader:
         return tensor if self._dtype is None else tensor.to(self._dtype)
 
     def _common_dtype(self) -> torch.dtype | None:
-        """The narrowest that holds all floating numbers of the layer: maps and norms may differ."""
+        """Return the narrowest dtype for all floating-point tensors: maps and norms may differ in dtype."""
         found = None
         beside = [name for name in self.names_beside() if name in self.tensors.infos]
         for name in (*self.tensors.below(self.place.site.module), *beside):
@@ -356,7 +366,7 @@ def _chains(parts: Mapping[str, Tensor]) -> tuple[Chain, Chain, Chain, Chain]:
 
 
 def require_shape(of: str, found: list[int], wanted: list[int | None]) -> None:
-    """Refuse a shape that is not the one wanted; None for a size that is free."""
+    """Raise DataError for a wrong shape; None is a free size."""
     if len(wanted) == 2 != len(found):
         raise DataError(f"{of}: shape {found} is not a matrix")
     if len(found) != len(wanted):

@@ -1,4 +1,4 @@
-"""What a source of a model is: a run of ours, a checkpoint of another library, or a model in memory."""
+"""Sources of models: runs of this library, checkpoints of other libraries, models in memory."""
 
 import atexit
 import shutil
@@ -29,16 +29,16 @@ from triptych.untrusted import Stamps, read_json
 
 @final
 class Source:
-    """A model's files, or the model of `transformers` in memory that takes their place.
+    """A model's files, or a model of `transformers` in memory.
 
     Attributes:
-        name: as it was given.
-        record: its configuration.
-        where: the file of the configuration, for messages.
-        found: where the files are.
-        family: the family file that was given for it; None where its configuration tells.
-        tokenizer: the folder of a tokenizer that was given for it; None for the files' own.
-        strict: whether what `transformers` does not follow of the configuration is an error, not a warning.
+        name: path or name on the Hub, as given by the user.
+        record: configuration.
+        where: path of the configuration for messages.
+        found: path, repository on the Hub, or model in memory.
+        family: family given by the user; None to choose it by the configuration.
+        tokenizer: folder of a tokenizer given by the user; None for the tokenizer among the files.
+        strict: true if fields of the configuration without effect are an error instead of a warning.
     """
 
     def __init__(
@@ -55,16 +55,17 @@ class Source:
         self.family: Family | None = None
         self.tokenizer: Path | None = None
         self.strict = False
+        # Stamps of the files, to refuse files replaced after this point.
         self._stamps = Stamps(self._weight_files())
 
     def require_same(self) -> None:
-        """Check that configuration and weights on this machine are what they were when they were found."""
+        """Check that configuration and weights on this machine are unchanged since they were found."""
         self._stamps.require_same()
         if isinstance(self.found, ModuleOfOthers):
             self.found.require_same()
 
     def _weight_files(self) -> Iterator[Path]:
-        """Yield the files of a path that decide what the model computes; none for the Hub."""
+        """Yield the files of a local path on which the model's output depends."""
         found = self.found
         if not isinstance(found, Path):
             return
@@ -72,27 +73,27 @@ class Source:
         yield folder / "config.json"
         if not found.is_dir():
             yield found
-        elif self.is_own:  # a run's folder has the state of its training besides
+        elif self.is_own:  # a run's folder also contains the state of its training
             yield folder / SAFETENSORS
         else:
-            # One that comes later may be read in the place of those that are there.
+            # Include names of absent files: a file added later may take precedence over the present files.
             yield from (folder / name for pair in INDEX_AND_WHOLE for name in pair)
             for pattern in ("*.safetensors", "*.bin", "*.index.json"):
                 yield from sorted(folder.glob(pattern))
 
     def named(self, name: str) -> "Source":
-        """Rename the source; messages about the model use the new name."""
+        """Return a copy with another name, for messages."""
         found = copy(self)
         found.name = name
         return found
 
     @property
     def is_in_memory(self) -> bool:
-        """True if there are no files that somebody else could replace."""
+        """True if the model is in memory, without files to be replaced."""
         return isinstance(self.found, ModuleOfOthers)
 
     def reopened(self) -> "Source":
-        """Find the source again, at the same path or name on the Hub, with the same options."""
+        """Return the source found again at the same path or name on the Hub, with the same options."""
         if isinstance(self.found, Path):
             found = _find(self.found, None, offline=False)
         else:
@@ -106,7 +107,7 @@ class Source:
 
     @cached_property
     def path(self) -> Path:
-        """The folder, or a tensor file next to its `config.json`; what is on the Hub is fetched whole."""
+        """Folder, or tensor file next to its `config.json`; a repository on the Hub is fetched whole."""
         return self.found if isinstance(self.found, Path) else self.found.fetch()
 
     @property
@@ -115,18 +116,18 @@ class Source:
 
     @property
     def settings_folder(self) -> Path:
-        """Where configuration and tokenizers lie, without the weights of a model in memory."""
+        """Folder of configuration and tokenizer; weights of a model in memory are not written to it."""
         return self.found.folder if isinstance(self.found, ModuleOfOthers) else self.folder
 
     @property
     def tokenizer_folder(self) -> Path:
-        """The folder of the tokenizer that was given, or of the model's own."""
+        """Folder of the tokenizer given by the user, or else of the model's tokenizer."""
         return self.settings_folder if self.tokenizer is None else self.tokenizer
 
     def at(self, folder: Path) -> "Source":
-        """Return the same source with its files in another folder, with the same options.
+        """Return the source with its files in another folder and the same options.
 
-        Messages name this source, as the folder may be a temporary one.
+        Messages use the name of this source, since the folder may be temporary.
         """
         found = find_source(folder)
         found.name = self.name
@@ -139,25 +140,29 @@ class Source:
 
     @property
     def is_own(self) -> bool:
-        """Whether the model is in our own format: a run's, or a converted one."""
+        """True if the model is in this library's format: that of runs and of converted models."""
         return is_own_config(self.record)
 
     @property
     def translates(self) -> bool:
-        """Whether the model has an encoder and a decoder."""
+        """True if the model has an encoder and a decoder."""
         if self.is_own:
-            return self.record.get("model_type") != "triptych"  # which models of one stack have
+            return self.record.get("model_type") != "triptych"  # the type of models with one stack
         return self.record.get("model_type") == "marian" or self.record.get("is_encoder_decoder") is True
 
     def file(self, name: str) -> Path | None:
-        """A file next to the weights; None if there is none."""
+        """Return the path of a file next to the weights, or None if it does not exist."""
         if isinstance(self.found, Repository):
             return self.found.download(name)
         path = self.settings_folder / name
         return path if path.is_file() else None
 
     def tensors(self, *, mapped: bool = False) -> Tensors:
-        """The weights, one at a time; of the Hub by range, unless they were fetched."""
+        """Open the weights, to be read one at a time; from the Hub by range, unless they were fetched.
+
+        Args:
+            mapped: map local files into memory instead of copying from them.
+        """
         self.require_same()
         if isinstance(self.found, Path):
             return open_tensors(self.found, mapped=mapped)
@@ -166,7 +171,7 @@ class Source:
 
 @final
 class ModuleOfOthers:
-    """A model of `transformers` in memory; its weights are written only where a path is asked for."""
+    """A model of `transformers` in memory; its weights are written to files only when a path is needed."""
 
     def __init__(self, module: Any, tokenizer: Path | None) -> None:
         self._module, self._version = module, _version_of(module)
@@ -183,7 +188,7 @@ class ModuleOfOthers:
                 part.save_pretrained(self.folder)
 
     def require_same(self) -> None:
-        """Check that nobody wrote into the parameters: what was read of them would be of another model."""
+        """Check that the parameters were not written to since the model was opened."""
         if _version_of(self._module) != self._version:
             raise DataError(
                 f"the parameters of {type(self._module).__name__} were changed after it was opened: load it "
@@ -191,11 +196,11 @@ class ModuleOfOthers:
             )
 
     def tensors(self, *, mapped: bool = False) -> Tensors:
-        """Its parameters by the names that its files would have, in the memory that it has them in."""
+        """Return the parameters under the names of their files, without copies."""
         try:
             from transformers.core_model_loading import revert_weight_conversion
             from transformers.modeling_utils import remove_tied_weights_from_state_dict
-        except ImportError:  # of another version, whose files tell the names
+        except ImportError:  # another version of `transformers`: take the names from written files
             return open_tensors(self.fetch(), mapped=mapped)
         module = self._module
         found = remove_tied_weights_from_state_dict(module.state_dict(), module)
@@ -204,7 +209,7 @@ class ModuleOfOthers:
         return of_one(InMemory(type(module).__name__, revert_weight_conversion(module, found)))
 
     def fetch(self) -> Path:
-        """Write all of it, in its own format; returns the folder."""
+        """Write the model in the format of `transformers`, once; return the folder."""
         if not any(self.folder.glob("*.safetensors")):
             try:
                 self._module.save_pretrained(self.folder)
@@ -216,17 +221,17 @@ class ModuleOfOthers:
 
 
 def _version_of(module: nn.Module) -> int:
-    """Return a number that grows whenever a parameter of a module is written."""
+    """Return the sum of the parameters' version counters, which grows with every write."""
     return sum(parameter._version for parameter in module.parameters())
 
 
 def is_own_config(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration is one that we write."""
+    """Return True if this library wrote a configuration."""
     return "format" in config and isinstance(config.get("model"), dict)
 
 
 def tokenizer_folder(tokenizer: Any) -> Path | None:
-    """Return the folder of a tokenizer that was given; one of `transformers` is saved in a folder."""
+    """Return a tokenizer's folder; save a tokenizer of `transformers` in a temporary folder."""
     if tokenizer is None:
         return None
     if isinstance(tokenizer, str | Path):
@@ -238,6 +243,7 @@ def tokenizer_folder(tokenizer: Any) -> Path | None:
         raise UsageError(
             f"tokenizer: a {type(tokenizer).__name__} is none: give the folder of one, or one of transformers"
         )
+    # The folder has no owner, unlike that of a model in memory, so it is removed at exit.
     folder = Path(mkdtemp(prefix="triptych-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     tokenizer.save_pretrained(folder)
@@ -252,14 +258,26 @@ def find_source(
     family: Family | None = None,
     strict: bool = False,
 ) -> Source:
-    """What is at a path, or has a name on the Hub (a path of that name comes first), or is in memory."""
+    """Find a model by its path, by its name on the Hub, or in memory.
+
+    Args:
+        source: path, name on the Hub (an existing path takes precedence), model of `transformers`, or source.
+        tokenizer: tokenizer of `transformers`, or a tokenizer's folder.
+        offline: use only cached files of the Hub.
+        family: family to read the checkpoint with, instead of the family of its `model_type`.
+        strict: raise an error for fields of the configuration without effect instead of a warning.
+
+    Raises:
+        UsageError: the source or the tokenizer does not exist, or is of another type.
+        DataError: the Hub cannot be reached or lacks the repository, or the configuration cannot be read.
+    """
     if isinstance(source, Source):
         return source
     given = tokenizer_folder(tokenizer)
     found = _find(source, given, offline)
     found.family = family
     found.strict = strict
-    if not isinstance(found.found, ModuleOfOthers):  # whose files have it among them
+    if not isinstance(found.found, ModuleOfOthers):  # its folder already contains the tokenizer
         found.tokenizer = given
     return found
 
@@ -284,6 +302,7 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
             )
         repository = open_hub(name, offline=offline)
         return Source(name, repository.record, f"{name}/config.json", repository)
+    # A tensor file is read with the configuration next to it.
     config = (path if path.is_dir() else path.parent) / "config.json"
     if not config.exists():
         told = what_is(path) or (

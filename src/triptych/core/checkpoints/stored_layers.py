@@ -1,4 +1,4 @@
-"""Attention layers of a checkpoint: which there are, where each lies, and what is read of it."""
+"""Attention layers of a checkpoint: their names, locations, settings and contents."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -28,90 +28,90 @@ _Conditional = TypeVar("_Conditional", Choice, NormSpec, PositionSpec, EmbeddedP
 @final
 @dataclass(frozen=True)
 class Site:
-    """The weights of an attention layer of a checkpoint, which several layers of the model may have.
+    """The weights of an attention layer of a checkpoint, perhaps shared by several layers of the model.
 
-    A layer of the model is a use of these weights, and layers are numbered by their uses. Weights that
-    several layers share have the number of the first.
+    A layer of the model is a use of these weights, and layers are numbered by their uses. Shared weights have
+    the number of their first layer.
     """
 
     stack: str  # "encoder", "decoder", "vision", …
-    layer: int  # its number within the stack, from 0
-    kind: Literal["self", "causal", "cross"]  # where queries and keys come from
-    module: str  # the name of its module, in the checkpoint's own words
-    also: tuple[int, ...] = ()  # numbers of the later layers that have the same weights
+    layer: int  # layer number within the stack, from 0
+    kind: Literal["self", "causal", "cross"]  # source of queries and keys, and mask
+    module: str  # name of the module in the checkpoint
+    also: tuple[int, ...] = ()  # numbers of later layers with the same weights
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers of all layers that have these weights."""
+        """The numbers of all layers with these weights."""
         return (self.layer, *self.also)
 
     @property
     def shared(self) -> str:
-        """A sentence on the layers that share the weights; "" if one alone has them."""
+        """A sentence on the layers with these weights; "" for a single layer."""
         return f"layers {in_ranges(self.numbers)} share these weights" if self.also else ""
 
     @property
     def name(self) -> str:
-        """For reports: stack, layer, and "cross" where it is that."""
+        """Stack, layer, and "cross" for cross-attention, for reports."""
         return f"{self.stack} {self.layer}" + (" cross" if self.kind == "cross" else "")
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class InputNorms:
-    """The norms whose outputs an attention layer reads: they bound its inputs' length."""
+    """The norms before an attention layer; they bound the length of its inputs."""
 
-    # of the norm that makes what queries read (and keys and values, but for cross-attention); None where
-    # there is none, or none is known
+    # norm of the input of queries (also of keys and values, except in cross-attention); None if absent or
+    # unknown
     x: Norm | None = None
-    memory: Norm | None = None  # the same for the keys and values of cross-attention
+    memory: Norm | None = None  # norm of the memory in cross-attention; None if absent or unknown
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """What was read of one layer."""
+    """The contents of one layer."""
 
     site: Site
-    weights: AttentionWeights  # its maps, in the checkpoint's dtype, and what it does besides
-    tensors: tuple[str, ...]  # the names of all that was read for it
-    # the norms whose outputs it reads, those included that `fold_norm` must leave alone (post-norm, sandwich)
-    # and `weights` therefore does not have
+    weights: AttentionWeights  # maps in the checkpoint's dtype, and the layer's semantics
+    tensors: tuple[str, ...]  # names of all tensors read for it
+    # norms before the layer, also those missing in `weights` because `fold_norm` must not fold them
+    # (post-norm, sandwich)
     inputs: InputNorms = InputNorms()
-    # how the embeddings, before all layers, tell positions apart
-    embedded_positions: Literal["none", "sinusoidal", "learned"] = "none"
-    fixed: str = ""  # why it cannot be rewritten; it can if empty
-    # the earlier layer whose keys and values it uses, made of what that one reads; None if it has its own
+    embedded_positions: Literal["none", "sinusoidal", "learned"] = "none"  # positions in the embeddings
+    fixed: str = ""  # reason why it cannot be rewritten; "" if it can
+    # source of a KV-sharing layer's keys and values, made of the source's input; None if it makes them itself
     borrows: Site | None = None
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of a number that is kept of a token while decoding; 0 outside decoders, which keep none."""
+        """Bytes per cached value while decoding; 0 for layers without a cache."""
         cached = self.site.stack == "decoder" and self.site.kind != "self" and self.borrows is None
         return self.weights.dtype.itemsize if cached else 0
 
 
 @final
 class LayerPlace(NamedTuple):
-    """A layer of a model: the weights that it has, and its number within its stack."""
+    """A layer of a model: its weights, and its number within its stack."""
 
     site: Site
     number: int
 
     @property
     def is_shared(self) -> bool:
-        """True if the weights belong to an earlier layer."""
+        """True if an earlier layer has the same weights."""
         return self.number != self.site.layer
 
 
 def in_ranges(numbers: Sequence[int]) -> str:
-    """Write sorted numbers as words: "0 to 3, 6 and 9"."""
+    """Format sorted numbers as words: "0 to 3, 6 and 9"."""
     found = list[list[int]]()
     for number in numbers:
         if found and number == found[-1][-1] + 1:
             found[-1].append(number)
         else:
             found.append([number])
+    # Two consecutive numbers are listed: "6 and 7" is shorter than "6 to 7".
     words = [
         word
         for own in found
@@ -122,7 +122,7 @@ def in_ranges(numbers: Sequence[int]) -> str:
 
 
 def in_order(sites: Sequence[Site]) -> tuple[LayerPlace, ...]:
-    """Return the layers of the model that have these weights, by stack and number."""
+    """Return the layers of the model with these weights, ordered by stack and number."""
     if not any(site.also for site in sites):
         return tuple(LayerPlace(site, site.layer) for site in sites)
 
@@ -135,19 +135,18 @@ def in_order(sites: Sequence[Site]) -> tuple[LayerPlace, ...]:
 
 
 class AttentionSource(ABC):
-    """Something with attention layers, of which one is read at a time."""
+    """A checkpoint or model with attention layers, read one at a time."""
 
-    name: str  # its path, or its id on the Hub
-    written_as: str  # the family it is written as
-    known_by: str  # what that is known by
-    sites: tuple[Site, ...]  # its attention layers, in order; those that share their weights once
-    num_tensors: int  # there are in all
-    left_over: tuple[str, ...]  # tensors that are no attention, as far as their names tell
-    unread: dict[str, str]  # tensors of attention that is known and not read, and why
-    others: str = ""  # which layers are attention and what the others are, in a sentence; "" if all are
-    absent: tuple[str, ...] = ()  # stacks that the configuration has and the tensors have not
-    # sentences on fields of the configuration that are set and not followed, and on layers that are not run
-    warnings: tuple[str, ...] = ()
+    name: str  # path, or name on the Hub
+    written_as: str  # family of its format
+    known_by: str  # evidence for the family
+    sites: tuple[Site, ...]  # attention layers in order; layers with shared weights once
+    num_tensors: int  # number of all tensors
+    left_over: tuple[str, ...]  # tensors outside attention, judged by their names
+    unread: dict[str, str]  # tensors of known, unread attention, with the reason
+    others: str = ""  # sentence on attention layers and layers of other kinds; "" if all are attention
+    absent: tuple[str, ...] = ()  # stacks in the configuration without tensors
+    warnings: tuple[str, ...] = ()  # sentences on fields without effect, and on layers left aside
 
     @abstractmethod
     def read(self, site: Site) -> AttentionLayer:
@@ -155,16 +154,16 @@ class AttentionSource(ABC):
 
     @property
     def source(self) -> Source | None:
-        """The source that weights are read from when needed; None if all of them are in memory."""
+        """The source for reading weights on demand; None if all of them are in memory."""
         return None
 
     @cached_property
     def layers(self) -> tuple[LayerPlace, ...]:
-        """The attention layers of the model, in order: every use of weights by itself."""
+        """The attention layers of the model in order, with an entry for every use of shared weights."""
         return in_order(self.sites)
 
     def require_layers(self, numbers: Collection[int]) -> None:
-        """Raises UsageError for the number of a layer that is not there, or is no attention."""
+        """Raise UsageError for numbers of missing layers, or of layers without attention."""
         there = {number for site in self.sites for number in site.numbers}
         for number in sorted({*numbers} - there):
             why = f"is no attention: {self.others}" if self.others else "does not exist"
@@ -172,108 +171,110 @@ class AttentionSource(ABC):
             raise UsageError(f"{self.name}: layer {number} {why}{layers}")
 
     def outline(self, site: Site) -> AttentionLayer:
-        """What `read` gives, with weights without numbers where these would have to be fetched."""
+        """Return a layer as `read` does, but with weights on the "meta" device if they are not in memory."""
         return self.read(site)
 
     def lender(self, site: Site) -> Site | None:
-        """The layer whose keys and values a layer uses, where these are not its own."""
+        """Return the source of a KV-sharing layer's keys and values; None for layers of other kinds."""
         return None
 
     def read_map(self, site: Site, side: Side, head: int) -> Link | None:
-        """The map of one head; None where all of the layer has to be read for it."""
+        """Read the map of one head; return None if that takes the whole layer."""
         return None
 
     @abstractmethod
     def bytes_of(self, site: Site) -> int:
-        """How many bytes the tensors of a layer take."""
+        """Return the size of a layer's tensors in bytes."""
 
     @abstractmethod
     def longest_text(self, site: Site) -> int:
-        """Positions that the model is made for, as far as the configuration says."""
+        """Return the model's context length in tokens, or a default if the configuration has no limit."""
 
     @abstractmethod
     def input_modules(self, site: Site) -> tuple[str, str]:
-        """Names of the modules that read what queries and what keys of a layer are made of."""
+        """Return the names of the modules that read the input of a layer's queries, and of its keys."""
 
     @abstractmethod
     def broken(self, layer: AttentionLayer) -> Mapping[str, int]:
-        """How many entries are not finite in each tensor read for a layer, where some are."""
+        """Return the number of entries that are not finite, for every tensor of a layer with such entries."""
 
 
 @final
 class MapSizes(NamedTuple):
     """Sizes of a layer's maps."""
 
-    heads: int
-    groups: int  # key-value heads
-    width: int  # of queries and keys
-    value_width: int  # of values
-    rank: int | None = None  # of the latent of keys and values; None without one
-    q_rank: int | None = None  # of that of queries
+    heads: int  # number of query heads
+    groups: int  # number of key-value heads
+    width: int  # width of queries and keys of a head
+    value_width: int  # width of values of a head
+    rank: int | None = None  # width of the latent of keys and values; None without a latent
+    q_rank: int | None = None  # width of the latent of queries; None without a latent
 
 
 @final
 @dataclass(frozen=True)
 class Place:
-    """An attention layer and how it is written; `storage.settings` has the language of expressions."""
+    """An attention layer's location in a checkpoint, with its description and configuration.
+
+    Expressions are in the language of `storage.settings`, and evaluated for this layer.
+    """
 
     site: Site
-    spec: AttentionSpec  # how it is written
-    settings: Settings  # what the configuration says of its stack
-    prefix: str  # of the names that the family gives
-    layer: int  # the number that these names hold
-    inner: int  # its place within that layer, where one holds several
-    # the earlier layer whose keys and values it uses, where it has none of its own
-    lender: "Place | None" = None
-    is_run: bool = True  # whether a layer of the model has these weights
+    spec: AttentionSpec  # description by the family
+    settings: Settings  # configuration of the layer's stack
+    prefix: str  # prefix of the family's names in this checkpoint
+    layer: int  # number {layer} in names
+    inner: int  # number {inner} in names, of attention layers within a layer
+    lender: "Place | None" = None  # source of a KV-sharing layer's keys and values
+    is_run: bool = True  # true if the model uses these weights
 
     def holds(self, condition: str) -> bool:
-        """Whether a condition holds for this layer; an empty one does."""
+        """Return True if a condition is empty, or true for this layer."""
         return self.settings.holds(condition, self.layer)
 
     def value(self, expression: str) -> Any:
-        """What the configuration has for this layer; None if nothing."""
+        """Evaluate an expression; return None if it has no value."""
         return self.settings.value(expression, self.layer)
 
     def count(self, expression: str) -> int:
-        """A whole number above 0."""
+        """Evaluate an expression to an integer above 0."""
         return self.settings.count(expression, self.layer)
 
     def number(self, expression: str) -> float:
         return self.settings.number(expression, self.layer)
 
     def positive(self, expression: str) -> float:
-        """A number above 0."""
+        """Evaluate an expression to a number above 0."""
         return self.settings.positive(expression, self.layer)
 
     def factor(self, expression: str) -> float:
-        """A number; 1 for an empty expression."""
+        """Evaluate an expression to a number; return 1 for an empty expression."""
         return self.number(expression) if expression else 1.0
 
     def optional_number(self, expression: str) -> float | None:
-        """A number; None for an empty expression, or one that gives nothing."""
+        """Evaluate an expression to a number; return None if it is empty or has no value."""
         return None if not expression or self.value(expression) is None else self.number(expression)
 
     def first(self, choices: Sequence[_Conditional]) -> _Conditional | None:
-        """The first whose condition holds; None if none does."""
+        """Return the first entry with a true condition, or None."""
         return next((choice for choice in choices if self.holds(choice.when)), None)
 
     def chosen(self, choices: Sequence[Choice]) -> str:
-        """The expression of the first whose condition holds; "" if none does."""
+        """Return the value of the first choice with a true condition, or ""."""
         choice = self.first(choices)
         return choice.value if choice else ""
 
     def within(self, name: str) -> str:
-        """The full name of something in the attention's module."""
+        """Return the full name of a module or tensor within the attention's module."""
         return f"{self.site.module}.{name}"
 
     def beside(self, name: str, **numbers: int) -> str:
-        """The full name of something outside it."""
+        """Return the full name of a module or tensor outside the attention's module."""
         return self.prefix + name.format(layer=self.layer, inner=self.inner, **numbers)
 
     @property
     def is_further(self) -> bool:
-        """Whether it comes after the layers of the model, and predicts further tokens."""
+        """True if the layer is after the model's layers and predicts further tokens."""
         return self.is_run and self.layer >= self.settings.count(self.spec.layers)
 
     @property
@@ -282,7 +283,7 @@ class Place:
 
     @property
     def norm_module(self) -> str:
-        """The full name of the pre-norm, which may be folded into the maps; "" without one."""
+        """The full name of the pre-norm, which may be folded into the maps; "" without a pre-norm."""
         norm = self.norm
         return self.beside(norm.at) if norm and norm.at and norm.place == "pre" else ""
 
@@ -297,7 +298,7 @@ class Place:
 
     @property
     def rope_scaling(self) -> dict[str, Any]:
-        """The record that scales rotary positions; empty if there is none."""
+        """The record of RoPE scaling; empty without scaling."""
         records = {path: record for path in self.position.scaling if (record := self.value(path))}
         for path, record in records.items():
             if not isinstance(record, dict):
@@ -306,9 +307,10 @@ class Place:
             return {}
         used, *others = records
         first: dict[str, Any] = records[used]
-        if "." in used:  # of one kind of layer: `transformers` looks for this one in the outer record alone
+        # In a record for one kind of layer, `transformers` ignores `truncate`: it reads the outer record's.
+        if "." in used:
             first = {name: value for name, value in first.items() if name != "truncate"}
-        # `transformers` takes one record whole: what only another has is left out there.
+        # `transformers` uses one record as a whole and ignores fields of other records.
         for other, name in product(others, ("rope_theta", "partial_rotary_factor")):
             told = records[other].get(name)
             if told is not None and first.get(name) is None and told != self.value(name):
@@ -320,7 +322,7 @@ class Place:
 
     @property
     def width(self) -> str:
-        """The expression of the width of queries and keys."""
+        """The expression for the width of queries and keys."""
         return self.spec.width if isinstance(self.spec.width, str) else self.chosen(self.spec.width)
 
     @property
@@ -328,6 +330,7 @@ class Place:
         spec = self.spec
         latent = self.spec.latent
         heads = self.count(spec.heads)
+        # Through a latent, every head has separate keys and values, so groups are heads.
         if latent:
             width = self.settings.whole(latent.plain, self.layer) + self.count(latent.turned)
             q_rank = None if self.value(latent.q_rank) is None else self.count(latent.q_rank)

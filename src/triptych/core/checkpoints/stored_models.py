@@ -1,7 +1,7 @@
 """Models of other libraries, loaded from their checkpoints and written back in their formats.
 
-`LayerMap` is invertible, and what reading computes besides is undone on writing. Tensors whose numbers did
-not change stay as they are stored, to the bit.
+`LayerMap` is invertible, and all other computations of reading are undone on writing. Tensors with unchanged
+values remain as stored, to the bit.
 """
 
 from collections import Counter
@@ -44,20 +44,25 @@ _Model = TypeVar("_Model", LanguageModel, EncoderDecoder)
 class LoadedModel:
     """A model loaded from another library's checkpoint."""
 
-    model: LanguageModel  # ready to run, in evaluation mode
-    name: str  # the path or the id that was given
-    family: str  # the architecture that it is written as
-    config: Mapping[str, Any]  # the record in its `config.json`.
-    folder: Path  # where its files lie, the tokenizer's among them
+    model: LanguageModel  # in evaluation mode
+    name: str  # path or name on the Hub
+    family: str  # family of the checkpoint
+    config: Mapping[str, Any]  # contents of `config.json`
+    folder: Path  # folder of its files, including the tokenizer
 
 
 def load_language_model(
     path: Source | Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> LoadedModel:
-    """The model of a checkpoint, computing what `transformers` computes of it.
+    """Load the language model of a checkpoint, with the same outputs as in `transformers`.
 
-    Weights are mapped from safetensors files, not copied, where dtype and layout allow: the files must stay
-    as they are while the model is in use.
+    Weights are memory-mapped from safetensors files where dtype and layout allow: the files must not change
+    while the model is in use.
+
+    Args:
+        path: source, path, or name on the Hub.
+        device: device of the model.
+        dtype: floating-point dtype of the model; None for the checkpoint's most common dtype.
     """
     checkpoint, folder = _open_mapped(path, dtype)
     model = read_language_model(checkpoint, dtype).to(device)
@@ -65,11 +70,11 @@ def load_language_model(
 
 
 def _open_mapped(path: Source | Path | str, dtype: torch.dtype | None) -> tuple[Checkpoint, Path]:
-    """A checkpoint whose tensors are mapped, and where its files lie."""
+    """Open a checkpoint with memory-mapped tensors; return it and the folder of its files."""
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {dtype} cannot be run in: give float32, bfloat16 or float16")
     source = find_source(path)
-    folder = source.settings_folder  # what is on the Hub is fetched whole: all of it is read
+    folder = source.settings_folder  # fetches a repository on the Hub as a whole, since all of it is read
     checkpoint = open_checkpoint(source, mapped=True)
     if not isinstance(checkpoint, Checkpoint):
         raise UsageError(f"{source.name} is a run of triptych, and no checkpoint of another library")
@@ -84,7 +89,7 @@ def read_language_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None
 def load_encoder_decoder(
     path: Source | Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> EncoderDecoder:
-    """The encoder and the decoder of a checkpoint, computing what `transformers` computes of them."""
+    """Load the encoder and the decoder of a checkpoint; see `load_language_model`."""
     checkpoint, _ = _open_mapped(path, dtype)
     return read_encoder_decoder(checkpoint, dtype).to(device)
 
@@ -109,10 +114,10 @@ def _build_model(
     found: ModelMap[Any],
     make: Callable[[list[MultiHeadAttention]], _Model],
 ) -> _Model:
-    """A model made around the attention layers of a checkpoint, with its other tensors in it."""
+    """Build a model from a checkpoint: `make` of its attention layers, with its other tensors set."""
     dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
     attention = [read_attention_layer(checkpoint, site, dtype) for site in found.sites]
-    with shapes_only():
+    with shapes_only():  # parameters are not initialised: stored tensors replace them
         model = make(attention)
     _set_tensors(model, found.tensors.read(lambda name, _: checkpoint.tensors.read(name).to(dtype)))
     *_, last = model.stacks.values()
@@ -130,7 +135,8 @@ def read_attention_layer(checkpoint: Checkpoint, site: Site, dtype: torch.dtype)
 
 
 def _set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Make tensors the parameters and buffers of a model, without copies, in every module that has them."""
+    """Set parameters and buffers of a model without copying, in every module that shares them."""
+    # Several modules may share a parameter: replace it by identity.
     instead: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
         path, _, own = name.rpartition(".")
@@ -145,7 +151,7 @@ def _set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def off_meta(model: _Model) -> _Model:
-    """The model, with buffers that begin empty, as tables of sines that grow, where tensors have memory."""
+    """Move empty buffers, such as growing tables of sines, from the "meta" device to memory."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta and not buffer.numel():
@@ -154,7 +160,7 @@ def off_meta(model: _Model) -> _Model:
 
 
 def _most_common(tensors: Tensors) -> torch.dtype:
-    """The dtype of most numbers."""
+    """Return the floating-point dtype with the most bytes."""
     counts: Counter[torch.dtype] = Counter()
     for info in tensors.infos.values():
         if info.dtype.is_floating_point:
@@ -166,12 +172,13 @@ def _most_common(tensors: Tensors) -> torch.dtype:
 
 
 def changed_tensors(model: ReadModel, checkpoint: Checkpoint) -> _Stored:
-    """Stored tensors whose values differ in a model, by name, in their stored dtype."""
+    """Yield the name and new value of each stored tensor that changed in a model, in its stored dtype."""
     found = _StoredModel.of(model, checkpoint)
     written: dict[str, Tensor] = {}
     for name, tensor in found.changed(checkpoint):
         if name not in written:
             written[name] = tensor
+            # Values are compared in the stored dtype, where a small change may vanish by rounding.
             for same in (name, *(copy for copy, of in found.copies.items() if of == name)):
                 stored = _as_stored(checkpoint, same, tensor)
                 if not torch.equal(stored, checkpoint.tensors.read(same)):
@@ -189,11 +196,20 @@ def new_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     given: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """The tensors of a model in a new file of a family, which has tensors of these shapes."""
+    """Return the tensors of a model in a family's format.
+
+    Args:
+        model: the model.
+        layers: weights of its attention layers, sorted like `in_order`.
+        settings: contents of `config.json`.
+        shapes: shapes of all tensors of the new file, by name.
+        given: further tensors besides the model's parameters, by names in the model.
+    """
     name = "the new checkpoint"
     family = family_of(settings["model_type"])
     assert family is not None, "it is one of ours"
     zero = torch.zeros((), dtype=next(model.parameters()).dtype)
+    # The checkpoint to be written, with zeros for values: its layers and maps follow from names and shapes.
     empty = of_one(InMemory(name, {stored: zero.expand(shape) for stored, shape in shapes.items()}))
     checkpoint = Checkpoint(name, family, Settings(settings, "config.json"), empty)
     parts = _StoredModel.of(model, checkpoint)
@@ -205,13 +221,14 @@ def new_tensors(
     for (site, _), weights in zip(parts.layers, layers, strict=True):
         place = checkpoint.place(site)
         found |= layer_map(place, empty).write(_layer_tensors(place, weights))
+    # Biases of a format that the model lacks are zero.
     missing = [stored for stored in shapes if stored not in found]
     assert all(stored.endswith("bias") for stored in missing), missing
     return found | {stored: empty.read(stored).clone() for stored in missing}
 
 
 def why_not_written(checkpoint: Checkpoint) -> str:
-    """Why a model of this checkpoint cannot be trained further and written back; "" if it can."""
+    """Return the reason why a changed model of this checkpoint cannot be written back; "" if it can."""
     for name in checkpoint.tensors.infos:
         if how := checkpoint.tensors.packed_as(name):
             return f"tensor {name} is stored as {how}, which cannot take other numbers"
@@ -222,7 +239,7 @@ def why_not_written(checkpoint: Checkpoint) -> str:
 
 
 def tie_shared(model: LanguageModel, checkpoint: Checkpoint) -> None:
-    """Let layers that share a stored table of distances have one parameter between them."""
+    """Tie the tables of distances of layers with the same stored table to one parameter."""
     tables: dict[tuple[str, ...], nn.Parameter] = {}
     for site, layer in _StoredModel.of(model, checkpoint).layers:
         own = dict(layer.named_parameters(recurse=False)).get("bias_table")
@@ -234,12 +251,12 @@ def tie_shared(model: LanguageModel, checkpoint: Checkpoint) -> None:
 @final
 @dataclass(frozen=True)
 class _StoredModel:
-    """A model, and where its parts lie in a checkpoint."""
+    """A model, and the map of its parts to a checkpoint."""
 
     model: nn.Module
-    beside: LayerMap  # where all but attention lies
-    copies: Mapping[str, str]  # stored tensors that are the same as others, and those
-    layers: Sequence[tuple[Site, MultiHeadAttention]]  # the attention layers with their sites, every use
+    beside: LayerMap  # map of the tensors outside attention
+    copies: Mapping[str, str]  # duplicate stored tensors, with the name of the original
+    layers: Sequence[tuple[Site, MultiHeadAttention]]  # attention layers with their sites, for every use
 
     @classmethod
     def of(cls, model: ReadModel, checkpoint: Checkpoint) -> "_StoredModel":
@@ -251,8 +268,9 @@ class _StoredModel:
         return cls(model, found.tensors, found.copies, [*zip(stored, layers, strict=True)])
 
     def changed(self, checkpoint: Checkpoint) -> _Stored:
-        """The stored tensors whose numbers are others now; one that layers share may come several times."""
+        """Yield the stored tensors with changed values; shared tensors may be yielded several times."""
         dtype = next(self.model.parameters()).dtype
+        # The stored values are read as for loading, so that only changes of the model count.
         now = {
             **dict(self.model.named_buffers()),
             **dict(self.model.named_parameters(remove_duplicate=False)),
@@ -276,6 +294,7 @@ def _changed_in_layer(
 ) -> _Stored:
     place = checkpoint.place(site)
     stored = LayerReader(checkpoint.place(site), checkpoint.tensors).map
+    # The reader's scale is fixed by the configuration: a changed scale is moved into the maps.
     scale = before.semantics.scale
     old, new = (_layer_tensors(place, layer.weights().with_scale(scale)) for layer in (before, after))
     different = {part for part, numbers in new.items() if not torch.equal(old[part], numbers)}
@@ -287,17 +306,18 @@ def _changed_in_layer(
             f"{checkpoint.name}: tables of positions of {site.module} changed, which are products of several "
             "stored tensors: they cannot be written"
         )
-    if "bias_table" in new:  # though it did not change: other layers may have it too
+    if "bias_table" in new:  # even if unchanged, to detect differences between layers with the same table
         yield from _stored_table(checkpoint, place, new["bias_table"], changed="bias_table" in different)
 
 
 def _layer_tensors(place: Place, weights: AttentionWeights) -> dict[str, Tensor]:
-    """All of a layer's numbers, by the names of its `LayerMap`, or else by names of ours."""
+    """Return all parameters of a layer by their names in its `LayerMap`, or else in the model."""
     found = latent_parts(weights) if place.spec.latent else _of_maps(weights)
     found["o"] = weights.o[-1].weight
     if weights.o_bias is not None:
         found["o.bias"] = weights.o_bias
     norm = place.head_norm
+    # The names of norms and gates differ between modules and `LayerMap`.
     for name, numbers in weights.semantics.learned().items():
         match name.rpartition("_"):
             case (("q_norm" | "k_norm") as side, _, "weight") if norm is not None:
@@ -316,7 +336,7 @@ def _layer_tensors(place: Place, weights: AttentionWeights) -> dict[str, Tensor]
 def _of_maps(weights: AttentionWeights) -> dict[str, Tensor]:
     found = {}
     for side, chain in (("q", weights.q), ("k", weights.k), ("v", weights.v)):
-        link = chain[0]  # after which normalised values pass a fixed map
+        link = chain[0]  # normalised values also have a second, fixed map
         found[side] = link.weight
         if link.bias is not None:
             found[f"{side}.bias"] = link.bias
@@ -324,7 +344,7 @@ def _of_maps(weights: AttentionWeights) -> dict[str, Tensor]:
 
 
 def _stored_table(checkpoint: Checkpoint, place: Place, table: Tensor, *, changed: bool) -> _Stored:
-    """The stored table of distances; rows that are not read stay as they are."""
+    """Yield the stored table of distances; its unread rows are unchanged."""
     names = table_names(place, checkpoint.tensors)
     if len(names) > 1:
         if changed:
@@ -338,7 +358,7 @@ def _stored_table(checkpoint: Checkpoint, place: Place, table: Tensor, *, change
 
 
 def _as_stored(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Tensor:
-    """A tensor in the dtype that the checkpoint stores it in."""
+    """Convert a tensor to its dtype in the checkpoint."""
     dtype = checkpoint.tensors.infos[name].dtype
     if how := checkpoint.tensors.packed_as(name):
         raise DataError(

@@ -1,4 +1,4 @@
-"""Positions of an attention layer as its checkpoint has them: rotary embeddings, and biases of scores.
+"""Positions of an attention layer, read from its checkpoint: rotary embeddings, and biases of scores.
 
 Source: linear: Chen et al. 2023, arXiv 2306.15595; dynamic: see `GrowingBase`; YaRN: Peng et al. 2023, arXiv
 2309.00071; LongRoPE: Ding et al. 2024, arXiv 2402.13753; Llama 3: Dubey et al. 2024, arXiv 2407.21783;
@@ -34,20 +34,20 @@ from triptych.core.storage.tensors import Tensors
 from triptych.errors import DataError
 
 _FIRST = "original_max_position_embeddings"
-# The most patches of a picture: far more than models have.
+# Limit on the patches of an image, far above the number in models.
 _MOST_PATCHES = 1 << 20
 
 
 class Frequencies(NamedTuple):
-    """How fast each rotary pair turns."""
+    """Frequencies of the rotary pairs."""
 
-    per_position: Tensor  # radians a position, one per pair, float64
-    factor: float  # what turned channels are multiplied by
-    long: LongTexts | None = None  # what long texts have instead; None if they have the same
+    per_position: Tensor  # radians a position `[pairs]`, float64
+    factor: float  # factor of rotated channels
+    long: LongTexts | None = None  # frequencies of long texts; None if all texts have the same
 
 
 def rope_type(scaling: Mapping[str, Any]) -> str:
-    """The kind of scaling that a record names; "default" if none."""
+    """Return the kind of RoPE scaling in a record, or "default"."""
     found = scaling.get("rope_type")
     found = scaling.get("type") if found is None else found
     return "default" if found is None else str(found)
@@ -56,10 +56,21 @@ def rope_type(scaling: Mapping[str, Any]) -> str:
 def frequencies(
     scaling: Mapping[str, Any], width: int, base: float, max_positions: float, share: float = 1.0
 ) -> Frequencies:
-    """The frequencies of `width` channels."""
+    """Compute the frequencies of rotary channels.
+
+    Args:
+        scaling: record of RoPE scaling.
+        width: number of rotary channels.
+        base: b of the frequencies b^(−2i/n).
+        max_positions: context length in tokens.
+        share: rotated share of the pairs, for "proportional" scaling.
+
+    Raises:
+        ValueError: the scaling is not supported, or its record is incomplete.
+    """
     plain = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     match rope_type(scaling):
-        # "mrope" counts positions of pictures in three ways, which are the same for text.
+        # "mrope" has three positions of image tokens; for text, they are the same.
         case "default" | "mrope":
             return Frequencies(plain, 1.0)
         case "dynamic":
@@ -75,7 +86,7 @@ def frequencies(
             return Frequencies(plain / _number(scaling, "factor"), 1.0)
         case "llama3":
             return Frequencies(_llama3(scaling, plain), 1.0)
-        case "yarn" if "short_factor" not in scaling:  # the first Phi-3 called LongRoPE so
+        case "yarn" if "short_factor" not in scaling:  # early Phi-3 models use the name for LongRoPE
             return _yarn(scaling, plain, base, max_positions)
         case "longrope" | "su" | "yarn":
             return _longrope(scaling, plain, max_positions)
@@ -83,7 +94,7 @@ def frequencies(
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """What YaRN multiplies scores' square roots by, to keep their entropy."""
+    """Return YaRN's factor of queries and keys, which keeps the entropy of attention."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -92,7 +103,8 @@ def _llama3(scaling: Mapping[str, Any], plain: Tensor) -> Tensor:
     first = _number(scaling, "original_max_position_embeddings")
     low = _number(scaling, "low_freq_factor")
     high = _number(scaling, "high_freq_factor")
-    # Turns within the first length: many keep their frequency, few are slowed down, in between both.
+    # Rotations within the original context length: pairs with many keep their frequency, pairs with few are
+    # slowed down by the factor, and the frequencies between are interpolated.
     turns = first * plain / (2 * math.pi)
     share = ((turns - low) / (high - low)).clamp(0, 1)
     return share * plain + (1 - share) * plain / factor
@@ -106,6 +118,7 @@ def _yarn(scaling: Mapping[str, Any], plain: Tensor, base: float, max_positions:
     def pair_that_turns(times: float) -> float:
         return width * math.log(first / (times * 2 * math.pi)) / (2 * math.log(base))
 
+    # Pairs below `low` keep their frequency, pairs above `high` are slowed down, with a linear ramp between.
     low = pair_that_turns(_number(scaling, "beta_fast", 32.0) or 32.0)
     high = pair_that_turns(_number(scaling, "beta_slow", 1.0) or 1.0)
     if scaling.get("truncate", True):
@@ -154,7 +167,7 @@ def _number(scaling: Mapping[str, Any], name: str, otherwise: float | None = Non
 
 
 def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding | None:
-    """The rotary embedding of heads of some width; None without one."""
+    """Read the rotary embedding of heads of a width; return None for layers without rotary positions."""
     spec = place.position
     where = place.settings.where
     if spec.kind != "rotary":
@@ -165,7 +178,7 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
     scaling = place.rope_scaling
     share = _share(place, scaling)
     start = int(place.number(spec.start))
-    # "proportional" turns a share of the pairs of whole heads, and not all pairs of a share of them.
+    # "proportional" rotates a share of the pairs of whole heads, instead of all pairs of a share of channels.
     turned = whole if rope_type(scaling) == "proportional" else int(whole * share)
     if not 0 <= share <= 1 or start < 0 or turned + start > width:
         raise DataError(f"{where}: rotary positions rotate more than the {width} channels of a head")
@@ -177,7 +190,7 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
     longest = place.number("max_position_embeddings | 2048")
     base = place.number(spec.base)
     if re.search(r"\brope_theta\b", spec.base) and scaling.get("rope_theta") is not None:
-        base = Settings(scaling, where).number("rope_theta")  # a record takes another's place whole
+        base = Settings(scaling, where).number("rope_theta")  # a record replaces another as a whole
     if spec.alpha and rope_type(scaling) == "dynamic" and scaling.get("alpha") and turned > 2:
         base *= Settings(scaling, where).positive("alpha") ** (turned / (turned - 2))
         scaling = {}
@@ -212,7 +225,7 @@ def _backwards(found: Frequencies, where: str) -> Frequencies:
 
 
 def _share(place: Place, scaling: Mapping[str, Any]) -> float:
-    """The share of a head's width that rotary positions are of."""
+    """Return the rotated share of a head's rotary width."""
     own = place.number(place.position.share)
     kind = rope_type(scaling)
     record = Settings({**place.settings.record, **scaling}, place.settings.where)
@@ -228,7 +241,7 @@ def _share(place: Place, scaling: Mapping[str, Any]) -> float:
 
 
 def _rotary_of_patches(place: Place, patches: PatchesSpec, width: int) -> RotaryEmbedding:
-    """DINOv3's: half of the pairs turn by rows and half by columns, of which a picture has 2."""
+    """Build DINOv3's embedding: half of the pairs rotate by row, half by column; an image spans −1 to 1."""
     if width % 4:
         raise DataError(
             f"{place.settings.where}: rotary positions in two directions need 4 channels, not {width}"
@@ -239,6 +252,7 @@ def _rotary_of_patches(place: Place, patches: PatchesSpec, width: int) -> Rotary
         raise DataError(
             f"{place.settings.where}: {before:,} tokens before the patches are more than {_MOST_PATCHES:,}"
         )
+    # Centres of patches, relative to the image; tokens before the patches are not rotated.
     centres = [(2 * torch.arange(n, dtype=torch.float64) + 1) / n - 1 for n in _grid(place, patches)]
     of_patches = torch.stack(torch.meshgrid(*centres, indexing="ij"), dim=-1).flatten(0, 1)
     places = torch.cat([torch.zeros(before, 2, dtype=torch.float64), of_patches])
@@ -267,12 +281,12 @@ def _two(place: Place, expression: str) -> tuple[int, int]:
 
 
 def stored_angles(place: Place) -> list[str]:
-    """Tensors that hold angles of rotary positions, if they are there."""
+    """Return the names of stored rotary angles, present in the file or not."""
     return [place.beside(name) for name in place.position.stored]
 
 
 def _require_stored(place: Place, tensors: Tensors, per_position: Tensor) -> None:
-    """Check that the angles in the file are what the configuration gives."""
+    """Check that the angles in the file match the configuration."""
     for name in stored_angles(place):
         if name not in tensors.infos:
             continue
@@ -281,7 +295,7 @@ def _require_stored(place: Place, tensors: Tensors, per_position: Tensor) -> Non
         if stored.ndim == 2:
             angles = torch.arange(len(stored), dtype=torch.float64)[:, None] * per_position
             expected = torch.cat([angles.sin(), angles.cos()], dim=-1)
-        # Rounded once to what it is stored in, perhaps after angles were computed in float32.
+        # Allow for rounding to the stored dtype, perhaps of angles computed in float32.
         rounding = 4 * (torch.finfo(tensors.infos[name].dtype).eps + 1e-7 * len(stored))
         if stored.shape != expected.shape or float((stored - expected).abs().max()) > rounding:
             raise DataError(
@@ -291,7 +305,7 @@ def _require_stored(place: Place, tensors: Tensors, per_position: Tensor) -> Non
 
 
 def read_bias(place: Place, tensors: Tensors, take: Take, heads: int, scale: float) -> ScoreBias | None:
-    """What positions add to the scores, as far as no hook of the family does it."""
+    """Read the bias of scores by positions: ALiBi or a distance table; hooks make further kinds."""
     spec = place.position
     if spec.kind == "alibi":
         slopes = alibi_slopes(heads) if spec.slopes == "authors" else _mpt_slopes(heads)
@@ -300,7 +314,7 @@ def read_bias(place: Place, tensors: Tensors, take: Take, heads: int, scale: flo
 
 
 def _mpt_slopes(heads: int) -> list[float]:
-    """As MPT finds them: by the power of two above, every second first."""
+    """Compute MPT's slopes, out of the slopes of the next power of two: first every second slope."""
     above = 1 << (heads - 1).bit_length()
     slopes = [2 ** (-8 * (i + 1) / above) for i in range(above)]
     return slopes if above == heads else (slopes[1::2] + slopes[::2])[:heads]
@@ -330,6 +344,7 @@ def _distance_table(place: Place, tensors: Tensors, take: Take, heads: int) -> S
             raise DataError(f"{at}: {len(table)} rows, where {buckets} are used")
         table = table[:buckets]
     longest = place.count(spec.max_distance)
+    # Half of the buckets (of a sign) are for single distances, half for ranges up to the longest distance.
     exact = len(table) // (4 if spec.both_ways else 2)
     if not 0 < exact < longest:
         raise DataError(
@@ -340,14 +355,14 @@ def _distance_table(place: Place, tensors: Tensors, take: Take, heads: int) -> S
 
 
 def table_names(place: Place, tensors: Tensors) -> list[str]:
-    """The tensors of a distance table; what lies in them is added."""
+    """Return the names of the tensors that sum to a distance table."""
     spec = place.position
     more = [choice.value for choice in spec.more_tables if place.holds(choice.when)]
     return [_table_name(place, tensors, name) for name in (spec.table, *more)] if spec.table else []
 
 
 def _table_name(place: Place, tensors: Tensors, name: str) -> str:
-    """A table's name. `BeitBackbone` saves one that layers share below another prefix than the layers."""
+    """Return the stored name of a table; `BeitBackbone` saves a shared table below another prefix."""
     usual = place.beside(name)
     if usual in tensors.infos:
         return usual

@@ -1,4 +1,4 @@
-"""Refuses a checkpoint that no family file knows, and begins the family file that would read it."""
+"""Errors for checkpoints of unknown families, with a draft of a family file."""
 
 import json
 import re
@@ -11,12 +11,12 @@ from triptych.core.storage.tensors import Tensors
 from triptych.errors import DataError
 from triptych.untrusted import shown
 
-# A tensor with such a name, and in no layer that is known, may be attention that nobody told us of.
+# A tensor with such a name outside all known layers may belong to unknown attention.
 LOOKS_LIKE_ATTENTION = re.compile(
     r"attn|attention|(^|[._])(q|k|v|qkv|kv)(_?(proj|lin|a_proj|b_proj))?\.(weight|bias)$|query|key_value|Wqkv",
     re.I,
 )
-# What a map may be called, below the module of its attention.
+# Usual names of maps, below the module of their attention.
 _MAPS = {
     "q": re.compile(r"(.*\.)?(w?q|q_proj|q_lin|to_q|query|query_proj)"),
     "k": re.compile(r"(.*\.)?(w?k|k_proj|k_lin|to_k|key|key_proj)"),
@@ -41,7 +41,7 @@ name = "mine"
 
 
 def refuse_unknown(settings: Settings, tensors: Tensors, name: str) -> Never:
-    """Say which names were seen; a note of the error holds the family file to complete."""
+    """Raise DataError with the names found; a note of the error contains a family file to complete."""
     kinds = _kinds_of_tensors(tensors)
     modules = _modules(kinds)
     seen = [f"{module} ({', '.join(maps)})" for module, maps in modules.items()]
@@ -55,6 +55,7 @@ def refuse_unknown(settings: Settings, tensors: Tensors, name: str) -> Never:
         "inspect --family my.toml)"
     )
     tables = [_attention_table(module, maps, path, record) for module, maps in modules.items()]
+    # The note lists only the first tensors: a file may have any number of names.
     names = [f"#   {shown(kind)} {shape}\n" for kind, shape in [*kinds.items()][:_MOST_NAMES]]
     more = f"#   and {len(kinds) - _MOST_NAMES} more\n" if len(kinds) > _MOST_NAMES else ""
     listed = "".join(["# Tensors of a layer, with the shape of the first:\n", *names, more])
@@ -63,7 +64,7 @@ def refuse_unknown(settings: Settings, tensors: Tensors, name: str) -> Never:
 
 
 def _model_type_of_classes(settings: Settings) -> str:
-    """Return advice on the `model_type` to add, where `architectures` tells it."""
+    """Return advice on adding a `model_type`, with the type if `architectures` determines it."""
     classes = settings.value("architectures")
     named = str(classes[0]) if isinstance(classes, list) and classes else ""
     known = [kind for family in families() for kind in family.model_types]
@@ -75,7 +76,7 @@ def _model_type_of_classes(settings: Settings) -> str:
 
 
 def _kinds_of_tensors(tensors: Tensors) -> dict[str, list[int]]:
-    """Tensors of numbered layers with "{layer}" in place of the number, and the shape of the first."""
+    """Return names of tensors with "{layer}" for the first number, and the shape of the first such tensor."""
     found: dict[str, list[int]] = {}
     for name, info in tensors.infos.items():
         kind, numbers = _LAYER.subn("{layer}", name, count=1)
@@ -85,7 +86,7 @@ def _kinds_of_tensors(tensors: Tensors) -> dict[str, list[int]]:
 
 
 def _modules(kinds: Mapping[str, list[int]]) -> dict[str, list[str]]:
-    """Modules that look like attention, and the names of the matrices in each."""
+    """Return modules with names like attention's, and the names of their matrices."""
     matrices = [kind.removesuffix(".weight") for kind, shape in kinds.items() if len(shape) > 1]
     found: dict[str, list[str]] = {}
     for matrix in matrices:
@@ -98,7 +99,7 @@ def _modules(kinds: Mapping[str, list[int]]) -> dict[str, list[str]]:
 
 
 def _record_with_heads(settings: Settings) -> tuple[str, Mapping[str, object]]:
-    """The path of the record that says how many heads there are, and the record."""
+    """Return the record with the number of heads, and its path."""
     for name, value in [("", settings.record), *settings.record.items()]:
         if isinstance(value, Mapping) and any(field in value for field in _FIELDS["heads"]):
             return name, value
@@ -109,6 +110,7 @@ def _attention_table(module: str, maps: list[str], path: str, record: Mapping[st
     def field(what: str, otherwise: str = "?") -> str:
         return next((name for name in _FIELDS[what] if record.get(name) is not None), otherwise)
 
+    # Guess a map by its usual names; a fused map replaces q, k and v.
     heads = field("heads")
     told = {"at": module, "stack": "encoder" if "encoder" in module else "decoder"}
     told |= {"settings": path} if path else {}

@@ -1,7 +1,6 @@
-"""The files of a checkpoint, local or on the Hub: configuration, tensors, copies.
+"""Files of a checkpoint, local or on the Hub: configuration and tensors, for reading and copying.
 
-`Settings` (`settings.py`) reads a configuration with errors that name the field. `tensors.py` and
-`shards.py` read tensors by their bytes, `hub.py` by ranges over HTTP, `quantised.py` in other number
-formats; `copying.py` writes a folder with some tensors exchanged. `untrusted.py` bounds what a file may
-make us do. Start with `tensors.py`.
+`Settings` (`settings.py`) evaluates expressions over a configuration. `tensors.py` reads single tensors from
+files, `hub.py` from ranges of files over HTTP, and `quantised.py` dequantises them. `copying.py` copies a
+folder and `shards.py` a file, with some tensors replaced. Start with `tensors.py`.
 """

@@ -1,7 +1,7 @@
-"""Copy a checkpoint's folder with some of its tensors replaced: in one pass, and completely or not at all.
+"""Atomic copying of a checkpoint's folder with some of its tensors replaced, in one pass.
 
-The copy is written to a temporary folder next to the target and renamed when all of it is on the disk. After
-a full disk or a killed process, the target does not exist.
+The copy is written to a temporary folder next to the target, flushed to the disk and renamed. After a full
+disk or a killed process, the target does not exist.
 """
 
 import fnmatch
@@ -30,14 +30,14 @@ from triptych.files import NewFolder, leads_to, write_json
 from triptych.untrusted import read_json
 
 CONFIG = "config.json"
-# Next to a checkpoint that was rewritten: what is claimed about it.
+# File next to a rewritten checkpoint, with the claims about it.
 CERTIFICATE = "certificate.json"
-# The same weights in other formats, and what belongs to those: they would say something else than the copy.
+# The same weights in other formats, and their files: they would contradict the copy.
 _OTHER_WEIGHTS = (
     *("*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ckpt", "*.ckpt.*", "*.gguf", "*.ot", "*.tflite"),
     *("*.pt", "*.pth", "*.npz", "*.h5.index.json", "*.msgpack.index.json"),
 )
-# At the top these are the model's own; in a folder below they belong to something else.
+# Patterns of the model's weights at the top level; in subfolders, such files have other purposes.
 _WEIGHTS_AT_TOP = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
 _OTHER_FOLDERS = ("onnx", "openvino", "coreml", "original", "gguf", "mlx")
 _NOT_OF_A_CHECKPOINT = (".git", ".cache", "__pycache__", ".ipynb_checkpoints")
@@ -45,10 +45,10 @@ _NOT_OF_A_CHECKPOINT = (".git", ".cache", "__pycache__", ".ipynb_checkpoints")
 
 @final
 class FolderCopy:
-    """Copies a checkpoint's folder: a context manager, which removes the copy unless it is finished."""
+    """A copy of a checkpoint's folder; a context manager that removes it unless it is finished."""
 
-    folder: Path  # of the copy; a temporary one until it is finished
-    left_out: tuple[str, ...]  # files of the source that are not copied: other formats of the same weights
+    folder: Path  # folder of the copy; a temporary folder until it is finished
+    left_out: tuple[str, ...]  # files and folders left out, such as other formats of the weights
 
     def __init__(self, source: Path, target: Path) -> None:
         if sys.platform == "win32":
@@ -56,6 +56,7 @@ class FolderCopy:
         self._layout = _layout(source)
         self._source, self._target = self._layout.folder, target.absolute()
         require_new_folder(self._source, self._target)
+        # Links out of the folder are refused before anything is written.
         self.left_out, self._beside = _sorted_out(self._layout)
         self.num_bytes = sum(info.num_bytes for info in self._layout.tensors.infos.values())
         needed = self.num_bytes + sum((self._source / name).stat().st_size for name in self._beside)
@@ -77,13 +78,13 @@ class FolderCopy:
 
     @property
     def checkpoint(self) -> Path:
-        """The path to open: the folder of the copy, or the file in it if the source was a file."""
+        """Path of the copied checkpoint: the folder of the copy, or its file if the source was a file."""
         return self.folder / self._layout.weights if self._layout.single else self.folder
 
     def write_shards(
         self, replacement: Replacement, on_written: OnWritten = lambda num_bytes: None
     ) -> dict[str, TensorHash]:
-        """Copy the tensors. Those that are not replaced are copied byte for byte."""
+        """Copy the tensors, byte for byte unless they are replaced; return their hashes."""
         written = dict[str, dict[str, TensorInfo]]()
         hashes = dict[str, TensorHash]()
         for path, name in self._layout.shards.items():
@@ -94,7 +95,11 @@ class FolderCopy:
         return hashes
 
     def write_beside(self, settings: Mapping[str, Any]) -> None:
-        """Copy the files other than tensors."""
+        """Copy all files but tensors, with some entries of the configuration changed.
+
+        Args:
+            settings: new entries of the configuration, by dotted path.
+        """
         for name in self._beside:
             place = self.folder / name
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -120,6 +125,7 @@ class FolderCopy:
         layout = self._layout
         if not layout.index:
             return
+        # With unchanged names and shapes, the index is copied unchanged, unless names of files change.
         infos = {name: info for of_shard in written.values() for name, info in of_shard.items()}
         shapes = {name: info.shape for name, info in layout.tensors.infos.items()}
         if layout.index != PICKLED_INDEX and shapes == {name: info.shape for name, info in infos.items()}:
@@ -148,7 +154,7 @@ def require_own(folder: Path, path: Path) -> None:
 
 
 def is_own(folder: Path, path: Path) -> bool:
-    """Whether a path of a folder leads to something in the folder, or in its Hub cache."""
+    """Return True if a path in a folder resolves to a path in the folder, or in its Hub cache."""
     source = leads_to(folder)
     found = leads_to(path)
     cache = source.parent.parent / "blobs"
@@ -170,19 +176,19 @@ def require_new_folder(source: Path, target: Path) -> None:
 @final
 @dataclass(frozen=True)
 class _Layout:
-    """Where the tensors of a checkpoint are."""
+    """The files with a checkpoint's tensors, and their names in a copy."""
 
-    folder: Path  # the folder of the checkpoint
+    folder: Path  # folder of the checkpoint
     tensors: Tensors  # all tensors
-    shards: dict[Path, str]  # the name of each file in the copy, by file
-    index: str  # name of the index in the source; "" without one
+    shards: dict[Path, str]  # names of the files in the copy, by file
+    index: str  # name of the index in the source; "" without an index
     weights: str  # name of the whole file or of the index in the copy
-    single: bool = False  # whether a file was given and not a folder
+    single: bool = False  # true if the source is a file, not a folder
 
 
 def _layout(source: Path) -> _Layout:
     source = source.absolute()
-    tensors = open_tensors(source)
+    tensors = open_tensors(source)  # also checks the index, which is read again below
     if source.is_file():
         name = _in_safetensors(source.name)
         return _Layout(source.parent, tensors, {source: name}, "", name, single=True)
@@ -200,7 +206,7 @@ def _layout(source: Path) -> _Layout:
 
 
 def _in_safetensors(name: str) -> str:
-    """The name of a file after conversion to safetensors."""
+    """Return the name of a file after conversion to safetensors."""
     path = PurePosixPath(name)
     if path.suffix == ".safetensors":
         return path.as_posix()
@@ -210,11 +216,12 @@ def _in_safetensors(name: str) -> str:
 
 
 def names_beside(source: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the files that a copy leaves out, and of those that it keeps besides the tensors."""
+    """Return the names of files left out of a copy, and of files copied besides the tensors."""
     return _sorted_out(_layout(source))
 
 
 def _sorted_out(layout: _Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    # Files to copy must be in the folder or in its Hub cache; files left out are not checked.
     left_out: list[str] = []
     beside: list[str] = []
     used = set(layout.shards)
@@ -236,7 +243,7 @@ def _sorted_out(layout: _Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def _files_below(folder: Path, left_out: list[str]) -> Iterator[Path]:
-    """All files, without those in folders that are links or do not belong to a checkpoint."""
+    """Yield all files except in linked or unrelated folders; add these folders to `left_out`."""
     for parent, folders, names in os.walk(folder):
         for name in list(folders):
             path = Path(parent, name)

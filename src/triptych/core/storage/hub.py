@@ -1,9 +1,8 @@
 """Checkpoints on the Hugging Face Hub. Only the requested bytes of the weights are downloaded.
 
-The Hub is not trusted. Commits and hashes must have their form before they name a file. No more is read than
-was asked for, and a transfer that is too slow is given up. Whole files must have the hash that the Hub gives;
-a file of weights up to 32 MiB is downloaded whole for that. Ranges of a larger file have no hash, and a note
-says so.
+The Hub is not trusted. Commits and hashes are checked for their form before use in file names. Answers longer
+than requested and slow transfers are aborted. Whole files must match the Hub's hash; a file of weights up to
+32 MiB is downloaded whole for that. Ranges of a larger file cannot be checked; a warning reports that.
 """
 
 import hashlib
@@ -61,40 +60,47 @@ from triptych.untrusted import (
 )
 
 T = TypeVar("T")
-# `owner/name`, or `name` alone for some of the first; `@revision` may follow. A tensor file is none.
+# `owner/name`, or `name` alone for some early repositories; optionally `@revision`. Names of tensor files are
+# excluded.
 _ID = re.compile(
     r"(?P<repo>(?:[\w-][\w.-]*/)?[\w-][\w.-]*)(?<!\.safetensors)(?<!\.bin)(?<!\.pt)(?<!\.pth)(?<!\.json)"
     r"(?:@(?P<revision>[\w./-]+))?",
     re.ASCII,
 )
-# Weights that are downloaded whole, so that their hash can be compared, though a range of them was asked for.
+# Largest file of weights to download whole for a range of it, so that its hash can be compared.
 _TAKEN_WHOLE = 1 << 25
-# Fetched at once from the start of a larger file: most headers are shorter.
+# Bytes to fetch at once from the start of a larger file: most headers are shorter.
 _FIRST = 1 << 18
-# Fetched at once of a file that is downloaded whole.
+# Bytes to fetch at once in the download of a whole file.
 _PIECE = 1 << 26
 _WHOLE_ANSWER = 200
 _PARTIAL = 206
-# A request is given up after a time in which it received fewer bytes than the rate gives.
+# A request is aborted after a period with fewer bytes than this rate.
 _PATIENCE_SECONDS = 60.0
 _LEAST_BYTES_PER_SECOND = 10_000
 _ATTEMPTS = 3
-# Commits, and what names the content of a file: git's hash of it, or sha256 of a large one.
+# Forms of commits, and of hashes of a file: git's hash, or sha256 of a large file.
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _NO_HUB = "is HF_ENDPOINT the address of a Hub?"
-# What a copy of a checkpoint is made of, and folders with the same weights for other programs.
+# Files of a complete copy of a checkpoint, and folders with the same weights for other programs.
 _WHOLE = ("*.json", "*.safetensors", "*.txt", "*.model", "*.spm", "*.toml", "*.jinja", "*.md", "LICENSE*")
 _OTHER_FORMATS = ("onnx", "openvino", "coreml", "original", "mlx")
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether a string has the form of a Hub id."""
+    """Return True if a string has the form of a name on the Hub."""
     return _parts(text) is not None
 
 
 def open_hub(hub_id: str, endpoint: str | None = None, *, offline: bool = False) -> "Repository":
-    """Open one commit of a repository on the Hub."""
+    """Open one commit of a repository on the Hub.
+
+    Args:
+        hub_id: name on the Hub (owner/name), optionally with @revision.
+        endpoint: address of the Hub; None for the default.
+        offline: use only cached files.
+    """
     parts = _parts(hub_id)
     if parts is None:
         raise DataError(f"{hub_id} is neither a path nor a name on the Hub (owner/name)")
@@ -102,7 +108,7 @@ def open_hub(hub_id: str, endpoint: str | None = None, *, offline: bool = False)
 
 
 def _parts(hub_id: str) -> tuple[str, str | None] | None:
-    """The repository and the revision; None for a string that is no Hub id."""
+    """Split a name on the Hub into repository and revision; return None for other strings."""
     match = _ID.fullmatch(hub_id)
     if match is None:
         return None
@@ -130,7 +136,11 @@ class Repository:
         self.record = read_json(config)
 
     def tensors(self, *, mapped: bool = False) -> Tensors:
-        """Its tensors: of files that were fetched before from the disk, of others by their bytes' range."""
+        """Open the tensors: cached files from the disk, further files by ranges of bytes.
+
+        Args:
+            mapped: map cached files into memory instead of copying from them.
+        """
 
         def opened(file: str) -> Safetensors:
             found = self.open(file, mapped=mapped)
@@ -143,18 +153,19 @@ class Repository:
                 )
             return Safetensors(found)
 
+        # A repository without an index has its weights in a single file.
         index = self.download(SAFETENSORS_INDEX)
         if index is None:
             return of_one(opened(SAFETENSORS))
         return from_index(read_json(index), f"{self.name}/{SAFETENSORS_INDEX}", self.name, opened)
 
     def fetch(self) -> Path:
-        """Download configuration, tokenizer and safetensors; returns the folder.
+        """Download configuration, tokenizer and safetensors; return the folder.
 
         Weights in other formats (such as pickled ones) and code are not downloaded.
         """
         if self.download(SAFETENSORS_INDEX) is None:
-            self.open(SAFETENSORS)  # an error, before anything large is fetched
+            self.open(SAFETENSORS)  # fails before large files are fetched
         if self.offline:
             return self.folder
         others = [f"{folder}/*" for folder in _OTHER_FORMATS]
@@ -164,7 +175,7 @@ class Repository:
         return self.folder
 
     def download(self, file: str) -> Path | None:
-        """Download a file or take it from the cache; None if the repository does not have it."""
+        """Return the path of a file, downloaded unless it is cached, or None if the repository lacks it."""
         place = self.folder / file
         if place.is_file():
             return place
@@ -174,7 +185,7 @@ class Repository:
         return place
 
     def _save(self, there: "HubBytes", file: str) -> None:
-        """Download a file into the cache, whole and with the hash that the Hub gives."""
+        """Download a whole file into the cache and check it against the Hub's hash."""
         place = self.folder / file
         with _explained(self.name):
             blob = self._cache / "blobs" / there.digest
@@ -191,7 +202,7 @@ class Repository:
                 shutil.copyfile(blob, place)
 
     def open(self, file: str, *, mapped: bool = False) -> Bytes:
-        """Open a file of weights. Of a file larger than 32 MiB only the size is fetched."""
+        """Open a file of weights; files larger than 32 MiB are not downloaded, but read by ranges."""
         place = self.folder / file
         if not place.is_file():
             if self.offline:
@@ -206,11 +217,12 @@ class Repository:
         return MappedBytes(place) if mapped else LocalBytes(place)
 
     def files(self) -> list[str]:
-        """Names of all files."""
+        """Return the names of all files."""
         url = f"{self.endpoint or constants.ENDPOINT}/api/models/{self.name}/revision/{self.revision}"
         where = f"{self.name}, its list of files"
         with _explained(self.name):
             content = _in_time(where, lambda transfer: transfer.get(url, where, LONGEST_JSON))
+        # Names are checked before any path is made of them: the list is not trusted.
         listed = parsed_json(content, where).get("siblings")
         names: list[str] = []
         for one in listed if isinstance(listed, list) else []:
@@ -221,7 +233,7 @@ class Repository:
         return names
 
     def _commit(self, revision: str | None) -> str:
-        """The commit of a revision, which is remembered for a time without a connection."""
+        """Return the commit of a revision, and store it for offline use."""
         found = self._look("config.json", revision)
         if found is None:
             raise DataError(f"{self.name}: there is no config.json, which has the number of heads")
@@ -246,7 +258,7 @@ class Repository:
         return commit
 
     def _look(self, file: str, revision: str | None) -> tuple["HubBytes", str] | None:
-        """A file and its commit, by what the Hub says of them; None if it does not have the file."""
+        """Return a file and its commit from the Hub's metadata, or None if the repository lacks the file."""
         where = f"{self.name}/{file}"
         with _explained(self.name):
             url = hf_hub_url(self.name, file, revision=revision, endpoint=self.endpoint)
@@ -254,6 +266,7 @@ class Repository:
                 found = _in_time(where, lambda _: get_hf_file_metadata(url, endpoint=self.endpoint))
             except EntryNotFoundError:
                 return None
+        # Commit and hash become names of folders and files in the cache.
         if _COMMIT.fullmatch(found.commit_hash or "") is None:
             raise DataError(f"{where}: {shown(found.commit_hash)} is not the form of a commit: {_NO_HUB}")
         if _HASH.fullmatch(found.etag or "") is None:
@@ -278,7 +291,7 @@ class HubBytes(Bytes):
     """A file on the Hub, read by ranges."""
 
     def __init__(self, name: str, size: int, url: str, digest: str) -> None:
-        # A digest has 64 digits (sha256), or 40 (git's of a small file).
+        # A digest has 64 digits (sha256), or 40 (git's hash of a small file).
         self.name = name
         self.size = size
         self.digest = digest
@@ -296,7 +309,7 @@ class HubBytes(Bytes):
         return self._fetch(start, length)
 
     def save(self, path: Path) -> None:
-        """Download all of it into a file."""
+        """Download the whole file to a path and check its hash."""
         found = self._begun()
         silent = not (sys.stderr.isatty() and speaks())
         bar = tqdm(  # type: ignore[no-untyped-call]
@@ -336,7 +349,7 @@ class HubBytes(Bytes):
 
 @final
 class _Transfer:
-    """What a request has received so far. It runs in a thread of its own."""
+    """A request in a separate thread, with the number of bytes received so far."""
 
     def __init__(self, on_received: Callable[[int], object]) -> None:
         self.received = 0
@@ -344,7 +357,7 @@ class _Transfer:
         self._on_received = on_received
 
     def get(self, url: str, name: str, most: int) -> bytearray:
-        """The whole answer, of at most a number of bytes."""
+        """Return the whole answer, of at most `most` bytes."""
         found = bytearray()
         with self._answer(url, {}) as answer:
             if answer.status_code != _WHOLE_ANSWER:
@@ -353,7 +366,7 @@ class _Transfer:
         return found
 
     def get_range(self, url: str, name: str, start: int, length: int, size: int) -> bytearray:
-        """A part of a file; what a broken connection left out is asked for again."""
+        """Return a range of a file; request missing bytes again after a broken connection."""
         found = bytearray()
         for left in reversed(range(_ATTEMPTS)):
             first = start + len(found)
@@ -363,7 +376,7 @@ class _Transfer:
                 with self._answer(url, {"Range": f"bytes={first}-{last}"}) as answer:
                     given = answer.headers.get("Content-Range")
                     partial = answer.status_code == _PARTIAL
-                    # What does not know ranges would send all of it.
+                    # A server without support for ranges would send the whole file.
                     if not partial and (answer.status_code != _WHOLE_ANSWER or last - first + 1 < size):
                         raise DataError(f"{wanted}, the answer has status {answer.status_code}")
                     if partial and given not in (f"bytes {first}-{last}/{size}", f"bytes {first}-{last}/*"):
@@ -371,7 +384,7 @@ class _Transfer:
                     self._receive(answer, found, wanted, length)
             except DataError:
                 raise
-            except Exception:  # as in `_explained`
+            except Exception:  # network errors lack a common class, see `_explained`
                 if self.stopped or not left:
                     raise
                 time.sleep(1)
@@ -387,7 +400,7 @@ class _Transfer:
         )
 
     def _receive(self, answer: Any, found: bytearray, name: str, most: int) -> None:
-        # Raw: an answer of a few bytes may be unpacked to any number.
+        # Read raw bytes: a small compressed answer could expand to any size.
         for part in answer.iter_raw():
             if self.stopped:
                 raise InterruptedError("stopped")
@@ -401,8 +414,8 @@ class _Transfer:
 def _in_time(
     name: str, work: Callable[[_Transfer], T], on_received: Callable[[int], object] = lambda count: None
 ) -> T:
-    """What a request gives."""
-    # No timeout of a socket ends an answer that comes byte by byte. A thread that hangs is left behind.
+    """Return the result of a request; raise DataError if it is too slow."""
+    # A socket's timeout does not end an answer that arrives byte by byte. A hanging thread is abandoned.
     transfer = _Transfer(on_received)
     future = Future[T]()
 
@@ -433,7 +446,7 @@ def _in_time(
 
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Turn errors of the Hub into one line. Missing files are left to the caller."""
+    """Convert errors of the Hub to DataError with one line; missing files are left to the caller."""
     try:
         yield
     except (DataError, EntryNotFoundError):
@@ -446,7 +459,7 @@ def _explained(name: str) -> Iterator[None]:
         ) from None
     except RevisionNotFoundError:
         raise DataError(f"{name}: the repository has no such revision") from None
-    # Errors of the network are httpx's; the Hub's library adds its own. No class is common to them.
+    # Network errors are classes of httpx or of the Hub's library, without a common base class.
     except Exception as error:  # noqa: BLE001
         reason = shown((str(error) or type(error).__name__).splitlines()[0])
         raise DataError(

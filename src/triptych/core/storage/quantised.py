@@ -1,4 +1,4 @@
-"""Dequantise maps whose format is known; refuse others by name.
+"""Dequantisation of maps in known formats; maps in further formats are refused.
 
 Sources of the formats: github.com/huggingface/transformers (integrations of fp8 and bitsandbytes),
 github.com/neuralmagic/compressed-tensors, github.com/AutoGPTQ/AutoGPTQ, github.com/casper-hansen/AutoAWQ.
@@ -20,7 +20,7 @@ from triptych.errors import DataError
 from triptych.untrusted import shown
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# In which nibbles of 32 bits AWQ keeps eight columns.
+# Nibbles of AWQ's eight columns within 32 bits.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _LARGEST_GROUP = 1 << 30
 _NUMBERS_AT_A_TIME = 1 << 20
@@ -36,13 +36,13 @@ class Packed(ABC):
 
     @abstractmethod
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
-        """The weight in float32, from the tensors of `parts`."""
+        """Return the weight in float32, from the tensors of `parts`."""
 
 
 @final
 @dataclass(frozen=True)
 class Scaled(Packed):
-    """Entries times scales: one for the matrix, one per row, or one per block of rows and columns."""
+    """Entries times scales: a scale for the matrix, for each row, or for each block of rows and columns."""
 
     module: str
     parts: tuple[str, ...]
@@ -64,7 +64,7 @@ class Scaled(Packed):
 @final
 @dataclass(frozen=True)
 class Gptq(Packed):
-    """GPTQ: `[in, out]` packed along `in`; zeros packed along `out`, less one in its first version."""
+    """GPTQ: `[in, out]` packed along `in`; zeros packed along `out`, and stored less 1 in version 1."""
 
     module: str
     parts: tuple[str, ...]
@@ -72,11 +72,12 @@ class Gptq(Packed):
     bits: int
     group: int
     zero_offset: int
-    symmetric: bool  # whether the configuration says that numbers lie evenly around their zero
+    symmetric: bool  # whether the configuration declares symmetric quantisation
     method = "GPTQ"
 
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
         packed, zeros, scales = parts[:3]
+        # A symmetric map has all zeros in the middle: a wrong version of the format would shift them by 1.
         offsets = _unpacked(zeros, self.bits) + self.zero_offset
         middle = 1 << (self.bits - 1)
         if self.symmetric and bool((offsets != middle).any()):
@@ -96,7 +97,7 @@ class Gptq(Packed):
 @final
 @dataclass(frozen=True)
 class Awq(Packed):
-    """AWQ: `[in, out]` packed along `out`, eight columns in an order of their own."""
+    """AWQ: `[in, out]` packed along `out`, with columns in the order of `_AWQ_ORDER`."""
 
     module: str
     parts: tuple[str, ...]
@@ -116,7 +117,7 @@ class Awq(Packed):
 
 
 def _require_groups(scales: Tensor, d_in: int, group: int) -> None:
-    """Check that there are scales for the groups of the configuration, and for no others."""
+    """Check that the number of groups with scales is that of the configuration."""
     wanted = ceil(d_in / group)
     if len(scales) != wanted:
         raise ValueError(
@@ -132,7 +133,8 @@ def _block_by_block(
     groups: Tensor,
     numbers_of: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """(q − z) · s as `[out, in]`, computed a few rows of the packed map at a time to save memory."""
+    """Compute (q − z) · s as `[out, in]`, from a few packed rows at a time to save memory."""
+    # A packed row has values of `per_row` inputs (GPTQ), or of a single input (AWQ).
     d_out, d_in = shape
     if len(groups) != d_in:
         raise ValueError(f"{len(groups)} inputs have a group, and there are {d_in}")
@@ -147,14 +149,14 @@ def _block_by_block(
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    """Unpack int32 `[n, m]` to small integers `[n, m · 32 / bits]`, the lowest bits first."""
+    """Unpack int32 `[n, m]` to small integers `[n, m · 32 / bits]`, from the lowest bits to the highest."""
     shifts = torch.arange(0, 32, bits)
     numbers = (packed[..., None].long() >> shifts) & ((1 << bits) - 1)
     return numbers.flatten(-2)
 
 
 def dequantised(tensors: Tensors, settings: Settings) -> Tensors:
-    """Replace quantised maps by plain weights. Their parts are no longer listed."""
+    """Replace quantised maps by plain weights; their parts are no longer listed."""
     _refuse_by_name(tensors, settings)
     found = [packed for name in tensors.infos if (packed := _packed(name, tensors, settings)) is not None]
     if not found:
@@ -165,7 +167,7 @@ def dequantised(tensors: Tensors, settings: Settings) -> Tensors:
 
 @final
 class _Unpacking(TensorFile):
-    """Reads quantised maps as plain weights."""
+    """Quantised maps, read as plain weights."""
 
     def __init__(self, tensors: Tensors, maps: list[Packed]) -> None:
         self.name = tensors.name
@@ -183,6 +185,7 @@ class _Unpacking(TensorFile):
 
     def read(self, name: str) -> Tensor:
         packed = self._maps[name]
+        # Shapes of parts are not trusted: unpacking fails for incompatible parts.
         try:
             found = packed.unpack(tuple(self._tensors.read(part) for part in packed.parts))
         except (IndexError, RuntimeError, ValueError) as error:
@@ -200,7 +203,7 @@ class _Unpacking(TensorFile):
 
 
 def _packed(name: str, tensors: Tensors, settings: Settings) -> Packed | None:
-    """The quantised map whose main part is this tensor; None for other tensors."""
+    """Return the quantised map with a tensor as its main part, or None for tensors of other kinds."""
     module, _, last = name.rpartition(".")
     info = tensors.infos[name]
     if last == "weight" and (info.dtype in _FLOAT8 or info.dtype == torch.int8) and len(info.shape) == 2:
@@ -208,7 +211,7 @@ def _packed(name: str, tensors: Tensors, settings: Settings) -> Packed | None:
         for scale, times in (("weight_scale_inv", 1.0), ("weight_scale", 1.0), ("SCB", 1 / 127)):
             part = f"{module}.{scale}"
             if part in tensors.infos:
-                # What inputs are scaled by says nothing of the map.
+                # Scales of inputs do not change the map: list them as parts without using them.
                 more = tuple(
                     m for m in (f"{module}.input_scale", f"{module}.weight_format") if m in tensors.infos
                 )
@@ -224,7 +227,8 @@ def _packed(name: str, tensors: Tensors, settings: Settings) -> Packed | None:
 
 
 def _refuse_by_name(tensors: Tensors, settings: Settings) -> None:
-    """Refuse quantisation formats that are known but not supported."""
+    """Raise DataError for known, unsupported quantisation formats."""
+    # AWQ's layouts differ only by the configuration; further formats are recognised by their tensors.
     method = settings.value("quantization_config.quant_method")
     version = settings.value("quantization_config.version")
     if method == "awq" and version not in (None, "gemm", "GEMM"):
@@ -241,7 +245,7 @@ def _refuse_by_name(tensors: Tensors, settings: Settings) -> None:
 
 
 def _said(known: str, method: object) -> str:
-    """Name the method by its tensors, and as the configuration spells it where that differs."""
+    """Return the method known by its tensors, with the configuration's name for it if that differs."""
     same = not isinstance(method, str) or method.lower() in known.lower()
     return known if same else f"{known} (quant_method {shown(method)})"
 
@@ -269,7 +273,7 @@ def _packed_in_groups(
             f"{settings.where}: quantization_config has bits {shown(bits)} and group_size {shown(group)}: "
             "2, 4 or 8 and a whole number are read"
         )
-    per_word = 32 // bits
+    per_word = 32 // bits  # values packed in an int32
     if method == "gptq":
         order = f"{module}.g_idx"
         names += [order] if order in tensors.infos else []
@@ -289,9 +293,9 @@ def _packed_in_groups(
 def _block(
     tensors: Tensors, scale: str, shape: tuple[int, int], settings: Settings
 ) -> tuple[int, int] | None:
-    """The block of rows and columns that share a scale; None if whole rows or the matrix do."""
+    """Return the size of blocks with one scale; None for a scale for each row, or for the matrix."""
     found = tensors.infos[scale].shape
-    # Not by how many there are: blocks of b × b make as many as rows where there are b² columns.
+    # Compare shapes, not numbers of scales: blocks of b × b are as many as rows if there are b² columns.
     if prod(found) == 1 or found in ((shape[0],), (shape[0], 1)):
         return None
     block = settings.value("quantization_config.weight_block_size")

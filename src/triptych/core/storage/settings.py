@@ -1,20 +1,20 @@
-"""Read values from a configuration with the short expressions of family files.
+"""Expressions over a configuration, as used in family files.
 
 num_attention_heads                      a field
-rope_parameters.rope_theta | 10000       the first alternative that is there and not null
+rope_parameters.rope_theta | 10000       the first alternative present and not null
 hidden_size / num_attention_heads        a product, quotient (`//` rounds down), sum or difference, from left
                                          to right
-#layers_block_type                       how many entries a list has, or letters a text
-hidden_act | 'silu'                      a text in quotes is itself
-layer_types[]                            the entry of this layer in a list, its letter in a text, or what a
-                                         record has under its number
+#layers_block_type                       the length of a list or text
+hidden_act | 'silu'                      a text in quotes is a constant
+layer_types[]                            the entry of this layer in a list, its character in a text, or the
+                                         field of a record under its number
 layer_types[] == sliding_attention       a condition; also !=, <, >=, a bare field (true?), !field
-attn_config.softmax_scale != null        whether a field is there and not null
-rope_parameters.rope_theta is null       whether a field is there and null
-slow_but_exact and pretraining_tp >= 2   several conditions, all of which must hold
+attn_config.softmax_scale != null        a field is present and not null
+rope_parameters.rope_theta is null       a field is present and null
+slow_but_exact and pretraining_tp >= 2   all conditions are true
 layer % 2 == 1                           a condition on the layer's number; also (layer + 1) % 2, a field
                                          in place of 2 (pattern | 6), layer >= max_window_layers
-layer in full_attn_idxs                  whether a list names this layer
+layer in full_attn_idxs                  a list contains this layer
 """
 
 import operator
@@ -39,13 +39,13 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 
 @final
 class Settings:
-    """A configuration, or a record within one.
+    """A configuration, or a record within a configuration.
 
     Attributes:
-        record: what it says.
-        where: its file, for messages.
-        path: of a record within a configuration; "" for the whole.
-        outermost: the configuration that it is within; itself where it is whole.
+        record: contents.
+        where: file and path, for messages.
+        path: dotted path of a record within its configuration; "" for the whole configuration.
+        outermost: the whole configuration.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Settings:
         self.outermost = outermost or self
 
     def below(self, path: str) -> "Settings":
-        """The record at a path; the whole configuration for ""."""
+        """Return the record at a path, or the settings themselves for ""."""
         if not path:
             return self
         found = self._field(path, 0)
@@ -67,7 +67,7 @@ class Settings:
         return Settings(found, f"{self.where}, {path}", within, self.outermost)
 
     def over(self, defaults: Mapping[str, Any]) -> "Settings":
-        """Add defaults for fields that the configuration leaves out, or whose record is null."""
+        """Return the settings with defaults for missing fields and null records."""
         missing = {
             name: value
             for name, value in defaults.items()
@@ -78,7 +78,7 @@ class Settings:
         return Settings({**self.record, **missing}, self.where, self.path, self.outermost)
 
     def value(self, expression: str, layer: int = 0) -> Any:
-        """The value of an expression; None if no alternative has one."""
+        """Return the value of an expression, or None if all alternatives are missing or null."""
         for alternative in expression.split("|"):
             found = self._computed(alternative.strip(), layer)
             if found is not _MISSING and found is not None:
@@ -86,7 +86,7 @@ class Settings:
         return None
 
     def count(self, expression: str, layer: int = 0) -> int:
-        """The value of an expression as a whole number of at least 1."""
+        """Return the value of an expression as an integer of at least 1."""
         found = self.value(expression, layer)
         if isinstance(found, float) and found.is_integer():
             found = int(found)
@@ -98,11 +98,11 @@ class Settings:
         return found
 
     def whole(self, expression: str, layer: int = 0) -> int:
-        """The value of an expression as a whole number of at least 0."""
+        """Return the value of an expression as an integer of at least 0."""
         return 0 if self.value(expression, layer) == 0 else self.count(expression, layer)
 
     def number(self, expression: str, layer: int = 0) -> float:
-        """The value of an expression as a number."""
+        """Return the value of an expression as a float."""
         found = self.value(expression, layer)
         if isinstance(found, bool) or not isinstance(found, int | float):
             raise DataError(f"{self.where}: {expression} is {_describe(found)}: a number is needed")
@@ -111,21 +111,22 @@ class Settings:
         return float(found)
 
     def positive(self, expression: str, layer: int = 0) -> float:
-        """The value of an expression as a number above 0."""
+        """Return the value of an expression as a float above 0."""
         found = self.number(expression, layer)
         if found <= 0:
             raise DataError(f"{self.where}: {expression} is {found:g}: a number above 0 is needed")
         return found
 
     def word(self, expression: str, layer: int = 0) -> str | None:
-        """The value of an expression as a text; None if it is missing."""
+        """Return the value of an expression as a string, or None if it is missing."""
         found = self.value(expression, layer)
         if found is not None and not isinstance(found, str):
             raise DataError(f"{self.where}: {expression} is {_describe(found)}: a text is needed")
         return found
 
     def holds(self, condition: str, layer: int = 0) -> bool:
-        """Whether a condition holds; an empty one does."""
+        """Return True if a condition is true or empty."""
+        # "and" binds least: split there first, then by the comparison.
         condition = condition.strip()
         if not condition:
             return True
@@ -148,14 +149,17 @@ class Settings:
                 return sign == "!="
             try:
                 return _COMPARISONS[sign](value, wanted)
-            except TypeError:  # a name is neither below nor above a number
+            except TypeError:  # a string and a number cannot be ordered
                 return False
         if condition.startswith("!"):
             return not self.value(condition[1:].strip(), layer)
         return bool(self.value(condition, layer))
 
     def _of_number(self, expression: str, layer: int) -> int | None:
-        """`layer`, `layer % N` or `(layer + 1) % N`, N an expression; None if not one of these, or no N."""
+        """Return the value of `layer`, `layer % N` or `(layer + 1) % N`, with an expression N.
+
+        Return None for all further expressions, and for an N without a value.
+        """
         found = re.fullmatch(r"(layer|\(layer \+ 1\))(?:\s*%\s*(.+))?", expression)
         if found is None:
             return None
@@ -166,6 +170,7 @@ class Settings:
 
     def _computed(self, expression: str, layer: int) -> Any:
         parts = re.split(r"\s+(//|[*/+-])\s+", expression)
+        # Operators are applied from left to right. An exact quotient of integers is an integer.
         total = self._term(parts[0], layer)
         for sign, part in zip(parts[1::2], parts[2::2], strict=True):
             other = self._term(part, layer)
@@ -196,6 +201,7 @@ class Settings:
         return literal if not isinstance(literal, str) else self._field(term, layer)
 
     def _field(self, path: str, layer: int) -> Any:
+        # `_MISSING` is a missing field, None a null in the file.
         found: Any = self.record
         for name in path.split("."):
             of_layer = name.endswith("[]")
@@ -214,7 +220,7 @@ class Settings:
 
 
 def paths_in(expression: str) -> set[str]:
-    """The fields that a value or a condition reads, as paths."""
+    """Return the paths of the fields in a value or a condition."""
     sides: list[str] = []
     for part in _QUOTED.sub("", expression).split(" and "):
         found = _CONDITION.fullmatch(part.strip())
@@ -230,7 +236,7 @@ def paths_in(expression: str) -> set[str]:
 
 
 def _literal(text: str) -> Any:
-    """A number for a number, true and false, else the text itself."""
+    """Convert a number, "true" or "false" to its value; return any further text unchanged."""
     text = text.strip()
     if text in ("true", "false"):
         return text == "true"

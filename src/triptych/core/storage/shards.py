@@ -1,6 +1,6 @@
-"""Copy files of tensors with some of the tensors replaced. Each byte is read once and hashed.
+"""Copying of tensor files with some tensors replaced; every byte is read once and hashed.
 
-A safetensors file keeps its header, byte for byte unless a shape changes, and the order of its tensors. A
+A safetensors file keeps the order of its tensors, and unless a shape changes, its header byte for byte. A
 pickled file becomes a safetensors file.
 """
 
@@ -24,26 +24,27 @@ from triptych.core.storage.tensors import STORED_DTYPES, Pickled, Safetensors, T
 from triptych.errors import DataError
 from triptych.untrusted import LocalBytes
 
-# What takes the place of a tensor: another of its name and dtype, some of other names, or nothing else.
+# Returns the replacement of a tensor, in its dtype: a tensor with its name, tensors by name, or None to copy
+# the tensor.
 Replacement = Callable[[str], Tensor | Mapping[str, Tensor] | None]
 OnWritten = Callable[[int], None]
-"""Called now and then with how many more bytes are written."""
+"""Called repeatedly with the number of further bytes written."""
 
 _LABELS = {dtype: label for label, dtype in STORED_DTYPES.items()}
 _BLOCK = 1 << 22
 _Blocks = Iterator[memoryview | bytearray]
-_MOST_WAITING = 8  # tensors that are copied or written at a time, those that replace others in memory
+_MOST_WAITING = 8  # tensors copied or written at a time; replacements are in memory until written
 
 
 class TensorHash(NamedTuple):
-    """sha256 of a tensor as it was read and as it was written; see `tensor_hash`."""
+    """sha256 of a tensor before and after copying; see `tensor_hash`."""
 
-    read: str | None  # None for one that was not there
-    written: str | None  # None for one that is gone
+    read: str | None  # hash of the tensor read; None for a new tensor
+    written: str | None  # hash of the tensor written; None for a removed tensor
 
 
 def tensor_hash(tensor: Tensor) -> str:
-    """sha256 of a line with dtype and shape as safetensors names them (`F32 [2, 3]`) and the raw bytes."""
+    """Compute sha256 of a line with dtype and shape as in safetensors (`F32 [2, 3]`), and the raw bytes."""
     found = _new_digest(tensor.dtype, tuple(tensor.shape))
     for block in _blocks_of(tensor):
         found.update(block)
@@ -66,7 +67,7 @@ class _SafetensorsShard:
     def header(self, written: Mapping[str, TensorInfo]) -> bytes:
         end = self._file.data_start
         sizes = [info.num_bytes for info in self.infos.values()]
-        expected = accumulate(sizes, initial=end)  # without holes between them
+        expected = accumulate(sizes, initial=end)  # offsets without gaps between tensors
         adjoin = all(self._file.start(name) == at for name, at in zip(self.infos, expected, strict=False))
         if adjoin and self.infos == dict(written):
             return bytes(self._source.read(0, end))
@@ -79,7 +80,7 @@ class _SafetensorsShard:
             yield self._source.read(start + at, min(_BLOCK, size - at))
 
     def place(self, name: str) -> tuple[int, int] | None:
-        """The open file and the offset of a tensor's bytes in it."""
+        """Return the open file and the offset of a tensor's bytes in it."""
         return self._handle, self._file.start(name)
 
     def close(self) -> None:
@@ -88,7 +89,7 @@ class _SafetensorsShard:
 
 @final
 class _PickledShard:
-    """An old torch file with memory-mapped tensors, which is written as safetensors."""
+    """An old torch file with memory-mapped tensors, to be written as safetensors."""
 
     def __init__(self, path: Path) -> None:
         self._file = Pickled(path)
@@ -98,7 +99,7 @@ class _PickledShard:
             raise DataError(
                 f"{path}, tensor {strange}: safetensors has no {infos[strange].dtype}".replace("torch.", "")
             )
-        # As safetensors' own writer has them: every tensor then begins at a multiple of its entries' size.
+        # The order of safetensors' writer, which aligns every tensor to the size of its entries.
         ordered = sorted(infos, key=lambda name: (-infos[name].dtype.itemsize, name))
         self.infos = {name: infos[name] for name in ordered}
 
@@ -112,7 +113,7 @@ class _PickledShard:
         return None
 
     def close(self) -> None:
-        """Do nothing: the mapping ends with the object."""
+        """Do nothing: the mapping is closed with the object."""
 
 
 _Shard = _SafetensorsShard | _PickledShard
@@ -121,11 +122,17 @@ _Shard = _SafetensorsShard | _PickledShard
 def copy_shard(
     path: Path, target: Path, replacement: Replacement, on_written: OnWritten
 ) -> tuple[dict[str, TensorInfo], dict[str, TensorHash]]:
-    """Copy one file, several tensors at a time; what was written, and the hashes of all tensors."""
+    """Copy one file, several tensors at a time.
+
+    Returns:
+        The tensors written, and the hashes of all tensors read or written.
+    """
     shard: _Shard = (_SafetensorsShard if path.suffix == ".safetensors" else _PickledShard)(path)
     written = dict[str, TensorInfo]()
     hashes = dict[str, TensorHash]()
     waiting: deque[tuple[int, Future[dict[str, TensorHash]]]] = deque()
+    # The final header is known only after all replacements. Data are written behind the space of the old
+    # header; a shorter header is padded with blanks, a longer header moves the data.
     header = shard.header(shard.infos)
     at = room = len(header)
 
@@ -171,6 +178,7 @@ def _copy(
     shard: _Shard, name: str, new: Mapping[str, Tensor] | None, handle: int, at: int
 ) -> dict[str, TensorHash]:
     info = shard.infos[name]
+    # A replaced tensor is read, too, since its hash is part of the result.
     read = _new_digest(info.dtype, info.shape)
     place = shard.place(name)
     done = 0
@@ -196,7 +204,7 @@ def _copy(
 
 
 def _copy_in_kernel(source: int, start: int, handle: int, at: int, length: int) -> bool:
-    """Copy from file to file, at a tenth of the cost of writing; returns whether all of it was copied."""
+    """Copy from file to file in the kernel, at a tenth of the cost; return False unless all was copied."""
     try:
         while length:
             count = os.copy_file_range(source, handle, length, start, at)
@@ -205,7 +213,7 @@ def _copy_in_kernel(source: int, start: int, handle: int, at: int, length: int) 
             start = start + count
             at = at + count
             length = length - count
-    except (OSError, AttributeError):  # a system, or two disks, without it; writing says what else is wrong
+    except (OSError, AttributeError):  # unsupported by the system or between two disks; the caller writes
         return False
     return True
 
@@ -247,7 +255,7 @@ def _header_of(written: Mapping[str, TensorInfo], metadata: dict[str, str] | Non
 
 
 def _move_data(path: Path, header: bytes, start: int) -> None:
-    """Move the data of a file to make room for a longer header."""
+    """Rewrite a file with a longer header; its data begin at `start`."""
     moved = path.with_name(f"{path.name}.moved")
     with path.open("rb") as old, moved.open("xb") as new:
         old.seek(start)

@@ -1,7 +1,7 @@
-"""Read the tensors of a checkpoint's files by name, one at a time.
+"""Tensors of a checkpoint's files, read by name and one at a time.
 
-Files are not trusted. The header of a safetensors file is read and checked here, so that single tensors can
-be fetched from a disk or a network. Old pickled files are read by torch as plain data (`weights_only`).
+Files are not trusted. This module reads and checks the header of a safetensors file, so that single tensors
+can be fetched from a disk or a network. Old pickled files are read by torch as plain data (`weights_only`).
 
 Source: the format at github.com/huggingface/safetensors.
 """
@@ -56,14 +56,14 @@ STORED_DTYPES: dict[str, torch.dtype] = {
 }
 # The limit of the format's own reader.
 _LONGEST_HEADER = 100_000_000
-# What torch can hold, and more than any checkpoint has.
+# Limits below torch's limits, and above the sizes in checkpoints.
 _MOST_DIMENSIONS = 16
 _LONGEST_SIDE = 1 << 48
 SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
 PICKLED_INDEX = "pytorch_model.bin.index.json"
-# In the order in which Hugging Face's library looks; of a pair, the whole file first.
+# Names in the order of Hugging Face's library; the whole file of a pair takes precedence over its index.
 INDEX_AND_WHOLE = ((SAFETENSORS_INDEX, SAFETENSORS), (PICKLED_INDEX, PICKLED))
 
 
@@ -84,19 +84,19 @@ def _info(tensor: Tensor) -> TensorInfo:
 class TensorFile(ABC):
     """One file with named tensors."""
 
-    name: str  # for messages
+    name: str  # name of the file, for messages
     infos: dict[str, TensorInfo]  # the entry of every tensor, by name
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """Read a tensor as it is stored."""
+        """Read a tensor in its stored dtype and shape."""
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read some rows of a tensor."""
+        """Read the rows from `start` to before `stop` of a tensor."""
         return self.read(name)[start:stop]
 
     def packed_as(self, name: str) -> str:
-        """The quantisation format of a tensor; "" for plain tensors."""
+        """Return the quantisation format of a tensor, or "" for a plain tensor."""
         return ""
 
 
@@ -136,10 +136,11 @@ class Safetensors(TensorFile):
         return torch.frombuffer(found, dtype=dtype)
 
     def start(self, name: str) -> int:
-        """The offset of a tensor's bytes in the file."""
+        """Return the offset of a tensor's bytes in the file."""
         return self.data_start + self._places[name]
 
     def _entry(self, name: str, entry: Any) -> tuple[TensorInfo, int]:
+        # The size follows twice from an entry, by its shape and by its offsets: both must agree.
         where = f"{self.name}, tensor {shown(name)}"
         if not isinstance(entry, dict):
             raise DataError(f"{where}: its header entry is no record")
@@ -182,7 +183,7 @@ class Safetensors(TensorFile):
 
 @final
 class Pickled(TensorFile):
-    """An old `pytorch_model.bin` with plain data, memory-mapped if its format allows that."""
+    """An old `pytorch_model.bin` with plain data, memory-mapped if its format allows it."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -196,7 +197,7 @@ class Pickled(TensorFile):
         try:
             require_regular(path)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of pickles that are refused anyway
+                warnings.simplefilter("ignore")  # warnings on pickles that are refused below
                 # Only the newer of torch's two formats, a zip archive, can be mapped.
                 found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except FileNotFoundError:
@@ -206,7 +207,7 @@ class Pickled(TensorFile):
                 f"{path}: refused without running it: it contains more than tensors "
                 f"({str(error).splitlines()[0][:200]}); get the model as safetensors"
             ) from None
-        # What else is wrong with a pickle comes in many classes; nothing of it has been run.
+        # Invalid pickles raise errors of many classes; with `weights_only`, no code of the file is run.
         except Exception as error:
             reason = (str(error) or type(error).__name__).splitlines()[0][:200]
             raise DataError(f"{path} cannot be read as weights: {reason}") from error
@@ -225,13 +226,13 @@ class Pickled(TensorFile):
                 raise DataError(f"{path}, tensor {name}: it claims more numbers than it holds")
             if tensor.layout != torch.strided or tensor.is_meta:
                 raise DataError(f"{path}, tensor {name}: its storage is not supported (sparse, or empty)")
-        # Parameters would have every product of theirs remembered.
+        # Detach parameters, or autograd would record all computations with them.
         return {name: tensor.detach() for name, tensor in found.items()}
 
 
 @final
 class InMemory(TensorFile):
-    """Tensors by name, perhaps in place of a file's."""
+    """Tensors in memory, optionally in place of tensors of a file."""
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor], file: TensorFile | None = None) -> None:
         self.name = name
@@ -257,30 +258,31 @@ class Tensors:
         self._names = sorted(self.infos)
 
     def holding(self, tensors: Mapping[str, Tensor]) -> "Tensors":
-        """The same tensors, with some of them in memory or replaced."""
+        """Return all tensors, with some of them replaced by tensors in memory."""
         files = dict(self._files)
         for name, tensor in tensors.items():
             files[name] = InMemory(files[name].name, {name: tensor}, files[name])
         return Tensors(self.name, files)
 
     def replacing(self, hidden: Collection[str], file: TensorFile) -> "Tensors":
-        """The same tensors, with some replaced by a file's."""
+        """Return all tensors except `hidden`, together with the tensors of a further file."""
         kept = {name: own for name, own in self._files.items() if name not in hidden}
         return Tensors(self.name, {**kept, **dict.fromkeys(file.infos, file)})
 
     def below(self, module: str) -> list[str]:
-        """Names of the tensors of a module and of its submodules."""
+        """Return the names of the tensors of a module and of its submodules."""
         start = bisect_left(self._names, f"{module}.")
         return list(takewhile(lambda name: name.startswith(f"{module}."), islice(self._names, start, None)))
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor as it is stored."""
+        """Read a tensor in its stored dtype and shape."""
         return self._files[name].read(name)
 
     def read_part(self, name: str, dim: int, places: Sequence[int]) -> Tensor:
-        """Read some rows (`dim` 0) or columns (1) of a matrix: of rows nothing else is fetched."""
+        """Read some rows (`dim` 0) or columns (`dim` 1) of a matrix; only rows save reading the whole."""
         if dim:
             return self.read(name)[:, list(places)]
+        # Merge consecutive rows into runs: each run is a single read, perhaps over the network.
         file = self._files[name]
         runs = list[tuple[int, int]]()
         for place in places:
@@ -292,16 +294,21 @@ class Tensors:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def packed_as(self, name: str) -> str:
-        """The quantisation format of a tensor; "" if it is stored as plain numbers."""
+        """Return the quantisation format of a tensor, or "" for a plain tensor."""
         return self._files[name].packed_as(name)
 
     def where(self, name: str) -> str:
-        """The name of a tensor's file, for messages."""
+        """Return the name of a tensor's file, for messages."""
         return self._files[name].name
 
 
 def open_tensors(path: Path, *, mapped: bool = False) -> Tensors:
-    """Open the tensors of a folder in Hugging Face's layout, or of one file."""
+    """Open the tensors of a folder in Hugging Face's layout, or of one file.
+
+    Args:
+        path: the folder or file.
+        mapped: map safetensors files into memory instead of copying from them.
+    """
     if not path.exists():
         raise DataError(f"{path}: there is no such file or folder")
     if not path.is_dir():
@@ -326,6 +333,7 @@ def from_index(
     index: Mapping[str, Any], where: str, name: str, open_shard: Callable[[str], TensorFile]
 ) -> Tensors:
     """Open the tensors that an index distributes over shards."""
+    # Index and shards must list the same tensors: check both directions.
     places = index.get("weight_map")
     if not isinstance(places, dict) or not places:
         raise DataError(f"{where}: it has no weight_map from tensors to files")
@@ -348,7 +356,7 @@ def from_index(
 
 
 def _header(source: Bytes) -> tuple[int, dict[str, Any]]:
-    """The offset of a safetensors file's data, and its header."""
+    """Return the offset of the data in a safetensors file, and its header."""
     if source.size < 8:
         raise DataError(f"{source.name}: {source.size} bytes are no safetensors file; fetch it again")
     (length,) = struct.unpack("<Q", source.read(0, 8))
@@ -363,7 +371,7 @@ def _header(source: Bytes) -> tuple[int, dict[str, Any]]:
 
 
 def _within(found: Mapping[Any, Any]) -> str:
-    """Return advice on weights that lie inside another record, such as a state of training."""
+    """Return advice on weights nested in another record, such as a state of training."""
     for name, held in found.items():
         are_tensors = isinstance(held, dict) and all(isinstance(one, Tensor) for one in held.values())
         if are_tensors and held and isinstance(name, str):
@@ -383,12 +391,12 @@ def _open_file(path: Path, mapped: bool) -> TensorFile:
 
 
 def of_one(file: TensorFile) -> Tensors:
-    """All tensors of a checkpoint that is one file."""
+    """Return the tensors of a checkpoint in one file."""
     return Tensors(file.name, dict.fromkeys(file.infos, file))
 
 
 def _require_plain(name: str, where: str) -> None:
-    """Check that names can be printed in reports and on terminals."""
+    """Check that a name can be printed in reports and on terminals."""
     if not name.isprintable():
         raise DataError(f"{where}: a tensor is named {shown(name)}, with unprintable characters")
 

@@ -1,4 +1,4 @@
-"""Files that are no checkpoint which is read here: what they are, and what to do with them."""
+"""Unsupported files and formats: their descriptions, and advice on conversion."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,14 +9,14 @@ from triptych.untrusted import read_json, shown
 
 
 class Kind(NamedTuple):
-    """A kind of files: by which names it is known, what it is, and what to do."""
+    """A kind of unsupported files."""
 
-    names: tuple[str, ...]  # patterns, in a folder
-    what: str
-    remedy: str
+    names: tuple[str, ...]  # patterns of names in a folder
+    what: str  # description
+    remedy: str  # advice
 
 
-# The first that is there counts: what a folder is for comes before what may lie in it besides.
+# Kinds in order of precedence: the purpose of a folder comes before files that may also be in it.
 KINDS = (
     Kind(
         ("adapter_config.json",),
@@ -95,7 +95,7 @@ KINDS = (
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _WEIGHTS = tuple(f"*{suffix}" for suffix in _SUFFIXES)
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "*.model")
-# Parts of quantised maps by the ends of their names, and the method that has them.
+# Ends of names of parts of quantised maps, with the method.
 _QUANTISED = (
     (".W_q", "HQQ"),
     (".weight._data", "quanto"),
@@ -111,7 +111,7 @@ _MARKS = (".lora_A", ".lora_B", ".lora_embedding_", ".base_layer.", ".ia3_", ".l
 
 
 def what_is(path: Path) -> str:
-    """Describe a folder or file without a readable checkpoint, and what to do; "" if it is unknown."""
+    """Describe a folder or file without a readable checkpoint, with advice; return "" if it is unknown."""
     if path.is_file():
         kind = next((kind for kind in KINDS if any(path.match(name) for name in kind.names)), None)
         if kind is None or path.suffix in _SUFFIXES:
@@ -119,6 +119,7 @@ def what_is(path: Path) -> str:
         return f"it holds {kind.what}: {kind.remedy}"
     if not path.is_dir():
         return ""
+    # Known kinds first: their files may include weights or a tokenizer, too.
     for kind in KINDS:
         if (found := next(_matching(path, kind.names), None)) is not None:
             file = shown(str(found.relative_to(path)))
@@ -146,7 +147,7 @@ def _base_of_adapter(path: Path) -> str:
 
 
 def refuse_adapters(name: str, tensors: Mapping[str, Any]) -> None:
-    """Refuse weights that include weights of an adapter."""
+    """Raise DataError if tensors include weights of an adapter."""
     found = next((tensor for tensor in tensors if any(mark in f".{tensor}" for mark in _MARKS)), None)
     if found is not None:
         raise DataError(
@@ -156,7 +157,7 @@ def refuse_adapters(name: str, tensors: Mapping[str, Any]) -> None:
 
 
 def quantisation_of(tensors: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Find a tensor of quantised maps that are not read, and its method; None if there is none."""
+    """Return a tensor of an unsupported quantised map and its method, or None without such a tensor."""
     for name in tensors:
         for end, method in _QUANTISED:
             if name.endswith(end):
