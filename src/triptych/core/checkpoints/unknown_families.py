@@ -35,7 +35,7 @@ _WITHIN_ATTENTION = re.compile(r"(.*?\{layer\}.*?(?:attn|attention)[^.]*)\.(.+)"
 _MOST_NAMES = 60
 _HEADER = """\
 # Complete each "?" and give this file to triptych inspect --family. AttentionSpec lists the fields, in
-# triptych/checkpoints/specs.py; families/*.toml next to it are examples.
+# triptych/core/checkpoints/specs.py; families/*.toml next to it are examples.
 name = "mine"
 """
 
