@@ -422,7 +422,7 @@ class MultiHeadAttention(nn.Module):
             queries = queries[..., own]
             order = None if order is None else order[..., own, :]
             mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., own, :]
-        # Equation 1 in steps, each as one field of `LayerSteps`.
+        # Equation 1 of the paper, step by step.
         products = q @ k.mT if semantics.scores is None else semantics.scores(q, k)
         scaled = products if semantics.scores is not None else products * semantics.scale
         near, bias = by_position(semantics, q, k, queries, keys)
@@ -456,7 +456,7 @@ class MultiHeadAttention(nn.Module):
         q, places, cached = self._project(semantics, x, memory, None, None, positions, lent)
         q = self._finish_queries(semantics, q, places)
         k, _ = self._finish_keys(semantics, places, cached)
-        # In float32 at least, for exact weights of a half-precision model.
+        # Half precision would round the weights.
         wide = torch.promote_types(q.dtype, torch.float32)
         causal = semantics.kind == "causal" if causal is None else causal
         where = _query_and_key_positions(places, q, k)
