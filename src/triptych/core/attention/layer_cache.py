@@ -79,7 +79,7 @@ class LayerCache(AttentionCache):
 
 @final
 class DecoderCache:
-    """The caches of a whole decoder: for every layer, one of target tokens (`own`), one of the memory."""
+    """The caches of a whole decoder: target tokens (`own`) and memory, for every layer."""
 
     def __init__(self, num_layers: int, new: Callable[[], AttentionCache] = LayerCache) -> None:
         """Create empty caches."""

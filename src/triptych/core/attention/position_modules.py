@@ -1,7 +1,7 @@
 """Position encodings, and the positions of tokens.
 
-`SinusoidalPositions`, `LearnedPositions` and `NoPositions` are modules on the embeddings. `RotaryPositions` and
-`AlibiPositions` configure the attention layers.
+`SinusoidalPositions`, `LearnedPositions` and `NoPositions` are modules on the embeddings. `RotaryPositions`
+and `AlibiPositions` configure the attention layers.
 """
 
 import math
