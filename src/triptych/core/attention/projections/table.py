@@ -1,9 +1,9 @@
 """The parameterisations of the package: chains of maps, and their sizes.
 
 Each class is a row of the table: its chains (`q`, `k`, `v`, `o`) unless a chain is one map, its options, and
-maps with other sizes or initial values than the default (`Parameterisation.maps`). Options have the same meaning in all
-classes: `d_k` is the width of queries and keys, `d_v` the width of values, d_model / num_heads if None;
-`x_bias` adds a bias to the map `x_proj`.
+maps with other sizes or initial values than the default (`Parameterisation.maps`). Options have the same
+meaning in all classes: `d_k` is the width of queries and keys, `d_v` the width of values, d_model / num_heads
+if None; `x_bias` adds a bias to the map `x_proj`.
 """
 
 import math
