@@ -114,7 +114,7 @@ class LayerOutput(NamedTuple):
 class MultiHeadAttention(nn.Module):
     """Multi-head attention over any parameterisation of its heads.
 
-    Queries are made from `x`. Keys and values are made from `x` (self-attention), from `memory`
+    Queries are projected from `x`. Keys and values are projected from `x` (self-attention), from `memory`
     (cross-attention), or from two sequences of equal length (keys from `memory`, values from
     `value_memory`).
 
@@ -316,7 +316,7 @@ class MultiHeadAttention(nn.Module):
         return replace(found, semantics=semantics)
 
     def borrow(self, lender: "MultiHeadAttention") -> None:
-        """Make this a KV-sharing layer, with the key and value maps of a layer of equal structure."""
+        """Make this a KV-sharing layer, with the key and value maps of another layer of the same structure."""
         self.borrows = True
         self.projections.share_keys(lender.projections)
         for name in ("k_norm_weight", "k_norm_bias"):
@@ -560,7 +560,7 @@ class MultiHeadAttention(nn.Module):
     def _to_keep(
         self, semantics: Semantics, added: tuple[Tensor, ...], places: TokenPlaces | None
     ) -> tuple[Tensor, ...]:
-        """Apply norms, clipping and rotation to projected keys and values, as far as before caching."""
+        """Apply the steps before caching to projected keys and values: norms, clipping, early rotation."""
         k, *values = added
         if self.projections.caches_keys:
             k = prepared(k, semantics, semantics.k_norm)

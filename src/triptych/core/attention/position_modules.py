@@ -21,7 +21,7 @@ SinusoidalLayout = Literal["halves", "interleaved", "tensor2tensor"]
 
 
 class PositionIds(NamedTuple):
-    """Positions of tokens, unless the tokens simply follow each other."""
+    """Explicit positions of tokens, in place of consecutive positions."""
 
     # position of every token; a single id for all tokens; `[batch, length]` if the rows of a batch differ, as
     # under padding on the left
@@ -109,13 +109,13 @@ class TokenPlaces(NamedTuple):
         return rotary.at(k, self.key_positions(k).clamp(max=self.given.end - 1), self.given.end)
 
     def query_positions(self, x: Tensor) -> Tensor:
-        """The position of every token."""
+        """Return the position of every token."""
         if self.given is None:
             return torch.arange(self.start, self.start + x.shape[2], device=x.device)
         return self.given.ids
 
     def key_positions(self, k: Tensor) -> Tensor:
-        """The position of every key."""
+        """Return the position of every key."""
         if self.keys is not None:
             return self.keys
         if self.given is None:

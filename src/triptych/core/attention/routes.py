@@ -210,7 +210,7 @@ def _why_written_out(given: Inputs, need_weights: bool) -> _Why | None:
     # Up to this number of queries, weights are smaller than padded or repeated keys and values, and faster:
     # 1.3 to 30 times at one query, where every token would copy a decoder's cache, and equal at the limit (2
     # cores, float32, 64 and 512 keys, (d_k, d_v) = (64, 32), (128, 64), (512, 64)). Beyond the limit, memory
-    # decides: at (512, 64) the kernel is 1.4 times as slow, but keeps no weights.
+    # decides: at (512, 64) the kernel takes 1.4 times as long, but keeps no weights.
     if q.shape[1] * q.shape[2] <= copied:
         return "few queries"
     return "short, unlike" if k.shape[2] <= _max_keys(q.dtype) else None

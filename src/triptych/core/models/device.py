@@ -20,7 +20,7 @@ def has_fast_bf16(kind: str) -> bool:
 
     CPUs without AVX-512 compute bfloat16 products many times slower than float32 products.
     """
-    if kind == "cuda":  # without a GPU here, the question is about a GPU of another machine
+    if kind == "cuda":  # without a GPU here, assume a GPU of another machine
         return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
     return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 

@@ -88,7 +88,7 @@ def attention_weights(model: AnyModel) -> dict[str, AttentionWeights]:
 
 
 def input_norms(model: AnyModel) -> dict[str, tuple[Norm | None, Norm | None]]:
-    """Return, by site, the norm before the layer and the norm after the memory.
+    """Return, by site, the last norm on the input of the layer and the last norm on its memory.
 
     The norm before a layer belongs to the previous sub-layer in a post-norm model.
     """

@@ -82,7 +82,7 @@ class BlockStreams(nn.Module):
     def join(
         self, x: Float[Tensor, "batch length d_model"], read: Float[Tensor, "batch length d_model"]
     ) -> Float[Tensor, "batch length d_model"]:
-        """Return the stream after the attention, with a low-rank map of the attention's input added."""
+        """Return `(x + read + low_rank(read)) / √2`, where `read` is the input of the attention."""
         joined: Tensor = x + read + self.low_rank_norm(self.right(self.left(read)))
         return joined / math.sqrt(2)
 
@@ -91,7 +91,7 @@ class BlockStreams(nn.Module):
         predicted: Float[Tensor, "batch length streams d_model"],
         x: Float[Tensor, "batch length d_model"],
     ) -> Float[Tensor, "batch length streams d_model"]:
-        """Correct predicted streams by the change of the active stream; `x` is the active stream computed."""
+        """Correct predicted streams by the change of the active stream, from its prediction to `x`."""
         weights: Tensor = self.corrections(self._routed(x)) + 1.0
         return predicted + weights[..., None] * (x - predicted[:, :, self.active])[:, :, None]
 

@@ -133,7 +133,7 @@ class Parameterisation:
         return found
 
     def sizes(self, d_model: int, num_heads: int) -> tuple[int, Maps]:
-        """Return d_k (scores are divided by its root) and the maps of a layer of this size."""
+        """Return the width for the scale (scores are divided by its root), and the maps of a layer."""
         sizes = LayerSizes(self, d_model, at_least_one_head(num_heads))
         return sizes.d_k, self.maps(sizes)
 

@@ -282,7 +282,7 @@ class Grouped(_OfGroups):
 @final
 @dataclass(frozen=True)
 class Differential(_OfGroups):
-    """Pairs of heads with one W_O: the second head is subtracted from the first, `A_1 V − λ A_2 V`.
+    """Pairs of heads with one W_O: λ times the second head is subtracted, `A_1 V − λ A_2 V`.
 
     λ is a gate per token and pair, `σ(x w)`, initially 1/2. The two heads of a pair read the same key-value
     head, of `num_kv_heads`. `num_heads` counts both heads of a pair.
