@@ -316,7 +316,7 @@ class MultiHeadAttention(nn.Module):
         return replace(found, semantics=semantics)
 
     def borrow(self, lender: "MultiHeadAttention") -> None:
-        """Make this a KV-sharing layer, with the key and value maps of another layer of the same structure."""
+        """Make this a KV-sharing layer with the key and value maps of another layer of equal structure."""
         self.borrows = True
         self.projections.share_keys(lender.projections)
         for name in ("k_norm_weight", "k_norm_bias"):
