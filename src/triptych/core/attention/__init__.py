@@ -1,9 +1,9 @@
 """The attention layer: the operation, masks, positions, the cache, and the ways to write a head.
 
-`MultiHeadAttention` (`layer.py`) holds projections, made by a `Parameterisation` (`projections/`) of chains
-of maps. `attention` (`operation.py`) computes softmax(QKᵀ)V by the kernel that `routes.py` chooses;
-`written_out.py` is the slow reference. A `LayerCache` (`layer_cache.py`) keeps what a parameterisation wants
-kept of decoded tokens. Hidden states in, hidden states out. Start with `layer.py`, then
+`MultiHeadAttention` (`layer.py`) contains projections, built by a `Parameterisation` (`projections/`) from
+chains of maps. `attention` (`operation.py`) computes softmax(QKᵀ)V by the kernel that `routes.py` chooses;
+`written_out.py` is the slow reference. A `LayerCache` (`layer_cache.py`) stores decoded tokens in the form
+that the parameterisation needs. Hidden states in, hidden states out. Start with `layer.py`, then
 `projections/table.py`.
 """
 

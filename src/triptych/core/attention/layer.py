@@ -1,4 +1,4 @@
-"""The layer: projections around the operation."""
+"""The attention layer: projections around the operation."""
 
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple, Protocol, final, runtime_checkable
@@ -39,14 +39,17 @@ ACTIVATIONS: tuple[Activation, ...] = ("q", "k", "v", "scores", "weights", "z")
 
 @runtime_checkable
 class Tap(Protocol):
-    """Changes what a layer computes on the way: queries, keys, values, scores, weights, or what W_O reads."""
+    """A hook on the activations of a layer: queries, keys, values, scores, weights and the input of W_O."""
 
     def __call__(self, name: Activation, value: Tensor, first: int | None) -> Tensor:
-        """The value that the layer goes on with."""
+        """Return the activation with which the layer continues.
+
+        `first` is the position of the first query among the keys; None in cross-attention.
+        """
 
 
 class Kept(NamedTuple):
-    """What a call attends to: keys and values as their layer keeps them, and the positions of tokens."""
+    """Keys and values of a call in cached form (`Projections.project_kv`), and the positions of tokens."""
 
     places: TokenPlaces
     entries: tuple[Tensor, ...]
@@ -55,7 +58,7 @@ class Kept(NamedTuple):
         return shown_fields(type(self).__name__, self._asdict())
 
     def of_row(self, row: int, query_len: int, key_len: int) -> "Kept":
-        """What one row of the batch attends to, without padding on the right."""
+        """Select one row of the batch and cut padding on the right."""
         one = slice(row, row + 1)
         keys = self.places.keys
         given = self.places.given and self.places.given.of_row(row, query_len)
@@ -67,41 +70,41 @@ class Kept(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class LayerSteps:
-    """Every value of one call, in the order of the computation; keys and values of every query head."""
+    """All intermediate values of one call, in the order of computation; keys and values per query head."""
 
-    q: Float[Tensor, "batch heads query_len d_k"]  # queries as they meet the keys, after norms and rotation
+    q: Float[Tensor, "batch heads query_len d_k"]  # queries after norms, rotation and temperature
     k: Float[Tensor, "batch heads key_len d_k"]  # keys after norms and rotation
     v: Float[Tensor, "batch heads key_len d_v"]
-    # `q kᵀ`; of other scores, what these make of queries and keys
+    # `q kᵀ`, or the result of `Semantics.scores`
     products: Float[Tensor, "batch heads query_len key_len"]
-    scaled: Float[Tensor, "batch heads query_len key_len"]  # the products times the scale
-    biased: Float[Tensor, "batch heads query_len key_len"]  # with what positions add
-    # after the soft cap: what the softmax takes, before any mask
+    scaled: Float[Tensor, "batch heads query_len key_len"]  # products times the scale
+    biased: Float[Tensor, "batch heads query_len key_len"]  # scaled products plus position bias
+    # input of the softmax, after the soft cap and before any mask
     scores: Float[Tensor, "batch heads query_len key_len"]
     visible: Bool[Tensor, "#batch #heads #query_len key_len"]
     weights: Float[Tensor, "batch heads query_len key_len"]
-    # what the mixed values of each head are multiplied by; None without a gate
+    # factor of the mixed values of each head; None without a gate
     gate: Float[Tensor, "batch heads query_len channels"] | None
-    # what W_O reads: the weights times the values, times the gate
+    # input of W_O: weights times values, times the gate
     z: Float[Tensor, "batch heads query_len d_v"]
     output: Float[Tensor, "batch query_len d_model"]
-    kept: Kept  # what the call attends to
+    kept: Kept  # keys and values of the call in cached form
 
     def __repr__(self) -> str:
         return shown_fields(type(self).__name__, {one.name: getattr(self, one.name) for one in fields(self)})
 
 
 _FROM_THE_START = TokenPlaces(0)
-# Below the root of QK-norm; most families with one have it.
+# Epsilon of QK-norm, the value of most families.
 _EPS = 1e-6
 
 
 class LayerOutput(NamedTuple):
-    """What the layer gives back."""
+    """Output of `MultiHeadAttention`."""
 
     output: Float[Tensor, "batch query_len d_model"]
     weights: Float[Tensor, "batch num_heads query_len key_len"] | None  # None unless wanted
-    kept: Kept | None = None  # what other layers may attend to, too
+    kept: Kept | None = None  # keys and values in cached form, for KV-sharing layers
 
     def __repr__(self) -> str:
         return shown_fields(type(self).__name__, self._asdict())
@@ -111,13 +114,14 @@ class LayerOutput(NamedTuple):
 class MultiHeadAttention(nn.Module):
     """Multi-head attention over any parameterisation of its heads.
 
-    Queries always come from `x`. Keys and values come from `x` too (self-attention), from `memory`
-    (cross-attention), or from two different sequences of one length (`memory` and `value_memory`).
+    Queries are projected from `x`. Keys and values are projected from `x` (self-attention), from `memory`
+    (cross-attention), or from two sequences of equal length (keys from `memory`, values from
+    `value_memory`).
 
     Attributes:
-        tap: changes values on the way (`steps`), in place of the kernels; None for a layer as it is.
-        borrows: whether it has no keys and values of its own (`borrow`).
-        before_output: passes on what W_O reads of each head, `[batch, heads, query_len, d_v]`, for hooks.
+        tap: hook on the activations of `steps`, which then replaces the kernels; None for an unchanged layer.
+        borrows: True for a KV-sharing layer (`borrow`).
+        before_output: identity on the input of W_O, `[batch, heads, query_len, d_v]`, for hooks.
     """
 
     def __init__(
@@ -137,20 +141,20 @@ class MultiHeadAttention(nn.Module):
         Args:
             d_model: width of input and output.
             num_heads: number of query heads.
-            projections: how the heads are written; `Factored()` if None.
-            dropout: probability that an attention weight is dropped while training.
-            positions: how the layer itself tells positions apart (`RotaryPositions`, `AlibiPositions`); None
-                if its input does, or nothing. For self-attention only.
-            qk_norm: whether queries and keys of each head pass an RMSNorm before they are rotated and
-                compared, each with a weight for every channel.
-            output_gate: whether the output of each head is multiplied by a gate, a sigmoid of a learned map
-                of its token. All gates begin at 1/2.
-            scores: how queries and keys are compared: "dot", "cosine", "additive" or `FILE.py:CLASS`.
+            projections: parameterisation of the heads; `Factored()` if None.
+            dropout: probability that an attention weight is dropped in training.
+            positions: position encoding inside the layer (`RotaryPositions`, `AlibiPositions`), for
+                self-attention only; None if the input encodes positions, or without positions.
+            qk_norm: apply an RMSNorm to queries and keys of each head before rotation, with a weight per
+                channel.
+            output_gate: multiply the output of each head by a gate, the sigmoid of a learned map of the
+                token. All gates begin at 1/2.
+            scores: comparison of queries and keys: "dot", "cosine", "additive" or `FILE.py:CLASS`.
             scale: "inside" the softmax, or "outside": `softmax(Q Kᵀ) V / √d_k`.
 
         Raises:
-            ValueError: sizes that do not fit, with both sizes, or positions, norms or scores that the
-                parameterisation cannot have, with the reason.
+            ValueError: sizes do not fit, or the parameterisation does not support the positions, norms or
+                scores; the message names sizes or reason.
 
         Source: qk_norm: Henry et al. 2020, arXiv 2010.04245; Dehghani et al. 2023, arXiv 2302.05442.
         output_gate: Qiu et al. 2025, arXiv 2505.06708.
@@ -177,7 +181,7 @@ class MultiHeadAttention(nn.Module):
             self._semantics = replace(self._semantics, q_norm=q_norm, k_norm=k_norm)
         if scores == "cosine":
             check_qk_norm(self.parameterisation)
-            of_head = HeadNorm(_EPS, torch.ones(num_heads, 1))  # the gain of each head
+            of_head = HeadNorm(_EPS, torch.ones(num_heads, 1))  # one gain per head
             self._semantics = replace(self._semantics, q_norm=of_head, k_norm=HeadNorm(_EPS))
         elif scores != "dot":
             drawn = scores_class(scores).drawn(num_heads, self._key_width)
@@ -200,23 +204,24 @@ class MultiHeadAttention(nn.Module):
         own: Parameterisation | None = None,
         adopted: bool = False,
     ) -> "MultiHeadAttention":
-        """A layer that holds these weights, in the parameterisation that their structure calls for.
+        """Build a layer from weights, in the parameterisation of the same structure.
 
         Norms of queries and keys, tables of positions, sinks and gates become parameters of the layer.
 
         Args:
-            weights: the maps, and what the layer does besides. Where nothing but the product of queries and
-                keys reads the queries, their map takes up the ratio to the usual scale of the
-                parameterisation; otherwise the scale stays what it is.
-            dropout: while training; that of the weights if None.
-            named: whether only a layer will do that the recipe of a model can ask for.
-            own: a parameterisation to be tried first, such as a class in a user's file.
-            adopted: whether the layer may hold the tensors of the weights themselves, as they are, and not
-                copies. Their scale then stays what it is.
+            weights: maps and semantics of the layer. If queries enter only their product with the keys, the
+                query map absorbs the ratio of the scale to the usual scale of the parameterisation;
+                otherwise the scale stays unchanged.
+            dropout: dropout of attention weights in training; the dropout of `weights` if None.
+            named: accept only parameterisations that recipes can name, not `AsWritten`.
+            own: parameterisation to try first, such as a class in a user's file.
+            adopted: use the tensors of `weights` themselves, not a copy, where the structure allows it. The
+                scale then stays unchanged.
 
         Raises:
-            ValueError: rotary positions do not go with the parameterisation or do not fit, the weights carry
-                the norm before the layer, or `named` and no parameterisation of a recipe has that structure.
+            ValueError: the parameterisation does not support rotary positions or the rotated channels do not
+                fit, the weights contain the norm before the layer, or `named` is True and no
+                parameterisation of a recipe has the structure.
         """
         check_can_be_held(weights)
         semantics = weights.semantics
@@ -229,7 +234,7 @@ class MultiHeadAttention(nn.Module):
             layer._hold(replace(semantics, dropout=0.0), next(layer.projections.parameters()))
             check_rotation(parameterisation, layer.semantics.rotary, layer._key_width)
             return layer
-        with torch.random.fork_rng(devices=[]):  # numbers are drawn only to be overwritten
+        with torch.random.fork_rng(devices=[]):  # initial values are drawn only to be overwritten
             layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
         layer = layer.to(dtype=weights.dtype, device=weights.device)
         usual = layer.semantics.scale
@@ -243,15 +248,15 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def semantics(self) -> Semantics:
-        """What the layer does besides its maps, with the parameters of the layer."""
+        """Semantics of the layer (everything besides the maps), with the learned tensors of the layer."""
         if not self._learned:
             return self._semantics
         return self._semantics.with_learned({name: getattr(self, name) for name in self._learned})
 
     def _hold(self, semantics: Semantics, like: Tensor | None = None) -> None:
-        """Do this besides the maps, with parameters of the layer's own."""
+        """Set the semantics: register learned tensors as parameters, precompute flags for `forward`."""
         learned = semantics.learned()
-        for name in {*self._learned} - {*learned}:  # that the parameterisation would have
+        for name in {*self._learned} - {*learned}:  # parameters of the previous semantics
             delattr(self, name)
         for name, tensor in learned.items():
             own = tensor if like is None else like
@@ -261,7 +266,7 @@ class MultiHeadAttention(nn.Module):
         self._semantics = semantics.with_learned(
             {name: tensor.new_empty([0] * tensor.ndim) for name, tensor in learned.items()}
         )
-        # What every call asks.
+        # Flags that every call reads.
         semantics = self._semantics
         projections = self.projections
         changed = semantics.k_norm is not None or semantics.clip is not None
@@ -270,17 +275,18 @@ class MultiHeadAttention(nn.Module):
             None if late or semantics.rotary is None else projections.rotate_cached_keys(semantics.rotary)
         )
         self._late_rotation = semantics.rotary if self._rotate_cached_keys is None else None
-        # Keys of a text that grows past the limit stay as they were turned: they are kept as well.
+        # Past the rotary limit, new keys are rotated by other frequencies. Old keys keep their rotation, so
+        # the cache stores rotated keys as well.
         self._keeps_keys = self._late_rotation is not None and self._late_rotation.long is not None
-        # Later queries must know the position of a key.
+        # Later queries need the positions of cached keys.
         self._compares_positions = semantics.bias is not None or semantics.is_local
         self._compares_positions |= self._late_rotation is not None and not self._keeps_keys
-        # Queries, keys or values are changed between their maps and their product.
+        # Norms, clipping, rotation or temperature apply between maps and products.
         between = semantics.k_norm, semantics.v_norm, semantics.clip
         of_queries = semantics.q_norm, semantics.rotary, semantics.temperature
         self._changes_qkv = any(part is not None for part in (*between, *of_queries))
-        # Keys and values are no product of a map and what is cached, keys are compared and not the cache,
-        # or the key bias counts, which the absorbed route leaves out.
+        # The absorbed route would be wrong: keys or values change after their map, scores need the keys
+        # themselves, or the key bias (which the absorbed route drops) changes the weights.
         on_scores = self._late_rotation, semantics.soft_cap, semantics.sinks, semantics.scores
         self._needs_expanded = any(part is not None for part in (*between, *on_scores))
         self._needs_expanded |= semantics.bias is not None and semantics.bias.reads_content
@@ -296,11 +302,11 @@ class MultiHeadAttention(nn.Module):
         return self.projections.num_heads
 
     def weights(self, kind: Kind | None = None) -> AttentionWeights:
-        """The layer's maps, detached but not copied, and what it does besides.
+        """Return maps and semantics of the layer, detached but not copied.
 
         Args:
-            kind: where queries and keys come from, which only the caller knows; None for "self", or what the
-                weights said that the layer was made of.
+            kind: origin of queries and keys, which only the caller knows; if None, the kind of the weights
+                that the layer was built from, "self" by default.
         """
         found = self.projections.weights().mapped(torch.Tensor.detach)
         semantics = self.semantics
@@ -310,7 +316,7 @@ class MultiHeadAttention(nn.Module):
         return replace(found, semantics=semantics)
 
     def borrow(self, lender: "MultiHeadAttention") -> None:
-        """Attend to the keys and values of another layer of the same structure, whose maps are held once."""
+        """Make this a KV-sharing layer with the key and value maps of another layer of equal structure."""
         self.borrows = True
         self.projections.share_keys(lender.projections)
         for name in ("k_norm_weight", "k_norm_bias"):
@@ -319,7 +325,7 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def heads(self) -> tuple[HeadForms, ...]:
-        """The two forms of every head: `layer.heads[3].qk.dense()` is W_QK of the fourth."""
+        """The two forms of every head: `layer.heads[3].qk.dense()` is W_QK of the fourth head."""
         return self.weights().heads
 
     def forward(
@@ -339,31 +345,32 @@ class MultiHeadAttention(nn.Module):
         """Attend.
 
         Args:
-            x: where the queries come from.
-            memory: where keys (and values) come from; `x` if None.
-            value_memory: where values come from, if not where keys do.
+            x: source of the queries.
+            memory: source of keys and values; `x` if None.
+            value_memory: source of the values; the source of the keys if None.
             mask: boolean, True = may attend, broadcasts to `[batch, num_heads, query_len, key_len]`.
-            causal: a query sees only its own position and earlier ones; if None, where the layer was made of
-                weights that say so.
-            cache: in self-attention, the tokens before `x`; the tokens of `x` are added to it, and the
-                queries see them all. With a `memory`, it is filled at the first call and read, in
-                place of the memory, from then on.
-            need_weights: also return the weights. Changes nothing else but the speed.
-            positions: of the tokens of `x`; those after the ones that the cache holds if None. Causality goes
-                by the order of the tokens, whatever their positions.
-            lent: what the layer attends to that it borrows keys and values of, in the same call of the model.
-            path: see `attention`; "reference" also takes the expanded route of a parameterisation
-                that has another.
+            causal: mask all keys after the position of a query; if None, True if the layer was built from
+                causal weights.
+            cache: in self-attention, the tokens before `x`; the layer appends the tokens of `x`, and queries
+                attend to all cached tokens. With a `memory`, the first call fills the cache, and later calls
+                read the cache instead of the memory.
+            need_weights: return the weights too; affects only speed.
+            positions: positions of the tokens of `x`; the positions after the cached tokens if None.
+                Causality follows the order of tokens, not their positions.
+            lent: for a KV-sharing layer, `kept` of the layer that shares keys and values, from the same call
+                of the model.
+            path: see `attention`; "reference" also forces the expanded route.
 
         Raises:
-            ValueError: an input of another width than d_model, two memories for a parameterisation that
-                makes keys and values at once, a memory for a layer that tells positions apart, or a cache
-                of which some tokens came with positions, where keys are compared by theirs, and some without.
+            ValueError: an input has the wrong width, a parameterisation with shared maps of keys and values
+                gets two memories, a layer that compares positions gets a memory, a layer of cross-attention
+                gets no memory, or some of the cached tokens have given positions and some do not.
         """
         self._check_inputs(x, memory, value_memory)
         semantics = self.semantics
         causal = semantics.kind == "causal" if causal is None else causal
         dropout = self.dropout if self.training else 0.0
+        # Kernels do not expose the activations for a tap, so `steps` computes the call instead.
         if self.tap is not None:
             steps = self.steps(
                 x, memory=memory, mask=mask, causal=causal, cache=cache, positions=positions, lent=lent
@@ -389,10 +396,10 @@ class MultiHeadAttention(nn.Module):
         lent: Kept | None = None,
         row: int | None = None,
     ) -> LayerSteps:
-        """The call written out, with every value on the way; arguments and errors as in `forward`.
+        """Compute the call step by step and return all intermediate values; arguments as in `forward`.
 
-        The tap of the layer, if it has one, changes each value before the next is computed. Without one,
-        `row` leaves out all queries but that one, before their products are computed.
+        A tap changes each value before the next value is computed. `row` restricts the computation to one
+        query; a layer with a tap ignores `row`.
         """
         self._check_inputs(x, memory, None)
         semantics = self.semantics
@@ -401,6 +408,7 @@ class MultiHeadAttention(nn.Module):
         q, places, cached = self._project(semantics, x, memory, None, cache, positions, lent)
         q = self._finish_queries(semantics, q, places)
         k, v = self._finish_keys(semantics, places, cached)
+        # Queries are the last positions of the keys; a memory has positions of another sequence.
         first = None if memory is not None else k.shape[2] - q.shape[2]
         q = tap("q", q, first)
         k = tap("k", for_heads(k, self.num_heads), first)
@@ -414,6 +422,7 @@ class MultiHeadAttention(nn.Module):
             queries = queries[..., own]
             order = None if order is None else order[..., own, :]
             mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., own, :]
+        # Equation 1 of the paper, step by step.
         products = q @ k.mT if semantics.scores is None else semantics.scores(q, k)
         scaled = products if semantics.scores is not None else products * semantics.scale
         near, bias = by_position(semantics, q, k, queries, keys)
@@ -441,12 +450,13 @@ class MultiHeadAttention(nn.Module):
         positions: PositionIds | None = None,
         lent: Kept | None = None,
     ) -> QueriesAndKeys:
-        """What the weights of a call are made of, without the call; arguments and errors as in `forward`."""
+        """Compute queries and keys of a call, for weights without outputs; arguments as in `forward`."""
         self._check_inputs(x, memory, None)
         semantics = self.semantics
         q, places, cached = self._project(semantics, x, memory, None, None, positions, lent)
         q = self._finish_queries(semantics, q, places)
         k, _ = self._finish_keys(semantics, places, cached)
+        # Half precision would round the weights.
         wide = torch.promote_types(q.dtype, torch.float32)
         causal = semantics.kind == "causal" if causal is None else causal
         where = _query_and_key_positions(places, q, k)
@@ -463,23 +473,24 @@ class MultiHeadAttention(nn.Module):
         need_weights: bool = False,
         path: Path = "auto",
     ) -> tuple[Route, Explanation]:
-        """The way this layer would attend, found by the code that attends.
+        """Return the route and the implementation that `forward` would choose, by the code of `forward`.
 
         Args:
-            query_len: number of queries; in self-attention, the last of the keys' positions.
-            key_len: number of keys, cached ones included.
+            query_len: number of queries; in self-attention, the last of the key positions.
+            key_len: number of keys, including cached keys.
             batch: number of sequences.
-            mask: as in `forward`, as are all others.
-            causal: as in `forward`.
-            need_weights: whether the weights are wanted.
+            mask: see `forward`.
+            causal: see `forward`.
+            need_weights: return the weights too.
             path: "auto", "reference" or "fast".
 
         Returns:
-            The parameterisation's route, and what the operation does.
+            The route of the parameterisation, and the explanation of the operation.
         """
         semantics = self.semantics
         causal = semantics.kind == "causal" if causal is None else causal
         dropout = self.dropout if self.training else 0.0
+        # The choice depends on sizes, dtypes and gradients, not on values: zeros suffice.
         y = self._zeros(batch, key_len, self.projections.memory_width)
         q = self.projections.queries(self._zeros(batch, query_len, self.d_model))
         cached = self._to_keep(semantics, self.projections.project_kv(y, y), None)
@@ -488,7 +499,7 @@ class MultiHeadAttention(nn.Module):
         return route, explain_inputs(inputs, need_weights, path)
 
     def _zeros(self, batch: int, length: int, width: int) -> Tensor:
-        """An input, which has a gradient if the layer's own numbers do."""
+        """Return zeros as an input, with a gradient if the parameters of the layer have a gradient."""
         own = next(self.projections.parameters())
         shape = batch, length, width
         return torch.zeros(shape, dtype=own.dtype, device=own.device, requires_grad=own.requires_grad)
@@ -522,9 +533,11 @@ class MultiHeadAttention(nn.Module):
         positions: PositionIds | None,
         lent: Kept | None,
     ) -> tuple[Tensor, TokenPlaces, tuple[Tensor, ...]]:
-        """Queries, the places of the tokens, and what is kept of all tokens attended to."""
+        """Return queries, positions, and keys and values in cached form of all tokens attended to."""
+        # KV-sharing layers use the keys and values of another layer of the same call.
         if lent is not None:
             return self.projections.queries(x), *lent
+        # A filled cache replaces the memory.
         if memory is not None and cache is not None and cache.length:
             return self.projections.queries(x), _FROM_THE_START, cache.entries
         if memory is None and value_memory is None:
@@ -547,7 +560,7 @@ class MultiHeadAttention(nn.Module):
     def _to_keep(
         self, semantics: Semantics, added: tuple[Tensor, ...], places: TokenPlaces | None
     ) -> tuple[Tensor, ...]:
-        """What is kept of tokens, from what the maps make of them: keys as they are compared."""
+        """Apply the steps before caching to projected keys and values: norms, clipping, early rotation."""
         k, *values = added
         if self.projections.caches_keys:
             k = prepared(k, semantics, semantics.k_norm)
@@ -570,12 +583,12 @@ class MultiHeadAttention(nn.Module):
         dropout: float,
         path: Path,
     ) -> tuple[Inputs, Route]:
-        """What the operation is called with, and the way the heads' outputs must be read."""
+        """Return the inputs of the operation, and the route by which the outputs of heads are read."""
         key_len = cached[0].shape[2]
         route = self.projections.route(q.shape[2], key_len)
-        # Under a causal mask the first of more queries than keys see nothing.
+        # If there are more queries than keys, a causal mask leaves the first queries without keys.
         sums_to_one = mask is None and dropout == 0.0 and not (causal and q.shape[2] > key_len)
-        whole = sums_to_one and semantics.gate is None  # a bias of the values comes out as it is
+        whole = sums_to_one and semantics.gate is None  # weights then leave a bias of the values unchanged
         if path == "reference" or self._needs_expanded or not (whole or self.projections.absorbs_biases):
             route = "expanded"
         if self._changes_qkv:
@@ -591,13 +604,13 @@ class MultiHeadAttention(nn.Module):
         return Inputs(q, k, v, mask, added, causal, semantics, dropout), route
 
     def _finish_queries(self, semantics: Semantics, q: Tensor, places: TokenPlaces) -> Tensor:
-        """Queries of the maps as they meet the keys."""
+        """Apply norm, clipping, rotary embedding and temperature to projected queries."""
         return tempered(prepared(q, semantics, semantics.q_norm, semantics.rotary, places), semantics, places)
 
     def _finish_keys(
         self, semantics: Semantics, places: TokenPlaces, cached: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """Keys as they meet the queries, and values, of what is kept."""
+        """Make keys, with norms and rotation, and values from their cached form."""
         k, v = self._make_keys(semantics, cached)
         if self._keeps_keys and len(cached) == 2:
             k = cached[1]
@@ -606,7 +619,7 @@ class MultiHeadAttention(nn.Module):
         return k, v
 
     def _make_keys(self, semantics: Semantics, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Keys before they turn late, and values, of what is kept."""
+        """Make keys, before a late rotation, and values from their cached form."""
         k, v = self.projections.keys_values(cached)
         if self._changes_qkv and not self.projections.caches_keys:
             k = prepared(k, semantics, semantics.k_norm)
@@ -615,12 +628,12 @@ class MultiHeadAttention(nn.Module):
 
 
 def _untouched(name: str, value: Tensor, first: int | None) -> Tensor:
-    """The tap of a layer that has none."""
+    """Return the value unchanged, as the default tap."""
     return value
 
 
 def _query_and_key_positions(places: TokenPlaces, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """The positions of queries and keys."""
+    """Return the positions of queries and keys."""
     if places.given is not None:
         return places.query_positions(q), places.key_positions(k)
     key_len = k.shape[2]

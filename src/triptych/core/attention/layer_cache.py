@@ -1,7 +1,7 @@
-"""What a layer keeps of the tokens already decoded.
+"""Caches of decoded tokens.
 
-A parameterisation decides *what* is kept (`Projections.project_kv`); the cache only stores it: a
-tuple of tensors `[batch, heads, tokens, width]`.
+A parameterisation decides about the contents (`Projections.project_kv`); the cache only stores the tensors, a
+tuple of `[batch, heads, tokens, width]`.
 """
 
 from abc import ABC, abstractmethod
@@ -12,36 +12,36 @@ from torch import Tensor
 
 
 class AttentionCache(ABC):
-    """What one attention layer keeps of the tokens it has read."""
+    """The cache of one attention layer."""
 
     @property
     @abstractmethod
     def length(self) -> int:
-        """Number of tokens held."""
+        """Number of cached tokens."""
 
     @property
     @abstractmethod
     def entries(self) -> tuple[Tensor, ...]:
-        """What is held, each `[batch, heads, length, width]`."""
+        """Cached tensors `[batch, heads, length, width]`."""
 
     @abstractmethod
     def append(self, entries: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Add the entries of new tokens and return all that are to be read."""
+        """Append the entries of new tokens and return all entries for attention."""
 
     @abstractmethod
     def select(self, rows: Tensor) -> None:
-        """Keep these batch rows, in this order; a row may be named more than once."""
+        """Keep these batch rows in the given order; rows may repeat."""
 
 
 @final
 class LayerCache(AttentionCache):
-    """Entries that grow token by token.
+    """A growing cache.
 
-    Room is doubled when it runs out, so that appending a token costs O(1) copies of it.
+    A full cache doubles its capacity, so that a token is copied O(1) times on average.
     """
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Create an empty cache."""
         self._stores: tuple[Tensor, ...] = ()
         self._length = 0
 
@@ -79,20 +79,20 @@ class LayerCache(AttentionCache):
 
 @final
 class DecoderCache:
-    """The caches of a whole decoder: its own tokens, and what each layer reads of the memory."""
+    """The caches of a whole decoder: target tokens (`own`) and memory, for every layer."""
 
     def __init__(self, num_layers: int, new: Callable[[], AttentionCache] = LayerCache) -> None:
-        """Start empty."""
+        """Create empty caches."""
         self.own = [new() for _ in range(num_layers)]
         self.memory = [LayerCache() for _ in range(num_layers)]
 
     @property
     def length(self) -> int:
-        """Number of target tokens held."""
+        """Number of cached target tokens."""
         return self.own[0].length
 
     def select(self, rows: Tensor, sentences: Tensor | None = None) -> None:
-        """Keep these hypothesis rows, and these sentences of the memory if given."""
+        """Keep these rows of hypotheses and, if given, these sentences of the memory."""
         for cache in self.own:
             cache.select(rows)
         if sentences is not None:
@@ -100,9 +100,9 @@ class DecoderCache:
                 cache.select(sentences)
 
 
-# A traced number of tokens is a symbol, which is no int.
+# In a traced graph the lengths are symbols, not ints.
 def _with_room(entry: Tensor, length: Any, room: Any) -> Tensor:
-    """The first `length` tokens of an entry, in a tensor with room for more."""
+    """Copy the first `length` tokens of an entry into a tensor for `room` tokens."""
     if length == room == entry.shape[2]:
         return entry
     batch, heads, _, width = entry.shape

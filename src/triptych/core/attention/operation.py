@@ -1,11 +1,11 @@
-"""The operation itself: equation 1 of the paper, written out and through torch's kernels.
+"""Scaled dot-product attention: equation 1 of the paper, written out and through torch's kernels.
 
     Attention(Q, K, V) = softmax(Q Kᵀ / √d_k + bias) V
 
-Both paths take the same arguments and give the same numbers and gradients (the tolerances are in
-`tests/tolerances.py`); only the written-out one can return the weights, drop some of them, cap the scores or
-have sinks. Written out in pieces, it holds few of the weights at a time.
-`planning` chooses between them; `explain_inputs` puts what it chose into words.
+The reference path (written out) and the fast path (torch's kernels) take the same arguments and give the same
+outputs and gradients (tolerances: `tests/tolerances.py`). Only the reference path returns weights, drops
+weights, caps scores or supports sinks. Written out in pieces, it keeps few weights in memory at a time.
+`make_plan` (`routes.py`) chooses the path; `explain_inputs` puts the choice into words.
 """
 
 import math
@@ -39,28 +39,28 @@ _KERNELS: dict[int, Kernel] = {
 
 
 class Attended(NamedTuple):
-    """The result of attention."""
+    """Output and weights of `attention`."""
 
     output: Float[Tensor, "batch num_heads query_len d_v"]
-    # before dropout; None unless wanted
+    # attention weights before dropout; None unless wanted
     weights: Float[Tensor, "batch num_heads query_len key_len"] | None
 
 
 class Explanation(NamedTuple):
-    """How a call of `attention` is computed, and why."""
+    """The implementation chosen for a call of `attention`, with the reason."""
 
-    # equation 1 written out, which holds all the weights; the same for a few sentences, heads or queries at a
-    # time, which holds those; torch's fused operation; or the latter with d_k or d_v filled up with zeros to
-    # the wider of the two
+    # "written out": equation 1, all weights in memory at once. "written out in pieces": equation 1 for a few
+    # sentences, heads or queries at a time. "fused": torch's fused operation. "fused, padded": the fused
+    # operation with the smaller of d_k and d_v padded with zeros
     path: Implementation
-    # how query heads read the heads of keys and values. "grouped by rows": those that share one lie below
-    # each other as rows of one product, so that it is read once. "grouped by the kernel": torch's
-    # `enable_gqa`. "expanded": repeated to a common number, without a copy where there is a single one
+    # mapping of query heads to the heads of keys and values. "grouped by rows": query heads that share a
+    # key-value head are rows of one product, so that the head is read once. "grouped by the kernel": torch's
+    # `enable_gqa`. "expanded": key-value heads repeated to a common number; a single head needs no copy
     heads: HeadGrouping
-    # what runs. "math" holds all the weights, as "batched products" do; the others need memory linear in the
-    # lengths
+    # kernel of the call. "math" and "batched products" keep all weights in memory; the memory of any other
+    # kernel is linear in the lengths
     kernel: Kernel
-    reason: str  # one sentence, with the numbers
+    reason: str  # one sentence, with sizes
 
 
 def attention(
@@ -78,33 +78,33 @@ def attention(
     need_weights: bool = False,
     path: Path = "auto",
 ) -> Attended:
-    """Scaled dot-product attention.
+    """Compute scaled dot-product attention.
 
-    With fewer key heads or value heads than query heads, consecutive query heads share one: head i
-    reads key head `i // (num_heads / num_key_heads)`, and the value head of the same number. The two numbers
-    need not agree.
+    If there are fewer key heads or value heads than query heads, consecutive query heads share them: query
+    head i reads key head `i // (num_heads / num_key_heads)` and value head
+    `i // (num_heads / num_value_heads)`. The number of key heads may differ from that of value heads.
 
     Args:
         q: queries.
         k: keys.
-        v: values; d_v need not equal d_k. May be the very tensor that `k` is.
+        v: values; d_v may differ from d_k. `v` and `k` may be the same tensor.
         mask: boolean, True = may attend, broadcasts to `[batch, num_heads, query_len, key_len]`.
-        bias: finite numbers added to the scaled scores, broadcast like `mask`; gradients reach it.
-        causal: a query sees only its own position and earlier ones; the queries are the last
-            `query_len` positions of the keys. Combines with `mask` and `bias`.
-        scale: what the products of queries and keys are multiplied by; 1/√d_k if None.
-        soft_cap: c where scores s, with their bias, become c · tanh(s / c); None if they do not.
-        sinks: a score for each head that takes part in the softmax and moves nothing; None without.
-        dropout: probability that a weight is zeroed, the others scaled up by 1/(1 − dropout).
-        need_weights: also return the weights. Changes nothing else but the speed.
+        bias: finite values added to the scaled scores, broadcast like `mask`, with gradient.
+        causal: mask all keys after the position of a query; the queries are the last `query_len` positions
+            of the keys. Combines with `mask` and `bias`.
+        scale: factor of the products of queries and keys; 1/√d_k if None.
+        soft_cap: c in c · tanh(s / c), applied to scores s after the bias; None for no cap.
+        sinks: extra score of the softmax per head `[num_heads]`, without a value; None for no sinks.
+        dropout: probability that a weight is zeroed; remaining weights are scaled by 1/(1 − dropout).
+        need_weights: return the weights too; affects only speed.
         path: "reference" writes equation 1 out, "fast" calls torch's kernels, "auto" chooses.
 
     Returns:
-        The output, zero in rows that may attend to nothing, and the weights if wanted.
+        The output, zero in fully masked rows, and the weights if wanted.
 
     Raises:
-        ValueError: head counts or shapes that do not fit, a mask that is not boolean, a bias that is
-            not floating point, or the fast path called for something that only the reference path can do.
+        ValueError: head counts or shapes do not fit, the mask is not boolean, the bias is not floating
+            point, or only the reference path can compute the call and `path` is "fast".
 
     Source: Vaswani et al. 2017, arXiv 1706.03762, section 3.2.1; shared heads: Ainslie et al. 2023,
     arXiv 2305.13245; soft caps: Gemma Team 2024, arXiv 2408.00118, section 2; sinks: OpenAI 2025, arXiv
@@ -117,7 +117,7 @@ def attention(
 
 
 def compute_attention(given: Inputs, need_weights: bool, path: Path) -> Attended:
-    """`attention` of inputs that are put together already, as a layer has them."""
+    """Compute `attention` of prepared inputs, as a layer calls it."""
     given.check()
     plan = make_plan(given, need_weights, path)
     if plan.path == "written out in pieces":
@@ -131,37 +131,38 @@ def compute_attention(given: Inputs, need_weights: bool, path: Path) -> Attended
 
 
 def explain_inputs(given: Inputs, need_weights: bool, path: Path) -> Explanation:
-    """What `compute_attention` does when called with these arguments, without doing it.
+    """Return the implementation that `compute_attention` would choose for these arguments, without the call.
 
-    The choice depends on the tensors' sizes, dtypes, devices and memory layout, and on whether
-    gradients are recorded: ask under the conditions of the real call. The kernel is what torch
-    itself answers for the tensors that it would be handed.
+    The choice depends on sizes, dtypes, devices and memory layout of the tensors, and on whether gradients
+    are recorded: ask under the conditions of the real call. The kernel is torch's own answer for the same
+    tensors.
     """
     given.check()
     plan = make_plan(given, need_weights, path)
     kernel: Kernel = "batched products"
     if not plan.is_written_out:
         tensors, options = _prepare(plan, given)
+        # torch has no public function for the kernel that it would choose.
         choice = torch._fused_sdp_choice(*tensors, **options)
         kernel = _KERNELS.get(choice, "the device's own")
     return Explanation(plan.path, plan.heads, kernel, reason(plan, kernel, given))
 
 
 def _prepare(plan: AttentionPlan, given: Inputs) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """The tensors that torch's fused operation is handed, and its options."""
+    """Return the tensors and the options for torch's fused operation."""
     q = given.q
     k = given.k
     v = given.v
     bias = given.bias
     batch, num_heads, query_len, d_k = q.shape
-    # torch aligns its causal mask to the first key, ours to the last.
+    # torch aligns its causal mask to the first key, triptych to the last key.
     by_flag = given.causal and given.mask is None and bias is None and query_len == k.shape[2]
     added = None if by_flag else combined_mask(given.mask, given.causal, query_len, k.shape[2], q.device)
     if bias is not None:
-        # The kernel for CPUs refuses what requires a gradient, even where none is recorded.
+        # The kernel for CPUs refuses a mask with `requires_grad`, even if no gradient is recorded.
         bias = (bias if torch.is_grad_enabled() else bias.detach()).to(q.dtype)
         added = bias if added is None else bias.masked_fill(~added, -math.inf)
-    if added is not None and added.dim() < 4:  # the kernel for CPUs takes two dimensions or four
+    if added is not None and added.dim() < 4:  # the kernel for CPUs accepts 2 or 4 dimensions
         added = added[(None,) * (4 - added.dim())]
 
     if plan.path == "fused, padded":
@@ -190,7 +191,7 @@ def _prepare(plan: AttentionPlan, given: Inputs) -> tuple[tuple[Tensor, Tensor, 
 
 
 def _restore(plan: AttentionPlan, output: Tensor, given: Inputs) -> Tensor:
-    """The output that belongs to the queries and values as they were before `_prepare`."""
+    """Undo the padding and the grouping of `_prepare` in the output."""
     q = given.q
     v = given.v
     if plan.path == "fused, padded":
@@ -201,7 +202,7 @@ def _restore(plan: AttentionPlan, output: Tensor, given: Inputs) -> Tensor:
 
 
 def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
-    if x.shape[1] == 1:  # no copy: all read the same memory
+    if x.shape[1] == 1:  # a view without a copy
         return x.expand(-1, num_heads, -1, -1)
     return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
 
@@ -212,20 +213,20 @@ def four_way_attention(
     V: Float[Tensor, "*batch key_len d_v"],
     W: Float[Tensor, "*batch w_len d_v"],
 ) -> Float[Tensor, "*batch query_len w_len"]:
-    """`softmax(Q Kᵀ / √d_k) V Wᵀ / √d_k`: what attention reads, scored against a fourth sequence.
+    """Compute `softmax(Q Kᵀ / √d_k) V Wᵀ / √d_k`: outputs of attention, scored against a fourth sequence.
 
-    It is symmetric in form (two products of two sequences each) but its result is a matrix of
-    scores, one for every pair of a query and a row of W, not a vector of fixed width a token. It
-    serves where such scores are wanted (pointing at, or aligning with, another sequence).
+    The formula is symmetric: two products, `Q Kᵀ` and `V Wᵀ`. The result is a matrix of scores, with an
+    entry for every pair of a query and a row of W, not a vector of fixed width per token. Use it to point
+    at, or to align with, another sequence.
 
     Args:
         Q: queries.
         K: keys.
         V: values.
-        W: what the attended values are compared with, W = Y W^W for some sequence Y.
+        W: rows compared with the outputs of attention, W = Y W^W for a sequence Y.
 
     Raises:
-        ValueError: widths or lengths that do not fit, with the numbers.
+        ValueError: widths or lengths do not fit; the message names the sizes.
     """
     if Q.shape[-1] != K.shape[-1]:
         raise ValueError(f"Q has width {Q.shape[-1]} and K {K.shape[-1]}: they must be equal")
@@ -233,6 +234,7 @@ def four_way_attention(
         raise ValueError(f"V has width {V.shape[-1]} and W {W.shape[-1]}: they must be equal")
     if K.shape[-2] != V.shape[-2]:
         raise ValueError(f"K has {K.shape[-2]} rows and V {V.shape[-2]}: one of each a token")
+    # Both factors are 1/√d_k: d_v does not enter.
     scale = 1 / math.sqrt(Q.shape[-1])
     weights = (Q @ K.mT * scale).softmax(dim=-1)
     return weights @ V @ W.mT * scale

@@ -1,7 +1,7 @@
-"""Positions: what tells a Transformer the order of its tokens.
+"""Position encodings, and the positions of tokens.
 
-Some are modules that add to the embeddings (`SinusoidalPositions`, `LearnedPositions`, `NoPositions`), others
-choices of what each attention layer does (`RotaryPositions`, `AlibiPositions`).
+`SinusoidalPositions`, `LearnedPositions` and `NoPositions` are modules on the embeddings. `RotaryPositions`
+and `AlibiPositions` configure the attention layers.
 """
 
 import math
@@ -21,23 +21,23 @@ SinusoidalLayout = Literal["halves", "interleaved", "tensor2tensor"]
 
 
 class PositionIds(NamedTuple):
-    """The positions of tokens, where they are not simply the next ones."""
+    """Explicit positions of tokens, in place of consecutive positions."""
 
-    # the position of every token, or of all of them if there is one; `[batch, length]` where the rows of a
-    # batch differ, as under padding on the left
+    # position of every token; a single id for all tokens; `[batch, length]` if the rows of a batch differ, as
+    # under padding on the left
     ids: Int[Tensor, "*rows length"]
-    end: int  # above every id, known without looking at them
-    # the number of tokens that share each position: key j has position j // sharing. None where caches keep
-    # the positions of keys, for layers that compare positions
+    end: int  # upper bound above every id, known without reading the tensor
+    # number of tokens per position: key j has position j // sharing. If None, layers that compare positions
+    # cache the positions of keys
     sharing: int | None = None
 
     def of_row(self, row: int, length: int) -> "PositionIds":
-        """The positions of the first tokens of one row of a batch."""
+        """Select the positions of the first `length` tokens of one row of a batch."""
         ids = self.ids[row : row + 1] if self.ids.ndim == 2 else self.ids
         return self._replace(ids=ids[..., :length])
 
     def slot_positions(self, count: Any) -> Int[Tensor, " key_len"]:
-        """The positions of `count` keys; `count` is an int, or a symbol in a traced model."""
+        """Return the positions of `count` keys; `count` is an int, or a symbol in a traced model."""
         slots = torch.arange(count, device=self.ids.device)
         return slots if self.sharing in (None, 1) else slots // self.sharing
 
@@ -47,38 +47,38 @@ class PositionIds(NamedTuple):
         table: Float[Tensor, "positions width"],
         x: Float[Tensor, "*batch length d"],
     ) -> Float[Tensor, "*rows width"]:
-        """The rows of a table at the positions of `x`: those from `start` on, or those given."""
+        """Return the rows of a table at the positions of `x`: given positions, or positions from `start`."""
         if isinstance(start, PositionIds):
             return F.embedding(start.ids, table)
         return table[start : start + x.shape[-2]]
 
     @staticmethod
     def end_of(start: "int | PositionIds", x: Float[Tensor, "*batch length d"]) -> int:
-        """A number above all positions of `x`."""
+        """Return an upper bound above all positions of `x`."""
         return start.end if isinstance(start, PositionIds) else start + x.shape[-2]
 
 
 class TokenPlaces(NamedTuple):
-    """The positions of a call's tokens, and the keys that they see."""
+    """Positions of the tokens and of the keys of a call."""
 
-    start: int  # the position of the first token, where none are given
-    given: PositionIds | None = None  # the positions given
-    # of all keys, cached ones too; None where they follow from their number
+    start: int  # position of the first token, without given positions
+    given: PositionIds | None = None  # given positions of the tokens
+    # positions of all keys, including cached keys; None if they follow from the number of keys
     keys: Int[Tensor, "*rows key_len"] | None = None
 
     @classmethod
     def after(cls, cache: AttentionCache | None, given: PositionIds | None) -> "TokenPlaces":
-        """The places of tokens that come after the tokens of a cache, if there is one."""
+        """Build the positions of tokens after the tokens of a cache, if there is a cache."""
         own = given.ids if cache is None and given is not None and given.sharing is None else None
         return cls(0 if cache is None else cache.length, given, own)
 
     def piece(self, queries: slice, keys: slice) -> "TokenPlaces":
-        """The places of some of the tokens, and of the keys that they see; `start` stays."""
+        """Select given positions and key positions by slices; `start` stays unchanged."""
         given = self.given and self.given._replace(ids=self.given.ids[..., queries])
         return self._replace(given=given, keys=None if self.keys is None else self.keys[..., keys])
 
     def add(self, cache: AttentionCache, new: tuple[Tensor, ...]) -> "tuple[TokenPlaces, tuple[Tensor, ...]]":
-        """Add tokens to a cache, with their positions if given; returns key positions and all entries."""
+        """Append tokens to a cache, with given positions; return updated positions and all entries."""
         given = self.given
         keeps = given is not None and given.sharing is None
         try:
@@ -86,7 +86,7 @@ class TokenPlaces(NamedTuple):
                 return self, cache.append(new)
             batch, _, length, _ = new[0].shape
             *held, keys = cache.append((*new, given.ids.expand(batch, length)[:, None, :, None]))
-        except ValueError:  # another number of entries than there are
+        except ValueError:  # the number of entries differs from that of the cache
             which = "without positions and these have some" if keeps else "with positions and these have none"
             raise ValueError(
                 f"the tokens in the cache came {which}: give them for all, or for none"
@@ -94,28 +94,28 @@ class TokenPlaces(NamedTuple):
         return self._replace(keys=keys[:, 0, :, 0]), tuple(held)
 
     def rotate(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
-        """Queries or keys of the tokens, rotated."""
+        """Rotate queries or keys of the tokens."""
         if self.given is None:
             return rotary(x, self.start)
         return rotary.at(x, self.given.ids, self.given.end)
 
     def rotate_keys(self, k: Tensor, rotary: RotaryEmbedding) -> Tensor:
-        """All keys, rotated."""
+        """Rotate all keys, including cached keys."""
         if self.given is None:
             return rotary(k)
         if self.keys is not None:
             return rotary.at(k, self.keys, max(self.given.end, k.shape[2]))
-        # Slots may follow that hold no token yet.
+        # Slots without a token may follow: their positions are clamped below `end`.
         return rotary.at(k, self.key_positions(k).clamp(max=self.given.end - 1), self.given.end)
 
     def query_positions(self, x: Tensor) -> Tensor:
-        """The position of every token."""
+        """Return the position of every token."""
         if self.given is None:
             return torch.arange(self.start, self.start + x.shape[2], device=x.device)
         return self.given.ids
 
     def key_positions(self, k: Tensor) -> Tensor:
-        """The position of every key."""
+        """Return the position of every key."""
         if self.keys is not None:
             return self.keys
         if self.given is None:
@@ -126,7 +126,7 @@ class TokenPlaces(NamedTuple):
 def sinusoidal(
     length: int, d_model: int, layout: SinusoidalLayout = "interleaved"
 ) -> Float[Tensor, "length d_model"]:
-    """The paper's fixed encoding, sines on even and cosines on odd channels.
+    """Compute the paper's fixed encoding, sines on even and cosines on odd channels.
 
         PE(pos, 2i) = sin(pos / 10000^(2i/d_model))    PE(pos, 2i+1) = cos(the same)
 
@@ -134,6 +134,7 @@ def sinusoidal(
     2018, Marian, as in `MarianSinusoidalPositionalEmbedding`, github.com/huggingface/transformers;
     "tensor2tensor": `M2M100SinusoidalPositionalEmbedding` there.
     """
+    # In float64, rounded once by the caller.
     position = torch.arange(length, dtype=torch.float64)[:, None]
     if layout == "tensor2tensor":
         half = d_model // 2
@@ -153,12 +154,12 @@ def sinusoidal(
 
 @final
 class SinusoidalPositions(nn.Module):
-    """Adds `sinusoidal` to embeddings; its table grows with the longest text seen, and is not saved."""
+    """Sinusoidal positions added to embeddings; the table grows with the longest text and is not saved."""
 
     table: Tensor
 
     def __init__(self, d_model: int, layout: SinusoidalLayout = "interleaved") -> None:
-        """Start with an empty table."""
+        """Create the module with an empty table."""
         super().__init__()
         self.d_model = d_model
         self.layout: SinusoidalLayout = layout
@@ -167,7 +168,7 @@ class SinusoidalPositions(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch length d_model"], start: int | PositionIds = 0
     ) -> Float[Tensor, "batch length d_model"]:
-        """Add the encodings of the positions from `start` on."""
+        """Add the encodings at positions from `start` on, or at given positions."""
         end = PositionIds.end_of(start, x)
         if self.table.shape[0] < end or self.table.dtype != x.dtype or self.table.device != x.device:
             rows = max(256, 1 << (end - 1).bit_length())
@@ -177,25 +178,24 @@ class SinusoidalPositions(nn.Module):
 
 @final
 class LearnedPositions(nn.Module):
-    """Adds a row learned for each position, up to a fixed number of positions.
+    """Learned positions added to embeddings: a row per position, up to a fixed number of positions.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762, section 3.5 and table 3, row E.
     """
 
     def __init__(self, max_tokens: int, d_model: int) -> None:
-        """Make the rows."""
+        """Create and draw the rows."""
         super().__init__()
         if max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}: at least one position is needed")
         self.weight = nn.Parameter(torch.empty(max_tokens, d_model))
-        # The mean square of a sine is 1/2: next to embeddings of the same scale, these rows begin
-        # with the weight that the sinusoidal ones have.
+        # The mean square of a sine is 1/2: learned rows begin as large as sinusoidal rows.
         nn.init.normal_(self.weight, std=math.sqrt(0.5))
 
     def forward(
         self, x: Float[Tensor, "batch length d_model"], start: int | PositionIds = 0
     ) -> Float[Tensor, "batch length d_model"]:
-        """Add the rows of the positions from `start` on."""
+        """Add the rows at positions from `start` on, or at given positions."""
         end = PositionIds.end_of(start, x)
         if end > self.weight.shape[0]:
             raise ValueError(
@@ -207,7 +207,7 @@ class LearnedPositions(nn.Module):
 
 @final
 class NoPositions(nn.Module):
-    """Adds nothing, where the attention itself knows positions, or the order shall not matter."""
+    """The identity, for positions inside the attention or a model without positions."""
 
     def forward(
         self, x: Float[Tensor, "batch length d_model"], start: int | PositionIds = 0
@@ -218,12 +218,12 @@ class NoPositions(nn.Module):
 @final
 @dataclass(frozen=True)
 class RotaryPositions:
-    """`RotaryEmbedding`, frequencies `base^(−2f / rotary_dim)`.
+    """Configuration of `RotaryEmbedding` with frequencies `base^(−2f / rotary_dim)`.
 
     Attributes:
-        rotary_dim: how many channels of each head are rotated, the first ones; all if None.
-        pairing: which channels form a pair; see `apply_rotary`.
-        base: of the geometric row of frequencies.
+        rotary_dim: number of rotated channels of each head, from the first; all if None.
+        pairing: channels of a pair; see `apply_rotary`.
+        base: base of the geometric sequence of frequencies.
     """
 
     rotary_dim: int | None = None
@@ -231,11 +231,11 @@ class RotaryPositions:
     base: float = 10_000.0
 
     def check(self, width: int) -> None:
-        """Check that there are pairs of channels, and that they fit into a head.
+        """Check that the rotated channels form pairs and fit into a head.
 
         Raises:
-            ValueError: an odd `rotary_dim`, one below 2 or above the width, or an odd width to be
-                rotated whole.
+            ValueError: `rotary_dim`, or the width if all channels are rotated, is odd or below 2, or
+                `rotary_dim` exceeds the width.
         """
         rotated = width if self.rotary_dim is None else self.rotary_dim
         if rotated < 2 or rotated % 2:
@@ -246,7 +246,7 @@ class RotaryPositions:
             raise ValueError(f"rotary_dim is {rotated}, but queries and keys are {width} wide: it must fit")
 
     def added_to(self, semantics: Semantics, width: int, num_heads: int) -> Semantics:
-        """What a layer does with it, for queries and keys of this width."""
+        """Add the rotary embedding to the semantics of a layer, for queries and keys of this width."""
         rotary = RotaryEmbedding.of_width(self.rotary_dim or width, self.base, self.pairing)
         return replace(semantics, rotary=rotary)
 
@@ -254,12 +254,12 @@ class RotaryPositions:
 @final
 @dataclass(frozen=True)
 class AlibiPositions:
-    """`ALiBi` with its authors' slopes."""
+    """Configuration of `ALiBi` with the slopes of its authors."""
 
     def added_to(self, semantics: Semantics, width: int, num_heads: int) -> Semantics:
-        """What a layer does with it."""
+        """Add the bias to the semantics of a layer."""
         return replace(semantics, bias=ALiBi.for_heads(num_heads))
 
 
-# How self-attention itself tells positions apart.
+# Position encodings inside self-attention.
 AttentionPositions = RotaryPositions | AlibiPositions

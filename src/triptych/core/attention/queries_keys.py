@@ -1,4 +1,4 @@
-"""Queries and keys as a layer compares them, and the weights of any of its heads and queries."""
+"""Queries and keys after norms and rotation, and the weights of chosen heads and queries."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -13,12 +13,12 @@ from triptych.core.algebra.semantics import Semantics
 from triptych.core.attention.written_out import slice_broadcast, to_scores, to_weights
 from triptych.printable import shown_fields
 
-# Bytes of the weights that are computed at a time.
+# Bytes of weights computed at a time.
 BLOCK_BYTES = 1 << 24
 
 
 class WeightBlock(NamedTuple):
-    """The weights of some queries, one after the other."""
+    """The weights of a range of consecutive queries."""
 
     rows: slice
     weights: Float[Tensor, "batch heads rows key_len"]
@@ -30,13 +30,13 @@ class QueriesAndKeys:
     """Queries and keys of one call of a layer, after norms and rotation, in float32 at least."""
 
     q: Float[Tensor, "batch num_heads query_len d_k"]
-    k: Float[Tensor, "batch num_key_heads key_len d_k"]  # consecutive query heads share one
-    semantics: Semantics  # of the layer: scale, bias, soft cap, sinks, window
-    query_positions: Int[Tensor, "*rows query_len"]  # of every query
-    key_positions: Int[Tensor, "*columns key_len"]  # of every key
+    k: Float[Tensor, "batch num_key_heads key_len d_k"]  # consecutive query heads share a key head
+    semantics: Semantics  # semantics of the layer: scale, bias, soft cap, sinks, window
+    query_positions: Int[Tensor, "*rows query_len"]  # position of every query
+    key_positions: Int[Tensor, "*columns key_len"]  # position of every key
     # True = may attend, broadcasts to `[batch, num_heads, query_len, key_len]`; None for all
     mask: Bool[Tensor, "..."] | None
-    causal: bool  # a query sees only its own position and earlier ones; the queries are the last of the keys
+    causal: bool  # mask keys after the position of a query; the queries are the last positions of the keys
 
     def __repr__(self) -> str:
         return shown_fields(type(self).__name__, {one.name: getattr(self, one.name) for one in fields(self)})
@@ -59,19 +59,19 @@ class QueriesAndKeys:
     def scores(
         self, rows: slice = slice(None), heads: Sequence[int] | None = None
     ) -> Float[Tensor, "batch heads rows key_len"]:
-        """What the softmax takes before any mask: scaled, with bias and soft cap."""
+        """Compute the input of the softmax before any mask: scaled, with bias and soft cap."""
         part = self if heads is None else self._select_heads(heads)
         return part._scores(slice(*rows.indices(self.query_len)), self.key_len)
 
     def weights(
         self, rows: slice = slice(None), heads: Sequence[int] | None = None
     ) -> Float[Tensor, "batch heads rows key_len"]:
-        """The attention weights; 0 in rows that may attend to nothing. Arguments as in `scores`."""
+        """Compute the attention weights, 0 in fully masked rows; arguments as in `scores`."""
         part = self if heads is None else self._select_heads(heads)
         return part._weights(slice(*rows.indices(self.query_len)))
 
     def visible(self) -> Bool[Tensor, "rows heads query_len key_len"]:
-        """The keys that each query may attend to; dimensions of 1 where all rows or heads see the same."""
+        """Return the combined mask of queries and keys; dimensions of 1 where rows or heads agree."""
         query = torch.arange(self.query_len, device=self.q.device)[:, None]
         key = torch.arange(self.key_len, device=self.q.device)
         seen = key <= query + (self.key_len - self.query_len if self.causal else self.key_len)
@@ -83,7 +83,7 @@ class QueriesAndKeys:
     def blocks(
         self, heads: Sequence[int] | None = None, most_bytes: int = BLOCK_BYTES
     ) -> Iterator[WeightBlock]:
-        """All weights, as many queries at a time as a number of bytes holds, at least one."""
+        """Yield all weights in blocks of at most `most_bytes` bytes, at least one query a block."""
         part = self if heads is None else self._select_heads(heads)
         row_bytes = part.q.shape[0] * part.num_heads * self.key_len * self.q.element_size()
         step = max(1, most_bytes // row_bytes)
@@ -92,6 +92,7 @@ class QueriesAndKeys:
             yield WeightBlock(rows, part._weights(rows))
 
     def _select_heads(self, heads: Sequence[int]) -> "QueriesAndKeys":
+        # Every chosen head then has a key head, so that any choice of heads stays valid.
         chosen = list(heads)
         shared = self.num_heads // self.k.shape[1]
         mask = self.mask
@@ -117,7 +118,7 @@ class QueriesAndKeys:
         return to_scores(q, k, added, self.semantics)
 
     def _weights(self, rows: slice) -> Tensor:
-        # No query of these sees what comes after the last of them.
+        # Keys after the last query of the rows are masked for all rows.
         seen = max(0, self.key_len - self.query_len + rows.stop) if self.causal else self.key_len
         scores = self._scores(rows, seen)
         near = self.semantics.visible(self.query_positions[..., rows], self.key_positions[..., :seen])

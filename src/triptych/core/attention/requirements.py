@@ -1,4 +1,4 @@
-"""What a layer can be made of, checked before it is."""
+"""Checks of the parts of a layer, before the layer is built."""
 
 from triptych import user_code
 from triptych.core.algebra.positions import RotaryEmbedding
@@ -9,7 +9,7 @@ from triptych.core.attention.projections.abstract import Parameterisation
 
 
 def scores_class(name: str) -> type[Scores]:
-    """The class of scores that are no products: "additive", or `FILE.py:CLASS`."""
+    """Return the class of scores other than products: "additive", or `FILE.py:CLASS`."""
     if user_code.is_in_file(name):
         return user_code.find_class(name, Scores, "scores")
     if name != AdditiveScores.name:
@@ -18,14 +18,14 @@ def scores_class(name: str) -> type[Scores]:
 
 
 def scores_name(semantics: Semantics) -> str:
-    """How a layer compares queries with keys, as in a recipe."""
+    """Return the name in recipes for a layer's comparison of queries with keys."""
     if semantics.scores is not None:
         return semantics.scores.name
     weight = None if semantics.q_norm is None else semantics.q_norm.weight
     return "cosine" if weight is not None and weight.ndim == 2 and weight.shape[1] == 1 else "dot"
 
 
-# The parts of a layer's meaning that `MultiHeadAttention` computes.
+# Fields of `Semantics` that `MultiHeadAttention` supports.
 HELD = frozenset(
     {
         "scale",
@@ -49,12 +49,13 @@ HELD = frozenset(
 
 
 def check_can_be_held(weights: AttentionWeights) -> None:
-    """Refuse what no layer of ours has: without it the function would be another."""
+    """Check that `MultiHeadAttention` supports all semantics of the weights."""
     found = weights.semantics.beyond(HELD)
     if found:
         raise ValueError(
             f"the weights are of a layer with {', '.join(found)}, which MultiHeadAttention does not support"
         )
+    # `[heads, d_model]`, or `[heads, d_v, d_model]` for a gate per channel
     gate = weights.semantics.gate
     expected = [weights.num_heads, weights.d_model]
     if gate is not None and gate.per_channel:
@@ -71,7 +72,7 @@ def check_can_be_held(weights: AttentionWeights) -> None:
 
 
 def check_qk_norm(projections: Parameterisation) -> None:
-    """Check that queries and keys can be normalised."""
+    """Check that the parameterisation supports QK-norm."""
     if projections.no_qk_norm:
         raise ValueError(f"{projections.name} cannot have qk_norm: {projections.no_qk_norm}")
 
@@ -83,7 +84,8 @@ def check_sizes(
     positions: AttentionPositions | None,
     scores: str = "dot",
 ) -> None:
-    """Check that a layer could be built, without building it."""
+    """Check that a layer of these sizes could be built, without building the layer."""
+    # `skeleton` raises if sizes do not fit; rotary positions have requirements besides.
     skeleton = projections.skeleton(d_model, num_heads)
     if not isinstance(positions, RotaryPositions):
         return
@@ -96,7 +98,7 @@ def check_sizes(
 
 
 def check_rotation(projections: Parameterisation, rotary: RotaryEmbedding | None, key_width: int) -> None:
-    """Check that rotary positions go with the parameterisation."""
+    """Check that the parameterisation supports rotary positions, and that the rotated channels fit."""
     if rotary is None:
         return
     if projections.no_rotary:

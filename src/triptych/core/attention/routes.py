@@ -1,4 +1,4 @@
-"""How `attention` computes a call: what it was given, which way is chosen, and why."""
+"""Inputs of `attention`, and the choice of its implementation with the reason."""
 
 from typing import Literal, NamedTuple
 
@@ -15,7 +15,7 @@ Kernel = Literal["batched products", "flash", "memory-efficient", "cudnn", "math
 
 
 class Inputs(NamedTuple):
-    """What `attention` was given. It computes scale, scores, soft cap and sinks of the semantics."""
+    """Arguments of `attention`, which uses scale, scores, soft cap and sinks of the semantics."""
 
     q: Tensor
     k: Tensor
@@ -27,7 +27,8 @@ class Inputs(NamedTuple):
     dropout: float
 
     def check(self) -> None:
-        """Check that shapes, dtypes and numbers fit together."""
+        """Check shapes, dtypes and values."""
+        # Keys and values share batch and length; head counts of keys and values divide that of queries.
         batch, num_heads, query_len, d_k = self.q.shape
         key_batch, key_heads, key_len, key_width = self.k.shape
         value_batch, value_heads, value_len, _ = self.v.shape
@@ -65,7 +66,7 @@ class Inputs(NamedTuple):
 
     @property
     def common_heads(self) -> int:
-        """A number that the heads of keys and of values can both be repeated to."""
+        """A number of heads to which key heads and value heads can be repeated."""
         counts = self.k.shape[1], self.v.shape[1]
         fewer = min(counts)
         more = max(counts)
@@ -105,7 +106,7 @@ _BEYOND_KERNELS = ("scores", "soft cap", "sinks")
 
 
 class AttentionPlan(NamedTuple):
-    """The way chosen for a call; see `Explanation`."""
+    """Implementation chosen for a call; see `Explanation`."""
 
     path: Implementation
     heads: HeadGrouping
@@ -113,12 +114,12 @@ class AttentionPlan(NamedTuple):
 
     @property
     def is_written_out(self) -> bool:
-        """Whether it is computed without torch's fused operation."""
+        """Return True if the call runs without torch's fused operation."""
         return self.path == "written out" or self.path == "written out in pieces"
 
 
 def make_plan(given: Inputs, need_weights: bool, path: Path) -> AttentionPlan:
-    """Choose how to compute a call."""
+    """Choose the implementation of a call."""
     why = "asked" if path == "reference" else _why_written_out(given, need_weights)
     if path == "fast":
         if why == "weights" or why == "dropout":
@@ -142,8 +143,8 @@ def make_plan(given: Inputs, need_weights: bool, path: Path) -> AttentionPlan:
         return AttentionPlan(written, "one to one" if one_to_one else "grouped by rows", why)
 
     on_cpu = q.is_cpu
-    # The kernel for CPUs knows one width only; torch's other choice there would hold all the
-    # weights. On a GPU the memory-efficient kernel takes two widths as they are.
+    # The kernel for CPUs requires d_k = d_v; the math kernel would keep all weights in memory. The
+    # memory-efficient kernel of GPUs accepts two widths.
     route: Implementation = "fused, padded" if on_cpu and d_k != d_v else "fused"
     heads: HeadGrouping
     if one_to_one:
@@ -151,13 +152,13 @@ def make_plan(given: Inputs, need_weights: bool, path: Path) -> AttentionPlan:
     elif key_heads != value_heads:
         heads = "expanded"
     elif query_len == 1:
-        # The cache is read once a group instead of once a head: on 2 cores, from level at 64 keys to
-        # 2.4 times as fast at 4,096 in float32, and up to 16 times in bfloat16.
+        # The cache is read once per group instead of once per head. Measured on 2 cores: equal at 64 keys,
+        # 2.4 times as fast at 4,096 keys in float32, up to 16 times as fast in bfloat16.
         heads = "grouped by rows"
     elif on_cpu or _flash_on_gpu(given):
         heads = "grouped by the kernel"
     else:
-        heads = "expanded"  # the memory-efficient kernel does not group, and math holds the weights
+        heads = "expanded"  # the memory-efficient kernel cannot group; the math kernel keeps all weights
     return AttentionPlan(route, heads, "asked" if path == "fast" else "kernel")
 
 
@@ -173,6 +174,7 @@ def _flash_on_gpu(given: Inputs) -> bool:
 
 
 def _why_written_out(given: Inputs, need_weights: bool) -> _Why | None:
+    """Return the reason to write a call out; None to use torch's fused operation."""
     q = given.q
     k = given.k
     v = given.v
@@ -205,10 +207,10 @@ def _why_written_out(given: Inputs, need_weights: bool) -> _Why | None:
             and heads * k.shape[2] >= thresholds.MIN_KEYS_OF_ALL_HEADS
         )
         return "one query" if q.shape[2] == 1 and q.dtype == torch.bfloat16 and enough else None
-    # Up to here the weights are fewer numbers than the copies, and faster: 1.3 to 30 times at one
-    # query, where a decoder's cache would be copied at every token, level at the limit (2 cores,
-    # float32, 64 and 512 keys, d_k and d_v of 64 and 32, 128 and 64, 512 and 64). Beyond, memory
-    # counts: with 512 and 64 the kernel takes 1.4 times as long, but holds no weights.
+    # Up to this number of queries, weights are smaller than padded or repeated keys and values, and faster:
+    # 1.3 to 30 times at one query, where every token would copy a decoder's cache, and equal at the limit (2
+    # cores, float32, 64 and 512 keys, (d_k, d_v) = (64, 32), (128, 64), (512, 64)). Beyond the limit, memory
+    # decides: at (512, 64) the kernel takes 1.4 times as long, but keeps no weights.
     if q.shape[1] * q.shape[2] <= copied:
         return "few queries"
     return "short, unlike" if k.shape[2] <= _max_keys(q.dtype) else None
@@ -235,7 +237,7 @@ def _pays_in_pieces(given: Inputs) -> bool:
 
 
 def _many_and_untrained(given: Inputs) -> bool:
-    """Whether the weights of all queries would take much room that no gradient needs."""
+    """Return True if the weights of all queries exceed `BYTES_OF_A_PIECE` and no gradient needs them."""
     tensors = given.q, given.k, given.v, given.bias, given.semantics.sinks
     recorded = any(t is not None and t.requires_grad for t in tensors)
     if (torch.is_grad_enabled() and recorded) or torch.compiler.is_compiling():
@@ -246,7 +248,7 @@ def _many_and_untrained(given: Inputs) -> bool:
 
 
 def _copied(given: Inputs) -> int:
-    """How many numbers of each token the kernel for CPUs would get as padded or repeated copies."""
+    """Count the values per token of padded or repeated keys and values for the kernel for CPUs."""
     _, key_heads, _, d_k = given.k.shape
     _, value_heads, _, d_v = given.v.shape
     if d_k == d_v and key_heads == value_heads:
@@ -254,6 +256,7 @@ def _copied(given: Inputs) -> int:
     width = max(d_k, d_v)
     common = given.common_heads
     copied = 0
+    # The copy of repeated heads includes the padding.
     for heads, own_width in ((key_heads, d_k), (value_heads, d_v)):
         if 1 < heads < common:
             copied += common * width
@@ -267,11 +270,12 @@ def _max_keys(dtype: torch.dtype) -> int:
 
 
 def reason(plan: AttentionPlan, kernel: Kernel, given: Inputs) -> str:
-    """One sentence that says why a plan was chosen, with the numbers."""
+    """Return one sentence with the reason for a plan and the sizes."""
     q = given.q
     num_key_heads = given.k.shape[1]
     batch, num_heads, query_len, d_k = q.shape
     _, num_value_heads, num_keys, d_v = given.v.shape
+    # Sizes that the reasons below mention.
     held = f"{batch} × {num_heads} × {query_len} × {num_keys} weights"
     limit = f"{_max_keys(q.dtype)} keys in {str(q.dtype).removeprefix('torch.')}"
     because = {

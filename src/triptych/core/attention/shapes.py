@@ -1,4 +1,4 @@
-"""Modules of which only the shapes are wanted."""
+"""Construction of modules for their shapes alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +11,14 @@ from torch.overrides import TorchFunctionMode
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """A context in which modules are made on the "meta" device, and no initial numbers are drawn."""
+    """Build modules of this context on the "meta" device, without drawing initial values."""
     with torch.device("meta"), _Undrawn():
         yield
 
 
 @final
 class _Undrawn(TorchFunctionMode):
-    """Fills nothing: on the "meta" device torch would import its compiler for that, 800 modules, 70 MB."""
+    """A mode without `nn.init`, for which torch would import its compiler: 800 modules, 70 MB."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}

@@ -1,9 +1,9 @@
-"""Masks, and equation 1 written out: whole, in pieces that hold few of the weights at a time, or the weights.
+"""Masks, and equation 1 written out, in one piece or in pieces with few weights in memory at a time.
 
 weights = softmax(Q Kᵀ · scale + bias + mask)      output = weights V
 
-A mask is boolean, True = may attend, and broadcasts to `[batch, num_heads, query_len, key_len]`. A row
-without a single True attends to nothing: its output is zero, on every path.
+A mask is boolean, True = may attend, and broadcasts to `[batch, num_heads, query_len, key_len]`. Outputs of
+fully masked rows (without a True) are zero on every path.
 """
 
 import itertools
@@ -23,28 +23,28 @@ from triptych.core.attention.routes import Inputs
 
 
 def padding_mask(ids: Int[Tensor, "batch key_len"], pad_id: int) -> Bool[Tensor, "batch 1 1 key_len"]:
-    """True where `ids` holds a token, False where it holds padding."""
+    """Return a mask: True at tokens of `ids`, False at padding."""
     return (ids != pad_id)[:, None, None, :]
 
 
 def causal_mask(
     query_len: int | torch.SymInt, key_len: int | torch.SymInt, device: torch.device | None = None
 ) -> Bool[Tensor, "query_len key_len"]:
-    """True where a query may look: at its own position and before it.
+    """Return the causal mask: True at keys up to the position of the query.
 
-    The queries are the *last* `query_len` of the `key_len` positions, so that one mask serves
-    training (equal lengths) and decoding with a cache (fewer queries than keys).
+    The queries are the *last* `query_len` of the `key_len` positions, so that the same mask serves training
+    (equal lengths) and decoding with a cache (fewer queries than keys).
     """
     offset = key_len - query_len
     return torch.ones(query_len, key_len, dtype=torch.bool, device=device).tril(offset)
 
 
-# Computed at a time, for scores that are no products: they may hold a vector for each query and key.
+# Memory limit for scores other than products: a vector for each pair of query and key.
 _BYTES_OF_PAIRS = 1 << 28
 
 
 def written_out(given: Inputs) -> tuple[Tensor, Tensor]:
-    """Output and weights; the weights are those before dropout."""
+    """Compute output and weights; the returned weights are before dropout."""
     scores = to_scores(given.q, given.k, given.bias, given.semantics)
     weights = to_weights(scores, given.mask, given.semantics.sinks, given.causal)
     return _grouped_product(F.dropout(weights, given.dropout), given.v), weights
@@ -57,7 +57,7 @@ def prepared(
     rotary: RotaryEmbedding | None = None,
     places: TokenPlaces | None = None,
 ) -> Tensor:
-    """Queries, keys or values of the maps as they meet each other: normalised, clipped and turned."""
+    """Apply norm, clipping and rotary embedding to projected queries, keys or values."""
     x = x if norm is None else norm(x)
     if semantics.clip is not None:
         x = x.clamp(-semantics.clip, semantics.clip)
@@ -65,7 +65,7 @@ def prepared(
 
 
 def tempered(q: Tensor, semantics: Semantics, places: TokenPlaces) -> Tensor:
-    """Turned queries as they meet the keys."""
+    """Apply late gains of norms and the temperature to rotated queries."""
     q = semantics.apply_late_gains(q)
     return q if semantics.temperature is None else semantics.temperature(q, places.query_positions(q))
 
@@ -73,37 +73,38 @@ def tempered(q: Tensor, semantics: Semantics, places: TokenPlaces) -> Tensor:
 def by_position(
     semantics: Semantics, q: Tensor, k: Tensor, queries: Tensor, keys: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What queries at some positions may see of keys at others, and what is added to their scores."""
+    """Return the local mask and the position bias for queries and keys at given positions."""
     bias = semantics.bias
     return semantics.visible(queries, keys), None if bias is None else bias(q, k, queries, keys)
 
 
 def to_scores(q: Tensor, k: Tensor, bias: Tensor | None, semantics: Semantics) -> Tensor:
-    """What the softmax takes, before any mask."""
+    """Compute the input of the softmax, before any mask."""
     return finished_scores(_raw_scores(q, k, semantics), bias, semantics.soft_cap)
 
 
 def finished_scores(products: Tensor, bias: Tensor | None, soft_cap: float | None) -> Tensor:
-    """The scores, before any mask, that products of queries and keys give."""
+    """Add bias and soft cap to scaled products."""
     scores = products if bias is None else products + bias.to(products.dtype)
     return scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
 
 
 def _raw_scores(q: Tensor, k: Tensor, semantics: Semantics) -> Tensor:
-    """Scaled products, or other scores; of these, as many queries at a time as may hold a vector a pair."""
+    """Compute scaled products, or the scores of `semantics.scores`."""
     if semantics.scores is not None:
+        # Such scores may make a vector for each pair: the queries of a part are limited by memory.
         k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         a_query = q.shape[0] * k.shape[1] * k.shape[2] * k.shape[3] * k.element_size()
         step = max(1, _BYTES_OF_PAIRS // max(1, a_query))
         parts = [q[:, :, start : start + step] for start in range(0, q.shape[2], step)]
         return torch.cat([semantics.scores(part, k) for part in parts], dim=2)
     if q.shape[2] == 1 and k.is_cpu and k.dtype == torch.bfloat16:
-        k = k.contiguous()  # a product would copy what is part of a cache itself, at a third of the speed
+        k = k.contiguous()  # for a view of a cache the product would make the copy, at a third of the speed
     return _grouped_product(q * semantics.scale, k.transpose(-2, -1))
 
 
 def to_weights(scores: Tensor, mask: Tensor | None, sinks: Tensor | None, causal: bool) -> Tensor:
-    """The softmax of scores; 0 in rows that may attend to nothing."""
+    """Compute the softmax of masked scores; fully masked rows are 0."""
     allowed = combined_mask(mask, causal, scores.shape[-2], scores.shape[-1], scores.device)
     if sinks is not None:
         if allowed is not None:
@@ -113,18 +114,19 @@ def to_weights(scores: Tensor, mask: Tensor | None, sinks: Tensor | None, causal
     if allowed is None:
         return scores.softmax(dim=-1)
     if _every_query_sees_a_key(allowed):
-        # The same bits as below, in one pass forward and none backward: a sum needs no mask for its gradient.
+        # The same bits as below in one pass forward, without a pass backward: a sum passes its gradient
+        # unmasked.
         lowered = scores.new_zeros(allowed.shape).masked_fill_(~allowed, -math.inf)
         return (scores + lowered).softmax(dim=-1)
-    # The lowest finite number keeps a fully masked row free of NaN in both directions; the
-    # second fill turns that row's uniform weights into zeros.
+    # The lowest finite value keeps a fully masked row free of NaN, forward and backward; the second fill
+    # replaces the uniform weights of that row by zeros.
     blocked = ~allowed
     weights = scores.masked_fill(blocked, torch.finfo(scores.dtype).min).softmax(dim=-1)
     return weights.masked_fill(blocked, 0.0)
 
 
 def in_pieces(given: Inputs) -> Tensor:
-    """The output alone, over as many sentences, heads or queries at a time as `BYTES_OF_A_PIECE` hold."""
+    """Compute the output in pieces of sentences, heads or queries that fit into `BYTES_OF_A_PIECE`."""
     q = given.q
     k = given.k
     v = given.v
@@ -133,12 +135,12 @@ def in_pieces(given: Inputs) -> Tensor:
     semantics = given.semantics
     batch, num_heads, query_len, d_k = q.shape
     key_heads, key_len = k.shape[1:3]
-    # As a layer reads it: the heads of a token next to each other.
+    # The layout that a layer reads: heads of a token next to each other.
     output = q.new_empty(batch, query_len, num_heads, v.shape[3]).transpose(1, 2)
-    # Heads that share keys or values stay together, where both are shared alike.
+    # Query heads of one group stay in one piece, if keys and values have the same groups.
     alike = key_heads == v.shape[1]
     together = num_heads // key_heads if alike else num_heads
-    # A row of weights, and what is copied for it of queries, keys, values and output.
+    # Number of rows of weights that fit, with queries, keys, values and output of each row.
     room = thresholds.BYTES_OF_A_PIECE // ((key_len + 4 * max(d_k, v.shape[3])) * q.element_size())
     rows = even_parts(query_len, room // together)
     heads = even_parts(num_heads // together, room // (query_len * together)) * together
@@ -163,25 +165,25 @@ def in_pieces(given: Inputs) -> Tensor:
 
 
 def even_parts(length: int, room: int) -> int:
-    """How long the parts are when `length` is cut into as few as fit into `room`, as even as they can be."""
+    """Return the size of even parts of `length`: the fewest parts of at most `room`."""
     return -(-length // -(-length // max(1, room)))
 
 
 def slice_broadcast(x: Tensor, ranges: tuple[slice, ...]) -> Tensor:
-    """What broadcasts to a piece of `[batch, num_heads, query_len, key_len]` as `x` does to the whole."""
+    """Slice a tensor by ranges of `[batch, num_heads, query_len, key_len]`; broadcast dimensions stay."""
     own = ranges[len(ranges) - x.dim() :]
     return x[tuple(slice(None) if size == 1 else range_ for size, range_ in zip(x.shape, own, strict=True))]
 
 
 def _every_query_sees_a_key(allowed: Tensor) -> bool:
-    """Whether no row is fully masked, where asking neither waits for a GPU nor ends a compiled graph."""
+    """Return True if no row is fully masked; False on a GPU and in a compiled graph: the check is costly."""
     if not allowed.is_cpu or torch.compiler.is_compiling():
         return False
     return bool(allowed.any(dim=-1).all())
 
 
 def _grouped_product(rows: Tensor, shared: Tensor) -> Tensor:
-    """`[batch, heads, n, m]` times `[batch, groups, m, p]`: the rows of a group lie below each other."""
+    """Multiply `[batch, heads, n, m]` by `[batch, groups, m, p]`, with heads of a group as rows."""
     batch, num_heads, n, m = rows.shape
     num_groups = shared.shape[1]
     if num_groups == num_heads:
@@ -193,12 +195,12 @@ def _grouped_product(rows: Tensor, shared: Tensor) -> Tensor:
 def combined_mask(
     mask: Tensor | None,
     causal: bool,
-    query_len: int | torch.SymInt,  # of a traced graph
+    query_len: int | torch.SymInt,  # SymInt in a traced graph
     key_len: int | torch.SymInt,
     device: torch.device,
 ) -> Tensor | None:
-    """The mask with causality; None where every query sees every key."""
-    if not causal or query_len == 1:  # a single query is the last position and sees every key
+    """Return the mask combined with causality; None if every query attends to every key."""
+    if not causal or query_len == 1:  # a single query is the last position and attends to every key
         return mask
     triangle = causal_mask(query_len, key_len, device)
     return triangle if mask is None else mask & triangle

@@ -1,8 +1,7 @@
-"""What the blocks of a Transformer are made of, as data.
+"""Architectures of Transformers as data.
 
-Recipes and checkpoints both end here: `configuration` turns what a recipe asks for into these records,
-`checkpoints` what a configuration of Hugging Face says. `blocks` and the models are built from them, and know
-neither recipes nor families.
+`configuration` converts recipes into these records, `checkpoints` converts configurations of Hugging Face.
+`blocks` and the models are built from the records, without knowledge of recipes and families.
 """
 
 from dataclasses import dataclass
@@ -23,10 +22,10 @@ class NormConfig:
 
     # LayerNorm, `(x − mean) / √(var + eps)`, or RMSNorm, `x / √(mean(x²) + eps)`
     kind: Literal["layer", "rms"] = "layer"
-    eps: float = 1e-5  # added below the root
-    weight: bool = True  # whether there is a weight for each channel
-    bias: bool = True  # whether there is a bias for each channel; LayerNorm only
-    # channels are multiplied by `offset + weight`, so 1 where weights are stored relative to 1
+    eps: float = 1e-5  # constant below the root
+    weight: bool = True  # True for a weight per channel
+    bias: bool = True  # True for a bias per channel; LayerNorm only
+    # offset of stored weights: the factor of a channel is `offset + weight`
     offset: float = 0.0
 
 
@@ -35,7 +34,7 @@ class NormConfig:
 class FeedForwardConfig:
     """A feed-forward layer.
 
-    `f(x W_1 + b_1) W_2 + b_2`, or with a gate `(f(g) ⊙ (u + offset)) W_2 + b_2`, where `g = x W_g + b_g` and
+    `f(x W_1 + b_1) W_2 + b_2`, or gated, `(f(g) ⊙ (u + offset)) W_2 + b_2`, where `g = x W_g + b_g` and
     `u = x W_1 + b_1`.
 
     Source: gates: Shazeer 2020, arXiv 2002.05202; beta: Ramachandran et al. 2017, arXiv 1710.05941; offset
@@ -44,18 +43,18 @@ class FeedForwardConfig:
 
     d_ff: int  # inner width
     # f. "gelu" is `x Φ(x)`, "gelu_tanh" its approximation by tanh, "gelu_sigmoid" `x σ(1.702 x)`, "swish" `x
-    # σ(beta x)`, "relu_squared" `max(0, x)²`; "xielu" is of feed-forward layers alone, see `XIELU`
+    # σ(beta x)`, "relu_squared" `max(0, x)²`; "xielu" is only for feed-forward layers, see `XIELU`
     activation: Activation = "relu"
-    gated: bool = False  # whether there is a gate
-    bias: bool = True  # whether the inner maps have biases; `out_bias` is for W_2
+    gated: bool = False  # True for a gated layer
+    bias: bool = True  # True for biases of the inner maps; `out_bias` is for W_2
     out_bias: bool = True
-    dropout: float = 0.0  # on the inner activations, while training
-    beta: float = 1.0  # of "swish"
-    offset: float = 0.0  # added to u, for layers with a gate
-    # c where g is at most c and u between −c and c, for layers with a gate; None if they have no limit
+    dropout: float = 0.0  # dropout on the inner activations in training
+    beta: float = 1.0  # beta of "swish"
+    offset: float = 0.0  # added to u in gated layers
+    # limit c of gated layers: g is clipped to at most c, u to [−c, c]; None without a limit
     limit: float | None = None
-    # share s of the gate's channels below their mean plus Φ⁻¹(s) of their standard deviations, which is taken
-    # from them; what is then negative becomes 0. For layers with a gate; 0 for none
+    # expected share s of zeros of the gate in gated layers: g becomes `max(0, g − mean − Φ⁻¹(s) std)`, with
+    # mean and standard deviation over the channels; 0 for no sparsity
     sparsity: float = 0.0
 
 
@@ -66,11 +65,11 @@ EXPERTS_NORMS = ("shared_out", "shared", "out", "experts", "router")
 @final
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of experts: feed-forward layers of which every token passes the few that a router chooses.
+    """A mixture of experts: a router chooses a few feed-forward layers for every token.
 
-    The router gives every expert a score, the map `x W_r + b_r` after `scores`. The experts of the highest
-    scores are chosen, and their outputs are summed with the scores as weights. With `norm_eps`, the layer is
-    `n₁(shared(n₂(x))) + n₃(experts(n₄(x)))`, and the router reads `n₅(x) / √d`.
+    The router scores every expert by the map `x W_r + b_r` and the function `scores`. The experts with the
+    highest scores are chosen, and their outputs are summed with the scores as weights. If `norm_eps` is
+    given, the layer is `n₁(shared(n₂(x))) + n₃(experts(n₄(x)))`, and the router reads `n₅(x) / √d`.
 
     Source: Shazeer et al. 2017, arXiv 1701.06538; shared experts: Dai et al. 2024, arXiv 2401.06066; groups:
     DeepSeek-AI 2024, arXiv 2405.04434, section 2.2.2; correction: DeepSeek-AI 2024, arXiv 2412.19437, section
@@ -78,32 +77,31 @@ class ExpertsConfig:
     github.com/huggingface/transformers, version 5.23.0.
     """
 
-    expert: FeedForwardConfig  # every one of them
+    expert: FeedForwardConfig  # architecture of every expert
     num_experts: int
-    top_k: int  # how many a token passes
-    # "softmax" over all experts, "sigmoid" of each, or "sparsemixer": the experts are chosen one after the
-    # other, each by a softmax over those not yet chosen and near the best of them. While training,
-    # "sparsemixer" chooses as in evaluation, without noise
+    top_k: int  # number of chosen experts per token
+    # "softmax" over all experts, "sigmoid" of every score, or "sparsemixer": experts are chosen one after the
+    # other, by a softmax over the remaining experts near the best score, without noise in training too
     scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
-    # whether the weights of the chosen are divided by their sum; with "softmax", the same as a softmax over
-    # the chosen alone
+    # True to divide the weights of chosen experts by their sum; "softmax" is then a softmax over the chosen
+    # experts
     normalised: bool = False
-    min_sum: float = 0.0  # the least that they are divided by
-    scale: float = 1.0  # the weights are multiplied by this
-    scale_input: bool = False  # whether the weights multiply what the experts read, not what they give
-    router_bias: bool = False  # whether there is b_r
-    # whether every expert has a number that is added to its score for the choice, and not for the weight
+    min_sum: float = 0.0  # lower bound of that sum
+    scale: float = 1.0  # factor of the weights
+    scale_input: bool = False  # True if the weights multiply inputs of experts instead of outputs
+    router_bias: bool = False  # True for a bias b_r
+    # True for a stored correction per expert, added to scores for the choice but not for the weights
     correction: bool = False
-    groups: int = 1  # experts are in this many groups of one size, the first ones in the first group
-    top_groups: int = 1  # how many of the groups a token may choose from
-    # what groups are chosen by: their best score, or the sum of their two best
+    groups: int = 1  # number of groups of consecutive experts, of equal size
+    top_groups: int = 1  # number of groups from which a token may choose
+    # score of a group: its best score, or the sum of its two best scores
     group_score: Literal["best", "two_best"] = "best"
-    # for "sparsemixer"; experts of score s with `best − s > threshold · max(|s|, best)` are out
+    # for "sparsemixer": experts of score s with `best − s > threshold · max(|s|, best)` are left out
     threshold: float = 0.0
-    shared: FeedForwardConfig | None = None  # a layer that every token passes besides; None without
-    norm_eps: float | None = None  # below the roots of the norms within; None without them
-    weighted: bool = False  # whether every expert has a number that its weights are multiplied by
-    # whether what the shared layer gives is multiplied by a gate, a sigmoid of a map of its token
+    shared: FeedForwardConfig | None = None  # additional layer for every token; None without
+    norm_eps: float | None = None  # epsilon of the norms n₁ to n₅; None without these norms
+    weighted: bool = False  # True for a learned factor per expert on its weights
+    # True for a gate on the output of the shared layer, the sigmoid of a map of the token
     shared_gate: bool = False
 
     def __post_init__(self) -> None:
@@ -123,23 +121,23 @@ class ExpertsConfig:
 @final
 @dataclass(frozen=True)
 class SublayerConfig:
-    """The frame around attention or a feed-forward layer f."""
+    """The residual frame around attention or a feed-forward layer f."""
 
     norm: NormConfig | None = NormConfig()  # "pre": `x + f(norm(x))`; "post": `norm(x + f(x))`; None without
-    place: Literal["pre", "post"] = "pre"  # where `norm` is
-    # of what f adds, before the sum; with a pre-norm, both together are a sandwich
+    place: Literal["pre", "post"] = "pre"  # position of `norm`
+    # norm of the output of f, before the sum; together with a pre-norm, a sandwich norm
     out_norm: NormConfig | None = None
-    scale: float = 1.0  # what f adds is multiplied by this
-    dropout: float = 0.0  # on what f adds, while training
-    from_norm: bool = False  # whether the sum is taken with the normalised input instead of the input
+    scale: float = 1.0  # factor of the output of f
+    dropout: float = 0.0  # dropout on the output of f in training
+    from_norm: bool = False  # True for a sum with the normalised input instead of the input
 
 
 @final
 @dataclass(frozen=True)
 class BlockInputConfig:
-    """What a block adds of an input of its own: `x + norm((f(x W_g) ⊙ input) W_o)`."""
+    """An additional input of a block: `x + norm((f(x W_g) ⊙ input) W_o)`."""
 
-    width: int  # of the input
+    width: int  # width of the input
     activation: Activation  # f
     norm: NormConfig
 
@@ -147,9 +145,9 @@ class BlockInputConfig:
 @final
 @dataclass(frozen=True)
 class BlockInputsConfig:
-    """Inputs of the blocks, made of tokens t and their embeddings x: `(norm(x W / √d) + √w E[t]) / √2`.
+    """Inputs of the blocks from tokens t and their embeddings x: `(norm(x W / √d) + √w E[t]) / √2`.
 
-    E has w numbers of a token for each block, and W makes as many of its embedding.
+    E has w values per token and block; W maps the embedding to as many values.
 
     Source: "per-layer embeddings" of `modeling_gemma3n.py` and `modeling_gemma4.py` in
     github.com/huggingface/transformers, version 5.23.0.
@@ -157,19 +155,19 @@ class BlockInputsConfig:
 
     vocab_size: int  # rows of E
     width: int  # w
-    norm: NormConfig  # over the numbers of each block
+    norm: NormConfig  # norm over the w values of each block
 
 
 @final
 @dataclass(frozen=True)
 class StreamsConfig:
-    """Several streams, of which a block computes with one; see `models.streams`."""
+    """Several residual streams with one active stream; see `models.streams`."""
 
-    number: int  # of streams
-    active: int  # the one that blocks compute with
-    scaled: bool  # whether its channels have a number each before a block's own input is made of it
-    rank: int  # of the map that is added to what the attention reads
-    eps: float  # of the norms
+    number: int  # number of streams
+    active: int  # index of the active stream, the stream of the sub-layers
+    scaled: bool  # True for a learned scale per channel of the active stream, for `BlockInputConfig`
+    rank: int  # rank of the low-rank residual map
+    eps: float  # epsilon of the norms
 
 
 @final
@@ -177,100 +175,99 @@ class StreamsConfig:
 class BlockConfig:
     """A block: self-attention, cross-attention if there is any, and a feed-forward layer."""
 
-    attention: SublayerConfig  # the frame of the self-attention
-    feed_forward: FeedForwardConfig | ExpertsConfig  # the feed-forward layer, or a mixture of them
-    feed_forward_frame: SublayerConfig  # its frame
-    cross: SublayerConfig | None = None  # the frame of the cross-attention; None without
-    # whether attention and feed-forward layer read the same stream, and what both add is added at once.
-    # Without a norm in `feed_forward_frame`, the feed-forward layer reads what the attention reads
+    attention: SublayerConfig  # frame of the self-attention
+    feed_forward: FeedForwardConfig | ExpertsConfig  # feed-forward layer or mixture of experts
+    feed_forward_frame: SublayerConfig  # frame of the feed-forward layer
+    cross: SublayerConfig | None = None  # frame of the cross-attention; None without
+    # True if attention and feed-forward layer read the same stream and their outputs are added together.
+    # Without a norm in `feed_forward_frame`, the feed-forward layer has the same input as the attention
     parallel: bool = False
-    # the block whose keys and values the self-attention uses, its own number where later ones use them, too;
-    # None where it alone uses its own
+    # number of the block whose keys and values the self-attention uses: an earlier block, or this block if
+    # later blocks share its keys and values; None without KV sharing
     keys: int | None = None
-    input: BlockInputConfig | None = None  # what it adds after the feed-forward layer; None for nothing
-    scaled: bool = False  # whether the stream after it is multiplied by a number that the file has
-    streams: StreamsConfig | None = None  # None where there is one
+    input: BlockInputConfig | None = None  # additional input after the feed-forward layer; None without
+    scaled: bool = False  # True for a stored factor of the stream after the block
+    streams: StreamsConfig | None = None  # several streams; None for a single stream
 
 
 @final
 @dataclass(frozen=True)
 class MaskedTokens:
-    """Masked tokens as ESM has them: their rows count as 0, and all rows are multiplied by a number.
+    """Rescaling for masked tokens, as in ESM: rows of masked tokens are 0, and all rows share a factor.
 
-    It is the share of tokens that were not masked in training over their share in the text.
+    The factor is the share of unmasked tokens in training over the share of unmasked tokens in the text.
 
     Source: `EsmEmbeddings` of github.com/huggingface/transformers.
     """
 
-    token: int  # in the place of masked ones
-    padding: int  # that does not count as a token of the text
-    trained: float = 0.15 * 0.8  # share of tokens that were masked in training
+    token: int  # id of the mask token
+    padding: int  # id of the padding token, which does not count as a token of the text
+    trained: float = 0.15 * 0.8  # share of masked tokens in training
 
 
 @final
 @dataclass(frozen=True)
 class EmbeddingsConfig:
-    """From token ids to the stream."""
+    """Embeddings: the map from token ids to the stream."""
 
     vocab_size: int  # rows of the table
-    # of the table, from which a map leads to d_model (with a bias if `map_bias`); d_model without a map if
-    # None. With `map_first`, positions are added behind the map
+    # width of the table, followed by a map to d_model (with a bias if `map_bias`); if None, d_model without a
+    # map. If `map_first`, positions are added after the map
     width: int | None = None
     map_bias: bool = False
     map_first: bool = False
-    scale: float = 1.0  # the rows are multiplied by this
-    positions: Literal["none", "learned", "sinusoidal"] = "none"  # what is added for the position of a token
+    scale: float = 1.0  # factor of the rows
+    positions: Literal["none", "learned", "sinusoidal"] = "none"  # position encoding added to the rows
     num_positions: int = 0  # rows of learned positions
     position_offset: int = 0  # position p is row `p + position_offset` of the learned or sinusoidal table
-    # where positions that are not given count the tokens before that are not this one; this one itself has
-    # the position before the first. None where they count all
+    # padding token, which default positions do not count: padding has the position before the first token.
+    # None to count all tokens
     padding_id: int | None = None
     # see `attention.sinusoidal`
     sinusoidal_layout: Literal["halves", "interleaved", "tensor2tensor"] = "interleaved"
-    num_types: int = 0  # rows of a table for the segments of a text; 0 without
-    masked: MaskedTokens | None = None  # what becomes of masked tokens, if not what becomes of all
-    norm: NormConfig | None = None  # of the sum; None without
-    norm_first: bool = False  # whether the norm is of the sum before positions are added to it
-    dropout: float = 0.0  # while training
+    num_types: int = 0  # rows of the table of segments (token types); 0 without
+    masked: MaskedTokens | None = None  # rescaling for masked tokens; None without
+    norm: NormConfig | None = None  # norm of the sum; None without
+    norm_first: bool = False  # True for a norm before positions are added
+    dropout: float = 0.0  # dropout in training
 
 
 @final
 @dataclass(frozen=True)
 class HeadConfig:
-    """From the stream to logits."""
+    """The language-model head: the map from the stream to logits."""
 
-    tied: bool = True  # whether the output table is that of the embeddings
-    bias: bool = False  # whether every token has a bias
-    # of what the output table reads; d_model if None. A map with `map_bias` leads to it, followed by
-    # `activation` and `norm`, which BERT and its like have
+    tied: bool = True  # True if the output table is the table of the embeddings
+    bias: bool = False  # True for a bias per token
+    # width of the input of the output table; d_model if None. A map (with a bias if `map_bias`), `activation`
+    # and `norm` may precede the output table, as in BERT
     width: int | None = None
-    transform: bool = False  # whether there is that map
-    outputs: int | None = None  # how many logits there are; one for every token if None
+    transform: bool = False  # True for that map
+    outputs: int | None = None  # number of logits; the size of the vocabulary if None
     map_bias: bool = True
     activation: Activation | None = None
     norm: NormConfig | None = None
-    input_scale: float = 1.0  # what the output table reads is multiplied by this
-    scale: float = 1.0  # logits are multiplied by this
-    soft_cap: float | None = None  # c where logits s become `c · tanh(s / c)`; None if they do not
+    input_scale: float = 1.0  # factor of the input of the output table
+    scale: float = 1.0  # factor of the logits
+    soft_cap: float | None = None  # c in `c · tanh(s / c)`, applied to logits s; None for no cap
 
 
 @final
 @dataclass(frozen=True)
 class LanguageModelArchitecture:
-    """A decoder or an encoder, alone or as one half of a model."""
+    """The architecture of a decoder or an encoder, alone or as one half of a model."""
 
-    # "decoder" sees a text causally and predicts the next token; "encoder" sees all of it and predicts
-    # something of every token, mostly the token itself
+    # "decoder" attends causally and predicts the next token; "encoder" attends to the whole text and makes a
+    # prediction for every token, mostly the token itself
     kind: Literal["decoder", "encoder"]
     d_model: int  # width of the stream
-    embeddings: EmbeddingsConfig  # of the tokens
-    blocks: tuple[BlockConfig, ...]  # each with weights of its own
-    final_norm: NormConfig | None = None  # after the last block; None without
-    head: HeadConfig | None = HeadConfig()  # to logits; None where the model ends with the stream
-    # numbers of the blocks in the order of their use, where one serves several times; from the first to the
-    # last if empty
+    embeddings: EmbeddingsConfig  # embeddings of the tokens
+    blocks: tuple[BlockConfig, ...]  # blocks with separate weights
+    final_norm: NormConfig | None = None  # norm after the last block; None without
+    head: HeadConfig | None = HeadConfig()  # head to logits; None for a model without a head
+    # numbers of the blocks in order of use, for models with repeated blocks; if empty, every block once
     order: tuple[int, ...] = ()
-    inputs: BlockInputsConfig | None = None  # of the blocks; None where they have none
+    inputs: BlockInputsConfig | None = None  # additional inputs of the blocks; None without
 
     def __post_init__(self) -> None:
         if self.order and {*self.order} != {*range(len(self.blocks))}:
@@ -281,23 +278,23 @@ class LanguageModelArchitecture:
 
     @property
     def uses(self) -> tuple[int, ...]:
-        """The number of the block that each layer of the model is a use of, in order."""
+        """Block number for each layer of the model, in order of use."""
         return self.order or tuple(range(len(self.blocks)))
 
     @property
     def streams(self) -> StreamsConfig | None:
-        """The streams between blocks; None where there is one."""
+        """The streams between blocks; None for a single stream."""
         return self.blocks[0].streams if self.blocks else None
 
 
 @final
 @dataclass(frozen=True)
 class EncoderDecoderArchitecture:
-    """An encoder and a decoder that attends to what it makes."""
+    """The architecture of an encoder and a decoder with cross-attention to the encoder's output."""
 
-    encoder: LanguageModelArchitecture  # without a head
-    decoder: LanguageModelArchitecture  # with cross-attention; its embeddings have the encoder's scale
-    shared: bool  # whether both have one table
+    encoder: LanguageModelArchitecture  # architecture without a head
+    decoder: LanguageModelArchitecture  # architecture with cross-attention; embedding scale of the encoder
+    shared: bool  # True if encoder and decoder share one embedding table
 
     def __post_init__(self) -> None:
         source = self.encoder.embeddings

@@ -1,4 +1,4 @@
-"""The blocks of every model: attention and feed-forward layers, each in a residual frame."""
+"""The blocks of every model: attention and feed-forward layers in residual frames."""
 
 import copy
 from collections.abc import Iterable, Iterator
@@ -26,17 +26,17 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class NewTokens(NamedTuple):
-    """Tokens of a step of decoding that do not simply follow each other."""
+    """New tokens of a decoding step, with positions or masks other than the default."""
 
-    positions: PositionIds  # of each token
-    # what they see of the tokens held and of each other, numbers added to the scores, `[batch, 1, new,
-    # held]`; None for everything
+    positions: PositionIds  # positions of the tokens
+    # values added to the scores of new tokens and all cached tokens, `[batch, 1, new, cached]`; None for no
+    # mask
     mask: Tensor | None
 
 
 @final
 class OffsetNorm(nn.Module):
-    """A norm whose weights are stored relative to a number: `normal(x) ⊙ (offset + weight) + bias`."""
+    """A norm with weights stored relative to an offset: `normal(x) ⊙ (offset + weight) + bias`."""
 
     def __init__(self, config: NormConfig, d_model: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class OffsetNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(d_model)) if has_bias else None
 
     def forward(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
-        # In float32 at least: next to 1, the numbers that are stored would lose what they are stored for.
+        # Half precision would round small stored weights away when the offset is added.
         shape = x.shape[-1:]
         wide = torch.promote_types(x.dtype, torch.float32)
         weight = self.offset + self.weight.to(wide)
@@ -59,7 +59,7 @@ class OffsetNorm(nn.Module):
 
 
 def make_norm(config: NormConfig | None, d_model: int) -> nn.Module:
-    """The norm, with weights that change nothing yet; the identity for None."""
+    """Build a norm with weights initialised to the identity; `nn.Identity` for None."""
     if config is None:
         return nn.Identity()
     if config.offset:
@@ -71,10 +71,10 @@ def make_norm(config: NormConfig | None, d_model: int) -> nn.Module:
 
 @final
 class Residual(nn.Module):
-    """The frame around a sub-layer: its norms, its dropout, and the sum.
+    """The residual frame around a sub-layer: norms, dropout and the sum.
 
-    Post-norm, the paper's: `norm(x + dropout(f(x)))`. Pre-norm: `x + dropout(f(norm(x)))`.
-    A sub-layer is called between `enter` and `leave`.
+    Post-norm, as in the paper: `norm(x + dropout(f(x)))`. Pre-norm: `x + dropout(f(norm(x)))`.
+    Call the sub-layer between `enter` and `leave`.
     """
 
     def __init__(self, config: SublayerConfig, d_model: int) -> None:
@@ -87,16 +87,16 @@ class Residual(nn.Module):
         self.from_norm = config.from_norm
 
     def enter(self, x: Tensor) -> Tensor:
-        """What the sub-layer reads."""
+        """Return the input of the sub-layer."""
         return self.norm(x) if self.pre else x
 
     def leave(self, x: Tensor, change: Tensor) -> Tensor:
-        """The stream after the sub-layer, from the stream before it and its output."""
+        """Return the stream after the sub-layer, from the stream before and the sub-layer's output."""
         total = (self.norm(x) if self.from_norm else x) + self.added(change)
         return total if self.pre else self.norm(total)
 
     def added(self, change: Tensor) -> Tensor:
-        """What a sub-layer's output adds to the stream."""
+        """Return the summand of the stream: the sub-layer's output after norm, scale and dropout."""
         if self.out_norm is not None:
             change = self.out_norm(change)
         if self.scale != 1.0:
@@ -106,11 +106,12 @@ class Residual(nn.Module):
     def part_added(
         self, part: Float[Tensor, "*rows d_model"], total: Float[Tensor, "*rows d_model"]
     ) -> Float[Tensor, "*rows d_model"]:
-        """Compute what a part of a sub-layer's output adds to the stream.
+        """Compute the contribution of a part of a sub-layer's output to the stream.
 
-        A norm after the sub-layer divides by the size of the whole output. So parts that sum to the total add
-        up to what the total adds, without the bias of such a norm.
+        A norm after the sub-layer divides by the size of the whole output. If parts sum to the total, their
+        contributions sum to that of the total, without the bias of such a norm.
         """
+        # The norm is linear once the size of the total is fixed.
         norm = self.out_norm
         if norm is not None and not isinstance(norm, nn.Identity):
             if isinstance(norm, nn.LayerNorm) or (isinstance(norm, OffsetNorm) and norm.kind == "layer"):
@@ -126,7 +127,7 @@ class Residual(nn.Module):
 
 @final
 class BlockInputs(nn.Module):
-    """See `BlockInputsConfig`."""
+    """The inputs of all blocks; see `BlockInputsConfig`."""
 
     def __init__(self, config: BlockInputsConfig, d_model: int, num_blocks: int) -> None:
         super().__init__()
@@ -141,7 +142,7 @@ class BlockInputs(nn.Module):
         self, ids: Int[Tensor, "batch length"], x: Float[Tensor, "batch length d_model"]
     ) -> Float[Tensor, "batch length blocks width"]:
         width = self.config.width
-        # Tokens that stand for pictures and sounds may have no row.
+        # Tokens of pictures and sounds may lie outside the table.
         rows = self.table(ids.where(ids < self.config.vocab_size, 0)) * width**0.5
         mapped = self.map(x) * self.d_model**-0.5
         added: Tensor = self.norm(mapped.unflatten(-1, (-1, width))) + rows.unflatten(-1, (-1, width))
@@ -150,7 +151,7 @@ class BlockInputs(nn.Module):
 
 @final
 class BlockInput(nn.Module):
-    """What a block makes of its input; see `BlockInputConfig`."""
+    """The additional input of a block; see `BlockInputConfig`."""
 
     def __init__(self, config: BlockInputConfig, d_model: int) -> None:
         super().__init__()
@@ -162,13 +163,13 @@ class BlockInput(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch length d_model"], given: Float[Tensor, "batch length width"]
     ) -> Float[Tensor, "batch length d_model"]:
-        """What the input adds to the stream."""
+        """Return the summand of the stream."""
         return self.norm(self.outer(self.activation(self.gate(x)) * given))  # type: ignore[no-any-return]
 
 
 @final
 class Block(nn.Module):
-    """Self-attention, cross-attention if there is any, then feed-forward, then an input of its own."""
+    """A Transformer block: self-attention, optional cross-attention, feed-forward layer, optional input."""
 
     scale: Tensor | None
 
@@ -208,16 +209,16 @@ class Block(nn.Module):
         memory_cache: AttentionCache | None = None,
         **options: Any,
     ) -> Float[Tensor, "batch length *streams d_model"]:
-        """Read and write the stream, or the streams; the options are named in `_computed`.
+        """Apply the block to the stream, or to several streams; see `_computed` for options.
 
-        While decoding, several hypotheses may share a sentence's memory: `x` then has a multiple of
-        the memory's rows, rows of one sentence side by side, and each sentence's hypotheses read
-        the memory as one longer row of queries. Without a memory, `memory_cache` holds it.
+        In decoding, several hypotheses may share the memory of a sentence: the rows of `x` are then a
+        multiple of the rows of the memory, with rows of a sentence next to each other, and the hypotheses of
+        a sentence attend as one longer row of queries. If `memory` is None, `memory_cache` replaces it.
 
-        `lent` holds the keys and values that several blocks use (`BlockConfig.keys`), and `given` is the
-        block's own input.
+        `lent` collects shared keys and values by block (`BlockConfig.keys`); `given` is the additional input
+        of the block.
         """
-        # What a cache holds must not be added to it twice.
+        # A recomputed forward pass would append its tokens to the cache a second time.
         if self.recompute and self.training and torch.is_grad_enabled() and cache is memory_cache is None:
             found: Tensor = checkpoint(self._computed, x, mask, use_reentrant=False, **options)
             return found
@@ -237,6 +238,7 @@ class Block(nn.Module):
         lent: dict[int, Kept] | None = None,
         given: Float[Tensor, "batch length width"] | None = None,
     ) -> Tensor:
+        # The sub-layers run on one stream; other streams are predicted here and corrected at the end.
         predicted = None
         if self.streams is not None:
             predicted = self.streams.predict(x)
@@ -249,7 +251,7 @@ class Block(nn.Module):
         own, _, kept = self.self_attention(read, mask=mask, **options)
         if self.keys is not None and lent is not None and not self.borrows:
             lent[self.keys] = kept
-        del kept  # which would take its memory to the end of the block
+        del kept  # frees its memory before the feed-forward layer
         if self.parallel:
             fed = self.feed_forward(read if self.shares_norm else self.feed_forward_residual.enter(x))
             x = self.self_residual.leave(x, own) + self.feed_forward_residual.added(fed)
@@ -278,7 +280,7 @@ class Block(nn.Module):
 
 
 def sharing_copy(module: ModuleT) -> ModuleT:
-    """Copy the modules of a module; parameters and buffers are the same ones."""
+    """Copy a module with all submodules; parameters and buffers are shared, not copied."""
     held = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     return copy.deepcopy(module, held)
 
@@ -286,14 +288,14 @@ def sharing_copy(module: ModuleT) -> ModuleT:
 def each_once(
     layers: Iterable[MultiHeadAttention], seen: dict[int, MultiHeadAttention]
 ) -> Iterator[MultiHeadAttention]:
-    """Yield layers; one that came before, also in `seen`, as a module of its own with the same parameters."""
+    """Yield layers; a repeated layer, or a layer in `seen`, becomes a new module with shared parameters."""
     for layer in layers:
         yield sharing_copy(layer) if id(layer) in seen else layer
         seen[id(layer)] = layer
 
 
 def recompute_activations(blocks: Iterable[nn.Module]) -> None:
-    """Let blocks keep their input alone in a training step; see `Block.recompute`."""
+    """Set blocks to recompute activations in the backward pass instead of storing them."""
     for block in blocks:
         assert isinstance(block, Block), type(block)
         block.recompute = True

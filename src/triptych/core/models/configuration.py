@@ -1,4 +1,4 @@
-"""What a model is made of: one frozen tree, the same in a recipe and in `config.json`."""
+"""Configurations of models: one frozen tree, equal in a recipe and in `config.json`."""
 
 import dataclasses
 import math
@@ -30,15 +30,15 @@ StackName = Literal["encoder", "decoder", "cross"]
 
 
 class VectorsConfig(BaseModel):
-    """What the table of embeddings begins with, and whether it is trained.
+    """Initial values and training of the embedding table.
 
     Attributes:
-        vectors: a file of word vectors: text with a word and its numbers in each line (word2vec, GloVe), or
-            safetensors with one tensor, a row for each token. A token takes the vector of its text without
-            the space before it, or else of its text in lower case; the others keep the values drawn. The
-            vectors are multiplied by one number, which makes them as large as the drawn values. For a
-            translator whose target has a table of its own: the vectors of the source.
-        frozen: whether training leaves the tables as they are, the output table with them where it is tied.
+        vectors: file of word vectors: text with a word and its values in each line (word2vec, GloVe), or
+            safetensors with one tensor, a row per token. A token gets the vector of its text without leading
+            space, or else of its text in lower case; tokens without a vector keep their drawn values. One
+            common factor makes the vectors as large as the drawn values. In a translator with separate
+            tables, the vectors are for the source.
+        frozen: keep the tables unchanged in training, including a tied output table.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -48,22 +48,22 @@ class VectorsConfig(BaseModel):
 
 
 class TranslatorVectorsConfig(VectorsConfig):
-    """What the tables of embeddings begin with, and whether they are trained.
+    """Initial values and training of the embedding tables.
 
     Attributes:
-        target_vectors: the same for the target, where it has a table of its own.
+        target_vectors: the same for the target, if source and target have separate tables.
     """
 
     target_vectors: str = ""
 
 
 class EncoderConfig(BaseModel):
-    """The encoder's stack.
+    """Configuration of the encoder.
 
     Attributes:
         num_layers: number of blocks.
         attention: self-attention of every layer not named in `attention_in_layer`.
-        attention_in_layer: layers (from 0) that differ, each with a site of its own.
+        attention_in_layer: self-attention of single layers, by layer number from 0.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -74,14 +74,14 @@ class EncoderConfig(BaseModel):
 
 
 class DecoderConfig(BaseModel):
-    """The decoder's stack.
+    """Configuration of the decoder.
 
     Attributes:
         num_layers: number of blocks.
         attention: self-attention of every layer not named in `attention_in_layer`.
-        cross_attention: attention to the memory, in every layer not named in `cross_attention_in_layer`.
-        attention_in_layer: layers (from 0) that differ, each with a site of its own.
-        cross_attention_in_layer: the same for the attention to the memory.
+        cross_attention: cross-attention of every layer not named in `cross_attention_in_layer`.
+        attention_in_layer: self-attention of single layers, by layer number from 0.
+        cross_attention_in_layer: the same for cross-attention.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -99,21 +99,21 @@ class ModelConfig(StoredTable):
     Attributes:
         d_model: width of the residual stream.
         d_ff: inner width of the feed-forward layers.
-        num_heads: number of heads of an attention site that does not set its own.
+        num_heads: number of heads; default of all attention sites.
         d_k: width of queries and keys; d_model / num_heads if None.
         d_v: width of values; d_model / num_heads if None.
-        dropout: on the output of every sub-layer and on the embeddings.
-        activation_dropout: inside the feed-forward layers (not in the paper).
-        activation: between the two maps of the feed-forward layers: "relu" as the paper, "gelu"
-            (x Φ(x), Φ the normal distribution) or "swish" (x / (1 + e^−x)).
-        norm: "post" normalises after the residual sum, as the paper; "pre" before each sub-layer.
-        tie_embeddings: which of the three tables (source, target, output) are one: "all" as the
-            paper, "target" (target and output), or "none".
-        output_bias: whether every token has a bias in the logits, as in some checkpoints that are
-            read in; it cannot be trained.
-        max_source_tokens: longest source sentence the model is meant for; longer ones are
-            translated in pieces.
-        positions: how positions are encoded.
+        dropout: dropout on the output of every sub-layer and on the embeddings.
+        activation_dropout: dropout inside the feed-forward layers (not in the paper).
+        activation: activation of the feed-forward layers: "relu" as in the paper, "gelu" (x Φ(x), Φ the
+            normal distribution) or "swish" (x / (1 + e^−x)).
+        norm: "post" normalises after the residual sum, as in the paper; "pre" before each sub-layer.
+        tie_embeddings: sharing of the three tables (source, target, output): "all" as in the paper, "target"
+            (target and output), or "none".
+        output_bias: add a bias per token to the logits, as in some imported checkpoints; the bias cannot be
+            trained.
+        max_source_tokens: longest source sentence for the model, in tokens; longer sentences are translated
+            in pieces.
+        positions: position encoding.
         embeddings: pretrained or frozen embeddings.
     """
 
@@ -167,7 +167,7 @@ class ModelConfig(StoredTable):
         return self
 
     def sites(self, stack: StackName) -> list[AttentionConfig]:
-        """The attention of every layer of a stack ("cross" reads the memory), sizes filled in."""
+        """Return the attention of every layer of a stack, with default sizes; "cross" is cross-attention."""
         own = self.encoder if stack == "encoder" else self.decoder
         kind = "attention"
         kind = "cross_attention" if stack == "cross" else kind
@@ -176,8 +176,8 @@ class ModelConfig(StoredTable):
         return [_filled_in(unusual.get(i, usual), self) for i in range(own.num_layers)]
 
     def architecture(self, src_vocab_size: int, tgt_vocab_size: int) -> EncoderDecoderArchitecture:
-        """What the model is made of, for vocabularies of these sizes."""
-        # Pre-norm leaves the stream itself unnormalised, so each stack ends with a norm of its own.
+        """Build the architecture of the model, for vocabularies of these sizes."""
+        # Pre-norm leaves the stream itself unnormalised, so each stack ends with a final norm.
         norm = NormConfig() if self.norm == "pre" else None
         embeddings = self.positions.embeddings(src_vocab_size, math.sqrt(self.d_model), self.dropout)
         encoder = LanguageModelArchitecture(
@@ -198,38 +198,38 @@ class ModelConfig(StoredTable):
         return EncoderDecoderArchitecture(encoder, decoder, self.tie_embeddings == "all")
 
     def block(self, *, cross: bool) -> BlockConfig:
-        """What the blocks of the encoder are made of; with `cross`, the blocks of the decoder."""
+        """Build the architecture of an encoder block, or of a decoder block with `cross`."""
         frame = SublayerConfig(NormConfig(), self.norm, dropout=self.dropout)
         feed_forward = FeedForwardConfig(self.d_ff, self.activation, dropout=self.activation_dropout)
         return BlockConfig(frame, feed_forward, frame, frame if cross else None)
 
 
 class LanguageModelConfig(StoredTable):
-    """A decoder-only model that predicts the next token, or an encoder-only one that predicts masked tokens.
+    """A decoder-only model for the next token, or an encoder-only model for masked tokens.
 
     Attributes:
         num_layers: number of blocks.
         d_model: width of the residual stream.
-        d_ff: inner width of the feed-forward layers; 4 · d_model if None, or 8/3 of it with a gate, rounded
-            up to a multiple of 8.
-        num_heads: number of heads of an attention layer that does not set its own.
+        d_ff: inner width of the feed-forward layers; if None, 4 · d_model, or 8/3 · d_model for gated layers,
+            rounded up to a multiple of 8.
+        num_heads: number of heads; default of all attention layers.
         d_k: width of queries and keys; d_model / num_heads if None.
         d_v: width of values; d_model / num_heads if None.
-        dropout: on the output of every sub-layer and on the embeddings.
-        activation_dropout: inside the feed-forward layers.
-        activation: of the feed-forward layers.
-        gated: whether the feed-forward layers have a gate ("swish" with a gate is SwiGLU).
+        dropout: dropout on the output of every sub-layer and on the embeddings.
+        activation_dropout: dropout inside the feed-forward layers.
+        activation: activation of the feed-forward layers.
+        gated: use gated feed-forward layers (SwiGLU with "swish").
         norm: "pre" normalises before each sub-layer and after the last block, "post" after the residual sums.
         norm_kind: LayerNorm or RMSNorm.
-        norm_eps: added below the root.
-        bias: whether feed-forward layers and LayerNorms have biases. Biases of the attention are options of
-            its parameterisation.
-        tie_embeddings: whether the output table is that of the embeddings.
-        context: longest text in tokens that the model is trained on, and for "learned" positions the longest
-            that it can read.
-        positions: how positions are encoded.
-        attention: every layer not named in `attention_in_layer`.
-        attention_in_layer: layers (from 0) that differ.
+        norm_eps: constant below the root of norms.
+        bias: add biases to feed-forward layers and LayerNorms. Biases of the attention are options of its
+            parameterisation.
+        tie_embeddings: use the embedding table as the output table.
+        context: longest text in training, in tokens. `positions.max_tokens` limits every text with "learned"
+            positions.
+        positions: position encoding.
+        attention: attention of every layer not named in `attention_in_layer`.
+        attention_in_layer: attention of single layers, by layer number from 0.
         embeddings: pretrained or frozen embeddings.
     """
 
@@ -269,13 +269,14 @@ class LanguageModelConfig(StoredTable):
         return self
 
     def sites(self) -> list[AttentionConfig]:
-        """The attention of every layer, sizes filled in."""
+        """Return the attention of every layer, with default sizes."""
         usual = _filled_in(self.attention, self)
         own = {i: _filled_in(attention, self) for i, attention in self.attention_in_layer.items()}
         return [own.get(i, usual) for i in range(self.num_layers)]
 
     def architecture(self, kind: Literal["decoder", "encoder"], vocab_size: int) -> LanguageModelArchitecture:
-        """What the model is made of, for a vocabulary of this size."""
+        """Build the architecture of the model, for a vocabulary of this size."""
+        # A post-norm model has no final norm, but a norm of the embeddings, as in BERT.
         norm = NormConfig(self.norm_kind, self.norm_eps, bias=self.bias)
         frame = SublayerConfig(norm, self.norm, dropout=self.dropout)
         d_ff = self.d_ff or (-(-8 * self.d_model // 24) * 8 if self.gated else 4 * self.d_model)
@@ -296,7 +297,7 @@ class LanguageModelConfig(StoredTable):
 
 
 def _filled_in(attention: AttentionConfig, model: ModelConfig | LanguageModelConfig) -> AttentionConfig:
-    """An attention site with the sizes that it left out, as far as it has such sizes."""
+    """Return an attention site with missing sizes taken from the model, where the site has such options."""
     own = ("num_heads", *option_types(attention.projections))
     sizes = {"num_heads": model.num_heads, "d_k": model.d_k, "d_v": model.d_v}
     filled = {name: size for name, size in sizes.items() if name in own and size is not None}
@@ -310,7 +311,7 @@ def _check_layers(field: str, sites: dict[int, AttentionConfig], num_layers: int
 
 
 def _student(encoder: int, decoder: int) -> ModelConfig:
-    """A deep encoder, which runs once for a sentence, and a shallow decoder, which runs for each token."""
+    """Build a preset with a deep encoder (one run per sentence) and a shallow decoder (one run per token)."""
     return ModelConfig(
         d_model=256,
         d_ff=512,
@@ -342,7 +343,7 @@ _PRESETS: dict[str, ModelConfig] = {
     "student-12-1": _student(12, 1),
 }
 
-# With every size given: nothing of a preset is left to be chosen by the text.
+# Every size is explicit, so that a preset does not depend on defaults or on the text.
 PRESETS: dict[str, ModelConfig] = {
     name: ModelConfig.model_validate(preset.model_dump(exclude_none=True))
     for name, preset in _PRESETS.items()

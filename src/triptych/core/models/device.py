@@ -1,4 +1,4 @@
-"""Where a model computes."""
+"""Devices of models."""
 
 from typing import TypeVar
 
@@ -11,22 +11,22 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def to_device(model: ModelT, device: torch.device) -> ModelT:
-    """Move a model; one whose parameters have no memory yet stays as it is."""
+    """Move a model to a device; a model with parameters on "meta" stays unchanged."""
     return model if any(weight.is_meta for weight in model.parameters()) else model.to(device)
 
 
 def has_fast_bf16(kind: str) -> bool:
-    """Whether a kind of device, "cpu" or "cuda", has products in bfloat16 of its own.
+    """Return True if a kind of device, "cpu" or "cuda", has native bfloat16 products.
 
-    CPUs without AVX-512 compute them many times slower than in float32.
+    CPUs without AVX-512 compute bfloat16 products many times slower than float32 products.
     """
-    if kind == "cuda":  # a plan may be for GPUs that are not here
+    if kind == "cuda":  # without a GPU here, assume a GPU of another machine
         return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
     return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def find_device(name: str) -> torch.device:
-    """The device of a name: cpu, cuda or cuda:N; auto is a GPU if there is one."""
+    """Return the device of a name: cpu, cuda or cuda:N; auto is a GPU if available."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -1,4 +1,4 @@
-"""From token ids to the stream, as every stack begins."""
+"""Embeddings: from token ids to the stream."""
 
 from typing import final
 
@@ -14,10 +14,10 @@ from triptych.core.models.feed_forward import Dropout
 
 @final
 class Embeddings(nn.Module):
-    """The table, positions, segments, a norm."""
+    """Table of embeddings with positions, segments, map, norm and dropout; see `EmbeddingsConfig`."""
 
     def __init__(self, config: EmbeddingsConfig, d_model: int, table: nn.Embedding | None = None) -> None:
-        """Take a table, or draw a small one and learned positions that are as small."""
+        """Use a given table, or draw table and learned positions with a small standard deviation."""
         super().__init__()
         width = config.width or d_model
         self.config = config
@@ -29,7 +29,7 @@ class Embeddings(nn.Module):
         self.norm = make_norm(config.norm, width)
         self.map = None if config.width is None else nn.Linear(width, d_model, bias=config.map_bias)
         self.dropout = Dropout(config.dropout)
-        self.stream_dtype: torch.dtype | None = None  # of the blocks, where it is not the tables' dtype
+        self.stream_dtype: torch.dtype | None = None  # dtype of the blocks, if it differs from the table's
 
     def forward(
         self,
@@ -37,7 +37,8 @@ class Embeddings(nn.Module):
         start: int | PositionIds = 0,
         types: Int[Tensor, "batch length"] | None = None,
     ) -> Float[Tensor, "batch length d_model"]:
-        """Embed tokens whose positions begin at `start`, or are given."""
+        """Embed tokens at positions from `start` on, or at given positions."""
+        # Families differ in the order of map, norm and positions: `map_first` and `norm_first`.
         config = self.config
         x = self.table(ids)
         if self.map is not None and config.map_first:
@@ -82,7 +83,7 @@ def _make_positions(config: EmbeddingsConfig, width: int) -> nn.Module:
 def _rows_of_positions(
     config: EmbeddingsConfig, ids: Int[Tensor, "batch length"], start: int | PositionIds
 ) -> int | PositionIds:
-    """The rows of the table of positions for tokens that begin at `start`, or where it says."""
+    """Return the rows of the position table for tokens from `start` on, or at given positions."""
     offset = config.position_offset
     if config.padding_id is not None and not isinstance(start, PositionIds):
         start = _counted_positions(ids, config.padding_id, start)
@@ -94,7 +95,7 @@ def _rows_of_positions(
 
 
 def _counted_positions(ids: Tensor, padding_id: int, start: int) -> PositionIds:
-    """Positions that count the tokens but for the padding; see `EmbeddingsConfig.padding_id`."""
+    """Return positions that skip padding; see `EmbeddingsConfig.padding_id`."""
     tokens = (ids != padding_id).long()
     return PositionIds((tokens.cumsum(dim=1) + start) * tokens - 1, start + ids.shape[1])
 
@@ -102,7 +103,7 @@ def _counted_positions(ids: Tensor, padding_id: int, start: int) -> PositionIds:
 def _without_masked(
     config: MaskedTokens, x: Float[Tensor, "batch length width"], ids: Int[Tensor, "batch length"]
 ) -> Float[Tensor, "batch length width"]:
-    """Rows of embeddings, 0 for masked tokens; see `MaskedTokens`."""
+    """Set rows of masked tokens to 0 and rescale all rows; see `MaskedTokens`."""
     masked = ids == config.token
     share = masked.sum(dim=1).to(x.dtype) / (ids != config.padding).sum(dim=1)
     factor = (1 - config.trained) / (1 - share)

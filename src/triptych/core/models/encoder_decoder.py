@@ -1,4 +1,4 @@
-"""The Transformer of the paper: two stacks."""
+"""`EncoderDecoder`: the Transformer of the paper."""
 
 from collections.abc import Iterable
 from typing import Literal, final
@@ -16,14 +16,14 @@ from triptych.core.models.language_model import LanguageModel, LanguageModelHead
 
 @final
 class EncoderDecoder(nn.Module):
-    """An encoder, and a decoder that attends to its output, as sections 3.1 to 3.5 of the paper.
+    """An encoder, and a decoder with attention to the encoder's output: sections 3.1 to 3.5 of the paper.
 
     Attributes:
-        encoder: the stack that reads the source; it has no head.
-        decoder: the stack that writes the target.
-        architecture: what they are made of.
-        recipe: its configuration; None for a model that was read from another library's checkpoint.
-        pad_id: the token that attention must not see.
+        encoder: stack of the source, without a head.
+        decoder: stack of the target.
+        architecture: architecture of both stacks.
+        recipe: configuration of the model; None for a model from a checkpoint of another library.
+        pad_id: id of the padding token, masked in attention.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762.
     """
@@ -40,12 +40,12 @@ class EncoderDecoder(nn.Module):
         """Make a model with fresh weights around attention layers.
 
         Args:
-            architecture: what it is made of.
+            architecture: architecture of both stacks.
             encoder: self-attention of every block of the encoder.
             decoder: self-attention of every block of the decoder.
-            cross: attention of every block of the decoder to the encoder's output.
-            pad_id: the token that attention must not see.
-            recipe: the configuration that describes the model, if one does.
+            cross: cross-attention of every block of the decoder.
+            pad_id: id of the padding token, masked in attention.
+            recipe: configuration of the model; None if no recipe describes the model.
         """
         super().__init__()
         self.architecture = architecture
@@ -58,13 +58,13 @@ class EncoderDecoder(nn.Module):
         other = table
         if not architecture.shared:
             other = fresh_table(source.embeddings.vocab_size, d_model, d_model**-0.5)
-        # Both before the blocks, so that a seed gives the same numbers as ever.
+        # Embeddings are drawn before the blocks: a seed gives the same initial values in all versions.
         read = Embeddings(source.embeddings, d_model, other)
         written = Embeddings(target.embeddings, d_model, table)
         seen = dict[int, MultiHeadAttention]()
         encoder, decoder, cross = (each_once(layers, seen) for layers in (encoder, decoder, cross))
         reader = LanguageModel(source, encoder, embeddings=read)
-        # The first of a tied table's names is the one that it is stored by.
+        # A tied table is stored under its first name: the decoder is registered first.
         self.decoder = LanguageModel(target, decoder, cross=cross, embeddings=written)
         self.encoder = reader
 
@@ -72,16 +72,16 @@ class EncoderDecoder(nn.Module):
     def of(
         cls, config: ModelConfig, src_vocab_size: int, tgt_vocab_size: int, pad_id: int = 0
     ) -> "EncoderDecoder":
-        """A model of a recipe, with fresh weights.
+        """Build a model from the configuration of a recipe, with fresh weights.
 
         Args:
-            config: the architecture.
+            config: configuration of the model.
             src_vocab_size: rows of the source embedding.
             tgt_vocab_size: rows of the target embedding and of the output.
-            pad_id: the token that attention must not see.
+            pad_id: id of the padding token, masked in attention.
 
         Raises:
-            ValueError: one table for all asked of vocabularies that differ.
+            ValueError: vocabularies of different sizes cannot share one table.
         """
         if config.tie_embeddings == "all" and src_vocab_size != tgt_vocab_size:
             raise ValueError(
@@ -91,7 +91,8 @@ class EncoderDecoder(nn.Module):
         own = config.positions.in_attention()
         d_model = config.d_model
         heads = config.num_heads
-        # Made one by one while the model is, so that a seed gives the same numbers as ever.
+        # Generators: a layer is drawn when its block is built. A seed then gives the same initial values in
+        # all versions.
         model = cls(
             config.architecture(src_vocab_size, tgt_vocab_size),
             (site.layer(d_model, heads, own) for site in config.sites("encoder")),
@@ -106,10 +107,10 @@ class EncoderDecoder(nn.Module):
 
     @property
     def config(self) -> ModelConfig:
-        """The recipe's.
+        """Configuration from the recipe.
 
         Raises:
-            ValueError: the model was not made by a recipe.
+            ValueError: no recipe describes the model.
         """
         if self.recipe is None:
             raise ValueError(
@@ -120,17 +121,17 @@ class EncoderDecoder(nn.Module):
 
     @property
     def stacks(self) -> dict[Literal["encoder", "decoder"], LanguageModel]:
-        """Both, the encoder first."""
+        """Encoder and decoder by name, in this order."""
         return {"encoder": self.encoder, "decoder": self.decoder}
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The blocks of both stacks, the encoder's first."""
+        """The blocks of the encoder, followed by the blocks of the decoder."""
         return [*self.encoder.blocks, *self.decoder.blocks]
 
     @property
     def head(self) -> LanguageModelHead:
-        """The decoder's."""
+        """The head of the decoder."""
         assert self.decoder.head is not None, "a decoder predicts tokens"
         return self.decoder.head
 
@@ -146,7 +147,7 @@ class EncoderDecoder(nn.Module):
 
     @property
     def max_source_tokens(self) -> int | None:
-        """Longest source that the model is meant for, without the end of the sentence; None for no limit."""
+        """Longest source in tokens for this model, without the end of sentence; None for no limit."""
         if self.recipe is not None:
             return self.recipe.max_source_tokens
         source = self.encoder.architecture.embeddings
@@ -154,23 +155,23 @@ class EncoderDecoder(nn.Module):
 
     @property
     def max_target_tokens(self) -> int | None:
-        """Longest target that the decoder has positions for; None if there is no limit."""
+        """Longest target in tokens, by the decoder's positions; None for no limit."""
         return self.decoder.max_tokens
 
     def forward(
         self, src: Int[Tensor, "batch src_len"], tgt_in: Int[Tensor, "batch tgt_len"]
     ) -> Float[Tensor, "batch tgt_len tgt_vocab_size"]:
-        """Logits of the next token at every target position, given the tokens up to it."""
+        """Compute logits of the next token at every target position, given the tokens up to the position."""
         return self.head(self.decode(tgt_in, self.encode(src), self.memory_mask(src)))  # type: ignore[no-any-return]
 
     def memory_mask(self, src: Int[Tensor, "batch src_len"]) -> Bool[Tensor, "batch 1 1 src_len"]:
-        """True where the memory of these sentences holds a token."""
+        """Return the mask of the memory of these sentences, True at tokens."""
         return padding_mask(src, self.pad_id)
 
     def encode(
         self, src: Int[Tensor, "batch src_len"], positions: PositionIds | None = None
     ) -> Float[Tensor, "batch src_len d_model"]:
-        """The memory: the encoder's output. Tokens follow one another unless `positions` says otherwise."""
+        """Compute the memory, the encoder's output; tokens are consecutive unless `positions` are given."""
         return self.encoder.hidden(src, mask=self.memory_mask(src), positions=positions)
 
     def decode(
@@ -181,14 +182,14 @@ class EncoderDecoder(nn.Module):
         cache: DecoderCache | None = None,
         new: NewTokens | None = None,
     ) -> Float[Tensor, "rows tgt_len d_model"]:
-        """The decoder's output, before the head; see `LanguageModel.hidden`.
+        """Compute the decoder's output, before the head; see `LanguageModel.hidden`.
 
         Args:
-            tgt_in: target tokens, shifted right; with a cache, only those not yet in it.
-            memory: the encoder's output; None where the cache holds what the layers read of it.
-            memory_mask: True where the memory holds a token.
-            cache: holds the tokens before `tgt_in`, and takes in `tgt_in`.
-            new: positions of the tokens of `tgt_in` and what they see, if they do not follow each other.
+            tgt_in: target tokens, shifted right, without cached tokens.
+            memory: the encoder's output; None if the cache contains its keys and values.
+            memory_mask: mask of the memory, True at tokens.
+            cache: cache of the tokens before `tgt_in`, to which `tgt_in` is appended.
+            new: positions and mask of the tokens of `tgt_in`, if they are not consecutive.
         """
         return self.decoder.hidden(
             tgt_in,

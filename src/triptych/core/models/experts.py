@@ -1,4 +1,4 @@
-"""Mixtures of experts: feed-forward layers of which every token passes a few."""
+"""Mixtures of experts: a few of many feed-forward layers for every token."""
 
 from typing import NamedTuple, final
 
@@ -11,16 +11,16 @@ from triptych.core.models.feed_forward import Dropout, FeedForward, activation_o
 
 
 class Routing(NamedTuple):
-    """The experts that tokens pass."""
+    """The chosen experts of every token."""
 
-    experts: Int[Tensor, "tokens top_k"]  # their numbers, `[tokens, top_k]`
-    # of each; float64 in a model of that dtype, and float32 in all others
+    experts: Int[Tensor, "tokens top_k"]  # indices of experts `[tokens, top_k]`
+    # weights of the experts; float64 in a float64 model, otherwise float32
     weights: Float[Tensor, "tokens top_k"]
 
 
 @final
 class Router(nn.Module):
-    """Chooses experts; see `ExpertsConfig`. Scores are computed in float32 at least."""
+    """The router of a mixture of experts; see `ExpertsConfig`. Scores are computed in float32 at least."""
 
     correction: Tensor | None
 
@@ -33,6 +33,7 @@ class Router(nn.Module):
         self.expert_scale = nn.Parameter(torch.ones(config.num_experts)) if config.weighted else None
 
     def forward(self, x: Float[Tensor, "tokens d_model"]) -> Routing:
+        # Scores are computed in float32 at least, under autocast too.
         config = self.config
         precise = torch.float64 if x.dtype == torch.float64 else torch.float32
         bias = None if self.bias is None else self.bias.to(precise)
@@ -51,7 +52,7 @@ class Router(nn.Module):
         return Routing(experts, weights * config.scale if config.scale != 1.0 else weights)
 
     def _allowed(self, scores: Tensor) -> Tensor:
-        """What experts are chosen by: −∞ for experts of other groups."""
+        """Return corrected scores for the choice of experts, −∞ outside the chosen groups."""
         config = self.config
         if self.correction is not None:
             scores = scores + self.correction.to(scores.dtype)
@@ -66,7 +67,7 @@ class Router(nn.Module):
 
 
 def _sparse_mixer(logits: Tensor, top_k: int, threshold: float) -> tuple[Tensor, Tensor]:
-    """Experts one after the other, and the probability of each among those that were near the best."""
+    """Choose experts one after the other; return them with probabilities among experts near the best."""
     experts = []
     weights = []
     left = logits
@@ -95,7 +96,7 @@ class StackedLinear(nn.Module):
 
 @final
 class Experts(nn.Module):
-    """See `ExpertsConfig`. Every expert is applied once, to the tokens that chose it side by side."""
+    """A mixture of experts; see `ExpertsConfig`. Every chosen expert runs once, on all of its tokens."""
 
     def __init__(self, config: ExpertsConfig, d_model: int) -> None:
         super().__init__()
@@ -119,6 +120,7 @@ class Experts(nn.Module):
         norms = self.norms
         routed = tokens if norms is None else norms["router"](tokens) * tokens.shape[-1] ** -0.5
         chosen, weights = self.router(routed)
+        # Sort pairs of token and expert by expert, so that the tokens of an expert are one slice.
         order = chosen.flatten().argsort(stable=True)
         rows = order // self.config.top_k
         of_rows = weights.flatten()[order, None].to(x.dtype)
@@ -134,7 +136,7 @@ class Experts(nn.Module):
         return self._with_shared(total, tokens).view(x.shape)
 
     def _with_shared(self, total: Tensor, tokens: Tensor) -> Tensor:
-        """The sum over experts with what the layer adds that every token passes."""
+        """Add the output of the shared layer to the sum over experts."""
         if self.shared is None:
             return total
         if self.norms is not None:

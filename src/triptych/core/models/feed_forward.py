@@ -1,4 +1,4 @@
-"""Feed-forward layers, and the activations that they and others use."""
+"""Feed-forward layers, activations and dropout."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,15 +12,15 @@ from torch.nn import functional as F
 from triptych.core.models.architecture import Activation, FeedForwardConfig
 
 _LEVELS = 1 << 16
-_LANES = 4  # 16-bit numbers in one 64-bit draw
+_LANES = 4  # number of 16-bit values in one 64-bit draw
 
 
 @final
 class Dropout(nn.Module):
-    """Zeroes each number with probability `p` while training and scales the others by 1/(1 − p).
+    """Dropout: in training, zero each element with probability `p` and scale remaining elements by 1/(1 − p).
 
-    torch draws one number at a time on the CPU, which is a seventh of a training step; here each 64-bit draw
-    decides four elements, `p` rounded to a multiple of 2⁻¹⁶. On other devices torch's own kernel is used.
+    On the CPU, torch makes one draw per element, a seventh of the time of a training step; here a 64-bit draw
+    decides four elements, with `p` rounded to a multiple of 2⁻¹⁶. Other devices use torch's kernel.
     """
 
     def __init__(self, p: float) -> None:
@@ -28,7 +28,7 @@ class Dropout(nn.Module):
         self.p = p
 
     def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Same shape; the identity in evaluation mode."""
+        """Apply dropout; the identity in evaluation mode."""
         if not self.training or self.p == 0:
             return x
         if x.device.type != "cpu":
@@ -69,7 +69,9 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 @final
 class XIELU(nn.Module):
-    """`p x² + βx` above 0, and below `n (eˣ − 1 − x) + βx`; p and n − β are softplus of learned numbers.
+    """The xIELU activation: `p x² + βx` above 0, `n (eˣ − 1 − x) + βx` below 0, with learned p and n.
+
+    p and n − β are the softplus of the parameters.
 
     Source: Huang and Schlag 2024, arXiv 2411.13010.
     """
@@ -82,7 +84,7 @@ class XIELU(nn.Module):
         self.alpha_p = nn.Parameter(torch.tensor([0.8]).expm1().log())
         self.alpha_n = nn.Parameter(torch.tensor([0.3]).expm1().log())
         self.register_buffer("beta", torch.tensor(0.5))
-        self.register_buffer("eps", torch.tensor(-1e-6))  # no x of eˣ is above it
+        self.register_buffer("eps", torch.tensor(-1e-6))  # upper bound of x in eˣ
 
     def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         p = F.softplus(self.alpha_p)
@@ -106,7 +108,7 @@ def _swish(x: Tensor, beta: float) -> Tensor:
 def combined(
     config: FeedForwardConfig, activation: Callable[[Tensor], Tensor], gate: Tensor, inner: Tensor
 ) -> Tensor:
-    """What the outer map reads of a layer with a gate, `f(gate) ⊙ (inner + offset)`, within its limit."""
+    """Return the hidden values of a gated layer, `f(gate) ⊙ (inner + offset)`, after sparsity and limit."""
     if config.sparsity:
         gate = _sparse(gate, config.sparsity)
     if config.limit is not None:
@@ -116,7 +118,7 @@ def combined(
 
 
 def _sparse(x: Tensor, share: float) -> Tensor:
-    """See `FeedForwardConfig.sparsity`."""
+    """Apply `FeedForwardConfig.sparsity` to the gate."""
     deviations = torch.special.ndtri(torch.tensor(share, dtype=torch.float64)).item()
     cutoff = x.mean(dim=-1, keepdim=True) + x.std(dim=-1, keepdim=True, unbiased=False) * deviations
     return torch.relu(x - cutoff)
@@ -124,7 +126,7 @@ def _sparse(x: Tensor, share: float) -> Tensor:
 
 @final
 class FeedForward(nn.Module):
-    """See `FeedForwardConfig`; without a gate and with "relu", the paper's equation 2."""
+    """A feed-forward layer; see `FeedForwardConfig`. Ungated with "relu", equation 2 of the paper."""
 
     def __init__(self, config: FeedForwardConfig, d_model: int) -> None:
         super().__init__()

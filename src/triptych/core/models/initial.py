@@ -1,4 +1,4 @@
-"""Initial values: by a parameter's name and not by what else a model has, or one after the other, later."""
+"""Deferred initial values, drawn in order or by the name of a parameter."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ class _Fill(NamedTuple):
 
     @classmethod
     def of(cls, function: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> "_Fill | None":
-        """A call that fills a whole parameter; None if it does something else."""
+        """Record a call to fill a whole parameter; return None for any other call."""
         filled = args[0] if args else options.get("tensor")
         if not isinstance(filled, nn.Parameter) or function not in (*_RANDOM, *_CONSTANT):
             return None
@@ -31,11 +31,11 @@ class _Fill(NamedTuple):
         return cls(filled, function, tuple(args[1:]), left)
 
     def values(self) -> Tensor:
-        """Drawn by torch's generator."""
+        """Draw the values from torch's generator."""
         return self._filled({})
 
     def values_by_name(self, seed: int, name: str) -> Tensor:
-        """Drawn from a seed and the parameter's name alone."""
+        """Draw the values from a seed and the name of the parameter alone."""
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         return self._filled(
             {"generator": torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)}
@@ -50,21 +50,21 @@ class _Fill(NamedTuple):
 
 @final
 class DeferredInit(TorchFunctionMode):
-    """A context in which models are made whose parameters take no memory, on the "meta" device.
+    """A context for building models without memory for parameters, on the "meta" device.
 
         with DeferredInit() as deferred:
             model = ...
         for name, value in deferred.values(model): ...
 
-    What would have filled the parameters is recorded and done later, one parameter at a time, so that a model
-    of which a process keeps only shards is never whole. Buffers are made as ever.
+    Initialisation is recorded and runs later, one parameter at a time, so that a sharded model never exists
+    as a whole in one process. Buffers are created normally.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._fills: list[_Fill] = []
         self._held: dict[int, nn.Parameter] = {}
-        # The values that parameters were registered with; memory that nothing was written into takes none.
+        # Values of parameters at registration. The system does not allocate memory before the first write.
         self._given: dict[int, Tensor] = {}
         self._random = torch.empty(0)
 
@@ -98,6 +98,7 @@ class DeferredInit(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        # Record the fill instead of running it; any other in-place change of a parameter would be lost.
         options = dict(kwargs or {})
         fill = _Fill.of(func, args, options)
         if fill is None or id(fill.parameter) not in self._held:
@@ -108,7 +109,7 @@ class DeferredInit(TorchFunctionMode):
         return fill.parameter
 
     def _is_changed(self, func: Callable[..., Any], args: Sequence[Any]) -> bool:
-        """Whether a function changes a parameter without memory, or a part of one, in place."""
+        """Return True for an in-place change of a deferred parameter, or of a view of it."""
         name = getattr(func, "__name__", "")
         if not name.endswith("_") or name.endswith("__") or name == "requires_grad_":
             return False
@@ -116,11 +117,12 @@ class DeferredInit(TorchFunctionMode):
         return isinstance(changed, Tensor) and not {id(changed), id(changed._base)}.isdisjoint(self._held)
 
     def values(self, model: nn.Module, seed_by_name: int | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of each parameter, as they would be had the model been made with memory."""
+        """Yield name and value of each parameter, with the same values as without deferral."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         return self._drawn(names, seed_by_name)
 
     def _drawn(self, names: dict[int, str], seed_by_name: int | None) -> Iterator[tuple[str, Tensor]]:
+        # Only the last fill of a parameter counts; earlier random fills still advance the generator.
         last = {id(fill.parameter): number for number, fill in enumerate(self._fills)}
         yield from ((names[held], value) for held, value in self._given.items() if held in names)
         torch.set_rng_state(self._random)
@@ -130,6 +132,6 @@ class DeferredInit(TorchFunctionMode):
                 if name is not None:
                     yield name, fill.values_by_name(seed_by_name, stored_name(name))
             elif fill.function in _RANDOM or name is not None:
-                value = fill.values()  # also where others follow, for the numbers that it takes
+                value = fill.values()  # advances the generator even if a later fill overwrites the value
                 if name is not None:
                     yield name, value

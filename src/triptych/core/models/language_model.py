@@ -1,4 +1,4 @@
-"""A stack: a language model, an encoder, or one half of an encoder-decoder."""
+"""`LanguageModel`: a language model, an encoder, or one half of an encoder-decoder."""
 
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, cast, final
@@ -17,19 +17,19 @@ from triptych.core.models.streams import Streams
 
 
 class LanguageModelOutput(NamedTuple):
-    """The result of a forward pass."""
+    """Logits and hidden states of a forward pass."""
 
-    # or as many as the head has; for a model without head, `hidden`
+    # one logit per token, or `HeadConfig.outputs` logits; for a model without a head, `hidden`
     logits: Float[Tensor, "batch length vocab"]
-    hidden: Float[Tensor, "batch length d_model"]  # after the last norm
+    hidden: Float[Tensor, "batch length d_model"]  # stream after the final norm
 
 
 @final
 class LanguageModelHead(nn.Module):
-    """From the stream to logits: a map with activation and norm if there is one, and the output table."""
+    """The head from the stream to logits: optional map, activation and norm, and the output table."""
 
     def __init__(self, config: HeadConfig, d_model: int, table: nn.Embedding, std: float) -> None:
-        """Take the output table from the embeddings where they are tied, or draw one."""
+        """Create the head; a tied output table is the table of the embeddings, an untied table is drawn."""
         super().__init__()
         width = config.width or d_model
         self.config = config
@@ -45,7 +45,7 @@ class LanguageModelHead(nn.Module):
             nn.init.normal_(self.output.weight, std=std)
 
     def features(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows width"]:
-        """What the output table reads."""
+        """Compute the input of the output table."""
         if self.map is not None:
             x = self.map(x)
         if self.activation is not None:
@@ -54,7 +54,7 @@ class LanguageModelHead(nn.Module):
         return x if self.config.input_scale == 1.0 else x * self.config.input_scale
 
     def forward(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
-        """The logits."""
+        """Compute the logits."""
         logits: Tensor = self.output(self.features(x))
         if self.config.scale != 1.0:
             logits = logits * self.config.scale
@@ -64,13 +64,14 @@ class LanguageModelHead(nn.Module):
 
 @final
 class LanguageModel(nn.Module):
-    """Blocks between embeddings and a head: a model, or one half of an `EncoderDecoder`.
+    """Embeddings, blocks and an optional head: a model, or one half of an `EncoderDecoder`.
 
     Attributes:
-        architecture: what it is made of.
-        config: the recipe's; None for a half, and for a model of another library's checkpoint.
-        blocks: a module for every use of a block, in order. Uses of one block have the same parameters, and
-            taps, hooks and directions of their own.
+        architecture: architecture of the stack.
+        config: configuration from the recipe; None for a half of an `EncoderDecoder`, and for a model from a
+            checkpoint of another library.
+        blocks: modules for all uses of blocks, in order. Uses of a block share parameters, but have separate
+            taps, hooks and steering directions.
     """
 
     def __init__(
@@ -82,10 +83,10 @@ class LanguageModel(nn.Module):
         cross: Iterable[MultiHeadAttention] | None = None,
         embeddings: Embeddings | None = None,
     ) -> None:
-        """Make a model with fresh weights around attention layers.
+        """Build a model with fresh weights around attention layers.
 
-        `attention`, and `cross` of a decoder that attends to a memory, have a layer for each block of the
-        architecture. A half has `embeddings` that are drawn already.
+        `attention`, and `cross` for a decoder with cross-attention, contain a layer for each block of the
+        architecture. An `EncoderDecoder` passes already drawn `embeddings`.
         """
         super().__init__()
         self.architecture = architecture
@@ -100,6 +101,7 @@ class LanguageModel(nn.Module):
         seen = dict[int, MultiHeadAttention]()
         given = (each_once(part, seen) for part in (attention, cross) if part is not None)
         layers = zip(*given, strict=True)
+        # `attention` and `cross` may be generators: a layer is drawn directly before its block.
         for block, (own, *other) in zip(architecture.blocks, layers, strict=True):
             if block.keys is not None and block.keys < len(blocks):
                 own.borrow(blocks[block.keys].self_attention)
@@ -119,7 +121,7 @@ class LanguageModel(nn.Module):
     def of(
         cls, config: LanguageModelConfig, kind: Literal["decoder", "encoder"], vocab_size: int
     ) -> "LanguageModel":
-        """A model of a recipe, with fresh weights."""
+        """Build a model from the configuration of a recipe, with fresh weights."""
         positions = config.positions.in_attention()
         layers = [site.layer(config.d_model, config.num_heads, positions) for site in config.sites()]
         model = cls(config.architecture(kind, vocab_size), layers, config)
@@ -128,33 +130,33 @@ class LanguageModel(nn.Module):
 
     @property
     def stacks(self) -> dict[Literal["encoder", "decoder"], "LanguageModel"]:
-        """The model itself, by its kind."""
+        """The model itself by its kind, as `EncoderDecoder.stacks`."""
         return {self.architecture.kind: self}
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens."""
+        """Number of tokens in the vocabulary."""
         return self.embeddings.table.num_embeddings
 
     @property
     def max_tokens(self) -> int | None:
-        """Longest text that there are positions for; None if there is no limit."""
+        """Longest text in tokens, by learned positions; None for no limit."""
         config = self.architecture.embeddings
         return config.num_positions if config.positions == "learned" else None
 
     @property
     def context(self) -> int | None:
-        """Tokens that are read at once: as many as in training, or `max_tokens` where no recipe says it."""
+        """Length of the context in tokens, as in training; `max_tokens` without a recipe."""
         return self.max_tokens if self.config is None else self.config.context
 
     @property
     def rotary_limit(self) -> int | None:
-        """Length up to which texts are rotated alike, whatever their length; None if all texts are."""
+        """Longest text in tokens with the rotation of shorter texts (`RotaryEmbedding.limit`), or None."""
         rotary = [cast(Block, block).self_attention.semantics.rotary for block in self.blocks]
         return min((of.limit for of in rotary if of is not None and of.limit is not None), default=None)
 
     def new_cache(self) -> DecoderCache:
-        """An empty cache for `forward`."""
+        """Create an empty cache for `forward`."""
         return DecoderCache(len(self.blocks))
 
     def forward(
@@ -166,7 +168,7 @@ class LanguageModel(nn.Module):
         types: Int[Tensor, "batch length"] | None = None,
         cache: DecoderCache | None = None,
     ) -> LanguageModelOutput:
-        """Logits of the next token at every position; of an encoder, of the token itself."""
+        """Compute logits of the next token at every position (decoder), or of the token itself (encoder)."""
         x = self.hidden(ids, mask=mask, positions=positions, types=types, cache=cache)
         return LanguageModelOutput(x if self.head is None else self.head(x), x)
 
@@ -182,12 +184,14 @@ class LanguageModel(nn.Module):
         memory: Float[Tensor, "batch src_len d_model"] | None = None,
         memory_mask: Tensor | None = None,
     ) -> Float[Tensor, "rows length d_model"]:
-        """The stream after the last norm; arguments as `forward`'s.
+        """Compute the stream after the final norm; arguments as in `forward`.
 
-        `causal` is by the model's kind unless it is given. Cross-attention reads `memory`, of which `rows`
-        may be a multiple (hypotheses of a sentence, side by side); without, the cache holds what it reads.
-        A model made ready for decoding (`decoding.fused`) also takes masks of numbers added to the scores.
+        `causal` is True for a decoder by default. Cross-attention reads `memory`; `rows` may be a multiple of
+        its batch (hypotheses of a sentence, next to each other). If `memory` is None, the cache contains its
+        keys and values. A model prepared for decoding (`decoding.fused`) also accepts masks of floats, added
+        to the scores.
         """
+        # Without given positions, tokens follow the cached tokens.
         start: int | PositionIds = positions or (0 if cache is None else cache.length)
         x = self.embeddings(ids, start, types)
         return self.from_stream(
@@ -214,8 +218,9 @@ class LanguageModel(nn.Module):
         memory_mask: Tensor | None = None,
         given: Float[Tensor, "rows length blocks width"] | None = None,
     ) -> Float[Tensor, "rows length d_model"]:
-        """Compute `hidden` from the stream that block `number` reads; `given` has the blocks' inputs."""
+        """Compute `hidden` from the input of layer `first`; `given` are the inputs of all blocks."""
         causal = self.causal if causal is None else causal
+        # Keys and values of KV sharing, by block, for this call alone.
         lent = dict[int, Kept]()
         uses = self.architecture.uses
         for place in range(first, len(uses)):

@@ -1,7 +1,7 @@
-"""Numbers that a model computes and that are no numbers: where they begin, and what to do.
+"""Detection of NaN and infinity in the output of a model, and of the layer where they begin.
 
-Weights are checked when a model is read. What is computed of them may still be too large for its dtype, most
-often for float16. What a model gives is checked, not every operation; the layer is looked for afterwards.
+Weights are checked when a model is read. Values computed from finite weights may still overflow their dtype,
+most often float16. Only the output of a model is checked; the layer is searched after a failed check.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,13 +26,13 @@ _IN_WORDS = {
 
 
 class NumbersOverflowError(DataError):
-    """A model computes NaN or infinity from weights that are numbers."""
+    """Overflow: a model computes NaN or infinity from finite weights."""
 
 
 def require_finite_values(
     model: EncoderDecoder | LanguageModel, values: Tensor, again: Callable[[], object] | None = None
 ) -> None:
-    """Check that what a model computed is numbers; `again` computes it once more, to find the first layer."""
+    """Check that computed values are finite; `again` repeats the computation to find the first layer."""
     if not are_finite(values):
         raise overflow(model, "" if again is None else _first_place(model, again))
 
@@ -40,7 +40,7 @@ def require_finite_values(
 def require_finite_logits(
     model: EncoderDecoder | LanguageModel, logits: Tensor, again: Callable[[], object] | None = None
 ) -> None:
-    """Check logits in the same way, except that tokens that are never wanted may have −inf."""
+    """Check logits in the same way, but allow −inf for excluded tokens."""
     if not are_finite(logits) and not _are_scores(logits):
         raise overflow(model, "" if again is None else _first_place(model, again))
 
@@ -48,12 +48,12 @@ def require_finite_logits(
 def overflow_again(
     model: EncoderDecoder | LanguageModel, again: Callable[[], object]
 ) -> NumbersOverflowError:
-    """The error of what was computed in another way; `again` computes it by the model itself."""
+    """Make the error for a computation outside the model, which `again` repeats with the model."""
     return overflow(model, _first_place(model, again))
 
 
 def overflow(model: EncoderDecoder | LanguageModel, place: str = "") -> NumbersOverflowError:
-    """Make the error, which names the place where numbers overflow."""
+    """Make the error, with the overflowing part of the model in the message."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     wider = "float32 or bfloat16" if dtype == "float16" else "float64"
     by = f"{place} of the model" if place else "the model"
@@ -64,13 +64,13 @@ def overflow(model: EncoderDecoder | LanguageModel, place: str = "") -> NumbersO
 
 
 def _are_scores(logits: Tensor) -> bool:
-    """Return True if there is no NaN and no +inf, and each row has something other than −inf."""
-    rows = logits.detach().amax(dim=-1)  # NaN where there is one in the row
+    """Return True if logits are free of NaN and +inf, and every row has a value above −inf."""
+    rows = logits.detach().amax(dim=-1)  # a NaN in a row makes its maximum NaN
     return are_finite(rows)
 
 
 def _first_place(model: EncoderDecoder | LanguageModel, again: Callable[[], object]) -> str:
-    """Find the first part of a model whose output is not finite, in words; "" if there is none."""
+    """Find the first part of a model with NaN or infinity in its output, in words; "" if not found."""
     found = list[str]()
 
     def look(module: nn.Module, given: Any, result: Any, *, words: str) -> None:
@@ -85,7 +85,7 @@ def _first_place(model: EncoderDecoder | LanguageModel, again: Callable[[], obje
 
 
 def _parts(model: EncoderDecoder | LanguageModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the parts of a model with their names; inner parts come before the part that holds them."""
+    """Yield the parts of a model with their names, inner parts before the containing part."""
     for name, stack in model.stacks.items():
         of = f"{name}." if len(model.stacks) > 1 else ""
         yield "the embeddings", stack.embeddings
@@ -101,7 +101,7 @@ def _parts(model: EncoderDecoder | LanguageModel) -> Iterator[tuple[str, nn.Modu
 
 
 def _tensors_of(result: Any) -> Iterator[Tensor]:
-    """Yield the tensors in the output of a part of a model; of an attention layer its output alone."""
+    """Yield the tensors in the output of a part of a model; only `output` of an attention layer."""
     if isinstance(result, Tensor):
         if result.is_floating_point():
             yield result

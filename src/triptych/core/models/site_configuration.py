@@ -1,4 +1,4 @@
-"""One attention site of a model and its positions, as a recipe and `config.json` describe them."""
+"""Configurations of an attention site and of positions, in a recipe and in `config.json`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -34,8 +34,8 @@ from triptych.core.attention import (
 from triptych.core.models.architecture import EmbeddingsConfig
 from triptych.errors import nearest
 
-# Nobody trains such models. Every layer is looked at while a configuration is checked, and the bytes of a map
-# are counted in 64 bits.
+# Limits far above any real model: a check of a configuration visits every layer, and counts the bytes of a
+# map in 64 bits.
 MOST_LAYERS = 10_000
 WIDEST = 1 << 24
 LONGEST = 10**9
@@ -43,9 +43,9 @@ Option = int | bool | None
 
 
 class StoredTable(BaseModel):
-    """A table that is stored without the options that older runs do not have, where they are not used.
+    """A configuration stored without unused newer options (`newer`).
 
-    What a run is resumed by must stay the same.
+    The stored configuration of older runs then stays unchanged, and such runs can be resumed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -60,21 +60,22 @@ class StoredTable(BaseModel):
 
 
 class AttentionConfig(StoredTable):
-    """One attention site. Sizes left out are the model's.
+    """Configuration of one attention site. Missing sizes are taken from the model.
 
     Attributes:
-        projections: how the heads are written, one of `PARAMETERISATIONS`, or `FILE.py:CLASS` for a class of
-            your own (docs/how-to/own-attention.md); its options (`d_k`, `num_kv_heads`, `q_bias` …: the
-            fields of its class) are keys of this table too.
-        scores: how queries and keys are compared: "dot", their product over √d_k; "cosine", their cosine
-            times √d_k and a learned number of each head; "additive", `v · tanh(q + k)` with a learned vector
-            of each head; or `FILE.py:CLASS` for scores of your own (docs/how-to/own-attention.md).
-        scale: where 1/√d_k is applied: "inside" the softmax, or "outside", `softmax(QKᵀ)·V/√d_k`; for "dot".
+        projections: parameterisation of the heads, a name of `PARAMETERISATIONS`, or `FILE.py:CLASS` for a
+            class in your file (docs/how-to/own-attention.md); options of the parameterisation (`d_k`,
+            `num_kv_heads`, `q_bias` …: fields of its class) are keys of this table too.
+        scores: comparison of queries and keys: "dot", their product over √d_k; "cosine", their cosine times
+            √d_k and a learned gain per head; "additive", `v · tanh(q + k)` with a learned vector per head; or
+            `FILE.py:CLASS` for scores in your file (docs/how-to/own-attention.md).
+        scale: position of the factor 1/√d_k for "dot": "inside" the softmax, or "outside",
+            `softmax(QKᵀ)·V/√d_k`.
         num_heads: number of query heads.
-        dropout: probability that an attention weight is dropped while training.
-        qk_norm: whether queries and keys are normalised before they meet; of language models only.
-        output_gate: whether the output of each head is multiplied by a learned gate of its token, between 0
-            and 1; of language models only.
+        dropout: probability that an attention weight is dropped in training.
+        qk_norm: normalise queries and keys before their product; language models only.
+        output_gate: multiply the output of each head by a learned gate of its token, between 0 and 1;
+            language models only.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -90,6 +91,7 @@ class AttentionConfig(StoredTable):
 
     @model_validator(mode="after")
     def _options_are_its_own(self) -> "AttentionConfig":
+        # Options of the parameterisation are extra keys: pydantic checks neither their names nor their types.
         own = option_types(self.projections)
         for name, value in (self.__pydantic_extra__ or {}).items():
             if name not in own:
@@ -121,7 +123,8 @@ class AttentionConfig(StoredTable):
 
     @classmethod
     def of(cls, layer: MultiHeadAttention) -> "AttentionConfig":
-        """The configuration that gives such a layer."""
+        """Return the configuration of a layer."""
+        # `ScaledOutside` is the option `scale`, not a name of `projections`.
         chosen = layer.parameterisation
         semantics = layer.semantics
         scores = scores_name(semantics)
@@ -152,17 +155,17 @@ class AttentionConfig(StoredTable):
 
     @property
     def options(self) -> dict[str, Option]:
-        """The parameterisation's own options, as far as given."""
+        """Given options of the parameterisation."""
         return dict(self.__pydantic_extra__ or {})
 
     def parameterisation(self) -> Parameterisation:
-        """The projections to build."""
+        """Build the parameterisation."""
         return parameterisation(self.projections, **self.options)
 
     def layer(
         self, d_model: int, num_heads: int, positions: AttentionPositions | None = None
     ) -> MultiHeadAttention:
-        """A layer with fresh weights."""
+        """Build a layer with fresh weights."""
         return MultiHeadAttention(
             d_model,
             self.num_heads or num_heads,
@@ -176,7 +179,7 @@ class AttentionConfig(StoredTable):
         )
 
     def check(self, d_model: int, num_heads: int, positions: AttentionPositions | None) -> None:
-        """Check that such a layer could be built."""
+        """Check that a layer of this configuration could be built."""
         chosen = self.parameterisation()
         check_sizes(d_model, self.num_heads or num_heads, chosen, positions, self.scores)
         if self.qk_norm or self.scores == "cosine":
@@ -184,25 +187,25 @@ class AttentionConfig(StoredTable):
 
 
 def option_types(projections: str) -> dict[str, Any]:
-    """The options of a parameterisation, with their types."""
+    """Return the options of a parameterisation with their types."""
     cls = parameterisation_class(projections)
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
 class PositionsConfig(BaseModel):
-    """How positions are encoded.
+    """Configuration of the position encoding.
 
     Attributes:
-        scheme: "sinusoidal" (the paper) and "learned" are added to the embeddings; "rotary" and
-            "alibi" work inside self-attention; cross-attention and "none" have nothing of the kind.
-        sinusoidal_layout: sines on even and cosines on odd channels as the paper ("interleaved"), or
-            all sines before all cosines ("halves").
-        max_tokens: longest text of "learned" positions, on either side.
-        rotary_dim: channels of a head that are turned; all if None.
-        rotary_pairing: which channels form a pair: i and i + rotary_dim / 2 ("halves"), or 2i and
-            2i + 1 ("interleaved").
-        rotary_base: the slowest pair turns by about 1 / base a position.
+        scheme: "sinusoidal" (the paper) and "learned" are added to the embeddings; "rotary" and "alibi" apply
+            inside self-attention, not in cross-attention; "none" is a model without positions.
+        sinusoidal_layout: sines on even and cosines on odd channels as in the paper ("interleaved"), or all
+            sines before all cosines ("halves").
+        max_tokens: longest text for "learned" positions, source or target, in tokens.
+        rotary_dim: number of rotated channels per head; all if None.
+        rotary_pairing: channels of a pair: i and i + rotary_dim / 2 ("halves"), or 2i and 2i + 1
+            ("interleaved").
+        rotary_base: base of the frequencies; the slowest pair rotates by about 1 / base per position.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -223,7 +226,7 @@ class PositionsConfig(BaseModel):
         return self
 
     def in_attention(self) -> AttentionPositions | None:
-        """What self-attention holds; None for schemes outside it."""
+        """Return the position encoding inside self-attention; None for other schemes."""
         match self.scheme:
             case "rotary":
                 return RotaryPositions(self.rotary_dim, self.rotary_pairing, self.rotary_base)
@@ -233,7 +236,7 @@ class PositionsConfig(BaseModel):
                 return None
 
     def embeddings(self, vocab_size: int, scale: float, dropout: float) -> EmbeddingsConfig:
-        """Embeddings of a vocabulary of this size, with what is added to them for positions."""
+        """Build the configuration of embeddings with positions, for a vocabulary of this size."""
         scheme = self.scheme
         return EmbeddingsConfig(
             vocab_size,

@@ -1,4 +1,4 @@
-"""The attention layers of a model, by name, and a model with some of them rewritten."""
+"""The attention layers of a model by name, and models with rewritten layers."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -25,33 +25,33 @@ ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | Langu
 
 
 class AttentionSite(NamedTuple):
-    """One attention layer of a model: of a block that serves several times, each use is one."""
+    """An attention layer of a model; every use of a repeated block is a site."""
 
     stack: Literal["encoder", "decoder", "cross"]
-    block: int  # its number in the stack, in the order in which blocks run
+    block: int  # block number within its stack, in order of use
     layer: MultiHeadAttention
-    residual: Residual  # the frame around it, which holds its norm
+    residual: Residual  # residual frame around the layer, with the norm
 
     @property
     def name(self) -> str:
-        """As in `encoder.0`."""
+        """Name of the site, such as `encoder.0`."""
         return f"{self.stack}.{self.block}"
 
     @property
     def kind(self) -> Literal["self", "causal", "cross"]:
-        """Where its queries and keys come from."""
+        """Origin of queries and keys, as in `Semantics.kind`."""
         kinds: dict[str, Literal["self", "causal", "cross"]]
         kinds = {"encoder": "self", "decoder": "causal", "cross": "cross"}
         return kinds[self.stack]
 
 
 def blocks_of(model: AnyModel, stack: str) -> list[Block]:
-    """The blocks of a stack; for "cross" the decoder's."""
+    """Return the blocks of a stack; "cross" stands for the decoder."""
     return list(cast(Iterable[Block], model.stacks["encoder" if stack == "encoder" else "decoder"].blocks))
 
 
 def attention_sites(model: AnyModel) -> list[AttentionSite]:
-    """Every attention layer: the encoder's, then each decoder block's own and the one to the memory."""
+    """List every attention layer: encoder first, self-attention before cross-attention in a decoder block."""
     sites: list[AttentionSite] = []
     for stack in model.stacks:
         for i, block in enumerate(blocks_of(model, stack)):
@@ -62,9 +62,9 @@ def attention_sites(model: AnyModel) -> list[AttentionSite]:
 
 
 def require_lengths(model: AnyModel, lengths: Mapping[str, tuple[int | None, int]]) -> None:
-    """Check that a text fits what taps put into the layers.
+    """Check that the taps of the layers fit the length of a text.
 
-    `lengths` says by stack how many tokens look, if that is known, and how many are looked at.
+    `lengths` contains, by stack, the number of queries (None if unknown) and the number of keys.
     """
     for site in attention_sites(model):
         require = getattr(site.layer.tap, "require_lengths", None)
@@ -73,7 +73,7 @@ def require_lengths(model: AnyModel, lengths: Mapping[str, tuple[int | None, int
 
 
 def attention_weights(model: AnyModel) -> dict[str, AttentionWeights]:
-    """The weights of every attention layer by site, with the norms that the model gives them."""
+    """Return the weights of every attention layer by site, with the norms before the layers."""
     found: dict[str, AttentionWeights] = {}
     for site in attention_sites(model):
         weights = site.layer.weights(site.kind)
@@ -88,10 +88,11 @@ def attention_weights(model: AnyModel) -> dict[str, AttentionWeights]:
 
 
 def input_norms(model: AnyModel) -> dict[str, tuple[Norm | None, Norm | None]]:
-    """The norms whose outputs the layers read, by site: that of the input, and that of the memory.
+    """Return, by site, the last norm on the input of the layer and the last norm on its memory.
 
-    Under post-norm they belong to the sub-layer before.
+    The norm before a layer belongs to the previous sub-layer in a post-norm model.
     """
+    # `last` is the norm at the end of the stream so far.
     found: dict[str, tuple[Norm | None, Norm | None]] = {}
     memory: Norm | None = None
     for name, stack in model.stacks.items():
@@ -111,7 +112,7 @@ def input_norms(model: AnyModel) -> dict[str, tuple[Norm | None, Norm | None]]:
 
 
 def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> ModelT:
-    """A new model with other weights at some sites and everything else copied; the old one is left alone."""
+    """Build a model with changed weights at some sites and copied weights elsewhere."""
     if model.config is None:
         raise ValueError("the model is of another library's checkpoint: no recipe describes it")
     sites = {site.name: site for site in attention_sites(model)}
@@ -123,6 +124,7 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
         if read != has:
             raise ValueError(f"the weights for {name} read {read} channels, the model has {has}")
         require_no_more(name, weights, sites[name].layer.semantics)
+    # The configuration must describe the new layers, so it is read off the layers.
     layers = {
         name: _rewritten_layer(site, changed[name]) if name in changed else site.layer
         for name, site in sites.items()
@@ -136,7 +138,7 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
 
 
 def _rewritten_layer(site: AttentionSite, weights: AttentionWeights) -> MultiHeadAttention:
-    """A layer of other weights, whose norms the model has."""
+    """Build a layer from changed weights; the norms stay in the model."""
     before = site.layer.parameterisation
     weights = weights.without_norms()
     own = before if user_code.is_in_file(before.name) else None
@@ -149,11 +151,12 @@ def _rewritten_layer(site: AttentionSite, weights: AttentionWeights) -> MultiHea
 
 
 def require_no_more(name: str, weights: AttentionWeights, own: Semantics) -> None:
-    """Refuse what a layer may do besides its maps and a configuration has no word for.
+    """Check that the configuration of a model can express the semantics of the weights.
 
-    QK-norm and gates are allowed where the model's own layer has them with the same structure, gates of pairs
-    where the parameterisation has them.
+    QK-norm and gates are allowed if the layer of the model has them with the same structure, gates of pairs
+    if the parameterisation has them.
     """
+    # The query map absorbs the scale; `_require_positions` checks rotary positions.
     given = weights.semantics
     held = {"scale", "kind", "dropout", "rotary"}
     if given.bias is None or not given.bias.learned:
@@ -192,7 +195,7 @@ def _has_pairs(name: str, weights: AttentionWeights) -> bool:
 
 
 def _require_positions(site: AttentionSite, given: Semantics) -> None:
-    """Refuse weights of a layer with other positions than the model has at a site."""
+    """Check that the position encoding of weights, if any, equals the model's at a site."""
     held = site.layer.semantics
     same = given.positions in ("none", held.positions)
     if given.rotary is not None and held.rotary is not None:
@@ -209,9 +212,9 @@ def _require_positions(site: AttentionSite, given: Semantics) -> None:
 def _assembled(
     model: ModelT, config: ModelConfig | LanguageModelConfig, layers: Mapping[str, MultiHeadAttention]
 ) -> ModelT:
-    """A model of a configuration, its attention taken from layers and the rest from a model."""
+    """Build a model from a configuration, attention layers, and all other parameters of a model."""
     some = next(model.parameters())
-    with torch.random.fork_rng(devices=[]):  # fresh weights are drawn only to be overwritten
+    with torch.random.fork_rng(devices=[]):  # initial values are drawn only to be overwritten
         new = _fresh(model, config)
     new = new.to(device=some.device, dtype=some.dtype).train(model.training)
     in_layers = {id(parameter) for site in attention_sites(new) for parameter in site.layer.parameters()}
@@ -228,7 +231,7 @@ def _assembled(
 
 
 def _fresh(model: ModelT, config: ModelConfig | LanguageModelConfig) -> ModelT:
-    """A model of a configuration, with the vocabulary of another."""
+    """Build a model from a configuration with fresh weights, with the vocabulary of a given model."""
     if isinstance(model, LanguageModel):
         assert isinstance(config, LanguageModelConfig)
         return LanguageModel.of(config, model.architecture.kind, model.vocab_size)
@@ -239,7 +242,8 @@ def _fresh(model: ModelT, config: ModelConfig | LanguageModelConfig) -> ModelT:
 def _configured(
     config: ModelConfig | LanguageModelConfig, sites: Mapping[str, AttentionConfig]
 ) -> ModelConfig | LanguageModelConfig:
-    """The configuration with these sites: the most frequent of a stack for all of it, others by layer."""
+    """Return the configuration with these sites: the most frequent for the stack, exceptions by layer."""
+    # Configurations are compared as JSON.
     of_stack: dict[str, dict[int, AttentionConfig]] = {}
     for name, site in sites.items():
         stack, index = name.split(".")

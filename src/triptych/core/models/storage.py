@@ -1,4 +1,4 @@
-"""A model on the disk: `config.json` and `model.safetensors` in one folder."""
+"""Storage of models: `config.json` and `model.safetensors` in one folder."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 }
-# The halves of an encoder-decoder have names of their own in files.
+# Prefixes of parameters in files, for the halves of an encoder-decoder.
 _STORED = {
     "encoder.embeddings.table.": "src_embedding.",
     "encoder.embeddings.": "src_",
@@ -45,7 +45,7 @@ _STORED = {
 
 
 def stored_name(name: str) -> str:
-    """The name that a parameter of a model has in files."""
+    """Return the name of a parameter in files."""
     for ours, stored in _STORED.items():
         if name.startswith(ours):
             return stored + name.removeprefix(ours)
@@ -53,16 +53,17 @@ def stored_name(name: str) -> str:
 
 
 def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters by their names in files, tied ones once."""
+    """Return the parameters by their names in files, tied parameters once."""
     return {stored_name(name): value for name, value in model.named_parameters()}
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weights by their names in files, tied ones once."""
+    """Return the weights by their names in files, tied weights once."""
     return {name: value.detach().contiguous() for name, value in stored_parameters(model).items()}
 
 
 def write_config(model: OwnModel, folder: Path) -> None:
+    # Encoder-decoders and language models have different keys in this version of the format.
     record: dict[str, Any] = {"format": _FORMAT}
     match model:
         case EncoderDecoder():
@@ -86,7 +87,7 @@ def write_config(model: OwnModel, folder: Path) -> None:
 
 
 def write_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write named tensors as safetensors, whole or not at all."""
+    """Write named tensors as safetensors, atomically."""
     write_bytes(path, save({name: tensor.cpu() for name, tensor in tensors.items()}, {"format": "pt"}))
 
 
@@ -96,7 +97,7 @@ def write_model(model: OwnModel, folder: Path) -> None:
 
 
 def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -> OwnModel:
-    """A model of the folder's architecture and dtype (float32 if it names none), with fresh weights."""
+    """Build a model from a folder's `config.json`, in its dtype (float32 by default), with fresh weights."""
     path = folder / "config.json"
     try:
         record = json.loads(read_limited(path, LONGEST_JSON))
@@ -105,6 +106,7 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
                 f"{path} has format {record['format']}, this triptych reads {_FORMAT}: "
                 "use the release that wrote it"
             )
+        # Check digests before user files are executed.
         code = record.get("code", {})
         if unknown := user_code.named_files(record["model"]) - code.keys():
             raise DataError(f"{path} names a class in {sorted(unknown)[0]} without the SHA-256 of that file")
@@ -126,7 +128,7 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
 
 
 def _made(record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path: Path) -> OwnModel:
-    """The model, if what its configuration calls for is what there is."""
+    """Build the model of a configuration, after a check that stored tensors fit it."""
 
     def size(name: str) -> int:
         value = record[name]
@@ -154,6 +156,7 @@ def _made(record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path
         stacks = {"blocks": config.num_layers}
     if held is None:
         return make()
+    # Compare with stored tensors before memory is allocated: a forged file may ask for a huge model.
     for name, layers in stacks.items():
         found = {weight.split(".")[1] for weight in held if weight.startswith(f"{name}.")}
         if layers > len(found):
@@ -173,7 +176,7 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sequence[int]]:
 
 
 def _require_fit(wanted: Mapping[str, Sequence[int]], held: Mapping[str, Sequence[int]], origin: str) -> None:
-    """Names and shapes of weights are those that a model has."""
+    """Check that names and shapes of stored tensors equal the names and shapes of a model's tensors."""
     missing = wanted.keys() - held.keys()
     unknown = held.keys() - wanted.keys()
     if missing or unknown:
@@ -203,7 +206,8 @@ def load_tensors(
     origin: str,
     place: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda parameter, whole: whole,
 ) -> None:
-    """Copy named tensors into a model, every one of them and nothing else."""
+    """Copy named tensors into a model; names must match exactly."""
+    # Check everything first, so that an error leaves the model unchanged.
     parameters = stored_parameters(model)
     _require_fit(_shapes(parameters), _shapes(tensors), origin)
     for name, parameter in parameters.items():
@@ -218,7 +222,7 @@ def load_tensors(
 
 
 def read_model(folder: Path) -> EncoderDecoder:
-    """Read a model for translation that `write_model` wrote; in evaluation mode."""
+    """Read a translation model from a folder of `write_model`, in evaluation mode."""
     model = read_own_model(folder)
     if not isinstance(model, EncoderDecoder):
         raise DataError(
@@ -228,7 +232,7 @@ def read_model(folder: Path) -> EncoderDecoder:
 
 
 def read_own_model(folder: Path) -> OwnModel:
-    """Read what `write_model` wrote, of either kind; in evaluation mode."""
+    """Read a model of either kind from a folder of `write_model`, in evaluation mode."""
     path = folder / _WEIGHTS
     try:
         require_regular(path)
@@ -237,7 +241,7 @@ def read_own_model(folder: Path) -> OwnModel:
     except (SafetensorError, OSError):
         held = None
         if (folder / "config.json").exists():
-            read_tensors(path)  # which says what is wrong with it
+            read_tensors(path)  # raises with the reason
     model = read_config(folder, held)
     load_tensors(model, read_tensors(path), str(path))
     return model.eval()

@@ -1,7 +1,8 @@
-"""Several residual streams, of which each block computes with one (AltUp), and a low-rank residual (LAuReL).
+"""Several residual streams with one active stream (AltUp), and a low-rank residual (LAuReL).
 
-A stream is `[batch, length, streams, d_model]`. Before its attention a block predicts all streams from all of
-them, and computes with the predicted one that is active; then it corrects the others by what it changed.
+Streams are one tensor `[batch, length, streams, d_model]`. Before its attention, a block predicts every
+stream as a linear combination of all streams. The sub-layers run on the predicted active stream; the change
+of the active stream then corrects all streams.
 
 Source: Baykal et al. 2023, arXiv 2301.13310; Menghani et al. 2024, arXiv 2411.07501; `modeling_gemma3n.py` of
 github.com/huggingface/transformers, version 5.23.0, which also clips coefficients while training.
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 
 from triptych.core.models.architecture import StreamsConfig
 
-_LEAST_SQUARE = 1e-5  # the least mean square that a stream is divided by the root of
+_LEAST_SQUARE = 1e-5  # lower bound of the mean square of a stream in `_as_large`
 
 
 @final
 class Streams(nn.Module):
-    """From one stream to several, and back."""
+    """The maps from one stream to several streams, and back."""
 
     def __init__(self, config: StreamsConfig, d_model: int) -> None:
         super().__init__()
@@ -32,27 +33,27 @@ class Streams(nn.Module):
     def enter(
         self, x: Float[Tensor, "batch length d_model"]
     ) -> Float[Tensor, "batch length streams d_model"]:
-        """The streams that the first block reads: `x`, and maps of it that are as large."""
+        """Return the streams of the first block: `x`, and maps of `x` rescaled to its size."""
         return torch.stack([x, *(_as_large(make(x), x) for make in self.made)], dim=2)
 
     def leave(
         self, x: Float[Tensor, "batch length streams d_model"]
     ) -> Float[Tensor, "batch length d_model"]:
-        """The mean of the first stream and of maps of the others that are as large."""
+        """Return the mean of the first stream and of maps of further streams, rescaled to its size."""
         first, *others = x.unbind(2)
         back = (_as_large(read(other), first) for read, other in zip(self.read, others, strict=True))
         return torch.stack([first, *back]).mean(dim=0)
 
 
 def _as_large(x: Tensor, other: Tensor) -> Tensor:
-    """A stream with the root mean square of another."""
+    """Rescale a stream to the root mean square of another stream."""
     own = x.square().mean(dim=-1, keepdim=True).clamp(min=_LEAST_SQUARE).sqrt()
     return x * other.square().mean(dim=-1, keepdim=True).sqrt() / own
 
 
 @final
 class BlockStreams(nn.Module):
-    """What a block does besides its sub-layers where there are several streams."""
+    """Prediction and correction of several streams in a block, and the low-rank residual."""
 
     def __init__(self, config: StreamsConfig, d_model: int) -> None:
         super().__init__()
@@ -74,14 +75,14 @@ class BlockStreams(nn.Module):
     def predict(
         self, x: Float[Tensor, "batch length streams d_model"]
     ) -> Float[Tensor, "batch length streams d_model"]:
-        """Each stream with a combination of all added, by the active one."""
+        """Add to each stream a combination of all streams, with coefficients from the active stream."""
         weights: Tensor = self.predictions(self._routed(x[:, :, self.active]))
         return x + weights.view(*x.shape[:3], x.shape[2]) @ x
 
     def join(
         self, x: Float[Tensor, "batch length d_model"], read: Float[Tensor, "batch length d_model"]
     ) -> Float[Tensor, "batch length d_model"]:
-        """The stream after the attention, with a low-rank map of what the attention read."""
+        """Return `(x + read + low_rank(read)) / √2`, where `read` is the input of the attention."""
         joined: Tensor = x + read + self.low_rank_norm(self.right(self.left(read)))
         return joined / math.sqrt(2)
 
@@ -90,7 +91,7 @@ class BlockStreams(nn.Module):
         predicted: Float[Tensor, "batch length streams d_model"],
         x: Float[Tensor, "batch length d_model"],
     ) -> Float[Tensor, "batch length streams d_model"]:
-        """The streams after the block, from the predicted ones and what became of the active one."""
+        """Correct predicted streams by the change of the active stream, from its prediction to `x`."""
         weights: Tensor = self.corrections(self._routed(x)) + 1.0
         return predicted + weights[..., None] * (x - predicted[:, :, self.active])[:, :, None]
 
@@ -99,10 +100,10 @@ class BlockStreams(nn.Module):
         x: Float[Tensor, "batch length streams d_model"],
         added: Float[Tensor, "batch length d_model"],
     ) -> Float[Tensor, "batch length streams d_model"]:
-        """The streams with something added to all but the first."""
+        """Add a vector per token to all streams but the first."""
         return torch.cat([x[:, :, :1], x[:, :, 1:] + added[:, :, None]], dim=2)
 
     def scaled(self, x: Float[Tensor, "batch length streams d_model"]) -> Tensor:
-        """The active stream, as the block's own input reads it."""
+        """Return the active stream, scaled, for `BlockInput`."""
         active = x[:, :, self.active]
         return active if self.scale is None else active * self.scale

@@ -1,4 +1,4 @@
-"""Word vectors that a table of embeddings begins with, read from a file."""
+"""Pretrained word vectors as initial values of an embedding table."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -16,16 +16,16 @@ from triptych.untrusted import require_regular
 
 @final
 class WordVectors:
-    """The vectors of a file for the tokens of a vocabulary."""
+    """The word vectors of a file for the tokens of a vocabulary."""
 
     def __init__(self, path: Path, pieces: Sequence[str | None], width: int) -> None:
-        """For tokens by their readable pieces, None for special ones; nothing is read yet."""
+        """Store path and readable pieces of tokens (None for special tokens); the file is read later."""
         self.path = path
         self._width = width
         self._words = [None if piece is None else piece.strip("▁ ") or None for piece in pieces]
 
     def into(self, drawn: Tensor) -> Tensor:
-        """The table, from the values that were drawn for it."""
+        """Return the table: vectors rescaled to the size of the drawn values, and drawn values elsewhere."""
         rows, found = self._read
         rows = rows.to(drawn)
         found = found.to(drawn.device)
@@ -38,7 +38,8 @@ class WordVectors:
 
     @cached_property
     def _read(self) -> tuple[Tensor, Tensor]:
-        """A row for every token, and whether it has a vector."""
+        """Rows `[tokens, width]`, and a mask of tokens with a vector."""
+        # Words are looked up by their text, then in lower case.
         try:
             require_regular(self.path)
             if self.path.suffix == ".safetensors":
@@ -69,13 +70,13 @@ class WordVectors:
             return file.get_tensor(names[0]).float()  # type: ignore[no-any-return]
 
     def _lines(self) -> Iterator[tuple[str, Tensor]]:
-        """The words that are wanted, each with its vector."""
+        """Yield words of the vocabulary with their vectors."""
         wanted = {form for word in self._words if word for form in (word, word.lower())}
         with self.path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, start=1):
                 parts = line.rstrip().split(" ")
                 if number == 1 and len(parts) == 2:
-                    continue  # how many words there are, and how wide their vectors
+                    continue  # header of word2vec: number of words, width
                 text = " ".join(parts[: -self._width])
                 if not text or (number <= 2 and len(parts) != self._width + 1):
                     raise DataError(

@@ -1,6 +1,6 @@
-"""The ways to write a head: the classes of `table`, a class in a user's file, and `AsWritten` for the rest.
+"""Parameterisations: the classes of `table`, classes in a user's file, and `AsWritten` for any other weights.
 
-The contract suite tests whatever `PARAMETERISATIONS` names.
+The contract suite tests every class of `PARAMETERISATIONS`.
 """
 
 import dataclasses
@@ -15,7 +15,8 @@ from triptych.core.attention.projections.composed import AsWritten, ScaledOutsid
 from triptych.core.attention.projections.module import structural_difference
 from triptych.errors import nearest
 
-# Where several could hold the same weights, the first named does: `factored` before `grouped`.
+# If several parameterisations fit the same weights, the first in this order is chosen: `factored` before
+# `grouped`.
 PARAMETERISATIONS: dict[str, type[Parameterisation]] = {
     cls.name: cls
     for cls in (
@@ -38,7 +39,7 @@ PARAMETERISATIONS: dict[str, type[Parameterisation]] = {
     )
 }
 
-# Names that look like a parameterisation and are none, and why.
+# Reasons against names that sound like a parameterisation.
 REFUSED: dict[str, str] = {
     "four_way": "with the 4th matrix as data the output is as wide as the sequence is long, so no W^O of "
     "fixed size can read it: call four_way_attention(Q, K, V, W), or use 'four_matrix', the 4th matrix as "
@@ -47,7 +48,7 @@ REFUSED: dict[str, str] = {
 
 
 def parameterisation_class(name: str) -> type[Parameterisation]:
-    """The class of a name: one of `PARAMETERISATIONS`, or `FILE.py:CLASS`."""
+    """Return the class of a name: a key of `PARAMETERISATIONS`, or `FILE.py:CLASS`."""
     if user_code.is_in_file(name):
         return user_code.find_class(name, Parameterisation, "projections")
     if name in REFUSED:
@@ -60,15 +61,15 @@ def parameterisation_class(name: str) -> type[Parameterisation]:
 
 
 def parameterisation(name: str, **options: int | bool | None) -> Parameterisation:
-    """A parameterisation by name, as in a recipe.
+    """Build a parameterisation by name, as in a recipe.
 
     Args:
-        name: one of `PARAMETERISATIONS`, or `FILE.py:CLASS`.
-        options: fields of its class.
+        name: key of `PARAMETERISATIONS`, or `FILE.py:CLASS`.
+        options: fields of the class.
 
     Raises:
-        ValueError: a name or an option there is not, with those there are; or a name that is no layer,
-            with the reason.
+        ValueError: the name or an option is unknown (the message lists known names or options), or the name
+            is in `REFUSED`.
     """
     cls = parameterisation_class(name)
     known = [field.name for field in dataclasses.fields(cls)]
@@ -81,7 +82,7 @@ def parameterisation(name: str, **options: int | bool | None) -> Parameterisatio
 def fit_parameterisation(
     weights: AttentionWeights, *, named: bool = False, own: Parameterisation | None = None
 ) -> tuple[AttentionWeights, Parameterisation]:
-    """The parameterisation whose structure a writing has, and the writing in just that structure."""
+    """Find the parameterisation of the same structure as given weights; return it with the fitted weights."""
     if own is not None and not structural_difference(
         own.skeleton(weights.d_model, weights.num_heads), weights
     ):
@@ -90,6 +91,7 @@ def fit_parameterisation(
         inner = replace(weights, o=weights.o[1:])
         fitted, found = fit_parameterisation(inner, named=named)
         return replace(fitted, o=(weights.o[0], *fitted.o)), ScaledOutside(found)
+    # Try the weights unchanged, then with equally many key and value heads, then with a copy for every head.
     reasons: list[str] = []
     groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
     for writing in (weights, weights.with_even_copies(groups), weights.with_even_copies(weights.num_heads)):

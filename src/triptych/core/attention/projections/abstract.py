@@ -1,9 +1,9 @@
-"""What every way to write a head has in common.
+"""The base class of parameterisations.
 
-A `Parameterisation` is the choice (a small frozen record, fit for a recipe): it names the chains of maps to
-queries, keys, values and output, and gives their sizes. `Projections` (`module`) holds the maps. The
-layer asks its projections for queries, for what to cache of each token, for keys and values made of it, and
-for the output: it never knows which parameterisation it holds.
+A `Parameterisation` is a small frozen record, as in a recipe: it names the chains of maps to queries, keys,
+values and output, and gives their sizes. `Projections` (`module.py`) stores the maps. A layer calls its
+projections for queries, for cached tensors, for keys and values from cached tensors, and for the output,
+without knowledge of the parameterisation.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ Maps = dict[str, HeadMap]
 @final
 @dataclass(frozen=True)
 class LayerSizes:
-    """The sizes of a layer, as the maps of a parameterisation read them.
+    """The sizes of a layer, from which a parameterisation sizes its maps.
 
     Attributes:
-        of: the parameterisation, whose fields `d_k` and `d_v` give widths; a class without such a field has
+        of: parameterisation with fields `d_k` and `d_v` for the widths. A class that lacks such a field uses
             slices of the stream.
         d: width of input and output.
         h: number of query heads.
@@ -48,7 +48,7 @@ class LayerSizes:
 
     @property
     def slice_width(self) -> int:
-        """The width of a head's slice of the stream."""
+        """Width of a head's slice of the stream."""
         if self.d % self.h:
             raise ValueError(
                 f"num_heads {self.h} does not divide d_model {self.d}: {self.of.name} gives each head a "
@@ -57,7 +57,7 @@ class LayerSizes:
         return self.d // self.h
 
     def width(self, name: str) -> int:
-        """A width that the parameterisation gives, or d_model shared out among the heads."""
+        """Return a width from the parameterisation's field of this name; d_model / num_heads by default."""
         if not hasattr(self.of, name):
             return self.slice_width
         if (width := getattr(self.of, name)) is not None:
@@ -67,33 +67,33 @@ class LayerSizes:
         return self.d // self.h
 
     def variance(self, width: int) -> float:
-        """Variance of a channel of the queries as `ToHeads` draws them, for inputs of variance 1.
+        """Return the variance of a query channel of `ToHeads` by default, for inputs of variance 1.
 
-        Every parameterisation is initialised so that one score, and one value on the way out, vary as much
-        as with maps of this variance, at the same size and for inputs drawn independently; but where no map
-        is left to do so (scores of `Direct`, values of `IdentityOV`).
+        Every parameterisation is initialised so that scores and outputs have the same variance as with maps
+        of this variance, at the same sizes and for independent inputs. The scores of `Direct` and the values
+        of `IdentityOV` are exceptions: a map to scale is missing.
         """
         return self.d / (self.d + self.h * width)
 
 
 @dataclass(frozen=True)
 class Parameterisation:
-    """A way to write the two forms, without sizes of a particular model.
+    """A parameterisation of the two forms, without the sizes of a particular model.
 
-    A subclass is a frozen dataclass: its fields are the options that a recipe may give.
+    A subclass is a frozen dataclass; its fields are the options in recipes.
 
     Attributes:
-        name: as in a recipe; of a class in a file of one's own, `FILE.py:CLASS`.
-        parameters_formula: parameters of a layer without biases, in `d`, `h`, `d_k`, `d_v` and
-            the class's own sizes, as a Python expression; "" for none. `cache_formula` is
-            the same for the numbers cached per token.
-        q: names of the maps to queries; `k` and `v` are to keys and values, `o` from the heads to the output.
-            A name that is in two chains is one map that they share. An empty chain takes the input itself.
-        read_off: the maps that options are read off when weights are given: whether there is a bias, a width
-            (`d_…`) or a number of copies (`num_…`); "scale" is the scale. If left out, `x_bias` is read
-            off `x_proj`, `d_k` off `q_proj` and `d_v` off `v_proj`.
-        no_rotary: why rotary positions make no sense with it; "" if they do. `no_qk_norm` is the same
-            for QK-norm.
+        name: name in recipes; `FILE.py:CLASS` for a class in a user's file.
+        parameters_formula: number of parameters of a layer without biases, as a Python expression in `d`,
+            `h`, `d_k`, `d_v` and further sizes of the class; "" without a formula. `cache_formula`
+            is the same for the number of cached values per token.
+        q: names of the maps to queries; `k` and `v` are the maps to keys and values, `o` the maps from the
+            heads to the output. A name in two chains is one shared map. An empty chain is the input itself.
+        read_off: names of the maps from which `fitting` reads an option, separated by spaces: a bias
+            (`…_bias`), a width (`d_…`) or a count of heads (`num_…`). The name "scale" is the scale of the
+            scores. By default `x_bias` is read from `x_proj`, `d_k` from `q_proj` and `d_v` from `v_proj`.
+        no_rotary: reason against rotary positions; "" if rotary positions are supported. `no_qk_norm` is the
+            same for QK-norm.
     """
 
     name: ClassVar[str] = ""
@@ -113,12 +113,13 @@ class Parameterisation:
             cls.name = cls.__name__
 
     def maps(self, s: LayerSizes) -> Maps:
-        """The maps of a layer by name, in the order in which they are drawn.
+        """Return the maps of a layer by name, in the order of their initial draws.
 
-        These are the usual ones of the sides that have them: `q_proj`, `k_proj` and `v_proj`, each to a
-        stream for every head, and `o_proj`; with a bias where the option `q_bias`, … says so.
+        By default these are the maps of the chains among `q_proj`, `k_proj` and `v_proj`, each `ToHeads` with
+        all heads, and `o_proj`, with biases by the options `q_bias`, ….
         """
         named = {name for side in SIDES for name in self.chain(side)}
+        # Only names in the chains: a subclass adds the other maps of its chains.
         found: dict[str, HeadMap] = {}
         for side in SIDES:
             name = f"{side}_proj"
@@ -132,34 +133,34 @@ class Parameterisation:
         return found
 
     def sizes(self, d_model: int, num_heads: int) -> tuple[int, Maps]:
-        """The width whose root the scores are divided by, and the maps, at the sizes of a layer."""
+        """Return the width for the scale (scores are divided by its root), and the maps of a layer."""
         sizes = LayerSizes(self, d_model, at_least_one_head(num_heads))
         return sizes.d_k, self.maps(sizes)
 
     def build(self, d_model: int, num_heads: int) -> Projections:
-        """Make the maps of a layer of this size, freshly initialised.
+        """Build the freshly initialised maps of a layer of this size.
 
         Raises:
-            ValueError: sizes that do not fit, with the numbers.
+            ValueError: sizes do not fit; the message names them.
         """
         d_k, maps = self.sizes(d_model, num_heads)
         chains = {side: self.chain(side) for side in SIDES}
         return Projections(self.name, d_model, num_heads, d_k, maps, chains)
 
     def gate(self, d_model: int, num_heads: int) -> HeadGate | None:
-        """The gate that its heads need; None if they need none."""
+        """Return the gate that the parameterisation requires; None without a gate."""
         return None
 
     def chain(self, side: Side) -> tuple[str, ...]:
-        """The names of the maps of one side."""
+        """Return the names of the maps of a chain."""
         return {"q": self.q, "k": self.k, "v": self.v, "o": self.o}[side]
 
     @classmethod
     def fitting(cls, weights: AttentionWeights) -> "Parameterisation | None":
-        """The options with which this parameterisation might hold a writing; None if it never could.
+        """Return the candidate parameterisation for given weights; None if no options can fit.
 
-        Only widths and biases have to be read off: whether the structure really is the same is
-        checked afterwards, on what `build` makes.
+        Only widths, head counts, biases and the scale are read from the weights. The caller compares the
+        structure afterwards, on the result of `skeleton`.
         """
         found: dict[str, list[Link]] = {}
         for side in SIDES:
@@ -169,6 +170,7 @@ class Parameterisation:
                 return None
             for name, link in zip(names, links, strict=True):
                 found.setdefault(name, []).append(link)
+        # A name stands for one map: the links of a shared name must be one object.
         if any(link is not links[0] for name, links in found.items() if name != "o_proj" for link in links):
             return None
         options: dict[str, int | bool] = {}
@@ -187,10 +189,10 @@ class Parameterisation:
         return cls(**options)
 
     def skeleton(self, d_model: int, num_heads: int) -> AttentionWeights:
-        """The writing of a layer of this size, shapes without numbers (on the "meta" device).
+        """Return the weights of a layer of this size as shapes without values (on the "meta" device).
 
         Raises:
-            ValueError: sizes that do not fit.
+            ValueError: sizes do not fit.
         """
         with shapes_only():
             weights = self.build(d_model, num_heads).weights()
@@ -199,14 +201,14 @@ class Parameterisation:
 
 
 def at_least_one_head(num_heads: int) -> int:
-    """The number of heads, if it can be one."""
+    """Check that the number of heads is at least 1, and return it."""
     if num_heads < 1:
         raise ValueError(f"num_heads is {num_heads}: at least one head is needed")
     return num_heads
 
 
 def at_least_one(value: int, name: str) -> int:
-    """The value, if it can be a size."""
+    """Check that a size is at least 1, and return it."""
     if value < 1:
         raise ValueError(f"{name} is {value}: it must be at least 1")
     return value

@@ -1,4 +1,4 @@
-"""Parameterisations outside the table: one with its scale after the softmax, and chains of any maps."""
+"""Parameterisations outside the table: `ScaledOutside`, with the scale after the softmax, and `AsWritten`."""
 
 from dataclasses import dataclass, field, replace
 from typing import Literal, final
@@ -17,7 +17,7 @@ ScalePlace = Literal["inside", "outside"]
 @final
 @dataclass(frozen=True)
 class ScaledOutside(Parameterisation):
-    """`softmax(Q Kᵀ) V / √d_k`: another parameterisation with its scale after the softmax, on the values."""
+    """`softmax(Q Kᵀ) V / √d_k`: a parameterisation `inner`, scaled after the softmax, on the values."""
 
     o = ("o_scale", "o_proj")
 
@@ -41,7 +41,7 @@ class ScaledOutside(Parameterisation):
 
 
 def is_scaled_outside(weights: AttentionWeights) -> bool:
-    """Whether what the heads give out is divided by √d_k first, as `ScaledOutside` does."""
+    """Return True if the first output map divides by √d_k, as in `ScaledOutside`."""
     if len(weights.o) < 2 or weights.o[0].learned or not weights.o[0].diagonal:
         return False
     factor = weights.o[0].weight
@@ -52,17 +52,18 @@ def is_scaled_outside(weights: AttentionWeights) -> bool:
 @final
 @dataclass(frozen=True)
 class AsWritten(Parameterisation):
-    """Chains of any number of maps, shared or not, fixed or learned, with norms between them."""
+    """Chains of any number of maps, shared or not, fixed or learned, with norms between the maps."""
 
     name = "as_written"
 
-    own_maps: dict[str, HeadMap] = field(compare=False)  # by name, the output map `o_proj` last
-    chains: dict[Side, tuple[str, ...]] = field(compare=False)  # the names of the maps of each side
-    width: int  # of queries and keys
+    own_maps: dict[str, HeadMap] = field(compare=False)  # maps by name; the last is the output map `o_proj`
+    chains: dict[Side, tuple[str, ...]] = field(compare=False)  # names of the maps of each chain
+    width: int  # width of queries and keys
 
     @classmethod
     def from_weights(cls, weights: AttentionWeights) -> "tuple[AttentionWeights, AsWritten]":
-        """The parameterisation of a writing, and the writing with a learned output map for each head."""
+        """Return weights with a learned output map for each head, and their parameterisation."""
+        # A layer has one `nn.Linear` for the outputs of all heads, so the last map must be a matrix per head.
         last = weights.o[-1] if weights.o else None
         if last is None or last.diagonal or last.norm is not None:
             raise ValueError("the heads' outputs need a map of their own at the end")

@@ -1,7 +1,7 @@
-"""The maps that chains are made of: how each is stored, initialised and applied.
+"""The maps of chains: storage, initialisation and application.
 
-A map is a description without numbers; `make` gives what a layer stores of it, under the map's name. Streams
-are `[batch, copies, length, width]`, with one copy for the input of a layer.
+A map is a description without parameters; `make` creates the parameters, which a layer stores under the name
+of the map. Streams are `[batch, copies, length, width]`; the input of a layer is one copy.
 """
 
 import math
@@ -24,46 +24,47 @@ class HeadMap(ABC):
     """One map of a chain."""
 
     def make(self) -> Stored:
-        """What a layer stores; None if the map has no numbers of its own."""
+        """Create the module or parameter of the map; None for a map without parameters."""
         return None
 
-    def initialise(self, stored: Stored) -> None:  # noqa: B027 - nothing to draw where there are none
-        """Draw the numbers."""
+    def initialise(self, stored: Stored) -> None:  # noqa: B027 - by default a map stores no parameters
+        """Draw the initial values."""
 
     @abstractmethod
     def apply(self, stored: Stored, x: Float[Tensor, "batch copies length d_in"]) -> Tensor:
-        """The stream after the map, `[batch, copies, length, d_out]`."""
+        """Apply the map to a stream; the result is `[batch, copies, length, d_out]`."""
 
     @abstractmethod
     def link(self, stored: Stored, like: Tensor) -> Link:
-        """The map as a link of a chain, a view of what is stored; a fixed map has the dtype of `like`."""
+        """Return the map as a link, a view of the parameters; a fixed map has the dtype of `like`."""
 
     @property
     def channels(self) -> tuple[int, int, int] | None:
-        """How many channels learned matrices read and write, and how many pass behind those.
+        """Numbers of channels `(read, written, passed)` of learned matrices; None for any other map.
 
-        None for any other map. Such matrices can be applied to queries and outputs, in place of what is kept.
+        Passed channels follow the written channels, unchanged. Such matrices can be applied to queries and
+        outputs instead of the cached latent.
         """
         return None
 
     def matrices(self, stored: Stored) -> tuple[Tensor, Tensor | None]:
-        """The matrices of `channels`, `[copies, written, read]`, and biases, `[copies, d_out]`."""
+        """Return the matrices of `channels`, `[copies, written, read]`, and biases, `[copies, d_out]`."""
         raise NotImplementedError
 
 
 @final
 @dataclass(frozen=True)
 class ToHeads(HeadMap):
-    """A map from one stream to a stream a copy.
+    """A map from one stream to many, such as the queries of all heads.
 
     Attributes:
         d_in: width of the stream.
         d_out: width of each copy.
-        copies: how many there are.
-        bias: whether the map has one.
-        variance: of the numbers drawn. Half of Glorot's if None, as one map to queries, keys and values
-            would be drawn: post-norm models learn faster so, in 200 steps of a small one to 4.30 instead of
-            4.59 nats (docs/contributing/log/).
+        copies: number of copies.
+        bias: True for a map with a bias.
+        variance: variance of the initial weights. If None, half of Glorot's variance, as in a joint map to
+            queries, keys and values: post-norm models then learn faster (a small model reaches 4.30 instead
+            of 4.59 nats in 200 steps, docs/contributing/log/).
     """
 
     d_in: int
@@ -99,14 +100,14 @@ class ToHeads(HeadMap):
 @final
 @dataclass(frozen=True)
 class FromHeads(HeadMap):
-    """The output map, from the heads next to each other to the width of the model.
+    """The output map, from the concatenated heads to the width of the model.
 
     Attributes:
         d_in: width of each head.
         d_out: width of the model.
-        num_heads: number of heads that the map reads. A layer of more heads sums consecutive ones first.
-        bias: whether the map has one. It belongs to all heads together and is not part of the link.
-        variance: of the numbers drawn; Glorot's if None.
+        num_heads: number of input heads. A layer of more heads sums consecutive heads first.
+        bias: True for a map with a bias, which is added once and is not part of the link.
+        variance: variance of the initial weights; Glorot's variance if None.
     """
 
     d_in: int
@@ -136,9 +137,9 @@ class PerHead(HeadMap):
     """A square map of each head, M_iᵀ, stored as M_i `[num_heads, width, width]`.
 
     Attributes:
-        num_heads: how many there are.
-        width: read and written.
-        variance: of the numbers drawn.
+        num_heads: number of heads.
+        width: width of input and output.
+        variance: variance of the initial weights.
     """
 
     num_heads: int
@@ -161,11 +162,11 @@ class PerHead(HeadMap):
 @final
 @dataclass(frozen=True)
 class Mixing(HeadMap):
-    """Weights of each head for the channels of one stream, diag(m_i), stored as `[num_heads, width]`."""
+    """Channel weights of each head for one stream, diag(m_i), stored as `[num_heads, width]`."""
 
-    num_heads: int  # how many there are
-    width: int  # of the stream
-    variance: float  # of the numbers drawn. They differ from the start, so that the heads do.
+    num_heads: int  # number of heads
+    width: int  # width of the stream
+    variance: float  # variance of the initial weights; heads differ from the start
 
     def make(self) -> nn.Parameter:
         return nn.Parameter(torch.empty(self.num_heads, self.width))
@@ -186,7 +187,7 @@ class ConstantFactor(HeadMap):
     """One factor for all channels of all heads."""
 
     factor: float
-    width: int  # of each head
+    width: int  # width of each head
 
     def apply(self, stored: Stored, x: Tensor) -> Tensor:
         return x * self.factor
@@ -196,7 +197,7 @@ class ConstantFactor(HeadMap):
 
 
 def _identity(size: int, like: Tensor) -> Tensor:
-    if like.is_meta:  # for whose `torch.eye` torch imports its compiler
+    if like.is_meta:  # `torch.eye` on "meta" would import torch's compiler
         return like.new_empty(size, size)
     return torch.eye(size, dtype=like.dtype, device=like.device)
 
@@ -204,10 +205,10 @@ def _identity(size: int, like: Tensor) -> Tensor:
 @final
 @dataclass(frozen=True)
 class Slices(HeadMap):
-    """Head i takes the i-th slice of the stream."""
+    """A fixed map: head i takes the i-th slice of the stream."""
 
-    num_heads: int  # how many there are
-    width: int  # of each slice
+    num_heads: int  # number of heads
+    width: int  # width of each slice
 
     def apply(self, stored: Stored, x: Tensor) -> Tensor:
         return split_heads(x[:, 0], self.num_heads)
@@ -220,7 +221,7 @@ class Slices(HeadMap):
 
 @final
 class ConcatenatedHeads(nn.Module):
-    """The heads next to each other, as an output map would read them, and a bias where there is one.
+    """Concatenated heads as the output, with an optional bias.
 
     Attributes:
         bias: `[width]`, or None.
@@ -241,9 +242,9 @@ class ConcatenatedHeads(nn.Module):
 class Joined(HeadMap):
     """W^O = I: head i writes the i-th slice of the output."""
 
-    num_heads: int  # how many there are
-    width: int  # of each slice
-    bias: bool  # whether the output has one. It belongs to all heads together and is not part of the link.
+    num_heads: int  # number of heads
+    width: int  # width of each slice
+    bias: bool  # True for an output with a bias, which is added once and is not part of the link
 
     def make(self) -> ConcatenatedHeads:
         return ConcatenatedHeads(self.num_heads * self.width, self.bias)
@@ -269,25 +270,26 @@ class Joined(HeadMap):
 class LinkMap(HeadMap):
     """A map of any chain.
 
-    The first `read` channels of its input pass through numbers of its own to the first `written` channels of
-    its output; the next `passed` ones are its last as they are; any others are not read.
+    The weight maps the first `read` input channels to the first `written` output channels. The next `passed`
+    input channels are the last output channels, unchanged. Further input channels are not read.
     """
 
-    d_in: int  # width read; `d_out` is the width written
+    d_in: int  # width of the input; `d_out` is the width of the output
     d_out: int
     copies: int
-    read: int  # see above, also for `written` and `passed`
+    read: int  # number of channels, as `written` and `passed`; see above
     written: int
     passed: int
-    diagonal: bool  # whether each channel is scaled by itself
-    bias: bool  # whether there is one
-    learned: bool  # whether its numbers are
-    norm: HeadNorm | None  # after it, without numbers; None without
-    norm_parts: dict[str, torch.Size] = field(compare=False)  # shapes of the norm's numbers
+    diagonal: bool  # True for a factor per channel instead of a matrix
+    bias: bool  # True for a map with a bias
+    learned: bool  # True for learned weights, False for fixed weights
+    norm: HeadNorm | None  # norm after the map, without its tensors; None without a norm
+    norm_parts: dict[str, torch.Size] = field(compare=False)  # shapes of the norm's tensors
 
     @classmethod
     def from_link(cls, link: Link) -> "LinkMap":
-        """Make the map for a link of a writing; its numbers say which of its channels pass."""
+        """Build the map for a link of given weights; the entries of the weight determine passed channels."""
+        # The stored module has the norm's tensors as parameters, so the description drops them.
         read, passed = _passing(link)
         parts = {} if link.norm is None else link.norm.tensors()
         bare = None if link.norm is None else replace(link.norm, weight=None, bias=None)
@@ -339,9 +341,9 @@ class LinkMap(HeadMap):
 
 @final
 class StoredLink(nn.Module):
-    """The numbers of a `LinkMap`."""
+    """The parameters of a `LinkMap`."""
 
-    # `[copies, written, read]`, or `[copies, width]` of a diagonal map; a buffer where it is fixed
+    # `[copies, written, read]`, or `[copies, width]` for a diagonal map; a buffer if fixed
     weight: Tensor
     bias: Tensor | None  # `[copies, d_out]` or None
 
@@ -358,19 +360,20 @@ class StoredLink(nn.Module):
         else:
             self.register_buffer("weight", weight)
         self.bias = nn.Parameter(torch.empty(kind.copies, kind.d_out)) if kind.bias else None
+        # Parameters of the norm need plain names: the norm itself is a frozen record, not a module.
         for name, shape in kind.norm_parts.items():
             self.register_parameter(f"norm_{name}", nn.Parameter(torch.empty(shape)))
 
     @property
     def norm(self) -> HeadNorm | None:
-        """The norm with its numbers."""
+        """The norm with its tensors."""
         norm = self.kind.norm
         if norm is None or not self.kind.norm_parts:
             return norm
         return replace(norm, **{name: getattr(self, f"norm_{name}") for name in self.kind.norm_parts})
 
     def link(self) -> Link:
-        """The map as a link of a chain; a view where no channels pass."""
+        """Return the map as a link of a chain: a view unless channels pass or are left out."""
         weight = self.weight
         kind = self.kind
         if not kind.diagonal:
@@ -385,7 +388,7 @@ class StoredLink(nn.Module):
 
     @torch.no_grad()
     def load(self, given: Link) -> None:
-        """Take the numbers of a link."""
+        """Copy the tensors of a link into the parameters."""
         kind = self.kind
         weight = given.weight
         if not kind.diagonal:
@@ -397,11 +400,12 @@ class StoredLink(nn.Module):
             getattr(self, f"norm_{name}").copy_(tensor)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply copy i to stream i, `[batch, streams, length, d_in]`; see `Link`."""
+        """Apply copy i of the map to stream i, `[batch, streams, length, d_in]`; see `Link`."""
         kind = self.kind
         streams = x.shape[1]
         weight = self.weight
         bias = self.bias
+        # Repeat streams or copies to the larger count; the product below broadcasts a single stream.
         if 1 < streams < kind.copies:
             x = x.repeat_interleave(kind.copies // streams, dim=1)
         elif kind.copies < streams:
@@ -426,7 +430,7 @@ class StoredLink(nn.Module):
 def split_heads(
     x: Float[Tensor, "batch length joined"], num_heads: int
 ) -> Float[Tensor, "batch num_heads length width"]:
-    """Head i takes the i-th slice of the last dimension."""
+    """Split the last dimension into heads: head i is the i-th slice."""
     batch, length, _ = x.shape
     return x.view(batch, length, num_heads, -1).transpose(1, 2)
 
@@ -434,7 +438,7 @@ def split_heads(
 def join_heads(
     heads: Float[Tensor, "batch num_heads length width"],
 ) -> Float[Tensor, "batch length joined"]:
-    """The inverse of `split_heads`."""
+    """Concatenate heads in the last dimension, the inverse of `split_heads`."""
     batch, _, length, _ = heads.shape
     return heads.transpose(1, 2).reshape(batch, length, -1)
 
@@ -442,12 +446,12 @@ def join_heads(
 def through_own_map(
     heads: Float[Tensor, "batch num_heads length d_in"], maps: Float[Tensor, "num_heads d_in d_out"]
 ) -> Float[Tensor, "batch num_heads length d_out"]:
-    """`head_i W_i`; not `heads @ maps`, for which torch copies the maps once a sentence of the batch."""
+    """Compute `head_i W_i`; `heads @ maps` would copy the maps for every sentence of the batch."""
     return torch.einsum("bhnk,hkr->bhnr", heads, maps)
 
 
 def _draw(linear: nn.Linear, variance: float | None) -> None:
-    """Weights of this variance (Glorot's if None), and a bias of 0."""
+    """Draw weights of this variance (Glorot's if None), and set the bias to 0."""
     if variance is None:
         nn.init.xavier_uniform_(linear.weight)
     else:
@@ -473,7 +477,7 @@ def _as_parameter(stored: Stored) -> nn.Parameter:
 
 
 def _passing(link: Link) -> tuple[int, int]:
-    """How many channels pass through the numbers of a link, and how many come out at the end as they are."""
+    """Return the numbers `read` and `passed` of a link's channels; see `LinkMap`."""
     d_in = link.d_in
     d_out = link.d_out
     if link.diagonal or not link.learned:
@@ -481,6 +485,7 @@ def _passing(link: Link) -> tuple[int, int]:
     weight = link.weight
     nonzero = weight.ne(0).any(dim=2).any(dim=0).nonzero()
     read = int(nonzero.max()) + 1 if len(nonzero) else d_in
+    # Passed channels: the last rows and columns of the weight are the identity, and zero elsewhere.
     as_it_is = torch.zeros_like(weight[0])
     rows = torch.arange(max(0, d_in - d_out), d_in)
     as_it_is[rows, rows + d_out - d_in] = 1.0

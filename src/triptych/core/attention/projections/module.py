@@ -1,4 +1,4 @@
-"""`Projections`: the module that holds the maps of one attention layer."""
+"""`Projections`: the module with the maps of one attention layer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ from triptych.core.attention.projections.maps import (
     through_own_map,
 )
 
-# A map that can be absorbed, and its channels.
+# Name and `HeadMap.channels` of an absorbable map.
 _Up = tuple[str, tuple[int, int, int]]
 
 
@@ -34,8 +34,8 @@ class Projections(nn.Module):
     Attributes:
         d_model: width of input and output.
         num_heads: number of query heads.
-        d_k: the width whose root the scores are divided by.
-        o_proj: W^O, from the heads side by side to the model's width: `nn.Linear`, or `ConcatenatedHeads`.
+        d_k: width for the scale: scores are divided by √d_k.
+        o_proj: W^O, from the concatenated heads to d_model: `nn.Linear`, or `ConcatenatedHeads`.
     """
 
     o_proj: nn.Linear | ConcatenatedHeads
@@ -49,7 +49,7 @@ class Projections(nn.Module):
         maps: Mapping[str, HeadMap],
         chains: Mapping[Side, tuple[str, ...]],
     ) -> None:
-        """Make the maps of a parameterisation of this name, and draw their numbers in that order."""
+        """Create the maps of a parameterisation of this name and draw their values in the order of `maps`."""
         super().__init__()
         self.d_model = d_model
         self.num_heads = num_heads
@@ -63,6 +63,7 @@ class Projections(nn.Module):
                 setattr(self, name, stored)
         for name, own in self._maps.items():
             own.initialise(self._stored(name))
+        # Keys and values share the first maps of their chains: their output is cached.
         k = self._chains["k"]
         v = self._chains["v"]
         shared = sum(1 for one, other in zip(k, v, strict=False) if one == other)
@@ -72,29 +73,34 @@ class Projections(nn.Module):
 
     @property
     def caches_keys(self) -> bool:
-        """Whether the first thing cached of a token is its keys and nothing but its keys."""
+        """Return True if the first cached tensor is exactly the keys."""
         return not self._shared
 
     @property
     def no_two_memories(self) -> str:
-        """Why keys and values cannot come from two sequences; "" if they can."""
+        """Reason against keys and values from two sequences; "" if two sequences are supported."""
         return f"{self._name} makes keys and values of one sequence, by the same map" if self._shared else ""
 
     @property
     def memory_width(self) -> int:
-        """Width of what keys and values are made of."""
+        """Width of the input of keys and values."""
         first = next(
             (self._maps[chain[0]] for chain in (self._chains["k"], self._chains["v"]) if chain), None
         )
         return first.d_in if isinstance(first, ToHeads | LinkMap) else self.d_model
 
     def rotate_cached_keys(self, rotary: RotaryEmbedding) -> RotaryEmbedding | None:
-        """The rotation of what is stored first that turns keys; None where keys turn when they are made."""
+        """Return the rotation of the first cached tensor by which the keys are rotated; None if impossible.
+
+        A latent can be rotated if the key map passes the rotated channels unchanged and values do not read
+        them.
+        """
         if self.caches_keys:
             return rotary
         if self._ups is None:
             return None
         (k_up, (read, written, passed)), (_, (of_values, _, _)) = self._ups
+        # Key channels from `written` on are latent channels from `read` on.
         channels = [channel for pair in rotary.pairs for channel in pair]
         outside = min(channels) < written or max(channels) >= written + passed
         if outside or self._matrices(k_up)[1] is not None or of_values > read:
@@ -104,11 +110,11 @@ class Projections(nn.Module):
     def queries(
         self, x: Float[Tensor, "batch query_len d_model"]
     ) -> Float[Tensor, "batch num_heads query_len width"]:
-        """The queries of every head."""
+        """Compute the queries of every head."""
         return self._through(self._chains["q"], x[:, None])
 
     def share_keys(self, lender: "Projections") -> None:
-        """Hold the maps of keys and values of another layer in place of the own ones."""
+        """Replace the key and value maps by the maps of another layer, with shared parameters."""
         for name in {*self._chains["k"], *self._chains["v"]}:
             setattr(self, name, getattr(lender, name))
 
@@ -117,20 +123,20 @@ class Projections(nn.Module):
         key_input: Float[Tensor, "batch key_len d_memory"],
         value_input: Float[Tensor, "batch key_len d_memory"],
     ) -> tuple[Tensor, ...]:
-        """What is kept of each token attended to: tensors `[batch, heads, key_len, width]`.
+        """Compute the cached form of each token: tensors `[batch, heads, key_len, width]`.
 
-        This is what a cache stores while decoding: keys and values, or one tensor after the maps that both
-        share.
+        The result is keys and values, or a single tensor after the shared maps of keys and values.
         """
         if self._shared:
             return (self._through(self._shared, key_input[:, None]),)
+        # One sequence: the first maps of both chains can be one product.
         if value_input is key_input:
             return tuple(self._through_all(self._of_shared, key_input))
         keys, values = self._of_shared
         return self._through(keys, key_input[:, None]), self._through(values, value_input[:, None])
 
     def keys_values(self, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Keys `[batch, num_key_heads, key_len, width]` and values `[batch, num_value_heads, …]`."""
+        """Compute keys `[batch, num_key_heads, key_len, width]` and values `[batch, num_value_heads, …]`."""
         if not self._shared:
             k, v = cached
             return k, v
@@ -140,7 +146,7 @@ class Projections(nn.Module):
     def project_one_sequence(
         self, x: Float[Tensor, "batch length d_model"]
     ) -> tuple[Float[Tensor, "batch num_heads length width"], tuple[Tensor, ...]]:
-        """`queries(x)` and `project_kv(x, x)`, for self-attention; what both need is computed once."""
+        """Compute `queries(x)` and `project_kv(x, x)` for self-attention, with shared maps applied once."""
         cached = (self._shared,) if self._shared else self._of_shared
         if self._chains["q"] == cached[0]:
             keys, *values = self._through_all(cached, x)
@@ -151,7 +157,7 @@ class Projections(nn.Module):
     def values(
         self, heads: Float[Tensor, "batch num_heads query_len width"], route: Route
     ) -> Float[Tensor, "batch num_heads query_len d_v"]:
-        """Return the mixed values of the heads; the absorbed route still has to map its heads to values."""
+        """Return the mixed values of the heads; the absorbed route maps mixed latents to values."""
         if route != "absorbed":
             return heads
         assert self._ups is not None
@@ -166,9 +172,10 @@ class Projections(nn.Module):
         return self._through(self._chains["o"], heads)[:, 0]
 
     def weights(self) -> AttentionWeights:
-        """The matrices as chains of maps: views of the parameters, sharing included."""
+        """Return the maps as chains of views of the parameters; shared maps and chains are one object."""
         like = next(self.parameters())
         links = {name: own.link(self._stored(name), like) for name, own in self._maps.items()}
+        # Equal chains become one tuple, so that `weights.q is weights.k` where maps are shared.
         chains: dict[tuple[str, ...], Chain] = {}
         for names in self._chains.values():
             chains.setdefault(names, tuple(links[name] for name in names))
@@ -185,7 +192,7 @@ class Projections(nn.Module):
         )
 
     def route(self, query_len: int, key_len: int) -> Route:
-        """The cheaper of the ways to attend."""
+        """Return the cheaper route by the number of multiplications, for one head."""
         if self._ups is None:
             return "expanded"
         (_, (k_read, k_written, passed)), (_, (v_read, v_written, _)) = self._ups
@@ -196,13 +203,13 @@ class Projections(nn.Module):
 
     @property
     def absorbs_biases(self) -> bool:
-        """Whether the absorbed route stays exact where weights do not sum to 1 (masked, dropped, gated)."""
+        """Return True if the absorbed route is exact for sums of weights below 1 (masked, dropped, gated)."""
         return self._ups is None or self._matrices(self._ups[1][0])[1] is None
 
     def absorbed(self, q: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the absorbed route: what was cached serves as it is.
+        """Return queries, keys and values of the absorbed route: attention to the cached latent itself.
 
-        The key bias is left out: it adds the same to every score of a query.
+        The key bias is left out: it adds a constant to all scores of a query.
         """
         assert self._ups is not None
         ((name, (read, written, passed)), (_, (of_values, _, _))), (kept,) = self._ups, cached
@@ -212,7 +219,8 @@ class Projections(nn.Module):
         return torch.cat([moved, q[..., written:]], dim=-1) if passed else moved, keys, values
 
     def _maps_to_absorb(self) -> "tuple[_Up, _Up] | None":
-        """The maps of keys and of values after what they share, where they can be absorbed."""
+        """Return the key map and the value map after the shared maps; None if a map cannot be absorbed."""
+        # A map can be absorbed if it is the only map after the shared maps, a learned matrix for every head.
         like = next(iter(self.parameters()), torch.empty(0))
         found: list[_Up] = []
         for names in self._of_shared if self._shared else ():
@@ -232,7 +240,7 @@ class Projections(nn.Module):
 
     @torch.no_grad()
     def load(self, weights: AttentionWeights) -> None:
-        """Copy the numbers of a writing of the same structure into the parameters."""
+        """Copy weights of the same structure into the parameters."""
         mine = self.weights()
         weights = weights.with_scale(mine.scale)
         difference = structural_difference(mine, weights)
@@ -243,6 +251,7 @@ class Projections(nn.Module):
             for side in SIDES
             for name, link in zip(self._chains[side], mine.chain(side), strict=True)
         }
+        # Links are views of the parameters, except a padded link of a `StoredLink`.
         for own, given in zip(mine.links(), weights.links(), strict=True):
             stored = self._stored(names[id(own)])
             if isinstance(stored, StoredLink):
@@ -259,10 +268,10 @@ class Projections(nn.Module):
 
     @torch.no_grad()
     def adopt(self, weights: AttentionWeights) -> None:
-        """Make the numbers of a writing of the same structure the parameters themselves.
+        """Replace the parameters by the tensors of weights of the same structure.
 
-        Nothing is copied where they lie in memory as ours do. For parameterisations whose maps are all
-        learned, with one parameter for a map and one for its bias, such as `Factored` and `Grouped`.
+        Tensors with the same memory layout are not copied. The parameterisation must store every map as one
+        learned parameter, with a second parameter for the bias, such as `Factored` and `Grouped`.
         """
         mine = self.weights()
         if difference := structural_difference(mine, weights):
@@ -278,6 +287,7 @@ class Projections(nn.Module):
             module, _, name = names[id(stored)].rpartition(".")
             if numbers is None:
                 numbers = torch.zeros(view.shape, dtype=weights.dtype, device=weights.device)
+            # Permute to the layout of the stored parameter, whose view the link is.
             strides = view.stride()
             order = sorted(range(view.ndim), key=strides.__getitem__, reverse=True)
             new = nn.Parameter(numbers.permute(order).reshape(stored.shape))
@@ -292,9 +302,9 @@ class Projections(nn.Module):
         return x
 
     def _through_all(self, chains: Sequence[tuple[str, ...]], x: Tensor) -> list[Tensor]:
-        """An input through several chains; where that is faster, their first maps are one product."""
+        """Apply several chains to one input, with the first maps as one product where faster."""
         names = [chain[0] for chain in chains if chain]
-        # Without :=, at which torch.compile breaks its graph.
+        # No := here: torch.compile would break its graph.
         first = [own for own in [self._maps[name] for name in names] if isinstance(own, ToHeads)]
         biased = {own.bias for own in first}
         if x.device.type not in thresholds.ONE_PRODUCT_ON or len(first) < len(chains) or len(biased) > 1:
@@ -308,9 +318,10 @@ class Projections(nn.Module):
 
 
 def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str:
-    """Why the writing `one` has no room for the numbers of `other`; "" if it has."""
+    """Return the first reason why weights `other` do not fit the structure of `one`; "" if they fit."""
     if one.num_heads != other.num_heads:
         return f"{one.num_heads} heads, not {other.num_heads}"
+    # Sharing of maps must agree, in both directions.
     links: dict[int, Link] = {}
     for side in SIDES:
         mine = one.chain(side)
@@ -337,6 +348,6 @@ def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str
 
 
 def same_but_rounded(fixed: Tensor, given: Tensor) -> bool:
-    """Whether a fixed map is the same, or was before it passed through a dtype of fewer digits."""
+    """Return True if a fixed map is the same up to rounding to a dtype of lower precision."""
     dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     return any(torch.equal(fixed.to(dtype).to(fixed.dtype), given) for dtype in dtypes)

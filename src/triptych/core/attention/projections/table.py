@@ -1,9 +1,9 @@
-"""The ways to write a head that come with the package: chains of maps, and their sizes.
+"""The parameterisations of the package: chains of maps, and their sizes.
 
-Each class is a row of the table: the chains (`q`, `k`, `v`, `o`) that differ from one map a side, the
-options, and the maps that are not drawn as the usual ones (`Parameterisation.maps`). The options mean the
-same in all: `d_k` and `d_v` are the widths of queries and keys, and of values, d_model / num_heads if None;
-`x_bias` says whether the map `x_proj` has a bias.
+Each class is a row of the table: its chains (`q`, `k`, `v`, `o`) unless a chain is one map, its options, and
+maps with other sizes or initial values than the default (`Parameterisation.maps`). Options have the same
+meaning in all classes: `d_k` is the width of queries and keys, `d_v` the width of values, d_model / num_heads
+if None; `x_bias` adds a bias to the map `x_proj`.
 """
 
 import math
@@ -42,7 +42,7 @@ class _OfFourSides(Parameterisation):
 @final
 @dataclass(frozen=True)
 class Factored(_OfFourSides):
-    """The paper's own: `W_QK = W_i^Q W_i^Kᵀ`, `W_OV = W_i^V W_i^O`. The paper has no biases.
+    """The paper's parameterisation: `W_QK = W_i^Q W_i^Kᵀ`, `W_OV = W_i^V W_i^O`. Biases are not in the paper.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762, section 3.2.2.
     """
@@ -55,11 +55,11 @@ class Factored(_OfFourSides):
 @final
 @dataclass(frozen=True)
 class Bilinear(Parameterisation):
-    """One matrix a head in place of two: `W_QK = W_i` (d_model × d_model), `W_OV = W_i^V W_i^O`.
+    """One matrix per head instead of two: `W_QK = W_i` (d_model × d_model), `W_OV = W_i^V W_i^O`.
 
-    The input itself is the one key head, `x W_i` are the queries. W_i may have full rank; its product form
-    `W_i^Q W_i^Kᵀ` cannot, and is smaller exactly when d_k < d_model / 2. The scores are divided by the root
-    of d_k, which is nothing else.
+    The input itself is the single key head, `x W_i` are the queries. W_i can have full rank; the product
+    `W_i^Q W_i^Kᵀ` has rank d_k at most, and fewer parameters exactly if d_k < d_model / 2. d_k only sets the
+    scale: scores are divided by √d_k.
     """
 
     name = "bilinear"
@@ -89,10 +89,10 @@ class Bilinear(Parameterisation):
 @final
 @dataclass(frozen=True)
 class Stacked(_OfFourSides):
-    """A map of all heads, then one of each: `W_QK = (W^Q W_i^Q)(W^K W_i^K)ᵀ`, `W_OV = W^V W_i^V W_i^O`.
+    """A map of all heads, then a map per head: `W_QK = (W^Q W_i^Q)(W^K W_i^K)ᵀ`, `W_OV = W^V W_i^V W_i^O`.
 
-    Nothing is between the two, so the forms are the same as in `Factored`: only the writing, and with it the
-    training, differs. `first_bias` gives W^Q, W^K and W^V biases.
+    The two maps follow each other directly, so the forms are the same as in `Factored`: only the
+    parameterisation, and hence the training, differs. `first_bias` adds biases to W^Q, W^K and W^V.
     """
 
     name = "stacked"
@@ -113,11 +113,11 @@ class Stacked(_OfFourSides):
 @final
 @dataclass(frozen=True)
 class Symmetric(Parameterisation):
-    """Q and K by one map: `W_QK = W_i W_iᵀ`, `W_OV = W_i^V W_i^O`.
+    """Queries and keys by one map: `W_QK = W_i W_iᵀ`, `W_OV = W_i^V W_i^O`.
 
-    The form is symmetric and positive semi-definite: a token looks at another as much as it is looked at
-    (before the softmax), and at itself with a score that is never negative. Under rotary positions only the
-    form at distance 0 is symmetric.
+    The form is symmetric and positive semi-definite: two tokens score each other equally (before the
+    softmax), and the score of a token with itself is never negative. Under rotary positions only the form at
+    distance 0 is symmetric.
     """
 
     name = "symmetric"
@@ -155,7 +155,7 @@ class Shared(Parameterisation):
     o_bias: bool = False
 
     def maps(self, s: LayerSizes) -> Maps:
-        # W_O makes up for a W_i that is smaller than Glorot's.
+        # W_O compensates for W_i, which is drawn smaller than Glorot's.
         variance = _tied_variance(s)
         glorot = 2 / (s.d + s.h * s.d_k)
         return {
@@ -167,7 +167,7 @@ class Shared(Parameterisation):
 @final
 @dataclass(frozen=True)
 class KeyValue(Parameterisation):
-    """K = V: `W_QK = W_i^Q W_i^Kᵀ`, `W_OV = W_i^K W_i^O`, half the cache."""
+    """K = V: `W_QK = W_i^Q W_i^Kᵀ`, `W_OV = W_i^K W_i^O`, with half the cache."""
 
     name = "key_value"
     parameters_formula = "3*h*d*d_k"
@@ -193,9 +193,9 @@ class KeyValue(Parameterisation):
 class FourMatrix(_OfFourSides):
     """The "more symmetric" head: `W_QK = W_i^Q W_i^Kᵀ`, `W_OV = (1/√d_k) W_i^V M_iᵀ W_i^O`.
 
-    The 4th matrix as weights, M_i (d_v × d_v): `softmax(QKᵀ/√d_k) V M_iᵀ / √d_k`. Nothing is between M_i and
-    W_i^O, so it folds into it. The 4th matrix as data (n × d_v, one row a token) is `four_way_attention`,
-    which cannot be a layer.
+    The 4th matrix as weights, M_i (d_v × d_v): `softmax(QKᵀ/√d_k) V M_iᵀ / √d_k`. M_i directly precedes
+    W_i^O and can be folded into it. The 4th matrix as data (n × d_v, a row per token) is
+    `four_way_attention`, which cannot be a layer.
     """
 
     name = "four_matrix"
@@ -208,7 +208,7 @@ class FourMatrix(_OfFourSides):
         last = maps.pop("o_proj")
         return {
             **maps,
-            "m_weight": PerHead(s.h, s.d_v, s.d_k / s.d_v),  # makes up for the factor
+            "m_weight": PerHead(s.h, s.d_v, s.d_k / s.d_v),  # compensates the factor
             "m_factor": ConstantFactor(standard_scale(s.d_k), s.d_v),
             "o_proj": last,
         }
@@ -219,9 +219,8 @@ class FourMatrix(_OfFourSides):
 class Direct(Parameterisation):
     """`head_i = Attention(Q_i, K_i, V_i)`, the i-th slices of the input itself: `W_QK = I_i I_iᵀ`.
 
-    Where a learned embedding is all there is before the layer, maps that read it could be absorbed into it;
-    deeper down the slices of one stream have to serve as queries, keys and values at once.
-    d_k = d_v = d_model / num_heads.
+    Directly after a learned embedding, the maps of a layer could be absorbed into the embedding. In deeper
+    layers, the same slices of the stream serve as queries, keys and values. d_k = d_v = d_model / num_heads.
     """
 
     name = "direct"
@@ -234,7 +233,7 @@ class Direct(Parameterisation):
     o_bias: bool = False
 
     def maps(self, s: LayerSizes) -> Maps:
-        # Values come as they are: the output map begins as small as the others' values are.
+        # Values are unchanged inputs: the output map starts as small as values of other parameterisations.
         return {
             "slices": Slices(s.h, s.slice_width),
             "o_proj": FromHeads(s.slice_width, s.d, s.h, self.o_bias, 1 / (2 * s.d)),
@@ -243,11 +242,11 @@ class Direct(Parameterisation):
 
 @dataclass(frozen=True)
 class _OfGroups(_OfFourSides):
-    """Consecutive query heads read one key-value head, and may share a map to the output."""
+    """Options of groups: consecutive query heads read one key-value head, and may share an output map."""
 
     cache_formula = "num_kv_heads*(d_k + d_v)"
     read_off: ClassVar[Mapping[str, str]] = {"num_kv_heads": "k_proj"}
-    heads_of_map: ClassVar[int] = 1  # that share a map to the output
+    heads_of_map: ClassVar[int] = 1  # number of heads per output map
 
     num_kv_heads: int = 1
 
@@ -256,7 +255,7 @@ class _OfGroups(_OfFourSides):
         if s.h % (self.heads_of_map * groups):
             times = f"{self.heads_of_map} × " if self.heads_of_map > 1 else ""
             raise ValueError(f"{times}num_kv_heads {groups} does not divide num_heads {s.h}")
-        # Keys and values vary as in `Factored`.
+        # Keys and values have the same variance as in `Factored`.
         return {
             **super().maps(s),
             "k_proj": ToHeads(s.d, s.d_k, groups, self.k_bias, s.variance(s.d_k) / s.d),
@@ -270,8 +269,8 @@ class _OfGroups(_OfFourSides):
 class Grouped(_OfGroups):
     """Several query heads read one key-value head: `W_QK = W_i^Q W_g(i)^Kᵀ`, `W_OV = W_g(i)^V W_i^O`.
 
-    Consecutive query heads share one of `num_kv_heads` groups. One group is multi-query attention, as many as
-    heads is `Factored`.
+    Consecutive query heads share a key-value head, `num_kv_heads` in total. One key-value head is multi-query
+    attention; `num_heads` key-value heads are `Factored`.
 
     Source: Shazeer 2019, arXiv 1911.02150; Ainslie et al. 2023, arXiv 2305.13245.
     """
@@ -283,10 +282,10 @@ class Grouped(_OfGroups):
 @final
 @dataclass(frozen=True)
 class Differential(_OfGroups):
-    """Heads in pairs with one W_O: what the second moves is taken off the first, `A_1 V − λ A_2 V`.
+    """Pairs of heads with one W_O: λ times the second head is subtracted, `A_1 V − λ A_2 V`.
 
-    λ is a gate of each token and pair, `σ(x w)`; all begin at 1/2. Both heads of a pair read one of
-    `num_kv_heads` key-value heads. `num_heads` counts both.
+    λ is a gate per token and pair, `σ(x w)`, initially 1/2. The two heads of a pair read the same key-value
+    head, of `num_kv_heads`. `num_heads` counts both heads of a pair.
 
     Source: Ye et al. 2026, Differential Transformer V2 (huggingface.co/blog/microsoft/diff-attn-v2).
     """
@@ -304,9 +303,9 @@ class Differential(_OfGroups):
 class Latent(_OfFourSides):
     """Multi-head latent attention: `W_QK = W_i^Q (W^D U_i^K)ᵀ`, `W_OV = W^D U_i^V W_i^O`.
 
-    A token is cached as its latent `y W^D`, `d_latent` numbers for all heads (2 d_model / num_heads if
-    None). Decoding need not rebuild a key: `q_i k_iᵀ = (q_i U_i^Kᵀ) (y W^D)ᵀ` (the absorbed route). `k_bias`
-    and `v_bias` are of U_i^K and U_i^V, `down_bias` of W^D.
+    The cache stores the latent `y W^D` of a token, `d_latent` values for all heads together (2 d_model /
+    num_heads if None). Decoding attends to latents without keys: `q_i k_iᵀ = (q_i U_i^Kᵀ) (y W^D)ᵀ` (the
+    absorbed route). `k_bias` and `v_bias` belong to U_i^K and U_i^V, `down_bias` to W^D.
 
     Source: DeepSeek-AI 2024, arXiv 2405.04434, section 2.1, without decoupled rotary positions.
     """
@@ -333,7 +332,7 @@ class Latent(_OfFourSides):
 
     def maps(self, s: LayerSizes) -> Maps:
         r = 2 * s.width("d_latent") if self.d_latent is None else at_least_one(self.d_latent, "d_latent")
-        # The latent varies as the input, keys and values as in `Factored`.
+        # The latent has the variance of the input; keys and values vary as in `Factored`.
         return {
             "q_proj": ToHeads(s.d, s.d_k, s.h, self.q_bias),
             "kv_down": ToHeads(s.d, r, 1, self.down_bias, 1 / s.d),
@@ -346,10 +345,10 @@ class Latent(_OfFourSides):
 @final
 @dataclass(frozen=True)
 class Collaborative(_OfFourSides):
-    """One pair of maps for all heads, weighted by each: `W_QK = W^Q diag(m_i) W^Kᵀ`, `W_OV = W_i^V W_i^O`.
+    """Shared query and key maps, weighted per head: `W_QK = W^Q diag(m_i) W^Kᵀ`, `W_OV = W_i^V W_i^O`.
 
-    All heads share `d_shared` query and key channels (d_model if None). The scores are divided by the root of
-    d_k, which is nothing else.
+    All heads share `d_shared` query and key channels (d_model if None). d_k only sets the scale: scores are
+    divided by √d_k.
 
     Source: Cordonnier et al. 2020, arXiv 2006.16362.
     """
@@ -379,7 +378,7 @@ class Collaborative(_OfFourSides):
 
 @dataclass(frozen=True)
 class _Sliced(Parameterisation):
-    """Sides without a map: heads read or write their slices of the stream."""
+    """Chains without a map: heads read or write their slices of the stream."""
 
     sliced: ClassVar[tuple[Side, ...]] = ()
 
@@ -392,7 +391,7 @@ class _Sliced(Parameterisation):
 @final
 @dataclass(frozen=True)
 class IdentityQuery(_Sliced):
-    """W^Q = I: the i-th slice of the input is the query of head i, `W_QK = I_i W_i^Kᵀ`.
+    """W^Q = I: the query of head i is the i-th slice of the input, `W_QK = I_i W_i^Kᵀ`.
 
     d_k = d_model / num_heads. Source: arXiv 2510.23912.
     """
@@ -409,7 +408,7 @@ class IdentityQuery(_Sliced):
     o_bias: bool = False
 
     def maps(self, s: LayerSizes) -> Maps:
-        # Queries come as they are: keys begin smaller, so that scores vary as in `Factored`.
+        # Queries are unchanged inputs: keys start smaller, so that scores vary as in `Factored`.
         key = ToHeads(s.d, s.d_k, s.h, self.k_bias, s.variance(s.d_k) ** 2 / s.d)
         return {"slices": Slices(s.h, s.d_k), **super().maps(s), "k_proj": key}
 
@@ -417,9 +416,9 @@ class IdentityQuery(_Sliced):
 @final
 @dataclass(frozen=True)
 class IdentityValue(_Sliced):
-    """W^V = I: the i-th slice of the input is the value of head i, `W_OV = I_i W_i^O`.
+    """W^V = I: the value of head i is the i-th slice of the input, `W_OV = I_i W_i^O`.
 
-    d_v = d_model / num_heads. Source: He and Hofmann 2023, arXiv 2311.01906, who take W^O away too
+    d_v = d_model / num_heads. Source: He and Hofmann 2023, arXiv 2311.01906, who remove W^O too
     (`IdentityOV`).
     """
 
@@ -435,7 +434,7 @@ class IdentityValue(_Sliced):
     o_bias: bool = False
 
     def maps(self, s: LayerSizes) -> Maps:
-        # Values come as they are: the output map begins as small as the others' values are.
+        # Values are unchanged inputs: the output map starts as small as values of other parameterisations.
         last = FromHeads(s.d_v, s.d, s.h, self.o_bias, 1 / (2 * s.d))
         return {**super().maps(s), "slices": Slices(s.h, s.d_v), "o_proj": last}
 
@@ -445,7 +444,7 @@ class IdentityValue(_Sliced):
 class IdentityOutput(_Sliced):
     """W^O = I: head i writes the i-th slice of the output, `W_OV = W_i^V I_iᵀ`.
 
-    d_v = d_model / num_heads. Heads no longer mix before the residual sum. `o_bias` is of the output.
+    d_v = d_model / num_heads. Heads do not mix before the residual sum. `o_bias` belongs to the output.
     """
 
     name = "identity_output"
@@ -466,10 +465,10 @@ class IdentityOutput(_Sliced):
 @final
 @dataclass(frozen=True)
 class IdentityOV(_Sliced):
-    """W^V = W^O = I: head i adds its slice of the tokens it looks at to the same slice, `W_OV = I_i I_iᵀ`.
+    """W^V = W^O = I: head i moves its slice of the attended tokens to the same slice, `W_OV = I_i I_iᵀ`.
 
-    d_v = d_model / num_heads. Heads neither change what they move nor mix it, and no map could make what they
-    write smaller: it begins √2 times as large as that of `Factored`. `o_bias` is of the output.
+    d_v = d_model / num_heads. Heads neither change nor mix the values. Outputs start √2 times as large as
+    outputs of `Factored`, because a map to scale them is missing. `o_bias` belongs to the output.
 
     Source: He and Hofmann 2023, arXiv 2311.01906.
     """
@@ -494,15 +493,15 @@ class IdentityOV(_Sliced):
 
 
 def _tied_variance(s: LayerSizes) -> float:
-    """Variance of W for `x W Wᵀ yᵀ` to vary as the scores of `Factored` do.
+    """Return the variance of W with which `x W Wᵀ yᵀ` varies as the scores of `Factored`.
 
-    W and Wᵀ are not independent, which adds d_k / d_model to the variance; a smaller W takes it off.
+    W and Wᵀ are not independent, which adds d_k / d_model to the variance; a smaller W compensates for it.
     """
     return s.variance(s.d_k) / s.d / math.sqrt(1 + s.d_k / s.d)
 
 
 def _is_sliced(weights: AttentionWeights, side: Side) -> bool:
-    """Whether a side has one map, which is fixed, to its heads' slices of the stream."""
+    """Return True if the chain is one fixed map from or to the slices of the heads."""
     chain = weights.chain(side)
     width = weights.d_model // weights.num_heads
     if len(chain) != 1 or chain[0].learned:
