@@ -93,7 +93,7 @@ def test_a_header_without_a_key_is_no_key(locked: Served, header: str, status: i
 def test_connections_that_send_no_request_are_closed(locked: Served) -> None:
     with ExitStack() as stack:
         for sent in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):
-            for _ in range(20):
+            for _ in range(12):
                 connection = socket.create_connection(("127.0.0.1", locked.port), timeout=30)
                 stack.enter_context(closing(connection))
                 connection.sendall(sent)
