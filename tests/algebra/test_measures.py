@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from heads import make_layer
 from triptych.core.algebra.semantics import Semantics
 from triptych.core.algebra.weights import AttentionWeights, Link
 from triptych.seeing.layer_measures import HeadMeasures, RotaryPairs, measure_heads
@@ -227,3 +228,15 @@ def test_many_heads_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -
     pieces = measure_heads(weights)
     assert_near(pieces.qk.values, whole.qk.values, 1e-12)
     assert_near(pieces.copying, whole.copying, 1e-12)
+
+
+def test_products_of_maps_in_half_precision_are_measured_without_its_rounding() -> None:
+    stored = make_layer("latent", biased=False).weights("self").mapped(torch.Tensor.bfloat16)
+    exact = stored.mapped(torch.Tensor.double)
+    found, wanted = measure_heads(stored), measure_heads(exact)
+    torch.testing.assert_close(found.qk.values, wanted.qk.values, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.ov.values, wanted.ov.values, rtol=1e-5, atol=1e-6)
+    for form, other in ((stored.qk, exact.qk), (stored.ov, exact.ov)):
+        torch.testing.assert_close(
+            form.singular_values().double(), other.singular_values(), rtol=1e-5, atol=1e-5
+        )

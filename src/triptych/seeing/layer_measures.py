@@ -191,7 +191,9 @@ class _Cores:
 
     def __init__(self, chunk: "_Chunk", num_removed: int = 0) -> None:
         self._num_removed = num_removed
-        maps = {side: reduce(Link.then, chain).weight.double() for side, chain in chunk.chains.items()}
+        # Products of half precision would round off what is measured.
+        exact = {side: [link.mapped(Tensor.double) for link in chain] for side, chain in chunk.chains.items()}
+        maps = {side: reduce(Link.then, chain).weight for side, chain in exact.items()}
         maps["o"] = maps["o"].mT
         self._d = {side: W.shape[1] for side, W in maps.items()}
         squares = {side: W.mT @ W for side, W in maps.items()}

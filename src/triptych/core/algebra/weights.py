@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from triptych.core.algebra.forms import BilinearForm
+from triptych.core.algebra.forms import BilinearForm, at_least_float32
 from triptych.core.algebra.semantics import CopiesLeft, HeadNorm, HeadSide, Semantics, select_rows
 from triptych.printable import shown_fields
 
@@ -363,12 +363,20 @@ class AttentionWeights:
     @property
     def qk(self) -> BilinearForm:
         """W_QK of every head as one batched form, `[num_heads, …]`, without biases and scale."""
-        return BilinearForm(self.W_Q, self.W_K)
+        exact = self._for_products("q", "k")
+        return BilinearForm(exact.W_Q, exact.W_K)
 
     @property
     def ov(self) -> BilinearForm:
         """W_OV of every head as one batched form, `[num_heads, …]`, without biases."""
-        return BilinearForm(self.W_V, self.W_O.mT)
+        exact = self._for_products("v", "o")
+        return BilinearForm(exact.W_V, exact.W_O.mT)
+
+    def _for_products(self, *sides: Side) -> "AttentionWeights":
+        """Convert weights to float32 if chains of several maps would be multiplied in half precision."""
+        if all(len(self.chain(side)) < 2 for side in sides):
+            return self
+        return self.mapped(at_least_float32)
 
     @property
     def heads(self) -> tuple["HeadForms", ...]:
