@@ -157,7 +157,7 @@ class Run:
         return Activations(name, steps, call.layer.weights(), call.site.residual, head)
 
     def residual(self, place: int | str) -> Float[Tensor, "length *streams d_model"]:
-        """Return the residual stream before a block (`3`, `"residual.3"`, `"encoder.3"`), or after all blocks.
+        """Return the residual stream before a block (`3`, `"residual.3"`, `"encoder.3"`) or at a stack's end.
 
         Gemma 3n has several streams before a block, `[length, streams, d_model]`.
 

@@ -60,7 +60,7 @@ class LayerAttention:
             yield WeightBlock(block.rows, block.weights[0])
 
     def maps(self, k: int | None = None, heads: Sequence[int] | None = None) -> tuple[HeadWeights, ...]:
-        """Return the weights of every head for a page or a file: all weights, or the `k` largest per query."""
+        """Return the weights of every head for pages and files: all weights, or the `k` largest per query."""
         if k is None:
             return tuple(
                 HeadWeights.whole(weights.float().cpu().numpy()) for weights in self.weights(heads=heads)
