@@ -159,7 +159,7 @@ class Steering(Change):
 
     words: str
     stack: str  # "encoder" or "decoder"
-    block: int  # number of the block after the addition; the number of blocks for the end of the stack
+    block: int  # the direction is added before this block, or at the stack's end for the number of blocks
     vector: Float[Tensor, " d_model"]
     layers: Mapping[int, OfWeights] = field(default_factory=dict, init=False)
 
@@ -376,7 +376,8 @@ class Patch:
     ) -> None:
         """Build the edit from the values of a run, at some positions or at all of them.
 
-        `queries_grow` and `keys_grow` mark dimensions lengthened by a search; their length is not checked.
+        `queries_grow` and `keys_grow` mark dimensions lengthened by a search; a call does not check their
+        length.
         """
         self.what = what
         self._values = values

@@ -46,7 +46,7 @@ from triptych.running.text.given import which_of
 AttentionKind = Literal["encoder", "decoder", "cross"]
 # Padded tokens of a batch.
 BATCH_TOKENS = 8192
-_RANDOM_PAIR = 24  # source tokens, and target tokens
+_RANDOM_PAIR = 24  # number of source tokens, and of target tokens
 
 
 @final
@@ -246,7 +246,7 @@ class Reader(TextModel):
         return self._continued(ids, max_new_tokens, max_tokens) if max_new_tokens else ids
 
     def check(self, texts: Sequence[TextIds], max_tokens: int | None = None) -> None:
-        """Check texts: they must not be empty or too long, and as long as patched values of another run."""
+        """Check the length of texts: not 0, within the model's limit, and equal to that of patched values."""
         if isinstance(self.model, LanguageModel):
             _check_lengths([one.ids for one in texts], self.model.max_tokens, max_tokens, "text")
         else:

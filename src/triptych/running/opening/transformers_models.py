@@ -127,7 +127,7 @@ class TransformersModel(TextModel):
         return result
 
     def _compared_part(self, found: Any) -> Tensor:
-        """Return logits (for spans, of start and end), or else the last hidden states."""
+        """Return the logits (of start and end, if it predicts spans), or else the last hidden states."""
         if found.get("start_logits") is not None:
             return torch.stack((found["start_logits"], found["end_logits"]), dim=-1)
         for name in ("logits", "prediction_logits", "last_hidden_state"):
@@ -259,7 +259,7 @@ def open_text_model(path: Source | Path) -> TextModel:
 
 
 def why_not_run(path: Source | Path) -> str:
-    """Return the reason that a model cannot be run here; "" if it can."""
+    """Return the reason why a model cannot be run here; "" if it can."""
     if isinstance(path, Path) and not path.is_dir():
         return "it is not a folder"
     source = find_source(path)

@@ -163,7 +163,7 @@ def read_record(kind: type[RecordT], text: str, origin: str) -> RecordT:
 
 
 def token_ids_in(text: str, origin: str, advice: str = "") -> tuple[list[int], int]:
-    """Return ids in a file of the tokenizers library, including the largest, and a bound on its token count."""
+    """Return ids in a file of the tokenizers library, including the largest, and a bound on their count."""
     # The library allocates memory for every id up to the largest, so ids are checked before it reads a file.
     try:
         record = json.loads(text)
