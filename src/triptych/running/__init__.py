@@ -1,7 +1,7 @@
-"""Running a model: text in, text out, and everything between.
+"""Running models: tokenization, inference, decoding, changes and measurements.
 
-`text/` turns text into token ids and back. `opening/` makes a module with its tokenizers of any source, and a
-`Reader` that runs it on texts. `decoding/` translates and generates. `changes.py` has the changes of a model,
-`run.py` the record of one run, `opened_source.py` all that a model holds of its source. `measuring/` reads a
-text window by window, with some heads off.
+`text/` converts texts to token ids and back. `opening/` opens any source as a module with tokenizers, and
+runs it on texts with a `Reader`. `decoding/` translates and generates. `changes.py` has the changes of a
+model, `run.py` the record of a run, and `opened_source.py` the opened parts of a model's source. `measuring/`
+runs a model over the windows of a text, with all heads or without some.
 """

@@ -1,7 +1,7 @@
-"""Changes of a model: other weights, values changed on the way, directions added to the residual stream.
+"""Changes of a model: new weights, edited activations, directions added to the residual stream.
 
-A change is a record that says what it does to the weights of a layer, or to the modules of a model that runs.
-It never touches what it was given: a changed model has modules of its own, and shares all other tensors.
+A change is a record of its effect on the weights of layers, or on the modules of a running model. The
+original model is never modified: a changed model has new modules, and shares all unchanged tensors.
 """
 
 from abc import ABC
@@ -25,10 +25,10 @@ from triptych.running.decoding import Continuation, GenerationOptions, TextGener
 
 Map = Literal["W_Q", "W_K", "W_V", "W_O"]
 SIDE_OF: dict[str, Side] = {"W_Q": "q", "W_K": "k", "W_V": "v", "W_O": "o"}
-# From the value of one head, `[batch, …]`, or of some together, `[batch, heads, …]`, and the position of its
-# first query to the value in its place.
+# Map the value of a head, `[batch, …]`, or of several heads, `[batch, heads, …]`, and the position of its
+# first query to the new value.
 Edit = Callable[[Tensor, int], Tensor]
-Part = int | tuple[int, ...]  # a head, or some of a layer together
+Part = int | tuple[int, ...]  # one head, or several heads edited together
 OfWeights = Callable[[AttentionWeights], AttentionWeights]
 
 
@@ -36,10 +36,10 @@ class Change(ABC):
     """One change of a model.
 
     Attributes:
-        words: what it is, for reprs and messages: "ablate(3.2)".
-        layers: what becomes of the weights of layers, by a layer's number in order. Layers that shared their
-            weights before go on sharing them where it is the same function.
-        unsayable: why weights cannot express it, so that it cannot be saved; "" if they can.
+        words: description for reprs and messages, such as "ablate(3.2)".
+        layers: function from old to new weights, by layer number in model order. Layers with shared weights
+            keep sharing them if they have the same function object.
+        unsayable: reason why weights cannot express the change, so that it cannot be saved; "" if they can.
     """
 
     words: str
@@ -47,11 +47,15 @@ class Change(ABC):
     unsayable: str = ""
 
     def of_weights(self, layer: int, weights: AttentionWeights) -> AttentionWeights:
-        """The weights of a layer, by its number in order, after the change."""
+        """Return the weights of a layer, by number in model order, after the change."""
         return self.layers[layer](weights) if layer in self.layers else weights
 
     def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
-        """Change a copy of a model; layers after those in `sites` are read and not run."""
+        """Apply the change to a copy of a model, with its layers `sites` in model order.
+
+        Layers of the checkpoint not run by the model come after these layers and are ignored.
+        """
+        # New modules replace changed layers; a tap of an earlier change is kept.
         for number, site in enumerate(sites):
             if number not in self.layers:
                 continue
@@ -67,7 +71,7 @@ class Change(ABC):
 @final
 @dataclass(frozen=True, eq=False)
 class WeightChange(Change):
-    """Other weights in some layers: by a layer's number in order, what becomes of its weights."""
+    """New weights in some layers: functions from old to new weights, by layer number in model order."""
 
     words: str
     layers: Mapping[int, OfWeights]
@@ -76,7 +80,7 @@ class WeightChange(Change):
 @final
 @dataclass(frozen=True, eq=False)
 class ValueChange(Change):
-    """A value of heads changed while the model runs: by a layer's number in order, the edits of its heads."""
+    """Edits of an activation of heads while the model runs, by layer number in model order."""
 
     words: str
     what: Activation
@@ -98,11 +102,11 @@ class ValueChange(Change):
 
 @final
 class HeadTap:
-    """The tap of a layer: edits of some of its heads, in the order in which they were made."""
+    """The tap of a layer: edits of its heads, applied in the order of their changes."""
 
     def __init__(self, edits: Sequence[tuple[Activation, Mapping[Part, Edit]]]) -> None:
         self.edits = tuple(edits)
-        self.first = 0  # position of the first query, where the layer cannot tell (cross-attention)
+        self.first = 0  # position of the first query, for calls without it (cross-attention)
 
     @property
     def _patches(self) -> list["Patch"]:
@@ -110,13 +114,13 @@ class HeadTap:
 
     @property
     def has_patches(self) -> bool:
-        """True if some of the edits take values of another run."""
+        """Return True if an edit inserts values of another run."""
         return bool(self._patches)
 
     def require_lengths(self, queries: int | None, keys: int) -> None:
-        """Check that values of other runs fit a text of so many tokens that look and are looked at.
+        """Check that patched values fit a text by its numbers of queries and keys.
 
-        None is for queries that a search adds one by one.
+        `queries` is None if a search adds the queries step by step.
         """
         for patch in self._patches:
             patch.require_lengths(queries, keys)
@@ -135,7 +139,7 @@ class HeadTap:
 
 
 def _checked(name: Activation, old: Tensor, new: object) -> Tensor:
-    """Check that the result of an edit can take the place of the value."""
+    """Check that the result of an edit is a tensor with the shape of the old value and a suitable dtype."""
     if not isinstance(new, Tensor):
         raise UsageError(
             f"the edit of {name} gave a {type(new).__name__}: return a tensor of shape {list(old.shape)}"
@@ -155,7 +159,7 @@ class Steering(Change):
 
     words: str
     stack: str  # "encoder" or "decoder"
-    block: int  # before which block; their number for the end of the stack
+    block: int  # the direction is added before this block, or at the stack's end for the number of blocks
     vector: Float[Tensor, " d_model"]
     layers: Mapping[int, OfWeights] = field(default_factory=dict, init=False)
 
@@ -173,9 +177,15 @@ class Steering(Change):
             block.added_after = sum_of(block.added_after, self.vector)
 
     def into_weights(self, model: LanguageModel | EncoderDecoder) -> None:
-        """Add the direction to the last bias before it in the stream, in a copy of a model."""
+        """Add the direction to the bias right before it in the residual stream, in a copy of a model.
+
+        Raises:
+            UsageError: the model lacks this bias.
+        """
         block = blocks_of(model, self.stack)[self.block - 1]
         frame = block.feed_forward_residual
+        # Post-norm blocks end with the norm's bias. Pre-norm blocks end with the feed-forward layer's bias,
+        # unless a norm or a multiplier comes between this bias and the stream.
         target = frame.norm if not frame.pre else getattr(block.feed_forward, "outer", None)
         bias = getattr(target, "bias", None)
         if bias is None or (frame.pre and (frame.out_norm is not None or frame.scale != 1.0)):
@@ -190,10 +200,10 @@ class Steering(Change):
 @final
 @dataclass(frozen=True, eq=False)
 class PositionsOff(Change):
-    """No layer knows positions, and none are added to the embeddings."""
+    """Removal of positions from all layers and from the embeddings."""
 
     words: str
-    layers: Mapping[int, OfWeights]  # of the layers that know positions themselves: `without_positions`
+    layers: Mapping[int, OfWeights]  # `without_positions`, by number of each layer with positions
     unsayable: str = "it leaves out positions, which weights cannot express"
 
     def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
@@ -205,7 +215,7 @@ class PositionsOff(Change):
 
 
 def without_positions(weights: AttentionWeights) -> AttentionWeights:
-    """Return the layer without positions of its own."""
+    """Return the layer without rotary embedding and position bias."""
     return replace(weights, semantics=replace(weights.semantics, rotary=None, bias=None))
 
 
@@ -218,7 +228,7 @@ def changed_copy(
     changes: Sequence[Change],
     order: Callable[[LanguageModel | EncoderDecoder], Sequence[AttentionSite]],
 ) -> LanguageModel | EncoderDecoder:
-    """A model with changes: new modules, which share the parameters of the old ones."""
+    """Return a model with changes; its new modules share unchanged parameters with the old modules."""
     copied = sharing_copy(model)
     for change in changes:
         change.apply(copied, order(copied))
@@ -226,7 +236,7 @@ def changed_copy(
 
 
 def is_patched(model: LanguageModel | EncoderDecoder) -> bool:
-    """Return True if some layer takes values of another run, which fit texts of one length only."""
+    """Return True if a layer has patched values of another run, valid for texts of one length only."""
     taps = [site.layer.tap for site in attention_sites(model)]
     return any(isinstance(tap, HeadTap) and tap.has_patches for tap in taps)
 
@@ -234,7 +244,7 @@ def is_patched(model: LanguageModel | EncoderDecoder) -> bool:
 def continue_changed(
     ids: Sequence[list[int]], by: TextGenerator, options: GenerationOptions, changes: Sequence[Change]
 ) -> list[list[Continuation]]:
-    """Continuations of texts. If values are changed by position, only texts of one length run together."""
+    """Continue texts; if activations are edited by position, only texts of equal length share a batch."""
     if not any(isinstance(change, ValueChange) for change in changes):
         return by.continue_tokens(ids, options)
     found: dict[int, list[Continuation]] = {}
@@ -250,7 +260,8 @@ def continue_changed(
 def ablation(
     words: str, heads: Mapping[int, Sequence[int] | Mapping[int, Float[Tensor, "tokens d_v"]]]
 ) -> WeightChange:
-    """Heads off, by the number of their layer; with values, each gives the mean of its own everywhere."""
+    """Switch heads off, by layer number; heads with values output their mean value at every position."""
+    # Equal ablations are the same function object, so that layers with shared weights keep sharing them.
     same: dict[object, OfWeights] = {}
     found: dict[int, OfWeights] = {}
     for layer, own in heads.items():
@@ -262,7 +273,8 @@ def ablation(
 def _without_heads(
     weights: AttentionWeights, heads: Sequence[int] | Mapping[int, Float[Tensor, "tokens d_v"]]
 ) -> AttentionWeights:
-    """The layer without what some heads add to its output; the mean of what they added becomes a bias."""
+    """Set W_O of some heads to 0; their mean outputs, if given, are added to the output bias."""
+    # Head h adds z_h W_O[h] to the output, so its mean contribution is mean(z_h) W_O[h].
     whole = weights.multiplied("o").repeat(weights.num_heads)
     W_O = whole.weight.detach().clone()
     o_bias = weights.o_bias
@@ -275,10 +287,11 @@ def _without_heads(
 
 
 def with_map(weights: AttentionWeights, name: str, given: Tensor, head: int | None) -> AttentionWeights:
-    """The layer with another W_Q, W_K, W_V or W_O; its bias stays."""
+    """Return the layer with another W_Q, W_K, W_V or W_O; the bias is kept."""
     side = SIDE_OF[name]
     whole = weights.multiplied(side)
     if head is not None:
+        # Heads of a group share the map, so a single head of the group cannot be changed.
         if whole.copies < weights.num_heads:
             size = weights.num_heads // whole.copies
             first = head // size * size
@@ -301,7 +314,8 @@ def with_map(weights: AttentionWeights, name: str, given: Tensor, head: int | No
 
 
 def tied_map(weights: AttentionWeights, name: str, to: str) -> AttentionWeights:
-    """The layer with one of its maps in the place of another, bias and all."""
+    """Return the layer with map `name` replaced by map `to`, including the bias."""
+    # Both maps must have the same input and shape.
     side = SIDE_OF[name]
     other = SIDE_OF[to]
     if "o" in (side, other):
@@ -330,7 +344,7 @@ def _require_shape(name: str, given: Tensor, like: Tensor) -> None:
 
 
 def resampled(values: Float[Tensor, "tokens d_v"]) -> Edit:
-    """What a head gave on another text, position by position; from its start again past its end."""
+    """Build an edit: the outputs of a head on another text, by position, repeated past their end."""
 
     def edit(z: Tensor, first: int) -> Tensor:
         places = torch.arange(first, first + z.shape[1], device=values.device) % len(values)
@@ -341,14 +355,14 @@ def resampled(values: Float[Tensor, "tokens d_v"]) -> Edit:
 
 @final
 class Patch:
-    """The value of a head from another run, in the place of what it computes on a text of the same length.
+    """An edit with the value of a head from another run on a text of the same length.
 
-    A text that is generated may grow from there: what comes after the run's last token stays as it is.
+    Generated tokens after the run's last token keep their computed values.
 
     Attributes:
-        what: which value.
-        num_rows: how many tokens of the run have it: queries, or of keys and values those looked at.
-        num_keys: how many tokens the run's queries look at; None of a value without a dimension of them.
+        what: name of the activation.
+        num_rows: number of the run's queries, or of its keys if the value is `k` or `v`.
+        num_keys: number of the run's keys for scores and weights; None for other activations.
     """
 
     def __init__(
@@ -360,9 +374,10 @@ class Patch:
         queries_grow: bool = False,
         keys_grow: bool = False,
     ) -> None:
-        """Take values at some positions of a run, or at all.
+        """Build the edit from the values of a run, at some positions or at all of them.
 
-        What grows has no length of its own: a search lengthens a translation from nothing.
+        `queries_grow` and `keys_grow` mark dimensions lengthened by a search; a call does not check their
+        length.
         """
         self.what = what
         self._values = values
@@ -374,11 +389,12 @@ class Patch:
             raise UsageError(
                 f"there is no position {unknown[0]}: the run has {length} tokens, 0 to {length - 1}"
             )
+        # Negative positions count from the end.
         self._rows = range(length) if positions is None else [place % length for place in positions]
 
     @property
     def of_keys(self) -> bool:
-        """True if its rows are the tokens that are looked at."""
+        """Return True if the rows of the value are keys rather than queries."""
         return self.what in ("k", "v")
 
     def require_lengths(self, queries: int | None, keys: int) -> None:
@@ -404,7 +420,7 @@ class Patch:
         if not rows:
             return value
         new = self._values[rows].to(value)
-        # A later row of causal attention has more keys, of which earlier rows see none.
+        # In causal attention, later rows have more keys; earlier rows do not attend to these.
         value[:, torch.tensor(rows, device=value.device) - start] = (
             new if self.num_keys is None else new[:, : value.shape[2]]
         )

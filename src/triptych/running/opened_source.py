@@ -1,4 +1,4 @@
-"""What a `Model` holds of its source: the files or the module, each part opened when it is first needed."""
+"""The source of a `Model`: its files or its module, each part opened on first use."""
 
 import shutil
 import weakref
@@ -36,15 +36,15 @@ from triptych.running.text import Tokenizer, TokenizerPair, load_tokenizer
 @final
 @dataclass(eq=False)
 class Opened:
-    """A source, and what has been read so far.
+    """A source with its parts opened so far.
 
     Attributes:
-        name: as it was given, or what a module is called.
-        source: its files; None for a module of ours.
-        options: how it is run.
-        module: a model of ours in memory, in the place of files.
-        temporary: the folder of a rewritten model that goes with it.
-        is_mapped: whether weights that are looked at are mapped from their files, or else read.
+        name: source as given, or name of a module.
+        source: files; None for a triptych module.
+        options: options for opening and running the model.
+        module: triptych model in memory, instead of files.
+        temporary: folder of a rewritten model, removed together with this object.
+        is_mapped: True if weights are memory-mapped from their files rather than read.
     """
 
     name: str
@@ -60,16 +60,16 @@ class Opened:
             weakref.finalize(self, shutil.rmtree, self.temporary, ignore_errors=True)
 
     def named(self, name: str, *, is_mapped: bool) -> "Opened":
-        """Rename the source, and the module if it was built, in records and messages."""
+        """Return the same source, and its opened model if any, under another name."""
         source = None if self.source is None else self.source.named(name)
         made = replace(self, name=name, source=source, temporary=None, is_mapped=is_mapped)
-        made.__dict__["named_after"] = self  # whose temporary folder goes when nobody has it any more
+        made.__dict__["named_after"] = self  # a reference, so that its temporary folder is not removed
         if "model" in self.__dict__:
             made.__dict__["model"] = self.model.named(name)
         return made
 
     def reopened(self) -> "Opened":
-        """Open again the place where the source was found."""
+        """Return the same source, opened again from its files."""
         if self.source is None or self.source.is_in_memory:
             raise UsageError(f"{self.name} is in memory: it has no files that could be opened anew")
         others = tuple(one.reopened() for one in self.options.ensemble)
@@ -77,21 +77,21 @@ class Opened:
 
     @cached_property
     def attention(self) -> AttentionSource:
-        """The attention layers; weights are read when they are first used."""
+        """The attention layers, with weights read on first use."""
         if self.module is not None:
             return OwnModel(self.module, self.name)
         return open_checkpoint(self.files, mapped=self.is_mapped)
 
     @property
     def files(self) -> Source:
-        """The files."""
+        """The files of the source, checked to be unchanged."""
         if self.source is None:
             raise UsageError(f"{self.name} is a module in memory and has no files: save it first")
         self.source.require_same()
         return self.source
 
     def require_same(self) -> None:
-        """Check that all files are those that were found."""
+        """Check files and parameters for changes since the source was found."""
         if self.source is not None:
             self.source.require_same()
         for other in self.options.ensemble:
@@ -99,14 +99,15 @@ class Opened:
 
     @property
     def where(self) -> str:
-        """Where it was found."""
+        """The location of the source."""
         return "memory" if self.source is None else self.source.where.removesuffix("/config.json")
 
     @cached_property
     def model(self) -> OpenedModel:
-        """The model, ready to run."""
+        """The model with its tokenizers, opened by the options."""
         options = self.options
         if self.module is None:
+            # CTranslate2 runs its own copy, so the module stays on the CPU.
             device = "cpu" if options.engine == "ctranslate2" else options.device
             return open_model(self.files, device, options.dtype, options.languages)
         module = self.module.to(find_device(options.device), options.dtype)
@@ -125,10 +126,11 @@ class Opened:
 
     @cached_property
     def ready(self) -> OpenedModel:
-        """The model, ready to read texts."""
+        """The model with its shortlist and ensemble, ready to run on texts."""
         opened = self.model
         options = self.options
         found = None if self.source is None else self.source.found
+        # A module of another library without a tokenizer runs on token ids only.
         if isinstance(found, ModuleOfOthers) and not found.has_tokenizer:
             why = UsageError(f"{self.name} has no tokenizer: load(model, tokenizer=…) reads texts")
             opened = opened.without_tokenizer(why)
@@ -142,19 +144,19 @@ class Opened:
         return opened
 
     def own_weights(self) -> None:
-        """Copy the module's weights out of their mapped files, where memory has room for them.
+        """Copy the module's weights from their mapped files into memory if there is enough free memory.
 
-        A job may run for long, and a file that is cut off meanwhile would end the process.
+        A truncated file would end the process during a long job.
         """
         if self._owns_weights or self.source is None or self.source.is_in_memory:
             return
-        own_memory([self.model.model])  # whose parameters changed models share
+        own_memory([self.model.model])  # changed models share these parameters
         self.require_same()
         self._owns_weights = True
 
     @cached_property
     def why_not_run(self) -> str:
-        """Why the model cannot be run; "" if it can."""
+        """The reason why the model cannot be run; "" if it can."""
         try:
             assert self.ready
         except TriptychError as error:
@@ -171,7 +173,7 @@ class Opened:
         return sum(parameter.numel() for parameter in source.model.parameters())
 
     def sites_of(self, model: LanguageModel | EncoderDecoder) -> list[AttentionSite]:
-        """The layers of a module in the order of `attention`."""
+        """Return the layers of a module in the order of `attention`."""
         sites = attention_sites(model)
         if isinstance(model, LanguageModel):
             return sites
@@ -183,7 +185,7 @@ class Opened:
 class ChangedSource(AttentionSource):
     """The attention layers of a source with changed weights.
 
-    Layers that shared their weights share them still where all changes make the same of them.
+    Layers with shared weights keep sharing them if all changes have the same effect on them.
     """
 
     def __init__(self, source: AttentionSource, changes: Sequence[Change]) -> None:
@@ -198,8 +200,9 @@ class ChangedSource(AttentionSource):
         self.absent = source.absent
         self.warnings = source.warnings
         self.others = source.others
-        self._places = dict[Site, tuple[Site, int]]()  # the site of the source, and the number in order
+        self._places = dict[Site, tuple[Site, int]]()  # site of the source, and number in model order
         self._site_of_layer = dict[int, Site]()
+        # Split the layers of a site into groups with equal changes; each group becomes a site.
         for site in source.sites:
             for layers in _still_together(source, site, changes):
                 first, *others = (source.layers[layer].number for layer in layers)
@@ -265,7 +268,7 @@ class ChangedSource(AttentionSource):
 
 
 def _still_together(source: AttentionSource, site: Site, changes: Sequence[Change]) -> list[list[int]]:
-    """Group the layers with some weights by the result of the changes; their numbers in order."""
+    """Group the layers of a site by their changes; each group lists layer numbers in model order."""
     found: dict[tuple[object, ...], list[int]] = {}
     for layer, place in enumerate(source.layers):
         if place.site == site:
@@ -277,6 +280,7 @@ def why_not_saved(change: Change, source: AttentionSource) -> str:
     """Return the reason why a change cannot be written into the weights of a source; "" if it can."""
     if change.unsayable:
         return change.unsayable
+    # Files store shared weights once, so a change has to be the same for all layers with these weights.
     for site in source.sites:
         shared = f"layers {in_ranges(site.numbers)} share their weights"
         if len(parts := _still_together(source, site, [change])) > 1:
@@ -292,12 +296,13 @@ def why_not_saved(change: Change, source: AttentionSource) -> str:
 
 
 def stack_of(site: Site) -> str:
-    """The stack that a layer is named after."""
+    """Return the stack in the name of a layer: "cross" for cross-attention."""
     return "cross" if site.kind == "cross" else site.stack
 
 
 def summary_of(opened: Opened, layers: Sequence[Layer], places: PlaceNames) -> str:
-    """What a model is, in a line: family, layers, heads, widths, parameters."""
+    """Describe a model in a line: family, layers, heads, widths, parameters."""
+    # Cross-attention is not listed: it is part of every decoder layer.
     source = opened.attention
     stacks = dict[str, list[Layer]]()
     for layer, place in zip(layers, source.layers, strict=True):

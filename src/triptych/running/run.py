@@ -1,4 +1,4 @@
-"""One run of a model on a text: logits, loss, and every activation by its place."""
+"""The run of a model on a text: logits, loss, and the activations of every layer and head."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -25,20 +25,21 @@ from triptych.running.opening import LayerCall, Reader, Recording, TextIds
 
 @final
 class Activations:
-    """What a layer, or one of its heads, computed on a text.
+    """The activations of a layer or a head on a text.
+
+    The dimension `heads` is absent for a single head.
 
     Attributes:
-        name: the place, `3` or `3.2`.
-        q: queries as they meet the keys, `[heads, queries, d_k]`; for a head, this and all others have no
-            first dimension.
-        k: keys, `[heads, keys, d_k]`.
+        name: name of the layer or head, `3` or `3.2`.
+        q: queries as compared with keys, `[heads, queries, d_k]`.
+        k: keys as compared with queries, `[heads, keys, d_k]`.
         v: values, `[heads, keys, d_v]`.
-        scores: what the softmax takes, before the mask, `[heads, queries, keys]`.
-        weights: the attention weights, `[heads, queries, keys]`.
-        z: what W_O reads, `[heads, queries, d_v]`.
-        projected: `z W_O`, `[queries, d_model]`: of a layer the sum over its heads and the output bias.
-        output: what is added to the residual stream, `[queries, d_model]`: `projected`, after a norm or a
-            multiplier that follows the layer (Gemma 2, OLMo 2, Granite). For a head, its share of the sum.
+        scores: softmax inputs before the mask, `[heads, queries, keys]`.
+        weights: attention weights, `[heads, queries, keys]`.
+        z: input of W_O, `[heads, queries, d_v]`.
+        projected: `z W_O`, `[queries, d_model]`; layers sum over heads and add the output bias.
+        output: addition to the residual stream, `[queries, d_model]`: `projected`, including a norm or a
+            multiplier after the layer (Gemma 2, OLMo 2, Granite). Heads have their share of the sum.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Activations:
         frame: Residual,
         head: int | None = None,
     ) -> None:
-        """Hold activations of a layer in its residual frame, or of one of its heads."""
+        """Store the activations of a layer, or of head number `head`; `frame` adds them to the stream."""
         self.name = name
         self.steps = steps
         self._weights = weights
@@ -85,14 +86,15 @@ class Activations:
 
 @final
 class Run:
-    """A model on one text.
+    """The run of a model on one text.
 
     Attributes:
-        model: the name of the model.
-        tokens: of the text, readable; of an encoder-decoder, what the decoder produces.
-        ids: the same as numbers.
-        source_tokens: what the encoder of an encoder-decoder read; None for other models.
-        logits: `[length, vocab]`: of the next token at each position; of an encoder-decoder, of `tokens`.
+        model: name of the model.
+        tokens: tokens of the text in readable form, or target tokens of an encoder-decoder.
+        ids: token ids of `tokens`.
+        source_tokens: source tokens of an encoder-decoder in readable form; None for other models.
+        logits: logits of the next token at each position, or of `tokens` in an encoder-decoder,
+            `[length, vocab]`.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Run:
         row: int,
         graph: Mapping[str, Mapping[Activation, Tensor]] | None = None,
     ) -> None:
-        """The run of one row of a recording; `order` has the site of each of the face's layers."""
+        """Read the run from a row of a recording; `order` has the site name of each layer by number."""
         self.model = reader.name
         self._places = places
         self._order = order
@@ -119,14 +121,15 @@ class Run:
         )
         self.logits = reader.logits(recording.hidden[row, : len(text.ids)])
         model = reader.model
+        # A loss needs next-token logits; encoders do not have them.
         self._predicts = isinstance(model, EncoderDecoder) or (model.causal and model.head is not None)
 
     @property
     def losses(self) -> Float[Tensor, " predicted"]:
-        """The negative log-probability in nats of every token that is predicted.
+        """The negative log-probability of every predicted token, in nats.
 
         Raises:
-            UsageError: the model predicts no next token: an encoder.
+            UsageError: the model is an encoder: it does not predict next tokens.
         """
         if not self._predicts:
             raise UsageError(f"{self.model} predicts no next token, so its run has no loss")
@@ -137,14 +140,14 @@ class Run:
 
     @property
     def loss(self) -> Float[Tensor, ""]:
-        """The mean of `losses`."""
+        """The mean of `losses`, in nats per token."""
         return self.losses.mean()
 
     def __getitem__(self, place: str | int | tuple[str | int, int]) -> Activations:
-        """The activations of a layer (`3`, `"cross.3"`) or of a head (`"3.2"`, or `3, 2`).
+        """Return the activations of a layer (`3`, `"cross.3"`) or of a head (`"3.2"`, or `3, 2`).
 
         Raises:
-            UsageError: there is no such place; the message says which there are.
+            UsageError: the layer or head does not exist; the message lists the valid names.
         """
         call, head = self._call(place)
         with torch.set_grad_enabled(call.x.requires_grad):
@@ -154,13 +157,14 @@ class Run:
         return Activations(name, steps, call.layer.weights(), call.site.residual, head)
 
     def residual(self, place: int | str) -> Float[Tensor, "length *streams d_model"]:
-        """The residual stream before a block (`3`, `"residual.3"`, `"encoder.3"`), or at the end of a stack.
+        """Return the residual stream before a block (`3`, `"residual.3"`, `"encoder.3"`) or at a stack's end.
 
-        Before a block of Gemma 3n there are several, `[length, streams, d_model]`.
+        Gemma 3n has several streams before a block, `[length, streams, d_model]`.
 
         Raises:
-            UsageError: there is no such block.
+            UsageError: the block does not exist.
         """
+        # The number of blocks names the end of the stack, before the final norm.
         place = str(place).removeprefix("residual.")
         stack, _, number = place.rpartition(".")
         streams = self._recording.residuals
@@ -177,28 +181,29 @@ class Run:
 
     @check_choices
     def gradient(self, place: str | int, what: Activation = "z", of: Tensor | None = None) -> Tensor:
-        """The gradient of a number by an activation; needs a run with `grad=True`.
+        """Compute the gradient of a scalar with respect to an activation; needs a run with `grad=True`.
 
         Args:
-            place: a layer or a head.
-            what: which activation.
-            of: a number computed of this run; its loss if None.
+            place: layer or head.
+            what: name of the activation.
+            of: scalar computed from this run; its loss if None.
 
         Raises:
-            UsageError: the run recorded no gradients, or there is no such place.
+            UsageError: the run was made without `grad=True`, or the layer or head does not exist.
         """
         if self._graph is None:
             raise UsageError("the run has no gradients: run(text, grad=True)")
         call, head = self._call(place)
         kept = self._graph[call.site.name][what]
         (found,) = torch.autograd.grad(self.loss if of is None else of, kept, retain_graph=True)
+        # The recording is a padded batch: keep the row of this text, without padding.
         queries, keys = self._lengths(call)
         own = found[self._row, :, : keys if what in ("k", "v") else queries]
         own = own[..., :keys] if what in ("scores", "weights") else own
         return own if head is None else own[head]
 
     def _call(self, place: str | int | tuple[str | int, int]) -> tuple[LayerCall, int | None]:
-        """The call of the layer of a place, and the number of its head; None for the layer as a whole."""
+        """Return the call of a layer, and the number of the named head; None for a whole layer."""
         number, head = self._places.find(place)
         site = self._order.get(number, "")
         name = self._places.names[number]
@@ -249,7 +254,7 @@ def run_texts(
     grad: bool,
     max_tokens: int | None,
 ) -> list[Run]:
-    """Run texts as one padded batch; `sites` has the modules of the layers that `places` names, in order."""
+    """Run texts as one padded batch; `sites` are the named layers, in the order of their names."""
     reader.check(ids, max_tokens)
     order = {number: site.name for number, site in enumerate(sites)}
     recorded = _recorded_graph(sites) if grad else nullcontext()
@@ -260,7 +265,7 @@ def run_texts(
 
 @contextmanager
 def _recorded_graph(sites: Sequence[AttentionSite]) -> Iterator[dict[str, dict[Activation, Tensor]]]:
-    """Keep what layers compute as part of the graph of the run, by site, so that gradients reach it."""
+    """Record the activations of layers by site as nodes of the autograd graph of the run."""
     found: dict[str, dict[Activation, Tensor]] = {site.name: {} for site in sites}
     with ExitStack() as stack:
         for site in sites:

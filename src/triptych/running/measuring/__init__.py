@@ -1,1 +1,1 @@
-"""Measuring a model on a text: windows of it, the attention of every layer, the loss without each head."""
+"""Measurements of a model on a text: windows, attention of every layer, loss without each head."""

@@ -1,4 +1,4 @@
-"""Attention weights of a text layer by layer, as a reader recorded them."""
+"""Attention weights of a text layer by layer, from a reader's recording."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ from triptych.running.opening import AttentionKind, LayerCall, Reader, TextIds
 @final
 @dataclass(frozen=True, eq=False)
 class LayerAttention:
-    """The attention of one layer on one text. Weights are computed when they are read."""
+    """The attention of one layer on one text. Weights are computed on access."""
 
-    number: int  # of the layer in its stack; a layer that runs several times has a number for each
+    number: int  # layer number within its stack; a layer used several times has a number for every use
     call: LayerCall  # the layer and its inputs, batch size 1
 
     def __repr__(self) -> str:
@@ -31,27 +31,27 @@ class LayerAttention:
 
     @torch.no_grad()
     def queries_and_keys(self) -> QueriesAndKeys:
-        """Queries and keys as the layer compares them, batch size 1."""
+        """Compute queries and keys as compared by the layer, batch size 1."""
         return self.call.queries_and_keys()
 
     @torch.no_grad()
     def weights(
         self, rows: slice = slice(None), heads: Sequence[int] | None = None
     ) -> Float[Tensor, "heads rows keys"]:
-        """Attention weights."""
+        """Compute attention weights of some or all queries and heads."""
         self.require_heads(heads)
         if self.call.layer.tap is not None:
             return self._changed(heads)[:, rows]
         return self.queries_and_keys().weights(rows, heads)[0]
 
     def _changed(self, heads: Sequence[int] | None) -> Float[Tensor, "heads queries keys"]:
-        """The weights of a layer whose values are changed on the way, which queries and keys do not tell."""
+        """Compute the weights of a layer with a tap, not determined by queries and keys."""
         weights = self.call.steps().weights[0]
         return weights if heads is None else weights[list(heads)]
 
     @torch.no_grad()
     def blocks(self, heads: Sequence[int] | None = None) -> Iterator[WeightBlock]:
-        """All weights, some queries at a time, `[heads, rows, keys]`; see `QueriesAndKeys.blocks`."""
+        """Yield the weights in blocks of queries, `[heads, rows, keys]`; see `QueriesAndKeys.blocks`."""
         self.require_heads(heads)
         if self.call.layer.tap is not None:
             yield WeightBlock(slice(0, self.call.x.shape[1]), self._changed(heads))
@@ -60,7 +60,7 @@ class LayerAttention:
             yield WeightBlock(block.rows, block.weights[0])
 
     def maps(self, k: int | None = None, heads: Sequence[int] | None = None) -> tuple[HeadWeights, ...]:
-        """The weights of every head as a page or a file shows them."""
+        """Return the weights of every head for pages and files: all weights, or the `k` largest per query."""
         if k is None:
             return tuple(
                 HeadWeights.whole(weights.float().cpu().numpy()) for weights in self.weights(heads=heads)
@@ -73,7 +73,7 @@ class LayerAttention:
         return keeper.maps()
 
     def require_heads(self, heads: Sequence[int] | None) -> None:
-        """The layer has these heads."""
+        """Check that the layer has these heads."""
         for head in heads or ():
             if not 0 <= head < self.num_heads:
                 raise UsageError(
@@ -87,10 +87,10 @@ class StackAttention:
     """The layers of one kind of attention, on one text: `stack[3]` is `[heads, queries, keys]` of layer 3.
 
     Attributes:
-        kind: "encoder", "decoder" (self-attention) or "cross" (of target tokens to source tokens).
-        queries: the tokens that look, readable.
-        keys: the tokens looked at.
-        layers: in the order in which they run.
+        kind: "encoder", "decoder" (self-attention) or "cross" (target tokens attend to source tokens).
+        queries: query tokens in readable form.
+        keys: key tokens in readable form.
+        layers: attention of the layers, in execution order.
     """
 
     kind: AttentionKind
@@ -109,11 +109,11 @@ class StackAttention:
         return (layer.weights() for layer in self.layers)
 
     def __getitem__(self, number: int) -> Float[Tensor, "heads queries keys"]:
-        """The weights of a layer."""
+        """Compute the weights of a layer."""
         return self.layer(number).weights()
 
     def layer(self, number: int) -> LayerAttention:
-        """A layer, whose weights can be read in parts."""
+        """Return the attention of a layer, to compute its weights in parts."""
         if not -len(self.layers) <= number < len(self.layers):
             raise UsageError(f"there is no {self.kind} layer {number}: they are 0 to {len(self.layers) - 1}")
         return self.layers[number]
@@ -122,20 +122,21 @@ class StackAttention:
 class Part(NamedTuple):
     """Some heads of a layer."""
 
-    stack: StackAttention  # that the layer is of
-    layer: LayerAttention  # the layer
-    heads: tuple[int, ...]  # their numbers, at least one
+    stack: StackAttention  # stack of the layer
+    layer: LayerAttention  # attention of the layer
+    heads: tuple[int, ...]  # head numbers; not empty
 
     @property
     def num_weights(self) -> int:
-        """How many weights these heads have."""
+        """The number of weights of these heads."""
         return len(self.heads) * len(self.stack.queries) * len(self.stack.keys)
 
 
 def read_stacks(
     reader: Reader, texts: Sequence[TextIds], max_tokens: int | None = None
 ) -> list[tuple[StackAttention, ...]]:
-    """The attention on texts that are token ids already, texts of equal length in one batch."""
+    """Read the attention on texts, batched by similar length; return the stacks of every text."""
+    # Batches arrive in order of length; `places` has the index of every text.
     found: dict[int, tuple[StackAttention, ...]] = {}
     for places, recording in reader.record(texts, max_tokens):
         for row, place in enumerate(places):
@@ -150,9 +151,9 @@ def read_stacks(
 
 
 def stack_ids(text: TextIds, kind: AttentionKind) -> tuple[Int[Tensor, " queries"], Int[Tensor, " keys"]]:
-    """The tokens at the queries and at the keys of a stack, as ids.
+    """Return the token ids of the queries and the keys of a stack.
 
-    The decoder of an encoder-decoder reads what it produces one place later; its start token is -1.
+    The input of an encoder-decoder's decoder is its output shifted by one position; its start token is -1.
     """
     ids = torch.tensor(text.ids)
     if text.source is None:

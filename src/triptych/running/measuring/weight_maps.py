@@ -1,4 +1,4 @@
-"""The attention weights of one head, as a page shows them: all of them, or the largest of each row."""
+"""The attention weights of one head, for pages and files: all weights, or the largest of each row."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,22 +14,22 @@ from torch.nn import functional as F
 OVERVIEW_SIZE = 96
 """An overview has at most this many rows and columns."""
 
-# Rounding of sums in half precision.
+# Allowance for rounding of weights in half precision.
 _SLACK = 1e-2
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """The attention weights of one head over one text: all of them, or the largest of every row.
+    """The attention weights of one head over one text: all weights, or the largest of every row.
 
     Attributes:
-        num_keys: columns.
-        weights: `[queries, keys]`, each in 0–1, or the k largest of each row, the largest first. Rows may sum
-            to less than 1 (attention sinks).
-        keys: `[queries, k]`, the columns of the weights; None for all, in order.
-        left_out: `[queries]`, the sum of the other weights of the row.
-        small: the overview; None to be computed of all weights.
+        num_keys: number of columns of the whole map.
+        weights: weights from 0 to 1, `[queries, keys]`, or the k largest of each row in descending order,
+            `[queries, k]`. Rows may sum to less than 1 (attention sinks).
+        keys: column of every weight, `[queries, k]`; None for all columns in order.
+        left_out: sum of the omitted weights of each row, `[queries]`.
+        small: overview; None if it is computed from all weights.
     """
 
     num_keys: int
@@ -40,13 +40,13 @@ class HeadWeights:
 
     @classmethod
     def whole(cls, weights: NDArray[np.float32]) -> "HeadWeights":
-        """The map with every weight, `[queries, keys]`."""
+        """Build a map with all weights, `[queries, keys]`."""
         if weights.ndim != 2:
             raise ValueError(f"weights have shape {list(weights.shape)}: give [queries, keys]")
         return cls(int(weights.shape[1]), weights)
 
     def __post_init__(self) -> None:
-        # NaN fails the comparison too.
+        # Comparisons with NaN are false, so NaN is refused too.
         if not np.all((self.weights >= 0) & (self.weights <= 1 + _SLACK)):
             raise ValueError("attention weights must be finite and in 0–1")
 
@@ -56,14 +56,14 @@ class HeadWeights:
 
     @cached_property
     def overview(self) -> NDArray[np.float32]:
-        """The map made small, `[rows, columns]`, both at most `OVERVIEW_SIZE`.
+        """The map in reduced size, `[rows, columns]`, with at most `OVERVIEW_SIZE` rows and columns.
 
-        A cell is the weight that its queries give to its keys: a sum over the keys, a mean over the queries.
+        A cell is the weight of its keys for its queries: a sum over the keys, averaged over the queries.
         """
         return self._kept(1).overview if self.small is None else self.small
 
     def largest(self, k: int) -> "HeadWeights":
-        """The k largest weights of every row."""
+        """Return a map with the k largest weights of every row."""
         if self.keys is None or self.left_out is None:
             return self._kept(k)
         if k >= self.keys.shape[1]:
@@ -81,10 +81,10 @@ class HeadWeights:
 
 @final
 class RowKeeper:
-    """Keeps the largest weights of rows that arrive in blocks: nothing of size `[queries, keys]`."""
+    """The largest weights of rows added in blocks, without storing a matrix `[queries, keys]`."""
 
     def __init__(self, num_heads: int, num_queries: int, num_keys: int, k: int) -> None:
-        """Prepare for the rows of one layer."""
+        """Allocate the results for the rows of one layer."""
         self._num_keys = num_keys
         k = min(k, num_keys)
         self._keys = np.zeros((num_heads, num_queries, k), np.int32)
@@ -112,7 +112,7 @@ class RowKeeper:
         self._at = rows.stop
 
     def maps(self) -> tuple[HeadWeights, ...]:
-        """The map of every head."""
+        """Return the map of every head."""
         if self._at != self._keys.shape[1]:
             raise ValueError(f"{self._at} of {self._keys.shape[1]} rows were added")
         small = (self._small / self._counts[:, None].clamp(min=1)).numpy()
@@ -121,5 +121,5 @@ class RowKeeper:
 
 
 def bin_width(length: int) -> int:
-    """How many tokens a row or column of an overview covers."""
+    """Return the number of tokens per row or column of an overview."""
     return max(1, -(-length // OVERVIEW_SIZE))

@@ -1,4 +1,4 @@
-"""A model over the documents of a text: its windows, and figures of heads with intervals over documents."""
+"""Windows over the documents of a text, and figures of heads with intervals over documents."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,24 +16,24 @@ from triptych.running.measuring.stack_attention import StackAttention, read_stac
 from triptych.running.opening import Reader, TextIds
 from triptych.running.text import Frame, encode_texts
 
-CONTEXT = 256  # where the model itself sets no lower limit
+CONTEXT = 256  # default window length in tokens, unless the model's context is shorter
 MOST_TOKENS = 1 << 16
-# Tokens of windows whose inputs of all layers are held at a time.
+# Tokens of a group of windows: the inputs of all their layers are in memory at once.
 _TOKENS_AT_A_TIME = 2048
 _PAIRS_AT_A_TIME = 64
 
 Told = Callable[[int, int], None]
-# The stack of a layer, and its number there.
+# Stack of a layer, and layer number within the stack.
 Place = tuple[str, int]
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class DocumentWindow:
-    """A piece of a document that a model reads at once."""
+    """A piece of a document within the model's context."""
 
     document: int  # number of the document
-    text: TextIds  # what the model reads
+    text: TextIds  # token ids of the window
 
     @property
     def num_tokens(self) -> int:
@@ -45,18 +45,18 @@ class DocumentWindow:
 class Windows:
     """The windows of a text, in order."""
 
-    windows: tuple[DocumentWindow, ...]  # of two tokens at least
-    context: int  # tokens of a window at most
-    num_documents: int  # how many documents they are of
+    windows: tuple[DocumentWindow, ...]  # windows of at least two tokens
+    context: int  # maximum number of tokens of a window
+    num_documents: int  # number of documents with windows
 
     @property
     def units(self) -> str:
-        """What intervals are drawn over: documents, or of a single one its windows."""
+        """The resampling units of intervals: documents, or the windows of a single document."""
         return "documents" if self.num_documents > 1 else "windows"
 
     @property
     def unit_of(self) -> tuple[int, ...]:
-        """The unit of every window, numbered from 0 without gaps."""
+        """The unit number of every window; units are numbered from 0 without gaps."""
         if self.num_documents == 1:
             return tuple(range(len(self.windows)))
         numbers = {document: i for i, document in enumerate(dict.fromkeys(w.document for w in self.windows))}
@@ -68,11 +68,11 @@ class Windows:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all windows, on both sides of a translator."""
+        """The number of tokens of all windows, including source tokens of a translator."""
         return sum(window.num_tokens for window in self.windows)
 
     def within(self, most_tokens: int) -> "Windows":
-        """The first windows with about `most_tokens` tokens, at least one."""
+        """Return the first windows with about `most_tokens` tokens, but at least one window."""
         windows = tuple(_first_windows(most_tokens, self.windows))
         return Windows(windows, self.context, len({window.document for window in windows}))
 
@@ -86,11 +86,12 @@ def cut_windows(
     most_tokens: int = MOST_TOKENS,
     special_tokens: SpecialTokens = "tokens",
 ) -> Windows:
-    """Cut documents into windows side by side; what is past `most_tokens` is left out.
+    """Cut documents into adjacent windows; text past `most_tokens` is left out.
 
-    Every window of an encoder has the special tokens that its tokenizer puts around a text. A
-    window of an encoder-decoder is a pair of texts.
+    Every window of an encoder has the special tokens of its tokenizer around it. A window of an
+    encoder-decoder is a pair of texts.
     """
+    # Causal models and encoders have windows of a fixed context, encoder-decoders windows of whole lines.
     if isinstance(reader.model, LanguageModel):
         if targets is not None:
             raise UsageError(f"{reader.name} does not translate: leave out the target")
@@ -125,6 +126,7 @@ def _language_windows(
 ) -> Iterator[DocumentWindow]:
     causal = reader.opened.language_model.causal
     frame = Frame((), ()) if causal else Frame.of(reader.tokenizer)
+    # Every window of an encoder repeats the special tokens around the document.
     before = len(frame.before)
     after = len(frame.after)
     for number, document in enumerate(documents):
@@ -155,6 +157,7 @@ def _pair_windows(
         raise UsageError(
             f"there are {len(documents):,} texts and {len(targets):,} targets: give one for each"
         )
+    # Leave out pairs with an empty text. If `targets` is None, `encode` translates the texts.
     kept = [i for i, text in enumerate(documents) if text.strip() and (targets is None or targets[i].strip())]
     for start in range(0, len(kept), _PAIRS_AT_A_TIME):
         part = kept[start : start + _PAIRS_AT_A_TIME]
@@ -165,7 +168,7 @@ def _pair_windows(
 
 
 def _first_windows(most_tokens: int, windows: Iterable[DocumentWindow]) -> Iterator[DocumentWindow]:
-    """The first ones, at least one."""
+    """Yield windows until `most_tokens` is reached, but at least one window."""
     left = most_tokens
     for window in windows:
         if left <= 0:
@@ -177,7 +180,8 @@ def _first_windows(most_tokens: int, windows: Iterable[DocumentWindow]) -> Itera
 def read_windows(
     reader: Reader, windows: Windows, progress: Told
 ) -> Iterator[tuple[int, TextIds, tuple[StackAttention, ...]]]:
-    """The attention on every window with the number of its unit, a few windows in memory at a time."""
+    """Yield the unit, the token ids and the attention of every window."""
+    # Windows run in groups of limited size, since a recording stores the inputs of all layers.
     together = list[int]()
     held = 0
     done = 0
@@ -201,17 +205,20 @@ def read_windows(
 class HeadFigures:
     """A figure of every head of a layer."""
 
-    value: Float[Tensor, " heads"]  # the mean over the text; NaN if no query of the text has it
-    # lower end of the 95 % interval, and `high` its upper end; None without an interval
+    value: Float[Tensor, " heads"]  # mean over the text; NaN if it is undefined for every query
+    # lower and upper end of the 95 % interval; None without an interval
     low: Float[Tensor, " heads"] | None = None
     high: Float[Tensor, " heads"] | None = None
-    even: float | None = None  # what a head that looks evenly would give; None for figures of something else
-    count: int = 0  # queries (or tokens) that it is a mean of
+    even: float | None = None  # value of uniform attention over the visible keys; None if not applicable
+    count: int = 0  # number of queries (or tokens) in the mean
 
 
 @final
 class UnitSums:
-    """Sums and counts of figures by place and unit: a figure is a ratio of them, its interval over units."""
+    """Sums and counts of figures by layer and unit.
+
+    A figure is the ratio of sum and count over all units; its interval is over the units.
+    """
 
     def __init__(self, num_units: int) -> None:
         self._num_units = num_units
@@ -226,7 +233,8 @@ class UnitSums:
         counts: Float[Tensor, "figures #heads"],
         even: Float[Tensor, " figures"] | None = None,
     ) -> None:
-        """Add what a piece of a unit's text gives; `even` has the sums of a head that looks evenly."""
+        """Add sums and counts for a part of a unit; `even` has the sums for uniform attention."""
+        # Units without text keep a sum and a count of 0.
         held = self._found.setdefault(place, {})
         if names not in held:
             empty = torch.zeros(self._num_units, *sums.shape, dtype=torch.float64)
@@ -236,13 +244,13 @@ class UnitSums:
                 whole[unit] += part.double().cpu()
 
     def figures(self) -> dict[Place, dict[str, HeadFigures]]:
-        """Every figure by its place and name."""
+        """Return every figure by layer and name."""
         found: dict[Place, dict[str, HeadFigures]] = {}
         for place, groups in self._found.items():
             own = found.setdefault(place, {})
             for names, (sums, counts, even) in groups.items():
                 total = counts.sum(dim=0)
-                divisor = total.where(total > 0, torch.nan)
+                divisor = total.where(total > 0, torch.nan)  # NaN for figures without queries
                 value, (low, high) = sums.sum(dim=0) / divisor, ratio_intervals(sums, counts)
                 evenly = None if even is None else (even.sum(dim=0) / divisor[:, 0]).tolist()
                 for i, name in enumerate(names):

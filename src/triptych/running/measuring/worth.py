@@ -1,7 +1,7 @@
-"""What a head is worth: the loss of a model on a text when a single head is left out.
+"""The worth of a head: the rise of a model's loss on a text when this head alone is left out.
 
-All heads of a layer are left out at once, each in rows of its own. A head is left out where its output would
-meet W_O. The blocks before the layer are not run again.
+All heads of a layer are left out in one batch, with a copy of the rows for every head. The output of a head
+is replaced before W_O. The blocks before the layer are not run again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,9 +28,9 @@ from triptych.running.opening import LayerCall, Reader, Recording, TextIds
 from triptych.running.text import Tokenizer
 from triptych.running.text.masking import MaskingSpec
 
-# Every one is read as often as the model has heads.
+# Every token is run once per head of the model.
 MOST_TOKENS = 1 << 13
-# Tokens of all rows that run together, each with another head left out.
+# Tokens of a batch, including the copies of its rows for each head.
 _TOKENS_AT_A_TIME = 1 << 13
 _LOGITS_AT_A_TIME = 1 << 25
 
@@ -38,37 +38,37 @@ _LOGITS_AT_A_TIME = 1 << 25
 @final
 @dataclass(frozen=True)
 class HeadWorth:
-    """What one head is worth."""
+    """The worth of one head."""
 
     stack: str  # "encoder", "decoder" or "cross"
-    layer: int  # its number in the stack
-    head: int  # its number
-    change: float  # by which the loss rises without it, in nats per token
+    layer: int  # layer number within the stack
+    head: int  # head number within the layer
+    change: float  # rise of the loss without the head, in nats per token
     low: float  # lower end of the 95 % interval; `high` is the upper end
     high: float
-    # root mean square length of what it adds to its layer's output, by which `prune_heads` with `on_text`
-    # chooses
+    # root mean square length of the head's contribution to the layer's output, the criterion of
+    # `prune_heads` with `on_text`
     added: float
 
 
 @final
 @dataclass(frozen=True)
 class Worth:
-    """What all heads of a model are worth on a text."""
+    """The worth of all heads of a model on a text."""
 
-    # what takes the place of a head's output: "zero", its "mean" over the text, or what it would be if the
-    # head looked at all visible keys "even"ly
+    # replacement of a head's output: "zero", its "mean" over the text, or its output for uniform ("even")
+    # attention over the visible keys
     instead: Instead
-    heads: tuple[HeadWorth, ...]  # the most important one first
-    loss: float  # of the whole model, in nats per token
-    tokens: int  # that are predicted
+    heads: tuple[HeadWorth, ...]  # heads by descending `change`
+    loss: float  # loss of the whole model, in nats per token
+    tokens: int  # number of predicted tokens
 
     def of(self, stack: str, layer: int) -> tuple[float, ...]:
-        """The rise of the loss without each head of a layer, by number: an order for `prune_heads`."""
+        """Return the rise of the loss without each head of a layer, by number: an order for `prune_heads`."""
         return tuple(self.figures()[stack, layer]["worth"].value.tolist())
 
     def figures(self) -> dict[Place, dict[str, HeadFigures]]:
-        """The rises by place and name, as other figures of heads have them."""
+        """Return `change` (as "worth") and `added` by layer, in the format of other figures of heads."""
         own: dict[Place, list[HeadWorth]] = {}
         for one in sorted(self.heads, key=lambda one: one.head):
             own.setdefault((one.stack, one.layer), []).append(one)
@@ -83,18 +83,18 @@ class Worth:
 
 
 class WindowBatch(NamedTuple):
-    """Windows that run together."""
+    """A batch of windows."""
 
-    units: Int[Tensor, " rows"]  # of each window
-    texts: list[TextIds]  # what the model reads: of an encoder alone, with masks in the place of some tokens
-    targets: Int[Tensor, "rows length"]  # what it predicts at each place
-    predicts: Bool[Tensor, "rows length"]  # where it predicts a token that counts
-    # where the encoder of an encoder-decoder reads tokens, not padding; None without one
+    units: Int[Tensor, " rows"]  # unit of each window
+    texts: list[TextIds]  # model inputs; some tokens of encoders are masked
+    targets: Int[Tensor, "rows length"]  # target token at each position
+    predicts: Bool[Tensor, "rows length"]  # True = the target counts
+    # True = source token, False = padding; None for models of one stack
     src_tokens: Bool[Tensor, "rows src_len"] | None
-    tokens: Bool[Tensor, "rows length"]  # the same of what is read besides
+    tokens: Bool[Tensor, "rows length"]  # True = token of `texts`, False = padding
 
     def tokens_of(self, site: AttentionSite) -> Bool[Tensor, "rows length"]:
-        """Where a layer's queries are tokens, not padding."""
+        """Return a mask over the layer's queries: True = token, False = padding."""
         return self.src_tokens if site.stack == "encoder" and self.src_tokens is not None else self.tokens
 
 
@@ -106,11 +106,13 @@ def measure_worth(
     *,
     together: Sequence[Sequence[str]] | None = None,
 ) -> Worth:
-    """Leave every head of a model out in turn, and measure the loss on a text.
+    """Measure the loss of a model on a text without each of its heads.
 
     `together` has groups of layers of a stack, by their names in order. The layers of a group lose a head at
-    once: the first one is measured, and `added` is a mean over the group. Each layer is a group if None.
+    once; the result is given for the first layer, and `added` is a mean over the group. By default, every
+    layer is a group.
     """
+    # loss(windows without head) - loss(windows) is summed by unit, so that intervals can resample the units.
     require_worth(reader)
     model = reader.model
     by_name = {site.name: site for site in attention_sites(model)}
@@ -165,7 +167,7 @@ def measure_worth(
 
 
 def require_worth(reader: Reader) -> None:
-    """Check that the model has a loss, and can run from any block on."""
+    """Check that the model has a loss, and that a run can start at any block."""
     model = reader.model
     blocks = model.architecture.blocks if isinstance(model, LanguageModel) else ()
     if any(block.keys is not None or block.input is not None for block in blocks):
@@ -177,7 +179,7 @@ def require_worth(reader: Reader) -> None:
 
 
 def require_loss(reader: Reader, what: str) -> None:
-    """Check that the model predicts tokens, next ones or masked ones; `what` needs their loss."""
+    """Check that the model predicts next tokens or masked tokens; `what` names the use of the loss."""
     model = reader.model
     if isinstance(model, EncoderDecoder):
         return
@@ -191,7 +193,7 @@ def require_loss(reader: Reader, what: str) -> None:
 
 
 def batches_of(reader: Reader, windows: Windows, most_tokens: int) -> Iterator[WindowBatch]:
-    """Yield batches of windows of similar lengths, within a number of tokens."""
+    """Yield batches of windows of similar length, with at most `most_tokens` tokens."""
     units = torch.tensor(windows.unit_of)
     whole = windows.windows
     lengths = [[0] * window.num_tokens for window in whole]
@@ -206,6 +208,7 @@ def _batch(reader: Reader, windows: Sequence[tuple[int, DocumentWindow]], units:
     device = next(model.parameters()).device
     texts = [window.text for _, window in windows]
     targets = [list(text.ids) for text in texts]
+    # Causal models predict the next token, encoders the masked tokens, encoder-decoders the target.
     src = None
     predicts = None
     if isinstance(model, EncoderDecoder):
@@ -224,9 +227,9 @@ def _batch(reader: Reader, windows: Sequence[tuple[int, DocumentWindow]], units:
 
 
 def _hidden(tokenizer: Tokenizer, ids: Sequence[int], number: int) -> tuple[list[int], list[int]]:
-    """A window of an encoder with some tokens hidden, and 1 where; the same for the same number.
+    """Mask tokens of an encoder's window; return the ids, and 1 at every masked position.
 
-    As many as in training are hidden, each by the mask token.
+    The share of masked tokens is the default of training. The choice depends on `number` alone.
     """
     ordinary = [place for place, token in enumerate(ids) if token not in tokenizer.special_ids]
     order = torch.randperm(len(ordinary), generator=torch.Generator().manual_seed(number)).tolist()
@@ -243,7 +246,8 @@ def _padded_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 def _mean_outputs(
     reader: Reader, sites: Sequence[AttentionSite], batches: Sequence[WindowBatch]
 ) -> dict[str, Float[Tensor, "1 heads 1 d_v"]]:
-    """The mean over the text of what meets W_O, by site."""
+    """Compute the mean input of W_O over the tokens of the text, by site."""
+    # Sums over many tokens are kept in float64.
     sums: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
     for batch in batches:
@@ -264,7 +268,9 @@ def _mean_outputs(
 def _losses_from(
     model: LanguageModel | EncoderDecoder, batch: WindowBatch, run: Recording, site: AttentionSite
 ) -> Float[Tensor, "heads rows"]:
-    """The losses of rows that run from a layer's block on, once for every head of the layer."""
+    """Compute the losses of the rows from a layer's block on, repeated for every head of the layer."""
+    # The stream before the block is recorded, so earlier blocks are not run. A change in the encoder
+    # affects the whole decoder.
 
     def repeated(x: Tensor) -> Tensor:
         return x.repeat(site.layer.num_heads, *[1] * (x.ndim - 1))
@@ -290,7 +296,8 @@ def _losses_from(
 def row_losses(
     model: LanguageModel | EncoderDecoder, batch: WindowBatch, hidden: Float[Tensor, "all length d_model"]
 ) -> Float[Tensor, "times rows"]:
-    """Sums over the tokens of each row in nats; the rows may come several times."""
+    """Sum the losses of each row in nats; `hidden` may repeat the rows of the batch."""
+    # Logits are computed for a limited number of tokens at a time: a row of logits has the vocabulary's size.
     assert model.head is not None, "`require_loss` asks for it"
     times = hidden.shape[0] // batch.predicts.shape[0]
     counted = batch.predicts.repeat(times, 1)
@@ -309,7 +316,7 @@ def row_losses(
 
 @contextmanager
 def head_outputs(sites: Sequence[AttentionSite]) -> Iterator[dict[str, Tensor]]:
-    """Record what meets W_O in layers, by site: `[rows, heads, length, d_v]`."""
+    """Record the input of W_O in layers by site, `[rows, heads, length, d_v]`."""
     found: dict[str, Tensor] = {}
 
     def keep(module: nn.Module, given: tuple[Tensor, ...], *, name: str) -> None:
@@ -324,11 +331,11 @@ def head_outputs(sites: Sequence[AttentionSite]) -> Iterator[dict[str, Tensor]]:
 
 @contextmanager
 def _heads_left_out(sites: Sequence[AttentionSite], instead: Mapping[str, Tensor]) -> Iterator[None]:
-    """Replace the output of head i in the i-th of as many equal parts of the rows as layers have heads."""
+    """Replace the output of head i in the i-th copy of the rows."""
 
     def replace(module: nn.Module, given: tuple[Tensor, ...], *, other: Tensor) -> tuple[Tensor, ...]:
         (z,) = given
-        num_heads = z.shape[1]
+        num_heads = z.shape[1]  # also the number of copies, one after the other along the first dimension
         parts = z.clone().view(num_heads, -1, *z.shape[1:])
         other = other.expand(parts.shape[1:])
         for head in range(num_heads):
@@ -343,7 +350,7 @@ def _heads_left_out(sites: Sequence[AttentionSite], instead: Mapping[str, Tensor
 
 
 def even_output(call: LayerCall) -> Float[Tensor, "rows heads length d_v"]:
-    """What would meet W_O if every head looked evenly at the keys that its queries see."""
+    """Compute the input of W_O for uniform attention of every head over the visible keys."""
     weights = call.layer.weights()
     v = for_heads(channels(weights, call.x, call.memory).v, weights.num_heads)
     even = call.queries_and_keys().visible().to(v.dtype)

@@ -1,8 +1,8 @@
-"""Opening a model: what a source is, its model with tokenizers, and one reader that runs it on texts.
+"""Opened models and readers: a source becomes a model with tokenizers, and a reader runs it on texts.
 
-`open_model` makes an `OpenedModel` of a source. A `Reader` turns texts into token ids, runs the model, and
-records what its layers were given (`Recording`): attention pages, rewrites that look at a text, and the
-activations of `Model.run` all read that one record.
+`open_model` makes an `OpenedModel` of a source. A `Reader` encodes texts, runs the model, and records the
+inputs of its layers (`Recording`). Attention pages, rewrites with a calibration text, and the activations of
+`Model.run` all use this record.
 """
 
 from triptych.running.opening.opened import NotFiniteError as NotFiniteError

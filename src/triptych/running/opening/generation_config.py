@@ -12,9 +12,9 @@ from triptych.running.decoding import GenerationOptions, SamplingOptions, TokenR
 from triptych.untrusted import read_json, shown
 
 FILE = "generation_config.json"
-# What `transformers` takes where a file that asks for draws says nothing.
+# Default of `transformers` for `top_k` in files with `do_sample`.
 _TOP_K = 50
-# Settings that change texts and are not followed, each with the values that change nothing. None never does.
+# Unsupported settings, with their values without an effect. The value None never has an effect.
 _NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
     "num_beam_groups": (1,),
@@ -39,7 +39,7 @@ _NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
     "watermarking_config": (),
     "token_healing": (False,),
 }
-# Settings of these that count only where tokens are drawn.
+# Unsupported settings with an effect on sampling only.
 _OF_DRAWS = ("epsilon_cutoff", "eta_cutoff", "top_h")
 _ENDS = "eos_token_id"
 _DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
@@ -56,7 +56,7 @@ _RULES = (
 @final
 @dataclass(frozen=True)
 class Asked:
-    """Arguments of a continuation; None takes the value of the file, or else the default."""
+    """Arguments of a continuation; None means the value of the file, or else the default."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -70,18 +70,21 @@ class Asked:
 @final
 @dataclass(frozen=True)
 class GenerationConfig:
-    """The settings of a file, as `transformers` names them, those left out that change nothing."""
+    """The settings of `generation_config.json` under their names in `transformers`.
+
+    Settings without an effect are left out.
+    """
 
     where: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    begin_id: int | None = None  # the token that begins a text
-    unfit: Mapping[str, str] = field(default_factory=dict)  # settings of another kind, each with an error
+    begin_id: int | None = None  # beginning-of-text token
+    unfit: Mapping[str, str] = field(default_factory=dict)  # error message by name of an invalid setting
 
     @classmethod
     def read(cls, folder: Path) -> "GenerationConfig":
-        """Read the file of a folder; without one nothing is set.
+        """Read the file of a folder; a missing file sets no option.
 
-        A value that cannot be followed matters to a text that is continued by it, and to nothing else.
+        An invalid value is an error only when a continuation depends on it: see `require_followed`.
         """
         path = folder / FILE
         if not path.exists():
@@ -92,7 +95,7 @@ class GenerationConfig:
             for name, (check, what) in _KINDS.items()
             if record.get(name) is not None and not check(record[name])
         }
-        if _ENDS in unfit:  # which counts for every reader
+        if _ENDS in unfit:  # every reader depends on it
             raise DataError(unfit[_ENDS])
         begins = record.get("bos_token_id")
         return cls(
@@ -104,12 +107,12 @@ class GenerationConfig:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The tokens that end a text; none where the file names none."""
+        """The end-of-text tokens; empty if the file does not name any."""
         found = self.settings.get(_ENDS, ())
         return tuple(found) if isinstance(found, list | tuple) else (found,)
 
     def sampling(self, asked: Asked) -> SamplingOptions:
-        """Return the options for choosing tokens: the arguments, or else the file's settings."""
+        """Return the sampling options: the arguments, or else the file's settings."""
         given = {name: getattr(asked, name, None) for name in _DRAWING}
         draws = self._draws(asked)
         drawn: dict[str, Any] = {}
@@ -118,14 +121,14 @@ class GenerationConfig:
             if self.settings.get("do_sample"):
                 usual["top_k"] = _TOP_K
             drawn = {name: self.settings.get(name, usual.get(name)) for name in _DRAWING}
-            drawn["top_k"] = drawn["top_k"] or None  # 0 is all of them
+            drawn["top_k"] = drawn["top_k"] or None  # 0 means all tokens
         drawn |= {name: value for name, value in given.items() if value is not None}
         penalty = asked.repetition_penalty
         penalty = self.settings.get("repetition_penalty", 1.0) if penalty is None else penalty
         return SamplingOptions(repetition_penalty=penalty, rules=self._rules(), **drawn)
 
     def _draws(self, asked: Asked) -> bool:
-        """Whether tokens are drawn."""
+        """Return True if tokens are sampled."""
         if asked.beam_size > 1:
             return False
         return bool(asked.temperature if asked.temperature is not None else self.settings.get("do_sample"))
@@ -144,7 +147,7 @@ class GenerationConfig:
         )
 
     def lengths(self, asked: Asked) -> dict[str, Any]:
-        """Return the longest continuation, and the longest text if the file sets it, by option."""
+        """Return `max_new_tokens`, and `max_length` if the file sets it, by option."""
         if asked.max_new_tokens is not None:
             return {"max_new_tokens": asked.max_new_tokens}
         if (most := self.settings.get("max_new_tokens")) is not None:
@@ -154,7 +157,8 @@ class GenerationConfig:
         return {"max_new_tokens": GenerationOptions.max_new_tokens}
 
     def require_followed(self, asked: Asked) -> None:
-        """Refuse settings that are not followed where they would count."""
+        """Refuse unsupported or invalid settings if they would affect the continuation."""
+        # An argument overrides its setting, and sampling settings count only when tokens are sampled.
         for name, message in self.unfit.items():
             if getattr(asked, name, None) is None and (name not in _DRAWING or self._draws(asked)):
                 raise DataError(f"{message} (--generation-config ignore leaves out the file's settings)")
@@ -173,11 +177,12 @@ class GenerationConfig:
             )
 
     def say(self, asked: Asked, sampling: SamplingOptions) -> None:
-        """Say in one line which settings of the file a text is continued with, if there are some."""
+        """Report the settings of the file in effect for a continuation in one `GenerationNote`, if any."""
         followed = [name for name in (*_RULES, "repetition_penalty") if name in self.settings]
         followed += [name for name in ("max_new_tokens", "max_length") if name in self.settings][:1]
         drawn = [name for name in ("do_sample", *_DRAWING) if name in self.settings]
         followed += [] if sampling.is_greedy else drawn
+        # An argument overrides its setting, and `max_new_tokens` also overrides `max_length`.
         kept = [name for name in followed if getattr(asked, name, None) is None]
         kept = [name for name in kept if asked.max_new_tokens is None or name != "max_length"]
         parts = []
@@ -196,7 +201,7 @@ class GenerationConfig:
 
 
 def _matters(name: str, value: Any) -> bool:
-    """Return True if a setting can change a text."""
+    """Return True if a setting can change the output."""
     if value is None or value == [] or value is False:
         return False
     if name in _NOT_FOLLOWED:
@@ -236,7 +241,7 @@ _COUNT = (_is_count, "a whole number, 0 or more")
 _SHARE = (_is_share, "above 0 and at most 1")
 _POSITIVE = (lambda value: _is_number(value) and value > 0, "a number above 0")
 _TOKENS = (_are_tokens, "a list of token ids")
-# Settings that are followed: what their values are.
+# Supported settings, with a check of the value and the expected value in words.
 _KINDS: dict[str, tuple[Any, str]] = {
     "do_sample": (lambda value: isinstance(value, bool), "true or false"),
     "temperature": _POSITIVE,
@@ -255,7 +260,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "max_length": (lambda value: _is_count(value) and value > 0, "a whole number above 0"),
     "eos_token_id": (lambda value: _is_count(value) or _are_tokens(value), "a token id, or a list of them"),
 }
-# Their values that change nothing.
+# Values of supported settings without an effect.
 _KINDS_NOTHING: dict[str, Any] = {
     "repetition_penalty": 1,
     "top_p": 1,

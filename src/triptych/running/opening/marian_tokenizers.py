@@ -1,8 +1,8 @@
-"""The tokenizers of a Marian checkpoint, read and written.
+"""Reading and writing the tokenizers of a Marian checkpoint.
 
-`MarianTokenizer` has two SentencePiece models (`source.spm`, `target.spm`) over a vocabulary of its own
-(`vocab.json`). Tokenizers trained here are byte-level: a checkpoint that we wrote has them in
-`tokenizer.json`, which `AutoTokenizer` reads, and a separate target tokenizer in a subfolder.
+`MarianTokenizer` has two SentencePiece models (`source.spm`, `target.spm`) and a separate vocabulary
+(`vocab.json`). Tokenizers trained by triptych are byte-level. A checkpoint written by triptych has them in
+`tokenizer.json`, readable by `AutoTokenizer`, and a separate target tokenizer in a subfolder.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ TARGET_FOLDER = "target_tokenizer"
 
 
 class MarianIds(BaseModel):
-    """What `config.json` says of the vocabularies."""
+    """The vocabulary sizes and special token ids in `config.json`."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -48,7 +48,7 @@ class MarianIds(BaseModel):
 
 
 class _TokenizerFiles(BaseModel):
-    """What is read of `tokenizer_config.json` and of `special_tokens_map.json`."""
+    """The settings used from `tokenizer_config.json` and `special_tokens_map.json`."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -65,7 +65,7 @@ class _TokenizerFiles(BaseModel):
 
 
 def longest_source(folder: Path) -> int | float | None:
-    """Tokens of the longest source that the tokenizer is for, its end included."""
+    """Return the tokenizer's maximum source length in tokens, end included; None if it is not set."""
     return _read_settings(folder).model_max_length
 
 
@@ -77,8 +77,8 @@ def _read_settings(folder: Path) -> _TokenizerFiles:
 
 
 def read_tokenizers(folder: Path, settings: MarianIds) -> TokenizerPair:
-    """The tokenizers of both sides; one, if all of their files say the same."""
-    # `</s>` in a text is text here, where `MarianTokenizer` ends the sentence.
+    """Read the source and target tokenizers; one object if their files are equal."""
+    # A `</s>` in a text is plain text here; `MarianTokenizer` reads it as the end of the sentence.
     if (folder / "tokenizer.json").exists() and not (folder / "source.spm").exists():
         return _of_ours(folder, settings)
     path = folder / "tokenizer_config.json"
@@ -120,7 +120,7 @@ def read_tokenizers(folder: Path, settings: MarianIds) -> TokenizerPair:
 
 
 def read_sentencepiece(path: Path) -> bytes:
-    """The content of a SentencePiece model file (`*.spm`, `*.model`), looked at."""
+    """Read a SentencePiece model file (`*.spm`, `*.model`) and check it."""
     try:
         model = read_limited(path, LONGEST_TOKENIZER)
         load_sentencepiece(model)
@@ -134,7 +134,8 @@ def read_sentencepiece(path: Path) -> bytes:
 
 
 def _of_ours(folder: Path, settings: MarianIds) -> TokenizerPair:
-    """Tokenizers that were trained here."""
+    """Read byte-level tokenizers trained by triptych, and check them against `config.json`."""
+    # Sizes and ids have to agree, or token ids would index the wrong embedding rows.
     source = target = read_sentence_tokenizer(folder / "tokenizer.json")
     if (folder / TARGET_FOLDER).is_dir():
         target = read_sentence_tokenizer(folder / TARGET_FOLDER / "tokenizer.json")
@@ -159,6 +160,7 @@ def _vocab(path: Path, size: int, tokens: Mapping[str, str], settings: MarianIds
     except ValidationError as error:
         first = error.errors()[0]
         raise DataError(f"{path}: {first['loc'][0]!r}: {first['msg']}") from None
+    # The ids have to be a permutation of 0 … size - 1, since the result is indexed by id.
     if len(record) != size or sorted(record.values()) != list(range(size)):
         raise DataError(
             f"{path} has {len(record)} pieces and config.json a vocabulary of {size}: "
@@ -180,7 +182,7 @@ def _vocab(path: Path, size: int, tokens: Mapping[str, str], settings: MarianIds
 
 
 def _text(token: str | dict[str, Any]) -> str:
-    """A token, which may be written with the way it is to be found."""
+    """Return the text of a token, stored as a string or as a record with matching flags."""
     return token if isinstance(token, str) else str(token.get("content"))
 
 
@@ -218,7 +220,7 @@ def _write_fast(tokenizer: SentenceTokenizer, max_tokens: int, folder: Path) -> 
             "model_max_length": max_tokens,
             "model_input_names": ["input_ids", "attention_mask"],
             "clean_up_tokenization_spaces": False,
-            # "<eos>" in a text is text.
+            # An "<eos>" in a text is plain text.
             "split_special_tokens": True,
         },
     )
@@ -228,6 +230,7 @@ def _write_sentencepieces(
     source: SentencePieceRecord, target: SentencePieceRecord, max_tokens: int, folder: Path
 ) -> None:
     pieces = {name: source.vocab[getattr(source, f"{name}_id")] for name in ("unk", "eos", "pad")}
+    # The format stores one set of special tokens for the source and the target.
     own = {name: target.vocab[getattr(target, f"{name}_id")] for name in pieces}
     ids = {(record.eos_id, record.pad_id, record.joins_punctuation) for record in (source, target)}
     if own != pieces or len(ids) > 1:

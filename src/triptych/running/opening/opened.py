@@ -1,4 +1,4 @@
-"""A model in memory with its tokenizers: of a run, a converted model, or another library's checkpoint."""
+"""Models in memory with their tokenizers: runs, converted models, and checkpoints of other libraries."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,11 @@ class OpenedModel:
         unsearched: TriptychError | None = None,
         generation: GenerationConfig | None = None,
     ) -> None:
-        """Put a model together; in the place of tokenizers may be an error that says why there are none."""
+        """Combine a model with its tokenizers, or with the error about missing tokenizers.
+
+        `start_id` is the decoder's first token, by default the target tokenizer's. `unsearched` is the error
+        raised by an encoder-decoder without a supported search.
+        """
         self.name = name
         self.folder = folder
         self.model = model
@@ -54,7 +58,7 @@ class OpenedModel:
         )
         self.unsearched, self.generation = unsearched, generation or GenerationConfig()
         self.shortlist: Shortlist | None = None
-        self.ensemble: tuple[EncoderDecoder, ...] = ()  # translators that search with it
+        self.ensemble: tuple[EncoderDecoder, ...] = ()  # further translators of an ensemble
         self._decoding = decoding
         self.end_ids = end_ids
         if isinstance(tokenizers, TokenizerPair) and start_id is None:
@@ -64,63 +68,63 @@ class OpenedModel:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether the model can read a text, and not only token ids."""
+        """Return True if the model can read texts as well as token ids."""
         return not isinstance(self._tokenizers, NumberedTokens)
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of what the model reads and predicts; an encoder-decoder's is the target's.
+        """The tokenizer of the model, or the target tokenizer of an encoder-decoder.
 
-        That of a model without one refuses texts, and shows tokens by their ids.
+        A model without a tokenizer has a `NumberedTokens`: it refuses texts and shows tokens by their ids.
         """
         return self._tokenizers.target if isinstance(self._tokenizers, TokenizerPair) else self._tokenizers
 
     @property
     def begin_id(self) -> int | None:
-        """The token that begins a text, which an empty text consists of; None where the files name none."""
+        """The beginning-of-text token, which also encodes an empty text; None if the files do not name it."""
         own = self.tokenizer.bos_id
         return self._begin_id if own is None else own
 
     @property
     def translates(self) -> bool:
-        """Whether the model has an encoder and a decoder."""
+        """Return True if the model has an encoder and a decoder."""
         return isinstance(self.model, EncoderDecoder)
 
     @property
     def is_searched(self) -> bool:
-        """Whether it translates: an encoder-decoder whose files ask for a search that ours can be."""
+        """Return True for an encoder-decoder with a supported search."""
         return self._decoding is not None
 
     @property
     def decoding(self) -> DecodingConfig:
-        """How an encoder-decoder is searched."""
+        """The search settings of an encoder-decoder."""
         if self._decoding is None:
             raise self.unsearched or _does_not_translate(self.name)
         return self._decoding
 
     @property
     def tokenizers(self) -> TokenizerPair:
-        """The source and target tokenizers of a translator that is searched."""
+        """The source and target tokenizers of a translator with a supported search."""
         if not isinstance(self._tokenizers, TokenizerPair):
             raise self.unsearched or _does_not_translate(self.name)
         return self._tokenizers
 
     @property
     def language_model(self) -> LanguageModel:
-        """The model, which has one stack."""
+        """The model, checked to have one stack."""
         if not isinstance(self.model, LanguageModel):
             raise UsageError(f"{self.name} translates: it has no language model; see triptych translate")
         return self.model
 
     @property
     def encoder_decoder(self) -> EncoderDecoder:
-        """The model, which has two stacks."""
+        """The model, checked to have two stacks."""
         if not isinstance(self.model, EncoderDecoder):
             raise _does_not_translate(self.name)
         return self.model
 
     def named(self, name: str) -> "OpenedModel":
-        """Rename the model in records and messages."""
+        """Return the same model under another name, for records and messages."""
         changed = copy.copy(self)
         changed.name = name
         return changed
@@ -131,19 +135,19 @@ class OpenedModel:
         return changed
 
     def without_tokenizer(self, why: TriptychError) -> "OpenedModel":
-        """Return the same model reading token ids alone; `why` is the error that texts get."""
+        """Return the same model without a tokenizer; texts raise the error `why`."""
         changed = copy.copy(self)
         changed._tokenizers = _numbered(self.model, why)
         return changed
 
     def with_shortlist(self, file: Path) -> "OpenedModel":
-        """The same, whose sentences become only what a shortlist allows."""
+        """Return the same translator, restricted to the target tokens of a shortlist."""
         changed = copy.copy(self)
         changed.shortlist = read_shortlist(file, self.tokenizers)
         return changed
 
     def with_ensemble(self, others: Sequence["OpenedModel"]) -> "OpenedModel":
-        """The same, which translates together with others of the same tokens."""
+        """Return the same translator in an ensemble with translators of the same tokenizers."""
         own = _tokens_of(self)
         changed = copy.copy(self)
         for other in others:
@@ -161,7 +165,7 @@ class OpenedModel:
         return changed
 
     def require_recipe(self) -> None:
-        """The model is a recipe's or Marian's, which can be written in other formats."""
+        """Check that the model is from a recipe or Marian, so that it can be converted."""
         if self.encoder_decoder.recipe is None:
             kind = read_json(self.folder / "config.json").get("model_type")
             raise UsageError(
@@ -171,14 +175,14 @@ class OpenedModel:
             )
 
     def save_tokenizers(self, folder: Path) -> None:
-        """Write what reads texts next to a model of ours."""
+        """Write the tokenizer files of a triptych model into its folder."""
         if isinstance(self._tokenizers, TokenizerPair):
             self._tokenizers.save(folder)
         else:
             self.tokenizer.save(folder / TOKENIZER)
 
     def save(self, folder: Path) -> None:
-        """Write model, tokenizers and the way to search, without a recipe, into a folder."""
+        """Write model, tokenizers and search settings into a folder, without a recipe."""
         write_model(self.encoder_decoder, folder)
         self.tokenizers.save(folder)
         write_text(folder / DECODING, tomli_w.dumps(self.decoding.model_dump()))
@@ -192,8 +196,9 @@ class OpenedModel:
         stop: Stop | None = None,
         max_source_tokens: int | None = None,
     ) -> SearchOptions:
-        """The recipe's or the checkpoint's way to search, with what is given changed."""
+        """Return the search options: the arguments, or else the recipe's or the checkpoint's settings."""
         decoding = self.decoding
+        # Without a given beam size, the beam is at least as large as the number of results.
         try:
             return SearchOptions(
                 beam_size=max(decoding.beam_size, num_best) if beam_size is None else beam_size,
@@ -209,7 +214,7 @@ class OpenedModel:
     def translator(
         self, options: SearchOptions | None = None, *, precision: Precision = "fp32", workers: int = 1
     ) -> Translator:
-        """A translator with the model's own way to search unless another is given."""
+        """Build a translator; the default is the model's search options."""
         options = options or self.search_options()
         return Translator(
             self.encoder_decoder,
@@ -238,7 +243,7 @@ def _numbered(model: LanguageModel | EncoderDecoder, why: TriptychError) -> Numb
 
 
 def _tokens_of(opened: OpenedModel) -> tuple[object, ...]:
-    """What models that choose tokens together have in common."""
+    """Return the tokenizers and the output width: equal for all models of an ensemble."""
     pair = opened.tokenizers
     model = opened.encoder_decoder
     return pair.source.to_json(), pair.target.to_json(), model.head.output.out_features
@@ -254,7 +259,7 @@ def open_model(
     dtype: torch.dtype | None = None,
     languages: Languages | None = None,
 ) -> OpenedModel:
-    """The model of a run, of a converted one, of a checkpoint of another library, or of the Hub."""
+    """Open a run, a converted model, a checkpoint of another library, or a model of the Hub."""
     found = find_source(source)
     opened = _open_found(found, find_device(device), dtype, languages)
     _require_finite_parameters(found, opened.model)
@@ -281,6 +286,7 @@ def _open_found(
     loaded = load_language_model(found, where, dtype)
     tokenizer = _tokenizer_in(found.tokenizer_folder, loaded.model.vocab_size)
     generation = GenerationConfig.read(loaded.folder)
+    # End-of-text tokens of `generation_config.json` take precedence over `config.json` and the tokenizer.
     ends = generation.end_ids
     if not ends:
         own = None if isinstance(tokenizer, DataError) else tokenizer.eos_id
@@ -297,11 +303,11 @@ def _open_found(
 
 
 class NotFiniteError(DataError):
-    """Weights of a model are NaN or infinite."""
+    """The error for weights with NaN or infinite values."""
 
 
 def require_finite_tensors(source: Source) -> None:
-    """Name the first tensor of a checkpoint that is NaN or infinite somewhere, if there is one."""
+    """Check that the tensors of a checkpoint are finite; the error names the first bad tensor."""
     tensors = source.tensors(mapped=True)
     for name, info in tensors.infos.items():
         if info.dtype.is_floating_point and not are_finite(tensor := tensors.read(name)):
@@ -313,7 +319,7 @@ def require_finite_tensors(source: Source) -> None:
 
 
 def _require_finite_parameters(source: Source, model: LanguageModel | EncoderDecoder) -> None:
-    """Check that all weights are numbers that can be computed with."""
+    """Check that every parameter in memory is finite."""
     broken = next((name for name, part in model.named_parameters() if not are_finite(part)), None)
     if broken is None:
         return
@@ -327,7 +333,7 @@ def _require_finite_parameters(source: Source, model: LanguageModel | EncoderDec
 def open_language_model(
     source: str | Path, device: str = "auto", dtype: torch.dtype | None = None
 ) -> OpenedModel:
-    """As `open_model`; the model must have one stack."""
+    """Open a model with one stack; see `open_model`."""
     opened = open_model(source, device, dtype)
     check_vocabulary(opened.language_model, opened.tokenizer)
     return opened
@@ -336,7 +342,7 @@ def open_language_model(
 def open_translator(
     source: str | Path, device: str = "auto", languages: Languages | None = None
 ) -> OpenedModel:
-    """As `open_model`; the model must have two stacks and be searched."""
+    """Open a model with two stacks and a supported search; see `open_model`."""
     found = find_source(source)
     if not found.translates:
         raise _does_not_translate(found.name)
@@ -393,7 +399,7 @@ def _others_translator(
 def _unsearched(
     source: Source, device: torch.device, dtype: torch.dtype | None, why: TriptychError
 ) -> OpenedModel:
-    """An encoder-decoder that reads what it is given, and whose outputs are not searched for."""
+    """Open an encoder-decoder without a supported search: its targets have to be given."""
     start_id = source.record.get("decoder_start_token_id")
     if not isinstance(start_id, int):
         raise why
@@ -404,7 +410,7 @@ def _unsearched(
 
 
 def _tokenizer_in(folder: Path, vocab_size: int) -> Tokenizer | DataError:
-    """A checkpoint's tokenizer, or what is wrong with it: the model still runs on token ids."""
+    """Return a checkpoint's tokenizer, or the error: the model still runs on token ids."""
     try:
         return load_tokenizer(folder, vocab_size=vocab_size)
     except DataError as error:
@@ -412,13 +418,13 @@ def _tokenizer_in(folder: Path, vocab_size: int) -> Tokenizer | DataError:
 
 
 def _begin_id(generation: GenerationConfig, config: Mapping[str, Any], vocab_size: int) -> int | None:
-    """Return the token that begins a text by the checkpoint's files, if the model has such a token."""
+    """Return the beginning-of-text token of the checkpoint's files if it is in the vocabulary."""
     found = config.get("bos_token_id") if generation.begin_id is None else generation.begin_id
     return found if isinstance(found, int) and 0 <= found < vocab_size else None
 
 
 def _end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Read the tokens that end a text from `config.json`."""
+    """Return the end-of-text tokens of `config.json`."""
     match config.get("eos_token_id"):
         case int(one):
             return (one,)

@@ -1,4 +1,4 @@
-"""Options with which a model is opened and run."""
+"""Options for opening and running a model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from triptych.running.opening.translators import Languages
 @final
 @dataclass(frozen=True)
 class Options:
-    """How a model is run; see `load`."""
+    """Options for opening and running a model; see `load`."""
 
     device: str = "auto"
     dtype: torch.dtype | None = None

@@ -1,8 +1,8 @@
-"""Files of a run's folder, and the part of them that a model needs to translate.
+"""The files of a run folder, and the search settings of a translator.
 
-A run folder holds `config.json`, `model.safetensors`, `tokenizer.json` (and `tokenizer.target.json` if the
-two sides have one each), `recipe.toml`, `metrics.jsonl`, `README.md` and `state/`. Only training reads the
-whole recipe. A model that was converted has no recipe: `decoding.toml` holds its table `decoding`.
+A run folder has `config.json`, `model.safetensors`, `tokenizer.json` (and `tokenizer.target.json` for a
+separate target tokenizer), `recipe.toml`, `metrics.jsonl`, `README.md` and `state/`. Only training reads the
+whole recipe. A converted model has `decoding.toml` with the recipe's table `decoding`.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ TOKENIZER = "tokenizer.json"
 
 
 class Section(BaseModel):
-    """A table of a recipe: it never changes, and refuses keys that it does not know."""
+    """A table of a recipe: immutable, and without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -45,7 +45,7 @@ class DecodingConfig(Section):
 
 
 def read_decoding(folder: Path, tokenizers: TokenizerPair) -> DecodingConfig:
-    """Read how a translator of ours is searched, from its recipe or its `decoding.toml`."""
+    """Read the search settings of a triptych translator from its recipe or its `decoding.toml`."""
     if (folder / RECIPE).exists():
         recipe = read_toml(folder / RECIPE, "recipe")
         joint = bool(_table(recipe, "tokenizer").get("joint", True))
@@ -57,7 +57,7 @@ def read_decoding(folder: Path, tokenizers: TokenizerPair) -> DecodingConfig:
 
 
 def check_tokenizers(tokenizers: TokenizerPair, folder: Path, *, joint: bool) -> None:
-    """Check that a run's folder has one tokenizer where its recipe wants them joint, and two elsewhere."""
+    """Check that a run folder has one tokenizer if its recipe sets `tokenizer.joint`, and two otherwise."""
     if tokenizers.joint != joint:
         state, do = ("left over", "remove it") if joint else ("missing", "put it back")
         raise DataError(
@@ -67,6 +67,6 @@ def check_tokenizers(tokenizers: TokenizerPair, folder: Path, *, joint: bool) ->
 
 
 def _table(recipe: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a table of a recipe, empty where it is left out."""
+    """Return a table of a recipe; empty if it is missing."""
     table = recipe.get(name, {})
     return table if isinstance(table, dict) else {}

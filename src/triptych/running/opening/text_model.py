@@ -1,4 +1,4 @@
-"""What reads texts: a model of ours (`Reader`), or one of a family that `transformers` runs."""
+"""The interface of models on texts: run by triptych (`Reader`) or by `transformers`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,9 +26,9 @@ TextKind = Literal["causal", "pairs", "encoder"]
 class Window:
     """The input of a model for a piece of text."""
 
-    # token ids by argument, `[1, length]` each: `input_ids`, and `decoder_input_ids` for pairs
+    # token ids `[1, length]` by argument: `input_ids`, and `decoder_input_ids` for pairs
     inputs: Mapping[str, Tensor]
-    # the token that comes next at each position, `[length]`; None where nothing is predicted
+    # next token at each position, `[length]`; None for models without a next-token prediction
     targets: Tensor | None = None
 
 
@@ -42,10 +42,10 @@ class Seen:
 
 
 class TextModel(ABC):
-    """A model that reads texts."""
+    """A model on texts."""
 
-    name: str  # its path, or its name on the Hub
-    by: str  # the library that runs it
+    name: str  # path, or name on the Hub
+    by: str  # library of the implementation
 
     @property
     @abstractmethod
@@ -57,10 +57,10 @@ class TextModel(ABC):
 
     @abstractmethod
     def copied(self) -> "TextModel":
-        """The same with a copy of the module, which may be changed."""
+        """Return the same with a copy of the module, safe to modify."""
 
     def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
-        """Windows of 128 tokens side by side; for encoders a line is one, for pairs a line with a tab."""
+        """Yield windows: 128 tokens for causal models, a line for encoders, a line with a tab for pairs."""
         if self.kind == "pairs":
             pairs = (self._pair(source, target) for source, target in read_tab_pairs(text))
             return _up_to(most_tokens, pairs)
@@ -74,26 +74,27 @@ class TextModel(ABC):
 
     @abstractmethod
     def random_windows(self, seed: int) -> Iterator[Window]:
-        """Windows of random tokens."""
+        """Yield windows of random tokens."""
 
     @abstractmethod
     def outputs(self, window: Window) -> Tensor:
-        """Logits, or hidden states of a model without a vocabulary on top, `[length, width]`."""
+        """Compute logits, or hidden states of a model without an output head, `[length, width]`."""
 
     @abstractmethod
     def inputs(self, window: Window, source: AttentionSource, sites: Sequence[Site]) -> dict[str, list[Seen]]:
-        """Run a window: the inputs of attention layers by the name of their weights, one for each layer."""
+        """Run a window; return the inputs of every attention layer by name of its weights."""
 
     def runs(self, site: Site) -> bool:
-        """Whether it runs an attention layer, and does not leave it aside."""
+        """Return True if the model runs an attention layer of the checkpoint."""
         return True
 
     @abstractmethod
     def attention_modules(self, site: Site) -> Sequence[nn.Module]:
-        """Return the modules of the attention layers that have some weights."""
+        """Return the modules of the attention layers at a site."""
 
     def attention_outputs(self, source: AttentionSource, window: Window) -> list[tuple[str, Tensor]]:
-        """The outputs of attention layers with their names, in the order in which they run."""
+        """Return the outputs of attention layers with their names, in execution order."""
+        # A hook records the output; modules of transformers return it first in a tuple.
         found: list[tuple[str, Tensor]] = []
 
         def keep(module: nn.Module, given: Any, output: Any, *, name: str) -> None:
@@ -109,7 +110,7 @@ class TextModel(ABC):
 
     @abstractmethod
     def _longest(self) -> int:
-        """Tokens of a text that the model is made for."""
+        """Return the maximum text length of the model in tokens."""
 
     @abstractmethod
     def _encode(self, text: str, special: bool) -> list[int]: ...
@@ -119,14 +120,14 @@ class TextModel(ABC):
 
 
 def _windows_of_length(ids: Tensor, length: int) -> Iterator[Window]:
-    """Windows of `length` tokens, each token after the first predicted once."""
+    """Yield windows of `length` tokens; every token but the first is a target once."""
     for start in range(0, len(ids) - 1, length):
         piece = ids[start : start + length + 1]
         yield Window({"input_ids": piece[None, :-1]}, piece[1:])
 
 
 def _up_to(most_tokens: int, windows: Iterable[Window]) -> Iterator[Window]:
-    """Windows until enough tokens are predicted, or read where nothing is predicted."""
+    """Yield windows until `most_tokens` is reached, counting targets, or inputs without targets."""
     done = 0
     for window in windows:
         yield window
@@ -136,7 +137,7 @@ def _up_to(most_tokens: int, windows: Iterable[Window]) -> Iterator[Window]:
 
 
 def read_tab_pairs(path: Path) -> Iterator[tuple[str, str]]:
-    """The lines of a text, each a source, a tab and a target."""
+    """Yield source and target of each line, separated by a tab."""
     for number, line in enumerate(iterate_file(path), start=1):
         source, tab, target = line.partition("\t")
         if not tab:
@@ -145,5 +146,5 @@ def read_tab_pairs(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def read_whole_text(path: Path) -> str:
-    """The text of a plain, .gz or .zst file; every line ends at a line feed."""
+    """Read the text of a plain, .gz or .zst file; all line endings become line feeds."""
     return "".join(iterate_blocks(path)).replace("\r\n", "\n").replace("\r", "\n")

@@ -1,4 +1,7 @@
-"""Models that `transformers` runs where we do not. Code that came with a checkpoint is never executed."""
+"""Models run by `transformers`, for families without a triptych implementation.
+
+Code shipped with a checkpoint is never executed.
+"""
 
 import contextlib
 import copy
@@ -33,7 +36,7 @@ _NO_TRANSFORMERS = "transformers, which would run it, is not installed: pip inst
 
 @final
 class TransformersModel(TextModel):
-    """A model of `transformers`, in float32."""
+    """A model run by `transformers` in float32."""
 
     def __init__(self, path: Path, tokenizer: Path | None = None) -> None:
         import transformers  # large, and only needed here
@@ -124,7 +127,7 @@ class TransformersModel(TextModel):
         return result
 
     def _compared_part(self, found: Any) -> Tensor:
-        """Return the part of an output to compare: logits (for spans both sides), or the last states."""
+        """Return the logits (of start and end, if it predicts spans), or else the last hidden states."""
         if found.get("start_logits") is not None:
             return torch.stack((found["start_logits"], found["end_logits"]), dim=-1)
         for name in ("logits", "prediction_logits", "last_hidden_state"):
@@ -135,12 +138,12 @@ class TransformersModel(TextModel):
         raise DataError(f"{self._path}: {type(self.model).__name__} gives {given}, none of which is compared")
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, special ones included."""
+        """Encode a text with special tokens."""
         return self._encode(text, True)
 
     @torch.inference_mode()
     def attentions(self, window: Window) -> dict[str, Any]:
-        """Attention weights `[1, heads, queries, keys]` of the layers of each kind, where it gives them."""
+        """Return attention weights `[1, heads, queries, keys]` per layer by kind; None if not available."""
         found = self.model(**window.inputs, output_attentions=True)
         if self.kind == "pairs":
             return {kind: found.get(f"{kind}_attentions") for kind in ("encoder", "decoder", "cross")}
@@ -151,7 +154,7 @@ class TransformersModel(TextModel):
 
         def record(module: nn.Module, given: tuple[Any, ...], *, site: Site, key: bool) -> None:
             x = given[0].detach()
-            x = x.reshape(1, -1, x.shape[-1])  # some layers put all sequences one behind the other
+            x = x.reshape(1, -1, x.shape[-1])  # some layers concatenate all sequences
             seen = found.setdefault(site.name, [])
             seen.append(Seen(seen.pop().x, x) if key else Seen(x, None))
 
@@ -167,11 +170,11 @@ class TransformersModel(TextModel):
         return found
 
     def attention_modules(self, site: Site) -> Sequence[nn.Module]:
-        """Find the module whose name in memory is closest to the layer's name in the file."""
+        """Return the module with the closest name in memory to the layer's name in the file."""
         return [self._module(site.module)]
 
     def _module(self, name: str) -> nn.Module:
-        """The module of a tensor's name: the file's names and those in memory may differ at the front."""
+        """Return the module for a name in the file; names in memory may have another prefix."""
         modules: dict[str, nn.Module] = dict(self.model.named_modules())
         for candidate in _renamed(name):
             if candidate in modules:
@@ -212,7 +215,7 @@ class TransformersModel(TextModel):
 
 
 def _fill_with_nan(model: nn.Module, names: Sequence[str]) -> None:
-    """Fill parameters that the file lacks with NaN, so that outputs which depend on them are NaN."""
+    """Fill parameters missing in the file with NaN, so that dependent outputs become NaN."""
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name in names:
@@ -221,7 +224,7 @@ def _fill_with_nan(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def _inputs_besides_text(model: Any) -> str:
-    """What a model of `transformers` reads besides text: "images", "audio", …; "" if nothing."""
+    """Return the further input modalities of a model: "images", "audio", …; "" for text alone."""
     given = getattr(model, "input_modalities", ())
     names = (given,) if isinstance(given, str) else given
     return " and ".join(
@@ -230,7 +233,7 @@ def _inputs_besides_text(model: Any) -> str:
 
 
 def _renamed(name: str) -> Iterator[str]:
-    """A module's name in the file, and its names in memory in versions of `transformers`."""
+    """Yield a module's name in the file, then its names in memory in versions of `transformers`."""
     yield name
     yield name.removeprefix("model.")
     yield name.replace("language_model.model.", "model.language_model.")
@@ -243,7 +246,7 @@ def _renamed(name: str) -> Iterator[str]:
 
 
 def open_text_model(path: Source | Path) -> TextModel:
-    """A model ready to read texts on the CPU, in float32 but for translators of a recipe or Marian's."""
+    """Open a model on the CPU, in float32; recipe and Marian translators keep their dtype."""
     source = find_source(path)
     try:
         return _own(source)
@@ -256,7 +259,7 @@ def open_text_model(path: Source | Path) -> TextModel:
 
 
 def why_not_run(path: Source | Path) -> str:
-    """Why a model cannot be run here; "" if it can."""
+    """Return the reason why a model cannot be run here; "" if it can."""
     if isinstance(path, Path) and not path.is_dir():
         return "it is not a folder"
     source = find_source(path)
@@ -270,11 +273,11 @@ def why_not_run(path: Source | Path) -> str:
 
 
 def _own(source: Source) -> Reader:
-    """A model that triptych runs."""
+    """Open a model run by triptych."""
     dtype = None if _is_run_by_us_alone(source) else torch.float32
     opened = open_model(source, "cpu", dtype)
     if not source.is_own and not opened.has_tokenizer:
-        opened.tokenizer.encode("")  # an error that says why there is none
+        opened.tokenizer.encode("")  # raises the error about the missing tokenizer
     if opened.translates:
         if opened.unsearched is not None:
             raise opened.unsearched
@@ -284,5 +287,5 @@ def _own(source: Source) -> Reader:
 
 
 def _is_run_by_us_alone(source: Source) -> bool:
-    """Whether a model is one of ours that translates, or a Marian translator, which becomes one."""
+    """Return True for a triptych translator or a Marian translator."""
     return source.translates and (source.is_own or source.record.get("model_type") == "marian")

@@ -1,7 +1,7 @@
-"""Encoder-decoders of other libraries with their tokenizers, ready to be searched.
+"""Translators of other libraries: encoder-decoders with tokenizers and search settings.
 
-The model is read by its family file. A Marian model that a recipe of ours describes has that recipe, so that
-it can be converted, rewritten and trained further. A setting that our search does not follow is refused.
+The model is read by its family file. A Marian model with an equivalent recipe gets this recipe, so it can be
+converted, rewritten and trained further. Settings not supported by the search are refused.
 
 Source: Junczys-Dowmunt et al. 2018, arXiv 1804.00344; `modeling_marian.py`, `GenerationConfig` and the
 tokenizers of github.com/huggingface/transformers, version 5.23.0.
@@ -33,13 +33,13 @@ from triptych.running.text import (
 )
 from triptych.untrusted import read_json, validated
 
-# Where tokenizers of several languages put the language's token: before a text, or behind its end.
+# Position of the language token in multilingual tokenizers, relative to the text.
 _LANGUAGE_PLACES: dict[str, Literal["before", "behind"]] = {
     "MBartTokenizer": "behind",
     "MBart50Tokenizer": "before",
     "NllbTokenizer": "before",
 }
-# Settings that change outputs, and the values with which they do not.
+# Unsupported settings, with their values without an effect.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "do_sample": (False,),
     "repetition_penalty": (1.0,),
@@ -59,11 +59,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "guidance_scale": (1.0,),
 }
 
-_ROUNDING = 2**-8  # of a table in bfloat16 it is 2⁻⁹
+_ROUNDING = 2**-8  # largest difference of equal position tables; bfloat16 rounds by up to 2⁻⁹
 
 
 class _MarianSettings(MarianIds):
-    """What is read of `config.json` besides what the family file says."""
+    """The settings used from `config.json`, in addition to the family file's."""
 
     max_position_embeddings: int = Field(ge=2)
     scale_embedding: bool = False
@@ -75,7 +75,8 @@ class _MarianSettings(MarianIds):
 def read_marian(
     source: Source | Path, device: torch.device | str = "cpu"
 ) -> tuple[EncoderDecoder, TokenizerPair]:
-    """Read the model, in evaluation mode, and the tokenizers; one object where both sides have the same."""
+    """Read the model, in evaluation mode, and its source and target tokenizers."""
+    # The special tokens index both vocabularies.
     files = find_source(source)
     folder = files.settings_folder
     path = folder / "config.json"
@@ -94,7 +95,7 @@ def read_marian(
 def _with_recipe(
     model: EncoderDecoder, settings: _MarianSettings, longest: int | float | None, path: Path
 ) -> EncoderDecoder:
-    """The model as a recipe makes it, of the same tensors; as it is if no recipe says it."""
+    """Rebuild the model from the equivalent recipe with the same tensors; unchanged without such a recipe."""
     first, *others = (
         block.feed_forward for stack in model.stacks.values() for block in stack.architecture.blocks
     )
@@ -120,7 +121,7 @@ def _with_recipe(
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise DataError(f"{path}: {message}") from None
     if config.tie_embeddings == "none" and model.architecture.shared:
-        # No recipe ties the tables of both sides without the output: each has its own copy.
+        # Recipes cannot tie source and target embeddings without the output: the encoder gets a copy.
         table = "encoder.embeddings.table.weight"
         found[table] = nn.Parameter(found[table].detach().clone())
     with shapes_only():
@@ -141,6 +142,7 @@ def _recipe(
     max_source_tokens: int,
     output_bias: bool,
 ) -> ModelConfig:
+    # Marian's cross-attention has as many heads as the decoder's self-attention.
     biases = dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), True)
     encoder, decoder = (
         {"num_heads": sites[0].layer.num_heads, "dropout": settings.attention_dropout, **biases}
@@ -173,14 +175,14 @@ def _recipe(
 
 
 class Languages(NamedTuple):
-    """The languages of a translation, as a checkpoint's tokenizer writes them: "de_DE", "deu_Latn", "de"."""
+    """The languages of a translation by their tokens in the tokenizer: "de_DE", "deu_Latn", "de"."""
 
-    source: str  # of the text
-    target: str  # of its translation
+    source: str  # language of the source text
+    target: str  # language of the translation
 
 
 class _Generation(BaseModel):
-    """What is read of `generation_config.json`, or of `config.json` where that is missing."""
+    """The settings used from `generation_config.json`, or from `config.json` if it is missing."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
@@ -199,17 +201,17 @@ class _Generation(BaseModel):
 @final
 @dataclass(frozen=True)
 class TranslatorCheckpoint:
-    """An encoder-decoder with its tokenizers, and how its files want it to be searched."""
+    """An encoder-decoder with its tokenizers and the search settings of its files."""
 
-    model: EncoderDecoder  # in evaluation mode
-    tokenizers: TokenizerPair  # of both sides
-    search: dict[str, Any]  # how its files want it to be searched, in the words of a recipe's `[decoding]`
+    model: EncoderDecoder  # model in evaluation mode
+    tokenizers: TokenizerPair  # source and target tokenizers
+    search: dict[str, Any]  # search settings by their names in a recipe's `[decoding]`
 
 
 def read_translator(
     source: Source | Path, device: torch.device | str = "cpu", languages: Languages | None = None
 ) -> TranslatorCheckpoint:
-    """Read an encoder-decoder of a family that is run."""
+    """Read an encoder-decoder with its tokenizers and search settings."""
     files = find_source(source)
     folder = files.settings_folder
     if languages is None and read_json(folder / "config.json").get("model_type") == "marian":
@@ -234,6 +236,7 @@ def read_translator(
         min_length=generation.min_length or 0,
         no_repeat=generation.no_repeat_ngram_size or 0,
     )
+    # Forced first tokens are part of `start`, so the target frame must not repeat them.
     forced = start[1:]
     before = writes.before[len(forced) :] if writes.before[: len(forced)] == forced else writes.before
     pair = TokenizerPair(
@@ -256,10 +259,11 @@ def _searched(
 
 
 def _read_marian(files: Source, device: torch.device | str) -> TranslatorCheckpoint:
-    """Read a checkpoint whose tokenizers keep padding and the first token of the decoder out of outputs."""
+    """Read a Marian checkpoint and refuse search settings not supported by its tokenizers."""
     model, tokenizers = read_marian(files, device)
     folder = files.settings_folder
     generation = _read_generation(folder)
+    # Marian's output rules already exclude padding and the decoder's first token.
     kept_out = (model.pad_id, tokenizers.target.bos_id)
     for name in ("min_length", "no_repeat_ngram_size", "forced_bos_token_id"):
         if getattr(generation, name):
@@ -283,7 +287,7 @@ def _read_generation(folder: Path) -> _Generation:
             raise DataError(
                 f"{path}: {name} is {value!r}, which the search here does not follow: take it out"
             )
-    # Ids that only `config.json` has hold as well.
+    # Ids missing in `generation_config.json` are taken from `config.json`.
     ids = {name: config.get(name) for name in ("decoder_start_token_id", "bos_token_id", "eos_token_id")}
     return validated(_Generation, {**ids, **record}, path)
 
@@ -291,7 +295,8 @@ def _read_generation(folder: Path) -> _Generation:
 def _frames(
     folder: Path, tokenizer: PretrainedTokenizer, generation: _Generation, languages: Languages | None
 ) -> tuple[Frame, Frame, tuple[int, ...]]:
-    """The tokens around a source and around a target, and what the decoder reads first."""
+    """Return the frames of source and target, and the decoder's first tokens."""
+    # The decoder's first tokens are the start token and an optional forced first token of the output.
     own = Frame.of(tokenizer)
     first = generation.decoder_start_token_id
     name, place = _language_place(folder)
@@ -318,7 +323,7 @@ def _frames(
 
 
 def _language_place(folder: Path) -> tuple[str, Literal["before", "behind"] | None]:
-    """The class of a folder's tokenizer, and where it puts the token of a language; None for nowhere."""
+    """Return the tokenizer class of a folder and the position of its language token, or None."""
     path = folder / "tokenizer_config.json"
     record = read_json(path) if path.exists() else {}
     name = str(record.get("tokenizer_class", "of no class")).removesuffix("Fast")
@@ -346,7 +351,7 @@ def _end_token(generation: _Generation, folder: Path) -> int:
 
 
 def _banned_tokens(generation: _Generation, folder: Path) -> tuple[int, ...]:
-    """Tokens that no output is to have."""
+    """Return the tokens of `bad_words_ids`, excluded from outputs."""
     words = generation.bad_words_ids or []
     if long := [word for word in words if len(word) != 1]:
         raise DataError(

@@ -1,8 +1,8 @@
-"""Text on its way to a model and back.
+"""Texts and tokenizers.
 
-Tokenizers turn texts into token ids and back. The tokenizers that the package trains lose no character; the
-tokenizer of a checkpoint is read from its files. `given.py` defines a text, `encoding.py` reads its special
-tokens. Texts to learn from are in `training/corpora/`. Start with `tokenizers.py` (`Tokenizer`).
+Tokenizers convert texts to token ids and back. Tokenizers trained by the package preserve every character;
+the tokenizer of a checkpoint is read from its files. `given.py` defines a text, `encoding.py` reads its
+special tokens. Training texts are in `training/corpora/`. Start with `tokenizers.py` (`Tokenizer`).
 """
 
 from triptych.running.text.documents import LanguageCorpusSpec, TextPart, read_documents

@@ -1,4 +1,4 @@
-"""Conversations as text, by the chat template of a checkpoint."""
+"""Conversations as text, rendered by the chat template of a checkpoint."""
 
 import json
 import subprocess
@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 from triptych.errors import DataError, UsageError
 
 _SCRIPT = Path(__file__).with_name("chat_rendering.py")
-# By the clock: the process starts in a tenth of a second, but the machine may be busy. Its own limit is on
-# the time that it computes.
+# Limit of wall-clock time, generous because the machine may be busy. The process also limits its CPU time.
 _SECONDS = 60.0
-# Names under which the reasoning of an answer is given; templates read the first, some the second.
+# Field names for the reasoning of an answer; most templates use the first name, some the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -21,7 +20,7 @@ class WrittenChat(NamedTuple):
     """The text of a conversation."""
 
     text: str
-    # beginnings and ends of what the template itself wrote; messages wrote the rest
+    # character ranges written by the template; all other characters are from messages
     own: list[tuple[int, int]]
 
 
@@ -33,7 +32,7 @@ def render_chat(
     add_generation_prompt: bool,
     origin: str,
 ) -> WrittenChat:
-    """The text of a conversation, as `transformers` renders it."""
+    """Render a conversation as in `transformers`."""
     if not messages:
         raise UsageError("the conversation is empty; give at least one message")
     variables = {
@@ -42,6 +41,7 @@ def render_chat(
         "documents": None,
         "add_generation_prompt": add_generation_prompt,
     }
+    # A template is untrusted code, so it is rendered in a separate process with limits.
     try:
         request = json.dumps({"template": template, "variables": variables, "tokens": tokens})
     except (TypeError, ValueError, RecursionError) as error:
@@ -63,10 +63,10 @@ def render_chat(
 
 
 def _run_script(request: str, where: str) -> dict[str, Any]:
-    """What the process that renders says: a text, or what went wrong."""
+    """Run the rendering process; return its answer, a text or an error."""
     try:
         done = subprocess.run(
-            # -P keeps modules of the script's folder from taking the place of others.
+            # -P: modules in the script's folder must not shadow modules of libraries.
             [sys.executable, "-P", str(_SCRIPT)],
             input=request.encode(),
             capture_output=True,
@@ -80,13 +80,13 @@ def _run_script(request: str, where: str) -> dict[str, Any]:
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
-        # The system ended it: it has no way to say why.
+        # The system killed the process before it could report an error.
         raise DataError(f"{where} takes too much time or memory; give a prompt without it") from None
     return answer
 
 
 def _with_reasoning(message: Mapping[str, object]) -> dict[str, object]:
-    """The fields that say something; an answer's reasoning under every name that templates read."""
+    """Return the fields other than None, with an answer's reasoning under all names used by templates."""
     found = {name: value for name, value in message.items() if value is not None}
     reasoning = next((found[name] for name in _REASONING if name in found), None)
     if reasoning is None:

@@ -1,9 +1,9 @@
-"""The process in which a chat template is rendered; `chat.py` starts it as a script.
+"""The rendering process of chat templates, started by `chat.py` as a script.
 
-It reads a JSON object with "template", "variables" and "tokens" (variables that are the template's own) and
-writes one with "text" and "own", the places of the text that the template wrote and not the messages, or with
-"error" and "message". A template is a program by a stranger: it runs in jinja2's sandbox, in a process that
-may not open files, and that the system ends when it takes too much memory or time.
+It reads a JSON object with "template", "variables" and "tokens" (special tokens as further variables). It
+writes an object with "text" and "own", the character ranges written by the template rather than by messages,
+or with "error" and "message". A template is untrusted code: it runs in jinja2's sandbox, in a process without
+access to files, killed by the system if it exceeds its memory or CPU time.
 """
 
 import json
@@ -25,26 +25,27 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 if sys.platform != "win32":
     import resource
 
-# Past what a model reads, and within what a line of JSON may hold.
+# More than the context of any model, and small enough for a line of JSON.
 MOST_CHARACTERS = 1 << 24
 CPU_SECONDS = 2
 _MEMORY_BYTES = 1 << 29
-# Roles of messages that templates spell in tokens of their own (`<|user|>`).
+# Roles of messages spelled out by templates in special tokens (`<|user|>`).
 _ROLES = {"system", "developer", "user", "assistant", "tool", "function"}
 
 
 @final
 class OwnText(str):
-    """A string that tracks which of its characters the template wrote: special tokens there are tokens.
+    """A string with a mark on every character written by the template.
 
-    Everything else came from the messages, and is text whatever it spells. What an operation loses track of
-    counts as theirs too, so that a message cannot pass for the template.
+    Special tokens spelled by marked characters are tokens. All other characters are plain text of messages.
+    Characters without a known origin after an operation count as messages, so that a message cannot pass for
+    the template.
     """
 
-    _own: bytes  # for each character 1, or 0
+    _own: bytes  # 1 or 0 per character
 
     def __new__(cls, text: str = "", own: bytes | None = None) -> "OwnText":
-        """Make text of these characters; without `own`, none of them is the template's."""
+        """Mark characters by the bytes of `own`, 1 for the template; the default marks no character."""
         made = super().__new__(cls, text)
         made._own = bytes(len(text)) if own is None else own
         assert len(made._own) == len(text)
@@ -93,7 +94,7 @@ class OwnText(str):
         return self._alike(str.title(self))
 
     def _alike(self, text: str) -> str:
-        """Return the same characters in another form, if each became one."""
+        """Return the text with the marks of this string if the lengths agree, or else without marks."""
         return OwnText(text, self._own) if len(text) == len(self) else text
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
@@ -116,7 +117,7 @@ class OwnText(str):
         return first, middle, last
 
     def _found(self, parts: Sequence[str], between: int = 0) -> list[str]:
-        """Find parts of the text in order, with at most white space or `between` characters between them."""
+        """Locate parts of the text in order, at least `between` characters apart; return the marked parts."""
         found = list[str]()
         end = 0
         for number, part in enumerate(parts):
@@ -138,7 +139,7 @@ class OwnText(str):
         return joined(found)
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Return the begin and end of each range of the template's own characters."""
+        """Return start and end of each range of characters written by the template."""
         found = list[tuple[int, int]]()
         end = 0
         for is_own, run in groupby(self._own):
@@ -174,7 +175,7 @@ def _join(
 
 
 class _Writer(CodeGenerator):
-    """A writer of the program of a template that marks the template's own text."""
+    """A code generator for templates with marks on their literal text."""
 
     def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
         value = node.as_const(frame.eval_ctx)
@@ -198,7 +199,7 @@ class _Writer(CodeGenerator):
 
 
 class _Templates(ImmutableSandboxedEnvironment):
-    """The sandbox, in which text keeps track of where it comes from."""
+    """The sandbox, with marked text."""
 
     code_generator_class = _Writer
     concat = staticmethod(joined)
@@ -206,28 +207,28 @@ class _Templates(ImmutableSandboxedEnvironment):
 
 
 class RefusalError(TemplateError):
-    """What `raise_exception` raises: the template does not take the messages."""
+    """The error of `raise_exception`: the template refuses the messages."""
 
 
 @final
 class Generation(Extension):
-    """`{% generation %}`, which marks what an assistant says: rendered as it is."""
+    """The tag `{% generation %}` around an assistant's answer: its body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (the library's own attribute)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """The body, as a block of its own scope."""
+        """Parse the body into a block with a separate scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("render"), [], [], body).set_lineno(line)
 
     def render(self, caller: Callable[[], str]) -> str:
-        """What is in the block."""
+        """Return the rendered body."""
         return caller()
 
 
 def render_template(template: str, variables: Mapping[str, Any], tokens: Mapping[str, str]) -> OwnText:
-    """The text of a template, with the functions that `transformers` gives chat templates."""
+    """Render a template with the functions and filters of chat templates in `transformers`."""
     environment = _Templates(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -240,6 +241,7 @@ def render_template(template: str, variables: Mapping[str, Any], tokens: Mapping
     given: dict[str, Any] = {name: own(token) for name, token in tokens.items()} | dict(variables)
     if "messages" in given:
         given["messages"] = [_with_own_role(message) for message in given["messages"]]
+    # Generate in parts, so that an endless template is stopped at the limit.
     parts: list[str] = []
     size = 0
     for part in environment.from_string(template).generate(**given):
@@ -251,7 +253,7 @@ def render_template(template: str, variables: Mapping[str, Any], tokens: Mapping
 
 
 def _with_own_role(message: Any) -> Any:
-    """Mark a message's role as the template's if it is a word that templates spell in tokens of their own."""
+    """Mark a known role as the template's, since templates spell it out in special tokens."""
     if isinstance(message, dict) and message.get("role") in _ROLES:
         return message | {"role": own(message["role"])}
     return message
@@ -276,7 +278,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes what HTML does not allow.
+    # jinja2's filter would escape characters for HTML.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -302,7 +304,7 @@ def _render_or_explain(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": "damaged", "message": str(error) or type(error).__name__}
 
 
-# Python and jinja2 import some of their modules when they are first needed: for escapes in text, for errors.
+# Templates to trigger imports on first use in Python and jinja2, for escapes in text and for errors.
 _REHEARSAL = (
     "{{ ['a\\n', 1] | tojson(indent=2) }}{{ strftime_now('%d %b %Y') }}{{ [1] | pprint }}{{ lipsum(1) }}",
     "{{ ['a'] | join(' ') ~ 'b' }}",
@@ -313,14 +315,14 @@ _REHEARSAL = (
 
 
 def _limit() -> None:
-    """What the system allows the process from here on; what it imports, it has imported before."""
+    """Set the system's limits for the process, after the rehearsal: later imports cannot open files."""
     for template in _REHEARSAL:
         _render_or_explain({"template": template, "variables": {}, "tokens": {}})
     if sys.platform != "win32":
         limits = {
             resource.RLIMIT_CPU: CPU_SECONDS,
             resource.RLIMIT_AS: _MEMORY_BYTES,
-            resource.RLIMIT_NOFILE: 3,  # those that are open: input, output, errors
+            resource.RLIMIT_NOFILE: 3,  # input, output and errors are already open
             resource.RLIMIT_FSIZE: 0,
             resource.RLIMIT_CORE: 0,
         }

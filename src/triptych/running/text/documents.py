@@ -1,4 +1,4 @@
-"""Corpora for language models: what a recipe says of one, and its documents, a part at a time."""
+"""Corpora for language models: their specification in a recipe, and their documents in parts."""
 
 import glob
 import hashlib
@@ -21,7 +21,7 @@ from triptych.running.text.record_files import (
     record_ending,
 )
 
-# What is tokenized at once of a document; each part takes about a hundred times its size while it is.
+# Maximum length of a part in characters. Tokenization needs about a hundred times its size in memory.
 LONGEST_PART = 1 << 17
 
 _FOLDER_ENDINGS = tuple(
@@ -77,19 +77,19 @@ class LanguageCorpusSpec(BaseModel):
         return self
 
     def describe(self) -> str:
-        """What messages call the corpus."""
+        """Return the name of the corpus for messages."""
         return f"{self.hub} {self.split}" if self.hub is not None else ", ".join(self.files)
 
 
 class TextPart(NamedTuple):
-    """A document, or a part of one that is long."""
+    """A document, or a part of a long document."""
 
-    text: str  # never empty
-    ends_document: bool = True  # whether what follows is another document
+    text: str  # text of the part; not empty
+    ends_document: bool = True  # True = the next part belongs to another document
 
 
 def read_documents(spec: LanguageCorpusSpec, *, base: Path = Path()) -> Iterator[TextPart]:
-    """Read a corpus, never more of it than a part at a time; empty documents are left out."""
+    """Yield the documents of a corpus in parts, without empty documents."""
     fields = (spec.text_field,)
     if spec.hub is not None:
         records = read_hub(spec.hub, spec.config_name, spec.split, fields, base)
@@ -106,7 +106,8 @@ def read_documents(spec: LanguageCorpusSpec, *, base: Path = Path()) -> Iterator
 
 
 def find_files(spec: LanguageCorpusSpec, *, base: Path = Path()) -> list[Path]:
-    """Files of a corpus in reading order: as given; by name where a pattern finds them."""
+    """Return the files of a corpus in the given order; files of a folder or pattern are sorted by name."""
+    # Hidden files and folders are skipped; a name with wildcards is a pattern unless it exists.
     found: list[Path] = []
     for entry in spec.files:
         place = base / entry
@@ -132,11 +133,12 @@ def find_files(spec: LanguageCorpusSpec, *, base: Path = Path()) -> list[Path]:
 
 
 def fingerprint(spec: LanguageCorpusSpec, *, base: Path = Path()) -> str:
-    """What tells the documents of a corpus from all others: a function of the content of its files."""
+    """Compute a fingerprint of the documents of a corpus from the content of its files."""
     digest = hashlib.sha256(f"{spec.documents} {spec.text_field}\n".encode())
     if spec.hub is not None:
         digest.update(fingerprint_hub(spec.hub, spec.config_name, spec.split, base).encode())
         return digest.hexdigest()
+    # Endings count as well: they decide how a file is parsed.
     for path in find_files(spec, base=base):
         try:
             digest.update(f"{record_ending(path)} {path.suffix.lower()} {file_hash(path)}\n".encode())
@@ -148,7 +150,7 @@ def fingerprint(spec: LanguageCorpusSpec, *, base: Path = Path()) -> str:
 
 
 def require_documents(parts: Iterable[TextPart], name: str) -> Iterator[TextPart]:
-    """The parts, of which there must be one."""
+    """Yield the parts unchanged; an empty corpus is a `DataError`."""
     some = False
     for part in parts:
         some = True
@@ -158,7 +160,7 @@ def require_documents(parts: Iterable[TextPart], name: str) -> Iterator[TextPart
 
 
 def whole_documents(parts: Iterable[TextPart]) -> Iterator[str]:
-    """The documents of a corpus, the parts of each joined."""
+    """Yield the documents of a corpus, with their parts joined."""
     begun: list[str] = []
     for text, ends_document in parts:
         begun.append(text)
@@ -177,6 +179,7 @@ def _of_text(path: Path, documents: Documents) -> Iterator[str | None]:
         yield from iterate_blocks(path)
         yield None
         return
+    # A document ends at a blank line, or at every line if documents are lines.
     begun = False
     for line in iterate_file(path):
         blank = not line.strip()
@@ -190,7 +193,8 @@ def _of_text(path: Path, documents: Documents) -> Iterator[str | None]:
 
 
 def cut_parts(pieces: Iterable[str | None]) -> Iterator[TextPart]:
-    """Documents, each with a None behind it, as parts that depend on their text alone."""
+    """Cut documents into parts; `pieces` are strings, with a None after each document."""
+    # The parts depend on the text alone, not on its division into pieces.
     text = ""
     for piece in pieces:
         if piece is None:
@@ -208,7 +212,8 @@ def cut_parts(pieces: Iterable[str | None]) -> Iterator[TextPart]:
 
 
 def _end_of_part(text: str, start: int) -> int:
-    """Where to cut: after a line feed between two words, where tokenizers part text anyway."""
+    """Return the end of a part, if possible right after a line feed between two words."""
+    # Tokenizers split text at such a line feed anyway. Otherwise cut after any line feed, or at the limit.
     longest = start + LONGEST_PART
     earliest = start + LONGEST_PART // 2
     end = longest

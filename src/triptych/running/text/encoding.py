@@ -1,4 +1,4 @@
-"""Texts as a model reads them: the one place where special tokens of a text are read as such, or as text."""
+"""Encoding of texts for a model, with special tokens in a text read as tokens or as plain text."""
 
 from collections.abc import Sequence
 
@@ -15,11 +15,12 @@ def encode_texts(
     vocab_size: int | None = None,
     begin_id: int | None = None,
 ) -> list[list[int]]:
-    """Encode texts as a model reads them, with the special tokens that belong around each.
+    """Encode texts for a model, with the tokenizer's special tokens around each text.
 
-    An empty string becomes the token that begins a text, where there is one (`begin_id`, or else the
-    tokenizer's). Token ids stay as they are; they must be below `vocab_size`, or else the tokenizer's.
+    An empty string becomes the beginning-of-text token if available (`begin_id`, or else the tokenizer's).
+    Token ids are returned unchanged; they must be below `vocab_size` (by default the tokenizer's).
     """
+    # Encode all strings in one call, then put the results among the texts given as token ids.
     strings = [text for text in texts if isinstance(text, str)]
     encoded = iter(
         tokenizer.encode(strings, add_special=True, parse_special=special_tokens == "tokens")

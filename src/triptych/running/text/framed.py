@@ -1,4 +1,4 @@
-"""The tokenizer of another library's checkpoint, as one side of a translator needs it."""
+"""The tokenizer of another library's checkpoint as the source or target tokenizer of a translator."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, final
@@ -10,12 +10,12 @@ from triptych.running.text.tokenizers import Conversation, OutputRules, Sentence
 class Frame(NamedTuple):
     """The special tokens around a text."""
 
-    before: tuple[int, ...]  # in front of it
-    after: tuple[int, ...]  # behind it
+    before: tuple[int, ...]  # token ids before the text
+    after: tuple[int, ...]  # token ids after the text
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Frame":
-        """What a tokenizer puts around every text."""
+        """Return the special tokens added by a tokenizer around every text."""
         (plain,) = tokenizer.encode(["a"])
         (framed,) = tokenizer.encode(["a"], add_special=True)
         places = range(len(framed) - len(plain) + 1)
@@ -51,7 +51,7 @@ class FramedTokenizer(SentenceTokenizer):
     def encode(
         self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
     ) -> list[list[int]]:
-        """Token ids of each text in its frame, without the end of the sentence unless `add_special`."""
+        """Encode each text within its frame, without the end of sentence unless `add_special`."""
         found = self._inner.encode(texts, parse_special=parse_special)
         after = [*self._after, self.eos_id] if add_special else self._after
         return [[*self._before, *ids, *after] for ids in found]
@@ -68,5 +68,5 @@ class FramedTokenizer(SentenceTokenizer):
         return self._inner.conversation(messages, add_generation_prompt)
 
     def to_json(self) -> str:
-        """The checkpoint's tokenizer as text, without what surrounds sentences."""
+        """Serialize the checkpoint's tokenizer, without the frame."""
         return self._inner.to_json()

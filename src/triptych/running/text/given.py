@@ -1,4 +1,4 @@
-"""Texts as people give them: strings, or token ids. Anything else is refused here, in one line."""
+"""Texts given by users: strings or token ids. All other values are refused with a one-line message."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,16 +16,17 @@ _BYTES = bytes | bytearray | memoryview
 
 
 class GivenTexts(NamedTuple):
-    """Texts as a verb takes them."""
+    """Given texts as a list."""
 
     texts: list[Text]
-    is_one: bool  # whether a single text was given, and not several
+    is_one: bool  # True = a single text was given rather than a list
 
 
 def as_texts(given: Any, what: str = "text") -> GivenTexts:
-    """Take one text, or several: strings, or token ids, which may be in a tensor or an array.
+    """Convert one text or several texts to a list: strings, or token ids in a list, tensor or array.
 
-    `UsageError` says what something else is.
+    Raises:
+        UsageError: the value is not a text; the message names its type.
     """
     given = _plain(given)
     if isinstance(given, str) or _are_ids(given):
@@ -38,9 +39,10 @@ def as_texts(given: Any, what: str = "text") -> GivenTexts:
 
 
 def as_lines(given: Any, what: str = "text") -> list[str]:
-    """Take one string, or several.
+    """Convert one string or several strings to a list.
 
-    `UsageError` says what something else is.
+    Raises:
+        UsageError: the value is not a string; the message names its type.
     """
     if isinstance(given, str):
         return [str(_one(given, f"the {what}"))]
@@ -49,16 +51,16 @@ def as_lines(given: Any, what: str = "text") -> list[str]:
 
 
 def require_ids(ids: Sequence[int], vocab_size: int, which: str) -> None:
-    """Check that numbers are token ids of a vocabulary."""
+    """Check that token ids are within the vocabulary."""
     for token in ids:
         if not 0 <= token < vocab_size:
             raise UsageError(f"{which} has the token id {token}: ids are from 0 to {vocab_size - 1:,}")
 
 
 def _plain(given: Any) -> Any:
-    """Convert tensors, arrays and columns of a table to lists, their numbers to Python's, also in a list.
+    """Convert tensors, arrays and table columns to lists of Python values, also within a list.
 
-    Anything else is returned as it is.
+    All other values are returned unchanged.
     """
     if isinstance(given, str | _BYTES):
         return given
@@ -71,7 +73,7 @@ def _plain(given: Any) -> Any:
 
 
 def _are_ids(given: Any) -> bool:
-    """Return True if something is a list of at least one number."""
+    """Return True for a sequence of at least one integer."""
     return (
         isinstance(given, Sequence)
         and not isinstance(given, str | _BYTES)
@@ -94,7 +96,7 @@ def which_of(what: str, number: int, items: Sequence[Any]) -> str:
 
 def _one(given: Any, which: str, *, may_be_ids: bool = False) -> Text:
     if isinstance(given, str):
-        # Of what UTF-8 cannot hold, only halves of pairs can be in a string of Python.
+        # Lone surrogates are the only characters of Python strings without a UTF-8 encoding.
         if not given.isascii() and (half := SURROGATE.search(given)):
             raise UsageError(
                 f"{which} holds half of a surrogate pair (character {half.start() + 1:,}), which is no "

@@ -1,7 +1,7 @@
-"""Lines of UTF-8 text from plain, gzip and Zstandard files, refused by file and line where they are not.
+"""Lines of UTF-8 text from plain, gzip and Zstandard files; errors name file and line.
 
-A line ends at a line feed, before which one carriage return is dropped, and nowhere else: Unicode's
-other separators occur inside sentences, and splitting at them would shift one side of a corpus.
+A line ends at a line feed only; a carriage return before it is dropped. Unicode's other line separators occur
+within sentences, and splitting at them would misalign the source and target lines of a corpus.
 """
 
 import codecs
@@ -21,7 +21,7 @@ from triptych.errors import DataError, UsageError, near_path
 GZIP = "gzip"
 ZSTANDARD = "Zstandard"
 PARQUET = "Parquet"
-SURROGATE = re.compile("[\ud800-\udfff]")  # half of a pair, which no UTF-8 text can hold
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, invalid in UTF-8
 
 _ENDINGS = {GZIP: ".gz", ZSTANDARD: ".zst", PARQUET: ".parquet"}
 _COMPRESSIONS = {".gz": GZIP, ".zst": ZSTANDARD}
@@ -35,15 +35,15 @@ _LONGEST_LINE_BYTES = 1 << 26  # 64 MiB
 
 @runtime_checkable
 class ByteLines(Protocol):
-    """A binary stream that is read line by line."""
+    """A binary stream with lines."""
 
     def readline(self, size: int = ..., /) -> bytes:
-        """The next bytes up to a line feed, at most `size`; nothing at the end."""
+        """Read bytes up to a line feed, at most `size`; empty at the end of the stream."""
         ...
 
 
 def read_lines(path: Path) -> list[str]:
-    """Read the lines of a text file, stripped of white space at both ends; empty lines are kept."""
+    """Read the lines of a text file, without leading and trailing white space; empty lines are kept."""
     return [line.strip() for line in iterate_file(path)]
 
 
@@ -54,13 +54,13 @@ def iterate_file(path: Path) -> Iterator[str]:
 
 
 def iterate_blocks(path: Path) -> Iterator[str]:
-    """Yield the text of a plain, .gz or .zst file in blocks of about a mebibyte, every character as it is."""
+    """Yield the unchanged text of a plain, .gz or .zst file in blocks of about a mebibyte."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     num_bytes = 0
     with open_content(path) as stream:
         while True:
             raw = stream.read(_BLOCK_BYTES)
-            num_kept = len(decoder.getstate()[0])  # bytes of a character that the last block began
+            num_kept = len(decoder.getstate()[0])  # bytes of an incomplete character in the last block
             if num_bytes == 0:
                 _require_no_utf16(raw, str(path))
                 num_bytes = len(raw)
@@ -92,6 +92,7 @@ def open_content(path: Path) -> Iterator[io.BufferedIOBase]:
     """Open a plain, .gz or .zst file to read its text as bytes."""
     compression = _COMPRESSIONS.get(path.suffix.lower())
     with open_file(path) as file:
+        # Check the first bytes of the file, and of the decompressed content: it must not be compressed again.
         check_content(file.peek(8), compression, str(path))
         if compression is None:
             yield file
@@ -108,6 +109,7 @@ def open_content(path: Path) -> Iterator[io.BufferedIOBase]:
 
 def iterate_lines(stream: ByteLines, name: str) -> Iterator[str]:
     """Yield the lines of a binary stream as they arrive, without their line endings."""
+    # Reading one byte more than the limit detects too long lines.
     for number, raw in enumerate(iter(lambda: stream.readline(_LONGEST_LINE_BYTES + 1), b""), start=1):
         if number == 1:
             _require_no_utf16(raw, name)
@@ -128,7 +130,7 @@ def iterate_lines(stream: ByteLines, name: str) -> Iterator[str]:
 
 
 def open_file(path: Path) -> io.BufferedReader:
-    """Open a file to read its bytes."""
+    """Open a file for reading bytes."""
     try:
         return path.open("rb")
     except IsADirectoryError as error:
@@ -140,13 +142,13 @@ def open_file(path: Path) -> io.BufferedReader:
 
 
 def require_kept_file(path: Path) -> None:
-    """Refuse a pipe or a device in the place of a text that is read more than once, as a recipe's is."""
+    """Refuse a pipe or a device for a text read more than once, such as a recipe's."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise UsageError(f"{path} is not a file, and its text is read more than once: write it to a file")
 
 
 def check_content(head: bytes, expected: str | None, where: str) -> None:
-    """Refuse content whose first bytes are not of the expected kind."""
+    """Refuse content if its first bytes are not of the expected kind."""
     found = _compression_of(head)
     if found == expected or (expected == PARQUET and head.startswith(b"PAR1")):
         return
@@ -164,7 +166,7 @@ def _compression_of(head: bytes) -> str | None:
     # Parallel compressors begin with a skippable frame, 0x184D2A5? in little-endian order.
     if head.startswith(b"\x28\xb5\x2f\xfd") or head[1:4] == b"\x2a\x4d\x18":
         return ZSTANDARD
-    # PAR1 alone also names a gene; the byte after it opens the first Thrift header of every Parquet file.
+    # PAR1 alone is also the name of a gene; the next byte opens the first Thrift header of a Parquet file.
     if head.startswith(b"PAR1\x15"):
         return PARQUET
     return None
@@ -180,7 +182,10 @@ def _require_no_utf16(raw: bytes, name: str) -> None:
 
 @final
 class _ZstdStream(io.RawIOBase):
-    """The content of a Zstandard file of any number of frames; the library's reader accepts half a frame."""
+    """The content of a Zstandard file, with any number of frames.
+
+    Unlike the library's reader, it refuses a truncated frame.
+    """
 
     def __init__(self, file: io.BufferedReader) -> None:
         self._file = file
@@ -189,7 +194,7 @@ class _ZstdStream(io.RawIOBase):
         self._content = b""
 
     def readable(self) -> bool:
-        """Say that the stream can be read."""
+        """Return True: the stream is readable."""
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""What masked language models predict: tokens that are hidden."""
+"""Masking of tokens for masked language models."""
 
 import unicodedata
 from typing import final
@@ -44,7 +44,7 @@ class MaskingSpec(BaseModel):
 
 @final
 class Masking:
-    """Hides tokens of a text, at least one."""
+    """Random masking of the tokens of a text, with at least one target."""
 
     def __init__(self, tokenizer: Tokenizer, spec: MaskingSpec) -> None:
         if tokenizer.mask_id is None:
@@ -52,7 +52,7 @@ class Masking:
         self._spec = spec
         self.share = spec.share
         self._mask_id = tokenizer.mask_id
-        self.fill_id = tokenizer.mask_id if tokenizer.pad_id is None else tokenizer.pad_id  # of short rows
+        self.fill_id = tokenizer.mask_id if tokenizer.pad_id is None else tokenizer.pad_id  # padding id
         self._is_special = np.zeros(tokenizer.vocab_size, dtype=bool)
         self._is_special[list(tokenizer.special_ids)] = True
         self._ordinary = np.flatnonzero(~self._is_special)
@@ -61,7 +61,7 @@ class Masking:
     def hide(
         self, tokens: Int64[np.ndarray, "length"], generator: np.random.Generator
     ) -> tuple[Int64[np.ndarray, "length"], Bool[np.ndarray, "length"]]:
-        """What is seen in the place of the tokens, and which of them are targets."""
+        """Return the model's input, and a mask over the tokens: True = target."""
         chosen = self._choose(tokens, generator)
         fate = generator.random(len(tokens))
         spec = self._spec
@@ -72,10 +72,10 @@ class Masking:
     def _choose(
         self, tokens: Int64[np.ndarray, "length"], generator: np.random.Generator
     ) -> Bool[np.ndarray, "length"]:
-        """Which tokens are targets."""
+        """Choose the targets; True = target."""
         is_ordinary = ~self._is_special[tokens]
         if not is_ordinary.any():
-            is_ordinary[:1] = True  # a batch without a target has no loss
+            is_ordinary[:1] = True  # the loss is undefined without a target
         wanted = max(1, round(self.share * int(is_ordinary.sum())))
         joins = np.zeros(len(tokens), dtype=bool)
         if self._joints is not None:
@@ -84,21 +84,21 @@ class Masking:
         word_of = np.cumsum(~joins) - 1
         sizes = np.bincount(word_of, weights=is_ordinary).astype(np.int64)
         order = generator.permutation(np.flatnonzero(sizes))
-        # Words are taken until there are enough tokens.
+        # Add words in random order until the number of targets is reached.
         enough = np.cumsum(sizes[order]) - sizes[order]
         return np.asarray(np.isin(word_of, order[enough < wanted]) & is_ordinary)
 
 
 def _joints(tokenizer: Tokenizer) -> tuple[Bool[np.ndarray, "vocab"], Bool[np.ndarray, "vocab"]]:
-    """Whether each token can continue the word of the token before it, and be continued itself."""
-    # A word is a run of letters and digits, or what the vocabulary marks as one ("##").
+    """Return two masks over the vocabulary: tokens able to continue a word, tokens able to be continued."""
+    # A word is a run of letters and digits, or a run marked by the vocabulary ("##").
     pieces = tokenizer.pieces(range(tokenizer.vocab_size))
     special = tokenizer.special_ids
     ordinary = np.array([token not in special for token in range(len(pieces))])
     if any(piece.startswith(_CONTINUES) for piece in pieces):
         return np.array([piece.startswith(_CONTINUES) for piece in pieces]) & ordinary, ordinary
     if not any(SPACE_MARK in piece for piece in pieces):
-        return np.zeros_like(ordinary), ordinary  # no token has a space: each is a word
+        return np.zeros_like(ordinary), ordinary  # without spaces in the vocabulary, every token is a word
     texts = [bytes_of(piece).decode("utf-8", errors="replace") for piece in pieces]
     joins_left = np.array([text != "" and _is_of_word(text[0]) for text in texts])
     joins_right = np.array([text != "" and _is_of_word(text[-1]) for text in texts])
@@ -106,5 +106,5 @@ def _joints(tokenizer: Tokenizer) -> tuple[Bool[np.ndarray, "vocab"], Bool[np.nd
 
 
 def _is_of_word(char: str) -> bool:
-    # U+FFFD is a part of a character, nearly always of a letter.
+    # U+FFFD stands for an incomplete character, nearly always a letter.
     return char.isalnum() or char == "\ufffd" or unicodedata.category(char).startswith("M")

@@ -1,4 +1,4 @@
-"""Tokens without a vocabulary: what a model without a tokenizer reads is token ids."""
+"""Token ids without a vocabulary, for models without a tokenizer."""
 
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, final
@@ -15,7 +15,7 @@ class NumberedTokens(Tokenizer):
     special_ids = frozenset[int]()
 
     def __init__(self, vocab_size: int, why: TriptychError) -> None:
-        """Number that many tokens; `why` is the reason why there is no tokenizer."""
+        """Build a replacement for `vocab_size` tokens; `why` is the error about the missing tokenizer."""
         self.vocab_size = vocab_size
         self.why = why
 
@@ -26,23 +26,23 @@ class NumberedTokens(Tokenizer):
     def encode(
         self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
     ) -> NoReturn:
-        """Refuse texts: the error says why there is no tokenizer."""
+        """Refuse texts with the error about the missing tokenizer."""
         self._refuse()
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
-        """Write the numbers of each sequence, with spaces between them."""
+        """Return the ids of each sequence as text with spaces between ids."""
         return [" ".join(self.pieces(some)) for some in ids]
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Name each token by its number."""
+        """Return each token's id as text."""
         return [str(int(token)) for token in ids]
 
     def conversation(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool) -> NoReturn:
-        """Refuse conversations, as texts."""
+        """Refuse conversations with the error about the missing tokenizer."""
         self._refuse()
 
     def to_json(self) -> NoReturn:
-        """Refuse to write what there is not."""
+        """Refuse serialization with the error about the missing tokenizer."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:

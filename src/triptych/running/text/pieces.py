@@ -1,4 +1,4 @@
-"""Tokens in readable form, and the bytes that they stand for."""
+"""Tokens in readable form, and conversion back to bytes."""
 
 import codecs
 import re
@@ -9,10 +9,10 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 def piece_of(raw: bytes) -> str:
-    """Write a token of a byte-level vocabulary in readable form.
+    """Return a token of a byte-level vocabulary in readable form.
 
-    A space is shown as "▁", and each byte that is part of an incomplete character as `<0xF0>`, as
-    SentencePiece names its tokens of single bytes. Tokens of different bytes have different names.
+    A space is shown as "▁", and a byte of an incomplete character as `<0xF0>`, like SentencePiece's byte
+    tokens. Tokens of different bytes have different names.
     """
     return raw.decode("utf-8", errors="triptych.bytes").replace(" ", SPACE_MARK)
 

@@ -1,4 +1,4 @@
-"""Tokenizers of others' checkpoints."""
+"""Tokenizers of checkpoints of other libraries."""
 
 import json
 import shutil
@@ -44,22 +44,22 @@ _FILES = (
 
 @final
 class PretrainedRecord(BaseModel):
-    """All that a `PretrainedTokenizer` is made of, as its file has it."""
+    """The content of a `PretrainedTokenizer`'s file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     # Marks the file; always its first field.
     format: Literal["triptych pretrained tokenizer 1"] = "triptych pretrained tokenizer 1"
-    tokens: dict[str, str]  # the named special tokens, such as `eos_token`
-    # After decoding, the space before punctuation and English contractions is taken out.
+    tokens: dict[str, str]  # named special tokens, such as `eos_token`
+    # True = decoding removes the space before punctuation and English contractions
     joins_punctuation: bool = False
-    chat_templates: dict[str, str]  # by name; "default" where a checkpoint has one
-    inner: str  # the tokenizer in the format of the tokenizers library
+    chat_templates: dict[str, str]  # templates by name; "default" for a single template
+    inner: str  # tokenizer in the format of the tokenizers library
 
 
 @final
 class PretrainedTokenizer(Tokenizer):
-    """The tokenizer of a checkpoint of another library, as `load_tokenizer` reads it."""
+    """The tokenizer of another library's checkpoint, read by `load_tokenizer`."""
 
     def __init__(self, record: PretrainedRecord, origin: str) -> None:
         self._record = record
@@ -84,13 +84,13 @@ class PretrainedTokenizer(Tokenizer):
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """Every token by id, as its file has it; `<unused 7>` where no token has the id 7."""
+        """The tokens of the file by id; `<unused 7>` if the id 7 is unused."""
         return tuple(self._token_of.get(token, f"<unused {token}>") for token in range(self.vocab_size))
 
     def encode(
         self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
     ) -> list[list[int]]:
-        """Token ids of each text, as `transformers` gives them where both options are set."""
+        """Encode each text into token ids, as in `transformers` if both options are set."""
 
         def encode() -> list[list[int]]:
             return self._encoder.encode(texts, add_special=add_special, parse_special=parse_special)
@@ -98,7 +98,7 @@ class PretrainedTokenizer(Tokenizer):
         return by_library(encode, self._origin, _FETCH_AGAIN)
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
-        """Text of each sequence of ids, as `transformers` gives it; broken UTF-8 becomes U+FFFD."""
+        """Decode each sequence of ids, as in `transformers`; invalid UTF-8 becomes U+FFFD."""
         sequences = [[int(token) for token in some] for some in ids]
         texts: list[str] = by_library(
             lambda: self._inner.decode_batch(sequences, skip_special_tokens=skip_special),
@@ -108,7 +108,7 @@ class PretrainedTokenizer(Tokenizer):
         return [join_punctuation(text) for text in texts] if self._record.joins_punctuation else texts
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Write each token in readable form: spaces are shown as "▁", parts of characters by their bytes."""
+        """Return each token in readable form: spaces are shown as "▁", parts of characters by their bytes."""
         found = []
         for token in ids:
             text = self._token_of.get(int(token), f"<unused {token}>")
@@ -121,7 +121,7 @@ class PretrainedTokenizer(Tokenizer):
     def conversation(
         self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool
     ) -> Conversation:
-        """Write a conversation with the checkpoint's chat template, for `chat` and `chat_ids`."""
+        """Render a conversation with the checkpoint's chat template, for `chat` and `chat_ids`."""
         written = self._written(messages, add_generation_prompt)
 
         def ids(special_tokens: SpecialTokens) -> list[int]:
@@ -130,7 +130,8 @@ class PretrainedTokenizer(Tokenizer):
             found = self._encoder.encode_apart(*written)
             if found is not None:
                 return found
-            # A message spells a special token, or the template writes its own in a way that is not followed.
+            # Either a message spells a special token, or the origin of the template's tokens is unknown.
+            # Harmless messages of the same form distinguish the two cases.
             harmless = self._written([_harmless(message) for message in messages], add_generation_prompt)
             if self._encoder.encode_apart(*harmless) is None:
                 raise UsageError(
@@ -159,7 +160,7 @@ class PretrainedTokenizer(Tokenizer):
         )
 
     def to_json(self) -> str:
-        """The tokenizer in a format of its own."""
+        """Serialize the tokenizer in triptych's format."""
         return self._record.model_dump_json()
 
     def save_files(self, folder: Path) -> None:
@@ -177,14 +178,14 @@ class PretrainedTokenizer(Tokenizer):
 
     @classmethod
     def from_json(cls, text: str, origin: str) -> "PretrainedTokenizer":
-        """The inverse of `to_json`."""
+        """Read a tokenizer serialized by `to_json`."""
         record = read_record(PretrainedRecord, text, origin)
         _require_moderate_ids(record.inner, origin)
         return cls(record, origin)
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read what `Tokenizer.save` wrote, whichever tokenizer it was."""
+    """Read a tokenizer of any class, written by `Tokenizer.save`."""
     text = read_saved(path)
     if text.startswith(_FORMAT_START):
         return PretrainedTokenizer.from_json(text, str(path))
@@ -192,7 +193,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def copy_tokenizer(folder: Path, target: Path) -> None:
-    """Put the files of one tokenizer in Hugging Face's format in the place of another's."""
+    """Replace the tokenizer files in `target` by the files in `folder`, in Hugging Face's format."""
     for name in _FILES:
         (target / name).unlink(missing_ok=True)
         if (folder / name).is_file():
@@ -200,7 +201,8 @@ def copy_tokenizer(folder: Path, target: Path) -> None:
 
 
 def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> PretrainedTokenizer:
-    """The tokenizer of a checkpoint in Hugging Face's format."""
+    """Load the tokenizer of a checkpoint in Hugging Face's format."""
+    # If `tokenizer.json` is missing, `transformers` converts the older vocabulary files.
     path = folder / "tokenizer.json"
     if path.exists():
         text = read_saved(path)
@@ -241,7 +243,8 @@ def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> Pretrained
 def _of_whole(
     text: str, record: Mapping[str, Any], settings: TokenizerSettings, rows: int | None
 ) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The tokenizer of a `tokenizer.json`, and its named special tokens."""
+    """Build the tokenizer of a `tokenizer.json`; return it with its named special tokens."""
+    # A known class rebuilds everything but the vocabulary, as in `transformers`.
     inner = tokenizers.Tokenizer.from_str(text)
     name = class_of(settings, is_byte_level="ByteLevel" in f"{inner.pre_tokenizer} {inner.decoder}")
     named: Mapping[str, Token] = settings.given
@@ -254,6 +257,7 @@ def _of_whole(
 
 
 def _chat_templates(folder: Path, settings: TokenizerSettings) -> dict[str, str]:
+    # A separate file takes precedence over the settings, with one template or several by name.
     path = folder / "chat_template.jinja"
     if path.exists():
         return {"default": read_saved(path)}
@@ -272,7 +276,7 @@ def _chat_templates(folder: Path, settings: TokenizerSettings) -> dict[str, str]
 
 
 def _harmless(value: Any, name: str = "") -> Any:
-    """Make a message of the same form with harmless text."""
+    """Return a message of the same form, with all text but roles and types replaced by "x"."""
     match value:
         case dict():
             return {key: _harmless(one, key) for key, one in value.items()}

@@ -1,7 +1,7 @@
 """Texts from files of records: TSV, JSON Lines, Parquet, and Hugging Face datasets.
 
-Every reader yields `(number, texts)`: the 1-based line or row number and the texts of the fields as found.
-A null, or a blank line, gives empty texts.
+Every reader yields `(number, texts)`: the 1-based line or row number, and the unchanged texts of the fields.
+A null or a blank line yields empty texts.
 """
 
 import json
@@ -19,13 +19,13 @@ _RECORD_ENDINGS = (".tsv", ".jsonl", ".parquet")
 
 
 def record_ending(path: Path) -> str | None:
-    """The ending of a file of records, compression left out; None for any other file."""
+    """Return the ending of a file of records, without compression; None for any other file."""
     name = path.name.lower().removesuffix(".gz").removesuffix(".zst")
     return next((ending for ending in _RECORD_ENDINGS if name.endswith(ending)), None)
 
 
 def read_tsv(path: Path, source_column: int, target_column: int) -> Iterator[NumberedTexts]:
-    """Yield the pairs of a tab-separated file; quotes have no meaning in it."""
+    """Yield the pairs of a tab-separated file; quotes are ordinary characters."""
     needed = max(source_column, target_column)
     for number, line in enumerate(iterate_file(path), start=1):
         if not line.strip():
@@ -49,7 +49,7 @@ def read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[NumberedTexts]:
         where = f"{path}, line {number}"
         try:
             record = json.loads(line)
-        # A line of a hundred thousand brackets is no object either.
+        # A line of a hundred thousand brackets raises RecursionError.
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{where}: not JSON ({error}); a .jsonl file has one JSON object per line"
@@ -60,7 +60,8 @@ def read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[NumberedTexts]:
 
 
 def read_parquet(path: Path, fields: Sequence[str]) -> Iterator[NumberedTexts]:
-    """Yield the texts of a Parquet file, a batch of rows in memory at a time."""
+    """Yield the texts of a Parquet file, with one batch of rows in memory."""
+    # Read only the needed columns.
     require_extra("parquet", "pyarrow", what=f"reading {path}")
     import pyarrow
     import pyarrow.parquet
@@ -96,13 +97,13 @@ def read_hub(
 
 
 def fingerprint_hub(dataset: str, config_name: str | None, split: str, base: Path) -> str:
-    """What tells the rows of a dataset from all others."""
+    """Return the fingerprint of the rows of a dataset."""
     rows, _ = _load_hub(dataset, config_name, split, base)
     return str(rows._fingerprint)
 
 
 def _load_hub(dataset: str, config_name: str | None, split: str, base: Path) -> tuple[Any, str]:
-    """The rows, and what messages call them."""
+    """Load the rows of a dataset; return them with their name for messages."""
     if (base / dataset).is_dir():
         dataset = str(base / dataset)
     require_extra("hf", "datasets", what=f"reading dataset {dataset}")
@@ -126,7 +127,7 @@ def _texts_of(
 
 
 def _columns_of(fields: Sequence[str], names: list[str], where: str) -> list[str]:
-    """Names of the columns that hold the fields, each once."""
+    """Return the names of the columns with the fields, without duplicates."""
     columns = {field: field if field in names else field.split(".")[0] for field in fields}
     for field, column in columns.items():
         if column not in names:
@@ -138,7 +139,7 @@ def _columns_of(fields: Sequence[str], names: list[str], where: str) -> list[str
 
 
 def _field_options(fields: Sequence[str]) -> str:
-    """The options of a corpus that say where its texts are."""
+    """Return the names of the corpus options for text fields."""
     return "text_field" if len(fields) == 1 else "source_field and target_field"
 
 
@@ -156,7 +157,7 @@ def _text_at(record: Mapping[str, object], field: str, where: str, options: str)
         )
     if "\0" in value:
         raise DataError(f"{where}: field {field!r} holds a NUL character, which no text does; remove it")
-    # JSON can spell half of a surrogate pair, which no UTF-8 text can hold.
+    # JSON can spell half of a surrogate pair: it is invalid in UTF-8.
     if SURROGATE.search(value):
         raise DataError(f"{where}: field {field!r} holds half of a surrogate pair; remove it")
     return value
@@ -177,7 +178,7 @@ def _value_at(record: Mapping[str, object], field: str, where: str, options: str
 
 
 def _paths_in(record: Mapping[str, object]) -> list[str]:
-    """Names of the fields; in nested objects as dotted paths."""
+    """Return the names of the fields, with dotted paths for nested objects."""
     paths: list[str] = []
     for key, value in record.items():
         paths += [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key]

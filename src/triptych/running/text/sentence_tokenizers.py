@@ -33,16 +33,16 @@ BYTE_ALPHABET = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))
 
 @final
 class ByteLevelTokenizer(SentenceTokenizer):
-    """What `train_tokenizers` makes: `decode(encode(x)) == NFC(x)` for every text x.
+    """A byte-level tokenizer trained by `train_tokenizers`: `decode(encode(x)) == NFC(x)` for every text x.
 
-    A space is put in front of the text before it is cut into words, each with the space before it, numbers
-    and runs of punctuation; it is taken off again after decoding. The 256 bytes are in the vocabulary, so no
-    token is ever unknown.
+    The text gets a leading space, removed again by decoding. It is split into words (with the space before
+    the word), runs of digits and runs of punctuation. The vocabulary contains all 256 bytes, so unknown
+    tokens do not occur.
 
     Attributes:
-        pad_id: 0, `<pad>`.
-        bos_id: 1, `<bos>`.
-        eos_id: 2, `<eos>`.
+        pad_id: padding token `<pad>`, 0.
+        bos_id: beginning of sentence `<bos>`, 1.
+        eos_id: end of sentence `<eos>`, 2.
     """
 
     pad_id = PAD_ID
@@ -56,24 +56,24 @@ class ByteLevelTokenizer(SentenceTokenizer):
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """Every token by id, its bytes as characters of the byte alphabet."""
+        """The tokens by id, with bytes as characters of the byte alphabet."""
         return tuple(str(self._inner.id_to_token(token)) for token in range(self.vocab_size))
 
     def encode(
         self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
     ) -> list[list[int]]:
-        """Token ids of each text, without `<bos>` and `<eos>`; a string is one text."""
+        """Encode each text into token ids, without `<bos>` and `<eos>`; a string is one text."""
         return self._encoder.encode(texts, add_special=add_special, parse_special=parse_special)
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
-        """Text of each sequence of ids; broken UTF-8 becomes U+FFFD."""
+        """Decode each sequence of ids; invalid UTF-8 becomes U+FFFD."""
         texts: list[str] = self._inner.decode_batch(
             [list(some) for some in ids], skip_special_tokens=skip_special
         )
         return texts
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Write each token in readable form: spaces are shown as "▁", parts of characters by their bytes."""
+        """Return each token in readable form: spaces are shown as "▁", parts of characters by their bytes."""
         found = []
         for token in map(int, ids):
             if token in self.special_ids:
@@ -83,12 +83,13 @@ class ByteLevelTokenizer(SentenceTokenizer):
         return found
 
     def to_json(self) -> str:
-        """The tokenizer in the format of the tokenizers library, which others read too."""
+        """Serialize the tokenizer in the format of the tokenizers library."""
         return str(self._inner.to_str(pretty=True))
 
     @classmethod
     def from_json(cls, text: str, origin: str) -> "ByteLevelTokenizer":
-        """The inverse of `to_json`."""
+        """Read a tokenizer serialized by `to_json`."""
+        # Check the ids first: the library allocates memory for every id up to the largest.
         numbers, count = token_ids_in(text, origin)
         if max(numbers, default=0) >= max(count, 1):
             raise DataError(
@@ -105,9 +106,9 @@ class ByteLevelTokenizer(SentenceTokenizer):
 
 
 def assemble(model: models.Model) -> tokenizers.Tokenizer:
-    """A tokenizer around the model, with all that is the same for every model."""
+    """Build a tokenizer around a model, with the normalizer, pre-tokenizer and decoder of all our models."""
     inner = tokenizers.Tokenizer(model)
-    # ByteLevel's own add_prefix_space leaves a text alone that begins with a space, which then gets lost.
+    # ByteLevel's add_prefix_space skips a text with a leading space, so decoding would lose this space.
     inner.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Prepend(" ")])
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
@@ -115,7 +116,7 @@ def assemble(model: models.Model) -> tokenizers.Tokenizer:
 
 
 def _difference_from_ours(inner: tokenizers.Tokenizer) -> str | None:
-    """What a foreign tokenizer does differently; None for one of ours."""
+    """Return the difference between a tokenizer and ours; None for a tokenizer trained by triptych."""
     theirs = json.loads(inner.to_str())
     ours = json.loads(assemble(models.BPE()).to_str())
     for part in ("normalizer", "pre_tokenizer", "decoder"):
@@ -135,27 +136,27 @@ BYTE_OF = {
     **{chr(0x100 + index): byte for index, byte in enumerate(_OTHERS)},
 }
 
-# What the file of such a tokenizer begins with.
+# Beginning of the file of a `SentencePieceTokenizer`.
 FILE_START = '{"format":"triptych sentencepiece'
 
 
 @final
 class SentencePieceRecord(BaseModel):
-    """All that a `SentencePieceTokenizer` is made of, as its file has it."""
+    """The content of a `SentencePieceTokenizer`'s file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
 
     # Marks the file; always its first field.
     format: Literal["triptych sentencepiece 2"] = "triptych sentencepiece 2"
-    pad_id: int = Field(ge=0)  # fills rows up
-    bos_id: int = Field(ge=0)  # begins every output
-    eos_id: int = Field(ge=0)  # ends source and output
-    unk_id: int = Field(ge=0)  # the id of every piece that is not in the vocabulary
-    # After decoding, the space before punctuation and English contractions is taken out
-    # (`clean_up_tokenization_spaces` in Hugging Face's files).
+    pad_id: int = Field(ge=0)  # padding token
+    bos_id: int = Field(ge=0)  # first token of every output
+    eos_id: int = Field(ge=0)  # last token of source and output
+    unk_id: int = Field(ge=0)  # token for pieces outside the vocabulary
+    # True = decoding removes the space before punctuation and English contractions
+    # (`clean_up_tokenization_spaces` in Hugging Face's files)
     joins_punctuation: bool = False
-    vocab: tuple[str, ...]  # the pieces by id, which need not be the model's
-    model: bytes  # the content of the SentencePiece model file, which cuts text into pieces
+    vocab: tuple[str, ...]  # pieces by id; may differ from the model's pieces
+    model: bytes  # content of the SentencePiece model file, used to split text into pieces
 
     @model_validator(mode="after")
     def _ids_are_of_the_vocabulary(self) -> "SentencePieceRecord":
@@ -171,12 +172,11 @@ class SentencePieceRecord(BaseModel):
 
 @final
 class SentencePieceTokenizer(SentenceTokenizer):
-    """A SentencePiece model over a vocabulary of its own, as Marian models have.
+    """A SentencePiece model with a separate vocabulary, as in Marian models.
 
-    A text is normalised first, so decoding does not give back every text as it was, and what is not in
-    the vocabulary is unknown. A text that begins with a code such as `>>de<<` has it as its first token:
-    models with several target languages are told the language so. Special tokens that a text spells out
-    are always text.
+    Text is normalised first, so decoding does not restore every text exactly, and pieces outside the
+    vocabulary are unknown. A leading code such as `>>de<<` becomes the first token: it selects the target
+    language of multilingual models. Special tokens in a text are always read as plain text.
     """
 
     def __init__(self, record: SentencePieceRecord) -> None:
@@ -188,7 +188,7 @@ class SentencePieceTokenizer(SentenceTokenizer):
         self.unk_id = record.unk_id
         self.vocab_size = len(record.vocab)
         self.special_ids = frozenset((record.pad_id, record.bos_id, record.eos_id, record.unk_id))
-        # No text may have these, not even one whose unknown characters spell them.
+        # Texts never encode to these pieces, even if a text spells them out in unknown characters.
         never = {record.vocab[token] for token in (record.pad_id, record.eos_id, record.unk_id)}
         ids = list(range(len(self._processor)))
         pieces = zip(self._processor.id_to_piece(ids), self._processor.is_control(ids), strict=True)
@@ -202,14 +202,14 @@ class SentencePieceTokenizer(SentenceTokenizer):
     def encode(
         self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
     ) -> list[list[int]]:
-        """Token ids of each text, without beginning and end; a string is one text."""
+        """Encode each text into token ids, without beginning and end; a string is one text."""
         return [
             [self._ids.get(piece, self.record.unk_id) for piece in self._cut(text)]
             for text in as_lines(texts)
         ]
 
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
-        """Text of each sequence of ids; unknown tokens are special."""
+        """Decode each sequence of ids; the unknown token counts as special."""
         vocab = self.record.vocab
         skipped = self.special_ids if skip_special else frozenset()
         texts = [
@@ -221,16 +221,16 @@ class SentencePieceTokenizer(SentenceTokenizer):
         return [join_punctuation(text) for text in texts] if self.record.joins_punctuation else texts
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Each token as the vocabulary has it."""
+        """Return each token by its piece in the vocabulary."""
         return [self.record.vocab[token] for token in ids]
 
     def to_json(self) -> str:
-        """The tokenizer in a format of its own."""
+        """Serialize the tokenizer in triptych's format."""
         return self.record.model_dump_json()
 
     @classmethod
     def from_json(cls, text: str, origin: str) -> "SentencePieceTokenizer":
-        """The inverse of `to_json`."""
+        """Read a tokenizer serialized by `to_json`."""
         record = read_record(SentencePieceRecord, text, origin)
         try:
             return cls(record)
@@ -238,7 +238,7 @@ class SentencePieceTokenizer(SentenceTokenizer):
             raise DataError(f"{origin} is damaged or not a tokenizer: model: {error}") from None
 
     def opening(self, text: str) -> str:
-        """The code such as `>>de<<` that a text begins with."""
+        """Return the leading code of a text, such as `>>de<<`; "" if it is missing."""
         if text.startswith(">>") and (end := text.find("<<")) != -1:
             return text[: end + 2]
         return ""
@@ -254,7 +254,7 @@ _TARGET_FILE = "tokenizer.target.json"
 
 
 def read_sentence_tokenizer(path: Path) -> SentenceTokenizer:
-    """Read a translator's tokenizer, as `Tokenizer.save` wrote it."""
+    """Read a translator's tokenizer, written by `Tokenizer.save`."""
     text = read_saved(path)
     if text.startswith(FILE_START):
         return SentencePieceTokenizer.from_json(text, str(path))
@@ -264,28 +264,28 @@ def read_sentence_tokenizer(path: Path) -> SentenceTokenizer:
 @final
 @dataclass(frozen=True)
 class TokenizerPair:
-    """The tokenizers of the two sides; the same object twice where the vocabulary is joint."""
+    """The source and target tokenizers; the same object twice if the vocabulary is joint."""
 
     source: SentenceTokenizer
     target: SentenceTokenizer
 
     @property
     def joint(self) -> bool:
-        """Whether both sides share one vocabulary."""
+        """Return True if source and target share a vocabulary."""
         return self.source is self.target
 
     def save(self, folder: Path) -> None:
-        """Write `tokenizer.json`, and `tokenizer.target.json` where the target has its own."""
+        """Write `tokenizer.json`, and `tokenizer.target.json` if the target tokenizer is separate."""
         self.source.save(folder / _SOURCE_FILE)
         if self.joint:
-            # Left over from an earlier pair, it would be taken for the target's.
+            # A file left over from an earlier pair would be read as the target tokenizer.
             (folder / _TARGET_FILE).unlink(missing_ok=True)
         else:
             self.target.save(folder / _TARGET_FILE)
 
     @classmethod
     def load(cls, folder: Path) -> "TokenizerPair":
-        """Read what `save` wrote."""
+        """Read the tokenizers written by `save`."""
         source = read_sentence_tokenizer(folder / _SOURCE_FILE)
         if not (folder / _TARGET_FILE).exists():
             return cls(source, source)

@@ -16,7 +16,7 @@ _OLDEST = (0, 2, 3)
 
 
 def load_sentencepiece(model: bytes) -> "SentencePieceProcessor":
-    """The processor of a model file's content, which need not be trusted."""
+    """Load a processor from the content of a model file, trusted or not."""
     require_extra("sentencepiece", "sentencepiece", what="a SentencePiece tokenizer")
     import sentencepiece
 

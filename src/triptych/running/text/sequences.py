@@ -37,11 +37,11 @@ class TokenSequences:
         return self.ids[self.offsets[index] : self.offsets[index + 1]]
 
     def where(self, keep: Bool[np.ndarray, "num_sequences"]) -> "TokenSequences":
-        """The sequences whose entry in `keep` is true."""
+        """Return the sequences with a true entry in `keep`."""
         lengths = self.lengths
         return TokenSequences(self.ids[np.repeat(keep, lengths)], offsets_of(lengths[keep]))
 
 
 def offsets_of(lengths: Int64[np.ndarray, "num_sequences"]) -> Int64[np.ndarray, "num_sequences_plus_1"]:
-    """Return where each sequence begins in the array, and where the last one ends."""
+    """Return the start of each sequence in the array, and the end of the last sequence."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])

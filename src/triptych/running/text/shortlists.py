@@ -1,10 +1,10 @@
-"""Lexical shortlists: for each source token, the target tokens that it may become.
+"""Lexical shortlists: the target tokens allowed for each source token.
 
-The file is CTranslate2's vocabulary map: on each line a source token, a tab, and target tokens with a space
-between. The line without a source token has the target tokens of every sentence.
+The file is a vocabulary map of CTranslate2: every line has a source token, a tab, and target tokens separated
+by spaces. The line without a source token has the target tokens allowed in every sentence.
 
-Source: Brown et al. 1993, aclanthology.org/J93-2003 (IBM Model 1); Moore 2004, aclanthology.org/P04-1066, for
-what is added to its counts.
+Source: Brown et al. 1993, aclanthology.org/J93-2003 (IBM Model 1); Moore 2004, aclanthology.org/P04-1066
+(smoothing of its counts).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,23 +21,23 @@ from triptych.running.text.sentence_tokenizers import TokenizerPair
 from triptych.running.text.sequences import TokenSequences
 
 _SPACES = frozenset(" \t\r\n")
-# Added to the count of each pair: a rare source token would explain all that it was ever seen with.
 _ROUNDS = 5
+# Added to the count of each pair, or a rare source token would explain every token in its sentences.
 _ADDED = 0.1
-# One pair of this number is held out to measure, and no more than this.
+# Every 20th pair is reserved for the test set, up to this maximum.
 _HELD_OUT = 20
 _MOST_HELD_OUT = 2000
-# Pairs that are enough to learn from, spread evenly over a longer text.
+# Maximum number of training pairs, spread evenly over a longer text.
 _MOST_PAIRS = 200_000
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """What a shortlist allows on a text.
+    """The coverage of a shortlist on a text.
 
     Attributes:
-        size: target tokens that a sentence may use, on average.
-        share: of the tokens of the translations, those that their sentence may use.
+        size: mean number of target tokens allowed in a sentence.
+        share: share of the translations' tokens allowed in their sentences.
     """
 
     size: float
@@ -46,20 +46,20 @@ class Coverage:
 
 @final
 class Shortlist:
-    """The target tokens that a sentence may become, by its source tokens."""
+    """The target tokens allowed in a sentence, by its source tokens."""
 
     def __init__(self, always: Sequence[int], by_source: Mapping[int, Sequence[int]]) -> None:
-        """Tokens of every sentence, and those that each source token adds."""
+        """Store the target tokens allowed in every sentence, and the tokens added by each source token."""
         self.always = np.unique(np.asarray(always, dtype=np.int64))
         self.by_source = {token: np.asarray(ids, dtype=np.int64) for token, ids in by_source.items()}
 
     def of(self, sentence: Iterable[int]) -> Int64[np.ndarray, "allowed"]:
-        """The target tokens of a sentence, in ascending order."""
+        """Return the allowed target tokens of a sentence in ascending order."""
         added = [self.by_source[token] for token in set(sentence) if token in self.by_source]
         return np.unique(np.concatenate([self.always, *added]))
 
     def coverage(self, source: TokenSequences, target: TokenSequences) -> Coverage:
-        """What the shortlist allows on a text of at least one pair."""
+        """Measure the coverage on a text of at least one pair."""
         sizes = []
         inside = 0
         for i in range(len(source)):
@@ -69,7 +69,7 @@ class Shortlist:
         return Coverage(float(np.mean(sizes)), inside / max(len(target.ids), 1))
 
     def as_text(self, tokenizers: TokenizerPair) -> str:
-        """What its file has."""
+        """Return the content of the shortlist's file."""
         source = tokenizers.source.vocabulary
         target = tokenizers.target.vocabulary
         lines = {"": self.always, **{source[token]: ids for token, ids in self.by_source.items()}}
@@ -84,11 +84,12 @@ class Shortlist:
 def learn_shortlist(
     source: TokenSequences, target: TokenSequences, tokenizers: TokenizerPair, most: int, frequent: int
 ) -> tuple[Shortlist, Coverage]:
-    """Learn a shortlist from pairs, and measure it on some that are held out.
+    """Learn a shortlist from pairs, and measure its coverage on a test set.
 
-    P(t | s) is IBM Model 1's: in each round ∝ Σ over the pairs with s and t of P(t | s) / Σ_{s'} P(t | s'),
-    where s' goes over the source tokens and one for none of them. A source token has its `most`
-    probable target tokens, and the one of its own name; every sentence has the `frequent` most frequent ones.
+    P(t | s) is the probability of IBM Model 1. In each round it is proportional to the sum, over all pairs
+    with s and t, of P(t | s) / Σ_{s'} P(t | s'), with s' over the source tokens and an empty token. A source
+    token allows its `most` most probable target tokens and the target token of the same name. Every sentence
+    allows the `frequent` most frequent target tokens.
     """
     if len(source) < _HELD_OUT:
         raise DataError(f"{len(source)} pairs are too few for a shortlist: give at least {_HELD_OUT}")
@@ -103,7 +104,7 @@ def learn_shortlist(
     rows = list[np.ndarray]()
     num_rows = 0
     for i in range(0, len(source), -(-len(source) // _MOST_PAIRS)):
-        given = np.append(np.unique(source[i]).astype(np.int64), num_source)  # the last one is no token
+        given = np.append(np.unique(source[i]).astype(np.int64), num_source)  # the last is the empty token
         keys.append((given[None, :] * num_target + target[i][:, None]).ravel())
         rows.append(np.repeat(np.arange(num_rows, num_rows + len(target[i])), len(given)))
         num_rows += len(target[i])
@@ -133,7 +134,8 @@ def learn_shortlist(
 
 
 def read_shortlist(path: Path, tokenizers: TokenizerPair) -> Shortlist:
-    """Read the file of a shortlist for a model of these tokenizers."""
+    """Read the file of a shortlist for a model with these tokenizers."""
+    # Token names are looked up in the vocabularies; -1 marks an unknown name.
     sides = [
         {name: i for i, name in enumerate(side.vocabulary)} for side in (tokenizers.source, tokenizers.target)
     ]

@@ -1,8 +1,8 @@
-"""The classes of tokenizers, each with its ways to normalize, split and surround text.
+"""The tokenizer classes of `transformers` 5: normalization, splitting, and special tokens around text.
 
-As `transformers` 5 has them: a class takes the vocabulary and the merges from `tokenizer.json`, and makes the
-rest from the settings in `tokenizer_config.json`. Only where a checkpoint names no class of its own is
-`tokenizer.json` the whole tokenizer.
+A class uses the vocabulary and the merges of `tokenizer.json`, and builds everything else from the settings
+in `tokenizer_config.json`, as in `transformers`. Only checkpoints without such a class use all of
+`tokenizer.json`.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from triptych.running.text import tokenizer_parts as parts
 from triptych.running.text.tokenizer_making import TokenizerClass
 from triptych.running.text.tokenizer_settings import TokenizerSettings
 
-_WHOLE = "TokenizersBackend"  # the tokenizer is its `tokenizer.json`
+_WHOLE = "TokenizersBackend"  # all of `tokenizer.json` is used
 
 _END_OF_TEXT = "<|endoftext|>"
 _GPT2 = {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT}
@@ -130,13 +130,13 @@ CLASSES: dict[str, TokenizerClass] = {
         extra=lambda settings: [f"<madeupword{i}>" for i in range(7)],
     ),
 }
-# Classes that do the same under another name.
+# Classes equal to another class.
 _ALIASES = {
     **dict.fromkeys(("Bart", "LED", "Longformer", "Mvp"), "Roberta"),
     **dict.fromkeys(("DistilBert", "Electra", "LayoutLM", "Lxmert", "MobileBert", "SqueezeBert"), "Bert"),
     "Phi3": "Llama",
 }
-# Classes that `transformers` makes by code that is not followed here.
+# Unsupported classes: their code in `transformers` is not reproduced here.
 _OTHERS = """
 Barthez Bartpho BertGeneration BertJapanese Bertweet BigBird BioGpt BlenderbotSmall ByT5 CLIP CTRL Canine
 Clvp Cpm CpmAnt DPRContextEncoder DPRQuestionEncoder DPRReader Dia Esm Esmc FSMT FastSpeech2Conformer
@@ -183,7 +183,7 @@ _CLASS_OF_TYPE = {
     **dict.fromkeys(("minicpm3", "minimax_m2", "modernbert-decoder", "olmo_hybrid", "persimmon"), _WHOLE),
     **dict.fromkeys(("internlm3", "iquestcoder", "xlm-roberta-xl"), _WHOLE),
 }
-# Types whose published files name a class that is not theirs.
+# Model types with a wrong class name in their published files.
 _MISTAKEN_TYPES = {
     *("ernie4_5", "internlm2", "jamba", "modernbert", "nemotron", "phi3", "phimoe", "qwen2"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "siglip2", "ernie4_5_moe", "hyperclovax"),
@@ -192,7 +192,8 @@ _MISTAKEN_TYPES = {
 
 
 def class_of(settings: TokenizerSettings, *, is_byte_level: bool) -> str | None:
-    """The name in `CLASSES` of what `AutoTokenizer` makes; None where `tokenizer.json` is all of it."""
+    """Return the key in `CLASSES` of `AutoTokenizer`'s choice; None to use all of `tokenizer.json`."""
+    # The class of the model type overrides the stated class if it is `_WHOLE` or the type is a mistaken type.
     stated = settings.tokenizer_class
     of_type = _CLASS_OF_TYPE.get(settings.model_type or "")
     mistaken = settings.model_type in _MISTAKEN_TYPES

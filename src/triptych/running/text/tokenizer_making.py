@@ -1,4 +1,4 @@
-"""What a class of tokenizers is made of: its vocabulary, its ways to cut text, its special tokens."""
+"""Construction of the tokenizer of a class, from its vocabulary, settings and special tokens."""
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
@@ -13,27 +13,28 @@ from triptych.running.text.tokenizer_settings import NAMED_TOKENS, Token, Tokeni
 
 Kind = Literal["pairs", "words", "unigrams"]
 Pieces = tuple[tuple[str, float], ...]
-"""Every piece by id with its score."""
-# The largest published vocabularies have 262,144 tokens; the library takes memory for every id below the
-# largest one.
+"""Pieces with their scores, by id."""
+# The largest published vocabularies have 262,144 tokens; the library allocates memory for every id up to the
+# largest.
 LARGEST_ID = 1 << 22
 
 
 @final
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a `tokenizer.json`, and the little else that a class takes from it."""
+    """The tokens of a `tokenizer.json`, with the further parts used by tokenizer classes."""
 
-    kind: Kind  # how text is cut into them
-    ids: Mapping[str, int]  # of every token; for unigrams, see `pieces`
-    charsmap: bytes  # SentencePiece's rules of normalization; empty for none
-    surrounding: Any  # what is put around a text; None for nothing
-    merges: tuple[tuple[str, str], ...] = ()  # of byte pairs, the most important first
-    pieces: Pieces = ()  # of unigrams
+    kind: Kind  # algorithm to split text into tokens
+    ids: Mapping[str, int]  # id of every token
+    charsmap: bytes  # SentencePiece's normalization rules; may be empty
+    surrounding: Any  # post-processor with the special tokens around a text, or None
+    merges: tuple[tuple[str, str], ...] = ()  # byte-pair merges in order of priority
+    pieces: Pieces = ()  # unigram pieces with scores
 
 
 def read_vocabulary(record: Mapping[str, Any], inner: tokenizers.Tokenizer) -> Vocabulary:
-    """The vocabulary of a `tokenizer.json`."""
+    """Return the vocabulary of a `tokenizer.json`."""
+    # Merges are stored as strings or as pairs, depending on the version of the file.
     model = record["model"]
     rules = record.get("normalizer") or {}
     charsmaps = [rule for rule in rules.get("normalizers", [rules]) if rule.get("type") == "Precompiled"]
@@ -57,7 +58,7 @@ def read_vocabulary(record: Mapping[str, Any], inner: tokenizers.Tokenizer) -> V
 @final
 @dataclass(frozen=True)
 class Making:
-    """What a class makes its tokenizer of; `tokens` are the named special tokens as text."""
+    """The inputs of a tokenizer class; `tokens` are the named special tokens as text."""
 
     settings: TokenizerSettings
     vocabulary: Vocabulary
@@ -75,26 +76,26 @@ class Making:
 @final
 @dataclass(frozen=True)
 class TokenizerClass:
-    """What `transformers` does for one class of tokenizers."""
+    """The behaviour of one tokenizer class of `transformers`."""
 
-    kind: Kind  # of its vocabulary
-    # The tokenizer, without added tokens and what surrounds a text.
+    kind: Kind  # kind of the vocabulary
+    # builds the tokenizer, without added tokens and special tokens around a text
     build: Callable[[Making], tokenizers.Tokenizer]
-    tokens: Mapping[str, str]  # the named special tokens where a checkpoint says nothing else
-    # What surrounds a text, "$A"; None for what `tokenizer.json` says.
+    tokens: Mapping[str, str]  # default named special tokens
+    # special tokens around a text, with "$A" for the text; None for the post-processor of `tokenizer.json`
     around: Callable[[Making], Sequence[str]] | None = None
-    keeps_surrounding: bool = False  # whether what `tokenizer.json` puts around a text goes before the class
-    # Flags of named special tokens that the files give as plain text or not at all.
+    keeps_surrounding: bool = False  # True = the post-processor of `tokenizer.json` overrides `around`
+    # flags of named special tokens stored as plain text or missing in the files
     flags: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
-    # Further special tokens where the files do not speak of any.
+    # further special tokens if the files do not list any
     extra: Callable[[TokenizerSettings], Sequence[Token]] = lambda settings: ()
-    resets_flags: bool = False  # whether special tokens lose their flags
+    resets_flags: bool = False  # True = special tokens lose their flags
 
     def _named_tokens(self, settings: TokenizerSettings) -> dict[str, Token]:
-        """The named special tokens, including the class's own."""
+        """Return the named special tokens of the files, with the class's defaults."""
         found: dict[str, Token] = {}
         for name in (*NAMED_TOKENS, *settings.given):
-            # A token that is given as null is none.
+            # A null in the settings overrides the default.
             default = None if name in settings.record else self.tokens.get(name)
             if (token := settings.given.get(name, default)) is not None:
                 flags = self.flags.get(name)
@@ -104,7 +105,10 @@ class TokenizerClass:
     def make(
         self, settings: TokenizerSettings, vocabulary: Vocabulary, rows: int | None = None
     ) -> tuple[tokenizers.Tokenizer, dict[str, Token]]:
-        """The tokenizer with its added tokens and what surrounds a text, and its named special tokens."""
+        """Build the complete tokenizer; return it with its named special tokens.
+
+        `rows` is the number of rows of the model's embedding.
+        """
         if vocabulary.kind != self.kind:
             raise ValueError(
                 f"its class goes with a vocabulary of {self.kind}, and it has one of {vocabulary.kind}; "
@@ -113,6 +117,7 @@ class TokenizerClass:
         named = self._named_tokens(settings)
         extra = self.extra(settings) if settings.extra is None else settings.extra
         inner = self._make(settings, vocabulary, named, extra)
+        # If ids exceed the embedding's rows, leave out default tokens missing in the vocabulary.
         if rows is not None and max(inner.get_vocab().values(), default=-1) >= rows:
             named = {
                 name: token
@@ -135,6 +140,7 @@ class TokenizerClass:
         making = Making(settings, vocabulary, contents)
         inner = self.build(making)
         add_tokens(inner, settings, named, extra)
+        # Adding a token again replaces its flags by the defaults.
         if self.resets_flags:
             tokens = [*contents.values(), *map(content_of, extra)]
             inner.add_tokens([AddedToken(text, special=True) for text in tokens])
@@ -143,6 +149,7 @@ class TokenizerClass:
 
     def _surround(self, inner: tokenizers.Tokenizer, making: Making) -> None:
         vocabulary = making.vocabulary
+        # The class's template replaces the post-processor of the file, unless the class keeps it.
         if vocabulary.surrounding is not None and (self.around is None or self.keeps_surrounding):
             inner.post_processor = vocabulary.surrounding
             return
@@ -160,7 +167,7 @@ class TokenizerClass:
 
 
 def require_added(inner: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:
-    """Check that the tokens which the settings number have these numbers."""
+    """Check that added tokens have the ids given in the settings."""
     for number, token in settings.added.items():
         if (found := inner.token_to_id(token.content)) != number:
             raise DataError(
@@ -175,7 +182,8 @@ def add_tokens(
     named: Mapping[str, Token],
     extra: Sequence[Token],
 ) -> None:
-    """Make special tokens special; those that the vocabulary lacks get the ids behind it, in order."""
+    """Register the special tokens; tokens missing in the vocabulary get the next ids, in order."""
+    # Tokens stated in the settings come first, so that they keep their ids.
     present = {token.content for token in inner.get_added_tokens_decoder().values()}
     tokens: list[Token] = [*settings.added.values()]
     present |= {content_of(token) for token in tokens}

@@ -1,4 +1,4 @@
-"""The ways of the classes of tokenizers to normalize and cut text, as `transformers` 5 has them."""
+"""Normalization and splitting of the tokenizer classes, as in `transformers` 5."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ MBART50_LANGUAGES = (*MBART_LANGUAGES, *_MORE_LANGUAGES.split())
 
 
 def around(*template: str) -> Callable[[Making], Sequence[str]]:
-    """What surrounds a text, by the names of special tokens."""
+    """Build a template of special tokens around a text, `$A`, by their names."""
     return lambda making: [part if part == "$A" else making.token(part) for part in template]
 
 
@@ -46,7 +46,7 @@ def byte_pairs(
     normalizer: Any = None,
     space: bool = False,
 ) -> tokenizers.Tokenizer:
-    """GPT-2's way: words of bytes, and merges."""
+    """Build a tokenizer as in GPT-2: words of bytes, and merges."""
     inner = _pair_model(making, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
     if normalizer is not None:
         inner.normalizer = normalizer
@@ -56,7 +56,7 @@ def byte_pairs(
 
 
 def word_pieces(making: Making) -> tokenizers.Tokenizer:
-    """BERT's way: words, and their longest known beginnings."""
+    """Build a tokenizer as in BERT: words, split by their longest known prefixes."""
     model = models.WordPiece(dict(making.vocabulary.ids), unk_token=making.token("unk_token"))
     inner = tokenizers.Tokenizer(model)
     inner.normalizer = normalizers.BertNormalizer(
@@ -84,7 +84,7 @@ def _pair_model(making: Making, **options: Any) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer(models.BPE(dict(vocabulary.ids), list(vocabulary.merges), **options))
 
 
-# SentencePiece's byte pairs spell what they lack in bytes.
+# SentencePiece's byte pairs spell unknown characters in bytes.
 _SPELLS = {"fuse_unk": True, "byte_fallback": True}
 
 
@@ -115,7 +115,7 @@ def gemma(making: Making) -> tokenizers.Tokenizer:
 def _spaced(
     model: models.Model, rules: Sequence[Any], before: Sequence[Any] = (), scheme: str = "always"
 ) -> tokenizers.Tokenizer:
-    """Words with their space as a mark in front of them."""
+    """Build a tokenizer with the space before a word as a mark at its beginning."""
     inner = tokenizers.Tokenizer(model)
     if rules:
         inner.normalizer = normalizers.Sequence([*rules])

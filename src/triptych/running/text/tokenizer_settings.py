@@ -1,4 +1,4 @@
-"""What a checkpoint's files say of its tokenizer besides the vocabulary."""
+"""Tokenizer settings in the files of a checkpoint: everything but the vocabulary."""
 
 import json
 from collections.abc import Mapping
@@ -14,32 +14,32 @@ from triptych.untrusted import read_json
 
 Token = str | AddedToken
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-# The most tokens that are made because a setting names their number.
+# Maximum value of settings with a number of generated tokens.
 _MOST_COUNTED = 10_000
 
 
 @final
 @dataclass(frozen=True)
 class TokenizerSettings:
-    """What a checkpoint says of its tokenizer besides the vocabulary."""
+    """The tokenizer settings of a checkpoint."""
 
-    record: Mapping[str, Any]  # `tokenizer_config.json`, with what `special_tokens_map.json` adds
-    tokenizer_class: str | None  # the class that it names, without "Fast"; None where it names none
-    model_type: str | None  # of `config.json`
-    # The named special tokens of the files; plain text where a file says no more of one.
+    record: Mapping[str, Any]  # `tokenizer_config.json`, merged with `special_tokens_map.json`
+    tokenizer_class: str | None  # tokenizer class without "Fast"; None if it is not stated
+    model_type: str | None  # model type in `config.json`
+    # named special tokens of the files; plain text if a file does not state flags
     given: Mapping[str, Token]
-    # Further special tokens; None where the files do not speak of any.
+    # further special tokens; None if the files do not list any
     extra: tuple[Token, ...] | None
     added: Mapping[int, AddedToken]  # tokens outside the vocabulary, by id
-    where: str  # the file, for messages
+    where: str  # name of the file for messages
 
     def flag(self, name: str, default: bool) -> bool:
-        """A setting that is true or false."""
+        """Return a boolean setting."""
         found = self.record.get(name)
         return default if found is None else bool(found)
 
     def count(self, name: str, default: int) -> int:
-        """A setting that numbers tokens, which are made for it."""
+        """Return a setting with a number of generated tokens, checked against a limit."""
         number = self.record.get(name, default)
         if not isinstance(number, int) or not 0 <= number <= _MOST_COUNTED:
             raise ValueError(
@@ -49,7 +49,7 @@ class TokenizerSettings:
 
     @classmethod
     def read(cls, folder: Path, whole: Mapping[str, Any]) -> "TokenizerSettings":
-        """What the files say besides the vocabulary; `whole` is the content of `tokenizer.json`."""
+        """Read the settings of a checkpoint's files; `whole` is the content of `tokenizer.json`."""
         where = str(folder / "tokenizer_config.json")
         record = _read_if_there(Path(where))
         config = _read_if_there(folder / "config.json")
@@ -76,7 +76,7 @@ class TokenizerSettings:
             return made.get(_content(value, where), token)
 
         extra, own = _extra_of(record, where)
-        # Tokens of one model alone, such as `image_token`, are named too.
+        # Model-specific tokens, such as `image_token`, are named too.
         named = {
             name: value
             for name, value in record.items()
@@ -96,12 +96,12 @@ class TokenizerSettings:
 
 
 def content_of(token: Token) -> str:
-    """The text of a token."""
+    """Return the text of a token."""
     return token if isinstance(token, str) else token.content
 
 
 def _extra_of(record: Mapping[str, Any], where: str) -> tuple[list[object] | None, dict[str, object]]:
-    """The further special tokens of a record, a list without names or some with; None for neither."""
+    """Return the further special tokens of a record: a list of tokens or None, and named tokens."""
     said = [record[name] for name in ("extra_special_tokens", "additional_special_tokens") if name in record]
     found: object = next((value for value in said if value), [])
     if isinstance(found, dict):
@@ -137,7 +137,7 @@ def _token(value: object, where: str, *, special: bool | None = None) -> AddedTo
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:
-    """The record of a file; empty where there is none."""
+    """Read the record of a file; empty if the file is missing."""
     record = read_json(path) if path.exists() else {}
     if SURROGATE.search(json.dumps(record, ensure_ascii=False)):
         raise DataError(f"{path} holds half of a surrogate pair; fetch it again")

@@ -1,4 +1,4 @@
-"""What every tokenizer does, and what those over the tokenizers library share."""
+"""The interface of tokenizers, and shared code for the tokenizers library."""
 
 import json
 from abc import ABC, abstractmethod
@@ -21,58 +21,58 @@ from triptych.untrusted import LONGEST_TOKENIZER, read_limited
 Made = TypeVar("Made")
 RecordT = TypeVar("RecordT", bound=BaseModel)
 
-# What is set in the library's object must stay until the texts are encoded.
+# Guards the flag of a library object until the texts are encoded with it.
 _ENCODING = Lock()
 
-# What is joined again, and in which order: the rules of Hugging Face's `clean_up_tokenization`.
+# Texts with a space to remove, in order: the rules of Hugging Face's `clean_up_tokenization`.
 _PARTED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
 class Conversation(NamedTuple):
-    """A conversation, written by a chat template."""
+    """A conversation rendered by a chat template."""
 
     text: str
-    ids: Callable[[SpecialTokens], list[int]]  # its token ids; see `Tokenizer.chat_ids`
+    ids: Callable[[SpecialTokens], list[int]]  # computes the token ids; see `Tokenizer.chat_ids`
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back."""
+    """A tokenizer: text to token ids and back."""
 
-    vocab_size: int  # number of tokens, specials included; every id is below it
-    special_ids: frozenset[int]  # of all special tokens, which `decode` skips
-    pad_id: int | None  # fills rows up; None where there is none, and so below
-    bos_id: int | None  # begins a text
-    eos_id: int | None  # ends a text
-    unk_id: int | None = None  # replaces what is not in the vocabulary
-    mask_id: int | None = None  # replaces a hidden token
+    vocab_size: int  # number of tokens, special tokens included; every id is below it
+    special_ids: frozenset[int]  # ids of the special tokens, skipped by `decode`
+    pad_id: int | None  # padding token; None if missing, like all ids below
+    bos_id: int | None  # beginning-of-text token
+    eos_id: int | None  # end-of-text token
+    unk_id: int | None = None  # token for unknown text
+    mask_id: int | None = None  # mask token
 
     @property
     @abstractmethod
     def vocabulary(self) -> tuple[str, ...]:
-        """Every token by id, as its file has it; no two are the same."""
+        """The tokens of the file by id, without duplicates."""
 
     @abstractmethod
     def encode(
         self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
     ) -> list[list[int]]:
-        """Token ids of each text; a string is one text."""
+        """Encode each text into token ids; a string is one text."""
         # `add_special` puts the special tokens of the checkpoint around each text ([CLS] and [SEP], <s>);
-        # `parse_special` reads those that a text spells out ([MASK], <|im_end|>) as such.
+        # `parse_special` reads special tokens spelled out in a text ([MASK], <|im_end|>) as tokens.
 
     @abstractmethod
     def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
-        """Text of each sequence of ids; broken UTF-8 becomes U+FFFD."""
+        """Decode each sequence of ids; invalid UTF-8 becomes U+FFFD."""
 
     @abstractmethod
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Write each token in readable form, for pictures: spaces as "▁", single bytes as `<0xF0>`."""
+        """Return each token in readable form, for plots: spaces as "▁", single bytes as `<0xF0>`."""
 
     def opening(self, text: str) -> str:
-        """What every part of a text has to begin with when it is translated in parts; "" for nothing."""
+        """Return the prefix required by every part of a text translated in parts; may be empty."""
         return ""
 
     def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
-        """Write a conversation with the checkpoint's chat template; see `chat_ids`."""
+        """Render a conversation with the checkpoint's chat template; see `chat_ids`."""
         return self.conversation(messages, add_generation_prompt).text
 
     def chat_ids(
@@ -84,20 +84,21 @@ class Tokenizer(ABC):
     ) -> list[int]:
         """Encode a conversation.
 
-        The special tokens that the template writes are tokens. With "text", those that a message spells out
-        are text, so that nobody can end a turn; with "tokens" they are tokens too, as in `transformers`.
+        Special tokens written by the template are tokens. Special tokens spelled out in a message are plain
+        text by default, so that a message cannot pretend to end; "tokens" reads them as tokens, as in
+        `transformers`.
         """
         return self.conversation(messages, add_generation_prompt).ids(special_tokens)
 
     def conversation(
         self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool
     ) -> Conversation:
-        """Write a conversation with the checkpoint's chat template, for `chat` and `chat_ids`."""
+        """Render a conversation with the checkpoint's chat template, for `chat` and `chat_ids`."""
         raise UsageError("the tokenizer has no chat template: give a plain prompt")
 
     @abstractmethod
     def to_json(self) -> str:
-        """The tokenizer as text, whole."""
+        """Serialize the whole tokenizer as text."""
 
     def save(self, path: Path) -> None:
         """Write the tokenizer, atomically, as JSON."""
@@ -107,27 +108,27 @@ class Tokenizer(ABC):
 @final
 @dataclass(frozen=True)
 class OutputRules:
-    """What every output of a translator obeys, however it is searched for."""
+    """The constraints on every output of a translator, for any search."""
 
-    start: tuple[int, ...]  # tokens that the decoder reads first, at least one; they are no part of an output
-    end: int  # the token that ends an output
-    never: tuple[int, ...] = ()  # tokens that no output has
-    min_length: int = 0  # fewest tokens before the end, `start` included
-    # No sequence of this many tokens occurs twice, `start` included; 0 for no such rule.
+    start: tuple[int, ...]  # first input tokens of the decoder, not empty; excluded from the output
+    end: int  # last token of an output
+    never: tuple[int, ...] = ()  # tokens excluded from outputs
+    min_length: int = 0  # minimum number of tokens before the end, `start` included
+    # length of n-grams allowed only once, `start` included; 0 = no limit
     no_repeat: int = 0
 
 
 class SentenceTokenizer(Tokenizer):
     """A tokenizer of translators: sentences have a beginning, an end and padding."""
 
-    pad_id: int  # fills rows up; no text has it
-    bos_id: int  # begins every output
-    eos_id: int  # ends source and output
-    # Whether special tokens that a sentence spells out are read as such, as `transformers` does.
+    pad_id: int  # padding token, never part of a text
+    bos_id: int  # first decoder input of every output
+    eos_id: int  # last token of source and output
+    # True = special tokens spelled out in a sentence are read as tokens, as in `transformers`
     reads_special = False
 
     def sentence_ids(self, text: Text, special_tokens: SpecialTokens = "tokens") -> list[int]:
-        """Encode a sentence without its end; take the end off token ids."""
+        """Encode a sentence without its end; a sentence of token ids loses its end."""
         if isinstance(text, str):
             parse_special = self.reads_special and special_tokens == "tokens"
             return self.encode([text.strip()], parse_special=parse_special)[0]
@@ -137,12 +138,12 @@ class SentenceTokenizer(Tokenizer):
 
     @property
     def rules(self) -> OutputRules:
-        """What outputs in these tokens obey."""
+        """The constraints on outputs in these tokens."""
         return OutputRules((self.bos_id,), self.eos_id, (self.pad_id, self.bos_id))
 
 
 def read_saved(path: Path) -> str:
-    """The text that `Tokenizer.save` wrote."""
+    """Read the text written by `Tokenizer.save`."""
     try:
         return read_limited(path, LONGEST_TOKENIZER).decode()
     except FileNotFoundError as error:
@@ -152,7 +153,7 @@ def read_saved(path: Path) -> str:
 
 
 def read_record(kind: type[RecordT], text: str, origin: str) -> RecordT:
-    """What `Tokenizer.save` wrote of a tokenizer with a format of its own."""
+    """Parse the record of a tokenizer in triptych's format, written by `Tokenizer.save`."""
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
@@ -162,8 +163,8 @@ def read_record(kind: type[RecordT], text: str, origin: str) -> RecordT:
 
 
 def token_ids_in(text: str, origin: str, advice: str = "") -> tuple[list[int], int]:
-    """The ids in a file of the tokenizers library, and how many tokens it has."""
-    # The library takes memory for every id below the largest one: they are checked before it reads the file.
+    """Return ids in a file of the tokenizers library, including the largest, and a bound on their count."""
+    # The library allocates memory for every id up to the largest, so ids are checked before it reads a file.
     try:
         record = json.loads(text)
         added = [token["id"] for token in record.get("added_tokens") or []]
@@ -178,12 +179,12 @@ def token_ids_in(text: str, origin: str, advice: str = "") -> tuple[list[int], i
 
 
 def by_library(make: Callable[[], Made], origin: str, advice: str = "") -> Made:
-    """What the tokenizers library makes of a file."""
+    """Call the tokenizers library, and convert its errors to `DataError`."""
     try:
         return make()
     except (TriptychError, ValueError):
         raise
-    # The library raises bare Exception for whatever is wrong, and PanicException, which is not one.
+    # The library raises bare Exception for any error, or PanicException, a direct subclass of BaseException.
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
@@ -213,7 +214,7 @@ class TextEncoder:
         return self._encode(lines, add_special=add_special, parse_special=parse_special)
 
     def encode_apart(self, text: str, own: Sequence[tuple[int, int]]) -> list[int] | None:
-        """Encode a text in which special tokens are read as such in some ranges of characters only.
+        """Encode a text with special tokens in the character ranges `own` only.
 
         Returns None if special tokens are spelled elsewhere: see `encode_pieces`.
         """
@@ -224,7 +225,7 @@ class TextEncoder:
         return [token for token, *_ in found]
 
     def encode_pieces(self, text: str, own: Sequence[tuple[int, int]]) -> list[int]:
-        """Encode as `encode_apart`, with the text between the special tokens of `own` piece by piece."""
+        """Encode a text as in `encode_apart`, piece by piece between the special tokens in `own`."""
         ids = list[int]()
         begin = 0
         for first, last in own:
@@ -243,14 +244,14 @@ class TextEncoder:
         return self.encode([text], add_special=False, parse_special=False)[0]
 
     def _with_places(self, text: str) -> list[tuple[int, int, int]]:
-        """Encode a text with special tokens read as such; each id comes with its range of characters."""
+        """Encode a text with special tokens; return each id with its range of characters."""
         with _ENCODING:
             self._inner.encode_special_tokens = False
             found = self._inner.encode(text, add_special_tokens=False)
         return [(token, *place) for token, place in zip(found.ids, found.offsets, strict=True)]
 
     def _is_spelled(self, token: int, text: str) -> bool:
-        """Return True if a token is a special one that the text spells out, or an unknown character."""
+        """Return True if a token is special and spelled by its text, not the token of unknown characters."""
         name = self._special.get(token)
         return name is not None and (token != self._unknown or text.strip() == name)
 
@@ -266,7 +267,7 @@ class TextEncoder:
 
     @cached_property
     def _inside(self) -> tokenizers.Tokenizer | None:
-        """The tokenizer of plain text that does not begin a text; None where that makes no difference."""
+        """The tokenizer of plain text in the middle of a text; None if it is not different."""
         record = json.loads((self._of_plain_text or self._inner).to_str())
         if not _never_prepends(record["pre_tokenizer"]):
             return None
@@ -276,16 +277,16 @@ class TextEncoder:
 
     def _encode(self, lines: Sequence[str], *, add_special: bool, parse_special: bool) -> list[list[int]]:
         with _ENCODING:
-            # Not stored in the file: without it, special tokens spelled out in a text turn special.
+            # The file does not store this flag. Its default reads special tokens spelled in a text as tokens.
             self._inner.encode_special_tokens = not parse_special
             found = self._inner.encode_batch_fast(lines, add_special_tokens=add_special)
         return [encoding.ids for encoding in found]
 
     @cached_property
     def _of_plain_text(self) -> tokenizers.Tokenizer | None:
-        """The tokenizer of plain text, where the vocabulary itself has pieces that spell special tokens.
+        """The tokenizer of plain text if the vocabulary has pieces equal to special tokens.
 
-        None where it has none that a text can reach: the library's flag is enough then.
+        None if texts cannot produce such pieces: then the library's flag is sufficient.
         """
         special = self._special
         spelled = self._encode([*special.values()], add_special=False, parse_special=False)
@@ -296,7 +297,7 @@ class TextEncoder:
 
 
 def _is_within(text: str, start: int, end: int, ranges: Sequence[tuple[int, int]]) -> bool:
-    """Return True if a range, without white space at its ends, lies in one of the given ranges."""
+    """Return True if a range, without white space at its ends, is within any given range."""
     name = text[start:end]
     start += len(name) - len(name.lstrip())
     end -= len(name) - len(name.rstrip())
@@ -304,7 +305,7 @@ def _is_within(text: str, start: int, end: int, ranges: Sequence[tuple[int, int]
 
 
 def _never_prepends(part: dict[str, Any] | None) -> bool:
-    """Change what puts a space before the first word of a text to put none; whether anything does."""
+    """Disable the space before the first word of a text in a pre-tokenizer; return True if it was enabled."""
     changed = False
     for inner in (part or {}).get("pretokenizers", ()):
         changed = _never_prepends(inner) or changed
@@ -315,7 +316,7 @@ def _never_prepends(part: dict[str, Any] | None) -> bool:
 
 
 def _unknown_of(model: Mapping[str, Any]) -> str | None:
-    """Return the token for text that is not in a vocabulary."""
+    """Return the token for unknown text."""
     if model["type"] != "Unigram":
         name = model.get("unk_token")
         return None if name is None else str(name)
@@ -324,7 +325,8 @@ def _unknown_of(model: Mapping[str, Any]) -> str | None:
 
 def _without(record: dict[str, Any], names: Sequence[str]) -> tokenizers.Tokenizer:
     """Return a tokenizer that never produces the pieces of these names."""
-    # A space before a piece is in no text that is cut at spaces, or whose spaces are written as marks.
+    # A renamed piece begins with a space. Pre-tokenized text never contains it: the text is split at spaces,
+    # or its spaces are replaced by marks.
     renamed = {name: f" {name}" for name in names}
     model = record["model"]
     if model["type"] == "Unigram":
@@ -342,41 +344,41 @@ def _without(record: dict[str, Any], names: Sequence[str]) -> tokenizers.Tokeniz
 
 
 def join_punctuation(text: str) -> str:
-    """Take out the space before punctuation and English contractions, as Hugging Face's clean-up does."""
+    """Remove the space before punctuation and English contractions, like Hugging Face's clean-up."""
     for parts in _PARTED:
         text = text.replace(parts, parts.strip())
     return text
 
 
 _BROKEN = "\ufffd"
-# A character of UTF-8 that is not complete has at most three bytes.
+# An incomplete character of UTF-8 has at most three bytes.
 _MOST_WITHHELD = 3
 
 
 @final
 class StreamDecoder:
-    """Decodes token by token; what it gives, end to end, is the text of all tokens.
+    """A decoder for streams: the concatenated results for single tokens are the text of all tokens.
 
         stream = StreamDecoder(tokenizer)
         for token in tokens:
             print(stream.push(token), end="", flush=True)
         print(stream.finish())
 
-    A character whose bytes are in several tokens is given once it is complete.
+    A character with bytes in several tokens is returned once it is complete.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        # Tokens are decoded with those before them, whose text is known: a tokenizer may treat the beginning
-        # of a text in another way than what follows.
+        # Tokens are decoded together with earlier tokens of known text, since a tokenizer may treat the
+        # beginning of a text differently.
         self._ids: list[int] = []
         self._num_known = 0
         self._given = ""
         self._num_broken = 0  # tokens in a row that left the text with a broken end
 
     def push(self, token: int) -> str:
-        """The text that a token makes certain; "" while a character is incomplete."""
+        """Add a token and return the newly completed text; "" while a character is incomplete."""
         self._ids.append(token)
         text = self._decode(self._ids)
         end = len(text.rstrip(_BROKEN))
@@ -391,7 +393,7 @@ class StreamDecoder:
         return new
 
     def finish(self) -> str:
-        """What is left: U+FFFD for bytes that are no character."""
+        """Return the remaining text, with U+FFFD for incomplete characters."""
         new = self._decode(self._ids)[len(self._given) :]
         self._given += new
         return new

@@ -1,4 +1,4 @@
-"""Characters that a tokenizer does not know. They all become one token, and cannot be recovered."""
+"""Characters unknown to a tokenizer. They are encoded as the unknown token and cannot be recovered."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from triptych.literals import SpecialTokens
 from triptych.running.text.tokenizers import Tokenizer
 
-# The largest share of a text that may be unknown where its bits per byte are given. An unknown character
-# hides up to 20 bits, which is what it takes to name one of all characters: at this share the figure is at
-# most 0.02 bits a character too low.
+# Maximum share of unknown characters for a text with bits per byte. An unknown character hides up to 20 bits,
+# the information in any Unicode character: at this share, the figure is at most 0.02 bits per character too
+# low.
 MOST_UNKNOWN = 0.001
 
 
 def unknown_token(tokenizer: Tokenizer) -> int | None:
-    """Return the token for unknown text; None if there is none, or if it has another use, as in GPT-2."""
+    """Return the token for unknown text; None if it is missing or has another use, as in GPT-2."""
     others = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
     return None if tokenizer.unk_id in others else tokenizer.unk_id
 
@@ -21,11 +21,12 @@ def unknown_token(tokenizer: Tokenizer) -> int | None:
 def count_unknown(
     tokenizer: Tokenizer, text: str, ids: Sequence[int], special_tokens: SpecialTokens = "tokens"
 ) -> int:
-    """Count the characters of a text that its tokens do not represent, at least.
+    """Return a lower bound on the number of characters of a text not represented by its tokens.
 
-    One token may replace several characters; they are missing when the other tokens are decoded. Special
-    tokens that the text spells out are represented, the unknown token among them.
+    One unknown token may replace several characters, absent from the decoded text of the other tokens.
+    Special tokens spelled out in the text, including the unknown token, count as represented.
     """
+    # The bound is the larger of two counts: unknown tokens, and characters missing after decoding.
     unknown = unknown_token(tokenizer)
     if unknown is None or unknown not in ids:
         return 0
@@ -38,14 +39,14 @@ def count_unknown(
 
 
 def _spelled(tokenizer: Tokenizer, text: str, ids: Sequence[int]) -> dict[str, int]:
-    """Count the special tokens, by their names, that a text spells out and that are read as such."""
+    """Count the special tokens spelled out in a text and read as tokens, by name."""
     counts = Counter(token for token in ids if token in tokenizer.special_ids)
     names = zip(tokenizer.pieces([*counts]), counts.values(), strict=True)
     return {name: min(number, text.count(name)) for name, number in names}
 
 
 def why_no_bits(share: float, what: str = "characters") -> str:
-    """Return the reason why a text with this unknown share has no bits per byte; "" if it has."""
+    """Return the reason why bits per byte are not given for this unknown share; "" if they are."""
     if share <= MOST_UNKNOWN:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""Vocabulary files from before `tokenizer.json`, converted by `transformers` (the extra `run`)."""
+"""Conversion of vocabulary files older than `tokenizer.json` by `transformers` (the extra `run`)."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from triptych.running.text.tokenizer_making import LARGEST_ID, Kind, require_add
 from triptych.running.text.tokenizer_settings import Token, TokenizerSettings
 from triptych.untrusted import LONGEST_TOKENIZER, read_limited
 
-# Files that a vocabulary may be in.
+# Names of vocabulary files.
 VOCABULARIES = (
     "vocab.json",
     "vocab.txt",
@@ -28,7 +28,7 @@ VOCABULARIES = (
 
 
 def find_vocabulary(folder: Path) -> Path:
-    """The vocabulary file of a checkpoint that has no `tokenizer.json`."""
+    """Return the vocabulary file of a checkpoint without `tokenizer.json`."""
     for name in VOCABULARIES:
         if (folder / name).exists() and (name != "vocab.json" or (folder / "merges.txt").exists()):
             return folder / name
@@ -41,7 +41,7 @@ def find_vocabulary(folder: Path) -> Path:
 def convert_vocabulary(
     path: Path, settings: TokenizerSettings
 ) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The tokenizer that `transformers` makes of a vocabulary file, and its named special tokens."""
+    """Convert a vocabulary file by `transformers`; return the tokenizer and its named special tokens."""
     name = class_of(settings, is_byte_level=False)
     if name is None:
         stated = settings.tokenizer_class or settings.model_type or "no class of tokenizers"
@@ -62,7 +62,7 @@ def convert_vocabulary(
         )
     import transformers  # large, and only needed here
 
-    # It sees nothing else of the checkpoint: settings may name files elsewhere.
+    # `transformers` gets copies of these files only: settings of the checkpoint may name files elsewhere.
     with quiet_transformers(), TemporaryDirectory() as folder:
         for file, copied in files.items():
             (Path(folder) / file).write_bytes(copied)
@@ -77,7 +77,8 @@ def convert_vocabulary(
 
 
 def _look_at(name: str, content: bytes) -> tuple[Kind, int]:
-    """What kind of vocabulary a file has, and how many tokens, once it is seen to be sound."""
+    """Check a vocabulary file; return the kind of its vocabulary and its number of tokens."""
+    # SentencePiece files state their algorithm in the trainer's specification: 1 is unigram, 2 is BPE.
     if name == "vocab.txt":
         return "words", content.count(b"\n")
     if name == "vocab.json":
@@ -101,7 +102,7 @@ def _look_at(name: str, content: bytes) -> tuple[Kind, int]:
 
 
 def _settings_record(settings: TokenizerSettings) -> dict[str, object]:
-    """The settings as `tokenizer_config.json` has them: flags, numbers and tokens, and no paths."""
+    """Return the settings for `tokenizer_config.json`: flags, numeric values and tokens, but not paths."""
     for name in ("extra_ids", "offset"):
         settings.count(name, 0)
 
