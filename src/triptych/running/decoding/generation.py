@@ -40,8 +40,8 @@ class GenerationOptions:
     stop_ids: tuple[int, ...] = ()  # a continuation ends before any of these tokens
     stop_texts: tuple[str, ...] = ()  # a continuation ends before any of these strings
     num_top: int = 0  # most probable tokens reported for each position; 0 with a beam
-    # maximum length of a prompt; None for the model's number of positions, or 32,768 if the model is unlimited
-    # and reads a prompt whole
+    # maximum length of a prompt; None for the model's number of positions, or 32,768 if the model is
+    # unlimited and reads a prompt whole
     max_prompt_tokens: int | None = None
     max_length: int | None = None  # maximum length of a text, prompt included
 
