@@ -27,7 +27,7 @@ LONGEST_SHOWN = 8_192
 def check_length(
     which: str, length: int, positions: int | None, asked: int | None, otherwise: int, option: str = ""
 ) -> None:
-    """Check that a text can be read at once; `option`, if any, is the option that raises the limit."""
+    """Check that a text can be read at once; `option`, if any, names the option to raise the limit."""
     if not length:
         raise UsageError(f"{which} is empty: give it some text")
     if positions is not None and length > positions:
@@ -99,9 +99,9 @@ def batches_of_like_length(
     *,
     pads: bool = True,
 ) -> Iterator[list[int]]:
-    """Yield batches of sentence indices, longest sentences first.
+    """Yield batches of sentence indices in order of falling length.
 
-    Sentences of a batch have similar lengths; without `pads`, equal lengths.
+    Sentences of a batch have similar lengths. If `pads` is False, they have equal lengths.
     """
     batch: list[int] = []
     for i in sorted(range(len(sentences)), key=lambda i: -len(sentences[i])):
@@ -118,7 +118,7 @@ def batches_of_like_length(
 
 
 def padded_alike(batch: Sequence[int], lengths: Sequence[int], limit: int | None) -> Iterator[list[int]]:
-    """Yield the parts of a batch whose texts do not change each other's results.
+    """Split a batch into parts in which texts do not change each other's results.
 
     Texts longer than `limit` share a batch only with texts of the same length.
     """
@@ -133,7 +133,7 @@ def padded_alike(batch: Sequence[int], lengths: Sequence[int], limit: int | None
 
 @final
 class EvaluationMode:
-    """Context manager: evaluation mode inside, the previous mode afterwards."""
+    """Context manager for evaluation mode, which restores the previous mode afterwards."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

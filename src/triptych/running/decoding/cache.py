@@ -143,7 +143,7 @@ class TextCache:
             texts = torch.arange(len(self.lengths), device=self.lengths.device)
             self.mask.view(len(texts), width, -1, width)[texts, :, self.lengths] = self._own
         end = self.room if self.fixed else self.longest + 1
-        # Finished texts that are still in the batch may grow past the last position.
+        # Finished texts stay in the batch for a while and may grow past the last position.
         if self.most is not None and end > self.most:
             end = self.most
             ids = ids.clamp(max=self.most - 1)
@@ -273,7 +273,7 @@ class SlotCache(AttentionCache):
         self._stores = tuple(torch.cat([_with_slots(store, slots) for store in pair]) for pair in pairs)
 
     def grow(self) -> None:
-        """Grow the stores to the owner's number of slots, which copies them."""
+        """Grow the stores, by copying, to the owner's number of slots."""
         self._stores = tuple(_with_slots(store, self._owner.slots) for store in self._stores)
 
 

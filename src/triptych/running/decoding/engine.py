@@ -50,9 +50,9 @@ class DecodingEngine(ABC):
     pad_id: int  # padding token, masked everywhere
     # the decoder's number of positions; None if unlimited
     max_tokens: int | None
-    # whether every step of a batch repeats the same operations on the same memory (`FixedSteps`)
+    # True if every step of a batch repeats the same operations on the same memory (`FixedSteps`)
     fixed: bool = False
-    # whether new texts can join a running batch
+    # True if new texts can join a running batch
     joins: bool = True
     num_choices: int | None = None  # only the first `num_choices` tokens may be chosen; None for all
 
@@ -67,7 +67,7 @@ class DecodingEngine(ABC):
 
     @abstractmethod
     def step(self, tokens: Int[Tensor, " rows"], cache: Any) -> Float[Tensor, "rows vocab"]:
-        """Return logits of the token after each of `tokens`, one token for each row."""
+        """Append `tokens`, a token for each row, to the cache; return the logits of the next token."""
 
     def overflow(self, read: Read) -> NumbersOverflowError:
         """Build the error for non-finite values after these tokens were read."""
@@ -80,17 +80,17 @@ class DecodingEngine(ABC):
 
 @final
 class Engine(DecodingEngine):
-    """A model with fused maps in a chosen precision, ready for decoding. It may share memory with the model.
+    """A model with fused maps in a chosen precision. It may share memory with the original model.
 
-    Weights in a mapped file are copied to memory, so that later changes of the file have no effect.
+    Weights in a mapped file are copied to memory, so that later changes of the file do not matter.
 
     A language model prefills its cache with prompts (`read`). An encoder-decoder encodes source sentences
     (`start`); its embedding tables are scaled in advance, and its output layer is padded to whole groups.
-    For a small model, the weights are also packed, which copies them (`thresholds.SHARE_PACKED`).
+    Weights of a small model are also packed, and thereby copied (`thresholds.SHARE_PACKED`).
 
     Attributes:
         context: maximum number of tokens read at once (`LanguageModel.context`); None if unlimited.
-        reads_again: whether a text may grow past `context`; its last tokens are then read again.
+        reads_again: True if a text may grow past `context`; its last tokens are then read again.
         rotary_limit: see `LanguageModel.rotary_limit`.
         vocab_size: size of the vocabulary.
     """
@@ -102,8 +102,8 @@ class Engine(DecodingEngine):
         precision: Precision = "fp32",
         num_choices: int | None = None,  # only the first `num_choices` tokens may be chosen; None for all
         *,
-        never: Sequence[int] = (),  # tokens of an encoder-decoder whose logits are −inf
-        direct: bool = True,  # whether modules call each other without hooks; False for tracing
+        never: Sequence[int] = (),  # tokens with logits of −inf, for encoder-decoders only
+        direct: bool = True,  # call modules without hooks; False for tracing
     ) -> None:
         *_, decoder = model.stacks.values()
         table = decoder.embeddings.table.weight
@@ -148,13 +148,13 @@ class Engine(DecodingEngine):
         for module in self.model.modules():
             cast_parameters(module, maps.dtype)
         modules = [*self.model.modules()]
-        # Layers that were not fused accept boolean masks only.
+        # Unfused layers accept boolean masks only.
         self._is_fused = not any(isinstance(module, MultiHeadAttention) for module in modules)
         # Tables and norms, and the maps of a large model, still share memory with the model.
         own_memory([self.model])
         for stack in self.model.stacks.values():
             stack.embeddings.stream_dtype = None
-            # Layers that were not fused read the parameters of their submodules; direct calls hide them.
+            # Unfused layers read the parameters of their submodules; direct calls hide them.
             if direct and self._is_fused and not any(isinstance(module, Experts) for module in modules):
                 call_directly(stack)
         self._head = cast(Callable[[Tensor], Tensor], self._decoder.head)
@@ -215,6 +215,7 @@ class Engine(DecodingEngine):
     ]:
         """Project the encoder's output to the keys and values of each decoder layer."""
         batch, length, _ = memory.shape
+        # All layers share one product; its output columns are split by layer, then into keys and values.
         joined = self.memory_map(memory)
         found = []
         start = 0
@@ -241,9 +242,9 @@ class Engine(DecodingEngine):
         return self._logits(hidden[torch.arange(len(ids), device=self.device), cache.lengths - 1])
 
     def step(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
-        """Append `tokens`, one for each row, to the cache; return the logits of the next token.
+        """Append `tokens`, a token for each row, to the cache; return the logits of the next token.
 
-        Of an encoder-decoder, logits of padding columns and of `never` are −inf. With a `fixed` cache, the
+        An encoder-decoder's logits of padding columns and of `never` are −inf. If the cache is `fixed`, the
         next step overwrites the returned tensor.
         """
         if cache.steps is not None:
@@ -295,7 +296,7 @@ def _map_tables(own: LanguageModel, maps: Maps, files: MappedFiles | None) -> No
     cast_parameters(table, maps.dtype)
     if head.config.tied:
         head.output.weight = table.weight
-    # Largest map first: a map and its copy coexist for a moment, and now few other copies exist.
+    # Largest map first: a map and its conversion coexist for a moment, while memory is least used.
     for parent, name in ((head, "output"), (head, "map"), (own.embeddings, "map")):
         layer = getattr(parent, name)
         if layer is not None:

@@ -34,7 +34,7 @@ class EnsembleEngine(DecodingEngine):
         return EnsembleCache([engine.start(src, beam_size) for engine in self._engines])
 
     def step(self, tokens: Int[Tensor, " rows"], cache: "EnsembleCache") -> Float[Tensor, "rows vocab"]:
-        """Return log-probabilities of the token after each of `tokens`: the log of the mean probability."""
+        """Append `tokens` to the caches; return log-probabilities: the log of the mean probability."""
         pairs = zip(self._engines, cache.parts, strict=True)
         log_probs = [engine.step(tokens, part).log_softmax(dim=-1) for engine, part in pairs]
         return torch.stack(log_probs).logsumexp(dim=0) - math.log(len(log_probs))
@@ -42,7 +42,7 @@ class EnsembleEngine(DecodingEngine):
 
 @final
 class EnsembleCache:
-    """The caches of a batch, one for each model."""
+    """Caches of a batch for each model."""
 
     columns = None  # logits have a column for each token of the vocabulary
 

@@ -35,7 +35,7 @@ def score_translations(
     num_resamples: int = 1000,
     seed: int = 12345,
 ) -> list[CorpusScore]:
-    """Score translations with BLEU and chrF against one reference each; a string is one translation."""
+    """Score translations with BLEU and chrF against single references; a string is one translation."""
     hypotheses = as_lines(hypotheses)
     references = as_lines(references)
     if len(hypotheses) != len(references):

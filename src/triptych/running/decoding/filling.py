@@ -23,7 +23,7 @@ class Filling:
     token: int
     piece: str  # readable token, with "▁" for a space
     probability: float  # the model's probability of the token
-    filled: str  # text in which this token replaces the mask; the other masks stay
+    filled: str  # text with the mask replaced by this token; the other masks stay
 
 
 @torch.inference_mode()
@@ -65,7 +65,7 @@ def fill_masks(
 def _filling(tokenizer: Tokenizer, ids: Sequence[int], place: int, token: int, probability: float) -> Filling:
     text = tokenizer.decode([[token]])[0]
     piece = tokenizer.pieces([token])[0]
-    # Of the special tokens, only the other masks belong to the user's text.
+    # The other masks are the only special tokens from the user's text.
     shown = [
         own
         for i, own in enumerate([*ids[:place], token, *ids[place + 1 :]])

@@ -48,8 +48,8 @@ from triptych.running.decoding.linear_maps import ACTIVATIONS, MappedFiles, Maps
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | LanguageModel)
 
-# Below this number of multiplications, torch uses another algorithm for a product; in bfloat16 the number
-# is that of a whole batched product.
+# A product with fewer multiplications uses another algorithm of torch; in bfloat16, the multiplications of
+# all heads of a batch count together.
 _SMALL_PRODUCT = {torch.bfloat16: 16**3 + 1}
 _SMALL_PRODUCT_OTHERWISE = 400
 # With fewer rows, the product of attention weights and values in bfloat16 depends on the number of keys, even
@@ -217,7 +217,7 @@ class FusedAttention(nn.Module):
                     prepared(kept[1], semantics, self._v_norm),
                 ]
         q = tempered(q, semantics, places)
-        # Keys that are rotated when read are cached with their positions.
+        # Keys are cached with their positions if they are rotated at reading.
         if cache is not None and (self.positional or (self.same and rotary is not None)):
             places, entries = places.add(cache, tuple(kept))
         else:
@@ -232,7 +232,7 @@ class FusedAttention(nn.Module):
         return v if self.rotary is None else places.rotate_keys(v, self.rotary), v
 
     def _padded(self, norm: HeadNorm | None, width: int) -> Callable[[Tensor], Tensor] | None:
-        """Restrict a norm to the channels that are not padding."""
+        """Restrict a norm to the unpadded channels."""
         if norm is None or width == self.width:
             return norm
         return lambda heads: F.pad(norm(heads[..., :width]), (0, self.width - width))
@@ -281,7 +281,7 @@ class FusedAttention(nn.Module):
         k = k.reshape(groups, -1, self.width)
         v = v.reshape(groups, -1, self.width)
         if k.dtype == torch.bfloat16:
-            k, v = k.contiguous(), v.contiguous()  # otherwise the product copies cache slices, more slowly
+            k, v = k.contiguous(), v.contiguous()  # otherwise the product makes slower copies of cache slices
         scores = torch.bmm(rows, k.mT)
         key_len = k.shape[1]
         scores = scores[:, :count].reshape(batch, self.num_heads, -1, key_len)
@@ -292,7 +292,7 @@ class FusedAttention(nn.Module):
             weights = F.pad(weights, (0, 0, 0, missing))
         if not is_even or key_len <= EVEN_KEYS:
             return torch.bmm(weights, v)[:, :count]
-        # Sum over blocks of keys: torch splits a long sum depending on its length, which changes its bits.
+        # Sum over blocks of keys: torch splits a long sum depending on its length, and so changes its bits.
         parts = key_len // EVEN_KEYS
         apart = (
             weights.view(groups, -1, parts, EVEN_KEYS).transpose(1, 2).reshape(groups * parts, -1, EVEN_KEYS)
@@ -334,8 +334,8 @@ class _FusedGate(nn.Module):
     def __init__(self, gate: HeadGate, maps: Maps) -> None:
         super().__init__()
         self._gate, self._used = gate, gate.weight[..., 0].numel()
-        # Sigmoids are computed in vectors, and a remainder one by one with different bits: padding avoids
-        # a remainder.
+        # Sigmoids are computed in vectors, but a remainder in scalars with different bits: padding avoids a
+        # remainder.
         missing = -self._used % ACTIVATIONS if maps.packed else 0
         weight = gate.weight.flatten(0, -2)
         bias = None if gate.bias is None else gate.bias.flatten()
@@ -388,6 +388,7 @@ def _as_cached(weights: AttentionWeights) -> AttentionWeights:
         return weights
     if any(link.norm is not None for link in common):
         return weights
+    # U^K and U^V for every query head; the shared maps before them become the only cached projection.
     up_k, up_v = (
         replace(weights, k=chain).multiplied("k").repeat(weights.num_heads) for chain in (rest_k, rest_v)
     )
@@ -461,7 +462,7 @@ def fuse(
             if isinstance(layer, MultiHeadAttention) and layer.tap is None:
                 is_cross = name == "cross_attention"
                 weights = layer.weights()
-                # With a small cache, a layer is fused only if that does not enlarge its cache.
+                # If the cache must be small, a layer is fused only if fusing does not enlarge its cache.
                 if small_cache:
                     weights = _as_cached(weights)
                     if beyond_fusing(weights, is_cross) or _keeps_more(weights):

@@ -90,7 +90,7 @@ class NewToken(NamedTuple):
 
 
 class OtherEngine(ABC):
-    """Base class of other libraries that generate text in place of an `Engine`."""
+    """Base class for text generation by another library instead of an `Engine`."""
 
     @abstractmethod
     def generate(
@@ -106,7 +106,7 @@ class OtherEngine(ABC):
     def stream(
         self, prompt: Sequence[int], options: GenerationOptions, ends: Callable[[int, int], bool]
     ) -> Iterator[NewToken]:
-        """Continue a prompt without a beam, token by token."""
+        """Continue a prompt without a beam and yield each new token."""
 
 
 def _never_ends(row: int, token: int) -> bool:
@@ -125,13 +125,13 @@ def check_prompts(
 
 
 def limit_of_prompt(prompt: int, max_new_tokens: int, max_tokens: int | None) -> int:
-    """Return the maximum number of new tokens; the last token needs no position."""
+    """Return the maximum number of new tokens; the last token does not take a position."""
     return max_new_tokens if max_tokens is None else min(max_new_tokens, max_tokens - prompt + 1)
 
 
 @dataclass(frozen=True)
 class SampleKind:
-    """Options that texts of a batch have in common."""
+    """Common options of the texts of a batch."""
 
     sampling: SamplingOptions
     closed: int | None  # length of the texts, if a batch may not mix lengths
@@ -141,9 +141,9 @@ class SampleKind:
 class Sample(Text):
     """A continuation of a prompt.
 
-    A model trained with a recipe reads at most `Engine.context` tokens at once, as in training. A text that
-    reaches this length is continued from its last `context / 2` tokens, which are read again. The lengths at
-    which that happens depend on the text alone.
+    A model trained with a recipe reads at most `Engine.context` tokens at once, as in training. At this
+    length, the last `context / 2` tokens of the text are read again and continued. The restarts depend on
+    the text alone.
 
     Attributes:
         new: new tokens so far.
@@ -220,7 +220,7 @@ def _closed(engine: Engine, prompt: Sequence[int], left: int) -> int | None:
 
 @final
 class Samples(DecodingBatch[Sample]):
-    """Batch of samples, each with one hypothesis."""
+    """Batch of samples, with a row for each sample."""
 
     def __init__(self, engine: Engine, kind: SampleKind) -> None:
         super().__init__(engine, kind, 1, joins=kind.closed is None)
@@ -291,6 +291,7 @@ def _begin_prompt(
     A beam search is over when `beam_size` hypotheses have ended or at the length limit, where open hypotheses
     count as ended. A beam never grows past `Engine.context`.
     """
+    # Without a beam, each sample is a text of its own; with a beam, the samples are its best hypotheses.
     k = options.beam_size
     count = options.num_samples
     if k == 1:
@@ -315,7 +316,7 @@ def generate_tokens(
     ends: Callable[[int, int], bool] = _never_ends,
     batch_rows: int = 32,
 ) -> list[list[Hypothesis]]:
-    """Continue prompts, at most `batch_rows` texts at a time, longest texts first."""
+    """Continue prompts in order of falling length, at most `batch_rows` texts at a time."""
     asked = begin(engine, prompts, options, ends)
     texts = [text for one in asked for text in one.texts]
     Loop(engine, most_rows=batch_rows).run(sorted(texts, key=lambda text: -text.size))

@@ -31,8 +31,8 @@ _NO_TERM = -1
 class Glossary:
     """Terms of the source language and their translations.
 
-    A term matches whole words with the glossary's spelling; only the case of its first letter may differ. Of
-    overlapping terms, the first match counts, and the longest of the terms that start there.
+    A term matches whole words with the glossary's spelling; only the case of its first letter may differ. If
+    terms overlap, the first counts; if terms start together, the longest counts.
     """
 
     def __init__(self, terms: Mapping[str, str], tokenizer: SentenceTokenizer) -> None:
@@ -95,7 +95,7 @@ def _last_end(ids: tuple[int, ...], term: tuple[int, ...]) -> int:
 
 @final
 class Terms:
-    """Terms that an output must contain, each a sequence of tokens."""
+    """Required terms of an output, as sequences of tokens."""
 
     def __init__(self, terms: Sequence[tuple[int, ...]], lengthening: bytes = b"") -> None:
         """Require terms; a term may not be part of another term.
@@ -120,7 +120,7 @@ class Terms:
     def best(
         self, log_probs: Float[Tensor, "beam vocab"], beam: Sequence[tuple[tuple[int, ...], float]], end: int
     ) -> list[tuple[float, int, int, float]]:
-        """Return continuations of a beam (tokens and totals): finished, then open, each best first.
+        """Return the best continuations of a beam (tokens and totals), sorted by total: finished, then open.
 
         A continuation is a total, a row, a token and its log-probability.
         """

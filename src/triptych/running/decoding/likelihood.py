@@ -80,7 +80,7 @@ class Likelihood:
 def token_losses(
     model: LanguageModel, ids: Sequence[int], context: int, stride: int, compute: Logits | None = None
 ) -> list[Float[Tensor, " tokens"]]:
-    """Compute negative log-probabilities in nats of all tokens of a text but the first, window by window."""
+    """Compute negative log-probabilities in nats of all tokens but the first, in a list by window."""
     whole = torch.tensor(ids, device=model.embeddings.table.weight.device)
     last = len(ids) - 1  # number of tokens read: the last token is only predicted
     found, windows = [], list[tuple[int, int, int]]()  # begin, end, tokens predicted before

@@ -27,7 +27,7 @@ from triptych.literals import Precision
 from triptych.running.decoding.row_counts import Product, ProductShape, RowCounts, best_layout, row_counts
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
-# Vectorised activations have a block size that divides this number, even after two threads halve it.
+# Multiple of the block size of vectorised activations, even after halving between two threads.
 ACTIVATIONS = 64
 
 
@@ -49,7 +49,7 @@ class Maps:
 
     Attributes:
         dtype: dtype of inputs and outputs of the maps.
-        packed: whether weights are copied to a packed layout.
+        packed: True if weights are copied to a packed layout.
     """
 
     def __init__(self, precision: Precision, dtype: torch.dtype, *, packed: bool = False) -> None:
@@ -78,8 +78,8 @@ class Maps:
 
     def feed_forward(self, layer: FeedForward) -> None:
         """Replace the maps of a feed-forward layer."""
-        # Activations are computed in vectors, and a remainder one by one with different bits: padding avoids
-        # a remainder. Sparsity uses the mean over all channels, which padding would change.
+        # Activations are computed in vectors, but a remainder in scalars with different bits: padding avoids
+        # a remainder. Sparsity uses the mean over all channels, so padding would change it.
         pads = self.packed and not layer.config.sparsity
         missing = -layer.inner.weight.shape[0] % ACTIVATIONS if pads else 0
         inner = layer.inner
@@ -107,8 +107,8 @@ class Maps:
 class PackedLinear(nn.Module):
     """A linear map with a weight packed once by oneDNN.
 
-    On AMD processors, products of oneDNN in float32 are also twice as fast as torch's products, which do not
-    use AVX-512 there.
+    On AMD processors, oneDNN's products in float32 are also twice as fast as torch's products, since torch
+    does not use AVX-512 there.
 
     The bits of a row do not depend on the other rows: a batch with too many rows is split, and a batch with
     too few rows is padded (`row_counts.py`).
@@ -169,12 +169,12 @@ class Int8Linear(nn.Module):
         scales = (largest / 127).double()
         zeros = torch.zeros_like(scales, dtype=torch.long)
         with warnings.catch_warnings():
-            # torch plans to replace these tensors, but none of its other int8 products is as fast on CPUs yet.
+            # torch plans to replace these tensors, but its other int8 products are slower on CPUs so far.
             warnings.simplefilter("ignore", UserWarning)
             quantized = torch.quantize_per_channel(weight.float().contiguous(), scales, zeros, 0, torch.qint8)
             self.packed = torch.ops.quantized.linear_prepack(quantized, None)
         self.bias = None if bias is None else bias.detach().float()
-        # Without VNNI, CPUs add pairs of products in 16 bits, which overflow at full range.
+        # CPUs without VNNI add pairs of products in 16 bits. Such sums overflow at full range.
         has_vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
         steps = 127 if has_vnni else 63
         self.scale = 1 / steps
@@ -184,7 +184,7 @@ class Int8Linear(nn.Module):
         self.product: Callable[..., Tensor] = getattr(product, "_op", product)
 
     def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
-        # A row of zeros gives the bias: 0 / 0 is quantised to some integers, which are multiplied by 0.
+        # A row of zeros gives the bias: 0 / 0 is quantised to some integers and then multiplied by 0.
         largest = x.abs().amax(-1, True)
         y = self.product(x / largest, self.scale, self.zero, self.packed)
         return y.mul_(largest) if self.bias is None else torch.addcmul(self.bias, y, largest, out=y)
@@ -220,10 +220,10 @@ class MappedFiles:
     """File mappings of this process."""
 
     def __init__(self) -> None:
-        """Record the current mappings, whose pages must not be written to afterwards."""
+        """Record the current mappings; their pages must not be written to afterwards."""
         self._starts: list[int] = []
         self._ends: list[int] = []
-        self._is_clean: list[bool] = []  # without written pages, which releasing would discard
+        self._is_clean: list[bool] = []  # True if no page was written to: releasing would discard changes
         self._library = ctypes.CDLL(None) if sys.platform == "linux" else None
         if self._library is not None:
             self._library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -247,7 +247,7 @@ class MappedFiles:
                 self._library.madvise(first, end - first, _DONTNEED)
 
     def _place(self, start: int, length: int) -> int | None:
-        """Return the index of the mapping that contains these bytes, or None."""
+        """Return the index of the mapping with these bytes, or None."""
         place = bisect_right(self._starts, start) - 1
         return place if length > 0 and place >= 0 and start + length <= self._ends[place] else None
 
@@ -269,7 +269,7 @@ class MappedFiles:
                 self._is_clean.append(line.split()[1] == "0")
 
 
-# Share of the available memory that is reserved for other needs.
+# Share of the available memory reserved for other needs.
 _LEFT_FREE = 0.1
 
 
@@ -277,8 +277,8 @@ def own_memory(modules: Iterable[nn.Module]) -> None:
     """Copy parameters and buffers of modules from mapped files to memory.
 
     Otherwise, overwriting or truncating the file would change them or crash the process. Tensors with shared
-    memory still share it afterwards. Tensors are copied one by one, and the file pages of a copied tensor are
-    released. If the available memory is too small for all tensors, no tensor is copied.
+    memory still share it afterwards. If the available memory is too small for all tensors, they stay in the
+    files.
     """
     files = MappedFiles()
     held = [
@@ -289,6 +289,7 @@ def own_memory(modules: Iterable[nn.Module]) -> None:
     ]
     if sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values()) > _free_memory():
         return
+    # File pages are released after each copy, so that the peak grows by a single tensor.
     copies = dict[tuple[object, ...], Tensor]()
     for tensor in held:
         old = tensor.data

@@ -10,7 +10,7 @@ from triptych.core.models.experts import Experts
 from triptych.running.decoding.cache import even_length, hidden_past
 from triptych.running.decoding.fused import FusedAttention, numbers_of
 
-# With more threads, the split of activations among threads depends on the number of rows.
+# The split of activations among more threads depends on the number of rows.
 MOST_THREADS = 2
 # Compared lengths of a text, and of the longest text of its batch.
 _LENGTHS = (1, 13, 29, 61)
@@ -19,7 +19,7 @@ _BATCHES = (1, 3)
 
 
 def why_batches_matter(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype) -> str:
-    """Return the reasons why a batch may change a text's bits on this machine; "" if there are none."""
+    """Return the reasons why a batch may change a text's bits on this machine, or ""."""
     if device.type != "cpu":
         return f"products on {device.type} are not compared"
     every = [*modules]
@@ -96,7 +96,7 @@ def _prompts(layer: FusedAttention, q: Tensor, k: Tensor, v: Tensor) -> Iterator
 
 
 def _beside(own: Tensor, length: int, batch: int) -> Tensor:
-    """Place a text's tensor last in a batch of ones, padded to a length."""
+    """Put a text's tensor, padded to a length, last in a batch of ones."""
     filled = own.new_ones(batch, own.shape[0], length, own.shape[2])
     filled[-1, :, : own.shape[1]] = own
     return filled

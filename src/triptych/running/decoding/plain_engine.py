@@ -60,7 +60,7 @@ class PlainEngine(DecodingEngine):
         )
 
     def step(self, tokens: Int[Tensor, " rows"], cache: "Hypotheses") -> Float[Tensor, "rows vocab"]:
-        """Append `tokens`, one for each row, to the cache; return the logits of the next token."""
+        """Append `tokens`, a token for each row, to the cache; return the logits of the next token."""
         self._tell(cache.layers.length)
         x = self.model.decode(tokens[:, None], cache.memory, cache.mask, cache.layers)
         self._tell(0)  # a later forward pass starts at position 0

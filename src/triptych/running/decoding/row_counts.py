@@ -22,7 +22,7 @@ _FEW = (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32)
 _MANY = (33, 64, 128, 200)
 # Row counts compared to choose a layout: few, medium and many rows.
 _FOR_LAYOUTS = (2, 32, 64)
-# Number of different rows of a test weight, which repeats these rows.
+# Number of different rows of a test weight; further rows repeat them.
 _DIFFERENT = 64
 
 Product = Callable[[Tensor], Tensor]
@@ -30,7 +30,7 @@ Product = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ProductShape:
-    """Properties that may affect a product's order of summation, except row and thread counts."""
+    """Possible influences on a product's order of summation, except row and thread counts."""
 
     d_in: int
     d_out: int
@@ -59,7 +59,7 @@ class RowCounts(NamedTuple):
         return [*found, rows] if rows else found
 
 
-# Function that builds the product of a shape from a weight and a bias.
+# Constructor of the product of a shape from a weight and a bias.
 MakeProduct = Callable[[ProductShape, Tensor, Tensor | None], Product]
 
 # Results by shape and number of threads.
@@ -84,7 +84,7 @@ def _with_many(few: RowCounts, shape: ProductShape, make: MakeProduct) -> RowCou
     same = [count for count, sign in signs if _same(sign, first)]
     if few.most == _FEW[-1] and len(same) == len(_MANY):
         return RowCounts(few.fewest, sys.maxsize, is_whole=True)
-    # If a row count differs, row counts that were not compared may differ, too.
+    # If a row count differs, row counts not compared may differ, too.
     return RowCounts(few.fewest, few.most, (*same[::-1], *few.sizes), is_whole=True)
 
 
@@ -126,7 +126,7 @@ def compared(
 
 
 def alike(signs: Sequence[tuple[int, Tensor | None]]) -> RowCounts:
-    """Find the longest run of row counts with equal bits; of equally long runs, the first."""
+    """Find the longest run of row counts with equal bits, or the first of equally long runs."""
     best = list[int]()
     for start, (_, sign) in enumerate(signs):
         run = [count for count, other in takewhile(lambda one: _same(one[1], sign), signs[start:])]  # noqa: B023

@@ -1,7 +1,7 @@
-"""Token rules of a checkpoint: tokens that may not come next, whatever their probability.
+"""Token rules of a checkpoint, which forbid next tokens whatever their probability.
 
-Each rule is one of `transformers`: `NoRepeatNGram`, `NoBadWords`, `SuppressTokens`, `SuppressTokensAtBegin`,
-`MinNewTokensLength` and `MinLength` of `generation/logits_process.py`, version 5.23.0.
+The rules are those of `transformers`: `NoRepeatNGram`, `NoBadWords`, `SuppressTokens`,
+`SuppressTokensAtBegin`, `MinNewTokensLength` and `MinLength` of `generation/logits_process.py`, version 5.23.0.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from typing import final
 class TokenRules:
     """Rules that forbid next tokens."""
 
-    no_repeat_ngram_size: int = 0  # n of n-grams that must not repeat, prompt included; 0 for no rule
+    no_repeat_ngram_size: int = 0  # size of n-grams forbidden to repeat, prompt included; 0 for no rule
     bad_words: tuple[tuple[int, ...], ...] = ()  # forbidden token sequences
     never: tuple[int, ...] = ()
     never_first: tuple[int, ...] = ()  # tokens forbidden right after the prompt

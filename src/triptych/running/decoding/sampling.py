@@ -152,6 +152,7 @@ def allowed(
     logits: Float[Tensor, "rows vocab"], options: SamplingOptions, rows: Sequence[RowState]
 ) -> Float[Tensor, "rows vocab"]:
     """Apply the repetition penalty and set tokens forbidden by the rules to −inf."""
+    # Penalty and rules need the tokens of each row, unlike the filters.
     if options.repetition_penalty != 1:
         seen = torch.zeros_like(logits, dtype=torch.bool)
         for place, row in enumerate(rows):

@@ -4,8 +4,8 @@ The score of a hypothesis is its log-probability over the length penalty,
 
     log P(Y | X) / lp(Y)        lp(Y) = ((5 + |Y|) / 6)^α
 
-where |Y| is the number of tokens including the end of sentence. Source: Wu et al. 2016, arXiv 1609.08144, section 7;
-Vaswani et al. 2017, section 6.1, for the limit on length.
+where |Y| is the number of tokens including the end of sentence. Source: Wu et al. 2016, arXiv 1609.08144,
+section 7; Vaswani et al. 2017, section 6.1, for the limit on length.
 """
 
 import math
@@ -55,9 +55,9 @@ class SearchOptions:
     alpha: float = 0.6  # exponent of the length penalty; 0 for no penalty
     max_extra_tokens: int = 50  # maximum length of an output, minus the length of its source
     num_best: int = 1  # number of returned hypotheses, at most beam_size
-    # end of the search for a sentence. "certain": as soon as open hypotheses cannot overtake the num_best-th
-    # finished hypothesis. "full": as soon as beam_size hypotheses have finished, as in most toolkits, with
-    # about half the steps. Greedy search ends at the first finished hypothesis
+    # end of the search for a sentence. "certain": open hypotheses cannot overtake the num_best-th finished
+    # hypothesis any more. "full": beam_size hypotheses have finished; most toolkits use this criterion, which
+    # takes about half the steps. Greedy search ends at the first finished hypothesis
     stop: Stop = "certain"
     # maximum length of a sentence read at once; None for the model's limit, or 1,024 if it is unlimited
     max_source_tokens: int | None = None
@@ -86,7 +86,7 @@ class Hypothesis(NamedTuple):
     score: float = 0.0  # finished hypotheses: log_prob over the length penalty; without a beam, log_prob
     log_probs: tuple[float, ...] = ()  # log-probabilities of the tokens and of the end token
     finish: Finish | None = None  # reason for the end
-    tops: tuple[Top, ...] = ()  # if requested, most probable tokens at the position of each of `log_probs`
+    tops: tuple[Top, ...] = ()  # most probable tokens at each position of `log_probs`, if requested
 
 
 def length_penalty(length: int, alpha: float) -> float:
@@ -114,13 +114,13 @@ def best_first(found: Sequence[Hypothesis]) -> list[Hypothesis]:
 
 @dataclass(frozen=True)
 class BeamKind:
-    """Search options that beams of a batch have in common."""
+    """Common search options of the beams of a batch."""
 
     size: int  # hypotheses kept at every step; 1 is greedy
     alpha: float  # exponent of the length penalty
     ends: tuple[int, ...]  # end tokens
     enough: float  # number of finished hypotheses at which a search ends
-    # rank of the finished hypothesis that open hypotheses must be able to overtake; None if only `enough` counts
+    # rank of the finished hypothesis that open hypotheses must be able to overtake; None to use only `enough`
     wanted: int | None = None
     rules: OutputRules | None = None  # rules of a translator's output
     closed: int | None = None  # length of the texts, if a batch may not mix lengths
@@ -143,7 +143,7 @@ class BeamText(Text):
         terms: Terms | None = None,
         at_limit: Finish = "token",
     ) -> None:
-        """Start; `limit` is the maximum length of an output. With `rules`, an end token follows even there."""
+        """Start; `limit` is the maximum length of an output, which with `rules` ends in an end token."""
         self.given = given
         self.kind = kind
         self.limit = limit
@@ -153,8 +153,8 @@ class BeamText(Text):
         # All rows of a text start equal, so only the first row is continued; otherwise all would stay equal.
         self.open = [Hypothesis((), 0.0), *[_NOTHING] * (kind.size - 1)]
         self.ended: list[Hypothesis] = []
-        # Upper bound of an open hypothesis's score: its log-probability is negative and only falls, and the
-        # length penalty, by which it is divided, is largest at the maximum length.
+        # Divisor for an upper bound of an open hypothesis's score: the log-probability is at most 0 and only
+        # falls, and the length penalty is largest at the maximum length.
         self.kindest = length_penalty(limit + 1, kind.alpha)
 
     @property
@@ -173,17 +173,17 @@ class BeamText(Text):
 
     @property
     def best(self) -> list[Hypothesis]:
-        """Finished hypotheses, best first."""
+        """Finished hypotheses by falling score."""
         return best_first(self.ended)
 
     def batch(self, engine: Any) -> "Beams":
         return Beams(engine, self.kind)
 
     def take(self, candidates: Sequence[tuple[float, int, int, float]]) -> list[tuple[int, int]]:
-        """Continue with the best candidates: totals, rows, tokens and log-probabilities, best first.
+        """Continue with the best candidates: totals, rows, tokens and log-probabilities by falling total.
 
         Returns:
-            for each row, the row that it continues and its token.
+            parent row and token of each row.
         """
         kind = self.kind
         length = self.length + 1
@@ -199,7 +199,7 @@ class BeamText(Text):
                 going.append((parent, token))
             elif rank < kind.size:
                 self._close(before.ids, total, log_probs, "token")
-        # Without rules, open hypotheses count as finished at the limit.
+        # At the limit, open hypotheses count as finished unless the rules require an end token.
         if open_ and length == self.limit and kind.rules is None and len(self.ended) < kind.enough:
             for one in open_:
                 self._close(one.ids, one.log_prob, one.log_probs, self._at_limit)
@@ -232,13 +232,14 @@ def sentence_text(
     """Build the beam search of a sentence, token ids with the end of sentence, for a `Loop`."""
     size = options.beam_size
     enough = enough_finished(options)
-    # With terms, hypotheses that produce the terms early finish first: their number must not end the search.
+    # Hypotheses with early terms would finish first, so the number of finished hypotheses must not end the
+    # search.
     if terms is not None:
         size = size + terms.num_tokens
         enough = math.inf
     kind = BeamKind(size, options.alpha, (rules.end,), enough, options.num_best, rules)
     most = engine.max_tokens
-    if most is not None:  # start tokens take positions, too; `limit_of` counts one of them
+    if most is not None:  # start tokens take positions, too; `limit_of` counts only the first
         most -= len(rules.start) - 1
     limit = limit_of(len(ids) - 1, options.max_extra_tokens, most)
     if terms is not None and terms.num_tokens > limit:
@@ -320,7 +321,7 @@ class Beams(DecodingBatch[BeamText]):
     def _best(
         self, log_probs: Float[Tensor, "texts beam vocab"]
     ) -> list[list[tuple[float, int, int, float]]]:
-        """Return the best continuations of each text, best first; see `BeamText.take`."""
+        """Return the best continuations of each text by falling total; see `BeamText.take`."""
         batch, k, vocab = log_probs.shape
         if vocab % GROUP:
             log_probs = F.pad(log_probs, (0, -vocab % GROUP), value=-math.inf)

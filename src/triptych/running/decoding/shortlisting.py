@@ -1,4 +1,4 @@
-"""Decoding with a lexical shortlist, which restricts the output layer to the tokens allowed in a batch."""
+"""Decoding with a lexical shortlist: the output layer is restricted to the tokens allowed in a batch."""
 
 import math
 from typing import final
@@ -21,7 +21,7 @@ from triptych.running.text.shortlists import Shortlist
 
 @final
 class ShortlistEngine(DecodingEngine):
-    """An `Engine` that restricts the output vocabulary of each sentence to a shortlist.
+    """An `Engine` with a restricted output vocabulary for each sentence.
 
     The output layer has the union of the shortlists of a batch. A sentence gets the logits of its shortlist
     in a fixed order, so that the other sentences of a batch do not change its output.
@@ -58,7 +58,7 @@ class ShortlistEngine(DecodingEngine):
         """Encode sentences and build the output layer from their shortlists."""
         allowed = [self._shortlist.of(row) for row in src.tolist()]
         union = np.unique(np.concatenate([[self._end], *allowed]))
-        missing = GROUP - len(union) % GROUP  # at least one padding column, which no sentence may use
+        missing = GROUP - len(union) % GROUP  # at least one padding column, with logits of −inf
         width = max(map(len, allowed)) + 1
         columns = np.full((len(allowed), width + -width % GROUP), self.pad_id)
         places = np.full(columns.shape, len(union))
@@ -74,7 +74,7 @@ class ShortlistEngine(DecodingEngine):
         return ShortlistCache(self._engine.start(src, beam_size), output, *of_sentences)
 
     def step(self, tokens: Int[Tensor, " rows"], cache: "ShortlistCache") -> Float[Tensor, "rows columns"]:
-        """Return logits of the token after each of `tokens`, for the shortlist of its sentence."""
+        """Append `tokens` to the cache; return the logits of the next token, by the sentence's shortlist."""
         logits = cache.output(self._engine.decode(tokens, cache.beams))
         places = cache.places[:, None].expand(-1, logits.shape[1], -1)
         return logits.gather(2, places).flatten(0, 1).float()  # type: ignore[no-any-return]
