@@ -130,8 +130,7 @@ def _save(spec: Any, folder: Path, quantization: Quantization, eps: float) -> No
 def _fill(
     spec: Any, stack: LanguageModel, weights: Mapping[str, AttentionWeights], positions: Tensor | None
 ) -> None:
-    """Fill a specification from a stack, with plain attention weights: a single link for each of q, k, v, o."""
-    # The head's scale is absorbed into the output layer, since the specification has no such scale.
+    """Fill a specification from a stack and its plain attention weights, with one link for each side."""
     config = stack.embeddings.config
     kind = stack.architecture.kind
     table = spec.embeddings[0] if kind == "encoder" else spec.embeddings
@@ -143,6 +142,7 @@ def _fill(
         _set_norm(spec.layer_norm, stack.final_norm)
     if stack.head is not None:
         output = stack.head.output
+        # The specification has no scale of logits, so the output layer absorbs it.
         scale = stack.head.config.scale
         _set_linear(
             spec.projection, output.weight * scale, None if output.bias is None else output.bias * scale
@@ -287,7 +287,7 @@ print(tokenizer.decode(found.sequences_ids[0]))
 def write_generator(
     model: LanguageModel, folder: Path, quantization: Quantization = "float32"
 ) -> ConversionCheck:
-    """Write a folder for `ctranslate2.Generator`; its tokens are the token ids as text: "0", "1", …"""
+    """Write a folder for `ctranslate2.Generator`, with the token ids "0", "1", … as tokens."""
     require_extra("ctranslate2", "ctranslate2", what="--engine ctranslate2")
     spec = _generator_spec(model)
     vocabulary = [str(token) for token in range(model.vocab_size)]
