@@ -56,7 +56,7 @@ _TIMED_ROUNDS = 60
 
 @dataclass(frozen=True)
 class Folding:
-    """Result of folding the layer that was trained with chains of two maps.
+    """Result of folding the layer with chains of two maps.
 
     Attributes:
         site: name of the layer.
@@ -150,6 +150,7 @@ def demo(
     if summary.outcome.signal_number is not None:
         return Interrupted(summary.outcome.signal_number)
     with hold_folder(place, wait=False):
+        # Test on unseen sentences, then record attention of the examples, fold a layer, and write the report.
         run = open_translator(place)
         translator = run.translator()
         pairs = generate_pairs(num_tested, "test", seed=_TEST_SEED)
@@ -220,7 +221,7 @@ def _require_demo(recipe: Recipe, folder: Path) -> None:
 
 
 def _replace(new: Path, folder: Path) -> None:
-    """Replace the surrounding demo by a finished new one; other files stay."""
+    """Replace the surrounding demo by a finished new demo; other files stay."""
     fresh = {path.relative_to(new) for path in own_files(new)}
     move_files(new, folder, last=_REPORT)
     for path in own_files(folder):

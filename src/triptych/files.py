@@ -54,7 +54,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 @final
 class NewFolder:
-    """Context manager that creates a folder atomically.
+    """Context manager to create a folder atomically.
 
         with NewFolder(Path("out")) as folder:
             (folder.path / "file").write_text("…")
@@ -158,8 +158,8 @@ def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
 def move_files(source: Path, target: Path, last: str) -> None:
     """Move every file below `source` to the same relative path below `target`, and remove `source`.
 
-    Each file is replaced atomically, and the file named `last` is moved last. After an interruption, a second
-    call completes the move, as long as that file is still in `source`.
+    Each file is replaced atomically, and the file named `last` comes after all other files. If an
+    interruption left that file in `source`, a second call completes the move.
     """
     files = [path for path in source.rglob("*") if not path.is_dir()]
     for path in sorted(files, key=lambda path: (path.name == last, path)):

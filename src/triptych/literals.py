@@ -16,7 +16,7 @@ R = TypeVar("R")
 Activation = Literal["q", "k", "v", "scores", "weights", "z"]
 # Replacements of a head's output.
 By = Literal["zero", "mean", "resample"]
-# Units of a text file that are documents: the file, a line, or the lines between blank lines.
+# Division of a text file into documents: the whole file, single lines, or the lines between blank lines.
 Documents = Literal["file", "line", "blank-lines"]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 EngineName = Literal["triptych", "ctranslate2", "auto"]
@@ -40,8 +40,8 @@ _WORDS = {name: value for name, value in globals().items() if get_origin(value) 
 
 
 def check_choices(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function to raise `UsageError` for an argument that is not a word of its `Literal`."""
-    # An argument that may also be an object is checked only if it is a string.
+    """Decorate a function to raise `UsageError` for an argument outside the words of its `Literal`."""
+    # If an annotation also allows objects, only strings are checked.
     parameters = signature(function).parameters
     choices = {name: found for name, one in parameters.items() if (found := _choices(one.annotation))}
 

@@ -43,8 +43,8 @@ _FIGURES = {
 def report(run: str | Path, path: str | Path | None = None) -> Path:
     """Write the page of a run: loss curve, samples, heads and attention.
 
-    Samples are the first texts of the recipe's validation part. If the validation files are not found, relative
-    to the current folder, the page has no samples.
+    Samples are the first texts of the recipe's validation part. If the validation files are not found,
+    relative to the current folder, the page has no samples.
 
     Args:
         run: run folder.

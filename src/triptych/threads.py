@@ -1,4 +1,4 @@
-"""Number of torch's threads, number of cores, and a thread that computes items ahead of their use."""
+"""Number of torch's threads, number of cores, and a thread to compute items ahead of their use."""
 
 import os
 import queue
@@ -11,7 +11,7 @@ import torch
 
 Item = TypeVar("Item")
 
-# Name of threads that are not joined when the process ends.
+# Name of threads left running when the process ends.
 LEFT = "triptych left"
 
 
@@ -43,7 +43,7 @@ def are_left() -> bool:
 
 @final
 class Ahead(Iterator[Item]):
-    """Iterator over a stream whose items a thread computes up to `depth` items ahead."""
+    """Iterator over a stream; a thread computes the items, up to `depth` ahead of their use."""
 
     def __init__(self, items: Iterable[Item], depth: int) -> None:
         self._made: queue.SimpleQueue[tuple[Item] | BaseException | None] = queue.SimpleQueue()
@@ -55,7 +55,7 @@ class Ahead(Iterator[Item]):
 
     @property
     def has_more(self) -> bool:
-        """Whether an item, an error or the end is ready, so that `next` does not wait."""
+        """Return True if an item, an error or the end is ready, so that `next` does not wait."""
         return not self._is_over and not self._made.empty()
 
     def __next__(self) -> Item:

@@ -88,7 +88,7 @@ def write_ct2_translator(run: OpenedModel, folder: Path, quantization: Quantizat
     spec.config.bos_token = tokens[target.bos_id]
     spec.config.eos_token = tokens[target.eos_id]
     spec.config.decoder_start_token = tokens[target.bos_id]
-    # Without unknown tokens, any token absent from texts will do: the padding token.
+    # The padding token, which texts do not contain, serves if no token can be unknown.
     unknown = source.record.unk_id if isinstance(source, SentencePieceTokenizer) else source.pad_id
     spec.config.unk_token = source.vocabulary[unknown]
     spec.config.add_source_eos = True
@@ -130,7 +130,7 @@ def _save(spec: Any, folder: Path, quantization: Quantization, eps: float) -> No
 def _fill(
     spec: Any, stack: LanguageModel, weights: Mapping[str, AttentionWeights], positions: Tensor | None
 ) -> None:
-    """Fill a specification from a stack and its plain attention weights, with one link for each side."""
+    """Fill a specification from a stack and its plain attention weights."""
     config = stack.embeddings.config
     kind = stack.architecture.kind
     table = spec.embeddings[0] if kind == "encoder" else spec.embeddings
@@ -142,7 +142,7 @@ def _fill(
         _set_norm(spec.layer_norm, stack.final_norm)
     if stack.head is not None:
         output = stack.head.output
-        # The specification has no scale of logits, so the output layer absorbs it.
+        # The specification lacks a scale of logits, so the output layer absorbs it.
         scale = stack.head.config.scale
         _set_linear(
             spec.projection, output.weight * scale, None if output.bias is None else output.bias * scale

@@ -1,8 +1,8 @@
 """Decoding engines: triptych or CTranslate2.
 
 CTranslate2 replaces triptych's search. A model is converted once (`converting.ctranslate2`) and kept in a
-cache folder between runs. Scores are the same as triptych's: CTranslate2 returns log-probabilities of all
-hypotheses of a beam, which are then sorted by triptych's length penalty.
+cache folder between runs. Scores are defined as in triptych: CTranslate2 returns log-probabilities of all
+hypotheses of a beam, and triptych's length penalty is then applied to them.
 
 Source: github.com/OpenNMT/CTranslate2, version 4.8.
 """
@@ -91,7 +91,7 @@ def _find_place(device: str) -> tuple[Literal["cpu", "cuda"], int]:
 
 @contextmanager
 def _converted(name: str, write: Callable[[Path], object]) -> Iterator[Path]:
-    """Context manager that yields the folder of a converted model, and converts the model if needed.
+    """Yield the folder of a converted model inside a context, converting the model if needed.
 
     The folder stays in the cache folder. If the cache folder cannot be written, a temporary folder is used.
     """
@@ -157,7 +157,7 @@ def hash_of(model: nn.Module, texts: Iterable[str]) -> str:
 
 @final
 class CTranslate2Searcher:
-    """A `Searcher` that translates any number of sentences with CTranslate2."""
+    """A `Searcher` with CTranslate2, for any number of sentences."""
 
     # If a hypothesis reaches the length limit, its sentence is searched again by triptych in fp32, on the
     # CPU: CTranslate2 cuts such outputs off without an end of sentence.
@@ -285,7 +285,7 @@ class CTranslate2Generator(OtherEngine):
         if options.beam_size > 1:
             return [self._beam_search(ids, options) for ids in prompts]
         found: list[list[Hypothesis]] = [[] for _ in prompts]
-        # With prompts of different lengths, CTranslate2 counts the ends of the longer prompts as new tokens.
+        # If prompts differ in length, CTranslate2 counts the ends of the longer prompts as new tokens.
         for batch in batches_of_like_length(prompts, None, batch_rows, pads=False):
             grown = self._greedy([(i, prompts[i]) for i in batch], options, ends)
             for i in batch:
@@ -303,6 +303,7 @@ class CTranslate2Generator(OtherEngine):
             suppress_sequences=self._never,
             return_log_prob=True,
         )
+        # The generator of CTranslate2 stops by itself only at end tokens and at the limit.
         for length, step in enumerate(steps, start=1):
             new = _new_token(0, step, length, limit, options, ends)
             yield new
@@ -380,7 +381,7 @@ class CTranslate2Generator(OtherEngine):
 
 
 def _in_full(block: nn.Module) -> str:
-    """Return a text that identifies the semantics of a block's attention, for the cache key."""
+    """Return a block's attention semantics as text with full precision, for the cache key."""
     assert isinstance(block, Block)
     semantics = block.self_attention.semantics
     frequencies = None if semantics.rotary is None else semantics.rotary.frequencies.tolist()
@@ -526,7 +527,7 @@ def evaluate_text(
 def _logits_of_whole_texts(
     model: LanguageModel, read: Int[Tensor, "rows length"]
 ) -> Float[Tensor, "rows length vocab"]:
-    """Compute logits of a causal model that can only read texts of a recorded run's length.
+    """Compute logits of a patched causal model, which reads only texts of a fixed length.
 
     A scored text is read without its last token. Token 0 replaces the last token; earlier tokens do not
     attend to it.

@@ -1,7 +1,7 @@
 """Conversion of runs and their tokenizers to the format of `transformers`.
 
 A run that continued from a checkpoint keeps the format of its family. A model trained with a recipe is
-written in a format that fits (`target_formats`).
+written in a fitting format (`target_formats`).
 """
 
 from collections.abc import Mapping
@@ -114,7 +114,7 @@ def _generation(settings: Mapping[str, Any], run: OpenedModel) -> dict[str, Any]
 
 
 def _with_transformers(logits: Any, ids: Any, opened: OpenedModel, folder: Path) -> list[ConversionCheck]:
-    """Run both checks with `transformers`; if it is missing, record that they were not run."""
+    """Run both checks with `transformers`, or record them as not run if it is missing."""
     if not is_installed("transformers"):
         note = "transformers is not installed: pip install 'triptych[convert]'"
         return [ConversionCheck(what, False, note=note) for what in (_LOGITS.format("transformers"), _IDS)]

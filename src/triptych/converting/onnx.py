@@ -75,7 +75,7 @@ class DecoderGraph(nn.Module):
         self, tgt_ids: Tensor, mask: Tensor, own: list[Tensor], memory: list[Tensor]
     ) -> tuple[Tensor, ...]:
         """Compute a step of one or more tokens for each row."""
-        # `PositionIds` and the additive mask are built from the cache's length, which is symbolic.
+        # Positions and additive mask follow from the cache's symbolic length.
         before = own[0].shape[2]
         length = tgt_ids.shape[1]
         ids = torch.arange(length) + before
@@ -92,7 +92,7 @@ class DecoderGraph(nn.Module):
 
 @final
 class JoinedCache(AttentionCache):
-    """Cache that concatenates its entries at every step, for a graph without state."""
+    """Cache for a graph without state: entries are concatenated at every step."""
 
     entries: tuple[Tensor, ...] = ()
 
@@ -180,7 +180,7 @@ def _export_graphs(encoder: EncoderGraph, decoder: DecoderGraph, pairs: Pairs, f
 
 @contextmanager
 def _without_remarks() -> Iterator[None]:
-    """Silence the exporter's warnings and logs, which do not concern the model."""
+    """Silence the exporter's warnings and logs: they do not concern the model."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -193,7 +193,7 @@ def _without_remarks() -> Iterator[None]:
 
 def _check_graphs(run: OpenedModel, folder: Path) -> ConversionCheck:
     """Compare the graphs in onnxruntime with the model: whole outputs, then token by token."""
-    # Lengths differ from those of the export, so that a fixed dimension would show.
+    # The lengths differ from the lengths at export, so that a fixed dimension would show.
     what = "logits of the graphs, run by onnxruntime, and of the model"
     if not is_installed("onnxruntime"):
         return ConversionCheck(
