@@ -53,7 +53,7 @@ BYTES_GIVEN_BACK = 1 << 26
 # Minimum share of finished texts to remove them from a batch: the caches of the other texts are then copied.
 SHARE_DONE = 0.2
 # Minimum number of new beam rows that start another batch. Each of its steps reads the weights once more
-# (4.3 ms for a small translator), but in a joint batch every new text reads as many slots as the longest text.
+# (4.3 ms for a small translator), but in a joint batch every new text reads the slots of the longest text.
 ROWS_APART = 48
 # Minimum number of weights for several threads in a server. Steps of smaller models are slower with two
 # threads than with one (7 million: 6.5 ms against 3.8; 35 million: 11 to 18 against 14).

@@ -1,8 +1,8 @@
 """Plain heads, for export to other libraries: single maps W_Q, W_K, W_V and W_O for each head.
 
 Chains of maps are multiplied, bilinear forms factored and shared maps repeated, always exactly. Heads with
-too high a rank or with unsupported features are refused. In an encoder-decoder, heads have d_model / num_heads
-channels; in a language model, all heads are padded to the width of the widest head.
+too high a rank or with unsupported features are refused. In an encoder-decoder, heads have
+d_model / num_heads channels; in a language model, all heads are padded to the width of the widest head.
 """
 
 import math

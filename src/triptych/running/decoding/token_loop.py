@@ -64,7 +64,7 @@ class DecodingBatch(ABC, Generic[TextT]):
 
     Attributes:
         kind: kind of the texts.
-        texts: texts in the order of their rows; None for a text moved to another batch to be read again.
+        texts: texts in the order of their rows; None for a text taken out of the batch to be read again.
             Finished texts stay for a while, since removing rows is expensive.
         joins: True if texts can join after the first step.
         rows_apart: minimum number of new rows that start a new batch instead of joining.
