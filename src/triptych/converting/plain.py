@@ -182,7 +182,7 @@ def require_plain(model: LanguageModel, refused: Refused) -> tuple[NormConfig, F
     """Check that a model has only features of GPT-2 or Llama, apart from attention layers.
 
     Returns:
-        the common norm and feed-forward layer.
+        The common norm and feed-forward layer.
     """
     # `reasons` maps each unsupported feature to True if the model has it.
     made = model.architecture

@@ -120,7 +120,7 @@ class Terms:
     def best(
         self, log_probs: Float[Tensor, "beam vocab"], beam: Sequence[tuple[tuple[int, ...], float]], end: int
     ) -> list[tuple[float, int, int, float]]:
-        """Return the best continuations of a beam (tokens and totals), sorted by total: finished, then open.
+        """Return the best continuations of a beam (tokens and totals): finished, then open, by falling total.
 
         A continuation is a total, a row, a token and its log-probability.
         """

@@ -117,7 +117,7 @@ def score_continuations(
     """Compute the log-probability of each continuation given its context, in nats.
 
     Returns:
-        for each pair, the log-probability and whether greedy decoding would give the continuation.
+        The log-probability of each continuation, and True if greedy decoding would give the continuation.
     """
     texts = [[*before, *after][-max_tokens - 1 :] for before, after in pairs]
     found = [(0.0, True)] * len(pairs)

@@ -183,7 +183,7 @@ class BeamText(Text):
         """Continue with the best candidates: totals, rows, tokens and log-probabilities by falling total.
 
         Returns:
-            parent row and token of each row.
+            The parent row and the token of each row.
         """
         kind = self.kind
         length = self.length + 1
