@@ -199,7 +199,7 @@ def _check_translator(run: OpenedModel, folder: Path, quantization: Quantization
     scores = translator.score_batch(sources, outputs)
     found = torch.tensor([score.log_probs for score in scores])
     what = "log-probabilities of tokens by CTranslate2 and by the model"
-    # CTranslate2 scores each token and the end of sentence after it.
+    # CTranslate2 scores the tokens of an output and the end of sentence after them.
     following = torch.cat([pairs.tgt_in[:, 1:], torch.full_like(pairs.tgt_in[:, :1], target.eos_id)], dim=1)
     log_probs = compute_logits(run.encoder_decoder, pairs).double().log_softmax(dim=-1)
     expected = log_probs.gather(2, following[:, :, None])[:, :, 0].float()
