@@ -1,7 +1,7 @@
 """Train, run, inspect and rewrite Transformers, with the attention matrices of every head at hand.
 
-`__init__.pyi` has the names. They are imported when they are first used, so that `triptych --help` does not
-wait for torch.
+`__init__.pyi` lists the public names. A name is imported at its first use, so that `triptych --help` does not
+import torch.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""`triptych` and `python -m triptych`: the command as a process of its own."""
+"""Entry point of `triptych` and `python -m triptych`."""
 
 import gc
 import signal
@@ -8,14 +8,14 @@ from triptych.cli.interrupts import end_interrupted
 
 
 def run() -> None:
-    """Entry point; Ctrl-C is handled from before the imports that take time until the process ends."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it
+    """Run the command; Ctrl-C is handled from before the slow imports until the process ends."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # background jobs ignore the signal
         signal.signal(signal.SIGINT, end_interrupted)
-    gc.disable()  # until all is imported: looking for garbage would take a fifth of that time
+    gc.disable()  # until imports are done: garbage collection would take a fifth of their time
     try:
         import_module("triptych.cli.main").run()
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done, and the interpreter cleans up
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the work is done, and the interpreter cleans up
 
 
 if __name__ == "__main__":

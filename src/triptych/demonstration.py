@@ -1,4 +1,4 @@
-"""The demo: train on the generated corpus, try unseen sentences, look at the attention, fold, report."""
+"""Demo: train on the generated corpus, translate unseen sentences, show attention, fold a layer, report."""
 
 import json
 import statistics
@@ -37,18 +37,18 @@ from triptych.training.progress import Display, LineDisplay
 from triptych.training.state import own_files
 
 _REPORT = "report.html"
-# Where a new demo grows within a finished one.
+# Subfolder of a finished demo in which a new demo is made.
 _NEXT = ".next"
-# These sentences come from the test part of the corpus, of which training sees nothing.
+# Seed of the test sentences, from the test part of the corpus, which is not used in training.
 _TEST_SEED = 1
 _NUM_MISTAKES_SHOWN = 10
-# The example whose order changes most: the verb comes last, and "halb vier".
+# Index of the example with the largest change of word order: a final verb and "halb vier".
 _PICTURED = 1
-# Sentences whose attention the report shows.
+# Number of sentences with attention in the report.
 _NUM_VIEWED = 3
-# The layer that the recipe writes with two maps in a row.
+# Layer that the recipe parameterises with chains of two maps.
 _STACKED_SITE = "encoder.0"
-# A batch of sentences has about these sizes.
+# Sizes of the batch for timing, as in a typical batch of sentences.
 _TIMED_BATCH = 32
 _TIMED_TOKENS = 24
 _TIMED_ROUNDS = 60
@@ -56,18 +56,18 @@ _TIMED_ROUNDS = 60
 
 @dataclass(frozen=True)
 class Folding:
-    """What became of the layer trained with two maps in a row, when they were folded into one.
+    """Result of folding the layer with chains of two maps.
 
     Attributes:
-        site: the layer.
-        parameters: of the whole model, before and after.
-        layer_parameters: of the layer's attention.
-        layer_seconds: median time of the layer's forward pass.
-        num_same: of the unseen sentences, how many the folded model translates to the same letters.
-        num_tested: unseen sentences.
-        largest_difference: between the logits of both models on the example sentences, relative to
-            the largest logit.
-        choice: what the fold says of itself.
+        site: name of the layer.
+        parameters: parameters of the whole model, before and after.
+        layer_parameters: parameters of the layer's attention, before and after.
+        layer_seconds: median time of the layer's forward pass, before and after.
+        num_same: number of unseen sentences with identical translations by both models.
+        num_tested: number of unseen sentences.
+        largest_difference: largest difference between logits of both models on the example sentences,
+            relative to the largest logit.
+        choice: the fold's report of its choices.
     """
 
     site: str
@@ -87,16 +87,16 @@ class Folding:
 
 @dataclass(frozen=True)
 class Demonstration:
-    """What the demo found."""
+    """Results of the demo."""
 
-    num_tested: int  # unseen sentences tried
-    exact_match: float  # share of them translated to the letter, 0 to 1
-    bleu: float  # of the same sentences
-    seconds: float  # of training
-    samples: tuple[TranslationSample, ...]  # sentences to look at
-    picture: AttentionPicture  # the cross-attention of one of them
-    folding: Folding  # what folding the stacked layer did
-    report: Path  # the HTML page
+    num_tested: int  # number of unseen sentences
+    exact_match: float  # share of unseen sentences translated to the letter, 0 to 1
+    bleu: float  # BLEU of the unseen sentences
+    seconds: float  # training time
+    samples: tuple[TranslationSample, ...]  # example sentences
+    picture: AttentionPicture  # cross-attention of an example sentence
+    folding: Folding  # result of folding the stacked layer
+    report: Path  # path of the HTML page
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -114,7 +114,7 @@ class Demonstration:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """The demo was stopped by a signal while it trained; the state is saved."""
+    """Result of a demo stopped by a signal during training, with its state saved."""
 
     signal_number: int
 
@@ -127,18 +127,18 @@ def demo(
     *,
     force: bool = False,
 ) -> Demonstration | Interrupted:
-    """Run the demo in a folder, going on where an interrupted one stopped.
+    """Run the demo in a folder, resuming an interrupted demo.
 
     Args:
-        folder: made if need be; a finished demo in it is replaced once the new one is whole, and other files
-            stay.
-        display: shows how training goes; lines on standard error if None.
+        folder: demo folder, created if necessary. A finished demo in it is replaced when the new demo is
+            complete; other files stay.
+        display: display of training progress; lines on standard error if None.
         overrides: changes of the demo's recipe, `section.key=value`.
-        num_tested: unseen sentences to try.
-        force: the folder may hold other files than a demo's; those with the name of one are replaced.
+        num_tested: number of unseen sentences to translate.
+        force: allow a folder with other files; files with the name of a demo's file are replaced.
 
     Raises:
-        UsageError: the folder holds something else than a demo, or another process is at work in it.
+        UsageError: the folder has files other than a demo's, or another process is working in it.
     """
     require_extra("demo", "num2words", "vl_convert", what="the demo")
     folder = Path(folder)
@@ -150,6 +150,7 @@ def demo(
     if summary.outcome.signal_number is not None:
         return Interrupted(summary.outcome.signal_number)
     with hold_folder(place, wait=False):
+        # Test on unseen sentences, then record attention of the examples, fold a layer, and write the report.
         run = open_translator(place)
         translator = run.translator()
         pairs = generate_pairs(num_tested, "test", seed=_TEST_SEED)
@@ -189,9 +190,9 @@ def _train_or_resume(recipe: Recipe, place: Path, display: Display, force: bool)
 
 
 def _working_place(recipe: Recipe, folder: Path, force: bool) -> Path:
-    """Where the demo is made: its folder, or one within a finished demo that it is to replace."""
+    """Return the folder to work in: the demo's folder, or a subfolder of a finished demo to be replaced."""
     new = folder / _NEXT
-    if (new / _REPORT).exists():  # one that was killed while it took the old one's place
+    if (new / _REPORT).exists():  # the process was killed during the replacement: finish the replacement
         _require_demo(recipe, folder if holds_run(folder) else new)
         with hold_folder(new, wait=False):
             move_files(new, folder, last=_REPORT)
@@ -220,7 +221,7 @@ def _require_demo(recipe: Recipe, folder: Path) -> None:
 
 
 def _replace(new: Path, folder: Path) -> None:
-    """A finished demo takes the place of the one around it; files that are not a demo's stay."""
+    """Replace the surrounding demo by a finished new demo; other files stay."""
     fresh = {path.relative_to(new) for path in own_files(new)}
     move_files(new, folder, last=_REPORT)
     for path in own_files(folder):
@@ -237,12 +238,13 @@ def _try(translator: Translator, pairs: list[tuple[str, str]]) -> tuple[Translat
 
 
 def _fold(run: OpenedModel, tried: Sequence[TranslationSample]) -> Folding:
-    """Fold the stacked layer, and compare the folded model with the one that was trained."""
+    """Fold the stacked layer, and compare the folded model with the trained model."""
     outcome = rewrite(run.encoder_decoder, fold, sites=[_STACKED_SITE])
     folded = outcome.result
     (record,) = outcome.records[_STACKED_SITE]
     translator = Translator(folded, run.tokenizers, run.search_options())
     again = translator.translate([sample.source for sample in tried])
+    # Time the attention layer alone, before and after.
     before, after = (
         next(site.layer for site in attention_sites(model) if site.name == _STACKED_SITE).eval()
         for model in (run.model, folded)
@@ -263,7 +265,7 @@ def _fold(run: OpenedModel, tried: Sequence[TranslationSample]) -> Folding:
 
 
 def _largest_difference(run: OpenedModel, folded: EncoderDecoder) -> float:
-    """Between the logits of both models for the example pairs, relative to the largest logit."""
+    """Compute the largest difference of logits on the example pairs, relative to the largest logit."""
     source = run.tokenizers.source
     target = run.tokenizers.target
     largest = scale = 0.0
@@ -279,13 +281,13 @@ def _largest_difference(run: OpenedModel, folded: EncoderDecoder) -> float:
 
 
 def _median_seconds(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Median time of each call; they take turns, so that a slow moment of the machine meets all."""
+    """Measure the median time of each call; calls alternate, so that slow moments affect all of them."""
     seconds: list[list[float]] = [[] for _ in calls]
     for round_number in range(_TIMED_ROUNDS):
         for call, found in zip(calls, seconds, strict=True):
             started = time.perf_counter()
             call()
-            if round_number >= _TIMED_ROUNDS // 10:  # the first ones warm up
+            if round_number >= _TIMED_ROUNDS // 10:  # the first rounds warm up
                 found.append(time.perf_counter() - started)
     return [statistics.median(found) for found in seconds]
 
@@ -299,7 +301,7 @@ def _device(model: EncoderDecoder) -> torch.device:
 
 
 def _picture(seen: Attention, title: str) -> AttentionPicture:
-    """The cross-attention of the last decoder layer, for the terminal."""
+    """Build a picture of the cross-attention of the last decoder layer, for the terminal."""
     cross = seen.of("cross")
     source, target = (
         tuple(token.lstrip("▁") or token for token in side) for side in (cross.keys, cross.queries)

@@ -1,4 +1,4 @@
-"""Libraries that come with an extra of the package."""
+"""Optional libraries from the extras of the package."""
 
 import importlib.util
 import warnings
@@ -9,15 +9,15 @@ from triptych.errors import UsageError
 
 
 def is_installed(library: str) -> bool:
-    """Whether a library is there, by the name of its module; it is not imported."""
+    """Return True if a module is installed, without importing it."""
     try:
         return importlib.util.find_spec(library) is not None
-    except ModuleNotFoundError:  # of a module inside a library
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def require_extra(extra: str, *libraries: str, what: str) -> None:
-    """Check that libraries are installed; what follows may import them."""
+    """Check that the libraries of an extra are installed."""
     if missing := [library for library in libraries if not is_installed(library)]:
         raise UsageError(f"{what} needs {' and '.join(missing)}: pip install 'triptych[{extra}]'")
 

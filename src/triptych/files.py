@@ -1,4 +1,4 @@
-"""Writing files so that a reader, or the next run, never meets half of one."""
+"""Atomic writing of files and folders: a reader or the next run never sees partial content."""
 
 import errno
 import hashlib
@@ -19,16 +19,16 @@ from triptych.errors import UsageError
 if sys.platform != "win32":
     import fcntl
 
-# What the system says where there is no room for more: on a disk, of a user, in a file.
+# System errors for lack of space: full disk, user quota, file size limit.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RUST_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary neighbour of `path`, flush it to the disk, then rename it.
+    """Let `write` fill a temporary file beside `path`, flush the file to disk, and rename it to `path`.
 
-    Until the rename, `path` keeps what it held; whatever goes wrong, the temporary file is removed. A link is
-    followed; what is not a file (a terminal, a pipe, /dev/null) cannot be replaced and is written into.
+    Until the rename, `path` keeps its content; after an error, the temporary file is removed. A link is
+    followed. A terminal, a pipe or a device such as /dev/null cannot be replaced and is written to directly.
     """
     path = leads_to(path)
     try:
@@ -41,7 +41,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         try:
             write(temporary)
             sync(temporary)
-            # mkstemp makes a private file; give it the mode that open() would have given.
+            # mkstemp creates a private file; set the mode that open() would set.
             temporary.chmod(0o666 & ~_umask())
             temporary.replace(path)
         finally:
@@ -54,19 +54,19 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 @final
 class NewFolder:
-    """A folder in the making; a context, within which it is filled.
+    """Context manager to create a folder atomically.
 
         with NewFolder(Path("out")) as folder:
             (folder.path / "file").write_text("…")
             folder.finish()
 
-    It grows in a temporary neighbour of its place and is given its name at the end, once all of it is on the
-    disk. Left without `finish`, nothing stays behind; what a process that was killed left behind is removed
-    when the same place is made the next time. Until the context is left, the folder is held (`hold_folder`),
-    under its own name too.
+    The folder is filled under a temporary name in the same parent folder and renamed by `finish`, after all
+    files are flushed to disk. Unless `finish` is called, the temporary folder is removed. Leftovers of a
+    killed process are removed when a folder of the same name is next created. The folder is locked
+    (`hold_folder`) until the context ends, also under its final name.
 
     Attributes:
-        path: where it is while it is made; its place once it is finished.
+        path: temporary path; the final path after `finish`.
     """
 
     path: Path
@@ -77,7 +77,7 @@ class NewFolder:
         self._require_free()
 
     def __enter__(self) -> "NewFolder":
-        # A name that mkdtemp does not draw is none of these.
+        # Only names that mkdtemp draws are leftovers of this class.
         drawn = re.compile(rf"\.{re.escape(self._place.name)}\.partial-[a-z0-9_]+")
         for folder in self._place.parent.iterdir():
             if drawn.fullmatch(folder.name):
@@ -86,7 +86,7 @@ class NewFolder:
             prefix = f".{self._place.name}.partial-"
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=self._place.parent))
             self._handle = _lock_folder(self.path, wait=True)
-            if self.path.exists():  # nobody took it for a leftover in between
+            if self.path.exists():  # otherwise another process removed it as a leftover before the lock
                 return self
             self._let_go()
 
@@ -100,8 +100,8 @@ class NewFolder:
             _name_place(error, self._place)
 
     def finish(self) -> None:
-        """Have all of it on the disk, and give it its name."""
-        # mkdtemp makes a private folder; give it the mode that mkdir() would have given.
+        """Flush all files to disk and rename the folder to its final name."""
+        # mkdtemp creates a private folder; set the mode that mkdir() would set.
         self.path.chmod(0o777 & ~_umask())
         for folder, _, names in os.walk(self.path, topdown=False):
             for name in names:
@@ -126,7 +126,7 @@ class NewFolder:
 
 
 def write_folder(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a new folder, which is there whole or not at all (`NewFolder`)."""
+    """Let `write` fill a new folder atomically (`NewFolder`)."""
     with NewFolder(path) as folder:
         write(folder.path)
         folder.finish()
@@ -134,7 +134,10 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def hold_folder(folder: Path, *, wait: bool = True) -> Iterator[None]:
-    """Hold a folder inside the block; others that want to hold it wait until block or process ends."""
+    """Lock a folder inside the block; other processes wait for the lock until block or process ends.
+
+    Without `wait`, raise `UsageError` if another process has the lock.
+    """
     handle = _lock_folder(folder, wait=wait)
     if handle is None and not wait and folder.is_dir():
         raise UsageError(f"{folder}: another process is at work in this folder; wait for it or stop it")
@@ -146,17 +149,17 @@ def hold_folder(folder: Path, *, wait: bool = True) -> Iterator[None]:
 
 
 def remove_leftovers(folder: Path, names: Iterable[str]) -> None:
-    """Remove the temporary files of a process that was killed while it wrote some files of the folder."""
+    """Remove temporary files that a killed process left in a folder while writing the named files."""
     for name in names:
         for leftover in folder.glob(f".{name}.*.tmp"):
             leftover.unlink(missing_ok=True)
 
 
 def move_files(source: Path, target: Path, last: str) -> None:
-    """Move every file below a folder to the same place below another, and remove the empty folder.
+    """Move every file below `source` to the same relative path below `target`, and remove `source`.
 
-    Each file is replaced at once. A call that was killed is finished by calling again, as long as the file
-    that goes last is still in `source`.
+    Each file is replaced atomically, and the file named `last` comes after all other files. If an
+    interruption left that file in `source`, a second call completes the move.
     """
     files = [path for path in source.rglob("*") if not path.is_dir()]
     for path in sorted(files, key=lambda path: (path.name == last, path)):
@@ -168,7 +171,7 @@ def move_files(source: Path, target: Path, last: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text with `write_atomically`, in UTF-8. Halves of surrogate pairs become escapes."""
+    """Write text with `write_atomically`, in UTF-8. Lone surrogates are escaped."""
     write_bytes(path, text.encode(errors="backslashreplace"))
 
 
@@ -187,12 +190,12 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def cache_folder() -> Path:
-    """Where files are kept that can be made again: `triptych` in $XDG_CACHE_HOME, or in ~/.cache."""
+    """Return the cache folder: `triptych` in $XDG_CACHE_HOME, or in ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych"
 
 
 def leads_to(path: Path) -> Path:
-    """The absolute path of a file, links followed."""
+    """Return the absolute path of a file with links resolved."""
     found = Path(os.path.realpath(path))
     if found.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
@@ -200,7 +203,7 @@ def leads_to(path: Path) -> Path:
 
 
 def file_hash(path: Path) -> str:
-    """sha256 of a file's bytes, in hexadecimal digits."""
+    """Return the hexadecimal SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -212,9 +215,9 @@ def sync(path: Path) -> None:
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """The error of the system that an exception is, or is made of; None if there is none.
+    """Return the system error behind an exception, or None.
 
-    Libraries written in Rust have exceptions of their own for it, whose text ends in the number.
+    Libraries written in Rust raise other exceptions for system errors, with the error number in the message.
     """
     if isinstance(error, OSError):
         return error
@@ -223,11 +226,11 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 def _name_place(error: Exception, place: Path) -> None:
-    """Have an error of the system name the place that is written, and not its temporary neighbour."""
+    """Replace the temporary name in a system error by the final path."""
     found = system_error(error)
     if found is None:
         return
-    if found.filename is None and found.errno in FULL:  # nothing but writing raises these
+    if found.filename is None and found.errno in FULL:  # only writing raises these errors
         found.filename = str(place)
     elif isinstance(found.filename, str):
         temporary = re.escape(f"{place.parent / f'.{place.name}.'}")
@@ -237,7 +240,7 @@ def _name_place(error: Exception, place: Path) -> None:
 
 
 def _remove_if_left(folder: Path) -> None:
-    """Remove a folder that no process holds."""
+    """Remove a folder unless a process has locked it."""
     handle = _lock_folder(folder, wait=False)
     if handle is not None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -245,7 +248,7 @@ def _remove_if_left(folder: Path) -> None:
 
 
 def _lock_folder(folder: Path, *, wait: bool) -> int | None:
-    """Hold a folder until the handle is closed or the process ends; None if another one does."""
+    """Lock a folder and return the handle that keeps the lock; None if the folder cannot be locked."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -266,7 +269,7 @@ def _umask() -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    # A rename is on the disk only once its folder is (POSIX); Windows cannot open folders.
+    # A rename is durable only after its folder is synced (POSIX); Windows cannot open folders.
     if os.name == "posix":
         handle = os.open(folder, os.O_RDONLY)
         try:

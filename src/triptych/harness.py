@@ -1,6 +1,7 @@
 """Language models for lm-evaluation-harness (`pip install 'triptych[lm-eval]'`).
 
-The class derives from the harness's own, so this module can be imported only where that is installed.
+The class derives from a class of the harness, so this module can be imported only if the harness is
+installed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,16 +16,16 @@ from triptych.running.opening import open_language_model
 require_extra("lm-eval", "lm_eval", what="a model for lm-evaluation-harness")
 from lm_eval.api.model import LM  # noqa: E402
 
-_LONGEST = 2048  # tokens, where the model itself sets no limit
-_NEW_TOKENS = 256  # that the harness asks for where a task does not say
+_LONGEST = 2048  # default maximum length in tokens, for models without a limit
+_NEW_TOKENS = 256  # the harness's default number of new tokens
 
 
 @final
 class HarnessModel(LM):  # type: ignore[misc]
-    """A decoder-only model as `lm_eval.simple_evaluate(model, tasks)` takes it.
+    """A decoder-only model for `lm_eval.simple_evaluate(model, tasks)`.
 
-    Texts are tokenized as by the harness's own models: a context and its continuation together. White space
-    at the end of the context belongs to the continuation.
+    As in the harness's models, a context and its continuation are tokenized together, and white space at the
+    end of the context belongs to the continuation.
     """
 
     def __init__(
@@ -38,15 +39,16 @@ class HarnessModel(LM):  # type: ignore[misc]
         """Open a model.
 
         Args:
-            path: a run folder, a folder in Hugging Face's format, or a name on the Hub.
-            device: where the model goes; "auto" takes a GPU if there is one.
-            precision: type of the weights when text is generated. Scores use the model as it is.
-            batch_size: texts at a time; "auto" is 16.
-            max_length: longest text in tokens; `LanguageModel.context` if None, or 2,048 without one.
+            path: run folder, folder in Hugging Face's format, or name on the Hub.
+            device: device of the model; "auto" selects a GPU if available.
+            precision: precision of the weights for text generation; scores use the unchanged model.
+            batch_size: number of texts in a batch; "auto" is 16.
+            max_length: maximum length of a text in tokens; `LanguageModel.context` if None, or 2,048 if the
+                model is unlimited.
 
         Raises:
-            UsageError: an encoder, or no such device.
-            DataError: files missing or damaged, or a family that cannot be run.
+            UsageError: the model is an encoder, or the device does not exist.
+            DataError: files are missing or damaged, or the family cannot be run.
         """
         super().__init__()
         opened = open_language_model(path, device)
@@ -61,17 +63,18 @@ class HarnessModel(LM):  # type: ignore[misc]
         self._begin = begin
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """The log-probability of every continuation of a context, and whether it is the greedy one."""
+        """Return the log-probability of every continuation, and whether greedy decoding would give it."""
         return self._scored([self._pair(*request.args) for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """The log-probability of every text. The last window is as long as the others and overlaps them."""
+        """Return the log-probability of every text, with full windows: the last overlaps its predecessor."""
         windows = [list(self._windows(self._encode(request.args[0]))) for request in requests]
         found = iter(self._scored([window for of_text in windows for window in of_text]))
         return [sum(next(found)[0] for _ in of_text) for of_text in windows]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """A continuation of every context, up to a stop string."""
+        """Generate a continuation of every context, up to a stop string."""
+        # Requests with equal options share batches.
         together: dict[GenerationOptions, list[int]] = {}
         for number, request in enumerate(requests):
             together.setdefault(_generation_options(request.args[1]), []).append(number)
@@ -109,7 +112,8 @@ class HarnessModel(LM):  # type: ignore[misc]
 
 
 def _generation_options(given: dict[str, Any]) -> GenerationOptions:
-    """The harness's options, as `transformers` names them."""
+    """Convert the harness's options, which have the names of `transformers`."""
+    # Filters apply only if tokens are drawn.
     until = given.get("until") or ()
     temperature = float(given.get("temperature") or 0.0) if given.get("do_sample", True) else 0.0
     drawn = given if temperature > 0 else {}

@@ -1,4 +1,4 @@
-"""Keyword arguments of verbs, as types: for signatures by which an editor knows what a verb returns."""
+"""Types of the keyword arguments of verbs, for signatures with exact return types in an editor."""
 
 from __future__ import annotations
 

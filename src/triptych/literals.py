@@ -1,4 +1,4 @@
-"""Arguments that are one of a few words: the words, and their check."""
+"""Arguments with a fixed set of words, and their check."""
 
 import ast
 from collections.abc import Callable
@@ -12,27 +12,27 @@ from triptych.errors import UsageError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# An activation of a head.
+# Activations of a head.
 Activation = Literal["q", "k", "v", "scores", "weights", "z"]
-# The replacement of a head's output.
+# Replacements of a head's output.
 By = Literal["zero", "mean", "resample"]
-# A document in a file of text: all of it, a line, or the lines between blank ones.
+# Division of a text file into documents: the whole file, single lines, or the lines between blank lines.
 Documents = Literal["file", "line", "blank-lines"]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 EngineName = Literal["triptych", "ctranslate2", "auto"]
-# Settings of a checkpoint's generation_config.json.
+# Treatments of a checkpoint's generation_config.json.
 FileSettings = Literal["follow", "ignore"]
-# The replacement of a head's output, where the loss without each head is measured.
+# Replacements of a head's output when the loss without each head is measured.
 Instead = Literal["zero", "mean", "even"]
-# The map of a later head that reads an earlier one.
+# Maps of a later head that read the output of an earlier head.
 Into = Literal["Q", "K", "V"]
 Precision = Literal["fp32", "bf16", "int8"]
-# Types of the matrices that CTranslate2 holds.
+# Types of the matrices of a CTranslate2 model.
 Quantization = Literal["float32", "int8"]
-# How special tokens that a text spells out (`<|endoftext|>`) are read: as the tokens, which `transformers`
-# does, or as plain text.
+# Treatments of special tokens spelled out in a text (`<|endoftext|>`): as tokens, as in `transformers`, or as
+# plain text.
 SpecialTokens = Literal["tokens", "text"]
-# When beam search ends.
+# Criteria for the end of a beam search.
 Stop = Literal["certain", "full"]
 TargetFormat = Literal["hf", "ctranslate2", "onnx", "triptych"]
 
@@ -40,7 +40,8 @@ _WORDS = {name: value for name, value in globals().items() if get_origin(value) 
 
 
 def check_choices(function: Callable[P, R]) -> Callable[P, R]:
-    """Raise a UsageError that names the argument if it is none of the words of its annotation's `Literal`."""
+    """Decorate a function to raise `UsageError` for an argument outside the words of its `Literal`."""
+    # If an annotation also allows objects, only strings are checked.
     parameters = signature(function).parameters
     choices = {name: found for name, one in parameters.items() if (found := _choices(one.annotation))}
 
@@ -58,7 +59,8 @@ def check_choices(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _choices(annotation: Any) -> tuple[tuple[Any, ...], bool] | None:
-    """Return the words of an annotation, and whether it has nothing else; None for one without words."""
+    """Return the words of an annotation, and whether it allows only words; None without words."""
+    # Annotations are strings in modules with `from __future__ import annotations`.
     if isinstance(annotation, str):
         parts = [*_parts_as_written(ast.parse(annotation, mode="eval").body)]
     else:
@@ -73,7 +75,7 @@ def _choices(annotation: Any) -> tuple[tuple[Any, ...], bool] | None:
 
 
 def _parts_as_written(node: ast.expr) -> list[Any]:
-    """Return the members of a union that is only written: words, str, None, and object for all else."""
+    """Return the members of a union from its syntax tree: words, str, None, and object for other types."""
     match node:
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
             return [*_parts_as_written(left), *_parts_as_written(right)]

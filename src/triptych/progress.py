@@ -1,10 +1,10 @@
-"""How long operations report their progress."""
+"""Progress reports of long operations."""
 
 from collections.abc import Callable
 
 Progress = Callable[[str, int | float, int | float], None]
-"""Called with what is being done, how much is done, and how much there is in total."""
+"""Callback with a description of the operation, the amount done, and the total amount."""
 
 
 def untold(what: str, done: int | float, total: int | float) -> None:
-    """Report to nobody."""
+    """Ignore a progress report."""

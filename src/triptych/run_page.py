@@ -1,4 +1,4 @@
-"""The page of a run: how it learned, what it makes of unseen text, where its heads look."""
+"""HTML page of a run: loss curve, outputs on unseen text, attention of its heads."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,9 +27,9 @@ from triptych.training.validation import validation_pairs, validation_parts
 from triptych.untrusted import read_json
 
 _NUM_SAMPLES = 10
-# Texts whose attention the page shows.
+# Number of texts with attention on the page.
 _NUM_VIEWED = 3
-# Characters of the beginning of a text that are read, and tokens that continue it.
+# Maximum number of characters of a prompt, and number of new tokens.
 _MOST_CHARACTERS = 160
 _NEW_TOKENS = 40
 _FIGURES = {
@@ -41,21 +41,21 @@ _FIGURES = {
 
 
 def report(run: str | Path, path: str | Path | None = None) -> Path:
-    """Write the page of a finished run: loss curve, samples, heads and attention.
+    """Write the page of a run: loss curve, samples, heads and attention.
 
-    Samples are the first texts of the recipe's validation part. If they are no longer where the recipe says,
-    from the current folder, the page has none.
+    Samples are the first texts of the recipe's validation part. If the validation files are not found,
+    relative to the current folder, the page has no samples.
 
     Args:
-        run: the run folder.
-        path: the page; `report.html` in the run folder if None.
+        run: run folder.
+        path: path of the page; `report.html` in the run folder if None.
 
     Returns:
         The path of the page.
 
     Raises:
-        UsageError: the folder holds no run, or the extra for charts is missing.
-        DataError: the run has no weights yet, or its files are damaged.
+        UsageError: the folder is not a run, or the extra for charts is missing.
+        DataError: the run does not have weights yet, or its files are damaged.
     """
     folder = Path(run)
     if not holds_run(folder):
@@ -86,7 +86,7 @@ def report(run: str | Path, path: str | Path | None = None) -> Path:
 
 
 def points(folder: Path) -> list[MetricPoint]:
-    """What was measured while a run trained."""
+    """Return the metrics recorded during the training of a run."""
     return [
         MetricPoint(
             step=record["step"],
@@ -100,12 +100,15 @@ def points(folder: Path) -> list[MetricPoint]:
 
 
 def _validation_texts(recipe: AnyRecipe, model: Model) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
-    """The first validation texts, each with its translation or what follows; else why there are none."""
+    """Return the first validation texts as pairs of input and reference, and messages about their absence.
+
+    The reference is the translation, or the text that follows the input.
+    """
     try:
         if isinstance(recipe, Recipe):
             pairs = validation_pairs(recipe, Path())
             return list(islice(zip(pairs.source, pairs.target, strict=True), _NUM_SAMPLES)), ()
-        # Half of what the model reads at once, so that there is room to go on.
+        # A prompt takes at most half of the context, and the continuation the other half.
         most = (model.opened.language_model.context or 2 * _MOST_CHARACTERS) // 2
         parts = islice(validation_parts(recipe, Path()), _NUM_SAMPLES)
         return [_beginning_and_rest(part.text, model.opened.tokenizer, most) for part in parts], ()
@@ -114,14 +117,14 @@ def _validation_texts(recipe: AnyRecipe, model: Model) -> tuple[list[tuple[str, 
 
 
 def _beginning_and_rest(text: str, tokenizer: Tokenizer, most: int) -> tuple[str, str]:
-    """The beginning of a text, of `most` tokens at most, and what follows."""
+    """Split a text into a prompt of at most `most` tokens and the following text."""
     (ids,) = tokenizer.encode([text[:_MOST_CHARACTERS]])
     begin = text[:_MOST_CHARACTERS] if len(ids) <= most else tokenizer.decode([ids[:most]])[0]
     return begin, text[len(begin) :]
 
 
 def _attended(model: Model, texts: Sequence[str]) -> list[AttentionPage]:
-    """Pages of the first texts that the model reads whole."""
+    """Return attention pages of the first texts that fit into the model's context."""
     pages = list[AttentionPage]()
     for text in texts:
         with suppress(UsageError):  # too long

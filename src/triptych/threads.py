@@ -1,4 +1,4 @@
-"""How many threads torch computes with, how many there is room for, and one that works ahead."""
+"""Number of torch's threads, number of cores, and a thread to compute items ahead of their use."""
 
 import os
 import queue
@@ -11,15 +11,15 @@ import torch
 
 Item = TypeVar("Item")
 
-# The name of threads for which nobody waits when the process ends.
+# Name of threads left running when the process ends.
 LEFT = "triptych left"
 
 
 @contextmanager
 def torch_threads(number: int | None) -> Iterator[None]:
-    """Compute with this many threads inside the block; None changes nothing.
+    """Set torch's number of threads inside the block; None keeps the number.
 
-    The number holds for the whole process, so other threads have it too until the block ends.
+    The setting is global: until the block ends, it also applies to other threads of the process.
     """
     before = torch.get_num_threads()
     if number is not None:
@@ -32,18 +32,18 @@ def torch_threads(number: int | None) -> Iterator[None]:
 
 
 def num_cores() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def are_left() -> bool:
-    """Return True if threads named `LEFT` still work: beside torch in one, a usual end may abort."""
+    """Return True if threads named `LEFT` are running; a normal exit may abort if they use torch."""
     return any(thread.name == LEFT for thread in threading.enumerate())
 
 
 @final
 class Ahead(Iterator[Item]):
-    """Items of a stream, made by a thread of their own up to `depth` ahead of their use."""
+    """Iterator over a stream; a thread computes the items, up to `depth` ahead of their use."""
 
     def __init__(self, items: Iterable[Item], depth: int) -> None:
         self._made: queue.SimpleQueue[tuple[Item] | BaseException | None] = queue.SimpleQueue()
@@ -55,7 +55,7 @@ class Ahead(Iterator[Item]):
 
     @property
     def has_more(self) -> bool:
-        """Whether an item, the end or an error is there that was not taken: asking does not mean waiting."""
+        """Return True if an item, an error or the end is ready, so that `next` does not wait."""
         return not self._is_over and not self._made.empty()
 
     def __next__(self) -> Item:
@@ -67,7 +67,7 @@ class Ahead(Iterator[Item]):
         raise StopIteration if item is None else item
 
     def close(self, *, waits: bool = True) -> None:
-        """Take nothing more, and wait for the item being made unless that may never come."""
+        """Stop the thread after its current item; with `waits`, wait for that item."""
         self._is_over = True
         self._room.release()
         if waits:

@@ -1,4 +1,4 @@
-"""Reading TOML files that a user wrote."""
+"""Reading of TOML files written by users."""
 
 import tomllib
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""Bytes, JSON records and names from files that are not trusted.
+"""Bytes, JSON records and names from untrusted files.
 
-What is wrong with them is a `DataError` in one printable line. A name must stay within its folder. Pipes and
-devices, which may never end, are refused.
+Faults raise a `DataError` with one printable line. A name must stay within its folder. Pipes and devices are
+refused, since reading them may never end.
 """
 
 import errno
@@ -19,23 +19,26 @@ from pydantic import BaseModel, ValidationError
 from triptych.errors import DataError
 from triptych.printable import printable
 
-# The most bytes of a file by its kind: far more than any that is known, and little enough to be held.
+# Maximum sizes of files in bytes: far above all known files, and small enough for memory.
 LONGEST_TEXT = 16 << 20  # a recipe, a template, a page
 LONGEST_JSON = 64 << 20  # a configuration, an index, a certificate
 LONGEST_TOKENIZER = 256 << 20
 LONGEST_METRICS = 1 << 30
 _BLOCK = 1 << 20
-# A part of a file with fewer bytes is read, not mapped; so are tensors that begin at odd places.
+# Parts of a file with fewer bytes are read instead of mapped, and so are parts at unaligned offsets.
 _LEAST_MAPPED = 1 << 16
 _ALIGNMENT = 8
-# The longest name of a file on most systems.
+# Maximum length of a file name on most systems.
 _LONGEST_NAME = 255
 
 _Record = TypeVar("_Record", bound=BaseModel)
 
 
 def require_regular(path: Path, most: int | None = None) -> int:
-    """Check that a path is a regular file, or a link to one, before it is opened by a library."""
+    """Check that a path is a regular file, or a link to a regular file; return its size.
+
+    Without the check, opening a pipe or device in a library may block forever.
+    """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -45,35 +48,35 @@ def require_regular(path: Path, most: int | None = None) -> int:
 
 
 class Stamp(NamedTuple):
-    """Figures that change when a file is written again or replaced."""
+    """Identity of a file's content: it changes when the file is rewritten or replaced."""
 
     size: int
-    modified: int  # in nanoseconds
+    modified: int  # modification time in nanoseconds
     device: int
     inode: int
 
     @classmethod
     def of(cls, found: os.stat_result) -> "Stamp":
-        """Make the stamp from a file's status."""
+        """Build a stamp from a file's status."""
         return cls(found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino)
 
 
 def require_same(path: Path, before: Stamp, found: os.stat_result) -> None:
-    """Check that a file is still the one that was opened."""
+    """Check that a file is unchanged since it was opened."""
     if Stamp.of(found) != before:
         raise DataError(f"{path} was written anew while it was open: open the model again")
 
 
 @final
 class Stamps:
-    """Files as they were at one time, so that a change is noticed and old and new numbers never mix."""
+    """Stamps of files at a point in time, to detect changes, so that old and new values never mix."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        """Note files as they are now, and those that are not there."""
+        """Record the current stamps of files, with None for missing files."""
         self._found = {path: Stamp.of(path.stat()) if path.is_file() else None for path in paths}
 
     def require_same(self) -> None:
-        """Check that every file is as it was, and that none has come."""
+        """Check that every file is unchanged, and that missing files are still missing."""
         for path, before in self._found.items():
             try:
                 found = path.stat()
@@ -85,7 +88,7 @@ class Stamps:
                     "model again"
                 ) from None
             if before is None and not stat.S_ISREG(found.st_mode):
-                continue  # whoever reads it refuses it by name
+                continue  # a reader of the file refuses it by name
             if before is None:
                 raise DataError(
                     f"{path} was not there when the model was opened, and is read first now: open the model "
@@ -95,13 +98,13 @@ class Stamps:
 
 
 def read_limited(path: Path, most: int) -> bytes:
-    """Read a regular file of at most a number of bytes."""
+    """Read a regular file of at most `most` bytes."""
     require_regular(path, most)
     content = bytearray()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             content += block
-            if len(content) > most:  # it has grown, or its size was not true
+            if len(content) > most:  # the file has grown, or its reported size was wrong
                 raise _too_large(path, most)
     return bytes(content)
 
@@ -111,11 +114,11 @@ def _too_large(path: Path, most: int) -> OSError:
 
 
 class Bytes(ABC):
-    """A file of known size with random access.
+    """Base class of files of known size with random access.
 
     Attributes:
-        name: for messages.
-        size: in bytes.
+        name: name in messages.
+        size: size in bytes.
     """
 
     name: str
@@ -128,7 +131,7 @@ class Bytes(ABC):
 
 @final
 class LocalBytes(Bytes):
-    """A file on a disk."""
+    """A local file."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -143,6 +146,7 @@ class LocalBytes(Bytes):
 
     def read(self, start: int, length: int) -> bytearray | memoryview:
         found = bytearray(length)
+        # Every read opens the file anew and compares its stamp.
         try:
             with self._path.open("rb", buffering=0) as file:
                 self.require_same(file.fileno())
@@ -158,13 +162,13 @@ class LocalBytes(Bytes):
         return found
 
     def require_same(self, descriptor: int) -> None:
-        """Check that an open file is the one whose size and header were read."""
+        """Check that an open file is unchanged since its size and header were read."""
         require_same(self._path, self._stamp, os.fstat(descriptor))
 
 
 @final
 class MappedBytes(Bytes):
-    """A memory-mapped file, which must not become shorter: a page is read at its first use."""
+    """A memory-mapped file. Pages are read lazily, so the file must not be truncated while in use."""
 
     def __init__(self, path: Path) -> None:
         self._whole = LocalBytes(path)
@@ -173,6 +177,7 @@ class MappedBytes(Bytes):
         self._path = path
 
     def read(self, start: int, length: int) -> bytearray | memoryview:
+        # A mapping must start at a multiple of the allocation granularity.
         first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
         if length < _LEAST_MAPPED or start % _ALIGNMENT:
             return self._whole.read(start, length)
@@ -199,7 +204,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def validated(kind: type[_Record], record: dict[str, Any], path: Path) -> _Record:
-    """The settings in a file's record."""
+    """Validate a file's record as a pydantic model."""
     try:
         return kind.model_validate(record)
     except ValidationError as error:
@@ -210,8 +215,9 @@ def validated(kind: type[_Record], record: dict[str, Any], path: Path) -> _Recor
 
 
 def parsed_json(content: bytes | bytearray, where: str) -> dict[str, Any]:
-    """The record that JSON text holds; `where` says where it is from."""
+    """Parse a JSON record and refuse repeated names; `where` names the source in messages."""
 
+    # Readers disagree on which value of a repeated name counts.
     def refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
@@ -232,7 +238,7 @@ def parsed_json(content: bytes | bytearray, where: str) -> dict[str, Any]:
 
 
 def stays_in_folder(name: str) -> bool:
-    """Whether a name stays in its folder on every operating system."""
+    """Return True if a name stays in its folder on every operating system."""
     return (
         0 < len(name) <= _LONGEST_NAME
         and name.isprintable()
@@ -244,10 +250,10 @@ def stays_in_folder(name: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """Format a value from a file, short and in one line."""
+    """Format a value from a file, shortened, in one line."""
     try:
         text = json.dumps(value, ensure_ascii=True, default=str) if not isinstance(value, str) else value
-    except ValueError:  # a number of thousands of digits
+    except ValueError:  # an integer with thousands of digits
         text = "a number too long to show"
     text = printable(text)
     return text if len(text) <= 120 else text[:117] + "…"

@@ -1,12 +1,12 @@
-"""Files of a user's own classes, such as a parameterisation of attention: `FILE.py:CLASS` names one.
+"""Files with user-defined classes, such as a parameterisation of attention, named as `FILE.py:CLASS`.
 
-A file is executed because a person names it: in a recipe that is trained, in a study, or with `--code`. A run
-keeps the file's name and SHA-256 and nothing of its text, so opening a run executes nothing that came with
-it. A file is known by its name, without the folder, until another of that name is given.
+A file is executed only if a person names it: in a recipe for training, in a study, or with `--code`. A run
+stores the file's name and SHA-256 but not its text, so opening a run never executes code that came with the
+run. A file is registered by its name without the folder, until another file of the same name is registered.
 
-Giving a file (`use_code`) only reads it. The file is executed when a class of it is first needed
-(`find_class`). The digest that a run has of the file is compared before that (`require_digests`). A file that
-differs is refused and never executed, and the file that was known by that name before is known again.
+`use_code` registers a file and reads it. The file is executed when `find_class` first needs a class of it,
+after `require_digests` has compared the digest stored in a run. A file with another digest is refused and
+never executed, and the file registered before by the same name is restored.
 """
 
 import hashlib
@@ -30,10 +30,10 @@ _NAME = re.compile(r"([^/\\:]+\.py):([A-Za-z_]\w*)")
 @final
 @dataclass
 class _File:
-    """A file that a person gave: its text, and the module that the text defines once it was executed.
+    """A registered file: its text and, once executed, its module.
 
     Attributes:
-        before: the executed file that was known by the same name when this file was given.
+        before: executed file registered by the same name before this file.
     """
 
     path: Path
@@ -43,16 +43,16 @@ class _File:
     module: ModuleType | None = None
 
     def executed(self) -> ModuleType:
-        """Return the module, which the first call makes by executing the file."""
+        """Return the module; the first call executes the file."""
         if self.module is not None:
             return self.module
-        # Every process gives a module of the same text the same name: what it defines can be pickled.
+        # The module's name depends only on the text, so that processes can exchange pickled objects.
         module = ModuleType(f"triptych_code_{self.sha256[:16]}")
         module.__file__ = str(self.path)
         sys.modules[module.__name__] = module
         try:
             exec(compile(self.source, str(self.path), "exec"), vars(module))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (whatever somebody's file raises)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's file may raise any exception)
             del sys.modules[module.__name__]
             line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
             ends = ": a file of classes must not end the process" if isinstance(error, SystemExit) else ""
@@ -66,7 +66,7 @@ _FILES: dict[str, _File] = {}
 
 
 def use_code(path: str | Path) -> None:
-    """Give a file, whose classes can then be named. It is read here, and executed when a class is needed."""
+    """Register a file and read it; execution waits until a class of the file is needed."""
     path = Path(path).absolute()
     try:
         source = read_limited(path, LONGEST_TEXT)
@@ -79,26 +79,30 @@ def use_code(path: str | Path) -> None:
     if known is not None and known.sha256 == sha256:
         known.path = path
         return
+    # Only executed files are restored later: an unexecuted file passes on its predecessor.
     before = known if known is None or known.module is not None else known.before
     _FILES[path.name] = _File(path, source, sha256, before)
 
 
 def use_named(tree: Any) -> None:
-    """Give the files that a person's own recipe or study names, from the current folder.
+    """Register the files named in a person's own recipe or study, from the current folder.
 
-    A file that was given stays the one of its name, and is read again.
+    A file already registered by a name keeps its path and is read again.
     """
     for name in sorted(named_files(tree)):
         use_code(_FILES[name].path if name in _FILES else name)
 
 
 def is_in_file(name: str) -> bool:
-    """Whether a name is of a class in a file."""
+    """Return True if a name has the form of a class in a file."""
     return ".py:" in name
 
 
 def find_class(name: str, base: ClassT, key: str) -> ClassT:
-    """The class of a name, which a recipe gives at a key: derived from `base`, whose `name` it gets."""
+    """Return the class `FILE.py:CLASS`, which must derive from `base`, and set its `name`.
+
+    `key` is the key of the recipe, for messages.
+    """
     match = _NAME.fullmatch(name)
     if match is None:
         raise UsageError(
@@ -112,7 +116,7 @@ def find_class(name: str, base: ClassT, key: str) -> ClassT:
         )
     module = _FILES[file].executed()
     found = getattr(module, own, None)
-    # A class that the file imports belongs to others, who know it by another name.
+    # A class that the file only imports has another owner: it must not be renamed.
     if not isinstance(found, type) or found.__module__ != module.__name__:
         raise UsageError(f"{_FILES[file].path} defines no class {own}")
     if not issubclass(found, base):
@@ -123,7 +127,7 @@ def find_class(name: str, base: ClassT, key: str) -> ClassT:
 
 
 def named_files(tree: Any) -> set[str]:
-    """The files of all classes that a tree of plain values names."""
+    """Return the files of all classes named in a tree of plain values."""
     if isinstance(tree, str):
         match = _NAME.fullmatch(tree)
         return set() if match is None else {match[1]}
@@ -133,16 +137,17 @@ def named_files(tree: Any) -> set[str]:
 
 
 def file_digests(tree: Any) -> dict[str, str]:
-    """The SHA-256 of each file that a tree names."""
+    """Return the SHA-256 of each registered file named in a tree."""
     return {name: _FILES[name].sha256 for name in sorted(named_files(tree)) if name in _FILES}
 
 
 def require_digests(wanted: Mapping[str, object]) -> None:
-    """Check that the files are those that a run was trained with, before any of them is executed.
+    """Check, before execution, that the registered files are the files of a run's training.
 
-    A file that differs raises a `UsageError`. If it was not executed before, for something else, it is
-    forgotten, and the file that was known by its name before is known again.
+    A file with another digest raises `UsageError`. Unless it was executed before, for another purpose, it is
+    unregistered, and the file registered before by the same name is restored.
     """
+    # Files that are not registered are refused later, by `find_class`.
     for name, sha256 in wanted.items():
         given = _FILES.get(name)
         if given is None or given.sha256 == sha256:
@@ -158,23 +163,23 @@ def require_digests(wanted: Mapping[str, object]) -> None:
 
 
 def paths() -> list[Path]:
-    """Return where the files lie that were given, for another process."""
+    """Return the paths of all registered files, for another process."""
     return [file.path for file in _FILES.values()]
 
 
 def executed_paths() -> list[Path]:
-    """Return where the files lie that were executed, for a process that gets objects of their classes."""
+    """Return the paths of all executed files, for a process to unpickle objects of their classes."""
     return [file.path for file in _FILES.values() if file.module is not None]
 
 
 def of_ended(stop: SystemExit) -> Path | None:
-    """Return the file whose code ended the process by an exception; None if none of them did."""
+    """Return the registered file in the traceback of a `SystemExit`, or None."""
     files = {str(file.path): file.path for file in _FILES.values()}
     passed = (frame.filename for frame in traceback.extract_tb(stop.__traceback__))
     return next((files[name] for name in passed if name in files), None)
 
 
 def execute(path: Path) -> None:
-    """Give a file and execute it, because objects of its classes are to be unpickled."""
+    """Register and execute a file, to unpickle objects of its classes."""
     use_code(path)
     _FILES[path.name].executed()

@@ -1,9 +1,9 @@
-"""Conversion of models between our format and the formats of other libraries.
+"""Conversion of models between triptych's format and the formats of other libraries.
 
-`convert` (`conversion.py`) takes a source and a target format, and gives a `Conversion`: what was
-written, and how far the result is from the model. `target_formats.py` says which model each format can hold;
-`hugging_face.py`, `ctranslate2.py`, `onnx.py` and `plain.py` write one each; `output_checks.py` compares the
-result with the model. Start with `conversion.py`.
+`convert` (`conversion.py`) writes a model in a target format and returns a `Conversion`: a record of the
+written model and of its difference from the original. `hugging_face.py`, `ctranslate2.py` and `onnx.py` write
+the formats. `plain.py` rewrites heads as plain matrices, `target_formats.py` maps trained models to families
+of `transformers`, and `output_checks.py` compares results with the original. Start with `conversion.py`.
 """
 
 from triptych.converting.conversion import Conversion, convert

@@ -1,4 +1,4 @@
-"""Verbs that work on a model with its changes."""
+"""Verbs available for a model with its changes."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from triptych.running.opening import OpenedModel
 
 
 def capabilities(source: Opened, changes: Sequence[Change]) -> tuple[str, ...]:
-    """List the verbs that work: read, rewrite, run, translate, generate, fill, convert."""
+    """List the available verbs: read, rewrite, run, translate, generate, fill, convert."""
     found = ["read"]
     if _is_writable(source, changes):
         found.append("rewrite")
@@ -34,7 +34,7 @@ def _is_writable(opened: Opened, changes: Sequence[Change]) -> bool:
 
 
 def _verb_of_outputs(opened: OpenedModel) -> str:
-    """Return the verb that makes text of the model's outputs; "" where there is none."""
+    """Return the verb for the model's outputs: translate, generate, fill, or ""."""
     if opened.is_searched:
         return "translate"
     model = opened.model

@@ -1,7 +1,7 @@
-"""Convert models: ours to Hugging Face, CTranslate2 and ONNX, and Marian's to ours.
+"""Conversion of models: triptych's to Hugging Face, CTranslate2 and ONNX, and Marian's to triptych.
 
-The result is written to a temporary folder, read again and compared with the original model. Only then does
-it get its name.
+The result is written to a temporary folder, read again and compared with the original model. Only then is
+the folder renamed to its final name.
 """
 
 from dataclasses import asdict, dataclass
@@ -32,19 +32,19 @@ class Conversion:
 
     source: str
     target: str
-    format: str  # of the target; "run" for ours
-    architecture: str  # in the target's own words
-    parameters: int  # numbers that the target holds
-    folded: tuple[str, ...]  # what was done to the model to make it fit, in words
-    checks: tuple[ConversionCheck, ...]  # what was tried
+    format: str  # target format; "run" for triptych's format
+    architecture: str  # name of the architecture in the target format
+    parameters: int  # number of parameters in the target
+    folded: tuple[str, ...]  # descriptions of the changes needed to fit the target format
+    checks: tuple[ConversionCheck, ...]  # checks of the result
 
     def record(self) -> dict[str, Any]:
-        """The record as JSON values."""
+        """Return the record as JSON values."""
         return asdict(self)
 
 
 def can_convert(opened: OpenedModel) -> bool:
-    """Whether some format may hold the model."""
+    """Return True if a target format may support the model."""
     if opened.translates:
         return opened.encoder_decoder.recipe is not None
     return opened.language_model.causal or goes_on(opened.folder)
@@ -53,7 +53,8 @@ def can_convert(opened: OpenedModel) -> bool:
 def convert(
     opened: OpenedModel, target: Path, to: TargetFormat, quantization: Quantization = "float32"
 ) -> Conversion:
-    """Write a model in another format."""
+    """Convert a model and write it to `target` in another format."""
+    # Check options before any work is done.
     if quantization != "float32" and to != "ctranslate2":
         other = "--from hf" if to == "triptych" else f"--to {to}"
         raise UsageError(f"--quantization {quantization} goes with --to ctranslate2, not with {other}")

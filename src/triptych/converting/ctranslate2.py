@@ -1,9 +1,9 @@
-"""Models of ours as folders of CTranslate2's.
+"""Conversion to CTranslate2.
 
-Its specifications are filled directly, with plainly written heads, so neither `transformers` nor the
-conventions of another library's checkpoint are needed. Language models fit if they are made of what GPT-2 and
-Llama have: pre-norm blocks with one kind of norm, learned or rotary positions, feed-forward layers with or
-without a gate, and heads that may share keys and values. Everything else is refused by name.
+CTranslate2's specifications are filled directly with the plain matrices of each head, without `transformers`
+and without a checkpoint format in between. Language models fit if they have only features of GPT-2 and Llama:
+pre-norm blocks with a single kind of norm, learned or rotary positions, feed-forward layers with or without a
+gate, and multi-head, grouped-query or multi-query attention. Other features are refused by name.
 
 Source: `specs/transformer_spec.py` of github.com/OpenNMT/CTranslate2, version 4.8.
 """
@@ -67,12 +67,12 @@ def _activation(name: str) -> Any:
 
 
 def write_ct2_translator(run: OpenedModel, folder: Path, quantization: Quantization) -> WrittenModel:
-    """Fill a folder that `ctranslate2.Translator` reads."""
+    """Write a folder for `ctranslate2.Translator`."""
     require_extra("convert", "ctranslate2", what="--to ctranslate2")
     special = {run.tokenizers.target.pad_id, run.tokenizers.target.bos_id, run.tokenizers.target.eos_id}
     if run.shortlist is not None and special != set(range(len(special))):
-        # Version 4.8 keeps the places that tokens had in an earlier batch (`Decoder::update_output_layer`);
-        # of the first tokens they never change.
+        # Version 4.8 keeps the output columns of special tokens from an earlier batch
+        # (`Decoder::update_output_layer`); columns of the first tokens never change.
         raise UsageError(
             "with a shortlist CTranslate2 mixes up special tokens between batches, where they are not the "
             "first of the vocabulary: leave the shortlist out, or translate with triptych"
@@ -88,7 +88,7 @@ def write_ct2_translator(run: OpenedModel, folder: Path, quantization: Quantizat
     spec.config.bos_token = tokens[target.bos_id]
     spec.config.eos_token = tokens[target.eos_id]
     spec.config.decoder_start_token = tokens[target.bos_id]
-    # A token that no text has if nothing can be unknown.
+    # The padding token, which texts do not contain, serves if no token can be unknown.
     unknown = source.record.unk_id if isinstance(source, SentencePieceTokenizer) else source.pad_id
     spec.config.unk_token = source.vocabulary[unknown]
     spec.config.add_source_eos = True
@@ -130,7 +130,7 @@ def _save(spec: Any, folder: Path, quantization: Quantization, eps: float) -> No
 def _fill(
     spec: Any, stack: LanguageModel, weights: Mapping[str, AttentionWeights], positions: Tensor | None
 ) -> None:
-    """Fill in a stack whose attention layers are written plainly, with one link a side."""
+    """Fill a specification from a stack and its plain attention weights."""
     config = stack.embeddings.config
     kind = stack.architecture.kind
     table = spec.embeddings[0] if kind == "encoder" else spec.embeddings
@@ -142,19 +142,20 @@ def _fill(
         _set_norm(spec.layer_norm, stack.final_norm)
     if stack.head is not None:
         output = stack.head.output
+        # The specification lacks a scale of logits, so the output layer absorbs it.
         scale = stack.head.config.scale
         _set_linear(
             spec.projection, output.weight * scale, None if output.bias is None else output.bias * scale
         )
     for number, (layer, block) in enumerate(zip(spec.layer, stack.blocks, strict=True)):
-        assert isinstance(block, Block)  # a ModuleList does not tell
+        assert isinstance(block, Block)  # for the type checker
         _set_attention(layer.self_attention, weights[f"{kind}.{number}"], ("qkv", "o"))
         _set_norm(layer.self_attention.layer_norm, block.self_residual.norm)
         if block.has_cross:
             _set_attention(layer.attention, weights[f"cross.{number}"], ("q", "kv", "o"))
             _set_norm(layer.attention.layer_norm, block.cross_residual.norm)
         feed_forward = block.feed_forward
-        assert isinstance(feed_forward, FeedForward)  # others are refused
+        assert isinstance(feed_forward, FeedForward)  # mixtures of experts are refused before
         gate = feed_forward.gate
         inner = feed_forward.inner
         outer = feed_forward.outer
@@ -179,7 +180,7 @@ def _set_attention(spec: Any, weights: AttentionWeights, maps: Sequence[str]) ->
 
 
 def _check_translator(run: OpenedModel, folder: Path, quantization: Quantization) -> ConversionCheck:
-    """Compare log-probabilities of random outputs, token by token."""
+    """Compare the log-probability of each token of random outputs."""
     import ctranslate2
 
     source = run.tokenizers.source
@@ -198,6 +199,7 @@ def _check_translator(run: OpenedModel, folder: Path, quantization: Quantization
     scores = translator.score_batch(sources, outputs)
     found = torch.tensor([score.log_probs for score in scores])
     what = "log-probabilities of tokens by CTranslate2 and by the model"
+    # CTranslate2 scores the tokens of an output and the end of sentence after them.
     following = torch.cat([pairs.tgt_in[:, 1:], torch.full_like(pairs.tgt_in[:, :1], target.eos_id)], dim=1)
     log_probs = compute_logits(run.encoder_decoder, pairs).double().log_softmax(dim=-1)
     expected = log_probs.gather(2, following[:, :, None])[:, :, 0].float()
@@ -250,7 +252,7 @@ both search alike.
 
 
 def write_ct2_generator(opened: OpenedModel, folder: Path, quantization: Quantization) -> WrittenModel:
-    """Fill a folder that `ctranslate2.Generator` reads with a language model and its tokenizer."""
+    """Write a folder for `ctranslate2.Generator` with a language model and its tokenizer."""
     require_extra("convert", "ctranslate2", what="--to ctranslate2")
     model = opened.language_model
     tokenizer = opened.tokenizer
@@ -285,15 +287,15 @@ print(tokenizer.decode(found.sequences_ids[0]))
 def write_generator(
     model: LanguageModel, folder: Path, quantization: Quantization = "float32"
 ) -> ConversionCheck:
-    """Fill a folder that `ctranslate2.Generator` reads; its tokens are the numbers "0", "1", … of ours."""
+    """Write a folder for `ctranslate2.Generator`, with the token ids "0", "1", … as tokens."""
     require_extra("ctranslate2", "ctranslate2", what="--engine ctranslate2")
     spec = _generator_spec(model)
     vocabulary = [str(token) for token in range(model.vocab_size)]
     spec.register_vocabulary(vocabulary)
-    # Every token of ours is known, and the engine names the tokens that end a text.
+    # Every token id is in the vocabulary, and end tokens are given at generation: these settings are unused.
     spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = vocabulary[0]
     norm = model.architecture.final_norm
-    assert norm is not None  # models without one are refused
+    assert norm is not None  # models without a final norm are refused
     _save(spec, folder, quantization, norm.eps)
     return _check_generator(model, folder, quantization)
 
@@ -313,6 +315,7 @@ def _generator_spec(model: LanguageModel) -> Any:
         raise _refused("sinusoidal positions of the embeddings")
     plain = plain_layers(model, _refused)
     sizes = head_sizes(plain, _refused)
+    # The specification has a single set of rotary settings for all layers.
     rotary, *others = (_rotary_args(weights.semantics.rotary, sizes.width) for weights in plain)
     if any(other != rotary for other in others):
         raise _refused("its layers have different rotary positions")
@@ -336,7 +339,7 @@ def _generator_spec(model: LanguageModel) -> Any:
 
 
 def _rotary_args(rotary: RotaryEmbedding | None, width: int) -> dict[str, Any]:
-    """Arguments of the spec for rotary positions; none without them."""
+    """Return the specification's arguments for rotary positions, or an empty dict without them."""
     if rotary is None:
         return {}
     count = len(rotary.frequencies)
@@ -370,7 +373,7 @@ def _check_close(what: str, expected: Tensor, found: Tensor, quantization: Quant
 
 
 def _array(tensor: Tensor) -> Any:
-    """A tensor as a specification holds it, in float32."""
+    """Convert a tensor to a contiguous float32 array."""
     return tensor.detach().float().cpu().contiguous().numpy()
 
 
@@ -381,7 +384,7 @@ def _set_linear(spec: Any, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _set_norm(spec: Any, norm: nn.Module) -> None:
-    """Fill in a norm; a gain that it does not have is 1, and a LayerNorm's bias 0."""
+    """Fill in a norm; a missing gain becomes 1, and a LayerNorm's missing bias 0."""
     assert isinstance(norm, nn.LayerNorm | nn.RMSNorm | OffsetNorm)
     if isinstance(norm, OffsetNorm):
         weight = norm.weight + norm.offset

@@ -1,8 +1,8 @@
-"""The libraries that run a model: ours, or CTranslate2.
+"""Decoding engines: triptych or CTranslate2.
 
-CTranslate2 takes the place of our own search. A model is converted once (`converting.ctranslate2`) and kept
-in a cache folder between runs. Scores are ours: CTranslate2 returns plain log-probabilities of a full beam,
-which are put in the order of our length penalty.
+CTranslate2 replaces triptych's search. A model is converted once (`converting.ctranslate2`) and kept in a
+cache folder between runs. Scores are defined as in triptych: CTranslate2 returns log-probabilities of all
+hypotheses of a beam, and triptych's length penalty is then applied to them.
 
 Source: github.com/OpenNMT/CTranslate2, version 4.8.
 """
@@ -77,7 +77,7 @@ def _compute_type(precision: Precision, device: str) -> str:
 
 
 def _find_place(device: str) -> tuple[Literal["cpu", "cuda"], int]:
-    """CTranslate2's device and its number."""
+    """Return CTranslate2's device and its index."""
     import ctranslate2
 
     found = find_device(device)
@@ -91,9 +91,9 @@ def _find_place(device: str) -> tuple[Literal["cpu", "cuda"], int]:
 
 @contextmanager
 def _converted(name: str, write: Callable[[Path], object]) -> Iterator[Path]:
-    """The folder of a converted model, made if it is not there; a context, within which it can be read.
+    """Yield the folder of a converted model inside a context, converting the model if needed.
 
-    It stays in the cache folder. Where that cannot be written, it is a temporary folder.
+    The folder stays in the cache folder. If the cache folder cannot be written, a temporary folder is used.
     """
     place = cache_folder() / name
     with contextlib.suppress(OSError):
@@ -119,10 +119,10 @@ def _load_converted(
     device: str,
     threads: tuple[int, int],
 ) -> Any:
-    """CTranslate2's class of this name for a model, which is converted unless it is in the cache folder.
+    """Build CTranslate2's class `name` for a model, converting the model unless it is in the cache folder.
 
-    The cache goes by the hash of all weights and of `texts`. Threads are those between batches, which a GPU
-    does without, and those within a product.
+    The cache key is a hash of all weights and of `texts`. `threads` are the number of threads for batches,
+    ignored on a GPU, and the number of threads for each product.
     """
     require_ctranslate2()
     import ctranslate2
@@ -144,7 +144,7 @@ def _load_converted(
 
 
 def hash_of(model: nn.Module, texts: Iterable[str]) -> str:
-    """sha256 of all weights of a model, with their names, and of texts; in hexadecimal digits."""
+    """Return the hexadecimal SHA-256 of a model's weights, with names, and of texts."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
@@ -157,15 +157,15 @@ def hash_of(model: nn.Module, texts: Iterable[str]) -> str:
 
 @final
 class CTranslate2Searcher:
-    """Searches for any number of sentences with CTranslate2; a `Searcher`."""
+    """A `Searcher` with CTranslate2, for any number of sentences."""
 
-    # Where a hypothesis reaches the limit on length, all of its sentence is searched for by our own engine in
-    # fp32, on the CPU: CTranslate2 cuts such outputs off without their end.
+    # If a hypothesis reaches the length limit, its sentence is searched again by triptych in fp32, on the
+    # CPU: CTranslate2 cuts such outputs off without an end of sentence.
 
     def __init__(
         self, run: OpenedModel, options: SearchOptions, precision: Precision, workers: int, device: str
     ) -> None:
-        """Convert a model, or find it converted, and load it."""
+        """Load a model, after converting it unless it is in the cache folder."""
         if options.beam_size > 1 and options.stop != "full":
             raise UsageError(
                 "CTranslate2 ends a search when the beam is full of finished hypotheses: "
@@ -196,13 +196,14 @@ class CTranslate2Searcher:
         self.workers: int = self._translator.num_translators  # 1 on a GPU
 
     def __call__(self, sentences: Sentences) -> Hypotheses:
-        """Hypotheses for sentences, token ids without the end of sentence, in their order."""
+        """Search sentences, token ids without the end of sentence; return hypotheses in the same order."""
         batches = list(batches_of_like_length(sentences, _BATCH_TOKENS))
         found: list[list[Hypothesis]] = [[] for _ in sentences]
         pending = [self._begin([sentences[i] for i in batch]) for batch in batches]
         for batch, results in zip(batches, pending, strict=True):
             for i, result in zip(batch, results, strict=True):
                 found[i] = self._hypotheses(result.result(), self._limit(sentences[i]))
+        # `_hypotheses` returns an empty list for a sentence that reached the length limit.
         if cut := [i for i, hypotheses in enumerate(found) if not hypotheses]:
             if self._own is None:
                 options = replace(self.options, stop="full")
@@ -213,7 +214,7 @@ class CTranslate2Searcher:
         return found
 
     def _begin(self, sentences: Sentences) -> list[Any]:
-        """Ask for a batch; the results are there when they are waited for."""
+        """Submit a batch and return asynchronous results."""
         options = self.options
         never = dict.fromkeys((self._target.pad_id, self._target.bos_id))
         return self._translator.translate_batch(  # type: ignore[no-any-return]
@@ -237,7 +238,7 @@ class CTranslate2Searcher:
         return limit_of(len(ids), options.max_extra_tokens, model.max_target_tokens)
 
     def _hypotheses(self, result: Any, limit: int) -> list[Hypothesis]:
-        """Best first; none if one of them reached the limit."""
+        """Return the best hypotheses of a result; an empty list if a hypothesis reached the limit."""
         found = []
         eos_id = self._target.eos_id
         for tokens, log_prob in zip(result.hypotheses, result.scores, strict=True):
@@ -251,9 +252,9 @@ class CTranslate2Searcher:
 
 @final
 class CTranslate2Generator(OtherEngine):
-    """A decoder-only model that CTranslate2 runs: greedy, or with a beam."""
+    """Greedy decoding and beam search of a decoder-only model with CTranslate2."""
 
-    max_tokens: int | None  # longest text (`LanguageModel.context`), as none is read again here
+    max_tokens: int | None  # maximum length of a text (`LanguageModel.context`); texts are never read again
 
     def __init__(
         self,
@@ -262,7 +263,7 @@ class CTranslate2Generator(OtherEngine):
         device: str = "auto",
         num_tokens: int | None = None,
     ) -> None:
-        """Convert a model, or find it converted, and load it."""
+        """Load a model, after converting it unless it is in the cache folder."""
         self.max_tokens = model.context
         never = range(model.vocab_size if num_tokens is None else num_tokens, model.vocab_size)
         self._never = [[str(token)] for token in never] or None
@@ -279,12 +280,12 @@ class CTranslate2Generator(OtherEngine):
         ends: _Ends = lambda row, token: False,
         batch_rows: int = 32,
     ) -> list[list[Hypothesis]]:
-        """Continue prompts, in batches of one length."""
+        """Continue prompts, in batches of equal length."""
         self._check(prompts, options)
         if options.beam_size > 1:
             return [self._beam_search(ids, options) for ids in prompts]
         found: list[list[Hypothesis]] = [[] for _ in prompts]
-        # Given prompts of several lengths, CTranslate2 takes the ends of the longer ones for its own tokens.
+        # If prompts differ in length, CTranslate2 counts the ends of the longer prompts as new tokens.
         for batch in batches_of_like_length(prompts, None, batch_rows, pads=False):
             grown = self._greedy([(i, prompts[i]) for i in batch], options, ends)
             for i in batch:
@@ -292,7 +293,7 @@ class CTranslate2Generator(OtherEngine):
         return found
 
     def stream(self, prompt: Sequence[int], options: GenerationOptions, ends: _Ends) -> Iterator[NewToken]:
-        """Continue a prompt without a beam, token by token."""
+        """Continue a prompt without a beam and yield each new token."""
         self._check([prompt], options)
         limit = limit_of_prompt(len(prompt), options.max_new_tokens, self.max_tokens)
         steps = self._generator.generate_tokens(
@@ -302,6 +303,7 @@ class CTranslate2Generator(OtherEngine):
             suppress_sequences=self._never,
             return_log_prob=True,
         )
+        # The generator of CTranslate2 stops by itself only at end tokens and at the limit.
         for length, step in enumerate(steps, start=1):
             new = _new_token(0, step, length, limit, options, ends)
             yield new
@@ -309,7 +311,7 @@ class CTranslate2Generator(OtherEngine):
                 return
 
     def logits(self, ids: Int[Tensor, "rows length"]) -> Float[Tensor, "rows length vocab"]:
-        """Logits of the token after each of `ids`; on the CPU, and in fp32."""
+        """Compute logits of the next token at each position of `ids`, on the CPU and in fp32."""
         found = self._generator.forward_batch([[str(token) for token in row] for row in ids.tolist()])
         return torch.as_tensor(numpy.asarray(found))
 
@@ -351,6 +353,7 @@ class CTranslate2Generator(OtherEngine):
         (result,) = self._ask([prompt], limit, options, beam_size=k, num_hypotheses=k, length_penalty=0)
         found = []
         for ids in result.sequences_ids:
+            # CTranslate2 returns only totals of a beam; scoring the text again gives every log-probability.
             ended = bool(ids) and ids[-1] in options.stop_ids
             texts = [[str(token) for token in (*prompt, *ids)]]
             (scored,) = self._generator.score_batch(texts, max_input_length=0)
@@ -378,11 +381,11 @@ class CTranslate2Generator(OtherEngine):
 
 
 def _in_full(block: nn.Module) -> str:
-    """What a block's attention does besides its maps; blocks that differ have different texts."""
+    """Return a block's attention semantics as text with full precision, for the cache key."""
     assert isinstance(block, Block)
     semantics = block.self_attention.semantics
     frequencies = None if semantics.rotary is None else semantics.rotary.frequencies.tolist()
-    return f"{semantics} {frequencies}"  # a tensor's text is rounded
+    return f"{semantics} {frequencies}"  # `str` of a tensor would round the frequencies
 
 
 def _new_token(
@@ -407,7 +410,8 @@ def make_translator(
     stop: Stop | None = None,
     **search: Any,
 ) -> Translator:
-    """The translator of an engine; `search` has the other arguments of `OpenedModel.search_options`."""
+    """Build the translator of an engine; `search` are further arguments of `OpenedModel.search_options`."""
+    # "auto" tries CTranslate2 on CPUs and falls back to triptych, with the reason as a note.
     if options.engine == "auto":
 
         def made(engine: EngineName) -> Translator:
@@ -456,7 +460,7 @@ def _note_slow_precision(model: nn.Module, precision: Precision) -> None:
 
 
 def identify(translator: Translator, name: str, changes: Sequence[str], options: Options) -> dict[str, Any]:
-    """What says whether another translator gives the same texts: its weights, tokenizers and engine."""
+    """Return a fingerprint of a translator: weights, tokenizers and engine."""
     sides = translator.tokenizers.source, translator.tokenizers.target
     first, *others = (hash_of(model, [side.to_json() for side in sides]) for model in translator.models)
     return {
@@ -510,7 +514,7 @@ def evaluate_text(
         warnings.warn("engine auto: triptych scores", EngineNote, stacklevel=3)
     if options.engine == "ctranslate2":
         require_ctranslate2()
-        if model.causal:  # before it is converted
+        if model.causal:  # otherwise `measure_likelihood` raises, without a conversion
             logits = CTranslate2Generator(model, "fp32", "cpu").logits
     elif is_patched(model):
         logits = partial(_logits_of_whole_texts, model)
@@ -523,10 +527,10 @@ def evaluate_text(
 def _logits_of_whole_texts(
     model: LanguageModel, read: Int[Tensor, "rows length"]
 ) -> Float[Tensor, "rows length vocab"]:
-    """Compute logits of a causal model that can only read texts of the length of a run.
+    """Compute logits of a patched causal model, which reads only texts of a fixed length.
 
-    A scored text is read without its last token. Any token may take its place, because no earlier one
-    attends to it.
+    A scored text is read without its last token. Token 0 replaces the last token; earlier tokens do not
+    attend to it.
     """
     length = read.shape[1] + 1
     require_lengths(model, {"decoder": (length, length)})

@@ -1,7 +1,7 @@
-"""A run as a folder that `transformers` reads, with its tokenizers.
+"""Conversion of runs and their tokenizers to the format of `transformers`.
 
-A run that went on with a checkpoint keeps the format of its family. A model of a recipe is written in a
-format that holds it (`formats`).
+A run that continued from a checkpoint keeps the format of its family. A model trained with a recipe is
+written in a fitting format (`target_formats`).
 """
 
 from collections.abc import Mapping
@@ -47,8 +47,8 @@ _SAMPLES = (
 
 
 def write_hf_translator(run: OpenedModel, folder: Path) -> WrittenModel:
-    """Fill a folder that `AutoModelForSeq2SeqLM` and `AutoTokenizer` read."""
-    formats.translator_type(run.encoder_decoder)  # refuses before any work is done
+    """Write a folder for `AutoModelForSeq2SeqLM` and `AutoTokenizer`."""
+    formats.translator_type(run.encoder_decoder)  # raises before any work is done
     plain = plain_model(run.encoder_decoder, "Hugging Face's format")
     made = formats.translator(plain, run.tokenizers, run.decoding.max_extra_tokens)
     architecture = str(made.settings["model_type"])
@@ -63,7 +63,8 @@ def write_hf_translator(run: OpenedModel, folder: Path) -> WrittenModel:
 
 
 def write_hf_language_model(opened: OpenedModel, folder: Path) -> WrittenModel:
-    """Fill a folder that `AutoModelForCausalLM` or `AutoModelForMaskedLM` and `AutoTokenizer` read."""
+    """Write a folder for `AutoModelForCausalLM` or `AutoModelForMaskedLM`, and for `AutoTokenizer`."""
+    # A run that continued from a checkpoint can be copied; other models are exported.
     if goes_on(opened.folder):
         copy_checkpoint(opened.folder, folder)
         name = "as the checkpoint that the run went on with"
@@ -93,7 +94,7 @@ def _write_checkpoint(folder: Path, settings: Mapping[str, Any], tensors: Mappin
 
 
 def _generation(settings: Mapping[str, Any], run: OpenedModel) -> dict[str, Any]:
-    """How the checkpoint wants to be searched."""
+    """Build `generation_config.json`."""
     decoding = run.decoding
     names = ("bos", "decoder_start", "eos", "forced_eos", "pad")
     record: dict[str, Any] = {f"{name}_token_id": settings[f"{name}_token_id"] for name in names}
@@ -103,7 +104,7 @@ def _generation(settings: Mapping[str, Any], run: OpenedModel) -> dict[str, Any]
         ],
         "max_length": settings["max_position_embeddings"],
         "num_beams": decoding.beam_size,
-        # As our search: what is left has probabilities that sum to 1.
+        # As in triptych's search, the remaining probabilities are normalised to a sum of 1.
         "renormalize_logits": True,
     }
     if decoding.beam_size > 1:
@@ -113,7 +114,7 @@ def _generation(settings: Mapping[str, Any], run: OpenedModel) -> dict[str, Any]
 
 
 def _with_transformers(logits: Any, ids: Any, opened: OpenedModel, folder: Path) -> list[ConversionCheck]:
-    """Both checks; records that say that neither was tried where `transformers` is missing."""
+    """Run both checks with `transformers`, or record them as not run if it is missing."""
     if not is_installed("transformers"):
         note = "transformers is not installed: pip install 'triptych[convert]'"
         return [ConversionCheck(what, False, note=note) for what in (_LOGITS.format("transformers"), _IDS)]
@@ -122,7 +123,7 @@ def _with_transformers(logits: Any, ids: Any, opened: OpenedModel, folder: Path)
 
 
 def _check_read_again(run: OpenedModel, folder: Path) -> ConversionCheck:
-    """Check the folder with our own reader of Marian checkpoints."""
+    """Check the folder with triptych's reader of Marian checkpoints."""
     model, tokenizers = read_marian(folder)
     for ours, found in (
         (run.tokenizers.source, tokenizers.source),
@@ -157,7 +158,7 @@ def _check_logits(run: OpenedModel, folder: Path) -> ConversionCheck:
     dtype = run.encoder_decoder.decoder.embeddings.table.weight.dtype
     if found.dtype != dtype:
         raise DataError(f"{folder} is read as {found.dtype}, and the model is {dtype}")
-    # Marian's positions in transformers are numbers of float32 in any dtype.
+    # Marian's positions in transformers are rounded to float32 in any dtype.
     tolerance = max(TOLERANCES[dtype], 1e-6) if theirs.config.model_type == "marian" else TOLERANCES[dtype]
     what = _LOGITS.format("transformers")
     own = compute_logits(run.encoder_decoder, pairs)
@@ -167,6 +168,7 @@ def _check_logits(run: OpenedModel, folder: Path) -> ConversionCheck:
 def _check_ids(run: OpenedModel, folder: Path) -> list[ConversionCheck]:
     from transformers import AutoTokenizer
 
+    # A pair of SentencePiece models is a single tokenizer in transformers.
     pieces = isinstance(run.tokenizers.source, SentencePieceTokenizer)
     tokenizer = AutoTokenizer.from_pretrained(folder, **_LOCAL)
     checks = [

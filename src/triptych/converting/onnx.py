@@ -1,4 +1,4 @@
-"""A model of ours as a folder of two ONNX graphs with their tokenizer."""
+"""Conversion of encoder-decoders to two ONNX graphs, with their tokenizers."""
 
 import copy
 import logging
@@ -44,18 +44,18 @@ _TOLERANCE = 1e-4
 
 @final
 class EncoderGraph(nn.Module):
-    """Source tokens in; keys and values of every decoder layer and a mask out."""
+    """Encoder graph: maps source tokens to a mask and the keys and values of every decoder layer."""
 
     def __init__(self, engine: Engine, max_tokens: int) -> None:
         super().__init__()
         self.engine = engine
         self.max_tokens = max_tokens
-        # For the names of their tensors.
+        # Attributes give the tensors of the graph their names.
         self.model = cast(EncoderDecoder, engine.model)
         self.memory_map = engine.memory_map
 
     def forward(self, src_ids: Tensor) -> tuple[Tensor, ...]:
-        """`[batch, src_len]` → mask `[batch, src_len]`, then keys and values of each decoder layer."""
+        """Map ids `[batch, src_len]` to a mask `[batch, src_len]`, then keys and values of each layer."""
         positions = PositionIds(torch.arange(src_ids.shape[1]), self.max_tokens, sharing=1)
         memory = self.engine.project_memory(self.model.encode(src_ids, positions))
         return (src_ids != self.engine.pad_id, *(tensor for layer in memory for tensor in layer))
@@ -63,7 +63,7 @@ class EncoderGraph(nn.Module):
 
 @final
 class DecoderGraph(nn.Module):
-    """The next target tokens and the keys and values of earlier ones in; logits and longer ones out."""
+    """Decoder graph: maps new target tokens and cached keys and values to logits and an extended cache."""
 
     def __init__(self, engine: Engine, max_tokens: int) -> None:
         super().__init__()
@@ -74,7 +74,8 @@ class DecoderGraph(nn.Module):
     def forward(
         self, tgt_ids: Tensor, mask: Tensor, own: list[Tensor], memory: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        """One step, of one token a row or of several."""
+        """Compute a step of one or more tokens for each row."""
+        # Positions and additive mask follow from the cache's symbolic length.
         before = own[0].shape[2]
         length = tgt_ids.shape[1]
         ids = torch.arange(length) + before
@@ -91,12 +92,12 @@ class DecoderGraph(nn.Module):
 
 @final
 class JoinedCache(AttentionCache):
-    """Entries that are joined anew at every step, as a graph without state does it."""
+    """Cache for a graph without state: entries are concatenated at every step."""
 
     entries: tuple[Tensor, ...] = ()
 
     @property
-    def length(self) -> Any:  # an int, or a symbol of one while it is traced
+    def length(self) -> Any:  # an int, or a symbolic int during tracing
         return self.entries[0].shape[2]
 
     def append(self, entries: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -109,7 +110,7 @@ class JoinedCache(AttentionCache):
 
 
 def write_onnx(run: OpenedModel, folder: Path) -> WrittenModel:
-    """Fill a folder with `encoder.onnx` and `decoder.onnx`."""
+    """Write a folder with `encoder.onnx` and `decoder.onnx`."""
     require_extra("convert", "onnx", "onnxscript", what="--to onnx")
     for site in attention_sites(run.encoder_decoder):
         if unfit := beyond_fusing(site.layer.weights(), site.stack == "cross"):
@@ -117,6 +118,7 @@ def write_onnx(run: OpenedModel, folder: Path) -> WrittenModel:
     model = copy.deepcopy(run.encoder_decoder).cpu().float().eval()
     length = max_positions(model, run.decoding.max_extra_tokens)
     target = run.tokenizers.target
+    # The graphs trace the fused layers of an engine, with hooks and without packed weights.
     engine = Engine(model, direct=False)
     graphs = EncoderGraph(engine, length), DecoderGraph(engine, length)
     for graph in graphs:
@@ -131,7 +133,7 @@ def write_onnx(run: OpenedModel, folder: Path) -> WrittenModel:
 
 
 def _count_numbers(folder: Path) -> int:
-    """Count the parameters of both graphs. Tables that both use are in both."""
+    """Count the parameters of both graphs; shared tables count twice."""
     import onnx
 
     graphs = [onnx.load(folder / name).graph for name in (ENCODER, DECODER)]
@@ -149,7 +151,7 @@ def _export_graphs(encoder: EncoderGraph, decoder: DecoderGraph, pairs: Pairs, f
     layers = [cast(FusedAttention, block.self_attention) for block in blocks_of(decoder.model, "decoder")]
     own = [
         torch.randn(len(pairs.src), layer.groups, 2, layer.width) for layer in layers for _ in range(2)
-    ]  # keys and values of two tokens, as the decoder caches them
+    ]  # example cache: keys and values of two tokens
     export = partial(torch.onnx.export, opset_version=_OPSET, dynamo=True, external_data=False, verbose=False)
     with _without_remarks():
         export(
@@ -178,7 +180,7 @@ def _export_graphs(encoder: EncoderGraph, decoder: DecoderGraph, pairs: Pairs, f
 
 @contextmanager
 def _without_remarks() -> Iterator[None]:
-    """Silence the exporter's warnings and logs, which are about itself."""
+    """Silence the exporter's warnings and logs: they do not concern the model."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -190,7 +192,8 @@ def _without_remarks() -> Iterator[None]:
 
 
 def _check_graphs(run: OpenedModel, folder: Path) -> ConversionCheck:
-    """The graphs in onnxruntime: a whole output at once, and token by token, at lengths of their own."""
+    """Compare the graphs in onnxruntime with the model: whole outputs, then token by token."""
+    # The lengths differ from the lengths at export, so that a fixed dimension would show.
     what = "logits of the graphs, run by onnxruntime, and of the model"
     if not is_installed("onnxruntime"):
         return ConversionCheck(
@@ -210,7 +213,7 @@ def _check_graphs(run: OpenedModel, folder: Path) -> ConversionCheck:
 
 @final
 class OnnxGraphs:
-    """The two graphs of a folder, run by onnxruntime on the CPU, in one thread."""
+    """Encoder and decoder graphs, run by onnxruntime on the CPU in a single thread."""
 
     def __init__(self, folder: Path) -> None:
         import onnxruntime
@@ -223,7 +226,7 @@ class OnnxGraphs:
         )
 
     def logits(self, src: Tensor, tgt_in: Tensor, step: int) -> Tensor:
-        """Logits `[batch, tgt_len, tgt_vocab_size]`, `step` target tokens at a time."""
+        """Compute logits `[batch, tgt_len, tgt_vocab_size]`, `step` target tokens at a time."""
         mask, *memory = self._encoder.run(None, {"src_ids": src.numpy()})
         inputs = self._decoder.get_inputs()
         kept = [
@@ -231,6 +234,7 @@ class OnnxGraphs:
             for given in inputs
             if given.name.startswith("before.")
         ]
+        # The cache starts empty and grows with the outputs of each call.
         found = list[Tensor]()
         names = [given.name for given in inputs]
         for start in range(0, tgt_in.shape[1], step):
@@ -282,7 +286,7 @@ is filled up with token {run.encoder_decoder.pad_id}.
 
 
 def _tokenizer_code(run: OpenedModel) -> str:
-    """Python that opens the tokenizers of a converted model."""
+    """Return Python code to open the tokenizers of a converted model, for its README."""
     if isinstance(run.tokenizers.source, SentencePieceTokenizer):
         setup = """import json
 import sentencepiece

@@ -1,4 +1,4 @@
-"""Checks of models that were converted to another format, and their records."""
+"""Checks of converted models, and their records."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from triptych.core.models import EncoderDecoder
 from triptych.errors import DataError
 from triptych.running.text import SentencePieceTokenizer, SentenceTokenizer
 
-# How far logits may be from the model's, relative to the largest of them if that is above 1.
+# Tolerances of logits: absolute if all logits of the model are at most 1, else relative to the largest.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
-# What a tokenizer may stumble over.
+# Texts that are hard for tokenizers.
 _SAMPLES = (
     "Zwei junge Männer sind im Freien.",
     "A little girl, 3 years old, isn't afraid: it costs $12.50 (or 10%)!",
@@ -34,36 +34,37 @@ _SPELLED_OUT = ("an <eos> in the <bos> middle<pad>", "</s> <unk>")
 class ConversionCheck:
     """A check of a converted model. If a check fails, nothing is written."""
 
-    what: str  # what is checked, in words
+    what: str  # description of the check
     tried: bool  # False if the check could not be run
     largest_difference: float | None = None  # largest difference of a logit, if logits were compared
-    note: str = ""  # why the check was not run, or on how much it was run
+    note: str = ""  # reason why the check was not run, or size of the sample
 
 
 class WrittenModel(NamedTuple):
-    """What the writer of a format tells of the folder that it filled."""
+    """Report of a format's writer on the written folder."""
 
-    architecture: str  # in the format's own words
-    parameters: int  # numbers that the folder holds, quantised ones included
-    folded: tuple[str, ...]  # what was done to the model to make it fit, in words
-    checks: tuple[ConversionCheck, ...]  # what was tried
+    architecture: str  # name of the architecture in the format
+    parameters: int  # number of parameters, including quantised parameters
+    folded: tuple[str, ...]  # descriptions of the changes needed to fit the format
+    checks: tuple[ConversionCheck, ...]  # checks of the result
 
 
 class Pairs(NamedTuple):
     """Sentence pairs of random tokens."""
 
-    src: Tensor  # `[batch, src_len]`, each with its end and filled up with padding
-    tgt_in: Tensor  # `[batch, tgt_len]`, each with the token that outputs begin with
+    src: Tensor  # sources `[batch, src_len]` with end of sentence and padding
+    tgt_in: Tensor  # targets `[batch, tgt_len]` with the start token first
 
     def mask(self, pad_id: int) -> Tensor:
-        """True where there is a source token."""
+        """Return the mask of source tokens: False for padding."""
         return self.src != pad_id
 
 
 def random_pairs(
     model: EncoderDecoder, bos_id: int, eos_id: int, src_len: int = 12, tgt_len: int = 9
 ) -> Pairs:
-    """Three sentence pairs, the sources of unequal length; the same at every call."""
+    """Draw three sentence pairs with sources of different length; every call returns the same pairs."""
+    # Drawn tokens exclude padding and end of sentence, and in targets the start token.
     generator = torch.Generator().manual_seed(0)
     src_len = min(src_len, model.config.max_source_tokens + 1)
 
@@ -82,7 +83,7 @@ def random_pairs(
 
 @torch.no_grad()
 def compute_logits(model: EncoderDecoder, pairs: Pairs) -> Tensor:
-    """The logits of our own model, in evaluation mode, on the CPU."""
+    """Compute the logits of a model in evaluation mode; return them on the CPU."""
     device = next(model.parameters()).device
     logits: Tensor = model.eval()(pairs.src.to(device), pairs.tgt_in.to(device))
     return logits.cpu()
@@ -101,7 +102,7 @@ def compare_logits(
 
 
 def rounded_difference(what: str, expected: Tensor, found: Tensor) -> ConversionCheck:
-    """How far numbers of a model whose matrices are rounded to int8 are from the model's; none is refused."""
+    """Record the difference of a model with int8 matrices from the original; any finite difference passes."""
     difference = float((found - expected).abs().max())
     if not difference < float("inf"):
         raise DataError(f"{what}: they are not finite: nothing is written")
@@ -114,8 +115,8 @@ def compare_tokenizers(
     encode: Callable[[str], list[int]],
     decode: Callable[[list[int]], str] | None = None,
 ) -> ConversionCheck:
-    """Compare ids, with the end of the sentence, and the texts made of them on sample sentences."""
-    # MarianTokenizer takes special tokens that a text spells out for special ones, its own do not.
+    """Compare token ids, with the end of sentence, and decoded texts on sample sentences."""
+    # MarianTokenizer reads spelled-out special tokens as tokens, `SentencePieceTokenizer` as plain text.
     spelled_out = () if isinstance(tokenizer, SentencePieceTokenizer) else _SPELLED_OUT
     samples = [*_SAMPLES, *spelled_out]
     for text, ids in zip(samples, tokenizer.encode(samples), strict=True):

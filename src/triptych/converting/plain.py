@@ -1,8 +1,8 @@
-"""Models with their heads as other libraries write them: one map each for queries, keys, values and outputs.
+"""Plain heads, for export to other libraries: single maps W_Q, W_K, W_V and W_O for each head.
 
-Products of maps are computed, one-matrix forms factored and shared maps copied, always exactly. A head that
-does not fit is refused. In an encoder-decoder a head has d_model / num_heads channels; in a language model
-all heads are as wide as the widest.
+Chains of maps are multiplied, bilinear forms factored and shared maps repeated, always exactly. Heads with
+too high a rank or with unsupported features are refused. In an encoder-decoder, heads have
+d_model / num_heads channels; in a language model, all heads are padded to the width of the widest head.
 """
 
 import math
@@ -30,7 +30,7 @@ from triptych.errors import UsageError
 from triptych.rewriting import functions as rewrites
 from triptych.rewriting.in_memory import WeightsRewrite, rewrite
 
-# Makes the error of a format from the part that does not fit.
+# Constructor of a format's error from a description of the unsupported part.
 Refused = Callable[[str], UsageError]
 _ROUNDING = 8
 _STACKS = {"encoder": ("encoder",), "decoder": ("decoder", "cross")}
@@ -39,15 +39,16 @@ _STACKS = {"encoder": ("encoder",), "decoder": ("decoder", "cross")}
 @final
 @dataclass(frozen=True)
 class HeadSizes:
-    """Number and width of the heads that every layer has in the format."""
+    """Number and width of heads, equal for all layers of the format."""
 
     num_heads: int
     num_kv_heads: int
-    width: int  # channels of every head
+    width: int  # number of channels of every head
 
 
 def padded(weights: AttentionWeights, sizes: HeadSizes) -> AttentionWeights:
-    """The same layer with heads of these sizes, filled up with zeros; every map has a bias."""
+    """Pad a layer's heads with zeros to the given sizes, and add zero biases to maps without bias."""
+    # The scale becomes 1 / √width by scaling W_Q, and additional heads are all zeros.
     pad = nn.functional.pad
     chains = dict[str, Any]()
     scaled = weights.with_scale(standard_scale(sizes.width))
@@ -66,15 +67,15 @@ def padded(weights: AttentionWeights, sizes: HeadSizes) -> AttentionWeights:
 @final
 @dataclass(frozen=True, eq=False)
 class PlainModel:
-    """A model written plainly, and what that took."""
+    """An equivalent model with plain heads."""
 
-    model: EncoderDecoder  # computes the same; of the same dtype, in evaluation mode
-    num_heads: dict[str, int]  # of every site of "encoder" and of "decoder", cross-attention included
-    done: tuple[str, ...]  # what was done to which sites, in words
+    model: EncoderDecoder  # equivalent model with the same dtype, in evaluation mode
+    num_heads: dict[str, int]  # number of heads by stack, "encoder" or "decoder" (with cross-attention)
+    done: tuple[str, ...]  # descriptions of the changes, with their sites
 
 
 def plain_model(model: EncoderDecoder, target: str) -> PlainModel:
-    """Write the heads of a model plainly; the model given is left as it is."""
+    """Build an equivalent model with plain heads; the given model is unchanged."""
     scheme = model.config.positions.scheme
     if scheme in ("rotary", "alibi"):
         raise UsageError(
@@ -85,6 +86,7 @@ def plain_model(model: EncoderDecoder, target: str) -> PlainModel:
     plain: dict[str, AttentionWeights] = {}
     sites_of: dict[str, list[str]] = {}
     num_heads = {}
+    # All sites of a stack, cross-attention included, get the same number of heads.
     for stack, kinds in _STACKS.items():
         sites = {name: found for name, found in before.items() if name.split(".")[0] in kinds}
         num_heads[stack] = _common_num_heads(model.config.d_model, sites, target)
@@ -97,7 +99,7 @@ def plain_model(model: EncoderDecoder, target: str) -> PlainModel:
 
 
 def _common_num_heads(d_model: int, sites: Mapping[str, AttentionWeights], target: str) -> int:
-    """The least that divides d_model and is enough for every site: so heads are as wide as can be."""
+    """Return the smallest divisor of d_model with enough heads for every site, for the widest heads."""
     most = max(weights.num_heads for weights in sites.values())
     if most > d_model:
         raise UsageError(f"{most} heads are more than the {d_model} channels that {target} shares among them")
@@ -111,7 +113,7 @@ def _plain_site(
         raise UsageError(f"{target} cannot hold {name}: it has {unfit[0]}")
     width = weights.d_model // num_heads
     wide = weights.to(torch.float64)
-    # What is no more than the rounding of the numbers as they are stored is none.
+    # A truncation error within the rounding of the stored weights counts as exact.
     size = max(float(form.norm().max()) for form in (wide.qk, wide.ov))
     rounding = _ROUNDING * torch.finfo(weights.dtype).eps * size
     plain = wide
@@ -155,7 +157,7 @@ def _too_wide(name: str, weights: AttentionWeights, num_heads: int, target: str)
 
 
 def max_positions(model: EncoderDecoder, max_extra_tokens: int) -> int:
-    """Positions that the longest source with its output takes; those learned, if they are learned."""
+    """Return the number of positions: learned positions, or enough for the longest source and its output."""
     config = model.config
     if config.positions.scheme == "learned":
         return config.positions.max_tokens
@@ -164,7 +166,7 @@ def max_positions(model: EncoderDecoder, max_extra_tokens: int) -> int:
 
 @torch.no_grad()
 def position_table(stack: LanguageModel, length: int) -> Tensor:
-    """What is added to the embeddings of the first tokens, `[length, d_model]`."""
+    """Return the position embeddings of the first tokens, `[length, d_model]`; zeros without positions."""
     embeddings = stack.embeddings
     d_model = stack.architecture.d_model
     if isinstance(embeddings.positions, LearnedPositions):
@@ -177,7 +179,12 @@ def position_table(stack: LanguageModel, length: int) -> Tensor:
 
 
 def require_plain(model: LanguageModel, refused: Refused) -> tuple[NormConfig, FeedForwardConfig]:
-    """Refuse all but the attention that GPT-2 and Llama do not have; the norm and the feed-forward layer."""
+    """Check that a model has only features of GPT-2 or Llama, apart from attention layers.
+
+    Returns:
+        The common norm and feed-forward layer.
+    """
+    # `reasons` maps each unsupported feature to True if the model has it.
     made = model.architecture
     norm = made.final_norm
     embeddings = made.embeddings
@@ -227,7 +234,8 @@ def require_plain(model: LanguageModel, refused: Refused) -> tuple[NormConfig, F
 
 
 def plain_layers(model: LanguageModel, refused: Refused) -> list[AttentionWeights]:
-    """The attention of every block with one link a side and a map for each."""
+    """Return the attention weights of every block with single maps for queries, keys, values and outputs."""
+    # `expand` separates shared maps. A bilinear form, which has an empty chain of keys, is then factored.
     found = []
     for site in attention_sites(model):
         weights = site.layer.weights("causal")
@@ -245,7 +253,7 @@ def plain_layers(model: LanguageModel, refused: Refused) -> list[AttentionWeight
 
 
 def head_sizes(layers: Sequence[AttentionWeights], refused: Refused) -> HeadSizes:
-    """Sizes that the heads of all layers fit into."""
+    """Return the smallest head sizes that fit all layers."""
     heads = {weights.num_heads for weights in layers}
     if len(heads) > 1:
         raise refused(f"its layers have {' and '.join(map(str, sorted(heads)))} heads")
@@ -255,7 +263,7 @@ def head_sizes(layers: Sequence[AttentionWeights], refused: Refused) -> HeadSize
 
 
 def rotary_base(rotary: RotaryEmbedding, refused: Refused) -> float:
-    """The base b where channel pair i of n turns by `b^(−i / n)` a position."""
+    """Return the base b of rotary frequencies `b^(−i / n)` for channel pair i of n."""
     frequencies = rotary.frequencies.double()
     count = len(frequencies)
     if rotary.start or rotary.factor != 1.0 or rotary.places is not None:

@@ -1,7 +1,7 @@
-"""Models of recipes in the formats of families: Marian, Pegasus, GPT-2 and Llama.
+"""Trained models in the formats of families: Marian, Pegasus, GPT-2 and Llama.
 
-The family file says which of our tensors each stored tensor comes from, and under `[export]` the settings of
-`config.json` and the shapes of the stored tensors. This module gives the facts that both are made of.
+The family file maps stored tensors to the model's tensors; its `[export]` section defines the settings of
+`config.json` and the shapes of the stored tensors. This module computes the facts for their expressions.
 
 Source: `modeling_*.py` of marian, pegasus, gpt2 and llama, github.com/huggingface/transformers, version 5.23.
 """
@@ -40,9 +40,9 @@ _ACTIVATIONS = {our: their for their, our in reversed([*ACTIVATIONS.items()])}
 @final
 @dataclass(frozen=True)
 class ExportedModel:
-    settings: Mapping[str, Any]  # of its `config.json`.
-    tensors: Mapping[str, Tensor]  # by the format's names
-    done: tuple[str, ...] = ()  # what was done to make the model fit, in words
+    settings: Mapping[str, Any]  # settings of `config.json`
+    tensors: Mapping[str, Tensor]  # tensors by their names in the format
+    done: tuple[str, ...] = ()  # descriptions of the changes needed to fit the format
 
 
 def _fill_family(
@@ -53,7 +53,7 @@ def _fill_family(
     facts: Mapping[str, Any],
     given: Mapping[str, Tensor],
 ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, tuple[str, ...]]]:
-    """Settings, tensors and their shapes in words, as a family's file says them of a model's facts."""
+    """Evaluate a family's export specification; return settings, tensors and symbolic shapes."""
     known = family_of(family)
     assert known is not None, "it is one of ours"
     spec = known.export
@@ -62,6 +62,7 @@ def _fill_family(
     fields = {name: said.value(expression) for name, expression in spec.settings.items()}
     settings = {"architectures": [spec.classes[kind]], "model_type": kind}
     settings |= {name: value for name, value in fields.items() if value is not None}
+    # Shapes are symbolic, such as ("d_model", "d_ff"), and resolved to sizes below.
     shapes = dict[str, tuple[str, ...]]()
     for group in spec.tensors:
         for layer in range(said.count(group.layers or "1") if said.holds(group.when) else 0):
@@ -75,7 +76,7 @@ def _fill_family(
 
 
 def translator_type(model: EncoderDecoder) -> Literal["marian", "pegasus"]:
-    """Which of Hugging Face's architectures computes the same: Pegasus is Marian with pre-norm."""
+    """Return the matching architecture of Hugging Face: Marian for post-norm, Pegasus for pre-norm."""
     scheme = model.config.positions.scheme
     if model.config.norm == "post":
         if scheme != "sinusoidal":
@@ -99,14 +100,14 @@ def translator_type(model: EncoderDecoder) -> Literal["marian", "pegasus"]:
 
 
 def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: int) -> ExportedModel:
-    """A translator with plainly written heads in the format of Marian or Pegasus."""
+    """Export a translator with plain heads in the format of Marian or Pegasus."""
     model = plain.model
     config = plain.model.config
     kind = translator_type(model)
     target = tokenizers.target
     length = max_positions(model, max_extra_tokens)
     shared = config.tie_embeddings == "all"
-    # Marian's switch is about target and output, Pegasus's about all tables.
+    # Marian's setting ties target table and output layer, Pegasus's setting ties all tables.
     tied = shared or (kind == "marian" and config.tie_embeddings == "target")
     facts: dict[str, Any] = {
         **{name: getattr(config, name) for name in ("d_model", "d_ff", "dropout", "activation_dropout")},
@@ -132,8 +133,9 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
     sites = sorted(attention_sites(model), key=lambda site: site.stack == "cross")
     layers = [site.layer.weights() for site in sites]
     settings, tensors, shapes = _fill_family(model, "marian", kind, layers, facts, given)
-    if "lm_head.weight" in tensors:  # it may be the decoder's table, a tie that Pegasus does not have
+    if "lm_head.weight" in tensors:  # Pegasus cannot tie it to the decoder's table alone: copy
         tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
+    # The channels of the residual stream may be permuted freely, if all tensors are permuted alike.
     done: tuple[str, ...] = ()
     if config.positions.scheme == "sinusoidal" and config.positions.sinusoidal_layout == "interleaved":
         done = ("channels of the whole model reordered: sines before cosines",)
@@ -148,7 +150,7 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
 
 
 def language_model(model: LanguageModel) -> ExportedModel:
-    """A language model of a recipe in the first format that holds it."""
+    """Export a language model trained with a recipe in the first format that fits: GPT-2, then Llama."""
     reasons = []
     for kind in ("gpt2", "llama"):
         try:
@@ -191,6 +193,7 @@ def _language_model(model: LanguageModel, kind: Literal["gpt2", "llama"]) -> Exp
         "vocab_size": model.vocab_size,
         "context": config.context,
     }
+    # GPT-2 has heads of d_model / num_heads channels, so narrower heads are padded.
     if kind == "gpt2":
         if any(weights.semantics.rotary is not None for weights in layers):
             raise refused("rotary positions")

@@ -1,11 +1,11 @@
 """Translations and continuations: search and sampling over a cache, text in, text out.
 
-A `Translator` or `TextGenerator` turns texts into token ids and batches (`batches.py`), and ids back into
-text. What both begin is decoded by a `Loop` (`token_loop.py`) and ends as `Hypothesis` records. An `Engine`
-(`engine.py`) is a model made ready: maps fused (`fused.py`) and of a precision (`linear_maps.py`), one step
-for all rows of a batch. `search.py` has the beam, `glossary.py` forces terms into it, `generation.py` and
-`sampling.py` the loop that draws. `plain_engine.py` is the slow reference. Start with `translator.py` and
-`search.py`.
+A `Translator` or `TextGenerator` encodes texts to token ids, batches them (`batches.py`) and decodes ids to
+text. A `Loop` (`token_loop.py`) decodes their requests; the results are `Hypothesis` records. An `Engine`
+(`engine.py`) is a model prepared for decoding: its maps are fused (`fused.py`) and converted to a precision
+(`linear_maps.py`), and a step computes all rows of a batch. `search.py` implements beam search, `glossary.py`
+forces terms into the beam, `generation.py` and `sampling.py` draw tokens. `plain_engine.py` is the slow
+reference. Start with `translator.py` and `search.py`.
 """
 
 from triptych.running.decoding.engine import Engine as Engine

@@ -1,4 +1,4 @@
-"""A batch of sentences, searched."""
+"""Beam search over a batch of sentences, and batching by length."""
 
 from collections.abc import Iterator, Sequence
 from typing import final
@@ -18,7 +18,7 @@ from triptych.running.decoding.token_loop import Loop
 from triptych.running.text import OutputRules
 from triptych.running.text.shortlists import Shortlist
 
-# Time grows with the square of a text's length, and so do files that show all of its attention.
+# Time grows with the square of the length of a text. So does the size of a page with all attention weights.
 LONGEST_PROMPT = 32_768
 LONGEST_LINE = 1_024
 LONGEST_SHOWN = 8_192
@@ -27,7 +27,7 @@ LONGEST_SHOWN = 8_192
 def check_length(
     which: str, length: int, positions: int | None, asked: int | None, otherwise: int, option: str = ""
 ) -> None:
-    """Check that a text can be read at once; `option` raises the limit, if there is one that does."""
+    """Check that a text can be read at once; `option`, if any, names the option to raise the limit."""
     if not length:
         raise UsageError(f"{which} is empty: give it some text")
     if positions is not None and length > positions:
@@ -44,7 +44,7 @@ def check_length(
 
 @final
 class BatchSearcher:
-    """From sentences, token ids without the end of sentence, to hypotheses for each."""
+    """Beam search: maps sentences, token ids without the end of sentence, to hypotheses of each sentence."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class BatchSearcher:
         rules: OutputRules,
         shortlist: Shortlist | None = None,
     ) -> None:
-        """Search with a model, or with several that share their tokens."""
+        """Search with one model, or with an ensemble of models with the same vocabulary."""
         self._src_eos_id = src_eos_id
         self._options = options
         self._rules = rules
@@ -66,7 +66,7 @@ class BatchSearcher:
         self.engine = engines[0] if len(engines) == 1 else EnsembleEngine(engines)
 
     def text(self, ids: Sequence[int], options: SearchOptions | None = None) -> BeamText:
-        """A sentence for a `Loop`."""
+        """Return a sentence, ready for a `Loop`."""
         terms = ids.terms if isinstance(ids, Sentence) else None
         whole = [*ids, self._src_eos_id]
         return sentence_text(self.engine, whole, options or self._options, self._rules, terms)
@@ -99,10 +99,14 @@ def batches_of_like_length(
     *,
     pads: bool = True,
 ) -> Iterator[list[int]]:
-    """Places of sentences of like length, or without `pads` of one length, the longest first."""
+    """Yield batches of sentence indices in order of falling length.
+
+    Sentences of a batch have similar lengths. If `pads` is False, they have equal lengths.
+    """
     batch: list[int] = []
     for i in sorted(range(len(sentences)), key=lambda i: -len(sentences[i])):
         longest = len(sentences[batch[0]] if batch else sentences[i])
+        # Sentences come in falling length, so the first sentence sets the padded length; 1 for the end.
         full = batch_tokens is not None and (longest + 1) * (len(batch) + 1) > batch_tokens
         other = not pads and longest != len(sentences[i])
         if batch and (full or other or len(batch) == batch_sentences):
@@ -114,7 +118,10 @@ def batches_of_like_length(
 
 
 def padded_alike(batch: Sequence[int], lengths: Sequence[int], limit: int | None) -> Iterator[list[int]]:
-    """The parts of a batch whose texts do not change each other."""
+    """Split a batch into parts in which texts do not change each other's results.
+
+    Texts longer than `limit` share a batch only with texts of the same length.
+    """
     if limit is None or max(lengths[i] for i in batch) <= limit:
         yield [*batch]
         return
@@ -126,7 +133,7 @@ def padded_alike(batch: Sequence[int], lengths: Sequence[int], limit: int | None
 
 @final
 class EvaluationMode:
-    """Evaluation mode inside, the mode before it afterwards."""
+    """Context manager for evaluation mode, which restores the previous mode afterwards."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -1,4 +1,4 @@
-"""Keys and values of texts that grow side by side, each from a slot of its own on."""
+"""Key-value cache of a batch of texts that grow from different lengths."""
 
 import math
 import weakref
@@ -13,29 +13,29 @@ from torch.nn import functional as F
 from triptych.core.attention import AttentionCache, DecoderCache, LayerCache, PositionIds
 from triptych.core.models.blocks import NewTokens
 
-# On CPUs, sizes of products of which the bits of a row do not depend: these few keys, or a multiple of
-# `EVEN_KEYS` (48 keys give other bits than 32 and 64 in bfloat16); of rows that differ in number, a multiple
-# of `EVEN_ROWS`. `neighbours` compares them on the machine.
+# Shapes of products on CPUs for which a row has the same bits whatever the other rows: `FEW_KEYS` keys or a
+# multiple of `EVEN_KEYS` (48 keys give different bits from 32 and 64 in bfloat16), and, where the number of
+# rows varies, a multiple of `EVEN_ROWS`. `neighbours` checks these sizes on the machine.
 FEW_KEYS = (16, 32)
 EVEN_KEYS = 64
 EVEN_ROWS = 16
 
 
 def even_length(keys: int) -> int:
-    """The number of keys that are read, of which the last may be empty; see `EVEN_KEYS`."""
+    """Round a number of keys up to a size with reproducible bits (see `EVEN_KEYS`)."""
     return next((few for few in FEW_KEYS if keys <= few), -(-keys // EVEN_KEYS) * EVEN_KEYS)
 
 
 def hidden_score(dtype: torch.dtype) -> float:
-    """What is added to the scores of keys that a query may not see.
+    """Return the additive mask value of hidden keys.
 
-    It is finite, also where it is added twice: a query that sees no key still has a softmax.
+    The value stays finite even if it is added twice, so that a query without visible keys has a softmax.
     """
     return max(-1e30, torch.finfo(dtype).min / 4)
 
 
 def hidden_past(lengths: Int[Tensor, " texts"], slots: int, dtype: torch.dtype) -> Tensor:
-    """0 for the first slots of every text and `hidden_score` for the rest, `[texts, 1, slots]`."""
+    """Build an additive mask `[texts, 1, slots]`: `hidden_score` from the length of a text on, 0 before."""
     places = torch.arange(slots, device=lengths.device)
     mask = torch.zeros(len(lengths), 1, slots, dtype=dtype, device=lengths.device)
     return mask.masked_fill_(places >= lengths[:, None, None], hidden_score(dtype))
@@ -43,17 +43,18 @@ def hidden_past(lengths: Int[Tensor, " texts"], slots: int, dtype: torch.dtype) 
 
 @final
 class TextCache:
-    """What is kept of a batch of texts, which may have unlike lengths, join and leave.
+    """Key-value cache of a batch of texts, which may differ in length, join and leave.
 
-    A text has `width` rows, the hypotheses of a beam. Their tokens at position p take the slots from
-    `p · width` on, and are never moved. Which slots belong to the history of a row is kept in a mask: when
-    hypotheses change places, only the mask is rearranged, and the slots of a text are read once for all its
-    rows. As many slots are read as the longest text needs, in an even number (`even_length`).
+    A text has `width` rows, the hypotheses of a beam. Their tokens at position p are stored in slots
+    `p · width` to `(p + 1) · width − 1` and never move. A mask marks the slots that belong to the history of
+    a row: reordering hypotheses permutes only the mask, and all rows of a text attend to the same slots.
+    A step reads the slots up to the longest text, rounded up by `even_length`.
 
-    A `fixed` cache is the same memory at every step and all of it is read, so that a GPU can replay the step.
-    With no room for another token, `double` makes some, in another place.
+    A `fixed` cache keeps its memory, and every step reads all slots, so that a GPU can replay a recorded
+    step. When it is full, `double` allocates a cache twice as large.
 
-    Logits have a column for each token, or for each of `columns`: of each text its own, the end first.
+    Logits have a column for each token of the vocabulary, or for the tokens in `columns`, which differ
+    between texts; the first of them is the end of sentence.
     """
 
     columns: Int[Tensor, "texts columns"] | None = None
@@ -68,13 +69,13 @@ class TextCache:
         most: int | None = None,
         fixed: bool = False,
     ) -> None:
-        """Start without entries; `lengths` are of what is read first, `most` is the number of positions."""
+        """Start empty; `lengths` are the prompts' lengths, `most` is the model's number of positions."""
         self.width = width
         self.dtype = dtype
         self.most = most
         self.fixed = fixed
-        self.copies = 1  # entries of the cache that a text has
-        self.steps: Callable[[Tensor], Tensor] | None = None  # what takes the steps of a fixed cache
+        self.copies = 1  # entries of the cache for each text
+        self.steps: Callable[[Tensor], Tensor] | None = None  # computes the steps of a fixed cache
         self._num_layers = num_layers
         own = torch.full((width, width), hidden_score(dtype), dtype=dtype, device=lengths.device)
         self._own = own.fill_diagonal_(0.0)
@@ -84,7 +85,7 @@ class TextCache:
         self.restart(lengths)
 
     def restart(self, lengths: Int[Tensor, " texts"]) -> None:
-        """Forget the entries, to read as many tokens of each text."""
+        """Clear the cache before texts of these lengths are read."""
         self.lengths, self.ids = lengths, cast(Int[Tensor, "texts longest"] | None, None)
         self._measure()
         self.layers = DecoderCache(self._num_layers, lambda: SlotCache(self))
@@ -92,20 +93,20 @@ class TextCache:
         self.is_reading = self.longest > 0
 
     def of_copies(self, copies: int) -> "TextCache":
-        """The same cache, with this number of entries of each text, one for each hypothesis."""
+        """Repeat each text's entry, once for each hypothesis; return this cache."""
         if copies > 1:
             self.select(torch.arange(len(self.lengths), device=self.lengths.device).repeat_interleave(copies))
         self.copies = copies
         return self
 
     def _measure(self) -> None:
-        """After lengths came or went."""
+        """Recompute sizes derived from `lengths`."""
         self.longest = int(self.lengths.max())
         self.is_level = not self.fixed and bool((self.lengths == self.longest).all())
         self.room = self._room_needed()
 
     def _room_needed(self) -> int:
-        """Positions for the longest text and a token more: as many as `seen` reads, or somewhat more."""
+        """Return positions for the longest text and one more token, rounded up so that `slots` ≥ `seen`."""
         even = EVEN_KEYS if self.fixed else min(EVEN_KEYS, even_length((self.longest + 1) * self.width))
         unit = even // math.gcd(even, self.width)
         return (self.longest // unit + 1) * unit
@@ -119,7 +120,7 @@ class TextCache:
         return self.slots if self.fixed else even_length((self.longest + 1) * self.width)
 
     def set_memory(self, entries: Sequence[Sequence[Tensor]], lengths: Int[Tensor, " texts"]) -> None:
-        """The keys and values that each layer reads of the memory, and how many of them each text has."""
+        """Set keys and values of the memory for each layer, and the memory length of each text."""
         self.memory_lengths, self.layers.memory = lengths, [LayerCache() for _ in entries]
         for layer, of_layer in zip(self.layers.memory, entries, strict=True):
             layer.append(tuple(of_layer))
@@ -128,7 +129,7 @@ class TextCache:
         self.memory_mask = None if is_whole else hidden_past(lengths, held, self.dtype)[:, None]
 
     def next_tokens(self) -> NewTokens:
-        """The position of every row's next token, and what it sees; there is room for it afterwards."""
+        """Return positions and mask of the next token of every row; allocate its slots."""
         self.is_reading = False
         width = self.width
         if not self.fixed and self.seen > self.slots:
@@ -142,7 +143,8 @@ class TextCache:
             texts = torch.arange(len(self.lengths), device=self.lengths.device)
             self.mask.view(len(texts), width, -1, width)[texts, :, self.lengths] = self._own
         end = self.room if self.fixed else self.longest + 1
-        if self.most is not None and end > self.most:  # of texts that have ended and are still in the batch
+        # Finished texts stay in the batch for a while and may grow past the last position.
+        if self.most is not None and end > self.most:
             end = self.most
             ids = ids.clamp(max=self.most - 1)
         return NewTokens(PositionIds(ids, end, width), self.mask[:, None, :, : self.seen])
@@ -152,14 +154,14 @@ class TextCache:
         self.longest += not self.fixed
 
     def places(self, heads: int) -> Int[Tensor, " texts_heads"]:
-        """Places of the next tokens of every text and head, in a store without its first two dimensions."""
+        """Return the row of the next position of each text and head in stores `[texts · heads · room, …]`."""
         if heads not in self._places:
             rows = torch.arange(len(self.lengths) * heads, device=self.lengths.device).view(-1, heads)
             self._places[heads] = (rows * self.room + self.lengths[:, None]).flatten()
         return self._places[heads]
 
     def reorder(self, parents: Int[Tensor, "texts width"]) -> None:
-        """Row i goes on from the history of row `parents[i]` of its text."""
+        """Let row i of each text continue row `parents[i]` of that text."""
         if self.copies > 1:
             self._select(rows_of_texts(torch.arange(len(parents), device=parents.device), parents))
             return
@@ -167,7 +169,7 @@ class TextCache:
         past.copy_(past.gather(1, parents[:, :, None].expand_as(past)))
 
     def select(self, texts: Int[Tensor, " kept"]) -> None:
-        """Keep these texts, in this order; one may be named more than once."""
+        """Keep these texts, in this order; an index may be repeated."""
         rows = torch.arange(self.copies, device=texts.device).expand(len(texts), -1)
         self._select(rows_of_texts(texts, rows))
 
@@ -186,7 +188,8 @@ class TextCache:
             self.set_memory([[e[:, :, :length].index_select(0, texts) for e in of] for of in held], kept)
 
     def join(self, other: "TextCache") -> None:
-        """Take in the texts of another cache, after the own ones."""
+        """Append the texts of another cache."""
+        # Both caches are padded to the slots of the longer text; unused slots stay hidden.
         self.lengths = torch.cat([self.lengths, other.lengths])
         self._measure()
         masks = [_with_slots(of.mask, self.slots, hidden_score(self.dtype)) for of in (self, other)]
@@ -216,7 +219,7 @@ class TextCache:
 
 
 def rows_of_texts(texts: Int[Tensor, " texts"], rows: Int[Tensor, "texts width"]) -> Int[Tensor, " rows"]:
-    """The rows of a batch that are these rows of its texts."""
+    """Return the batch rows of the given rows of each text, for texts of `rows.shape[1]` rows."""
     return (texts[:, None] * rows.shape[1] + rows).flatten()
 
 
@@ -225,7 +228,8 @@ class SlotCache(AttentionCache):
     """Keys and values of a layer, in the slots of its `TextCache`."""
 
     def __init__(self, owner: TextCache) -> None:
-        # In a circle they would wait for Python's collector, which does not see how large they are.
+        # A strong reference would be a cycle, and Python's collector frees cycles late: it does not know
+        # how large the tensors are.
         self._owner: TextCache = weakref.proxy(owner)
         self._stores: tuple[Tensor, ...] = ()
 
@@ -244,12 +248,13 @@ class SlotCache(AttentionCache):
             self._stores = tuple(_with_slots(entry, owner.slots).contiguous() for entry in entries)
             return entries
         if not self._stores:
-            # Hidden is not enough for slots not yet written: 0 times whatever lies there must be 0.
+            # A mask alone is not enough for unwritten slots: their weight 0 times NaN would be NaN.
             self._stores = tuple(
                 entry.new_zeros(*entry.shape[:2], owner.slots, entry.shape[3]) for entry in entries
             )
         self.grow()
         for store, entry in zip(self._stores, entries, strict=True):
+            # Texts of equal length write one slice; otherwise each text writes at its own length.
             if owner.is_level:
                 store.narrow(2, owner.longest * width, width).copy_(entry)
             else:
@@ -268,11 +273,11 @@ class SlotCache(AttentionCache):
         self._stores = tuple(torch.cat([_with_slots(store, slots) for store in pair]) for pair in pairs)
 
     def grow(self) -> None:
-        """As many slots as the owner has, in another place if they are more."""
+        """Grow the stores, by copying, to the owner's number of slots."""
         self._stores = tuple(_with_slots(store, self._owner.slots) for store in self._stores)
 
 
 def _with_slots(x: Tensor, slots: int, value: float = 0.0) -> Tensor:
-    """Entries `[texts, heads, slots, width]` or a mask `[texts, rows, slots]` with this number of slots."""
+    """Pad entries `[texts, heads, slots, width]` or a mask `[texts, rows, slots]` to a number of slots."""
     missing = slots - x.shape[2]
     return F.pad(x, (0, 0, 0, missing) if x.ndim == 4 else (0, missing), value=value) if missing else x

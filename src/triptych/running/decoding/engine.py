@@ -1,4 +1,4 @@
-"""Decoding step by step: a decoder made ready."""
+"""Engines: models prepared for step-by-step decoding."""
 
 import math
 import weakref
@@ -38,39 +38,39 @@ from triptych.running.decoding.linear_maps import (
 from triptych.running.decoding.neighbours import why_batches_matter
 from triptych.running.decoding.token_loop import Read
 
-# The vocabulary is looked through in groups of this many tokens: first the best of each group, then
-# only the groups that can hold one of the best.
+# The top tokens are searched in groups of this size: first the maximum of each group, then only groups
+# with the largest maxima.
 GROUP = 64
 
 
 class DecodingEngine(ABC):
-    """An encoder-decoder that is decoded step by step."""
+    """Base class of engines that decode an encoder-decoder step by step."""
 
-    device: torch.device  # where it runs
-    pad_id: int  # the token that is read nowhere
-    # longest text that the decoder has positions for; None if there is no limit
+    device: torch.device  # device of the model
+    pad_id: int  # padding token, masked everywhere
+    # the decoder's number of positions; None if unlimited
     max_tokens: int | None
-    # whether the steps of a batch are always the same work (`FixedSteps`)
+    # True if every step of a batch repeats the same operations on the same memory (`FixedSteps`)
     fixed: bool = False
-    # whether texts join a batch that has taken steps
+    # True if new texts can join a running batch
     joins: bool = True
-    num_choices: int | None = None  # number of tokens, from the first, that may be chosen; None for all
+    num_choices: int | None = None  # only the first `num_choices` tokens may be chosen; None for all
 
     @property
     def why_batches_matter(self) -> str:
-        """What it has of which bits may depend on the batch, with the present number of threads."""
+        """Reasons why bits may depend on the batch, at the current number of threads; "" if they do not."""
         return ""
 
     @abstractmethod
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> Any:
-        """Read sentences: a cache, as `TextCache`, with room for `beam_size` hypotheses of each."""
+        """Encode sentences; return a cache like `TextCache` for `beam_size` hypotheses of each sentence."""
 
     @abstractmethod
     def step(self, tokens: Int[Tensor, " rows"], cache: Any) -> Float[Tensor, "rows vocab"]:
-        """Logits of the token after each of `tokens`, one a row."""
+        """Append `tokens`, a token for each row, to the cache; return the logits of the next token."""
 
     def overflow(self, read: Read) -> NumbersOverflowError:
-        """Make the error of numbers that are not finite after these tokens were read."""
+        """Build the error for non-finite values after these tokens were read."""
         del read
         return NumbersOverflowError(
             "the model computed numbers that are not finite (NaN or infinite) from weights that are: they "
@@ -80,19 +80,19 @@ class DecodingEngine(ABC):
 
 @final
 class Engine(DecodingEngine):
-    """A model as decoding wants it: maps fused, of a precision. It may share memory with the model.
+    """A model with fused maps in a chosen precision. It may share memory with the original model.
 
-    Of a model in a mapped file it has the weights in memory of its own: no change of the file reaches it.
+    Weights in a mapped file are copied to memory, so that later changes of the file do not matter.
 
-    A language model reads texts and goes on from them (`read`). An encoder-decoder reads sentences (`start`)
-    that its decoder attends to; its tables are scaled, and its output layer is filled up to whole groups.
-    An engine of a small model holds packed weights, a copy (`thresholds.SHARE_PACKED`).
+    A language model prefills its cache with prompts (`read`). An encoder-decoder encodes source sentences
+    (`start`); its embedding tables are scaled in advance, and its output layer is padded to whole groups.
+    Weights of a small model are also packed, and thereby copied (`thresholds.SHARE_PACKED`).
 
     Attributes:
-        context: tokens that are read at once (`LanguageModel.context`); None if there is no limit.
-        reads_again: whether a text goes on past them, when its last tokens are read again.
+        context: maximum number of tokens read at once (`LanguageModel.context`); None if unlimited.
+        reads_again: True if a text may grow past `context`; its last tokens are then read again.
         rotary_limit: see `LanguageModel.rotary_limit`.
-        vocab_size: number of tokens.
+        vocab_size: size of the vocabulary.
     """
 
     @torch.no_grad()
@@ -100,10 +100,10 @@ class Engine(DecodingEngine):
         self,
         model: LanguageModel | EncoderDecoder,
         precision: Precision = "fp32",
-        num_choices: int | None = None,  # number of tokens, from the first, that may be chosen; None for all
+        num_choices: int | None = None,  # only the first `num_choices` tokens may be chosen; None for all
         *,
-        never: Sequence[int] = (),  # tokens of an encoder-decoder whose logits are −inf
-        direct: bool = True,  # whether modules call each other without hooks; a traced model does not
+        never: Sequence[int] = (),  # tokens with logits of −inf, for encoder-decoders only
+        direct: bool = True,  # call modules without hooks; False for tracing
     ) -> None:
         *_, decoder = model.stacks.values()
         table = decoder.embeddings.table.weight
@@ -113,7 +113,7 @@ class Engine(DecodingEngine):
             raise ValueError("the model has no output table: it predicts no tokens")
         if reason := unsupported_precision(precision, table.device):
             raise ValueError(reason)
-        # Its layers can be looked at, where they are still there: those of the copy call each other directly.
+        # `overflow` inspects the layers of the original model, since modules of the copy bypass hooks.
         self._original = weakref.ref(model)
         self.device = table.device
         self.precision = precision
@@ -124,10 +124,10 @@ class Engine(DecodingEngine):
         self.reads_again = decoder.config is not None
         self.vocab_size = decoder.head.output.out_features
         rotary = [block.self_attention.semantics.rotary for block in blocks_of(model, "decoder")]
-        # A text that grows past this many tokens is read again from its first.
+        # Past this length, rotations of all positions change and a text is read again from its first token.
         again = any(of is not None and of.reads_again for of in rotary)
         self._starts_anew = self.rotary_limit if again else None
-        # Products of int8 give float32 alone. A traced model keeps maps that every runtime knows.
+        # int8 products return float32 only. A traced model keeps plain linear maps, for portability.
         dtype = torch.float32 if precision == "int8" else table.dtype
         maps = Maps(precision, dtype, packed=direct and has_room_for_another(model))
         self.dtype, self.model = maps.dtype, evaluating_copy(model)
@@ -148,13 +148,13 @@ class Engine(DecodingEngine):
         for module in self.model.modules():
             cast_parameters(module, maps.dtype)
         modules = [*self.model.modules()]
-        # A layer left as it is takes no mask of numbers.
+        # Unfused layers accept boolean masks only.
         self._is_fused = not any(isinstance(module, MultiHeadAttention) for module in modules)
-        # Tables and norms, and in a large model the maps, still lie where the model has them.
+        # Tables and norms, and the maps of a large model, still share memory with the model.
         own_memory([self.model])
         for stack in self.model.stacks.values():
             stack.embeddings.stream_dtype = None
-            # A layer that was left as it is reads parameters of its parts, which calling directly hides.
+            # Unfused layers read the parameters of their submodules; direct calls hide them.
             if direct and self._is_fused and not any(isinstance(module, Experts) for module in modules):
                 call_directly(stack)
         self._head = cast(Callable[[Tensor], Tensor], self._decoder.head)
@@ -164,7 +164,7 @@ class Engine(DecodingEngine):
         return why_batches_matter(self.model.modules(), self.device, self.dtype)
 
     def _fill_up(self, model: EncoderDecoder, maps: Maps, never: Sequence[int]) -> None:
-        """The tables scaled, and the vocabulary in whole groups, tokens that are never wanted at −inf."""
+        """Scale the tables, pad the vocabulary to whole groups and set logits of `never` to −inf."""
         own = self.model
         missing = -self.vocab_size % GROUP
         tables = dict[nn.Module, nn.Embedding]()
@@ -184,17 +184,18 @@ class Engine(DecodingEngine):
         cast(EncoderDecoder, own).head.output = maps.linear(rows, bias)  # type: ignore[assignment]
 
     def _join_memory_maps(self, maps: Maps) -> None:
-        """One map to what all layers read of the memory."""
+        """Join the maps from memory to keys and values of all layers."""
         cross = [cast(FusedAttention, block.cross_attention) for block in blocks_of(self.model, "cross")]
         weights, biases = zip(*(layer.memory_rows for layer in cross), strict=True)
         self.memory_map = maps.linear(torch.cat(weights), torch.cat(biases))
         self._memory_shapes = [(layer.groups, layer.width) for layer in cross]
-        for layer in dict.fromkeys(cross):  # uses of one layer are one here
+        for layer in dict.fromkeys(cross):  # all uses of a layer are the same object
             del layer.memory_rows
 
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> TextCache:
-        """Read sentences: what decoding them needs, with room for `beam_size` hypotheses of each."""
+        """Encode sentences; return a cache for `beam_size` hypotheses of each sentence."""
         assert isinstance(self.model, EncoderDecoder)
+        # Keys are padded to a size with reproducible bits; the cache masks the padding.
         missing = even_length(src.shape[1]) - src.shape[1]
         begun = torch.zeros(len(src), dtype=torch.long, device=self.device)
         cache = TextCache(
@@ -212,8 +213,9 @@ class Engine(DecodingEngine):
     ) -> list[
         tuple[Float[Tensor, "batch groups src_len width"], Float[Tensor, "batch groups src_len width"]]
     ]:
-        """The keys and values that each layer of the decoder reads of the encoder's output."""
+        """Project the encoder's output to the keys and values of each decoder layer."""
         batch, length, _ = memory.shape
+        # All layers share one product; its output columns are split by layer, then into keys and values.
         joined = self.memory_map(memory)
         found = []
         start = 0
@@ -225,7 +227,7 @@ class Engine(DecodingEngine):
         return found
 
     def read(self, texts: Sequence[Sequence[int]]) -> tuple[TextCache, Float[Tensor, "rows vocab"]]:
-        """Read texts whole: what continuing them needs, and the logits of the token after each."""
+        """Prefill with texts; return the cache and the logits of the token after each text."""
         longest = max(map(len, texts))
         ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in texts], device=self.device)
         lengths = torch.tensor([len(ids) for ids in texts], device=self.device)
@@ -235,18 +237,19 @@ class Engine(DecodingEngine):
         return cache, self._read(ids, cache)
 
     def _read(self, ids: Int[Tensor, "rows longest"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
-        """What follows the texts is filling, which no token before it sees."""
+        # Right padding is masked by causality.
         hidden = self._decoder.hidden(ids, cache=cache.layers)
         return self._logits(hidden[torch.arange(len(ids), device=self.device), cache.lengths - 1])
 
     def step(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
-        """Logits of the token after each of `tokens`, one a row; the cache takes the tokens in.
+        """Append `tokens`, a token for each row, to the cache; return the logits of the next token.
 
-        An encoder-decoder's columns past the vocabulary and of tokens never wanted are −inf. The next step
-        overwrites the logits of a `fixed` cache.
+        An encoder-decoder's logits of padding columns and of `never` are −inf. If the cache is `fixed`, the
+        next step overwrites the returned tensor.
         """
         if cache.steps is not None:
             return cache.steps(tokens)
+        # Tokens are recorded up to the rotary limit; past it, the keys must be rotated anew.
         if cache.ids is not None and self._starts_anew is not None:
             cache.ids = ids = F.pad(cache.ids, (0, 1))
             ids[torch.arange(len(ids), device=self.device), cache.lengths] = tokens
@@ -256,11 +259,11 @@ class Engine(DecodingEngine):
         return self.computed(tokens, cache)
 
     def computed(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
-        """A step, computed anew."""
+        """Compute a step without a recorded graph."""
         return self._logits(self.decode(tokens, cache)).flatten(0, 1)
 
     def decode(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "texts width d_model"]:
-        """What the head reads; the cache takes the tokens in."""
+        """Append `tokens` to the cache; return the input of the output head."""
         new = cache.next_tokens()
         x = self._decoder.hidden(
             tokens.view(-1, cache.width),
@@ -286,14 +289,14 @@ class Engine(DecodingEngine):
 
 
 def _map_tables(own: LanguageModel, maps: Maps, files: MappedFiles | None) -> None:
-    """The table and the maps around the blocks, of a precision."""
+    """Convert the embedding table and the maps around the blocks to a precision."""
     head = own.head
     table = own.embeddings.table
     assert head is not None
     cast_parameters(table, maps.dtype)
     if head.config.tied:
         head.output.weight = table.weight
-    # The largest map first, while the fewest others are there: for a moment it is there twice.
+    # Largest map first: a map and its conversion coexist for a moment, while memory is least used.
     for parent, name in ((head, "output"), (head, "map"), (own.embeddings, "map")):
         layer = getattr(parent, name)
         if layer is not None:
@@ -302,24 +305,25 @@ def _map_tables(own: LanguageModel, maps: Maps, files: MappedFiles | None) -> No
                 files.let_go(layer.parameters())
 
 
-# Runs before a recording, in which libraries set themselves up.
+# Runs before a recording, in which libraries allocate workspaces.
 _WARM_UPS = 2
 
 
 @final
 class FixedSteps:
-    """The steps of one batch, always the same work on the same memory: a GPU replays a recorded one."""
+    """Steps of one batch with fixed memory, which a GPU replays from a recorded CUDA graph."""
 
     def __init__(self, engine: Engine, cache: TextCache) -> None:
         self._engine = engine
-        self._cache: TextCache = weakref.proxy(cache)  # which holds these steps
+        self._cache: TextCache = weakref.proxy(cache)  # weak: the cache references these steps
         self._tokens: Tensor | None = None
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, tokens: Int[Tensor, " rows"]) -> Float[Tensor, "rows vocab"]:
-        """As `Engine.step`."""
+        """See `Engine.step`."""
         cache = self._cache
+        # A larger cache has a new address, which a recorded graph would miss.
         if cache.longest == cache.room:
             cache.double()
             self._graph = None
@@ -340,13 +344,13 @@ class FixedSteps:
         self._logits = self._engine.computed(cast(Tensor, self._tokens), self._cache)
 
     def _record(self) -> None:
-        """Record a step; it is not taken by that."""
+        """Record a step without advancing the cache."""
         before = self._cache.lengths.clone()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
-                self._run()  # writes the slot that the step itself will write again
+                self._run()  # writes the slot that the replayed step overwrites
                 self._cache.lengths.copy_(before)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""Several encoder-decoders that choose each token together, by the mean of their probabilities."""
+"""Ensembles of encoder-decoders, which average their token probabilities."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from triptych.running.decoding.engine import DecodingEngine
 
 @final
 class EnsembleEngine(DecodingEngine):
-    """Engines whose probabilities are averaged; their models share their tokens."""
+    """Average of the probabilities of engines with the same vocabulary."""
 
     def __init__(self, engines: Sequence[DecodingEngine]) -> None:
         self._engines = engines
@@ -30,11 +30,11 @@ class EnsembleEngine(DecodingEngine):
         return ", ".join(dict.fromkeys(reason for reason in reasons if reason))
 
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> "EnsembleCache":
-        """Read sentences with each of the models."""
+        """Encode sentences with each model."""
         return EnsembleCache([engine.start(src, beam_size) for engine in self._engines])
 
     def step(self, tokens: Int[Tensor, " rows"], cache: "EnsembleCache") -> Float[Tensor, "rows vocab"]:
-        """The logarithm of the mean probability of the token after each of `tokens`."""
+        """Append `tokens` to the caches; return log-probabilities: the log of the mean probability."""
         pairs = zip(self._engines, cache.parts, strict=True)
         log_probs = [engine.step(tokens, part).log_softmax(dim=-1) for engine, part in pairs]
         return torch.stack(log_probs).logsumexp(dim=0) - math.log(len(log_probs))
@@ -42,9 +42,9 @@ class EnsembleEngine(DecodingEngine):
 
 @final
 class EnsembleCache:
-    """What each of the models keeps of a batch."""
+    """Caches of a batch for each model."""
 
-    columns = None  # logits have one for each token
+    columns = None  # logits have a column for each token of the vocabulary
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = parts

@@ -19,13 +19,13 @@ class CorpusScore:
     """A corpus score with its 95 % bootstrap interval."""
 
     name: str  # "BLEU" or "chrF2"
-    value: float  # of the whole corpus, 0 to 100
+    value: float  # score of the whole corpus, 0 to 100
     low: float  # lower end of the interval
     high: float  # upper end
-    signature: str  # what sacreBLEU needs to know to give the same number again
+    signature: str  # sacreBLEU's settings and version, to reproduce the score
 
     def line(self) -> str:
-        """In one line."""
+        """Return name, value, interval and signature in one line."""
         return f"{self.name} {self.value:.2f} [{self.low:.2f}, {self.high:.2f}]  {self.signature}"
 
 
@@ -35,7 +35,7 @@ def score_translations(
     num_resamples: int = 1000,
     seed: int = 12345,
 ) -> list[CorpusScore]:
-    """BLEU and chrF of translations against one reference each; a string is one translation."""
+    """Score translations with BLEU and chrF against single references; a string is one translation."""
     hypotheses = as_lines(hypotheses)
     references = as_lines(references)
     if len(hypotheses) != len(references):
@@ -47,7 +47,7 @@ def score_translations(
 
 
 def _metric(name: str) -> Any:
-    import sacrebleu  # takes a fifth of a second, which every command would wait for
+    import sacrebleu  # slow import, 0.2 s: only commands that score pay for it
 
     return getattr(sacrebleu, name)()
 
@@ -59,6 +59,7 @@ def _score(
     statistics = np.array(
         metric._extract_corpus_statistics(list(hypotheses), [list(references)]), dtype=np.float64
     )
+    # The bootstrap resamples sentences; BLEU and chrF are computed from summed sentence statistics.
     random = np.random.default_rng(seed)
     resampled = []
     for _ in range(num_resamples):
@@ -75,12 +76,12 @@ def score_bleu(
     num_resamples: int = 1000,
     seed: int = 12345,
 ) -> CorpusScore:
-    """BLEU alone, as `score_translations` has it."""
+    """Score translations with BLEU alone; see `score_translations`."""
     return _score(_metric("BLEU"), as_lines(hypotheses), as_lines(references), num_resamples, seed)
 
 
 def measure_bleu(hypotheses: str | Sequence[str], references: str | Sequence[str]) -> float:
-    """Corpus BLEU alone, quickly; a string is one translation."""
+    """Return corpus BLEU without an interval, quickly; a string is one translation."""
     whole = _metric("BLEU").corpus_score(list(as_lines(hypotheses)), [list(as_lines(references))])
     return float(whole.score)
 
@@ -92,13 +93,13 @@ _LINES_AT_A_TIME = 256
 class Evaluation:
     """The translations of a test text and their scores."""
 
-    translations: tuple[str, ...]  # in the order of the text
-    scores: tuple[CorpusScore, ...]  # BLEU and chrF of all of them
-    seconds: float  # of translating
-    options: SearchOptions  # of the search
-    precision: Precision  # of the model's maps
-    workers: int  # processes, or threads of CTranslate2, that translated
-    engine: Literal["triptych", "ctranslate2"]  # the library that searched
+    translations: tuple[str, ...]  # translated lines, in the order of the text
+    scores: tuple[CorpusScore, ...]  # corpus BLEU and chrF
+    seconds: float  # translation time
+    options: SearchOptions  # search options
+    precision: Precision  # precision of the model's maps
+    workers: int  # number of translating processes, or of CTranslate2's threads
+    engine: Literal["triptych", "ctranslate2"]  # decoding library
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -135,6 +136,7 @@ def evaluate_translations(
         raise DataError("there is nothing to evaluate")
     with translator:
         started = time.monotonic()
+        # Lines of similar length share a batch, so that little of it is padding.
         order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
         chunks = [order[i : i + _LINES_AT_A_TIME] for i in range(0, len(order), _LINES_AT_A_TIME)]
         texts = [""] * len(sources)

@@ -1,4 +1,4 @@
-"""Hidden tokens of a text, predicted by an encoder."""
+"""Masked-token prediction with an encoder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ from triptych.running.text import Tokenizer, encode_texts
 class Filling:
     """A token for a mask."""
 
-    text: str  # of the token alone
+    text: str  # decoded token
     token: int
-    piece: str  # readable, with "▁" for a space
-    probability: float  # that the model gives it
-    filled: str  # the text with this token in the mask's place, and the other masks as they are
+    piece: str  # readable token, with "▁" for a space
+    probability: float  # the model's probability of the token
+    filled: str  # text with the mask replaced by this token; the other masks stay
 
 
 @torch.inference_mode()
 def fill_masks(
     model: LanguageModel, tokenizer: Tokenizer, text: str, count: int = 5, max_tokens: int | None = None
 ) -> list[list[Filling]]:
-    """The most probable tokens for every mask of a text, each mask by itself."""
+    """Return the `count` most probable tokens for each mask of a text; masks are predicted independently."""
     if model.causal or model.head is None:
         raise UsageError("this model predicts no masked tokens: give one that does, such as BERT")
     mask_id = tokenizer.mask_id
@@ -40,7 +40,7 @@ def fill_masks(
     own = tokenizer.vocabulary[mask_id]
     (ids,) = encode_texts(tokenizer, [text.replace("[MASK]", own)])
     if model.config is not None and tokenizer.eos_id is not None:
-        ids = [tokenizer.eos_id, *ids, tokenizer.eos_id]  # as a document is among others in training
+        ids = [tokenizer.eos_id, *ids, tokenizer.eos_id]  # document boundaries, as in training
     places = [place for place, token in enumerate(ids) if token == mask_id]
     if not places:
         raise UsageError(f"the text has no [MASK] to fill (this model's own name for it is {own})")
@@ -65,7 +65,7 @@ def fill_masks(
 def _filling(tokenizer: Tokenizer, ids: Sequence[int], place: int, token: int, probability: float) -> Filling:
     text = tokenizer.decode([[token]])[0]
     piece = tokenizer.pieces([token])[0]
-    # The other masks are the only special tokens that are the user's text.
+    # The other masks are the only special tokens from the user's text.
     shown = [
         own
         for i, own in enumerate([*ids[:place], token, *ids[place + 1 :]])

@@ -1,9 +1,9 @@
-"""A model made ready for decoding: the same blocks with fewer and faster maps.
+"""Fused models for decoding: the same blocks with fewer and faster maps.
 
-The layers of `attention` serve training, inspection and rewriting; run token by token they spend their time
-between the operations. `fused` copies a model and replaces what its blocks are made of: every attention
-layer, whatever its parameterisation, by `FusedAttention`, its maps multiplied and joined
-(`AttentionWeights.multiplied`), and every linear map by one in the precision asked for.
+The layers of `attention` serve training, inspection and rewriting; decoding token by token, they spend most
+of the time in overhead between operations. `fuse` replaces the layers of a copied model: every attention
+layer, in any parameterisation, by a `FusedAttention` with multiplied and joined maps
+(`AttentionWeights.multiplied`), and every linear map by a map of the requested precision.
 """
 
 import copy
@@ -48,24 +48,24 @@ from triptych.running.decoding.linear_maps import ACTIVATIONS, MappedFiles, Maps
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | LanguageModel)
 
-# With so few multiplications, torch takes a product in a way of its own; in bfloat16 it asks for all heads of
-# a batch together.
+# A product with fewer multiplications uses another algorithm of torch; in bfloat16, the multiplications of
+# all heads of a batch count together.
 _SMALL_PRODUCT = {torch.bfloat16: 16**3 + 1}
 _SMALL_PRODUCT_OTHERWISE = 400
-# With fewer rows, a product in bfloat16 of weights and values depends on the number of keys, those that weigh
-# 0 included.
+# With fewer rows, the product of attention weights and values in bfloat16 depends on the number of keys, even
+# if the additional keys have weight 0.
 _FEWEST_ROWS = {torch.bfloat16: 4}
 
 
 @final
 class FusedAttention(nn.Module):
-    """An attention layer with its maps multiplied: one map in, the operation, one map out. Called like it.
+    """An attention layer with one input map and one output map; a drop-in for `MultiHeadAttention`.
 
-    Keys and values come in `groups` heads; each serves `num_heads / groups` query heads. All have one width:
-    the narrower are filled up with zeros. Self-attention makes queries, keys and values in one product;
-    cross-attention makes queries only, and reads keys and values from its cache. With `once`, keys and values
-    that are the same, but for positions that turn keys, are made and kept once. A layer that borrows makes
-    queries only.
+    Keys and values have `groups` heads, each shared by `num_heads / groups` query heads. All heads have the
+    same width; narrower heads are padded with zeros. Self-attention projects to queries, keys and values in
+    one product; cross-attention projects to queries and reads keys and values from its cache. With `once`,
+    keys and values that differ only by the rotation of keys are computed and cached once. A KV-sharing layer
+    (`borrows`) projects to queries only.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class FusedAttention(nn.Module):
         norms = (semantics.q_norm, semantics.k_norm, semantics.v_norm)
         self._q_norm, self._k_norm, self._v_norm = map(self._padded, norms, (q.d_out, k.d_out, v.d_out))
         self.positional = semantics.bias is not None or semantics.is_local
-        # No kernel caps scores or has sinks, and that for CPUs is slower.
+        # The kernel supports neither soft caps nor sinks, and on CPUs it is slower than products.
         self.by_products = weights.W_O.is_cpu or semantics.soft_cap is not None or semantics.sinks is not None
-        # What queries meet before their product with keys: the scale must wait for it.
+        # The scale folds into W_Q, unless clipping, a norm or a content-dependent bias reads the queries.
         read = semantics.bias is not None and semantics.bias.reads_content
         self.changed = semantics.clip is not None or any(norm is not None for norm in norms)
         self.scale = semantics.scale if self.changed or read else 1.0
@@ -120,7 +120,7 @@ class FusedAttention(nn.Module):
         positions: PositionIds | None = None,
         lent: Kept | None = None,
     ) -> LayerOutput:
-        """As `MultiHeadAttention`; the mask may also be numbers added to the scores. No weights are given."""
+        """See `MultiHeadAttention`; the mask may also be additive. Attention weights are not returned."""
         batch, length, _ = x.shape
         if length == 1:
             heads = self.inward(x).view(batch, -1, 1, self.width)
@@ -132,8 +132,8 @@ class FusedAttention(nn.Module):
         else:
             heads, k, v, places = self._of_one_sequence(heads, cache, positions, lent)
         kept = Kept(places, (v,) if self.same else (k, v))
-        first = k.shape[2] - length  # of no use where positions are given: empty slots follow the tokens
-        # Asked first: the lengths of a traced model are symbols.
+        first = k.shape[2] - length  # unused if positions are given: then empty slots follow the tokens
+        # This test comes first because lengths of a traced model are symbolic.
         if torch.compiler.is_compiling():
             mixed = self._mixed(heads, k, v, places, first, mask, causal, is_even=False)
             return self._output(mixed, x, kept)
@@ -165,7 +165,7 @@ class FusedAttention(nn.Module):
         causal: bool,
         is_even: bool,
     ) -> Tensor:
-        """The heads' outputs, in whichever shape; the first query is at key `first`."""
+        """Compute the heads' outputs, in any shape; `first` is the key index of the first query."""
         bias = None
         if self.positional:
             mask, bias = self._compared(mask, q, k, places, first)
@@ -178,14 +178,14 @@ class FusedAttention(nn.Module):
             q = q * self.scale
         rows = q.reshape(q.shape[0] * self.groups, -1, self.width)
         if self.by_products:
-            # A step has one query of each row, at a given place, whatever is in its batch.
+            # A step has one query for each row, at a given position, whatever the batch.
             varies = not self.is_cross and places.given is None
             return self._by_products(rows, k, v, mask, bias, is_even, varies)
         added = mask if bias is None else bias if mask is None else mask + bias
         return self._by_kernel(rows, k, v, added)
 
     def _output(self, mixed: Tensor, x: Tensor, kept: Kept) -> LayerOutput:
-        """The output of the layer, from the heads' outputs, in whichever shape."""
+        """Gate the heads' outputs, given in any shape, and apply the output map."""
         batch, length, _ = x.shape
         if self.gate is not None:
             mixed = mixed.reshape(batch, self.num_heads, length, self.width) * self.gate(x)
@@ -205,7 +205,8 @@ class FusedAttention(nn.Module):
             q = tempered(prepared(heads, semantics, self._q_norm, rotary, places), semantics, places)
             return q, *self._read(lent.entries, places), places
         q, *kept = torch.split_with_sizes(heads, self._parts, 1)
-        if rotary is not None and not self.changed and not self.same:  # queries and keys at once
+        # Without clipping and norms, queries and keys are rotated in one operation.
+        if rotary is not None and not self.changed and not self.same:
             turned = places.rotate(heads.narrow(1, 0, self.num_heads + self.groups), rotary)
             q, kept[0] = turned.split_with_sizes(self._parts[:2], 1)
         elif rotary is not None or self.changed:
@@ -216,7 +217,7 @@ class FusedAttention(nn.Module):
                     prepared(kept[1], semantics, self._v_norm),
                 ]
         q = tempered(q, semantics, places)
-        # What turns when it is read must be kept with its position.
+        # Keys are cached with their positions if they are rotated at reading.
         if cache is not None and (self.positional or (self.same and rotary is not None)):
             places, entries = places.add(cache, tuple(kept))
         else:
@@ -224,14 +225,14 @@ class FusedAttention(nn.Module):
         return q, *self._read(entries, places), places
 
     def _read(self, entries: tuple[Tensor, ...], places: TokenPlaces) -> tuple[Tensor, Tensor]:
-        """Keys and values, of what is kept."""
+        """Return keys and values from cached entries."""
         if not self.same:
             return entries[0], entries[1]
         (v,) = entries
         return v if self.rotary is None else places.rotate_keys(v, self.rotary), v
 
     def _padded(self, norm: HeadNorm | None, width: int) -> Callable[[Tensor], Tensor] | None:
-        """A norm of the channels that are no filling."""
+        """Restrict a norm to the unpadded channels."""
         if norm is None or width == self.width:
             return norm
         return lambda heads: F.pad(norm(heads[..., :width]), (0, self.width - width))
@@ -239,7 +240,7 @@ class FusedAttention(nn.Module):
     def _compared(
         self, mask: Tensor | None, q: Tensor, k: Tensor, places: TokenPlaces, first: Any
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The mask with what windows hide, and what is added to scores because of positions."""
+        """Return the mask with local windows applied, and the positional bias of scores."""
         keys = places.key_positions(k)
         queries = keys[first : first + q.shape[2]] if places.given is None else places.given.ids
         near, bias = by_position(self.semantics, q[..., : self.d_k], k[..., : self.d_k], queries, keys)
@@ -255,10 +256,10 @@ class FusedAttention(nn.Module):
         is_even: bool,
         varies: bool,
     ) -> Tensor:
-        """Written out. The query heads of a group lie below each other, as rows of one product.
+        """Compute attention with matrix products; the query heads of a group are stacked as rows.
 
-        If `is_even`, products have shapes with which a text has the same bits whatever else is in its batch;
-        `varies` says that the number of rows depends on the batch.
+        If `is_even`, products are padded to shapes for which the bits of a text do not depend on its batch;
+        `varies` is whether the number of rows depends on the batch.
         """
         batch = k.shape[0]
         groups = rows.shape[0]
@@ -280,7 +281,7 @@ class FusedAttention(nn.Module):
         k = k.reshape(groups, -1, self.width)
         v = v.reshape(groups, -1, self.width)
         if k.dtype == torch.bfloat16:
-            k, v = k.contiguous(), v.contiguous()  # a product would copy a part of a cache itself, slowly
+            k, v = k.contiguous(), v.contiguous()  # otherwise the product makes slower copies of cache slices
         scores = torch.bmm(rows, k.mT)
         key_len = k.shape[1]
         scores = scores[:, :count].reshape(batch, self.num_heads, -1, key_len)
@@ -291,7 +292,7 @@ class FusedAttention(nn.Module):
             weights = F.pad(weights, (0, 0, 0, missing))
         if not is_even or key_len <= EVEN_KEYS:
             return torch.bmm(weights, v)[:, :count]
-        # Each part of the keys is summed by itself: how a long sum is split depends on its length.
+        # Sum over blocks of keys: torch splits a long sum depending on its length, and so changes its bits.
         parts = key_len // EVEN_KEYS
         apart = (
             weights.view(groups, -1, parts, EVEN_KEYS).transpose(1, 2).reshape(groups * parts, -1, EVEN_KEYS)
@@ -308,9 +309,9 @@ class FusedAttention(nn.Module):
         *,
         varies: bool,
     ) -> Float[Tensor, "batch heads query_len width"]:
-        """The heads' outputs of products in even shapes, with a mask of numbers and nothing else added.
+        """Compute the heads' outputs with products in even shapes, an additive mask and no bias.
 
-        `varies` says that the number of queries depends on the batch.
+        `varies` is whether the number of queries depends on the batch.
         """
         rows = q.reshape(q.shape[0] * self.groups, -1, self.width)
         return self._by_products(rows, k, v, mask, None, True, varies).reshape(q.shape)
@@ -328,12 +329,13 @@ class FusedAttention(nn.Module):
 
 @final
 class _FusedGate(nn.Module):
-    """A gate whose map is laid out for its products."""
+    """A head gate with a packed map."""
 
     def __init__(self, gate: HeadGate, maps: Maps) -> None:
         super().__init__()
         self._gate, self._used = gate, gate.weight[..., 0].numel()
-        # Shares are computed many at a time and the rest one by one, with other bits: there is no rest.
+        # Sigmoids are computed in vectors, but a remainder in scalars with different bits: padding avoids a
+        # remainder.
         missing = -self._used % ACTIVATIONS if maps.packed else 0
         weight = gate.weight.flatten(0, -2)
         bias = None if gate.bias is None else gate.bias.flatten()
@@ -356,20 +358,21 @@ def _widened(gate: HeadGate, width: int) -> HeadGate:
 
 
 def _keeps_once(weights: AttentionWeights) -> bool:
-    """Whether keys and values are the same, but for positions that turn keys."""
+    """Return True if keys and values differ only by the rotation of keys."""
     semantics = weights.semantics
     if semantics.rotary is not None and semantics.rotary.long is not None:
-        return False  # keys stay as they were turned
+        return False  # keys are cached rotated
     normed = semantics.k_norm is not None or semantics.v_norm is not None
     return weights.tied("k", "v") and not normed and semantics.clip is None
 
 
 def _as_cached(weights: AttentionWeights) -> AttentionWeights:
-    """The same layer with what keys and values have in common as both of them, as `Latent` absorbs it.
+    """Absorb the up-projections of keys and values into queries and output, as `Latent` does.
 
-    If keys are `c U^K` and values `c U^V`, only c is cached: U^K goes to the queries, U^V to the output. A
-    bias of the keys adds the same to all scores of a query and is left out. Layers without such a map stay as
-    they are; so do layers where something is between queries and keys, or depends on a whole score.
+    If keys are `c U^K` and values `c U^V`, only c is cached: U^K is absorbed into W_Q, U^V into W_O. A key
+    bias adds the same value to all scores of a query and is dropped. A layer stays unchanged if keys and
+    values share no map, if an operation such as a rotation or norm stands between W_Q and W_K, or if moving
+    a bias would change the output (sinks, soft caps, gates).
     """
     semantics = weights.semantics
     common = [link for link in weights.k if any(link is other for other in weights.v)]
@@ -385,6 +388,7 @@ def _as_cached(weights: AttentionWeights) -> AttentionWeights:
         return weights
     if any(link.norm is not None for link in common):
         return weights
+    # U^K and U^V for every query head; the shared maps before them become the only cached projection.
     up_k, up_v = (
         replace(weights, k=chain).multiplied("k").repeat(weights.num_heads) for chain in (rest_k, rest_v)
     )
@@ -405,14 +409,14 @@ def _as_cached(weights: AttentionWeights) -> AttentionWeights:
 
 
 def _keeps_more(weights: AttentionWeights) -> bool:
-    """Whether a `FusedAttention` of a layer would keep more numbers of a token than `cost` counts."""
+    """Return True if a `FusedAttention` would cache more values of a token than `cost` counts."""
     groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
     chains = (weights.k,) if _keeps_once(weights) else (weights.k, weights.v)
     return cached_numbers(weights) < groups * sum(c[-1].d_out if c else weights.d_model for c in chains)
 
 
 def beyond_fusing(weights: AttentionWeights, is_cross: bool) -> list[str]:
-    """What a layer does that a `FusedAttention` does not."""
+    """Return the features of a layer that `FusedAttention` lacks."""
     found = list(weights.semantics.beyond(("scale", "kind", "dropout", "gate"))) if is_cross else []
     if weights.semantics.scores is not None and not is_cross:
         found.append("scores that are no product of queries and keys")
@@ -445,7 +449,7 @@ def _is_changed_on_the_way(block: Block) -> bool:
 def fuse(
     copied: ModuleT, maps: Maps, *, small_cache: bool = False, files: MappedFiles | None = None
 ) -> ModuleT:
-    """Replace the layers of a copy of a model; its tables and the maps around its blocks are the caller's."""
+    """Replace the layers of a copied model; tables and maps around the blocks are left to the caller."""
     for parent in list(copied.modules()):
         if isinstance(parent, FeedForward):
             given = list(parent.parameters())
@@ -458,6 +462,7 @@ def fuse(
             if isinstance(layer, MultiHeadAttention) and layer.tap is None:
                 is_cross = name == "cross_attention"
                 weights = layer.weights()
+                # If the cache must be small, a layer is fused only if fusing does not enlarge its cache.
                 if small_cache:
                     weights = _as_cached(weights)
                     if beyond_fusing(weights, is_cross) or _keeps_more(weights):
@@ -472,10 +477,9 @@ def fuse(
 
 
 def call_directly(model: nn.Module) -> None:
-    """Make calls between the modules of a model go straight to `forward`.
+    """Bypass `Module.__call__` between the modules of a model.
 
-    A step of decoding is so short that the hooks which `Module.__call__` looks for, and the look-up of every
-    sub-module and parameter by name, would be a tenth of it.
+    Checks for hooks and look-ups of submodules and parameters would cost a tenth of a decoding step.
     """
     for parent in model.modules():
         direct = parent.__dict__
@@ -488,36 +492,36 @@ def call_directly(model: nn.Module) -> None:
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Make the parameters that a module itself holds constants of a dtype."""
+    """Cast the direct parameters of a module to a dtype, as constants."""
     for name, parameter in module._parameters.items():
         if parameter is not None:
             module._parameters[name] = constant(parameter, dtype)
 
 
 def _both(mask: Tensor | None, allowed: Tensor, like: Tensor) -> Tensor:
-    """A mask, of truth or of numbers added to the scores, that hides too what is not allowed."""
+    """Combine a boolean or additive mask with a boolean mask."""
     if mask is None or mask.dtype == torch.bool:
         return allowed if mask is None else mask & allowed
     return mask + numbers_of(allowed, like)
 
 
 def numbers_of(allowed: Tensor, like: Tensor) -> Tensor:
-    """0 where a query may look and `hidden_score` where it may not."""
+    """Convert a boolean mask to an additive mask: 0 where attention is allowed, else `hidden_score`."""
     numbers = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device)
     return numbers.masked_fill_(~allowed, hidden_score(like.dtype))
 
 
 def _for_steps(weights: AttentionWeights) -> Semantics:
-    """What a layer does besides its maps, on the layer's device."""
+    """Return the semantics of a layer with all tensors on the layer's device."""
     semantics = weights.semantics
-    if semantics.bias is not None:  # a recorded step must not fetch it from another device
+    if semantics.bias is not None:  # a CUDA graph must not copy between devices
         parts = {name: part.to(weights.device) for name, part in semantics.bias.tensors().items()}
         semantics = replace(semantics, bias=replace(semantics.bias, **parts))  # type: ignore[type-var]
     return semantics
 
 
 def _stacked_rows(link: Link, width: int) -> tuple[Tensor, Tensor]:
-    """A link's copies below each other, `[copies · width, d_in]`, each filled up to `width`; and the bias."""
+    """Stack a link's heads, padded to `width`; return weight `[heads · width, d_in]` and bias."""
     missing = width - link.d_out
     weight = F.pad(link.weight.mT, (0, 0, 0, missing)).flatten(0, 1)
     bias = link.weight.new_zeros(link.copies, link.d_out) if link.bias is None else link.bias

@@ -1,4 +1,4 @@
-"""Continuations of texts by a language model, in token ids."""
+"""Text generation with a language model, in token ids."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -29,21 +29,21 @@ from triptych.running.decoding.token_loop import Asked, DecodingBatch, Loop, Rea
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How texts are continued."""
+    """Options of text generation."""
 
-    max_new_tokens: int = 128  # a continuation ends at this many tokens
-    sampling: SamplingOptions = field(default_factory=SamplingOptions)  # how each token is chosen
-    seed: int = 0  # of what is drawn
-    num_samples: int = 1  # continuations of each prompt; with a beam, the best ones
-    beam_size: int = 1  # 1, or the hypotheses of a beam search, which draws nothing
-    alpha: float = 0.0  # exponent of the beam's length penalty, `((5 + length) / 6)^alpha`; 0 for none
+    max_new_tokens: int = 128  # maximum number of tokens of a continuation
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)  # choice of each token
+    seed: int = 0  # seed of sampling
+    num_samples: int = 1  # continuations of each prompt; with a beam, the best hypotheses
+    beam_size: int = 1  # hypotheses of a deterministic beam search; 1 for no beam
+    alpha: float = 0.0  # exponent of the beam's length penalty, `((5 + length) / 6)^alpha`; 0 for no penalty
     stop_ids: tuple[int, ...] = ()  # a continuation ends before any of these tokens
     stop_texts: tuple[str, ...] = ()  # a continuation ends before any of these strings
-    num_top: int = 0  # most probable tokens that are told of each place; not with a beam
-    # longest prompt; None for as many tokens as the model has positions for, or 32,768 where it has no limit
-    # and reads a prompt whole
+    num_top: int = 0  # most probable tokens reported for each position; 0 with a beam
+    # maximum length of a prompt; None for the model's number of positions, or 32,768 if the model is
+    # unlimited and reads a prompt whole
     max_prompt_tokens: int | None = None
-    max_length: int | None = None  # the longest text in tokens, its prompt included
+    max_length: int | None = None  # maximum length of a text, prompt included
 
     def __post_init__(self) -> None:
         if self.max_prompt_tokens is not None:
@@ -79,18 +79,18 @@ class GenerationOptions:
 
 
 class NewToken(NamedTuple):
-    """A token that a continuation grew by."""
+    """A new token of a continuation."""
 
-    row: int  # the number of the prompt times `num_samples`, plus that of the sample
+    row: int  # number of the prompt times `num_samples`, plus number of the sample
     token: int
-    # natural logarithm of the probability that the model gave it, before temperature, penalty and filters
+    # natural logarithm of the model's probability, before temperature, penalty and filters
     log_prob: float
-    finish: Finish | None  # why the continuation ends here (a stop token is no part of it), or None
-    top: Top = ()  # the most probable tokens in its place
+    finish: Finish | None  # reason why the continuation ends here (it excludes a stop token), or None
+    top: Top = ()  # most probable tokens at this position
 
 
 class OtherEngine(ABC):
-    """Another library that continues texts in the place of a `Engine`."""
+    """Base class for text generation by another library instead of an `Engine`."""
 
     @abstractmethod
     def generate(
@@ -106,7 +106,7 @@ class OtherEngine(ABC):
     def stream(
         self, prompt: Sequence[int], options: GenerationOptions, ends: Callable[[int, int], bool]
     ) -> Iterator[NewToken]:
-        """Continue a prompt without a beam, token by token."""
+        """Continue a prompt without a beam and yield each new token."""
 
 
 def _never_ends(row: int, token: int) -> bool:
@@ -125,27 +125,28 @@ def check_prompts(
 
 
 def limit_of_prompt(prompt: int, max_new_tokens: int, max_tokens: int | None) -> int:
-    """Tokens that a prompt may grow by: the last one needs no position."""
+    """Return the maximum number of new tokens; the last token does not take a position."""
     return max_new_tokens if max_tokens is None else min(max_new_tokens, max_tokens - prompt + 1)
 
 
 @dataclass(frozen=True)
 class SampleKind:
-    """How tokens are chosen; texts of one kind are continued together."""
+    """Common options of the texts of a batch."""
 
     sampling: SamplingOptions
-    closed: int | None  # the length of texts that share a batch only with others as long
+    closed: int | None  # length of the texts, if a batch may not mix lengths
 
 
 @final
 class Sample(Text):
     """A continuation of a prompt.
 
-    A model of a recipe reads `Engine.context` tokens at once, as in training. A text that has grown to so
-    many goes on from the last half of them, read again. When that is depends on the text alone.
+    A model trained with a recipe reads at most `Engine.context` tokens at once, as in training. At this
+    length, the last `context / 2` tokens of the text are read again and continued. The restarts depend on
+    the text alone.
 
     Attributes:
-        new: its tokens so far.
+        new: new tokens so far.
     """
 
     kind: SampleKind
@@ -158,7 +159,7 @@ class Sample(Text):
         row: int,
         ends: Callable[[int, int], bool],
     ) -> None:
-        """Begin; `row` is the number of its prompt times `num_samples`, plus its own."""
+        """Start; `row` is the number of the prompt times `num_samples`, plus the number of the sample."""
         self.row, self.new = row, list[NewToken]()
         self.draws = RowState(options.seed, row % options.num_samples, prompt)
         self._engine = engine
@@ -168,7 +169,7 @@ class Sample(Text):
         self._read(engine.context)
 
     def _read(self, most: int | None) -> None:
-        """Go on from the last tokens of the text."""
+        """Restart from the last `most` tokens of the text; None for all tokens."""
         self.given = self._ids if most is None else self._ids[-most:]
         left = self.size - len(self._ids)
         self._left = limit_of_prompt(len(self.given), left, self._engine.context)
@@ -184,11 +185,11 @@ class Sample(Text):
 
     @property
     def num_top(self) -> int:
-        """Number of most probable tokens reported for each place."""
+        """Number of most probable tokens reported for each position."""
         return self._options.num_top
 
     def take(self, token: int, log_prob: float, top: Top = ()) -> bool:
-        """Grow by a token; whether the text is read again before it goes on."""
+        """Append a token; return True if the text must be read again before the next step."""
         self._ids.append(token)
         self._left -= 1
         finish = self._finish(token)
@@ -197,7 +198,7 @@ class Sample(Text):
         if self.is_over or self._left:
             return False
         assert self._engine.context is not None, "without a limit no text is read again"
-        # Half of the places that training has known are for what is read again, half for new tokens.
+        # Half of the trained positions are for tokens read again, half for new tokens.
         self._read(max(self._engine.context // 2, 1))
         return True
 
@@ -212,21 +213,21 @@ class Sample(Text):
 
 
 def _closed(engine: Engine, prompt: Sequence[int], left: int) -> int | None:
-    """The length of a text that may grow past the length up to which texts are rotated alike."""
+    """Return the prompt's length if the text may grow past the rotary limit, else None."""
     limit = engine.rotary_limit
     return len(prompt) if limit is not None and len(prompt) + left > limit else None
 
 
 @final
 class Samples(DecodingBatch[Sample]):
-    """Texts of which each next token is chosen by itself."""
+    """Batch of samples, with a row for each sample."""
 
     def __init__(self, engine: Engine, kind: SampleKind) -> None:
         super().__init__(engine, kind, 1, joins=kind.closed is None)
         self._sampling = kind.sampling
 
     def open(self, texts: Sequence[Sample]) -> tuple[TextCache, Tensor]:
-        # The samples of a prompt are read once.
+        # A prompt with several samples is read once.
         prompts = dict.fromkeys(tuple(text.given) for text in texts)
         cache, logits = self.engine.read([*prompts])
         if len(prompts) < len(texts):
@@ -240,7 +241,7 @@ class Samples(DecodingBatch[Sample]):
         places = self.open_places
         open_ = [text for place in places if (text := self.texts[place]) is not None]
         logits = self.logits if len(places) == len(self.texts) else self.logits[places]
-        # By row: a `logsumexp` of all rows has other bits in each of them.
+        # `log_softmax` works row by row; the bits of a `logsumexp` depend on the other rows.
         of_all = logits.log_softmax(dim=-1)
         require_finite_best(of_all.amax(dim=-1), self.engine, open_)
         chosen = choose(logits[:, : self.engine.num_choices], self._sampling, [text.draws for text in open_])
@@ -273,7 +274,7 @@ def begin(
     options: GenerationOptions,
     ends: Callable[[int, int], bool] = _never_ends,
 ) -> list[Asked[list[Hypothesis]]]:
-    """Prompts, to be continued by a `Loop`."""
+    """Check prompts and return their requests for a `Loop`."""
     check_prompts(prompts, engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
     return [_begin_prompt(engine, ids, number, options, ends) for number, ids in enumerate(prompts)]
 
@@ -285,11 +286,12 @@ def _begin_prompt(
     options: GenerationOptions,
     ends: Callable[[int, int], bool],
 ) -> Asked[list[Hypothesis]]:
-    """A prompt of this number among others.
+    """Build the request of prompt `number`.
 
-    A beam search is over when `beam_size` texts have ended or at the limit, where the open ones count as they
-    are. None goes on past what the model reads at once.
+    A beam search is over when `beam_size` hypotheses have ended or at the length limit, where open hypotheses
+    count as ended. A beam never grows past `Engine.context`.
     """
+    # Without a beam, each sample is a text of its own; with a beam, the samples are its best hypotheses.
     k = options.beam_size
     count = options.num_samples
     if k == 1:
@@ -314,7 +316,7 @@ def generate_tokens(
     ends: Callable[[int, int], bool] = _never_ends,
     batch_rows: int = 32,
 ) -> list[list[Hypothesis]]:
-    """Continue prompts, at most `batch_rows` texts at a time, the longest first."""
+    """Continue prompts in order of falling length, at most `batch_rows` texts at a time."""
     asked = begin(engine, prompts, options, ends)
     texts = [text for one in asked for text in one.texts]
     Loop(engine, most_rows=batch_rows).run(sorted(texts, key=lambda text: -text.size))
@@ -322,7 +324,7 @@ def generate_tokens(
 
 
 def collected(tokens: Sequence[NewToken]) -> Hypothesis:
-    """A continuation of its tokens."""
+    """Build a continuation from its tokens."""
     finish = tokens[-1].finish
     assert finish is not None
     own = tokens[:-1] if finish == "token" else tokens

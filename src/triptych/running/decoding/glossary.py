@@ -1,9 +1,9 @@
-"""Terms that a translation must have, and the search that puts them there.
+"""Glossaries: required terms of a translation, and beam search under this constraint.
 
-The search is dynamic beam allocation. Hypotheses are kept in banks, one for each number of tokens of terms
-that they have. Every bank has its share of the beam, and only a hypothesis with all terms may end. Source:
-Post & Vilar 2018, arXiv 1804.06609. Here the beam grows by one hypothesis for each token, so that no bank is
-left out, and no token lengthens the last word of a term.
+The search is dynamic beam allocation. Hypotheses are grouped in banks by their number of term tokens. Every
+bank has a share of the beam, and only a hypothesis with all terms may end. Source: Post & Vilar 2018, arXiv
+1804.06609. Two differences: the beam grows by one hypothesis for each term token, so that every bank has a
+share, and tokens that would lengthen the last word of a term are forbidden right after it.
 """
 
 import math
@@ -29,27 +29,27 @@ _NO_TERM = -1
 
 @final
 class Glossary:
-    """Terms of the source language, and how each is translated.
+    """Terms of the source language and their translations.
 
-    A term occurs in a text as whole words, spelled as in the glossary; only its first letter may be of the
-    other case. Where terms overlap, the longest of those that begin first counts.
+    A term matches whole words with the glossary's spelling; only the case of its first letter may differ. If
+    terms overlap, the first counts; if terms start together, the longest counts.
     """
 
     def __init__(self, terms: Mapping[str, str], tokenizer: SentenceTokenizer) -> None:
-        """`UsageError` for an empty term, and for a translation that the tokens cannot write."""
+        """Raise `UsageError` for an empty term, or for a translation that the vocabulary cannot express."""
         pairs = [(source.strip(), " ".join(target.split())) for source, target in terms.items()]
         for source, target in pairs:
             if not source or not target:
                 raise UsageError(f"glossary: {source!r} → {target!r}: give a term and its translation")
         pairs.sort(key=lambda pair: -len(pair[0]))
         either = "|".join(f"((?i:{re.escape(term[0])}){re.escape(term[1:])})" for term, _ in pairs)
-        # Without terms, it matches nowhere.
+        # Without terms, the pattern never matches.
         self._pattern = re.compile(rf"(?<!{_LETTER})(?:{either or '(?!)'})(?!{_LETTER})")
         self._ids = [_ids(target, tokenizer) for _, target in pairs]
         self._lengthening = _lengthening(tokenizer)
 
     def sentence(self, text: str, ids: Sequence[int]) -> "Sentence":
-        """The tokens of a text, and of the translations of the terms that occur in it."""
+        """Attach to the tokens of a text the translations of its terms."""
         places = [match.lastindex for match in self._pattern.finditer(text)]
         terms = dict.fromkeys(self._ids[place - 1] for place in places if place)
         whole = [one for one in terms if not any(_has(other, one) for other in terms)]
@@ -58,14 +58,15 @@ class Glossary:
 
 @lru_cache(maxsize=8)
 def _lengthening(tokenizer: SentenceTokenizer) -> bytes:
-    """1 for every token that goes on with the word before it, else 0."""
+    """Return a byte for each token: 1 if the token continues the word before it, else 0."""
     (before,) = _encoded(["a"], tokenizer)
     texts = tokenizer.decode([[*before, token] for token in range(tokenizer.vocab_size)])
     return bytes(re.match(f"a{_LETTER}", text.strip()) is not None for text in texts)
 
 
 def _ids(term: str, tokenizer: SentenceTokenizer) -> tuple[int, ...]:
-    """The tokens of a term inside a sentence."""
+    """Return the tokens of a term inside a sentence."""
+    # The term is encoded after a word, since tokens at the start of a text may differ.
     alone, before, both = _encoded([term, "a", f"a {term}"], tokenizer)
     ids = both[len(before) :] if both[: len(before)] == before else alone
     if re.match(f"[{_UNSPACED}]", term) and not tokenizer.decode([ids[:1]])[0].strip():
@@ -82,24 +83,24 @@ def _encoded(texts: Sequence[str], tokenizer: SentenceTokenizer) -> list[list[in
 
 
 def _has(ids: tuple[int, ...], term: tuple[int, ...]) -> bool:
-    """Whether a term is part of something longer."""
+    """Return True if `term` is a proper part of `ids`."""
     return len(term) < len(ids) and _last_end(ids, term) > 0
 
 
 def _last_end(ids: tuple[int, ...], term: tuple[int, ...]) -> int:
-    """Where a term ends that is among tokens, the last time; 0 if it is not."""
+    """Return the end of the last occurrence of a term in `ids`; 0 if it does not occur."""
     ends = range(len(ids), len(term) - 1, -1)
     return next((end for end in ends if ids[end - len(term) : end] == term), 0)
 
 
 @final
 class Terms:
-    """What an output must have: terms, each a sequence of tokens."""
+    """Required terms of an output, as sequences of tokens."""
 
     def __init__(self, terms: Sequence[tuple[int, ...]], lengthening: bytes = b"") -> None:
-        """Terms of which none is part of another.
+        """Require terms; a term may not be part of another term.
 
-        `lengthening` has 1 for every token that goes on with the word before it.
+        `lengthening` has a byte for each token: 1 if the token continues the word before it.
         """
         self._terms = tuple(terms)
         self._lengthening = lengthening
@@ -107,7 +108,7 @@ class Terms:
         self.tokens = frozenset(token for term in terms for token in term)
 
     def num_met(self, ids: tuple[int, ...]) -> int:
-        """Tokens of terms that an output has, and of one that it has begun since."""
+        """Count the tokens of completed terms in an output, and of a term that the output ends in."""
         ends = [_last_end(ids, term) for term in self._terms]
         since = ids[max(ends) :]
         begun = [0]
@@ -119,17 +120,18 @@ class Terms:
     def best(
         self, log_probs: Float[Tensor, "beam vocab"], beam: Sequence[tuple[tuple[int, ...], float]], end: int
     ) -> list[tuple[float, int, int, float]]:
-        """The continuations of a beam (tokens and totals): ends first, each part best first.
+        """Return the best continuations of a beam (tokens and totals): finished, then open, by falling total.
 
-        Each is a total, a row, a token and its log-probability.
+        A continuation is a total, a row, a token and its log-probability.
         """
+        # Right after a term, a token must not lengthen the term's last word.
         lengthening = torch.from_numpy(np.frombuffer(self._lengthening, dtype=bool).copy())
         for row, (ids, _) in enumerate(beam):
             if any(ids and ids[-len(term) :] == term for term in self._terms):
                 log_probs[row, : len(lengthening)][lengthening.to(log_probs.device)] = -math.inf
         tokens = sorted(self.tokens)
         of_terms = log_probs[:, tokens].tolist()
-        # No bank takes more than the beam of one row, tokens of terms and the end left out.
+        # A bank needs at most `len(beam)` tokens of a row besides term tokens and the end.
         likely = log_probs.topk(min(len(beam) + len(tokens) + 1, log_probs.shape[1]))
         banks: list[list[tuple[float, int, int, float]]] = [[] for _ in range(self.num_tokens + 1)]
         for row, (ids, total) in enumerate(beam):
@@ -140,6 +142,7 @@ class Terms:
                 if total + log_prob > -math.inf and (token != end or bank == self.num_tokens):
                     banks[bank].append((total + log_prob, row, token, log_prob))
         ranked = [sorted(bank, reverse=True) for bank in banks]
+        # Each bank gets an equal share of the beam; unused shares go to the best remaining candidates.
         going = [[one for one in bank if one[2] != end] for bank in ranked]
         share = len(beam) // len(banks)
         chosen = [one for bank in going for one in bank[:share]]
@@ -150,7 +153,7 @@ class Terms:
 
 
 class Sentence(list[int]):
-    """Token ids of a sentence, and the terms of its translation."""
+    """Token ids of a sentence with the terms of its translation."""
 
     def __init__(self, ids: Sequence[int], terms: Terms | None = None) -> None:
         super().__init__(ids)

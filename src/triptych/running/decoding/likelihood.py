@@ -1,4 +1,4 @@
-"""How well a language model predicts a text."""
+"""Likelihood of texts under a language model."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -20,10 +20,10 @@ from triptych.running.decoding.batches import padded_alike
 from triptych.running.text import Tokenizer, encode_texts
 from triptych.running.text.unknown_characters import count_unknown, why_no_bits
 
-_LONGEST_CONTEXT = 1024  # where the model itself sets no limit
+_LONGEST_CONTEXT = 1024  # maximum default context, also for a model without a limit
 _LOGITS_AT_A_TIME = 1 << 26
 
-# From token ids `[rows, length]` to the logits of the token after each.
+# Function from token ids `[rows, length]` to logits of the next token at each position.
 Logits = Callable[[Tensor], Tensor]
 
 
@@ -31,15 +31,15 @@ Logits = Callable[[Tensor], Tensor]
 class Likelihood:
     """The loss of a model on a text."""
 
-    nats: float  # of all tokens that were predicted
-    tokens: int  # how many they are
-    num_bytes: int  # how many bytes of UTF-8 they are
-    context: int  # tokens of a window
-    stride: int  # tokens by which a window begins after the one before
-    documents: int  # texts that were scored, each by itself
+    nats: float  # total negative log-probability of the predicted tokens
+    tokens: int  # number of predicted tokens
+    num_bytes: int  # length of the predicted text in UTF-8 bytes
+    context: int  # window length in tokens
+    stride: int  # distance between windows in tokens
+    documents: int  # number of texts, scored independently
     interval: tuple[float, float]  # 95 % bootstrap interval of the nats per token
-    units: str  # what was drawn for it: "documents", or of a single document its "windows"
-    unknown: float = 0.0  # share of the characters that the tokenizer does not know, at least
+    units: str  # resampling unit: "documents", or "windows" of a single document
+    unknown: float = 0.0  # share of characters unknown to the tokenizer (lower bound)
 
     @property
     def nats_per_token(self) -> float:
@@ -51,16 +51,16 @@ class Likelihood:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte of the text; None if the tokenizer knows too little of it."""
+        """Bits per byte of the text; None if too many characters are unknown to the tokenizer."""
         return None if self.why_no_bits else self.nats / math.log(2) / self.num_bytes
 
     @property
     def why_no_bits(self) -> str:
-        """The reason why there are no bits per byte; "" if there are."""
+        """Reason why bits per byte are missing; "" if they are given."""
         return why_no_bits(self.unknown)
 
     def figures(self) -> dict[str, Any]:
-        """As JSON has them."""
+        """Return the figures for JSON."""
         return {
             "nats_per_token": self.nats_per_token,
             "interval": list(self.interval),
@@ -80,15 +80,16 @@ class Likelihood:
 def token_losses(
     model: LanguageModel, ids: Sequence[int], context: int, stride: int, compute: Logits | None = None
 ) -> list[Float[Tensor, " tokens"]]:
-    """The negative log-probabilities in nats of the tokens of a text but its first, window by window."""
+    """Compute negative log-probabilities in nats of all tokens but the first, in a list by window."""
     whole = torch.tensor(ids, device=model.embeddings.table.weight.device)
-    last = len(ids) - 1  # tokens that are read
+    last = len(ids) - 1  # number of tokens read: the last token is only predicted
     found, windows = [], list[tuple[int, int, int]]()  # begin, end, tokens predicted before
     predicted = 0
     while predicted < last:
         end = predicted + (stride if predicted else context)
         windows.append((end - context, min(end, last), predicted))
         predicted = end
+    # Windows of equal length share a batch, limited by the size of its logits.
     at_a_time = max(1, _LOGITS_AT_A_TIME // (context * model.vocab_size))
     place = 0
     while place < len(windows):
@@ -113,14 +114,18 @@ def score_continuations(
     max_tokens: int,
     batch_rows: int = 16,
 ) -> list[tuple[float, bool]]:
-    """The log-probability of each continuation after its context, in nats."""
+    """Compute the log-probability of each continuation given its context, in nats.
+
+    Returns:
+        The log-probability of each continuation, and True if greedy decoding would give the continuation.
+    """
     texts = [[*before, *after][-max_tokens - 1 :] for before, after in pairs]
     found = [(0.0, True)] * len(pairs)
     order = sorted((i for i in range(len(pairs)) if pairs[i][1]), key=lambda i: -len(texts[i]))
     device = model.embeddings.table.weight.device
     model.eval()
     batches = (order[start : start + batch_rows] for start in range(0, len(order), batch_rows))
-    lengths = [len(text) - 1 for text in texts]  # of what is read
+    lengths = [len(text) - 1 for text in texts]  # the last token is only predicted
     for batch in (part for whole in batches for part in padded_alike(whole, lengths, model.rotary_limit)):
         rows = [torch.tensor(texts[i][:-1]) for i in batch]
         read = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
@@ -144,7 +149,7 @@ def measure_likelihood(
     compute: Logits | None = None,
     special_tokens: SpecialTokens = "tokens",
 ) -> Likelihood:
-    """Score a model on texts, each by itself and over its whole length."""
+    """Score a model on whole texts, independently of each other."""
     if not model.causal:
         raise UsageError("an encoder predicts no text: evaluate --text is for decoder-only models")
     limit = model.max_tokens

@@ -1,4 +1,4 @@
-"""Linear maps in the precision that decoding is asked for."""
+"""Linear maps in a chosen precision, and the memory of their weights."""
 
 import ctypes
 import math
@@ -27,12 +27,12 @@ from triptych.literals import Precision
 from triptych.running.decoding.row_counts import Product, ProductShape, RowCounts, best_layout, row_counts
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
-# A processor computes this many elements of an activation at a time, whatever half of them a thread has.
+# Multiple of the block size of vectorised activations, even after halving between two threads.
 ACTIVATIONS = 64
 
 
 def unsupported_precision(precision: Precision, device: torch.device) -> str:
-    """Why maps cannot be held in a precision on a device; "" if they can."""
+    """Return the reason why a device does not support a precision; "" if it does."""
     if precision != "int8":
         return ""
     if device.type != "cpu":
@@ -45,21 +45,21 @@ def unsupported_precision(precision: Precision, device: torch.device) -> str:
 
 @final
 class Maps:
-    """Makes linear maps of a precision.
+    """Factory of linear maps in a precision.
 
     Attributes:
-        dtype: of what the maps read and write.
-        packed: whether they are copies laid out for their products.
+        dtype: dtype of inputs and outputs of the maps.
+        packed: True if weights are copied to a packed layout.
     """
 
     def __init__(self, precision: Precision, dtype: torch.dtype, *, packed: bool = False) -> None:
-        """Make maps for a model of this dtype: "fp32" leaves it as it is, and shares memory where it can."""
+        """Build maps for a model of this dtype; "fp32" keeps the dtype, and shares memory where possible."""
         self.dtype = torch.bfloat16 if precision == "bf16" else dtype
         self.packed = packed or precision == "int8"
         self._is_int8 = precision == "int8"
 
     def linear(self, weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None) -> nn.Module:
-        """`x Wᵀ + b`."""
+        """Build the map `x Wᵀ + b`."""
         if self._is_int8:
             return Int8Linear(weight.detach(), bias)
         return self.floating(weight, bias)
@@ -67,7 +67,7 @@ class Maps:
     def floating(
         self, weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None
     ) -> nn.Module:
-        """`x Wᵀ + b`, never less than floating."""
+        """Build the map `x Wᵀ + b` in floating point, even if the precision is int8."""
         if self.packed and PackedLinear.serves(weight.device, self.dtype):
             return PackedLinear(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
         made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
@@ -78,8 +78,8 @@ class Maps:
 
     def feed_forward(self, layer: FeedForward) -> None:
         """Replace the maps of a feed-forward layer."""
-        # Activations are computed many at a time and the rest one by one, with other bits: there is no rest.
-        # Sparsity is by the mean of all channels, which more of them would change.
+        # Activations are computed in vectors, but a remainder in scalars with different bits: padding avoids
+        # a remainder. Sparsity uses the mean over all channels, so padding would change it.
         pads = self.packed and not layer.config.sparsity
         missing = -layer.inner.weight.shape[0] % ACTIVATIONS if pads else 0
         inner = layer.inner
@@ -95,7 +95,7 @@ class Maps:
             layer.gate = self.linear(gate.weight, gate.bias)  # type: ignore[assignment]
 
     def experts(self, layer: Experts) -> None:
-        """Cast the maps of a mixture of experts; their dtype is never less than floating."""
+        """Cast the maps of a mixture of experts, in floating point even if the precision is int8."""
         for stacked in (layer.inner, layer.gate, layer.outer):
             if stacked is not None:
                 stacked.weight = constant(stacked.weight, self.dtype)
@@ -105,13 +105,13 @@ class Maps:
 
 @final
 class PackedLinear(nn.Module):
-    """A map whose weight oneDNN has laid out for its products, once and not at every product.
+    """A linear map with a weight packed once by oneDNN.
 
-    On processors of AMD its products in float32 are also twice as fast as torch's own, which do not use
-    AVX-512 there.
+    On AMD processors, oneDNN's products in float32 are also twice as fast as torch's products, since torch
+    does not use AVX-512 there.
 
-    A row has the same bits whatever the other rows are: more of them than were found to be alike are taken in
-    pieces, and fewer are filled up (`row_counts.py`).
+    The bits of a row do not depend on the other rows: a batch with too many rows is split, and a batch with
+    too few rows is padded (`row_counts.py`).
     """
 
     def __init__(self, weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None) -> None:
@@ -125,7 +125,7 @@ class PackedLinear(nn.Module):
 
     @staticmethod
     def serves(device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether there are such products, of weights of a dtype on a device."""
+        """Return True if packed products are available for a dtype on a device."""
         known = hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
         if device.type != "cpu" or not known or platform.machine().lower() not in ("x86_64", "amd64"):
             return False
@@ -144,13 +144,13 @@ class PackedLinear(nn.Module):
         return torch.cat([self._filled(piece) for piece in pieces]).view(*x.shape[:-1], -1)
 
     def _filled(self, x: Float[Tensor, "rows d_in"]) -> Float[Tensor, "rows d_out"]:
-        """Compute the product with at least the fewest rows that are alike."""
+        """Compute the product with at least `RowCounts.fewest` rows."""
         filled = F.pad(x, (0, 0, 0, max(0, self._counts.fewest - len(x))))
         return self.product(filled, self.packed, self.bias, "none", [], "")[: len(x)]
 
 
 def packed_product(shape: ProductShape, weight: Tensor, bias: Tensor | None) -> Product:
-    """Compute a product of a shape as `PackedLinear` does, with any number of rows at once."""
+    """Build the product of `PackedLinear` for a shape, without splitting or padding rows."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, shape.layout)
     product = torch.ops.mkldnn._linear_pointwise.default
     return lambda x: product(x, packed, bias, "none", [], "")
@@ -158,9 +158,9 @@ def packed_product(shape: ProductShape, weight: Tensor, bias: Tensor | None) -> 
 
 @final
 class Int8Linear(nn.Module):
-    """A map of int8 weights with a scale for each output channel; activations have one for each row.
+    """A linear map with int8 weights, scaled by output channel; activations are scaled by row.
 
-    Sums are exact, so that a row's result does not depend on the other rows.
+    Integer sums are exact, so a row's result does not depend on the other rows.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -169,29 +169,29 @@ class Int8Linear(nn.Module):
         scales = (largest / 127).double()
         zeros = torch.zeros_like(scales, dtype=torch.long)
         with warnings.catch_warnings():
-            # torch means to replace these tensors; nothing else of it multiplies int8 on CPUs as fast yet.
+            # torch plans to replace these tensors, but its other int8 products are slower on CPUs so far.
             warnings.simplefilter("ignore", UserWarning)
             quantized = torch.quantize_per_channel(weight.float().contiguous(), scales, zeros, 0, torch.qint8)
             self.packed = torch.ops.quantized.linear_prepack(quantized, None)
         self.bias = None if bias is None else bias.detach().float()
-        # Without VNNI the products of CPUs add pairs in 16 bits, which overflow at full range.
+        # CPUs without VNNI add pairs of products in 16 bits. Such sums overflow at full range.
         has_vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
         steps = 127 if has_vnni else 63
         self.scale = 1 / steps
         self.zero = steps + 1
         product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
-        # What torch asks of a packed weight before each call takes a tenth of a small product.
+        # torch's checks of a packed weight before each call would take a tenth of a small product.
         self.product: Callable[..., Tensor] = getattr(product, "_op", product)
 
     def forward(self, x: Float[Tensor, "*rows d_in"]) -> Float[Tensor, "*rows d_out"]:
-        # Of a row of zeros the bias is left: the numbers that 0 / 0 is rounded to are multiplied by 0.
+        # A row of zeros gives the bias: 0 / 0 is quantised to some integers and then multiplied by 0.
         largest = x.abs().amax(-1, True)
         y = self.product(x / largest, self.scale, self.zero, self.packed)
         return y.mul_(largest) if self.bias is None else torch.addcmul(self.bias, y, largest, out=y)
 
 
 def _with_outputs(linear: nn.Linear, missing: int) -> nn.Linear:
-    """A map with `missing` more outputs, all 0."""
+    """Pad a map with `missing` outputs of value 0."""
     filled = nn.Linear(linear.in_features, linear.out_features + missing, device="meta")
     filled.weight = nn.Parameter(F.pad(linear.weight.detach(), (0, 0, 0, missing)))
     bias = linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
@@ -200,41 +200,41 @@ def _with_outputs(linear: nn.Linear, missing: int) -> nn.Linear:
 
 
 def has_room_for_another(model: nn.Module) -> bool:
-    """Whether a copy of a model's weights is a small part of the machine's memory."""
+    """Return True if a copy of a model's weights would be a small part of the machine's memory."""
     size = sum(parameter.nbytes for parameter in model.parameters())
     return size <= thresholds.SHARE_PACKED * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def constant(tensor: Tensor, dtype: torch.dtype) -> nn.Parameter:
-    """A tensor in a dtype, as a parameter that is not learned."""
+    """Cast a tensor to a contiguous parameter without gradient."""
     return nn.Parameter(tensor.detach().to(dtype).contiguous(), requires_grad=False)
 
 
-# Of Linux's <sys/mman.h>: the pages are read from the file again at their next use.
+# MADV_DONTNEED of Linux's <sys/mman.h>: pages are read from the file again at their next use.
 _DONTNEED = 4
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)")
 
 
 @final
 class MappedFiles:
-    """The mappings of files in this process."""
+    """File mappings of this process."""
 
     def __init__(self) -> None:
-        """Take note of the mappings there are now; nothing may write to them afterwards."""
+        """Record the current mappings; their pages must not be written to afterwards."""
         self._starts: list[int] = []
         self._ends: list[int] = []
-        self._is_clean: list[bool] = []  # nobody has written to its pages: they would lose what was written
+        self._is_clean: list[bool] = []  # True if no page was written to: releasing would discard changes
         self._library = ctypes.CDLL(None) if sys.platform == "linux" else None
         if self._library is not None:
             self._library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
             self._note()
 
     def hold(self, tensor: Tensor) -> bool:
-        """Return True if a tensor's numbers lie in a file."""
+        """Return True if a tensor's data lies in a mapped file."""
         return tensor.device.type == "cpu" and self._place(tensor.data_ptr(), tensor.nbytes) is not None
 
     def let_go(self, tensors: Iterable[Tensor]) -> None:
-        """Give back the pages that lie within tensors, as far as they are parts of files and unwritten."""
+        """Release the pages that lie wholly within tensors, if they belong to unmodified file mappings."""
         for tensor in tensors:
             if self._library is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
                 continue
@@ -247,7 +247,7 @@ class MappedFiles:
                 self._library.madvise(first, end - first, _DONTNEED)
 
     def _place(self, start: int, length: int) -> int | None:
-        """Return the number of the mapping that has these bytes."""
+        """Return the index of the mapping with these bytes, or None."""
         place = bisect_right(self._starts, start) - 1
         return place if length > 0 and place >= 0 and start + length <= self._ends[place] else None
 
@@ -256,6 +256,7 @@ class MappedFiles:
             lines = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return
+        # Each mapping has a header line, then its properties; "Anonymous" counts modified pages.
         found: tuple[int, int] | None = None
         for line in lines:
             if header := _MAPPING.match(line):
@@ -268,16 +269,16 @@ class MappedFiles:
                 self._is_clean.append(line.split()[1] == "0")
 
 
-# Of the memory that is free, what else needs.
+# Share of the available memory reserved for other needs.
 _LEFT_FREE = 0.1
 
 
 def own_memory(modules: Iterable[nn.Module]) -> None:
-    """Copy the parameters and buffers of modules that lie in mapped files into memory of their own.
+    """Copy parameters and buffers of modules from mapped files to memory.
 
-    A file that is overwritten or cut off would change them, or end the process. What shared memory goes on
-    sharing it. One tensor is copied at a time, and its pages of the file are given back. Where the memory
-    has no room for all, they stay where they are.
+    Otherwise, overwriting or truncating the file would change them or crash the process. Tensors with shared
+    memory still share it afterwards. If the available memory is too small for all tensors, they stay in the
+    files.
     """
     files = MappedFiles()
     held = [
@@ -288,6 +289,7 @@ def own_memory(modules: Iterable[nn.Module]) -> None:
     ]
     if sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values()) > _free_memory():
         return
+    # File pages are released after each copy, so that the peak grows by a single tensor.
     copies = dict[tuple[object, ...], Tensor]()
     for tensor in held:
         old = tensor.data
@@ -299,13 +301,13 @@ def own_memory(modules: Iterable[nn.Module]) -> None:
 
 
 def give_memory_back() -> None:
-    """Let glibc give the system what was freed and not used again."""
+    """Let glibc return freed memory to the system."""
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
         library.malloc_trim(0)
 
 
 def _free_memory() -> float:
-    """Return the bytes that a process may take, including pages of files that can be given back."""
+    """Return the available memory in bytes, including releasable file pages, less the reserved share."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What there is in a model of which a text's bits may depend on the texts beside it."""
+"""Parts of a model for which a text's bits may depend on the other texts of its batch."""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,16 +10,16 @@ from triptych.core.models.experts import Experts
 from triptych.running.decoding.cache import even_length, hidden_past
 from triptych.running.decoding.fused import FusedAttention, numbers_of
 
-# With more threads, activations are split at other places for other numbers of rows.
+# The split of activations among more threads depends on the number of rows.
 MOST_THREADS = 2
-# Lengths of a text, and of the longest one beside it.
+# Compared lengths of a text, and of the longest text of its batch.
 _LENGTHS = (1, 13, 29, 61)
 _LONGEST = (16, 40, 64, 130)
 _BATCHES = (1, 3)
 
 
 def why_batches_matter(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype) -> str:
-    """Name what a model has that may change a text's bits in a batch, on this machine with its threads."""
+    """Return the reasons why a batch may change a text's bits on this machine, or ""."""
     if device.type != "cpu":
         return f"products on {device.type} are not compared"
     every = [*modules]
@@ -41,10 +41,10 @@ def _differs(layers: Iterable[FusedAttention], dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def attention_differs(layer: FusedAttention, dtype: torch.dtype) -> bool:
-    """Compare what a text's queries gather alone with what they gather beside longer texts.
+    """Return True if attention outputs of a text differ in bits when it is batched with longer texts.
 
-    Each key comes twice, with values that cancel each other, so that what is gathered is rounding: another
-    order of a sum shows in any dtype.
+    All keys but one come in equal pairs with opposite values, which cancel each other. The outputs show
+    rounding errors, and so a different order of summation, in any dtype.
     """
     draw = torch.Generator().manual_seed(0)
     for length in _LENGTHS:
@@ -59,7 +59,7 @@ def attention_differs(layer: FusedAttention, dtype: torch.dtype) -> bool:
 def _text(
     layer: FusedAttention, length: int, dtype: torch.dtype, draw: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries of every head, and keys and values of every group, `[heads, length, width]`."""
+    """Draw queries `[heads, length, width]`, and keys and values `[groups, length, width]`."""
     half = -(-length // 2)
     places = torch.randperm(length, generator=draw)
     given = torch.randn(2, layer.groups, half, layer.width, generator=draw)
@@ -70,7 +70,10 @@ def _text(
 
 
 def _steps(layer: FusedAttention, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
-    """What the last query gathers, alone first; others have as many keys as are read."""
+    """Yield outputs of the last query: first of the text alone, then in batches with longer texts.
+
+    The other texts of a batch have the padded number of keys.
+    """
     length = k.shape[1]
     for longest in (length, *(number for number in _LONGEST if number > length)):
         for batch in _BATCHES:
@@ -82,7 +85,7 @@ def _steps(layer: FusedAttention, q: Tensor, k: Tensor, v: Tensor) -> Iterator[T
 
 
 def _prompts(layer: FusedAttention, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
-    """What all queries gather, alone first."""
+    """Yield outputs of all queries: first of the text alone, then in batches with longer texts."""
     length = k.shape[1]
     for longest in (length, *(number for number in _LONGEST if number > length)):
         places = torch.arange(longest)
@@ -93,7 +96,7 @@ def _prompts(layer: FusedAttention, q: Tensor, k: Tensor, v: Tensor) -> Iterator
 
 
 def _beside(own: Tensor, length: int, batch: int) -> Tensor:
-    """A text's numbers as the last of a batch, filled up to a length."""
+    """Put a text's tensor, padded to a length, last in a batch of ones."""
     filled = own.new_ones(batch, own.shape[0], length, own.shape[2])
     filled[-1, :, : own.shape[1]] = own
     return filled

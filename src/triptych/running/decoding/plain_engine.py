@@ -1,7 +1,7 @@
-"""Decoding with the layers of a model as they are: slower than `Engine`, and what it is compared with.
+"""Decoding with a model's unchanged layers: slower than `Engine`, and its reference in tests.
 
-Every hypothesis is a row with keys, values and a memory of its own, one token after the other, so that a tap
-of a layer (`attention.steps`) sees the same positions as in a forward pass.
+Every hypothesis is a row with separate keys, values and memory, without empty slots, so that a tap of a layer
+(`attention.steps`) reads the same positions as in a forward pass.
 """
 
 import math
@@ -23,31 +23,31 @@ from triptych.running.decoding.fused import beyond_fusing
 
 
 def needs_plain(model: EncoderDecoder) -> bool:
-    """Whether a layer changes values on the way, or does what a fused one does not."""
+    """Return True if a layer has a tap or a feature that `FusedAttention` lacks."""
     layers = [(site.layer, site.stack == "cross") for site in attention_sites(model)]
     return any(layer.tap is not None or beyond_fusing(layer.weights(), cross) for layer, cross in layers)
 
 
 @final
 class PlainEngine(DecodingEngine):
-    """An encoder-decoder, token by token through its own layers, in their own dtype."""
+    """Token-by-token decoding with an encoder-decoder's unchanged layers, in the model's dtype."""
 
     def __init__(self, model: EncoderDecoder, never: Sequence[int] = ()) -> None:
-        """Run a model; logits of the tokens in `never` are −inf."""
+        """Decode with a model; logits of the tokens in `never` are −inf."""
         self.model = model.eval()
         self.device = model.decoder.embeddings.table.weight.device
         self.pad_id = model.pad_id
         self.max_tokens = model.max_target_tokens
         self._never = torch.tensor([*never], dtype=torch.long, device=self.device)
-        # Taps of cross-attention are told the position of a query.
+        # Taps of cross-attention get the position of the query from `step`.
         taps: list[Any] = [site.layer.tap for site in attention_sites(model) if site.stack == "cross"]
         self._taps = [tap for tap in taps if hasattr(tap, "first")]
 
-    joins = False  # taps are told one position for all texts
+    joins = False  # taps have one position for all texts
     why_batches_matter = "attention that is not fused"
 
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> "Hypotheses":
-        """Read sentences: what decoding them needs, with `beam_size` hypotheses of each."""
+        """Encode sentences; return a cache for `beam_size` hypotheses of each sentence."""
         for length in (src != self.pad_id).sum(dim=1).tolist():
             require_lengths(self.model, {"encoder": (length, length), "cross": (None, length)})
         memory = self.model.encode(src)
@@ -60,10 +60,10 @@ class PlainEngine(DecodingEngine):
         )
 
     def step(self, tokens: Int[Tensor, " rows"], cache: "Hypotheses") -> Float[Tensor, "rows vocab"]:
-        """Logits of the token after each of `tokens`, one a row; the cache takes the tokens in."""
+        """Append `tokens`, a token for each row, to the cache; return the logits of the next token."""
         self._tell(cache.layers.length)
         x = self.model.decode(tokens[:, None], cache.memory, cache.mask, cache.layers)
-        self._tell(0)  # a whole text that is read next begins at its first token
+        self._tell(0)  # a later forward pass starts at position 0
         logits = self.model.head(x[:, 0]).index_fill(1, self._never, -math.inf)
         return F.pad(at_least_float32(logits), (0, -logits.shape[1] % GROUP), value=-math.inf)
 
@@ -74,9 +74,9 @@ class PlainEngine(DecodingEngine):
 
 @final
 class Hypotheses:
-    """What is kept of the hypotheses of a batch: a row for each."""
+    """Cache, memory and memory mask of a batch, a row for each hypothesis."""
 
-    columns = None  # logits have one for each token
+    columns = None  # logits have a column for each token of the vocabulary
 
     def __init__(
         self,

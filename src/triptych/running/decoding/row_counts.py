@@ -1,8 +1,8 @@
-"""Numbers of rows with which a row of a product has the same bits, whatever the others are.
+"""Row counts for which the bits of a row of a matrix product do not depend on the other rows.
 
-A library sums a product in another order for other numbers of rows, and which numbers these are depends on
-the shape, the dtype, the processor and the number of threads. So nothing is assumed: products of each shape
-are compared on this machine, the first time that they are needed.
+A library may change the order of summation with the number of rows, depending on the shape, the dtype, the
+processor and the number of threads. Products of each shape are therefore compared on this machine, when a
+shape is first used.
 """
 
 import sys
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from triptych import thresholds
 
-# Numbers of rows that are compared at the first product, and at the first with more rows than these.
+# Row counts compared at the first product, and at the first product with more rows than these.
 _FEW = (1, 2, 3, 4, 5, 6, 7, 8, 16, 24, 32)
 _MANY = (33, 64, 128, 200)
-# What shows whether a layout suits products of few and of many rows.
+# Row counts compared to choose a layout: few, medium and many rows.
 _FOR_LAYOUTS = (2, 32, 64)
-# Rows of a compared weight that differ from each other; the others repeat them.
+# Number of different rows of a test weight; further rows repeat them.
 _DIFFERENT = 64
 
 Product = Callable[[Tensor], Tensor]
@@ -30,28 +30,28 @@ Product = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class ProductShape:
-    """Properties on which the order of a product's sums may depend, except for rows and threads."""
+    """Possible influences on a product's order of summation, except row and thread counts."""
 
     d_in: int
     d_out: int
     dtype: torch.dtype
     has_bias: bool
-    layout: int  # rows that packed weights are laid out for
+    layout: int  # number of rows for which packed weights are laid out
 
     def __str__(self) -> str:
         return f"{self.d_in} × {self.d_out}"
 
 
 class RowCounts(NamedTuple):
-    """Numbers of rows with which a row has the same bits: from `fewest` to `most`, and `sizes`."""
+    """Row counts with equal bits: `fewest` to `most`, and `sizes`."""
 
     fewest: int
-    most: int  # `sys.maxsize` where no number was found that differs
-    sizes: tuple[int, ...] = ()  # larger ones, the largest first
-    is_whole: bool = False  # whether large numbers have been compared, too
+    most: int  # `sys.maxsize` if all compared row counts give equal bits
+    sizes: tuple[int, ...] = ()  # row counts above `most`, in descending order
+    is_whole: bool = False  # whether large row counts have been compared, too
 
     def pieces(self, rows: int) -> list[int]:
-        """Split `rows` into numbers that add up to it; the last may be below the minimum."""
+        """Split `rows` into valid row counts; the last may be below `fewest`."""
         found = list[int]()
         for size in (*self.sizes, self.most):
             found += [size] * (rows // size)
@@ -59,16 +59,16 @@ class RowCounts(NamedTuple):
         return [*found, rows] if rows else found
 
 
-# Makes the product of a shape, given its weight and its bias.
+# Constructor of the product of a shape from a weight and a bias.
 MakeProduct = Callable[[ProductShape, Tensor, Tensor | None], Product]
 
-# What was found, by shape and number of threads.
+# Results by shape and number of threads.
 _FOUND: dict[tuple[ProductShape, int], RowCounts] = {}
 _LAYOUTS: dict[tuple[ProductShape, int], int] = {}
 
 
 def row_counts(shape: ProductShape, rows: int, make: MakeProduct) -> RowCounts:
-    """Find the numbers of rows of a shape that are alike, as far as a product of `rows` needs to know."""
+    """Find row counts with equal bits for a shape, as far as needed for a product of `rows` rows."""
     key = shape, torch.get_num_threads()
     if key not in _FOUND:
         _FOUND[key] = alike(compared(shape, _FEW, make))
@@ -78,18 +78,18 @@ def row_counts(shape: ProductShape, rows: int, make: MakeProduct) -> RowCounts:
 
 
 def _with_many(few: RowCounts, shape: ProductShape, make: MakeProduct) -> RowCounts:
-    """Compare large numbers, too, as far as they are worth the time."""
+    """Compare large row counts, too, within the budget `thresholds.COMPARED_PRODUCTS`."""
     affordable = thresholds.COMPARED_PRODUCTS // (shape.d_in * shape.d_out)
     (_, first), *signs = compared(shape, (few.most, *(count for count in _MANY if count <= affordable)), make)
     same = [count for count, sign in signs if _same(sign, first)]
     if few.most == _FEW[-1] and len(same) == len(_MANY):
         return RowCounts(few.fewest, sys.maxsize, is_whole=True)
-    # Where one number differs, so may any that was not compared.
+    # If a row count differs, row counts not compared may differ, too.
     return RowCounts(few.fewest, few.most, (*same[::-1], *few.sizes), is_whole=True)
 
 
 def best_layout(shape: ProductShape, layouts: Sequence[int], make: MakeProduct) -> int:
-    """Find the first layout whose products are alike for few and many rows, or else return the last one."""
+    """Return the first layout with equal bits for few and many rows, or else the last layout."""
     key = shape, torch.get_num_threads()
     if key not in _LAYOUTS:
         for layout in layouts:
@@ -103,10 +103,11 @@ def best_layout(shape: ProductShape, layouts: Sequence[int], make: MakeProduct) 
 def compared(
     shape: ProductShape, counts: Sequence[int], make: MakeProduct
 ) -> list[tuple[int, Float[Tensor, " d_out"] | None]]:
-    """Compute a row of the product for each number of rows; None where its equal rows have other bits.
+    """Compute a row of the product for each row count; None if equal rows of a product differ in bits.
 
-    All sums are 0 exactly. What is left is their rounding, so that another order shows in any dtype.
+    All exact sums are 0. The results are rounding errors, which reveal the order of summation in any dtype.
     """
+    # Entries of the row come in equal pairs, entries of a weight row in pairs of opposite sign.
     draw = torch.Generator().manual_seed(0)
     half = shape.d_in // 2
     odd = shape.d_in % 2
@@ -125,7 +126,7 @@ def compared(
 
 
 def alike(signs: Sequence[tuple[int, Tensor | None]]) -> RowCounts:
-    """Find the largest range of row counts that are alike, with the lowest possible start."""
+    """Find the longest run of row counts with equal bits, or the first of equally long runs."""
     best = list[int]()
     for start, (_, sign) in enumerate(signs):
         run = [count for count, other in takewhile(lambda one: _same(one[1], sign), signs[start:])]  # noqa: B023
@@ -133,7 +134,7 @@ def alike(signs: Sequence[tuple[int, Tensor | None]]) -> RowCounts:
             best = run
     if best[-1] == signs[-1][0]:
         return RowCounts(best[0], best[-1])
-    # Where one number differs, so may any that was not compared.
+    # If a row count differs, only consecutive row counts form the range; larger equal ones become `sizes`.
     dense = [count for place, count in enumerate(best) if count == best[0] + place]
     return RowCounts(best[0], dense[-1], tuple(best[: len(dense) - 1 : -1]))
 

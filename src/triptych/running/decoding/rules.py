@@ -1,7 +1,8 @@
-"""Tokens that may not come next, whatever their probability: what a checkpoint asks of its continuations.
+"""Token rules of a checkpoint, which forbid next tokens whatever their probability.
 
-Each rule is one of `transformers`: `NoRepeatNGram`, `NoBadWords`, `SuppressTokens`, `SuppressTokensAtBegin`,
-`MinNewTokensLength` and `MinLength` of `generation/logits_process.py`, version 5.23.0.
+The rules are those of `transformers`: `NoRepeatNGram`, `NoBadWords`, `SuppressTokens`,
+`SuppressTokensAtBegin`, `MinNewTokensLength` and `MinLength` of `generation/logits_process.py`, version
+5.23.0.
 """
 
 from collections.abc import Sequence
@@ -12,18 +13,18 @@ from typing import final
 @final
 @dataclass(frozen=True)
 class TokenRules:
-    """Rules on the tokens that may not come next."""
+    """Rules that forbid next tokens."""
 
-    no_repeat_ngram_size: int = 0  # no n tokens in a row come twice, the prompt's included; 0 for no rule
-    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens in a row that never come
+    no_repeat_ngram_size: int = 0  # size of n-grams forbidden to repeat, prompt included; 0 for no rule
+    bad_words: tuple[tuple[int, ...], ...] = ()  # forbidden token sequences
     never: tuple[int, ...] = ()
-    never_first: tuple[int, ...] = ()  # right after the prompt
-    min_new_tokens: int = 0  # no end before so many tokens are new
-    min_length: int = 0  # no end before the text, its prompt included, has so many tokens
-    ends: tuple[int, ...] = ()  # the tokens that end a text
+    never_first: tuple[int, ...] = ()  # tokens forbidden right after the prompt
+    min_new_tokens: int = 0  # minimum number of new tokens before an end token
+    min_length: int = 0  # minimum length of a text before an end token, prompt included
+    ends: tuple[int, ...] = ()  # end tokens
 
     def forbidden(self, ids: Sequence[int], num_prompt: int) -> set[int]:
-        """Return the tokens that may not come after a text whose prompt has `num_prompt` tokens."""
+        """Return the tokens forbidden after a text whose prompt has `num_prompt` tokens."""
         found = {*self.never}
         if len(ids) == num_prompt:
             found |= {*self.never_first}
@@ -36,7 +37,7 @@ class TokenRules:
         return found | self._repeated(ids)
 
     def _repeated(self, ids: Sequence[int]) -> set[int]:
-        """Return the tokens that would end n tokens in a row that the text has already."""
+        """Return the tokens that would repeat an n-gram of the text."""
         size = self.no_repeat_ngram_size
         if not size or len(ids) + 1 < size:
             return set()

@@ -1,7 +1,7 @@
-"""The next token, chosen from logits: greedy, or drawn after filters.
+"""Choice of the next token from logits: greedy, or sampling after filters.
 
-Each filter takes logits `[rows, vocab]` and sets the logits of the tokens that it removes to −inf; the best
-token of a row always stays.
+A filter takes logits `[rows, vocab]` and sets removed tokens to −inf. Every filter but `keep_typical` keeps
+the most probable token of a row.
 """
 
 import math
@@ -17,34 +17,34 @@ from torch import Tensor
 from triptych.errors import DataError
 from triptych.running.decoding.rules import NO_RULES, TokenRules
 
-# Logits divided by less are too large for float32; divided by more, all tokens are as probable.
+# A lower temperature makes logits too large for float32; a higher one makes all tokens equally probable.
 _LEAST_TEMPERATURE = 1e-6
 _LARGEST_TEMPERATURE = 1e6
-# A factor of a hundred decides every choice; past it, logits leave the range of float32.
+# A factor of 100 decides every choice; a larger one drives logits out of the range of float32.
 _LEAST_PENALTY = 0.01
 _LARGEST_PENALTY = 100.0
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How the next token is chosen. The filters apply in this order."""
+    """Options for choosing the next token. The filters apply in this order."""
 
-    # p where the logits of tokens that are in the text already, its prompt included, are divided by p if
-    # positive and multiplied by p if not; 1 for none. It also acts on greedy choices. Source: Keskar et al.
-    # 2019, arXiv 1909.05858, section 4.1
+    # factor p for tokens already in the text or its prompt: positive logits are divided by p, negative logits
+    # multiplied by p; 1 for no penalty. It also affects greedy choices. Source: Keskar et al. 2019,
+    # arXiv 1909.05858, section 4.1
     repetition_penalty: float = 1.0
-    temperature: float = 0.0  # logits are divided by it; 0 takes the most probable token
-    top_k: int | None = None  # only the k most probable tokens; None for all
-    # only the fewest most probable tokens whose probabilities sum to p or more. Source: Holtzman et al. 2020,
-    # arXiv 1904.09751
+    temperature: float = 0.0  # divisor of logits; 0 chooses the most probable token
+    top_k: int | None = None  # keep the k most probable tokens; None for all
+    # keep the smallest set of most probable tokens with a total probability ≥ p. Source: Holtzman et al.
+    # 2020, arXiv 1904.09751
     top_p: float | None = None
-    # only tokens whose probability is p times that of the most probable one, or more. Source: Nguyen et al.
-    # 2024, arXiv 2407.01082
+    # keep tokens with a probability ≥ p times the largest probability. Source: Nguyen et al. 2024,
+    # arXiv 2407.01082
     min_p: float | None = None
-    # only the tokens whose information is nearest to the mean one, whose probabilities sum to p or more.
-    # Source: Meister et al. 2023, arXiv 2202.00666
+    # keep the tokens with information nearest to the entropy, up to a total probability ≥ p. Source: Meister
+    # et al. 2023, arXiv 2202.00666
     typical_p: float | None = None
-    rules: TokenRules = NO_RULES  # tokens that may not come next; they also bind greedy choices
+    rules: TokenRules = NO_RULES  # forbidden next tokens, also for greedy choices
 
     def __post_init__(self) -> None:
         if self.temperature != 0 and not _LEAST_TEMPERATURE <= self.temperature <= _LARGEST_TEMPERATURE:
@@ -71,34 +71,34 @@ class SamplingOptions:
 def penalise_repeats(
     logits: Float[Tensor, "rows vocab"], seen: Bool[Tensor, "rows vocab"], penalty: float
 ) -> Float[Tensor, "rows vocab"]:
-    """See `SamplingOptions.repetition_penalty`; `seen` marks the tokens that are in the text."""
+    """Apply `SamplingOptions.repetition_penalty` to the tokens marked in `seen`."""
     penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
     return torch.where(seen, penalised, logits)
 
 
 def keep_top_k(logits: Float[Tensor, "rows vocab"], k: int) -> Float[Tensor, "rows vocab"]:
-    """The k most probable tokens, and those that are as probable as the last of them."""
+    """Keep the k most probable tokens, and tokens as probable as the k-th."""
     least = logits.topk(min(k, logits.shape[-1]), dim=-1).values[:, -1:]
     return logits.masked_fill(logits < least, -math.inf)
 
 
 def keep_top_p(logits: Float[Tensor, "rows vocab"], p: float) -> Float[Tensor, "rows vocab"]:
-    """The fewest most probable tokens whose probabilities sum to p or more."""
+    """Keep the smallest set of most probable tokens with a total probability of at least p."""
     probabilities, order = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
     before = probabilities.cumsum(dim=-1) - probabilities
-    past = before >= p  # a `p` too small for the dtype of the logits is 0
+    past = before >= p  # true even for the first token if `p` underflows to 0 in the logits' dtype
     past[:, 0] = False
     removed = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, past)
     return logits.masked_fill(removed, -math.inf)
 
 
 def keep_min_p(logits: Float[Tensor, "rows vocab"], p: float) -> Float[Tensor, "rows vocab"]:
-    """The tokens that are at least p times as probable as the most probable one."""
+    """Keep tokens with at least p times the largest probability."""
     return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + math.log(p), -math.inf)
 
 
 def keep_typical(logits: Float[Tensor, "rows vocab"], p: float) -> Float[Tensor, "rows vocab"]:
-    """Keep the tokens nearest to the mean information whose probabilities sum to p or more."""
+    """Keep the tokens with information nearest to the entropy, up to a total probability of at least p."""
     log_probs = logits.log_softmax(dim=-1)
     probabilities = log_probs.exp()
     mean = -(log_probs * probabilities).nansum(dim=-1, keepdim=True)
@@ -124,26 +124,26 @@ def filtered(logits: Float[Tensor, "rows vocab"], options: SamplingOptions) -> F
 
 
 def draw(logits: Float[Tensor, "rows vocab"], uniforms: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """A token of every row: the first at which the sum of the probabilities exceeds the row's number."""
+    """Draw a token for each row: the first whose cumulative probability exceeds the row's uniform number."""
     sums = logits.double().softmax(dim=-1).cumsum(dim=-1)
     return torch.searchsorted(sums, (uniforms * sums[:, -1])[:, None], right=True)[:, 0]
 
 
 @final
 class RowState:
-    """What the tokens of one row are chosen by: random numbers of its own, and the tokens that its text has.
+    """Sampling state of a row: its random numbers and the tokens of its text.
 
-    The numbers follow from the seed and the number of the sample alone: what is drawn for a prompt depends
-    neither on the other texts of the batch nor on its place in it.
+    The random numbers depend on the seed and the number of the sample alone, so that samples of a prompt do
+    not depend on the batch.
     """
 
     def __init__(self, seed: int, sample: int, ids: Sequence[int]) -> None:
-        """Begin with a prompt."""
+        """Start with a prompt."""
         self.numbers, self.seen = random.Random(f"triptych {seed} {sample}"), set(ids)
         self.ids, self.num_prompt = [*ids], len(ids)
 
     def take(self, token: int) -> None:
-        """Go on with a token."""
+        """Append a token."""
         self.seen.add(token)
         self.ids.append(token)
 
@@ -151,7 +151,8 @@ class RowState:
 def allowed(
     logits: Float[Tensor, "rows vocab"], options: SamplingOptions, rows: Sequence[RowState]
 ) -> Float[Tensor, "rows vocab"]:
-    """Penalise repeats, and remove the tokens that may not come next."""
+    """Apply the repetition penalty and set tokens forbidden by the rules to −inf."""
+    # Penalty and rules need the tokens of each row, unlike the filters.
     if options.repetition_penalty != 1:
         seen = torch.zeros_like(logits, dtype=torch.bool)
         for place, row in enumerate(rows):
@@ -174,7 +175,7 @@ def allowed(
 def choose(
     logits: Float[Tensor, "rows vocab"], options: SamplingOptions, rows: Sequence[RowState]
 ) -> Int[Tensor, " rows"]:
-    """Choose a token for every row."""
+    """Choose a token for each row and update the rows' states."""
     logits = allowed(logits, options, rows)
     if options.is_greedy:
         tokens = logits.argmax(dim=-1)

@@ -1,11 +1,11 @@
-"""Greedy and beam search, in few tensor operations a step.
+"""Greedy and beam search, in few tensor operations for each step.
 
-A hypothesis is judged by its log-probability over the paper's length penalty,
+The score of a hypothesis is its log-probability over the length penalty,
 
     log P(Y | X) / lp(Y)        lp(Y) = ((5 + |Y|) / 6)^α
 
-where |Y| counts the tokens with the end of sentence. Source: Wu et al. 2016, arXiv 1609.08144, section 7;
-Vaswani et al. 2017, section 6.1, for the limit on length.
+where |Y| is the number of tokens including the end of sentence. Source: Wu et al. 2016, arXiv 1609.08144,
+section 7; Vaswani et al. 2017, section 6.1, for the limit on length.
 """
 
 import math
@@ -26,40 +26,40 @@ from triptych.running.decoding.glossary import Terms
 from triptych.running.decoding.token_loop import DecodingBatch, Read, Text, require_finite_best
 from triptych.running.text import OutputRules
 
-# A "token" that ends it, a stop "text", the "length" asked for, or the model's "positions".
+# Reason for an end: an end "token", a stop "text", the requested "length" or the model's "positions".
 Finish = Literal["token", "text", "length", "positions"]
 
-# Far more than anybody searches with; what is larger ends in numbers that do not fit.
+# Limits far above practical values; much larger values overflow integers or memory.
 LARGEST_BEAM = 10_000
 MOST_TOKENS = 10**9
 _LARGEST_ALPHA = 10.0
 
 
 def require_count(name: str, value: int, most: int) -> None:
-    """Raises ValueError for a number below 1 or above `most`."""
+    """Raise `ValueError` for a number below 1 or above `most`."""
     if not 1 <= value <= most:
         raise ValueError(f"{name} is {value}: it must be at least 1, and at most {most:,}")
 
 
 def require_alpha(alpha: float) -> None:
-    """Raises ValueError for an exponent of the length penalty that is negative or too large."""
+    """Raise `ValueError` for a negative or too large exponent of the length penalty."""
     if not 0 <= alpha <= _LARGEST_ALPHA:
         raise ValueError(f"alpha is {alpha}: it must be at least 0, and at most {_LARGEST_ALPHA:g}")
 
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How to search."""
+    """Options of beam search."""
 
     beam_size: int = 4  # hypotheses kept at every step; 1 is greedy
-    alpha: float = 0.6  # exponent of the length penalty; 0 for none
-    max_extra_tokens: int = 50  # a sentence's output ends at the number of its tokens plus this
-    num_best: int = 1  # hypotheses returned, at most beam_size
-    # when a sentence is done: "certain", when none of its open hypotheses can overtake the last finished one
-    # wanted, however it goes on; or "full", already when beam_size have finished, which most toolkits do and
-    # which takes about half the steps. Greedy search ends at the first
+    alpha: float = 0.6  # exponent of the length penalty; 0 for no penalty
+    max_extra_tokens: int = 50  # maximum length of an output, minus the length of its source
+    num_best: int = 1  # number of returned hypotheses, at most beam_size
+    # end of the search for a sentence. "certain": open hypotheses cannot overtake the num_best-th finished
+    # hypothesis any more. "full": beam_size hypotheses have finished; most toolkits use this criterion, which
+    # takes about half the steps. Greedy search ends at the first finished hypothesis
     stop: Stop = "certain"
-    # longest sentence that is read at once; None for the model's limit, or 1,024 where it has none
+    # maximum length of a sentence read at once; None for the model's limit, or 1,024 if it is unlimited
     max_source_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -74,36 +74,36 @@ class SearchOptions:
             require_count("max_source_tokens", self.max_source_tokens, MOST_TOKENS)
 
 
-# Tokens with the natural logarithms of their probabilities, the most probable first.
+# Tokens and natural logarithms of their probabilities, in descending order.
 Top = tuple[tuple[int, float], ...]
 
 
 class Hypothesis(NamedTuple):
     """An output, open or finished."""
 
-    ids: tuple[int, ...]  # its tokens, without what it goes on from and the token that ends it
-    log_prob: float  # natural logarithm of its probability, the end included
-    score: float = 0.0  # of a finished one: log_prob over the length penalty, if it was searched for
-    log_probs: tuple[float, ...] = ()  # of its tokens and of the token that ends it
-    finish: Finish | None = None  # why it ended
-    tops: tuple[Top, ...] = ()  # the most probable tokens in the place of each of `log_probs`, if asked for
+    ids: tuple[int, ...]  # output tokens, without prompt and end token
+    log_prob: float  # natural logarithm of the output's probability, including the end
+    score: float = 0.0  # finished hypotheses: log_prob over the length penalty; without a beam, log_prob
+    log_probs: tuple[float, ...] = ()  # log-probabilities of the tokens and of the end token
+    finish: Finish | None = None  # reason for the end
+    tops: tuple[Top, ...] = ()  # most probable tokens at each position of `log_probs`, if requested
 
 
 def length_penalty(length: int, alpha: float) -> float:
-    """`((5 + length) / 6)^α`."""
+    """Return the length penalty `((5 + length) / 6)^α`."""
     return float(((5 + length) / 6) ** alpha)
 
 
 def enough_finished(options: SearchOptions) -> float:
-    """The number of finished hypotheses at which a sentence is done whatever the open ones promise."""
+    """Return the number of finished hypotheses at which a search ends whatever the open hypotheses."""
     if options.beam_size == 1:
-        return 1.0  # greedy search ends where the likeliest token is the end
+        return 1.0  # greedy search ends when the most probable token is the end
     return float(options.beam_size) if options.stop == "full" else math.inf
 
 
 def limit_of(num_source_tokens: int, max_extra_tokens: int, max_target_tokens: int | None) -> int:
-    """The most tokens that an output may have, without its end of sentence."""
-    # The first token takes a position too.
+    """Return the maximum length of an output, without the end of sentence."""
+    # The start token takes a position, too.
     longest = math.inf if max_target_tokens is None else max_target_tokens - 1
     return int(min(num_source_tokens + max_extra_tokens, longest))
 
@@ -114,16 +114,16 @@ def best_first(found: Sequence[Hypothesis]) -> list[Hypothesis]:
 
 @dataclass(frozen=True)
 class BeamKind:
-    """How beams are searched; texts of one kind are searched together."""
+    """Common search options of the beams of a batch."""
 
     size: int  # hypotheses kept at every step; 1 is greedy
     alpha: float  # exponent of the length penalty
-    ends: tuple[int, ...]  # tokens that end a hypothesis
-    enough: float  # finished hypotheses at which a text is done
-    # rank of the finished hypothesis that an open one must be able to overtake; None where `enough` decides
+    ends: tuple[int, ...]  # end tokens
+    enough: float  # number of finished hypotheses at which a search ends
+    # rank of the finished hypothesis that open hypotheses must be able to overtake; None to use only `enough`
     wanted: int | None = None
-    rules: OutputRules | None = None  # of a translator's output
-    closed: int | None = None  # the length of texts that share a batch only with others as long
+    rules: OutputRules | None = None  # rules of a translator's output
+    closed: int | None = None  # length of the texts, if a batch may not mix lengths
 
 
 _NOTHING = Hypothesis((), -math.inf)
@@ -131,7 +131,7 @@ _NOTHING = Hypothesis((), -math.inf)
 
 @final
 class BeamText(Text):
-    """A text whose outputs are searched."""
+    """A text in a beam search, with its open and finished hypotheses."""
 
     kind: BeamKind
 
@@ -143,18 +143,18 @@ class BeamText(Text):
         terms: Terms | None = None,
         at_limit: Finish = "token",
     ) -> None:
-        """`limit` is of the tokens of an output. By `rules` it ends with an end token even there."""
+        """Start; `limit` is the maximum length of an output, which with `rules` ends in an end token."""
         self.given = given
         self.kind = kind
         self.limit = limit
         self.terms = terms
         self._at_limit = at_limit
         self.num_rows, self.size = kind.size, len(given) + (0 if kind.rules else limit)
-        # All rows of a text begin alike: only the first may be continued, or all would be copies.
+        # All rows of a text start equal, so only the first row is continued; otherwise all would stay equal.
         self.open = [Hypothesis((), 0.0), *[_NOTHING] * (kind.size - 1)]
         self.ended: list[Hypothesis] = []
-        # Log-probabilities are at most 0 and only fall, and the penalty grows with the length: of all lengths
-        # that an open hypothesis may end at, the longest bounds its score from above.
+        # Divisor for an upper bound of an open hypothesis's score: the log-probability is at most 0 and only
+        # falls, and the length penalty is largest at the maximum length.
         self.kindest = length_penalty(limit + 1, kind.alpha)
 
     @property
@@ -168,21 +168,22 @@ class BeamText(Text):
 
     @property
     def length(self) -> int:
-        """Tokens of the open hypotheses."""
+        """Length of the open hypotheses in tokens."""
         return len(self.open[0].ids)
 
     @property
     def best(self) -> list[Hypothesis]:
-        """The hypotheses that have ended, best first."""
+        """Finished hypotheses by falling score."""
         return best_first(self.ended)
 
     def batch(self, engine: Any) -> "Beams":
         return Beams(engine, self.kind)
 
     def take(self, candidates: Sequence[tuple[float, int, int, float]]) -> list[tuple[int, int]]:
-        """Go on with the best candidates: totals, rows, tokens and log-probabilities, best first.
+        """Continue with the best candidates: totals, rows, tokens and log-probabilities by falling total.
 
-        Returns the row that each row goes on from, and its token.
+        Returns:
+            The parent row and the token of each row.
         """
         kind = self.kind
         length = self.length + 1
@@ -198,6 +199,7 @@ class BeamText(Text):
                 going.append((parent, token))
             elif rank < kind.size:
                 self._close(before.ids, total, log_probs, "token")
+        # At the limit, open hypotheses count as finished unless the rules require an end token.
         if open_ and length == self.limit and kind.rules is None and len(self.ended) < kind.enough:
             for one in open_:
                 self._close(one.ids, one.log_prob, one.log_probs, self._at_limit)
@@ -213,7 +215,7 @@ class BeamText(Text):
         self.ended.append(Hypothesis(ids, total, score, log_probs, finish))
 
     def _is_certain(self, best_open: float) -> bool:
-        """Whether no open hypothesis can overtake the last finished one wanted."""
+        """Return True if open hypotheses cannot overtake the finished hypothesis of rank `wanted`."""
         wanted = self.kind.wanted
         if wanted is None or len(self.ended) < wanted:
             return False
@@ -227,15 +229,17 @@ def sentence_text(
     rules: OutputRules,
     terms: Terms | None = None,
 ) -> BeamText:
-    """A sentence, token ids with its end, on its way through a `Loop`; its outputs have the terms."""
+    """Build the beam search of a sentence, token ids with the end of sentence, for a `Loop`."""
     size = options.beam_size
     enough = enough_finished(options)
-    if terms is not None:  # the first that end would be those that had their terms first
+    # Hypotheses with early terms would finish first, so the number of finished hypotheses must not end the
+    # search.
+    if terms is not None:
         size = size + terms.num_tokens
         enough = math.inf
     kind = BeamKind(size, options.alpha, (rules.end,), enough, options.num_best, rules)
     most = engine.max_tokens
-    if most is not None:  # the first tokens take positions too; `limit_of` counts one of them
+    if most is not None:  # start tokens take positions, too; `limit_of` counts only the first
         most -= len(rules.start) - 1
     limit = limit_of(len(ids) - 1, options.max_extra_tokens, most)
     if terms is not None and terms.num_tokens > limit:
@@ -248,7 +252,7 @@ def sentence_text(
 
 @final
 class Beams(DecodingBatch[BeamText]):
-    """Texts that are searched together, `size` rows for each."""
+    """Batch of beam searches, with `size` rows for each text."""
 
     kind: BeamKind
     rows_apart = thresholds.ROWS_APART
@@ -275,6 +279,7 @@ class Beams(DecodingBatch[BeamText]):
         log_probs = self.logits.log_softmax(dim=-1)[:, : self.engine.num_choices].view(len(texts), k, -1)
         if self.kind.rules is not None:
             self._obey(log_probs, self.kind.rules)
+        # Finished texts stay in the batch for a while: their rows continue themselves with token 0.
         stays = [(row, 0) for row in range(k)]
         best = self._best(log_probs)
         for place in self.open_places:
@@ -294,7 +299,7 @@ class Beams(DecodingBatch[BeamText]):
         return []
 
     def _obey(self, log_probs: Float[Tensor, "texts beam vocab"], rules: OutputRules) -> None:
-        """Rule out tokens that may not come next."""
+        """Set log-probabilities of forbidden next tokens to −inf."""
         end = rules.end if self.cache.columns is None else 0
         for place in self.open_places:
             text = self.texts[place]
@@ -308,6 +313,7 @@ class Beams(DecodingBatch[BeamText]):
                 for row, one in enumerate(text.open):
                     repeating = {*_repeating([*rules.start, *one.ids], rules.no_repeat - 1)}
                     own[row, [*repeating - (text.terms.tokens if text.terms else set())]] = -torch.inf
+            # At the limit, only the end token remains, even if it was forbidden above.
             if of_end is not None:
                 own.fill_(-torch.inf)
                 own[:, end] = of_end
@@ -315,16 +321,17 @@ class Beams(DecodingBatch[BeamText]):
     def _best(
         self, log_probs: Float[Tensor, "texts beam vocab"]
     ) -> list[list[tuple[float, int, int, float]]]:
-        """The best continuations of each text, best first; see `BeamText.take`."""
+        """Return the best continuations of each text by falling total; see `BeamText.take`."""
         batch, k, vocab = log_probs.shape
         if vocab % GROUP:
             log_probs = F.pad(log_probs, (0, -vocab % GROUP), value=-math.inf)
         groups = log_probs.shape[2] // GROUP
-        # Even if as many end here as the beam holds, a full beam stays open.
+        # Enough candidates for a full open beam, even if every row also ends with every end token.
         count = k * (1 + len(self.kind.ends)) if k > 1 else 1
         sums = [[one.log_prob for one in text.open] if text else [0.0] * k for text in self.texts]
         precise = torch.float64 if self.kind.rules is None else torch.float32
         totals = torch.tensor(sums, dtype=precise, device=log_probs.device)
+        # The `count` best candidates lie within the `count` groups with the largest maxima.
         grouped = log_probs.view(batch, k * groups, GROUP)
         bests = grouped.amax(dim=-1).view(batch, k, groups) + totals[:, :, None]
         chosen = bests.view(batch, -1).topk(min(count, k * groups), dim=1).indices
@@ -344,7 +351,7 @@ class Beams(DecodingBatch[BeamText]):
 
 
 def _repeating(ids: Sequence[int], before: int) -> list[int]:
-    """Tokens with which the last `before` tokens and one more would come a second time."""
+    """Return tokens that would repeat an n-gram of `before + 1` tokens."""
     last = ids[len(ids) - before :]
     places = range(len(ids) - before)
     return [ids[place + before] for place in places if ids[place : place + before] == last]

@@ -1,4 +1,4 @@
-"""Decoding with a lexical shortlist: the output layer computes only the tokens that a batch may use."""
+"""Decoding with a lexical shortlist: the output layer is restricted to the tokens allowed in a batch."""
 
 import math
 from typing import final
@@ -21,13 +21,13 @@ from triptych.running.text.shortlists import Shortlist
 
 @final
 class ShortlistEngine(DecodingEngine):
-    """An `Engine` whose sentences use only the tokens that a shortlist allows them.
+    """An `Engine` with a restricted output vocabulary for each sentence.
 
-    The output layer has the rows that some sentence of the batch may use. A sentence gets the logits of its
-    own tokens in their order, whoever its neighbours are, so that they do not change its output.
+    The output layer has the union of the shortlists of a batch. A sentence gets the logits of its shortlist
+    in a fixed order, so that the other sentences of a batch do not change its output.
     """
 
-    joins = False  # the output layer is made for the sentences of a batch
+    joins = False  # the output layer is specific to the sentences of a batch
 
     def __init__(
         self, model: EncoderDecoder, shortlist: Shortlist, rules: OutputRules, precision: Precision = "fp32"
@@ -55,10 +55,10 @@ class ShortlistEngine(DecodingEngine):
         return ", ".join(reason for reason in reasons if reason)
 
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> "ShortlistCache":
-        """Read sentences, and look up what they may use."""
+        """Encode sentences and build the output layer from their shortlists."""
         allowed = [self._shortlist.of(row) for row in src.tolist()]
         union = np.unique(np.concatenate([[self._end], *allowed]))
-        missing = GROUP - len(union) % GROUP  # at least one column that nothing may use
+        missing = GROUP - len(union) % GROUP  # at least one padding column, with logits of −inf
         width = max(map(len, allowed)) + 1
         columns = np.full((len(allowed), width + -width % GROUP), self.pad_id)
         places = np.full(columns.shape, len(union))
@@ -74,7 +74,7 @@ class ShortlistEngine(DecodingEngine):
         return ShortlistCache(self._engine.start(src, beam_size), output, *of_sentences)
 
     def step(self, tokens: Int[Tensor, " rows"], cache: "ShortlistCache") -> Float[Tensor, "rows columns"]:
-        """Logits of the token after each of `tokens`, of those that its sentence may use."""
+        """Append `tokens` to the cache; return the logits of the next token, by the sentence's shortlist."""
         logits = cache.output(self._engine.decode(tokens, cache.beams))
         places = cache.places[:, None].expand(-1, logits.shape[1], -1)
         return logits.gather(2, places).flatten(0, 1).float()  # type: ignore[no-any-return]
@@ -82,7 +82,7 @@ class ShortlistEngine(DecodingEngine):
 
 @final
 class ShortlistCache:
-    """What is kept of a batch: its output layer, and of each sentence the columns and their places in it."""
+    """Cache and output layer of a batch; tokens of each sentence's shortlist and their rows in the layer."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Continuations of texts, text in and text out."""
+"""Text generation: continuations as text, with stop strings and streaming."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,22 +16,22 @@ from triptych.running.decoding.token_loop import Asked, Loop
 from triptych.running.text import StreamDecoder, Text, Tokenizer, encode_texts
 from triptych.running.text.given import which_of
 
-# Tokens of the prompt that are decoded before the first new one: they say whether it begins with a space.
+# The last tokens of the prompt are decoded first: the space before the first new token depends on them.
 _BEFORE = 8
 _SHOWN = 200  # characters of a text in a repr
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a prompt was continued by."""
+    """A continuation of a prompt."""
 
-    text: str  # of the continuation alone, up to a stop string if one ended it
-    ids: tuple[int, ...]  # its tokens, the stop string's included
-    pieces: tuple[str, ...]  # its tokens, readable
-    log_probs: tuple[float, ...]  # of every token, and of the stop token if one ended it; see `NewToken`
-    finish: Finish  # why it ended; see `NewToken`
-    tops: tuple[Top, ...]  # the most probable tokens in each of their places, if they are asked for
-    score: float  # of beam search, the sum of `log_probs` over the length penalty; otherwise their sum
+    text: str  # text of the continuation, up to a stop string
+    ids: tuple[int, ...]  # tokens, including the tokens of a stop string
+    pieces: tuple[str, ...]  # readable tokens
+    log_probs: tuple[float, ...]  # log-probabilities of the tokens and of a stop token; see `NewToken`
+    finish: Finish  # reason for the end; see `NewToken`
+    tops: tuple[Top, ...]  # if requested, most probable tokens at each position
+    score: float  # sum of `log_probs`, divided by the length penalty in beam search
 
     def __repr__(self) -> str:
         text = shortened(self.text, _SHOWN)
@@ -41,7 +41,7 @@ class Continuation:
 
 @final
 class TextStream:
-    """The text of a continuation, as its tokens come."""
+    """Incremental text of a continuation, with detection of stop strings."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
         self.text = ""
@@ -53,11 +53,11 @@ class TextStream:
             self._decoder.push(token)
 
     def push(self, token: int) -> str:
-        """Take a token; the text that is certain now."""
+        """Append a token and return the newly certain text."""
         return self._given_out(self._decoder.push(token))
 
     def finish(self) -> str:
-        """The rest of the text, at the end."""
+        """Return the remaining text at the end of the continuation."""
         if self.is_over:
             return ""
         rest = self._given_out(self._decoder.finish())
@@ -67,6 +67,7 @@ class TextStream:
         return rest + held
 
     def _given_out(self, new: str) -> str:
+        # A possible start of a stop string is kept back until the next tokens decide.
         pending = self._held + new
         self._held = ""
         found = [place for stop in self._stops if (place := pending.find(stop)) >= 0]
@@ -80,13 +81,13 @@ class TextStream:
 
 
 def _beginning(text: str, stop: str) -> int:
-    """The most characters at the end of a text that a stop string begins with."""
+    """Return the length of the longest suffix of `text` among the proper prefixes of `stop`."""
     return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
 
 
 @final
 class TextGenerator:
-    """A language model with its tokenizer."""
+    """Text generation with a language model and its tokenizer."""
 
     def __init__(
         self,
@@ -118,7 +119,7 @@ class TextGenerator:
     def encode(
         self, prompt: Text, *, chat: bool = False, special_tokens: SpecialTokens = "tokens"
     ) -> list[int]:
-        """Encode a prompt; an empty one becomes the token that begins a text."""
+        """Encode a prompt; an empty prompt becomes the start token."""
         (ids,) = self.encode_prompts([prompt], chat=chat, special_tokens=special_tokens)
         return ids
 
@@ -167,10 +168,10 @@ class TextGenerator:
         options: GenerationOptions,
         tell: Callable[[int, str], None] = lambda row, text: None,
     ) -> list[list[Continuation]]:
-        """Continue texts that are token ids already; see `generate`.
+        """Continue texts given as token ids; see `generate`.
 
-        Without a beam, `tell` gets the text that each token makes certain, with the number of its text times
-        `num_samples` plus that of the sample.
+        Unless a beam is searched, `tell` is called after each token with a row and the newly certain text.
+        The row is the number of the text times `num_samples`, plus the number of the sample.
         """
         if self._other is not None and options.num_top:
             raise UsageError("this engine tells no other tokens of a place: ask for none, or take triptych's")
@@ -186,7 +187,7 @@ class TextGenerator:
         ]
 
     def loop(self, most_rows: int, most_tokens: int) -> Loop | None:
-        """What continues texts that come one by one (`begin`); None where another library does."""
+        """Return a loop for incoming requests of `begin`; None for another library."""
         return None if self._other else Loop(self._engine, most_rows=most_rows, most_tokens=most_tokens)
 
     def begin(
@@ -195,7 +196,7 @@ class TextGenerator:
         options: GenerationOptions,
         tell: Callable[[int, str], None] = lambda sample, text: None,
     ) -> Asked[list[Continuation]]:
-        """A text, to be continued by a loop; `tell` gets numbers of samples and what their texts grow by."""
+        """Return a request to continue a text; `tell` is called with a sample's number and its new text."""
         options = self._with_ends(options)
         streams, ends = self._streams([ids], options, tell)
         (asked,) = begin(self._engine, [ids], options, ends)
@@ -209,7 +210,7 @@ class TextGenerator:
         chat: bool = False,
         special_tokens: SpecialTokens = "tokens",
     ) -> Iterator[str]:
-        """Continue a prompt, giving out the text as it comes."""
+        """Continue a prompt and yield the text in parts as it is generated."""
         if options.beam_size > 1 or options.num_samples > 1:
             raise ValueError("one sample without a beam comes token by token")
         ids = self.encode(prompt, chat=chat, special_tokens=special_tokens)
@@ -221,6 +222,7 @@ class TextGenerator:
         else:
             (asked,) = begin(self._engine, [ids], options, ends)
             steps = Loop(self._engine).steps(asked.texts)
+        # A step fills `new` through the callback above.
         for _ in steps:
             while new:
                 if part := new.popleft():
@@ -237,7 +239,7 @@ class TextGenerator:
     def _streams(
         self, texts: Sequence[Sequence[int]], options: GenerationOptions, tell: Callable[[int, str], None]
     ) -> tuple[list[TextStream], Callable[[int, int], bool]]:
-        """The text of every sample, and what takes a sample's token and says whether its text is over."""
+        """Return the text stream of each sample, and a callback to append a token and detect the end."""
         every = [ids for ids in texts for _ in range(options.num_samples)]
         streams = [TextStream(self.tokenizer, ids, options.stop_texts) for ids in every]
 
@@ -252,6 +254,7 @@ class TextGenerator:
     ) -> list[Continuation]:
         continuations = []
         for one, text in zip(found, streams, strict=False):
+            # Samples end at stop strings in `ends`; beam search knows tokens only and is cut here.
             own = _cut_at_stop(one, text) if options.beam_size > 1 else one
             text.finish()
             finish = "text" if text.is_over else own.finish
@@ -272,7 +275,7 @@ class TextGenerator:
 
 
 def _cut_at_stop(found: Hypothesis, text: TextStream) -> Hypothesis:
-    """A text of a beam up to a stop string, which the search did not look for."""
+    """Cut a hypothesis of a beam at a stop string, which beam search ignores."""
     for count, token in enumerate(found.ids, start=1):
         text.push(token)
         if text.is_over:
@@ -281,7 +284,7 @@ def _cut_at_stop(found: Hypothesis, text: TextStream) -> Hypothesis:
 
 
 def check_vocabulary(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Every token of a tokenizer is one of the model."""
+    """Check that a tokenizer has no more tokens than the model."""
     if tokenizer.vocab_size > model.vocab_size:
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model {model.vocab_size:,}: take "

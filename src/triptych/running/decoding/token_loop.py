@@ -1,4 +1,4 @@
-"""Texts that are decoded side by side: each joins a batch, takes steps with it and leaves when it is done."""
+"""Continuous batching: texts join a running batch, take steps with it and leave when they are done."""
 
 import math
 from abc import ABC, abstractmethod
@@ -16,31 +16,31 @@ from triptych import thresholds
 ResultT = TypeVar("ResultT")
 
 
-# What a model is called with: rows of equally many tokens, of an encoder-decoder first those of the source.
+# Arguments of a model call, as rows of equal length; an encoder-decoder takes source and target rows.
 Read = Sequence[Sequence[Sequence[int]]]
 
 
 class Text(ABC):
-    """A text on its way."""
+    """Base class of texts in decoding."""
 
-    kind: Hashable  # texts of equal kinds share a batch
-    given: Sequence[int]  # the tokens that are read before the first step
-    size: int  # tokens that count for the limit of a batch
-    num_rows = 1  # rows of a batch that it takes
-    is_over = False  # no more tokens are wanted, because it is done or because nobody waits for it
+    kind: Hashable  # texts of equal kind share a batch
+    given: Sequence[int]  # tokens read before the first step
+    size: int  # number of tokens counted for the limit of a batch
+    num_rows = 1  # number of batch rows
+    is_over = False  # True once the text is finished or its request is cancelled
 
     @property
     @abstractmethod
     def read(self) -> Read:
-        """What the model has read by now."""
+        """Arguments of a model call with all tokens read so far."""
 
     @abstractmethod
     def batch(self, engine: Any) -> "DecodingBatch[Any]":
-        """A batch for texts of this kind."""
+        """Return an empty batch for texts of this kind."""
 
 
 def require_finite_best(best: Float[Tensor, " texts"], engine: Any, texts: Sequence[Text | None]) -> None:
-    """Check that the model still computes numbers: a search over NaN has no end."""
+    """Check that the best scores are finite: a search over NaN would never end."""
     broken = best.isnan() | (best == torch.inf)
     if bool(broken.any()):
         text = texts[int(broken.nonzero()[0])]
@@ -50,7 +50,7 @@ def require_finite_best(best: Float[Tensor, " texts"], engine: Any, texts: Seque
 @final
 @dataclass(frozen=True)
 class Asked(Generic[ResultT]):
-    """Texts that are decoded for one result, which is there when all of them are over."""
+    """A request: its texts, and the result once all have finished."""
 
     texts: Sequence[Text]
     result: Callable[[], ResultT]
@@ -60,14 +60,14 @@ TextT = TypeVar("TextT", bound=Text)
 
 
 class DecodingBatch(ABC, Generic[TextT]):
-    """Texts of one kind that take their steps together.
+    """Base class of batches: texts of the same kind that take steps together.
 
     Attributes:
-        kind: of its texts.
-        texts: in the order of their rows; None for one that is read again elsewhere. Some are over and still
-            there, because to take rows out is to copy the others.
-        joins: whether texts join it when it has taken steps.
-        rows_apart: as many new rows, or more, begin a batch of their own.
+        kind: kind of the texts.
+        texts: texts in the order of their rows; None for a text taken out of the batch to be read again.
+            Finished texts stay for a while, since removing rows is expensive.
+        joins: True if texts can join after the first step.
+        rows_apart: minimum number of new rows that start a new batch instead of joining.
     """
 
     rows_apart = math.inf
@@ -84,19 +84,19 @@ class DecodingBatch(ABC, Generic[TextT]):
 
     @abstractmethod
     def open(self, texts: Sequence[TextT]) -> tuple[Any, Tensor]:
-        """What an engine keeps of texts that it reads, and the logits of the first token of every row."""
+        """Prefill with texts; return the cache and the first logits of every row."""
 
     @abstractmethod
     def choose(self) -> list[TextT]:
-        """Choose `tokens` from `logits`; returns the texts that are to be read again before they go on."""
+        """Choose `tokens` from `logits`; return the texts to read again before their next step."""
 
     @property
     def open_places(self) -> list[int]:
-        """Places of the texts that go on."""
+        """Indices of unfinished texts."""
         return [place for place, text in enumerate(self.texts) if text is not None and not text.is_over]
 
     def step(self, new: Sequence[TextT]) -> list[TextT]:
-        """Lengthen every text by a token, the new ones too; returns those that are to be read again."""
+        """Admit new texts and extend every text by a token; return the texts to read again."""
         self._drop_done(always=bool(new))
         if self.texts:
             self.logits = self.engine.step(self.tokens, self.cache)
@@ -112,6 +112,7 @@ class DecodingBatch(ABC, Generic[TextT]):
         return self.choose()
 
     def _drop_done(self, *, always: bool) -> None:
+        # Removing rows is expensive: finished texts stay until they are many or new texts join.
         kept = self.open_places
         num_done = len(self.texts) - len(kept)
         if not kept:
@@ -130,33 +131,33 @@ class DecodingBatch(ABC, Generic[TextT]):
 
 @final
 class Loop:
-    """Decodes texts, as many at a time as there is room for.
+    """Scheduler for decoding texts in batches of limited size.
 
-    What becomes of a text does not depend on the others.
+    The output of a text does not depend on the other texts.
     """
 
     def __init__(self, engine: Any, *, most_rows: int | None = None, most_tokens: int | None = None) -> None:
-        """Make room for this number of rows, and of tokens: texts times the size of the longest."""
+        """Limit batches to `most_rows` rows and `most_tokens` padded tokens in total."""
         self.waiting: deque[Text] = deque()
-        self.batches: list[DecodingBatch[Any]] = []  # of each kind, the last is the one that is joined
+        self.batches: list[DecodingBatch[Any]] = []  # new texts join the last batch of their kind
         self.engine = engine
         self._most_rows = most_rows
         self._most_tokens = most_tokens
 
     @property
     def running(self) -> list[Text]:
-        """Texts in batches that are not over."""
+        """Unfinished texts in batches."""
         return [
             text for batch in self.batches for text in batch.texts if text is not None and not text.is_over
         ]
 
     def run(self, texts: Sequence[Text]) -> None:
-        """Decode texts to their ends; those before others are begun first."""
+        """Decode texts until all have finished, starting in the given order."""
         for _ in self.steps(texts):
             pass
 
     def steps(self, texts: Sequence[Text]) -> Iterator[None]:
-        """As `run`, step by step."""
+        """Yield after every step; see `run`."""
         self.waiting.extend(texts)
         goes_on = True
         while goes_on:
@@ -165,13 +166,14 @@ class Loop:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Let waiting texts in and lengthen every text by a token; whether there is more to do."""
+        """Admit waiting texts and extend every text by a token; return True if unfinished texts remain."""
         joined = {batch.kind: batch for batch in self.batches}
         entering = self._entering(joined)
         for kind, new in entering.items():
             if kind not in joined or len(new) * joined[kind].width >= joined[kind].rows_apart:
                 joined[kind] = new[0].batch(self.engine)
                 self.batches.append(joined[kind])
+        # Texts to read again go to the front of the queue in the same order.
         again = list[Text]()
         for batch in self.batches:
             again += batch.step(entering.get(batch.kind, []) if batch is joined[batch.kind] else [])
@@ -180,9 +182,9 @@ class Loop:
         return bool(self.waiting or self.batches)
 
     def _entering(self, joined: Mapping[Hashable, DecodingBatch[Any]]) -> dict[Hashable, list[Text]]:
-        """The waiting texts that there is room for, by kind.
+        """Remove from the queue the texts that fit, and return them by kind.
 
-        Each time, the caches of a batch are copied: they wait until they are many, or all.
+        Joining is expensive, since the cache is copied. Texts wait until many can join, or all.
         """
         running = self.running
         rows = sum(text.num_rows for text in running)
@@ -201,6 +203,7 @@ class Loop:
                 is_full = self._most_rows is not None and rows > self._most_rows
                 if self._most_tokens is not None and (longest + 1) * count > self._most_tokens:
                     is_full = True
+                # A single text is admitted even if it exceeds the limits.
                 if count == 1 or not is_full:
                     entering.setdefault(text.kind, []).append(text)
                     continue

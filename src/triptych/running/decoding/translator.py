@@ -1,4 +1,4 @@
-"""Text in, text out."""
+"""Translation of lines of text."""
 
 import re
 from collections import deque
@@ -23,7 +23,7 @@ from triptych.running.text import OutputRules, TokenizerPair, as_lines
 from triptych.running.text.shortlists import Shortlist
 from triptych.threads import Ahead, torch_threads
 
-# Groups of lines read before they are asked for, and groups being translated.
+# Maximum number of groups of lines read ahead, and of groups in translation.
 _GROUPS_READ_AHEAD = 2
 _GROUPS_IN_HAND = 3
 _LINE_BREAKS = {ord("\n"): " ", ord("\r"): " "}
@@ -33,21 +33,21 @@ _LINE_BREAKS = {ord("\n"): " ", ord("\r"): " "}
 class Candidate:
     """One translation of a line."""
 
-    text: str  # as a reader wants it, in one line
-    pieces: tuple[str, ...]  # its tokens, readable
-    score: float  # log-probability over the length penalty; for a line translated in pieces, their sum
+    text: str  # detokenised translation, in one line
+    pieces: tuple[str, ...]  # readable tokens
+    score: float  # log-probability over the length penalty; sum over the pieces of a long line
     log_prob: float  # natural logarithm of the probability
 
 
 @dataclass(frozen=True)
 class Translation:
-    """What became of a line.
+    """A translated line.
 
     Attributes:
-        source: the line.
-        candidates: best first, at least one; an empty line has the empty translation, of score 0.
-        num_pieces: in how many pieces it was translated; 0 for an empty line, more than 1 only past the
-            model's limit.
+        source: source line.
+        candidates: candidate translations, best first; for an empty line, one empty translation of score 0.
+        num_pieces: number of pieces in which the line was translated; 0 for an empty line, more than 1 only
+            for a line past the model's limit.
     """
 
     source: str
@@ -56,13 +56,13 @@ class Translation:
 
     @property
     def text(self) -> str:
-        """The best translation."""
+        """Best translation."""
         return self.candidates[0].text
 
 
 @final
 class Translator:
-    """A model with its tokenizers."""
+    """Translation with an encoder-decoder and its tokenizers."""
 
     def __init__(
         self,
@@ -78,7 +78,10 @@ class Translator:
         shortlist: Shortlist | None = None,
         ensemble: Sequence[EncoderDecoder] = (),
     ) -> None:
-        """`ensemble` are models of the same tokens: probabilities are averaged over them and `model`."""
+        """Prepare translation; with an `ensemble`, probabilities are averaged over it and `model`.
+
+        Models of an ensemble must have the vocabulary of `model`.
+        """
         if workers < 1:
             raise UsageError(f"workers is {workers}: at least 1 is needed")
         self.model = model
@@ -102,12 +105,12 @@ class Translator:
 
     @property
     def engine(self) -> Literal["triptych", "ctranslate2"]:
-        """The library that searches."""
+        """Decoding library."""
         return "triptych" if self._other_searcher is None else "ctranslate2"
 
     @property
     def max_source_tokens(self) -> int:
-        """Longest line that is translated whole, in tokens without the end of sentence."""
+        """Maximum length of a line translated whole, in tokens without the end of sentence."""
         limits = self.options.max_source_tokens, *(model.max_source_tokens for model in self.models)
         return min((limit for limit in limits if limit is not None), default=LONGEST_LINE)
 
@@ -118,16 +121,16 @@ class Translator:
     def translate(self, lines: Iterable[str]) -> list[Translation]: ...
 
     def translate(self, lines: str | Iterable[str]) -> Translation | list[Translation]:
-        """Translate a line, or several in their order.
+        """Translate a line, or several lines in their order.
 
-        An empty line gives an empty translation. A line past `max_source_tokens` is cut into pieces
-        between sentences where possible; no part of it is dropped.
+        An empty line gives an empty translation. A line longer than `max_source_tokens` is split, between
+        sentences where possible, without losing any part.
         """
         found = list(self.translate_stream([as_lines(lines)]))
         return found[0] if isinstance(lines, str) else found
 
     def translate_stream(self, batches: Iterable[str | Sequence[str]]) -> Iterator[Translation]:
-        """Translate batch by batch, each as soon as it is there, in their order."""
+        """Translate batches of lines and yield translations in order, without waiting for later batches."""
         several = (as_lines(batch) for batch in ([batches] if isinstance(batches, str) else batches))
         if self.workers > 1 and self._other_searcher is None:
             yield from self._translated_side_by_side(several)
@@ -137,20 +140,20 @@ class Translator:
                 yield from self._finished(group)
 
     def loop(self, most_rows: int) -> Loop | None:
-        """What decodes lines that come one by one (`begin`); None where another library searches."""
+        """Return a loop for incoming requests of `begin`; None for another library."""
         if self._other_searcher is not None:
             return None
         return Loop(self._ready_searcher().engine, most_rows=most_rows, most_tokens=self.batch_tokens)
 
     def begin(self, line: str, options: SearchOptions) -> Asked[Translation]:
-        """A line, to be translated by a loop."""
-        # Whether weights changed was looked at when the loop was made: that takes as long as a small step.
+        """Return a request to translate a line, for a loop."""
+        # Changed weights are detected only when a loop is created: the check costs as much as a small step.
         searcher = self._searcher or self._ready_searcher()
         texts = [searcher.text(ids, options) for ids in self._pieces(line)]
         return Asked(texts, lambda: self._assemble(line, [text.best[: options.num_best] for text in texts]))
 
     def with_glossary(self, terms: Mapping[str, str]) -> "Translator":
-        """The same translator, held to a glossary: terms of the source language and their translations."""
+        """Return a copy of the translator with a glossary of source terms and required translations."""
         if self._other_searcher is not None or self.shortlist is not None:
             raise UsageError("a glossary goes with --engine triptych, and without a shortlist")
         own = copy(self)
@@ -158,20 +161,20 @@ class Translator:
         return own
 
     def with_special_tokens(self, special_tokens: SpecialTokens) -> "Translator":
-        """Return the same translator with another way to read special tokens in a sentence."""
+        """Return a copy of the translator with another treatment of special tokens in a sentence."""
         own = copy(self)
         own._special_tokens = special_tokens
         return own
 
     def start_workers(self) -> None:
-        """Start the other workers now and wait for them, instead of when there is work for them."""
+        """Start the other workers and wait until they are ready, instead of starting them on demand."""
         if self.workers > 1 and self._other_searcher is None:
             pool = self._ready_pool()
             pool.start(self.workers - 1)
             pool.wait_until_ready()
 
     def close(self) -> None:
-        """Stop the other workers; they start again when needed."""
+        """Stop the other workers; they restart on demand."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -190,7 +193,7 @@ class Translator:
         try:
             while True:
                 with torch_threads(1):
-                    # More is read while there is something to do; without, whatever comes is waited for.
+                    # Wait for new lines only if no group is in translation.
                     while len(groups) < _GROUPS_IN_HAND and (not groups or arriving.has_more):
                         try:
                             lines = next(arriving, None)
@@ -218,9 +221,9 @@ class Translator:
                 while groups and not groups[0].missing:
                     yield from self._finished(groups.popleft())
         finally:
-            arriving.close(waits=False)  # a line may never come
+            arriving.close(waits=False)  # the next line may never arrive
             if any(group.missing for group in groups):
-                self.close()  # left before the end: what the workers have in hand is of no use
+                self.close()  # the caller stopped early: cancel the workers' batches
 
     def _group(self, lines: Sequence[str]) -> "_Group":
         pieces = [self._pieces(line) for line in lines]
@@ -247,7 +250,7 @@ class Translator:
         return self._searcher
 
     def _forget_what_is_stale(self) -> None:
-        """What was made of the model's weights holds as long as they do."""
+        """Discard searcher and workers if the model's weights have changed."""
         if self._made_of != (version := _version(self.models)):
             self.close()
             self._searcher = None
@@ -279,7 +282,7 @@ class Translator:
         return [(code + part, encode(code + part)) for part in parts]
 
     def search_tokens(self, sentences: Sequence[list[int]]) -> list[list[Hypothesis]]:
-        """Hypotheses for sentences that are token ids already, best first; similar lengths share a batch."""
+        """Search sentences given as token ids; return hypotheses of each sentence by falling score."""
         if self._other_searcher is not None:
             return self._other_searcher(sentences) if sentences else []
         searcher = self._ready_searcher()
@@ -293,7 +296,8 @@ class Translator:
         return batches_of_like_length(sentences, self.batch_tokens, self.batch_sentences)
 
     def _assemble(self, line: str, found: list[list[Hypothesis]]) -> Translation:
-        # The n-th best of a line cut in pieces is the n-th best of every piece; of no piece, there is one.
+        # The n-th best translation of a split line joins the n-th best of every piece. An empty line has one
+        # empty translation.
         num_candidates = min((len(hypotheses) for hypotheses in found), default=1)
         candidates = tuple(
             self._candidate([hypotheses[rank] for hypotheses in found]) for rank in range(num_candidates)
@@ -304,7 +308,7 @@ class Translator:
         tokenizer = self.tokenizers.target
         texts = tokenizer.decode([hypothesis.ids for hypothesis in hypotheses])
         return Candidate(
-            # Text learned from records may hold line breaks; a line's translation is a line.
+            # A model trained on multi-line records may output line breaks; a translation is one line.
             text=" ".join(text for text in texts if text).translate(_LINE_BREAKS),
             pieces=tuple(piece for h in hypotheses for piece in tokenizer.pieces(h.ids)),
             score=sum((h.score for h in hypotheses), start=0.0),
@@ -314,32 +318,33 @@ class Translator:
 
 @dataclass
 class _Group:
-    """Lines that came together, on their way."""
+    """A batch of lines in translation."""
 
     lines: Sequence[str]
-    num_pieces: list[int]  # of each line
+    num_pieces: list[int]  # number of pieces of each line
     sentences: list[list[int]]
     found: list[list[Hypothesis]]
     missing: int
 
 
 def _version(models: Sequence[EncoderDecoder]) -> object:
-    """Changes whenever a weight does."""
+    """Return a fingerprint of the weights: addresses and version counters of all parameters."""
     parameters = (parameter for model in models for parameter in model.parameters())
     return tuple((parameter.data_ptr(), parameter._version) for parameter in parameters)
 
 
-# From the kindest place to cut to the last resort; what is cut off keeps its punctuation.
+# Split points in order of preference: ends of sentences, ends of clauses, spaces. Punctuation is kept.
 _BOUNDARIES = (re.compile(r"(?<=[.!?…。！？])\s+"), re.compile(r"(?<=[,;:–—])\s+"), re.compile(r"\s+"))
 
 
 def split_line(text: str, fits: Callable[[str], bool], level: int = 0) -> list[str]:
-    """Cut a line into pieces that fit: between sentences, else clauses, else words, else anywhere."""
+    """Split a line into pieces that fit: between sentences, else clauses, else words, else anywhere."""
     if fits(text) or len(text) <= 1:
         return [text]
     if level == len(_BOUNDARIES):
         middle = len(text) // 2
         return split_line(text[:middle], fits, level) + split_line(text[middle:], fits, level)
+    # Neighbouring parts are joined as long as they fit; longer parts are split at the next level.
     parts = [part for part in _BOUNDARIES[level].split(text) if part]
     joined: list[str] = []
     for part in parts:

@@ -1,7 +1,7 @@
-"""Processes of one thread each that search side by side.
+"""Single-threaded worker processes for searching batches in parallel.
 
-Threads inside one product do not pay at the sizes of a decoding step; whole batches side by side do.
-The process that asks searches too, so the first results do not wait for the others to start.
+Threads within a product do not pay off at the sizes of a decoding step; parallel batches do. The calling
+process searches, too, so that the first results need not wait until workers have started.
 """
 
 import contextlib
@@ -25,29 +25,30 @@ from triptych.running.decoding.search import Hypothesis
 
 Sentences = Sequence[Sequence[int]]
 Hypotheses = list[list[Hypothesis]]
-# Searches for a batch of sentences.
+# Search of a batch of sentences.
 Searcher = Callable[[Sentences], Hypotheses]
 
-# Batches a process holds: one to work on, one to go on with.
+# Number of batches assigned to a process: a batch in work and a batch in reserve.
 _IN_HAND = 2
 
 
 @final
 class Helper:
-    """A process of one thread, started with `spawn`, and the connection to it."""
+    """A single-threaded process, started with `spawn`, and its connection."""
 
     def __init__(self, work: Callable[..., None], arguments: bytes) -> None:
-        """Start `work(connection, *arguments)`; the arguments are pickled, tensors by value.
+        """Start `work(connection, *arguments)` with pickled arguments.
 
-        The shared memory that torch would use for tensors is small in containers. What `work` raises comes
+        Tensors are sent by value because shared memory is small in containers. Exceptions of `work` are sent
         over the connection.
         """
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         given = theirs, work, user_code.executed_paths()
         self.process: BaseProcess = context.Process(target=_run_helper, args=given, daemon=True)
-        # Ctrl-C goes to every process of a terminal, and this one decides: the other inherits the mask.
-        # Python's tracker of shared memory, which starts with the first process, would lift it.
+        # Ctrl-C signals every process of a terminal, but only this process shall handle it: the new process
+        # inherits the blocked signal. Python's resource tracker would otherwise start with the first process
+        # and unblock the signal.
         resource_tracker.ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
@@ -55,15 +56,15 @@ class Helper:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        # It takes seconds before it reads, and the bytes wait for it in a thread of their own.
+        # The process takes seconds until it reads, so a thread sends the arguments.
         self._sender = threading.Thread(target=_send, args=(self.connection, arguments), daemon=True)
         self._sender.start()
 
     def close(self) -> None:
-        """Stop it."""
+        """Kill the process and close its connection."""
         self.process.kill()
         self.process.join()
-        self._sender.join()  # nobody reads any more, so it has ended or ends now
+        self._sender.join()  # sending fails at once when the reader is gone
         self.connection.close()
 
 
@@ -77,9 +78,9 @@ class _Worker:
 
 @final
 class WorkerPool:
-    """Searches for batches, in any order, with helpers.
+    """Pool of helpers that search batches, in any order.
 
-    Started with `spawn`: a script that uses it must guard its main part with `if __name__ == "__main__"`.
+    Helpers start with `spawn`, so a script must guard its main part with `if __name__ == "__main__"`.
     """
 
     def __init__(self, make_searcher: Callable[..., Searcher], arguments: tuple[Any, ...]) -> None:
@@ -91,7 +92,7 @@ class WorkerPool:
         self._own: Searcher | None = None
 
     def start(self, count: int) -> None:
-        """Start helpers, if there are none yet. They take a few seconds to be of use."""
+        """Start helpers unless they are running; they need a few seconds until they are ready."""
         if self._workers:
             return
         arguments = pickle.dumps((self._make_searcher, self._arguments))
@@ -102,7 +103,7 @@ class WorkerPool:
             self._listen(timeout=None)
 
     def submit(self, key: Any, sentences: Sentences) -> None:
-        """Ask for a batch; `key`, which stays in this process, comes back with its results."""
+        """Submit a batch; `key` stays in this process and is returned with the results."""
         self._waiting.append((key, sentences))
 
     @property
@@ -110,12 +111,13 @@ class WorkerPool:
         return bool(self._waiting or self._found or any(worker.in_hand for worker in self._workers))
 
     def next(self) -> tuple[Any, Hypotheses]:
-        """The results of a batch asked for; searches here too while there is something to do."""
+        """Return the key and results of a submitted batch; waiting batches are searched here, too."""
         while not self._found:
             self._hand_out()
             self._listen(timeout=0.0)
             if self._found:
                 break
+            # Search here rather than wait for the helpers.
             if self._waiting:
                 key, sentences = self._waiting.popleft()
                 if self._own is None:
@@ -126,7 +128,7 @@ class WorkerPool:
         return self._found.popleft()
 
     def close(self) -> None:
-        """Stop the helpers; what they have in hand is lost."""
+        """Stop the helpers and drop their batches."""
         for worker in self._workers:
             worker.helper.close()
         self._workers = []
@@ -134,11 +136,11 @@ class WorkerPool:
     def _hand_out(self) -> None:
         for round_ in range(_IN_HAND):
             for worker in self._workers:
-                # The last batch waiting is for this process, which would have nothing else to do.
+                # The last waiting batch is left to this process, which would otherwise be idle.
                 if worker.ready and len(worker.in_hand) == round_ and len(self._waiting) > round_:
                     task = self._waiting.popleft()
                     worker.in_hand.append(task)
-                    with contextlib.suppress(OSError):  # one that has died is noticed when listened to
+                    with contextlib.suppress(OSError):  # `_listen` detects dead workers
                         worker.helper.connection.send(task[1])
 
     def _listen(self, timeout: float | None) -> None:
@@ -148,7 +150,7 @@ class WorkerPool:
             try:
                 message = worker.helper.connection.recv()
             except (EOFError, OSError):
-                # Killed from outside, or out of memory: its batches are for the others.
+                # The worker was killed, perhaps for lack of memory: put its batches back into the queue.
                 self._workers.remove(worker)
                 self._waiting.extendleft(reversed(worker.in_hand))
                 continue
@@ -161,12 +163,12 @@ class WorkerPool:
 
 
 def _send(connection: Connection, arguments: bytes) -> None:
-    with contextlib.suppress(OSError):  # one that has died is noticed when listened to
+    with contextlib.suppress(OSError):  # `_listen` detects dead workers
         connection.send_bytes(arguments)
 
 
 def _run_helper(connection: Connection, work: Callable[..., None], code: Sequence[Path]) -> None:
-    """What a helper does, until the other end is closed."""
+    """Run `work` in a helper until the connection is closed."""
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
         try:
