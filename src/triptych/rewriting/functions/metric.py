@@ -144,8 +144,7 @@ class FormMetric(Metric):
         return torch.linalg.qr(self.weights.W_O.mT, mode="r").R, self._root("v", prior)
 
     def _root(self, side: Side, prior: float) -> Float[Tensor, "heads rows r"]:
-        """Return R, with RᵀR second moments of queries, keys or mixed values of every head, plus the prior.
-        """
+        """Return R, with RᵀR second moments of queries, keys or mixed values per head, plus the prior."""
         link = self.weights.behind_norms().multiplied(side)
         moments = self.moments
         heads = self.weights.num_heads

@@ -191,7 +191,7 @@ class _Scores:
 def _fit_both_sides(scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]) -> _Maps:
     """Fit queries and keys alternately, starting from the best keys and from rotary pairs.
 
-    Returns: the maps of smaller error for each group.
+    The better result is kept for each group.
     """
     # 1 for the first channels of each group up to its rank, else 0.
     widths = torch.tensor(ranks, device=scores.q.device)[:, None]
