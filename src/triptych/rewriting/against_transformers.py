@@ -90,6 +90,7 @@ def check_against_transformers(source: Source, text: str | None, target: str | N
     loss: float | None = None
     attention: float | None = None
     tokens = layers = 0
+    # Differences are maxima over windows; attention weights are recomputed from recorded inputs.
     for window in windows:
         with record_calls(ours.model) as calls:
             one = ours.outputs(window).float()

@@ -35,7 +35,7 @@ class AsLatent:
     stored: LayerMap  # locations of its parts
     parts: dict[str, Tensor]
     settings: dict[str, Any]
-    replaced: dict[str, tuple[str, ...]]  # names of removed tensors, each with the names of its replacements
+    replaced: dict[str, tuple[str, ...]]  # removed tensors, with the names of their replacements
 
 
 def as_latent(checkpoint: Checkpoint, before: AttentionLayer, after: AttentionWeights) -> AsLatent:
@@ -102,6 +102,7 @@ def _settings(place: Place, sizes: MapSizes, rotary: RotaryEmbedding) -> dict[st
         "num_nextn_predict_layers": 0,
         "attention_bias": False,
     }
+    # Entries replaced by `rope_parameters`, or foreign to the new format, are removed.
     gone = {
         name: None for name in ("rope_scaling", "rope_theta", "layer_types") if record.value(name) is not None
     }
@@ -133,6 +134,7 @@ def _require_same_model(
         for name in gone:
             shapes.pop(name.replace(first, site.module), None)
         shapes |= {name.replace(first, site.module): tuple(tensor.shape) for name, tensor in come.items()}
+    # The map of the model needs only names and shapes.
     empty = InMemory(checkpoint.name, {name: zero.expand(shape) for name, shape in shapes.items()})
     record = Settings({**checkpoint.settings.record, **settings}, checkpoint.settings.where)
     try:

@@ -40,9 +40,8 @@ def gather_moments(
 ) -> dict[str, Moments]:
     """Gather the moments of layers over a text, in float64, after the previous steps of a recipe.
 
-    The inputs come from the original model; queries, keys and values are computed by the layer after the
-    previous steps. With `served`, also gather the moments for a latent. Layers sharing weights contribute
-    equally.
+    Inputs are those of the original model; queries, keys and values are computed by the layer after the
+    previous steps. `served` also gathers the moments for a latent. Layers sharing weights contribute equally.
     """
     found: dict[str, Moments] = {}
     model: TextModel | None = None
@@ -51,6 +50,7 @@ def gather_moments(
         for site in together:
             read = source.read(site)
             weights = before(read)
+            # Steps may have folded the norm: the rewritten layer then reads inputs before its gain.
             norm = read.weights.norm if weights.norm is None else None
             memory_norm = read.weights.memory_norm if weights.memory_norm is None else None
             layers[site.name] = weights, norm, memory_norm, MomentsGatherer(served=served)
@@ -67,7 +67,7 @@ def gather_moments(
 
 
 def _groups_within(source: AttentionSource, sites: Sequence[Site], most_bytes: int) -> Iterator[list[Site]]:
-    """Group layers in order, within `most_bytes` per group and with at least one layer each."""
+    """Group layers in order, within `most_bytes` and with at least one layer per group."""
     together: list[Site] = []
     left = most_bytes
     for site in sites:
@@ -100,6 +100,7 @@ def measure_head_losses(
     """
     reader = Reader(open_model(files, "cpu"))
     _require_run(reader, sites)
+    # A translator reads pairs of lines, a language model the whole text.
     if reader.opened.translates:
         pairs = [*read_tab_pairs(text)]
         windows = cut_windows(reader, [one for one, _ in pairs], [other for _, other in pairs])

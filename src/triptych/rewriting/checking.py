@@ -39,7 +39,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 class Claim(NamedTuple):
-    """A claim: whether it is confirmed (None if not checked), and the finding."""
+    """A claim: confirmed, refuted or not checked (None), and the finding."""
 
     claim: str
     held: bool | None
@@ -58,14 +58,14 @@ def as_stated(claim: str, what: str) -> Claim:
 
 
 def are_close(one: float | None, other: float | None, relative: float, absolute: float = 0.0) -> bool:
-    """Return True if two numbers are close, or both None."""
+    """Return True if two values are close, or both None."""
     if one is None or other is None:
         return one is other
     return math.isclose(one, other, rel_tol=relative, abs_tol=absolute)
 
 
 def same_words(one: str, other: str) -> bool:
-    """Return True if two texts are equal up to one unit in the last digit of their numbers."""
+    """Return True if two texts are equal up to one unit in the last digit of their figures."""
     if _NUMBER.split(one) != _NUMBER.split(other):
         return False
     return all(
@@ -75,20 +75,20 @@ def same_words(one: str, other: str) -> bool:
 
 
 def _last_digit(number: str) -> float:
-    """Return the value of one unit in the last printed digit; 0 for whole numbers, which are counts."""
+    """Return the value of one unit in the last printed digit; 0 for integers (counts)."""
     mantissa, _, exponent = number.partition("e")
     if "." not in mantissa and not exponent:
         return 0.0
     return float(10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2])))
 
 
-# On another machine, float64 sums and singular values differ by the order of summation, and products in the
+# Float64 sums and singular values vary between machines by the order of summation, and products in the
 # checkpoint's dtype by the kernel.
 _SAME = 1e-6
 _SAME_RATIO = 0.5
 # Relative tolerance of the original's inputs, recomputed in float32.
 _SAME_INPUTS = 1e-3
-# Exact steps that change or remove biases, which are rows of the forms.
+# Exact steps that move or remove biases, that is, rows of the forms.
 _MOVE_FORMS = ("drop_key_bias", "fold_value_bias")
 
 
@@ -284,6 +284,7 @@ def _norm_again(norm: NormRecord, pair: CheckpointPair) -> tuple[Measured, Round
         return None
     before = site.read(one)
     after = site.read(other)
+    # Each reader is measured against the original norm and map.
     errors = [
         measure_map(before, after, reader.read(one), reader.read(other), pair.certificate.probes)
         for reader in site.readers
@@ -304,7 +305,7 @@ def check_recipe(
     try:
         steps = tuple(read_rewrite(step) for step in certificate.recipe)
         recipe = RewriteRecipe(step=steps, skip_refused=True, calibration=calibration)
-        # The recipe must use a text exactly if the certificate names one.
+        # Certificate and recipe must agree on the use of a text.
         needs_text = any(step.needs_text for step in steps)
         if needs_text != (certificate.calibration is not None):
             wanted = "a" if needs_text else "no"
@@ -321,7 +322,7 @@ def check_recipe(
 
 
 def _without_text(pair: CheckpointPair) -> Claim:
-    """Check everything that needs only the weights: the steps of each layer, and the cost before."""
+    """Check the claims independent of a text: the steps of each layer, and the cost before."""
     certificate = pair.certificate
     wrong = list[str]()
     before = list[Cost]()
@@ -331,6 +332,7 @@ def _without_text(pair: CheckpointPair) -> Claim:
         site = pair.before[layer.module]
         read = pair.original.read(site)
         before.append(Cost.from_writing(writing_cost(read.weights), read))
+        # The certificate lists the recipe's steps applicable to the layer.
         wanted = [
             str(step["rewrite"])
             for step in certificate.recipe
@@ -396,6 +398,7 @@ def _other_function(
 ) -> Iterator[str]:
     """Yield the difference of a bounded layer from the result of the recipe."""
     probes = pair.certificate.probes
+    # The repeated layer replaces the original in the comparison.
     found = measure_change(replace(one, weights=done.layer.weights), other, probes).relative
     rounding = measure_rounding(one, other, pair.stored(layer), probes).of_weights
     if not found <= MOST_TIMES_OF_LAYER * rounding + allowed:

@@ -1,6 +1,6 @@
 """The driver of rewrites: applies steps to the layers of a source, layer by layer and in float64.
 
-A source is a reading function per layer. The results go into a model in memory (`in_memory`), a plan
+A source is a reading function per layer. The results become a model in memory (`in_memory`), a plan
 (`planning`) or a folder (`whole_checkpoint`), or are compared with a certificate (`checking`).
 """
 
@@ -30,7 +30,7 @@ class StepOutcome(NamedTuple):
 class RewrittenLayer:
     """A layer after the steps."""
 
-    weights: AttentionWeights  # in float64
+    weights: AttentionWeights  # float64
     kept: tuple[int, ...] | None  # remaining heads, in order; None if all heads remain unchanged
     outcomes: tuple[StepOutcome, ...]  # outcomes of all steps applicable to the layer
 
@@ -46,7 +46,7 @@ class Driver:
 
     def __init__(
         self,
-        # layer numbers sharing weights, and the function reading them
+        # indices of layers sharing weights, and the function reading them
         layers: Sequence[tuple[Collection[int], Callable[[], LayerToRewrite]]],
         steps: Sequence[Rewrite],
         *,
@@ -102,7 +102,7 @@ class Driver:
 
 
 def applies_to(step: Rewrite, layers: Collection[int]) -> bool:
-    """Return True if a rewrite applies to weights shared by the given layer numbers."""
+    """Return True if a rewrite applies to the weights of the given layers."""
     return step.layers is None or not {*layers}.isdisjoint(step.layers)
 
 

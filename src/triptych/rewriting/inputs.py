@@ -19,7 +19,7 @@ from triptych.files import write_bytes
 from triptych.running.opening import Seen, TextModel, Window
 from triptych.untrusted import LocalBytes
 
-# The ending differs from those of tensor files, so that programs do not load it as a part of the model.
+# Programs do not recognise this ending as tensors of a model.
 INPUTS = "certificate.inputs"
 _POSITIONS = 16
 # Number of pieces of the text; the longest is used.

@@ -21,8 +21,8 @@ from triptych.rewriting.inputs import before_gain
 from triptych.rewriting.rounding import MOST_TIMES, MOST_TIMES_OF_LAYER, RoundedAgain, changed_numbers, unit
 from triptych.running.opening import Seen
 
-# Maximum entries of a map outside the attention held in float64 at once, and of a layer's maps for bounds per
-# head.
+# Maximum entries in float64 at once, of a map outside the attention; and maximum size of a layer with bounds
+# per head.
 MOST_NUMBERS = 1 << 22
 PROBES = Probes(count=1, length=16, seed=2017)
 _DRAWS = 3
@@ -62,7 +62,7 @@ def measure_change(
     own = before.weights.dtype
     own_error = (_output(before, x, memory, own).double() - reference).norm()
     new_error = (_output(after, x, memory, own).double() - reference).norm()
-    # A float64 checkpoint has no wider reference: its own rounding is the floor.
+    # The rounding of a float64 checkpoint itself is the floor.
     floor = torch.finfo(own).eps * reference.norm() * 1e-3 + torch.finfo(torch.float64).tiny
     score, output, why_not = _bounds(before, after) if bounded else (None, None, "")
     return Measured(
@@ -187,7 +187,7 @@ def total_errors(maps: Sequence[MapErrors]) -> Measured:
 
 
 def blocks(weight: Tensor, most_numbers: int = MOST_NUMBERS) -> Iterator[tuple[int | slice, ...]]:
-    """Yield ranges of rows of a map `[…, d_out, d_in]`, with a limited number of entries each."""
+    """Yield ranges of rows of a map `[…, d_out, d_in]`, with a limited number of entries per range."""
     rows = max(1, most_numbers // max(1, weight.shape[-1]))
     parts = [slice(start, start + rows) for start in range(0, weight.shape[-2], rows)]
     if weight.ndim == 2:
@@ -203,7 +203,7 @@ def _mapped(x: Tensor, map_: Map, block: tuple[int | slice, ...], dtype: torch.d
 
 
 def _variance(x: Tensor, map_: Map, block: tuple[int | slice, ...]) -> Tensor:
-    """Return the variance of a map's output if each of its values is rounded up or down at random."""
+    """Return the variance of a map's output under random rounding of all of its values."""
 
     def squared(numbers: Tensor) -> Tensor:
         wide = numbers.double()
@@ -232,7 +232,7 @@ def _bounds(before: AttentionLayer, after: AttentionLayer) -> tuple[float | None
         return None, None, reason
 
     def scores() -> Tensor:
-        # A temperature depends on the position, so scores have no common bound.
+        # A temperature varies with the position, so a common bound does not exist.
         if before.weights.semantics.temperature is not None:
             raise RewriteRefusedError("score_bound", "scores grow with the place of the query in its text")
         one, other = (_with_input_norms_folded(layer, "qk") for layer in (before, after))

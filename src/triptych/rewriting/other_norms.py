@@ -1,4 +1,4 @@
-"""Folding of norms into maps outside the attention, norm by norm."""
+"""Folding of norms into maps outside the attention, one norm at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -232,7 +232,7 @@ def _fold_into_bias(norm: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _folded_blocks(
     norm: Norm, weight: Tensor, bias: Tensor | None
 ) -> Iterator[tuple[tuple[int | slice, ...], Tensor, Tensor | None]]:
-    """Yield the map with the norm folded, block by block: computed in float64 and cast once."""
+    """Yield blocks of the map with the norm folded, computed in float64 and cast once."""
     shift = None if norm.bias is None else norm.bias.double()
     wide = replace(norm, weight=norm.weight.double(), bias=shift)
     for block in blocks(weight):

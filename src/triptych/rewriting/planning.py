@@ -1,4 +1,4 @@
-"""Plans: a preview of a rewrite of a checkpoint, layer by layer."""
+"""Plans: previews of the rewrite of a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +41,7 @@ from triptych.untrusted import shown
 def _require_finite_layer(source: AttentionSource, read: AttentionLayer) -> None:
     """Refuse a layer with NaN or infinity in its maps or in the norms before it, naming the tensor."""
     norms = [norm for norm in (read.inputs.x, read.inputs.memory) if norm is not None]
+    # All learned tensors of the layer, and the norms before it.
     of_norms = [part for norm in norms for part in (norm.weight, norm.bias) if part is not None]
     learned = read.weights.semantics.learned().values()
     if all(map(are_finite, (*read.weights.tensors(), *learned, *of_norms))):
@@ -105,8 +106,8 @@ def total(costs: Sequence[Cost]) -> Cost:
 class Costs(NamedTuple):
     """Costs of one layer, or of all layers."""
 
-    before: Cost  # as read
-    after: Cost  # as written
+    before: Cost  # cost as read
+    after: Cost  # cost as written
     maps: Cost  # new maps alone, without padding
 
     @property
@@ -170,7 +171,7 @@ _CHANNELS_STAY = (
 
 
 def _cut_under_rotation(steps: Sequence[Rewrite], read: AttentionLayer, done: LayerRecord) -> int:
-    """Count parameters of W_Q and W_K with rank lowered before a rotation, which preserves their sizes."""
+    """Count parameters of W_Q and W_K if their rank is lowered before a rotation, at unchanged sizes."""
     cut = any(
         isinstance(step, Truncate)
         and "qk" in step.forms

@@ -121,6 +121,7 @@ def _rounded_again(model: TextModel, changed: Collection[str], stored: torch.dty
 def changed_numbers(before: AttentionLayer, after: AttentionLayer) -> frozenset[tuple[str, str]]:
     """Return the changed weights and biases of a layer: chain, and "weight" or "bias"."""
     found = set[tuple[str, str]]()
+    # Compare weights and biases of each chain separately.
     for side in SIDES:
         one = before.weights.chain(side)
         other = after.weights.chain(side)
@@ -160,6 +161,7 @@ class RoundedAgain:
         self._generator = generator
 
     def __call__(self, weights: AttentionWeights) -> AttentionWeights:
+        # A shared map belongs to its first chain.
         side_of = {id(link): side for side in reversed(SIDES) for link in weights.chain(side)}
 
         def moved(link: Link) -> Link:
@@ -182,7 +184,7 @@ class RoundedAgain:
             return self._moved(side, part, numbers.mT).mT  # transposed, in memory order
         before = numbers.flatten()
         moved = torch.empty_like(before)
-        # In blocks that fit the processor's cache, with reused memory.
+        # Blocks fit the processor's cache, and their memory is reused.
         for start in range(0, len(before), _AT_A_TIME):
             some = before[start : start + _AT_A_TIME]
             step = unit(some, torch.float64)
@@ -196,7 +198,7 @@ def unit(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the distance of each value to the next larger value of a dtype; 0 for zeros."""
     limits = torch.finfo(dtype)
     bits = _BITS[numbers.element_size()]
-    # The bits of infinity are those of the exponent: masking by them leaves the power of two of a value.
+    # Infinity has exactly the exponent bits set: masking by them leaves the power of two of a value.
     exponent = torch.tensor(math.inf, dtype=numbers.dtype, device=numbers.device).view(bits)
     step = (numbers.view(bits) & exponent).view(numbers.dtype) * limits.eps
     step.clamp_(min=max(limits.smallest_normal * limits.eps, torch.finfo(numbers.dtype).tiny))

@@ -26,7 +26,7 @@ from triptych.running.text.pretrained import copy_tokenizer
 
 
 def save_unchanged(opened: Opened, target: Path) -> None:
-    """Copy a model's files; for a rewritten model also its certificate."""
+    """Copy a model's files, including the certificate of a rewritten model."""
     module = opened.module
     if module is not None:
         if (module.recipe if isinstance(module, EncoderDecoder) else module.config) is None:

@@ -116,6 +116,7 @@ class _RunSink:
             self.records[site.name] = done.record
             if done.record.changed:
                 changed[site.module] = done.layer.weights.to(read.weights.dtype)
+        # All layers are needed before the model can be built.
         new = with_rewritten(source.model, changed)
         self.folder = within.enter_context(self._made).path
         self.left_out = copy_run(request.folder, self.folder)

@@ -35,7 +35,7 @@ class WrittenLayer:
     settings: dict[str, Any]
     # the layer in the format's sizes, padding included (on the "meta" device), for its costs
     shapes: AttentionWeights
-    # names of removed tensors, each with the names of its replacements
+    # removed tensors, with the names of their replacements
     replaced: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 

@@ -155,6 +155,7 @@ def similar(sketched: Float[Tensor, "forms numbers"], at_least: float, most: int
 
     Products of a few rows at a time are in memory.
     """
+    # A running selection of the best pairs limits the memory.
     best = sketched.new_empty(0)
     pairs = torch.empty(0, 2, dtype=torch.long)
     for start in range(0, len(sketched), _ROWS_AT_A_TIME):

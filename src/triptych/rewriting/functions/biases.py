@@ -63,7 +63,7 @@ def drop_key_bias(weights: AttentionWeights) -> Rewritten:
     _require_bias_reaches_end("drop_key_bias", "k", weights.k)
     result, notes = _without_bias(weights, "k")
     if result.q and result.q == result.v:
-        # With separate keys, only queries and values would stay tied, and layers cannot store this tie alone.
+        # Layers cannot store a tie of queries and values alone.
         result = with_chains(result, {"v": separate(result.v)})
         notes = (*notes, "v was given a map of its own")
     return rewritten(
@@ -75,7 +75,7 @@ def fold_value_bias(weights: AttentionWeights) -> Rewritten:
     """Move the value bias into the output bias: `b_O += Σ_i b_V,i W_i^O`.
 
     Attention weights of a row sum to 1, so the value bias reaches the output unweighted. The bias of a group
-    counts once for every query head of the group. For a query without visible keys the function changes: the
+    counts once for every query head of the group. The function changes for a query without visible keys: its
     attended values are zeros before, and the bias is added afterwards.
     """
     if not _biased(weights.v):
@@ -137,7 +137,7 @@ def _without_bias(
 
 
 def _can_take_up(weights: AttentionWeights, side: Side, bare: dict[int, Link]) -> bool:
-    """Return True if the last map of `side` can absorb the biases removed from its earlier maps."""
+    """Return True if the last map of a chain can absorb the biases removed from its earlier maps."""
     *before, last = weights.chain(side)
     return (
         id(last) not in bare

@@ -1,8 +1,8 @@
 """Data-free bounds on the change of a layer's scores and head outputs.
 
-The bounds apply to inputs of norm at most √d, the output of a norm without gain and shift. If the norm before
-the layer (with post-norm, the norm of the previous layer) has gain γ and shift β, fold both into the maps
-first. The bounds do not apply to unnormalised inputs, and bounds of layers do not compose over a network.
+The bounds apply to inputs of norm at most √d, the output of a norm without gain and shift. Gain γ and shift β
+of the norm before the layer (with post-norm, the norm of the previous layer) must first be folded into the
+maps. The bounds do not apply to unnormalised inputs, and bounds of layers do not compose over a network.
 """
 
 import math
@@ -74,7 +74,7 @@ class _Extended(NamedTuple):
 def _extended(
     before: AttentionWeights, after: AttentionWeights, side: Side, *, biased: bool = True
 ) -> _Extended:
-    """Return both maps of a chain, with the row `b / √d` for an input √d if either has a bias that counts."""
+    """Return both maps of a chain, with the row `b / √d` for an input √d if a bias counts."""
     links = [weights.multiplied(side).repeat(weights.num_heads) for weights in (before, after)]
     biased = biased and any(link.bias is not None for link in links)
     d = links[0].d_in

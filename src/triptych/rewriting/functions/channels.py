@@ -107,7 +107,7 @@ def rebase(
     notes: list[str],
     shift: Float[Tensor, "copies width"] | None = None,
 ) -> Chain:
-    """Return the chain of `side` in new channels: `… W` → `… W G`, for the output `W …` → `Gᵀ W …`.
+    """Return a chain in new channels: `… W` → `… W G`, for the output `W …` → `Gᵀ W …`.
 
     Only the map at that end changes if it is learned and not diagonal; otherwise the chain becomes one
     product, with a note. A shift is added to the bias, if any.
@@ -161,7 +161,7 @@ def in_working_precision(weights: AttentionWeights) -> AttentionWeights:
 
 
 def one_map(weights: AttentionWeights, side: Side, notes: list[str]) -> Link:
-    """Return the chain of `side` as one learned, unshared map; add a note if it had several maps."""
+    """Return a chain as one learned, unshared map; add a note if it had several maps."""
     if len(weights.chain(side)) > 1:
         notes.append(f"the maps of {NAMES[side]} were multiplied into one")
     (link,) = (

@@ -263,7 +263,7 @@ def _plans_for_chains(weights: AttentionWeights, sides: Sequence[FoldedSide]) ->
 
 
 def _sharing(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
-    """Return `side` and all chains sharing maps with it, directly or transitively."""
+    """Return a chain and all chains sharing maps with it, directly or transitively."""
     found = {side}
     while more := {other for one in found for other in sharing_sides(weights, one)} - found:
         found |= more
@@ -280,7 +280,7 @@ def factor(
     """Factor a form stored as one matrix by SVD: W_QK = W_Q W_Kᵀ.
 
     The query bias is included: `[W; b] = [W_Q; b_Q] W_Kᵀ`, and d_k must be at least the rank of this matrix.
-    W_Q and W_K share the singular values, √σ each, in descending order. The scale of the scores is unchanged.
+    W_Q and W_K have the same singular values √σ, in descending order. The scale of the scores is unchanged.
     """
     _require_one_matrix(weights)
     whole = weights.multiplied("q")

@@ -69,10 +69,9 @@ class GaugeFix(LayerRewrite):
 def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Rewritten:
     """Rewrite W_QK and W_OV in their canonical basis.
 
-    The basis comes from the SVD: W_Q and W_K (W_V and W_O) get the same singular values √σ in descending
-    order, and the entry of largest magnitude of every column of W_Q (W_V) is positive. In a group, the
-    stacked query maps (the concatenated output maps) replace a single W_Q (W_O). Biases are transformed with
-    the maps.
+    By SVD, W_Q and W_K (W_V and W_O) get the same singular values √σ in descending order, and the entry of
+    largest magnitude of every column of W_Q (W_V) is positive. The stacked query maps of a group (its
+    concatenated output maps) replace a single W_Q (W_O). Biases are transformed with the maps.
 
     Widths are unchanged. Channels beyond the rank are zero, except channels required by a bias. Chains of
     several maps keep their structure: the last map of queries, keys and values changes, and the first map of

@@ -141,11 +141,11 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
 def decouple(
     weights: AttentionWeights, *, rank: int | None = None, moments: Moments | None = None
 ) -> Rewritten:
-    """Compute keys and values as in DeepSeek's layers: from a normalised latent, with a separate rotary key.
+    """Compute keys and values as in DeepSeek's layers: a normalised latent plus a separate rotary key.
 
     The rotary channels of all key heads form one key, and queries are zero in the channels of other heads.
-    Values and unrotated key channels come from the latent: at a lower rank, from their nearest approximation
-    in Frobenius norm, or with moments the nearest on the text.
+    The latent contains values and unrotated key channels. A lower rank takes their nearest approximation in
+    Frobenius norm, or with moments the nearest on the text.
     """
     DECOUPLED.require("to_latent", weights)
     _require_latent_maps(weights)
@@ -211,7 +211,7 @@ def _join_copies(maps: Float[Tensor, "copies d width"]) -> Float[Tensor, "d all"
 
 
 def _split_copies(maps: Float[Tensor, "rows all"], *sizes: tuple[int, int]) -> list[Tensor]:
-    """Split concatenated maps by copies and widths, into parts `[copies, rows, width]`."""
+    """Split concatenated maps into parts `[copies, rows, width]`."""
     parts = torch.split(maps, [copies * width for copies, width in sizes], dim=1)
     return [part.reshape(len(maps), *size).transpose(0, 1) for part, size in zip(parts, sizes, strict=True)]
 
@@ -223,7 +223,7 @@ def _require_served(moments: Moments, width: int) -> Float[Tensor, "width width"
 
 
 def _smallness(weights: AttentionWeights, W_D: Float[Tensor, "d rank"]) -> tuple[float, float]:
-    """Return a power of two that scales a latent below its norm's epsilon, and the remaining relative error.
+    """Return a power-of-two scale of a latent far below its norm's epsilon, and the remaining error.
 
     The output of an RMSNorm has norm at most √d before its gain.
     """

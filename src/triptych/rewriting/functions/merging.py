@@ -1,4 +1,4 @@
-"""Merging of key-value heads: several query heads then share one."""
+"""Merging of key-value heads, shared by several query heads afterwards."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -165,7 +165,7 @@ def _common_side(form: Form) -> Literal["k", "v"]:
 
 
 def _first_of_groups(link: Link, groups: int) -> Link:
-    """Return the first copy of each group; repeat copies if there are fewer copies than groups."""
+    """Return the first map of each group, repeated if there are fewer maps than groups."""
     if link.copies <= groups:
         return link.repeat(groups)
     step = link.copies // groups
@@ -177,7 +177,7 @@ def _first_of_groups(link: Link, groups: int) -> Link:
 
 
 def _equal_copies(link: Link, groups: int) -> bool:
-    """Return True if the copies of each group are identical, biases included."""
+    """Return True if the maps of each group are identical, biases included."""
     again = _first_of_groups(link, groups).repeat(max(link.copies, groups))
     whole = link.repeat(max(link.copies, groups))
     return torch.equal(again.weight, whole.weight) and (

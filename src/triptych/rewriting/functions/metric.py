@@ -106,7 +106,7 @@ class FormMetric(Metric):
         """Number of channel bases: a basis per key (value) head."""
         if self.form == "ov":
             return self.weights.num_value_heads
-        # Without a key map the input serves as keys, and each head gets separate channels.
+        # A layer without a key map has the input as keys, and separate channels per head.
         return self.weights.num_key_heads if self.weights.k else self.weights.num_heads
 
     def energies(self) -> Float[Tensor, "groups k"]:

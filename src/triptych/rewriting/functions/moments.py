@@ -28,9 +28,9 @@ class Moments:
     k: Float[Tensor, "key_heads d_k d_k"]
     q_mean: Float[Tensor, "num_heads d_k"]  # E[q]
     k_mean: Float[Tensor, "key_heads d_k"]
-    mixed: Float[Tensor, "num_heads d_v d_v"]  # E[zᵀz] of every head's mixed values z = p v, the input of W_O
+    mixed: Float[Tensor, "num_heads d_v d_v"]  # E[zᵀz] of every head's mixed values z = p v before W_O
     mixed_mean: Float[Tensor, "num_heads d_v"]  # E[z]
-    x_square: float  # mean square of an entry of the queries' input; `y_square`: of the keys' input
+    x_square: float  # mean square of an entry of the queries' input; `y_square`: the same for keys
     y_square: float
     # E[bᵀb] of the inputs b of a latent's up-projections: the normalised latent of a latent layer; otherwise
     # unrotated key channels and values of all heads. None if not gathered.
@@ -49,10 +49,10 @@ class Moments:
 
 @final
 class MomentsGatherer:
-    """Sums over a text, batch by batch: call `gatherer.add(weights, x)` per batch, then `result()`."""
+    """Running sums over a text: call `gatherer.add(weights, x)` per batch, then `result()`."""
 
     def __init__(self, *, served: bool = False) -> None:
-        """Start with empty sums; with `served`, also gather the moments for a latent."""
+        """Start with empty sums; `served` also gathers the moments for a latent."""
         self._served = served
         self._counts = [0, 0]
         self._longest = 0

@@ -1,4 +1,4 @@
-"""Sizes and changes of the forms of heads; for rotary heads, averaged over all distances."""
+"""Sizes of the forms of heads and of their changes, averaged over distances for rotary heads."""
 
 from typing import NamedTuple
 
@@ -32,8 +32,9 @@ class Move(NamedTuple):
 def measure_move(before: AttentionWeights, after: AttentionWeights, form: Form) -> Move:
     """Measure the change of a form for every head.
 
-    For W_QK of rotary heads: the root mean square over distances m of ‖Δ W_Q R(m) W_Kᵀ‖, with biases as rows.
-    Over distances long relative to the beat of any two pairs it is √(½ Σ_f ‖ΔZ_f‖² + ‖Δ fixed‖²).
+    The measure of W_QK in rotary heads is the root mean square over distances m of ‖Δ W_Q R(m) W_Kᵀ‖, with
+    biases as rows. Over distances long relative to the beat of any two pairs it is √(½ Σ_f ‖ΔZ_f‖² + ‖Δ
+    fixed‖²).
     """
     before = before.behind_norms()
     after = after.behind_norms()

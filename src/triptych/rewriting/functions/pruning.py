@@ -266,7 +266,7 @@ def _done_by_normed(weights: AttentionWeights, W_V: Tensor, W_O: Tensor, heads: 
     made = W_V.ne(0).any(dim=-2) if bias is None else W_V.ne(0).any(dim=-2) | bias[heads].ne(0)
     if norm.centred:  # centring changes channels of 0 to minus the mean
         made = made.any(dim=-1, keepdim=True).expand_as(made)
-    # The gain and shift of the norm, read behind a dummy map of ones.
+    # Read the norm's gain and shift behind a dummy map.
     copies = max(weights.num_value_heads, norm.num_copies(width))
     after = Link(W_V.new_ones(copies, width), norm=norm).norm_map
     gain = W_O.new_ones(width)

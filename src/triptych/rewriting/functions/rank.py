@@ -38,12 +38,12 @@ def truncate(
     *,
     qk_rank: Ranks | None = None,  # number of pairs if rotary="pairs"
     ov_rank: Ranks | None = None,
-    centred: bool | None = None,  # whether to subtract means over the text; None: where it is exact
+    centred: bool | None = None,  # subtract means over the text; None: where it is exact
     rotary: Rotary | None = None,  # truncation of W_QK in rotary heads; None refuses rotary heads
     longest: int | None = None,  # tokens of the longest text of rotary heads; None: unlimited
     prior: float = PRIOR,
 ) -> Rewritten:
-    """Compute the nearest forms of a lower rank per head: in Frobenius norm, or by their effect on a text.
+    """Compute the nearest forms of a lower rank per head, in Frobenius norm or by their effect on a text.
 
     A ≈ (U_r S_r^½)(S_r^½ V_rᵀ), with error √(Σ_{i>r} σ_i²). Heads sharing a key (value) head continue to
     share it: its channels are the first r right singular vectors of [W_QK,1; …; W_QK,n], the nearest for all
@@ -51,7 +51,7 @@ def truncate(
     truncated before the rotation, or whole rotary pairs become zero.
 
     Chains of several maps keep their structure where possible: the last map changes. Biases are projected to
-    the remaining channels; the lost part of the value bias goes into the output bias.
+    the remaining channels; the output bias absorbs the lost part of the value bias.
 
     Source: Eckart & Young 1936, doi 10.1007/BF02288367.
     """
@@ -95,8 +95,8 @@ def truncate(
             worst = float(moved.form.max())
             most = int(metric.basis().rank.max())
         cuts.append(Cut(metric.said.cut, tuple(ranks[form]), most, worst, shares))
-        # With the mean subtracted, the output bias contains the lost part of the value bias, if value biases
-        # pass unweighted.
+        # After centring, the output bias contains the lost part of the value bias, if value biases pass
+        # unweighted.
         in_output = change.output is not None and not VALUE_BIAS_PASSES.why_not(weights)
         counted = moved.form if in_output else moved.whole
         exact &= bool((counted <= _ROUNDING * weights.d_model * sized.whole).all())
@@ -179,7 +179,7 @@ def _is_centred(weights: AttentionWeights, form: Form, asked: bool | None) -> bo
 def _without_fixed_widths(
     weights: AttentionWeights, forms: Collection[Form], notes: list[str]
 ) -> AttentionWeights:
-    """Multiply several output maps into one where the layer could not keep them."""
+    """Multiply several output maps into one map if the layer could not store them."""
     fixed = any(not link.learned for link in weights.o)
     if len(weights.o) < 2 or ("ov" not in forms and not (fixed and "qk" in forms)):
         return weights

@@ -177,7 +177,7 @@ class _Scores:
         return self._product(self.q[..., :-1, :-1], self.k[..., :-1, :-1])
 
     def seen(self, by: _Turned, gram: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
-        """Return the mean of R(m)ᵀ G R(m) for keys reading query moments; of R(m) G R(m)ᵀ for queries."""
+        """Average R(m)ᵀ G R(m) over m for keys reading query moments, or R(m) G R(m)ᵀ for queries."""
         phases = self.phases if by == "k" else self.phases.conj()
         turned = (self.basis.mH @ gram.to(self.basis.dtype) @ self.basis) * phases
         seen: Tensor = (self.basis @ turned @ self.basis.mH).real

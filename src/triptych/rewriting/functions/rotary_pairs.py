@@ -1,4 +1,4 @@
-"""Rewrites of rotary heads, pair by pair.
+"""Rewrites of rotary heads that treat each rotary pair separately.
 
 Pair f of a head is two complex vectors, u_f = (W_Q)_a + i (W_Q)_b of queries and v_f of keys, with a and b
 the channels rotated together. At distance m its score is Re(x u_f · (y v_f)* · e^{imθ_f}). The complex form
@@ -104,7 +104,7 @@ def pair_scores(heads: RotaryHeads) -> Float[Tensor, "num_heads pairs pairs"]:
 
 
 def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
-    """Return the rotary embedding of a layer; refuse scores that are not sums over its pairs."""
+    """Return the rotary embedding of a layer, refusing scores other than sums over its pairs."""
     ROTARY_PAIRS_MEET.require(name, weights)
     rotation = _rotary_embedding(weights)
     width = weights.multiplied("q").d_out
@@ -149,7 +149,7 @@ def merge_rotary_pairs(plain: AttentionWeights, groups: int) -> AttentionWeights
 
 
 def _merge_fixed(q: Link, k: Link, rotation: RotaryEmbedding, new_q: Tensor, new_k: Tensor) -> None:
-    """Merge the unrotated channels in place."""
+    """Merge the unrotated channels into the new maps."""
     stays = unturned(rotation, q.d_out)
     if not stays:
         return

@@ -60,7 +60,7 @@ class ViewedLayer:
     """The heads of one layer, in order."""
 
     number: int  # layer number
-    heads: tuple[ViewedHead, ...]  # heads, at least one
+    heads: tuple[ViewedHead, ...]  # non-empty
 
 
 @final
@@ -71,7 +71,7 @@ class ViewedKind:
     kind: Kind  # "encoder" (source attends to source), "decoder" or "cross" (target attends to source)
     query_tokens: tuple[str, ...]  # readable query tokens
     key_tokens: tuple[str, ...]  # readable key tokens
-    layers: tuple[ViewedLayer, ...]  # layers, at least one
+    layers: tuple[ViewedLayer, ...]  # non-empty
     # index of the first generated query token; None without generated tokens
     first_generated_query: int | None = None
     first_generated_key: int | None = None  # likewise for key tokens
@@ -83,7 +83,7 @@ class ViewedText:
     """One text, or one pair of source and target."""
 
     title: str  # title: the text itself, or its line number
-    kinds: tuple[ViewedKind, ...]  # the model's kinds of attention, at least one
+    kinds: tuple[ViewedKind, ...]  # kinds of attention of the model, non-empty
 
 
 @final
@@ -92,8 +92,8 @@ class AttentionPage:
     """Contents of the page."""
 
     title: str  # heading
-    texts: tuple[ViewedText, ...]  # texts to choose from, at least one
-    facts: tuple[tuple[str, str], ...] = ()  # name and value: the model, the command
+    texts: tuple[ViewedText, ...]  # selectable texts, non-empty
+    facts: tuple[tuple[str, str], ...] = ()  # names and values, such as the model and the command
     notes: tuple[str, ...] = ()  # sentences below the heading
 
 

@@ -139,7 +139,7 @@ def explain_call(
     """Compare a layer's attention on one sequence with the attention of parts of its scores.
 
     Returns the sum of squares of the centred scores `[heads]`, the number of queries with at least two
-    visible keys, and sums over these queries by name, `[heads]` each: `content_share` and likewise for other
+    visible keys, and sums over these queries by name, all `[heads]`: `content_share` and likewise for other
     parts, the inner product of the centred part with the centred scores, which add up to their squares;
     `even_nats`, `content_nats` and `rank_4_nats`, the divergence of the true weights from uniform attention,
     from W_QK alone, and from W_QK truncated to rank 4 with everything else unchanged; `content_hits` and

@@ -1,7 +1,7 @@
 """The loss of a model and of changed models on a held-out text.
 
-The loss on a sentence is a poor measure of a change: it can fall where the loss on a longer text rises. A
-held-out text is read in parts of a few hundred tokens, so that callers can interleave other work.
+The loss on a sentence is a poor measure of a change: it can fall where the loss on a longer text rises. The
+text is read in parts of a few hundred tokens, so that callers can interleave other work.
 """
 
 from collections.abc import Sequence
