@@ -135,7 +135,7 @@ def _without_padding(window: Window, ours: Reader, theirs: TransformersModel) ->
     """Replace padding tokens in random tokens: some models mask the padding id."""
     pad = getattr(theirs.model.config, "pad_token_id", None)
     model = ours.model
-    if pad is None or isinstance(model, EncoderDecoder):  # random tokens exclude padding
+    if pad is None or isinstance(model, EncoderDecoder):  # their random tokens exclude padding
         return window
     ids = window.inputs["input_ids"]
     return Window({"input_ids": ids.masked_fill(ids == pad, (pad + 1) % model.vocab_size)})

@@ -22,8 +22,8 @@ from triptych.running.opening import (
 )
 
 MOST_TOKENS = 1 << 16
-# Memory for maps and moments of layers in one pass over the text, in float64. Larger models need several
-# passes.
+# Memory limit for maps and moments of layers in one pass over the text, in float64. Larger models need
+# several passes.
 MOST_BYTES = 1 << 31
 
 

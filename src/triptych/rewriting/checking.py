@@ -176,7 +176,7 @@ def check_layers_on_text(pair: CheckpointPair, inputs: Mapping[str, Seen]) -> Cl
     for layer in pair.layers():
         certified = layer.measured_on_text
         given = inputs.get(pair.before[layer.module].name)
-        # Every changed layer with inputs must be certified on them.
+        # A changed layer has both inputs and certified figures, or lacks both.
         if layer.measured is not None and (certified is None) != (given is None):
             wrong.append(f"{layer.module}: inputs or what was measured on them are missing")
         if certified is None or given is None:

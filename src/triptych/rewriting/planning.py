@@ -235,7 +235,7 @@ class Rewriting:
         return LayerToRewrite(site.name, wide, source.longest_text(site), others=others, numbers=site.numbers)
 
     def _look(self, driver: Driver, step: Rewrite) -> tuple[Rewrite, Mapping[str, Moments]]:
-        """Return a step with its losses, or its moments, of the layers after the previous steps."""
+        """Return a step with its head losses, and moments of the layers after the previous steps."""
         assert self._text is not None, "the recipe was looked at"
         sites = [site for site in self._source.sites if applies_to(step, site.numbers)]
 

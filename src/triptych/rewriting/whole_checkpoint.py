@@ -192,7 +192,8 @@ class _FolderSink:
         norms = self._rewriting.other_norms
         if site is None:
             if name in norms.owners:
-                wait(self._measured.values())  # one large map in memory
+                # A map may be as large as the whole attention: measurements finish first.
+                wait(self._measured.values())
             return norms.replacement(name, took_up_norm)
         self._rewrite(site)
         if name in self._replaced:

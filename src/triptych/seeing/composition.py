@@ -18,18 +18,18 @@ from triptych.literals import Into
 class Composition:
     """Composition scores of pairs of heads.
 
-    For heads a and b, a in an earlier layer, with W_OV of a and the form F of b, the score is `‖W_OV F‖ /
-    (‖W_OV‖ ‖F‖)` in Frobenius norms: F is W_QK of b for "Q", its transpose for "K", W_OV for "V". Maps read
-    normalised input: the gain of the norm before a layer is folded into them. For models with LayerNorms, the
-    removed mean is projected out of the maps' inputs and the heads' outputs; an RMSNorm does not remove the
-    mean.
+    For heads a and b, a in an earlier layer, with W_OV of a and the form F of b, the score is
+    `‖W_OV F‖ / (‖W_OV‖ ‖F‖)` in Frobenius norms: F is W_QK of b for "Q", its transpose for "K", W_OV for "V".
+    Maps read normalised input: the gain of the norm before a layer is folded into them. For models with
+    LayerNorms, the removed mean is projected out of the maps' inputs and the heads' outputs; an RMSNorm does
+    not remove the mean.
 
     Attributes:
         into: "Q", "K" or "V": input of the later head that reads the earlier head's output.
         scores: earlier head by later head, `[layers, heads, layers, heads]`; NaN unless the first layer is
             earlier.
-        chance: √E[score²] for a random rotation between both forms: `1 / √d_model` for any spectra, or `1 /
-            √(d_model − 1)` with LayerNorms.
+        chance: √E[score²] for a random rotation between both forms: `1 / √d_model` for any spectra, or
+            `1 / √(d_model − 1)` with LayerNorms.
         layers: names of the layers.
 
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".

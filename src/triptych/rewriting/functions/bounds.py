@@ -23,8 +23,8 @@ def score_bound(before: AttentionWeights, after: AttentionWeights) -> Float[Tens
     """Return the largest possible change of a score for each head: `d σ₁(ΔW_QK) · scale`.
 
     A constant added to a row of scores, such as that of the key bias, does not count where the softmax
-    cancels it. Biases that count add an entry to inputs, and the bound is `2d σ₁` of the form with the row `b
-    / √d`. For rotary embeddings, the bound is the sum over rotary pairs, valid at every distance.
+    cancels it. Biases that count add an entry to inputs, and the bound is `2d σ₁` of the form with the row
+    `b / √d`. For rotary embeddings, the bound is the sum over rotary pairs, valid at every distance.
     """
     semantics = before.semantics
     if semantics.rotary is not None and semantics.clip is None and not semantics.qk_norm:

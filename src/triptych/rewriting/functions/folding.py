@@ -153,9 +153,9 @@ def fold(
 ) -> Rewritten:
     """Multiply the maps of a chain into one map per head: `x W₁ W₂ + (b₁ W₂ + b₂)`.
 
-    For "o", the 4th matrix with its 1/√d_k goes into W^O. "qk" multiplies the form itself: one matrix `W_QK =
-    W_Q W_Kᵀ` per head, compared with the input instead of keys; the query bias becomes `b_Q W_Kᵀ`, and the
-    key bias, cancelled by the softmax, is dropped.
+    For "o", the 4th matrix with its 1/√d_k goes into W^O. "qk" multiplies the form itself: one matrix
+    `W_QK = W_Q W_Kᵀ` per head, compared with the input instead of keys; the query bias becomes `b_Q W_Kᵀ`,
+    and the key bias, cancelled by the softmax, is dropped.
 
     A product is not always cheaper than its factors: W₁ W₂ of inner width r has more parameters than both
     factors where r < d_in d_out / (d_in + d_out), and W_QK where d_k < d_model / 2. The record states the

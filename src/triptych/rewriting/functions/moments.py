@@ -1,7 +1,7 @@
 """Second moments of queries, keys and mixed values of one attention layer, gathered over a text.
 
 They are the only statistics used by data-aware rewrites: a few values per pair of channels of one head,
-instead of values per pair of input channels. Each text is read once.
+instead of values per pair of input channels. A layer needs a single pass over the text.
 """
 
 from dataclasses import dataclass, replace

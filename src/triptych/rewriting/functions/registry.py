@@ -40,7 +40,7 @@ REWRITES: tuple[type[Rewrite], ...] = (
 )
 BY_NAME = {rewrite.name: rewrite for rewrite in REWRITES}
 
-# All exact rewrites that never enlarge a layer and preserve the order of heads.
+# All exact rewrites that never enlarge a layer and preserve the order of active heads.
 EXACT: tuple[Rewrite, ...] = (
     Fold(),
     FoldNorm(),

@@ -496,8 +496,8 @@ def attend(
     """Compute the attention weights of every head of a model on a text.
 
     The model runs unchanged, with its own kernels. The weights are computed lazily from the inputs of its
-    layers, by the plain formula in float32 or higher: `softmax(q kᵀ · scale + bias + mask)`, `[heads,
-    queries, keys]`.
+    layers, by the plain formula in float32 or higher: `softmax(q kᵀ · scale + bias + mask)`,
+    `[heads, queries, keys]`.
 
     Row i of a language model is the attention of token i when it was read. Row i of an encoder-decoder's
     decoder is the attention used to produce target token i.

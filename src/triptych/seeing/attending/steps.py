@@ -83,7 +83,7 @@ class DirectEffect:
     pieces: Any
 
     def top(self, k: int, *, lowered: bool = False) -> list[tuple[str, float, float]]:
-        """Return the tokens made more (or less) probable by the head, with both changes."""
+        """Return tokens made more (or less) probable by the head, with changes of logit and probability."""
         found = self.probabilities.topk(min(k, len(self.logits)), largest=not lowered).indices.tolist()
         return [
             (token, float(self.logits[i]), float(self.probabilities[i]))
