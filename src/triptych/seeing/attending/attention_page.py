@@ -82,7 +82,7 @@ class ViewedKind:
 class ViewedText:
     """One text, or one pair of source and target."""
 
-    title: str  # title: the text itself, or its line number
+    title: str  # the text itself, or its line number
     kinds: tuple[ViewedKind, ...]  # kinds of attention of the model, non-empty
 
 

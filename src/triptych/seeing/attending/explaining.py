@@ -143,7 +143,7 @@ def explain_call(
     parts, the inner product of the centred part with the centred scores, which add up to their squares;
     `even_nats`, `content_nats` and `rank_4_nats`, the divergence of the true weights from uniform attention,
     from W_QK alone, and from W_QK truncated to rank 4 with everything else unchanged; `content_hits` and
-    `rank_4_hits`, number of queries with the correct most attended key.
+    `rank_4_hits`, numbers of queries with the true most attended key.
     """
     rows = visible.sum(dim=-1) > 1
     taken = score_parts(call)
