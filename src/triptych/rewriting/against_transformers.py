@@ -1,4 +1,4 @@
-"""Compares a model's numbers with `transformers`."""
+"""Comparison of a model's outputs with `transformers`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,19 +21,19 @@ _SEED = 20170612
 @final
 @dataclass(frozen=True)
 class Check:
-    """The largest differences between a model and `transformers`, both in float32 on the CPU.
+    """The largest differences between a model and `transformers`, in float32 on the CPU.
 
     Attributes:
-        model: its name.
-        by: the library and its version.
+        model: name of the model.
+        by: name and version of the library.
         on: "random tokens", or "the text".
-        tokens: that were read, or produced by an encoder-decoder.
-        logits: the largest difference of a logit; of a model without an output table, of a hidden state.
-        largest: the largest absolute value among them.
-        loss: the largest difference of the mean loss of a text, in nats per token; None for encoders.
-        attention: the largest difference of an attention weight; None where `transformers` gives none.
-        layers: attention layers that were compared.
-        same_tokens: whether both cut the text into the same tokens; None for random tokens.
+        tokens: number of tokens read, or produced by an encoder-decoder.
+        logits: largest difference of a logit, or of a hidden state for models without an output table.
+        largest: largest absolute value of the compared outputs.
+        loss: largest difference of the mean loss of a text, in nats per token; None for encoders.
+        attention: largest difference of an attention weight; None if `transformers` returns no weights.
+        layers: number of compared attention layers.
+        same_tokens: equality of the tokens of the text; None for random tokens.
     """
 
     model: str
@@ -48,7 +48,7 @@ class Check:
     same_tokens: bool | None = None
 
     def rows(self) -> list[tuple[str, str]]:
-        """What was compared, and the largest difference."""
+        """Return the compared quantities and their largest differences."""
         found = [("logits", f"{self.logits:.1e} (they reach {self.largest:.3g})")]
         if self.loss is not None:
             found.append(("loss", f"{self.loss:.1e} nats per token"))
@@ -72,7 +72,7 @@ class Check:
 
 @torch.no_grad()
 def check_against_transformers(source: Source, text: str | None, target: str | None) -> Check:
-    """Run both on one text, or on random tokens."""
+    """Run both models on the text, or on random tokens."""
     if source.is_own:
         raise UsageError(
             f"{source.name} is a run of triptych, which transformers does not read: convert it to hf first"
@@ -90,6 +90,7 @@ def check_against_transformers(source: Source, text: str | None, target: str | N
     loss: float | None = None
     attention: float | None = None
     tokens = layers = 0
+    # Differences are maxima over windows; attention weights are recomputed from recorded inputs.
     for window in windows:
         with record_calls(ours.model) as calls:
             one = ours.outputs(window).float()
@@ -131,10 +132,10 @@ def check_against_transformers(source: Source, text: str | None, target: str | N
 
 
 def _without_padding(window: Window, ours: Reader, theirs: TransformersModel) -> Window:
-    """Random tokens none of which is padding, which some models leave out by its number."""
+    """Replace padding tokens in random tokens: some models mask the padding id."""
     pad = getattr(theirs.model.config, "pad_token_id", None)
     model = ours.model
-    if pad is None or isinstance(model, EncoderDecoder):  # whose random tokens have none
+    if pad is None or isinstance(model, EncoderDecoder):  # their random tokens exclude padding
         return window
     ids = window.inputs["input_ids"]
     return Window({"input_ids": ids.masked_fill(ids == pad, (pad + 1) % model.vocab_size)})
@@ -154,7 +155,7 @@ def _windows_of(
 
 
 def _both_weights(ours: Mapping[str, list[Tensor]], theirs: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
-    """Weights of the same layers; of stacks of which both give as many."""
+    """Pair the attention weights of equal layers, for stacks with equal numbers of layers."""
     return [
         (one.float(), other[0].float())
         for kind, layers in ours.items()

@@ -1,7 +1,7 @@
-"""A layer of another family as one of DeepSeek's: which tensors come in whose place, and what the file says.
+"""Conversion of a layer of another family to DeepSeek's format: tensors and settings.
 
-A rotary key of several heads turns with each frequency several times. `rope_type` "longrope" lists a factor
-for every pair, and so says any frequencies.
+A rotary key of several heads repeats each frequency per head. `rope_type` "longrope" lists a factor per pair,
+and thereby allows any frequencies.
 """
 
 from dataclasses import dataclass, fields
@@ -29,20 +29,21 @@ _TYPE = "deepseek_v3"
 @final
 @dataclass(frozen=True, eq=False)
 class AsLatent:
-    """A layer as DeepSeek's format has it."""
+    """A layer in DeepSeek's format."""
 
-    weights: AttentionWeights  # with the scale that the reader of the file will have
-    stored: LayerMap  # where its parts lie
+    weights: AttentionWeights  # scaled for the scale used by readers of the file
+    stored: LayerMap  # locations of its parts
     parts: dict[str, Tensor]
     settings: dict[str, Any]
-    replaced: dict[str, tuple[str, ...]]  # stored tensors that go, with those that come in their place
+    replaced: dict[str, tuple[str, ...]]  # removed tensors, with the names of their replacements
 
 
 def as_latent(checkpoint: Checkpoint, before: AttentionLayer, after: AttentionWeights) -> AsLatent:
-    """A layer whose keys and values come through a normalised latent, from a checkpoint of another family."""
+    """Convert a layer of another family, with keys and values from a normalised latent."""
     place = checkpoint.place(before.site)
     family = family_of(_TYPE)
     assert family is not None
+    # The small scale of the latent would underflow in float16.
     if before.weights.dtype == torch.float16:
         reject("the latent is too small for float16", "store it in bfloat16 or float32")
     sizes = sizes_of(after)
@@ -101,6 +102,7 @@ def _settings(place: Place, sizes: MapSizes, rotary: RotaryEmbedding) -> dict[st
         "num_nextn_predict_layers": 0,
         "attention_bias": False,
     }
+    # Entries replaced by `rope_parameters`, or foreign to the new format, are removed.
     gone = {
         name: None for name in ("rope_scaling", "rope_theta", "layer_types") if record.value(name) is not None
     }
@@ -124,7 +126,7 @@ def _latent_place(place: Place, site: Site, family: Family, settings: dict[str, 
 def _require_same_model(
     checkpoint: Checkpoint, family: Family, settings: dict[str, Any], come: dict[str, Tensor], gone: set[str]
 ) -> None:
-    """Refuse a model of which anything but the attention is read otherwise from DeepSeek's format."""
+    """Refuse a model with differences outside the attention when read in DeepSeek's format."""
     zero = torch.zeros(())
     first = checkpoint.sites[0].module
     shapes = {name: info.shape for name, info in checkpoint.tensors.infos.items()}
@@ -132,6 +134,7 @@ def _require_same_model(
         for name in gone:
             shapes.pop(name.replace(first, site.module), None)
         shapes |= {name.replace(first, site.module): tuple(tensor.shape) for name, tensor in come.items()}
+    # The map of the model needs only names and shapes.
     empty = InMemory(checkpoint.name, {name: zero.expand(shape) for name, shape in shapes.items()})
     record = Settings({**checkpoint.settings.record, **settings}, checkpoint.settings.where)
     try:

@@ -1,4 +1,4 @@
-"""What rewrites need of a text: second moments of layers, and what each head is worth to the loss."""
+"""Statistics of a text for rewrites: second moments of layers, and the worth of each head to the loss."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +22,8 @@ from triptych.running.opening import (
 )
 
 MOST_TOKENS = 1 << 16
-# What is held of layers in one pass over the text: their maps and moments, in float64. More take more passes.
+# Memory limit for maps and moments of layers in one pass over the text, in float64. Larger models need
+# several passes.
 MOST_BYTES = 1 << 31
 
 
@@ -37,11 +38,10 @@ def gather_moments(
     most_tokens: int = MOST_TOKENS,
     most_bytes: int = MOST_BYTES,
 ) -> dict[str, Moments]:
-    """Gather the moments of layers over a text, as the layers are before a step, in float64.
+    """Gather the moments of layers over a text, in float64, after the previous steps of a recipe.
 
-    The inputs of every layer come from the forward pass of the original model. Queries, keys and outputs are
-    computed by the layer after the previous steps; with `served`, what a latent serves, too. Layers that
-    share their weights count alike.
+    Inputs are those of the original model; queries, keys and values are computed by the layer after the
+    previous steps. `served` also gathers the moments for a latent. Layers sharing weights contribute equally.
     """
     found: dict[str, Moments] = {}
     model: TextModel | None = None
@@ -50,6 +50,7 @@ def gather_moments(
         for site in together:
             read = source.read(site)
             weights = before(read)
+            # Steps may have folded the norm: the rewritten layer then reads inputs before its gain.
             norm = read.weights.norm if weights.norm is None else None
             memory_norm = read.weights.memory_norm if weights.memory_norm is None else None
             layers[site.name] = weights, norm, memory_norm, MomentsGatherer(served=served)
@@ -66,7 +67,7 @@ def gather_moments(
 
 
 def _groups_within(source: AttentionSource, sites: Sequence[Site], most_bytes: int) -> Iterator[list[Site]]:
-    """Group layers in order, within a number of bytes, at least one layer each."""
+    """Group layers in order, within `most_bytes` and with at least one layer per group."""
     together: list[Site] = []
     left = most_bytes
     for site in sites:
@@ -99,6 +100,7 @@ def measure_head_losses(
     """
     reader = Reader(open_model(files, "cpu"))
     _require_run(reader, sites)
+    # A translator reads pairs of lines, a language model the whole text.
     if reader.opened.translates:
         pairs = [*read_tab_pairs(text)]
         windows = cut_windows(reader, [one for one, _ in pairs], [other for _, other in pairs])

@@ -1,4 +1,4 @@
-"""Certificates: the claims of a rewrite, which anyone can verify.
+"""Certificates: the claims of a rewrite, verifiable by anyone.
 
 `certificate.json` lists the hash of every tensor, every step with its checks and bounds, and the errors
 measured on the saved weights. Its last entry is a hash of all other entries.
@@ -49,7 +49,7 @@ class Cost(_Frozen):
 
     @classmethod
     def from_writing(cls, cost: WritingCost, layer: AttentionLayer) -> "Cost":
-        """Convert the cost of a layer's maps; layers that share them each compute and cache."""
+        """Convert the cost of a layer's maps; layers sharing maps each compute and cache."""
         uses = len(layer.site.numbers)
         return cls(
             parameters=cost.parameters,
@@ -94,7 +94,7 @@ class StepRecord(_Frozen):
 
     @classmethod
     def from_outcome(cls, outcome: StepOutcome, layer: AttentionLayer) -> "StepRecord":
-        """Convert what the driver tells of a step."""
+        """Convert the driver's outcome of a step."""
         if (record := outcome.record) is None:
             return cls(rewrite=outcome.step, refused=outcome.refused)
         return cls(
@@ -160,7 +160,7 @@ class LayerRecord(_Frozen):
 
     @model_serializer(mode="wrap")
     def _leave_out_empty(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """Leave out what older certificates lack, so that they are read and written unchanged."""
+        """Omit entries missing in older certificates, so that these are read and written unchanged."""
         record = write(self)
         if not self.layers:
             record.pop("layers", None)
@@ -170,7 +170,7 @@ class LayerRecord(_Frozen):
 
     @property
     def count(self) -> int:
-        """The number of layers of the model that have these weights."""
+        """Number of layers of the model with these weights."""
         return len(self.layers) or 1
 
     @property
@@ -180,12 +180,12 @@ class LayerRecord(_Frozen):
 
     @property
     def took_up_norm(self) -> bool:
-        """Whether the maps have taken up the norm before the layer."""
+        """Whether the maps have absorbed the norm before the layer."""
         return any(step.rewrite == "fold_norm" and not step.refused for step in self.steps)
 
     @property
     def tier(self) -> Tier:
-        """The weakest of its steps."""
+        """The weakest tier of its steps."""
         return _weakest(self.steps)
 
 
@@ -205,11 +205,11 @@ class NormRecord(_Frozen):
     maps: tuple[str, ...]
     steps: tuple[StepRecord, ...]
     measured: Measured | None = None
-    count: ClassVar[int] = 1  # as of layers
+    count: ClassVar[int] = 1  # like layers
 
     @property
     def tier(self) -> Tier:
-        """The weakest of its steps."""
+        """The weakest tier of its steps."""
         return _weakest(self.steps)
 
 
@@ -317,13 +317,13 @@ class Certificate(_Frozen):
 
     @property
     def tier(self) -> Tier:
-        """The weakest of its layers and norms."""
+        """The weakest tier of its layers and norms."""
         tiers = [layer.tier for layer in self.layers] + [norm.tier for norm in self.norms]
         return max(tiers, key=TIERS.index, default="bit-exact")
 
     @model_serializer(mode="wrap")
     def _leave_out_empty(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        """Leave out entries that older certificates lack, so that they are read and written unchanged."""
+        """Omit entries missing in older certificates, so that these are read and written unchanged."""
         record = write(self)
         for name in ("norms", "unpadded"):
             if not getattr(self, name):
@@ -333,7 +333,7 @@ class Certificate(_Frozen):
     def __repr__(self) -> str:
         return in_lines(*self._shown())
 
-    __str__ = __repr__  # pydantic's has every field
+    __str__ = __repr__  # pydantic's lists every field
 
     def _repr_html_(self) -> str:
         return table_html(*self._shown())
@@ -345,26 +345,27 @@ class Certificate(_Frozen):
         return f"Certificate {self.source}: {self.family}, {self.tier}", rows
 
     def sealed(self) -> "Certificate":
-        """The certificate with the hash of all other entries."""
+        """Return the certificate with the hash of all other entries."""
         return self.model_copy(update={"sha256": _seal(self.model_dump(mode="json", exclude={"sha256"}))})
 
     def as_json(self) -> bytes:
-        """The bytes of the file."""
+        """Return the bytes of the file."""
         return (self.model_dump_json(indent=1) + "\n").encode()
 
 
 def in_lines(title: str, rows: Iterable[tuple[str, str]]) -> str:
-    """A title and a line for each row, none of them longer than a terminal is wide."""
+    """Return a title and a line per row, each shortened to the width of a terminal."""
     return "\n".join(shorten(line, 100, placeholder=" …") for line in (title, *map(": ".join, rows)))
 
 
 def shown_rewrite(
     parts: Sequence[LayerRecord | NormRecord], before: Cost, after: Cost
 ) -> list[tuple[str, str]]:
-    """What a rewrite did, in at most six rows: its steps, and the cost before and after."""
+    """Summarise a rewrite in at most six rows: its steps, and the cost before and after."""
     names = list(dict.fromkeys(step.rewrite for part in parts for step in part.steps))
     moved = sum(isinstance(part, LayerRecord) and part.heads is not None for part in parts)
     rows = []
+    # A row is reserved for renumbered heads, if any.
     most = 3 if moved else 4
     for name in names[:most]:
         found = [(part.count, step) for part in parts for step in part.steps if step.rewrite == name]
@@ -382,7 +383,7 @@ def shown_rewrite(
 
 
 def said_layers(layers: Sequence[LayerRecord]) -> str:
-    """Describe the number of attention layers, and of their weights where layers share them."""
+    """Describe the number of attention layers, and of distinct weights if layers share them."""
     count = sum(layer.count for layer in layers)
     shared = f" with the weights of {len(layers)}, each rewritten once" if count > len(layers) else ""
     return f"{count} attention layer{'s' * (count != 1)}{shared}"
@@ -390,7 +391,7 @@ def said_layers(layers: Sequence[LayerRecord]) -> str:
 
 def _seal(record: dict[str, Any]) -> str:
     plain = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    # JSON can spell half of a surrogate pair, which is no UTF-8 and no hash of ours.
+    # JSON can spell half of a surrogate pair, which is invalid in UTF-8; our writer never produces it.
     return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -415,7 +416,7 @@ def read_certificate(path: Path) -> Certificate:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise DataError(f"{path}: {where}: {first['msg']}") from None
-    # What an older version did not write is left out of both.
+    # Entries unknown to the writing version are omitted on both sides.
     if found.model_dump(mode="json", exclude_unset=True) != record:
         raise DataError(f"{path}: it does not read back as it was written: it was edited")
     if found.sha256 != _seal({name: value for name, value in record.items() if name != "sha256"}):
@@ -431,13 +432,13 @@ _MEANING: dict[Tier, str] = {
 
 
 def card(certificate: Certificate, folder: str = "path/to/this/folder") -> str:
-    """The section of the model card about a rewrite."""
+    """Return the section of the model card about a rewrite."""
     paragraphs = ["\n".join(map(printable, lines)) for lines in _card_paragraphs(certificate, folder)]
     return "\n\n".join(paragraphs) + "\n"
 
 
 def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str]]:
-    """The lines of its paragraphs."""
+    """Yield the lines of each paragraph."""
     yield [CARD_HEADING]
     maps = [name for norm in certificate.norms for name in norm.maps if norm.measured is not None]
     and_maps = f" {len(maps)} maps outside it took up the norms that they read." if maps else ""
@@ -447,6 +448,7 @@ def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str
         f"The rewrite is **{certificate.tier}: {_MEANING[certificate.tier]}**."
     ]
     yield [
+        # A line per step: counts of layers and norms, with reasons of refusals.
         line
         for name in dict.fromkeys(str(step["rewrite"]) for step in certificate.recipe)
         for line in (
@@ -490,7 +492,7 @@ def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str
     yield [f"Try it again: `{words}{text}`."]
 
 
-# Layers of which a summary says how heads were renumbered.
+# Maximum number of layers in a summary of renumbered heads.
 _LAYERS_SHOWN = 12
 UNPADDED = (
     "This format has fixed shapes: what the new maps do not need is filled with zeros. As a run of triptych, "
@@ -509,7 +511,7 @@ def _said_costs(what: str, before: Cost, after: Cost) -> str:
 
 
 def renumbered(layers: Sequence[LayerRecord]) -> str:
-    """Describe which heads have new numbers; "" if none has."""
+    """Describe the renumbered heads; "" if all numbers are unchanged."""
     moved = [layer for layer in layers if layer.heads is not None]
     if not moved:
         return ""
@@ -522,7 +524,7 @@ def renumbered(layers: Sequence[LayerRecord]) -> str:
 
 
 def _step_lines(name: str, parts: Sequence[LayerRecord | NormRecord], what: str) -> Iterator[str]:
-    """One line about a step, if it applied to any of these."""
+    """Yield one line about a step if it applied to any of `parts`."""
     found = [(part.count, step) for part in parts for step in part.steps if step.rewrite == name]
     reasons = dict.fromkeys(step.refused for _, step in found if step.refused)
     if found:

@@ -1,4 +1,4 @@
-"""A recipe done again, layers measured again, and what of a certificate that confirms."""
+"""Checks of a certificate: repeating its recipe, and measuring its layers again."""
 
 import math
 import re
@@ -39,7 +39,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 class Claim(NamedTuple):
-    """A claim: whether it holds (None if it was not checked), and what was found."""
+    """A claim: confirmed, refuted or not checked (None), and the finding."""
 
     claim: str
     held: bool | None
@@ -47,25 +47,25 @@ class Claim(NamedTuple):
 
 
 def as_claim(claim: str, wrong: list[str], right: str) -> Claim:
-    """A claim that holds if a list of errors is empty."""
+    """Return a claim, confirmed if the list of errors is empty."""
     said = "; ".join(wrong[:_MOST_NAMED]) + (f"; {len(wrong)} in all" if len(wrong) > _MOST_NAMED else "")
     return Claim(claim, not wrong, said or right)
 
 
 def as_stated(claim: str, what: str) -> Claim:
-    """A claim that is stated in the certificate and was not checked."""
+    """Return a claim stated in the certificate without a check."""
     return Claim(claim, None, f"stated, not checked: {what}")
 
 
 def are_close(one: float | None, other: float | None, relative: float, absolute: float = 0.0) -> bool:
-    """Whether two numbers are close, or both are None."""
+    """Return True if two values are close, or both None."""
     if one is None or other is None:
         return one is other
     return math.isclose(one, other, rel_tol=relative, abs_tol=absolute)
 
 
 def same_words(one: str, other: str) -> bool:
-    """Whether two texts are equal, up to one unit in the last digit of their numbers."""
+    """Return True if two texts are equal up to one unit in the last digit of their figures."""
     if _NUMBER.split(one) != _NUMBER.split(other):
         return False
     return all(
@@ -75,25 +75,25 @@ def same_words(one: str, other: str) -> bool:
 
 
 def _last_digit(number: str) -> float:
-    """What one unit in its last printed digit is worth; 0 for whole numbers, which are counted."""
+    """Return the value of one unit in the last printed digit; 0 for integers (counts)."""
     mantissa, _, exponent = number.partition("e")
     if "." not in mantissa and not exponent:
         return 0.0
     return float(10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2])))
 
 
-# Measured again on another machine, float64 sums and singular values come out in another order of sums, and
-# products of the checkpoint's own dtype by another kernel.
+# Float64 sums and singular values vary between machines by the order of summation, and products in the
+# checkpoint's dtype by the kernel.
 _SAME = 1e-6
 _SAME_RATIO = 0.5
-# How near the inputs are that the original makes again, in float32.
+# Relative tolerance of the original's inputs, recomputed in float32.
 _SAME_INPUTS = 1e-3
-# Exact steps after which biases, which are rows of the forms, are moved or gone.
+# Exact steps that move or remove biases, that is, rows of the forms.
 _MOVE_FORMS = ("drop_key_bias", "fold_value_bias")
 
 
 class CheckpointPair:
-    """The layers of the original and of the rewritten checkpoint, by their modules."""
+    """Layers of the original and of the rewritten checkpoint, by module."""
 
     def __init__(
         self, certificate: Certificate, original: AttentionSource, written: AttentionSource, folder: Path
@@ -110,13 +110,13 @@ class CheckpointPair:
         return self.original.read(self.before[module]), self.written.read(self.after[module])
 
     def layers(self) -> Iterator[LayerRecord]:
-        """Layers of the certificate that are in both."""
+        """Yield the certificate's layers present in both checkpoints."""
         for layer in self.certificate.layers:
             if layer.module in self.before and layer.module in self.after:
                 yield layer
 
     def stored(self, layer: LayerRecord) -> torch.dtype | None:
-        """The coarsest dtype of what a layer changed; None where numbers only changed their places."""
+        """Return the coarsest dtype of a layer's changed tensors; None if values only moved."""
         if layer.tier == "bit-exact":
             return None
         names = self.form.rewritable_names(self.before[layer.module])
@@ -126,7 +126,7 @@ class CheckpointPair:
 
 
 def check_layers(pair: CheckpointPair) -> Iterator[Claim]:
-    """Errors on the probes, tiers and bounds."""
+    """Check the errors on the probes, tiers and bounds."""
     certificate = pair.certificate
     off = list[str]()
     outside = list[str]()
@@ -134,6 +134,7 @@ def check_layers(pair: CheckpointPair) -> Iterator[Claim]:
     counted = 0
     there = {layer.module for layer in pair.layers()}
     off += [f"{layer.module} is not there" for layer in certificate.layers if layer.module not in there]
+    # Measure each changed layer again, and compare with the certificate and with its tier.
     for layer in pair.layers():
         if layer.measured is None:
             continue
@@ -168,13 +169,14 @@ def check_layers(pair: CheckpointPair) -> Iterator[Claim]:
 
 
 def check_layers_on_text(pair: CheckpointPair, inputs: Mapping[str, Seen]) -> Claim:
-    """Layers on what the original was given for some positions of the text, with no model around them."""
+    """Check layers on the original's inputs for some positions of the text, without running a model."""
     wrong = list[str]()
     worst = 0.0
     counted = 0
     for layer in pair.layers():
         certified = layer.measured_on_text
         given = inputs.get(pair.before[layer.module].name)
+        # A changed layer has both inputs and certified figures, or lacks both.
         if layer.measured is not None and (certified is None) != (given is None):
             wrong.append(f"{layer.module}: inputs or what was measured on them are missing")
         if certified is None or given is None:
@@ -191,7 +193,7 @@ def check_layers_on_text(pair: CheckpointPair, inputs: Mapping[str, Seen]) -> Cl
 
 
 def _unlike_figures(module: str, certified: Measured, found: Measured) -> Iterator[str]:
-    """Measurements that differ from the certificate."""
+    """Yield measurements that differ from the certificate."""
     for name in Measured.model_fields:
         one = getattr(certified, name)
         other = getattr(found, name)
@@ -206,12 +208,12 @@ def _unlike_figures(module: str, certified: Measured, found: Measured) -> Iterat
 
 
 def format_figure(value: float | str | None) -> str:
-    """A figure of a certificate, to six digits."""
+    """Format a figure of a certificate with six digits."""
     return f"{value:.6g}" if isinstance(value, float) else str(value or "none")
 
 
 def _beyond_tier(layer: LayerRecord | NormRecord, found: Measured, rounding: Rounding) -> Iterator[str]:
-    """Why a layer moved more than its exact tier allows."""
+    """Yield the excess if a layer moved by more than its exact tier allows."""
     if not rounding.explains(found):
         yield (
             f"{layer.module}: {found.relative:.3g} of the output, and {found.error_ratio:.3g} times the "
@@ -221,7 +223,7 @@ def _beyond_tier(layer: LayerRecord | NormRecord, found: Measured, rounding: Rou
 
 
 def _keeps_forms(step: StepRecord) -> bool:
-    """Whether a step's bound is all by which a form may move, each head in its place."""
+    """Return True if the step's bound limits the move of every form, with heads in their old order."""
     if step.rewrite in ("sort_heads", "permute_heads", "prune_heads"):
         return bool(step.refused) or not step.choice
     return step.rewrite not in _MOVE_FORMS or bool(step.refused) or step.tier == "bit-exact"
@@ -230,7 +232,7 @@ def _keeps_forms(step: StepRecord) -> bool:
 def _beyond_bound(
     layer: LayerRecord, one: AttentionLayer, other: AttentionLayer, stored: torch.dtype | None
 ) -> Iterator[str]:
-    """Why forms moved farther than the steps' bounds, where heads can be compared one by one."""
+    """Yield the excess if forms moved by more than the steps' bounds and heads are comparable."""
     moved = measure_form_move(one, other) if all(map(_keeps_forms, layer.steps)) else None
     if moved is None:
         return
@@ -257,7 +259,7 @@ def check_inputs(inputs: Mapping[str, Seen], original: Path, source: AttentionSo
 
 
 def _are_near(one: Seen, other: Seen) -> bool:
-    """Whether inputs are equal up to the order of float32 sums."""
+    """Return True if inputs are equal up to the order of float32 sums."""
     for a, b in ((one.x, other.x), (one.memory, other.memory)):
         if a is None or b is None:
             if a is not b:
@@ -268,7 +270,7 @@ def _are_near(one: Seen, other: Seen) -> bool:
 
 
 def _norm_again(norm: NormRecord, pair: CheckpointPair) -> tuple[Measured, Rounding] | None:
-    """What the maps that took up a norm do now; None if there is no such norm."""
+    """Measure the maps that absorbed a norm again; None if the norm does not exist."""
     site = next((site for site in pair.form.norm_sites() if site.module == norm.module), None)
     if site is None or not site.readers or {reader.module for reader in site.readers} != set(norm.maps):
         return None
@@ -282,6 +284,7 @@ def _norm_again(norm: NormRecord, pair: CheckpointPair) -> tuple[Measured, Round
         return None
     before = site.read(one)
     after = site.read(other)
+    # Each reader is measured against the original norm and map.
     errors = [
         measure_map(before, after, reader.read(one), reader.read(other), pair.certificate.probes)
         for reader in site.readers
@@ -290,7 +293,7 @@ def _norm_again(norm: NormRecord, pair: CheckpointPair) -> tuple[Measured, Round
 
 
 _CLAIM = "the recipe, done again"
-# Inputs that a text makes come in float32.
+# Inputs from a text are float32.
 _SAME_ON_TEXT = 1e-2
 
 
@@ -302,6 +305,7 @@ def check_recipe(
     try:
         steps = tuple(read_rewrite(step) for step in certificate.recipe)
         recipe = RewriteRecipe(step=steps, skip_refused=True, calibration=calibration)
+        # Certificate and recipe must agree on the use of a text.
         needs_text = any(step.needs_text for step in steps)
         if needs_text != (certificate.calibration is not None):
             wanted = "a" if needs_text else "no"
@@ -318,7 +322,7 @@ def check_recipe(
 
 
 def _without_text(pair: CheckpointPair) -> Claim:
-    """Check what needs no text: the steps of each layer, and its cost before."""
+    """Check the claims independent of a text: the steps of each layer, and the cost before."""
     certificate = pair.certificate
     wrong = list[str]()
     before = list[Cost]()
@@ -328,6 +332,7 @@ def _without_text(pair: CheckpointPair) -> Claim:
         site = pair.before[layer.module]
         read = pair.original.read(site)
         before.append(Cost.from_writing(writing_cost(read.weights), read))
+        # The certificate lists the recipe's steps applicable to the layer.
         wanted = [
             str(step["rewrite"])
             for step in certificate.recipe
@@ -342,7 +347,7 @@ def _without_text(pair: CheckpointPair) -> Claim:
 
 
 def _repeat_recipe(pair: CheckpointPair, rewriting: Rewriting, words: bool, same: float) -> Iterator[Claim]:
-    """Compare every layer, the norms and the costs with what the recipe makes of the original."""
+    """Compare every layer, the norms and the costs with the repeated recipe."""
     certificate = pair.certificate
     steps = list[str]()
     functions = list[str]()
@@ -350,7 +355,7 @@ def _repeat_recipe(pair: CheckpointPair, rewriting: Rewriting, words: bool, same
         one, other = pair.read(layer.module)
         done = rewriting.layer(pair.original, one)
         steps += _step_differences(layer.module, layer.steps, done.record.steps, words, same)
-        # Certificates of older versions do not say it.
+        # Certificates of older versions lack `heads`.
         if layer.heads != done.record.heads and (words or layer.heads is not None):
             steps.append(f"{layer.module}: heads are {layer.heads}, and come out as {done.record.heads}")
         if layer.measured is not None and done.record.tier == "bounded":
@@ -391,8 +396,9 @@ def _other_function(
     done: FinishedLayer,
     allowed: float,
 ) -> Iterator[str]:
-    """Why a bounded layer differs from the result of the recipe."""
+    """Yield the difference of a bounded layer from the result of the recipe."""
     probes = pair.certificate.probes
+    # The repeated layer replaces the original in the comparison.
     found = measure_change(replace(one, weights=done.layer.weights), other, probes).relative
     rounding = measure_rounding(one, other, pair.stored(layer), probes).of_weights
     if not found <= MOST_TIMES_OF_LAYER * rounding + allowed:

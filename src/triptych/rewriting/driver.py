@@ -1,7 +1,7 @@
-"""The driver of rewrites: steps taken through the layers of a source, each layer by itself and in float64.
+"""The driver of rewrites: applies steps to the layers of a source, layer by layer and in float64.
 
-A source is a function for each layer that reads it. What comes out goes into a model in memory (`models`), a
-plan (`planning`), a folder (`checkpoint`), or is compared with what is there (`checking`).
+A source is a reading function per layer. The results become a model in memory (`in_memory`), a plan
+(`planning`) or a folder (`whole_checkpoint`), or are compared with a certificate (`checking`).
 """
 
 import ctypes
@@ -18,11 +18,11 @@ from triptych.rewriting.functions.rewrite import LayerRewrite, LayerToRewrite, R
 
 
 class StepOutcome(NamedTuple):
-    """What became of a step at a layer."""
+    """Outcome of a step at a layer."""
 
-    step: str  # its name
-    record: RewriteRecord | None = None  # None if it was refused
-    refused: str = ""  # why; "" if it was done
+    step: str  # name of the step
+    record: RewriteRecord | None = None  # record of the step; None if refused
+    refused: str = ""  # reason of a refusal; "" if the step was done
 
 
 @final
@@ -30,23 +30,23 @@ class StepOutcome(NamedTuple):
 class RewrittenLayer:
     """A layer after the steps."""
 
-    weights: AttentionWeights  # in float64
-    kept: tuple[int, ...] | None  # the heads that are left, in order; None if all are, unchanged
-    outcomes: tuple[StepOutcome, ...]  # of every step that applies to the layer
+    weights: AttentionWeights  # float64
+    kept: tuple[int, ...] | None  # remaining heads, in order; None if all heads remain unchanged
+    outcomes: tuple[StepOutcome, ...]  # outcomes of all steps applicable to the layer
 
 
 @final
 class Driver:
-    """Steps, made ready for the layers of a source.
+    """Steps prepared for the layers of a source.
 
     Attributes:
-        steps: with what only all layers together, or a text, could tell.
-        moments: of the layers before each step, by name, where it looks at them.
+        steps: steps with the values determined by all layers together, or by a text.
+        moments: moments of the layers before each step, by layer name, if the step uses them.
     """
 
     def __init__(
         self,
-        # numbers of the layers with some weights, and what reads these
+        # indices of layers sharing weights, and the function reading them
         layers: Sequence[tuple[Collection[int], Callable[[], LayerToRewrite]]],
         steps: Sequence[Rewrite],
         *,
@@ -55,6 +55,7 @@ class Driver:
     ) -> None:
         self.steps: tuple[Rewrite, ...] = ()
         self.moments: list[Mapping[str, Moments]] = []
+        # Each step is prepared on the layers after all previous steps.
         self._skip_refused = skip_refused
         for step in steps:
             found: Mapping[str, Moments] = {}
@@ -72,14 +73,14 @@ class Driver:
         layers: Sequence[tuple[Collection[int], Callable[[], LayerToRewrite]]],
         moments: Mapping[str, Moments],
     ) -> Iterator[LayerToRewrite]:
-        """The layers that a step applies to, after the steps before it."""
+        """Yield the layers of a step, after the previous steps."""
         for numbers, read in layers:
             if applies_to(step, numbers):
                 layer = read()
                 yield replace(layer, weights=self.rewritten(layer).weights, moments=moments.get(layer.name))
 
     def rewritten(self, layer: LayerToRewrite, upto: int | None = None) -> RewrittenLayer:
-        """A layer after all steps, or the first `upto`."""
+        """Return a layer after all steps, or after the first `upto`."""
         kept: tuple[int, ...] | None = None
         outcomes: list[StepOutcome] = []
         for step, moments in [*zip(self.steps, self.moments, strict=True)][:upto]:
@@ -93,6 +94,7 @@ class Driver:
                 outcomes.append(StepOutcome(step.name, refused=refused.reason))
                 continue
             layer = replace(layer, weights=done.weights)
+            # `kept` refers to the heads of the original layer.
             if (left := done.record.kept) is not None:
                 kept = left if kept is None else tuple(kept[head] for head in left)
             outcomes.append(StepOutcome(step.name, done.record))
@@ -100,18 +102,18 @@ class Driver:
 
 
 def applies_to(step: Rewrite, layers: Collection[int]) -> bool:
-    """Return True if a rewrite applies to the weights that the layers with these numbers have."""
+    """Return True if a rewrite applies to the weights of the given layers."""
     return step.layers is None or not {*layers}.isdisjoint(step.layers)
 
 
 def give_back_memory() -> None:
-    """Return free memory to the system with glibc, which seldom uses a freed piece again for torch."""
+    """Return free memory to the system with glibc, which seldom reuses freed blocks for torch."""
     if (library := _glibc()) is not None:
         library.malloc_trim(0)
 
 
 @cache
 def _glibc() -> ctypes.CDLL | None:
-    """The C library, if it can return free memory."""
+    """Return the C library if it can release free memory."""
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     return library if hasattr(library, "malloc_trim") else None

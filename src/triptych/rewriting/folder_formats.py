@@ -35,7 +35,7 @@ _OURS_SHRINKS = (
 
 @final
 class FolderFormat:
-    """A folder in Hugging Face's layout, whose shapes are fixed except for sizes in its configuration."""
+    """A folder in Hugging Face's layout, with fixed shapes except for sizes in its configuration."""
 
     why_no_norms = "no norm is known that maps outside the attention read"
 
@@ -45,15 +45,15 @@ class FolderFormat:
         self._checkpoint = source
 
     def norm_sites(self) -> tuple[NormSite, ...]:
-        """The norms read by maps outside the attention that can be rewritten."""
+        """Return the norms of rewritable maps outside the attention."""
         return norm_sites(self._checkpoint)
 
     def rewritable_names(self, site: Site) -> Collection[str]:
-        """Names of the tensors that a rewrite of a layer may change."""
+        """Return the names of the tensors that a rewrite of a layer may change."""
         return self._checkpoint.rewritable_names(site)
 
     def fixed_sizes(self, rewritten: Callable[[AttentionLayer], AttentionWeights]) -> set[str]:
-        """Layers whose sizes are one field of the configuration, and whose new sizes differ."""
+        """Return the layers whose configuration field cannot store their new sizes."""
         source = self._checkpoint
         wanted: dict[str, MapSizes] = {}
         now: dict[str, MapSizes] = {}
@@ -61,14 +61,15 @@ class FolderFormat:
             read = source.read(site)
             now[site.name] = sizes_of(read.weights)
             wanted[site.name] = sizes_of(rewritten(read))
-            del read  # before the next one is read: layers may be large
+            del read  # large layers: release before reading the next
         of_record: dict[str, list[str]] = {}
         for site in source.sites:
             of_record.setdefault(path_of_record(source, source.place(site)), []).append(site.name)
         stay: set[str] = set()
         for names in of_record.values():
             changed = [name for name in names if wanted[name] != now[name]]
-            # A field speaks for all its layers: they come out alike, in one change of size, or stay.
+            # All layers of a field need the same new sizes, in one change of size; otherwise all of them keep
+            # their sizes.
             sites = {site.name: site for site in source.sites}
             alike = all(
                 (found := resizing(source, sites[name], wanted[name])) is not None
@@ -97,11 +98,12 @@ class FolderFormat:
         return sum(new) + sum(tensors.infos[name].num_bytes for name in stay)
 
     def note_on_padding(self) -> tuple[str, ...]:
-        """What makes files of this format smaller, by the sizes that its configuration can say."""
+        """Describe ways to smaller files of this format: changes of size storable in its configuration."""
         if self._checkpoint.settings.value("model_type") == "marian":
             return (_OURS_SHRINKS,)
         site = self._checkpoint.sites[0]
         here = self._checkpoint.place(site).sizes
+        # Candidate sizes: half the heads, one group, half the widths.
         half = max(1, here.heads // 2)
         grouped = here.groups < here.heads
         one_group = here._replace(heads=half, groups=1 if grouped else half)
@@ -130,8 +132,9 @@ class FolderFormat:
         yield from _file_differences(certificate, original, folder)
 
     def _tensor_differences(self, certificate: Certificate, written: AttentionSource) -> Iterator[str]:
-        """Tensors that changed and belong to no measured layer or norm."""
+        """Yield the changed tensors outside all measured layers and norms."""
         measured = {layer.module for layer in certificate.layers if layer.measured is not None}
+        # Tensors that measured layers may change.
         own = {
             name
             for source in (self.source, written)
@@ -152,7 +155,7 @@ class FolderFormat:
 
 @final
 class RunFormat:
-    """A run of ours, which can hold any parameterisation."""
+    """A run of ours; stores any parameterisation."""
 
     why_no_norms = "of runs of ours only the attention is rewritten"
 
@@ -165,7 +168,7 @@ class RunFormat:
         return ()
 
     def rewritable_names(self, site: Site) -> None:
-        """None: a rewrite of a layer may change any tensor."""
+        """Return None: a rewrite of a layer may change any tensor."""
 
     def fixed_sizes(self, rewritten: Callable[[AttentionLayer], AttentionWeights]) -> set[str]:
         return set()
@@ -193,13 +196,14 @@ class RunFormat:
     def differences(
         self, certificate: Certificate, original: Path, folder: Path, written: AttentionSource
     ) -> Iterator[str]:
-        """Differences from the original with the measured attention put into it."""
+        """Yield differences from the original with the measured attention inserted."""
         records = {layer.module: layer for layer in certificate.layers if layer.measured is not None}
         changed = {}
         for site in written.sites:
             if (record := records.get(site.module)) is not None:
                 weights = written.read(site).weights
                 changed[site.module] = weights.without_norms() if record.took_up_norm else weights
+        # Rebuild the run from the original and its rewritten attention, and compare everything.
         try:
             expected = with_rewritten(self._run.model, changed)
         except (TriptychError, ValueError) as error:
@@ -230,7 +234,7 @@ Format = FolderFormat | RunFormat
 
 
 def storage_format(source: AttentionSource) -> Format:
-    """The storage format of an opened checkpoint."""
+    """Return the storage format of an opened checkpoint."""
     if isinstance(source, OwnModel):
         return RunFormat(source)
     assert isinstance(source, Checkpoint)
@@ -243,7 +247,7 @@ def _was_changed(certificate: Certificate, name: str) -> bool:
 
 
 def _file_differences(certificate: Certificate, original: Path, folder: Path) -> Iterator[str]:
-    """Files that differ from the original's, or were not copied."""
+    """Yield files that differ from the original's or are missing."""
     wanted = read_json(original / CONFIG)
     for path, value in certificate.settings.items():
         set_entry(wanted, path, value)
@@ -264,12 +268,13 @@ def _file_differences(certificate: Certificate, original: Path, folder: Path) ->
 
 
 def _is_index_of(folder: Path, original: Path) -> bool:
-    """Whether an index equals the original's, apart from file names and counts of tensors."""
+    """Return True if an index equals the original's, except for file names and counts of tensors."""
     infos = open_tensors(folder).infos.values()
     counts = {
         "total_size": sum(info.num_bytes for info in infos),
         "total_parameters": sum(prod(info.shape) for info in infos),
     }
+    # Only sizes and the map of files may differ.
     before = SAFETENSORS_INDEX if (original / SAFETENSORS_INDEX).is_file() else PICKLED_INDEX
     records = [read_json(folder / SAFETENSORS_INDEX), read_json(original / before)]
     metadata = [record.pop("metadata", None) for record in records]
@@ -284,7 +289,7 @@ def _is_index_of(folder: Path, original: Path) -> bool:
 
 
 def _left_out_differences(certificate: Certificate, found: tuple[str, ...]) -> Iterator[str]:
-    """Files whose entry in `left_out` is wrong. Extra folders are ignored."""
+    """Yield wrong entries of `left_out`. Extra folders are ignored."""
     for name in sorted({*certificate.left_out} ^ {*found}):
         if name in certificate.left_out or not name.endswith("/"):
             yield f"left_out {'has' if name in certificate.left_out else 'lacks'} {shown(name)}"

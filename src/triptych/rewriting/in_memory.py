@@ -1,7 +1,7 @@
 """Rewrites of weights, layers and whole models in memory.
 
-Weights are read, rewritten in float64, cast back once, and put into a new layer or model in the
-parameterisation that they call for. What was passed in is never changed.
+Weights are read, rewritten in float64, cast back once, and put into a new layer or model of matching
+parameterisation. Arguments are never changed.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -46,23 +46,23 @@ _Records = tuple[RewriteRecord, ...]
 class RewriteResult(Generic[Target]):
     """The result of a rewrite, and its records."""
 
-    result: Target  # weights, a layer or a model, as passed in
-    records: dict[str, _Records]  # the records of the rewrites, by the layer's site ("encoder.0")
+    result: Target  # weights, a layer or a model, like the argument
+    records: dict[str, _Records]  # records of the rewrites, by the layer's site ("encoder.0")
 
 
 def rewrite(
     target: Target, *steps: AnyRewrite, sites: Collection[str] | None = None
 ) -> RewriteResult[Target]:
-    """Apply rewrites one after the other, to weights, to a layer, or to the layers of a model.
+    """Apply rewrites in sequence to weights, to a layer, or to the layers of a model.
 
-        rewrite(model, "drop_key_bias", "truncate(rank=6)")            # as recipes and the command have them
+        rewrite(model, "drop_key_bias", "truncate(rank=6)")            # as in recipes and on the command line
         rewrite(model, DropKeyBias(), Truncate(rank=6))                # the same, as records
         rewrite(model, drop_key_bias, partial(fold, keep="folded"))    # functions of weights
 
     Args:
         target: weights, a layer or a model. It is not changed.
-        steps: calls, records, or functions of `AttentionWeights`; the latter may separate shared maps.
-        sites: the attention layers of a model to rewrite ("encoder.0", "decoder.2", "cross.1"); all if None.
+        steps: calls, records, or functions of `AttentionWeights`; functions may separate shared maps.
+        sites: attention layers of a model to rewrite ("encoder.0", "decoder.2", "cross.1"); all if None.
 
     Raises:
         RewriteRefusedError: a rewrite would change a layer's function (the message gives the reason and the
@@ -83,6 +83,7 @@ def rewrite(
     changed, records = _rewrite_layers({"layer": LayerToRewrite("", weights)}, read)
     if isinstance(target, AttentionWeights):
         return RewriteResult(changed["layer"], records)
+    # The new layer keeps dropout, mode and trainability of the old layer.
     layer = MultiHeadAttention.from_weights(changed["layer"], target.dropout)
     layer.requires_grad_(any(parameter.requires_grad for parameter in target.parameters()))
     return RewriteResult(layer.train(target.training), records)
@@ -107,7 +108,7 @@ def _rewrite_model(
 def _rewrite_layers(
     layers: Mapping[str, LayerToRewrite], steps: Sequence[Rewrite]
 ) -> tuple[dict[str, AttentionWeights], dict[str, _Records]]:
-    """The layers after the steps, cast back once, and the records."""
+    """Return the layers after the steps, cast back once, and the records."""
     for step in steps:
         if not isinstance(step, LayerRewrite):
             why = "it is of more than attention layers"
@@ -121,6 +122,7 @@ def _rewrite_layers(
     def read(layer: LayerToRewrite) -> LayerToRewrite:
         return replace(layer, weights=layer.weights.to(torch.float64))
 
+    # The driver works in float64.
     driver = Driver([(layer.numbers, partial(read, layer)) for layer in layers.values()], steps)
     changed = {}
     records = {}
@@ -146,7 +148,7 @@ class _Function(LayerRewrite):
 
 
 def with_rewritten(model: ModelT, changed: Mapping[str, AttentionWeights]) -> ModelT:
-    """Make a new model with rewritten weights at some sites. Norms that were folded become neutral."""
+    """Make a new model with rewritten weights at some sites. Folded norms become neutral."""
     before = attention_weights(model)
     new = with_attention(model, changed)
     _neutralise_folded_norms(new, before, {**before, **changed})
@@ -156,7 +158,8 @@ def with_rewritten(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
 def _neutralise_folded_norms(
     model: AnyModel, before: Mapping[str, AttentionWeights], after: Mapping[str, AttentionWeights]
 ) -> None:
-    """Set to gain 1 and shift 0 the norms of a new model that its attention layers have taken up."""
+    """Set folded norms of a new model to gain 1 and shift 0."""
+    # All cross-attention layers read the encoder's last norm, so they fold it together or not at all.
     cross = [name for name, weights in before.items() if weights.memory_norm is not None]
     folded = [name for name in cross if after[name].memory_norm is None]
     if folded and len(folded) < len(cross):
@@ -177,7 +180,7 @@ def _neutralise_folded_norms(
 @torch.no_grad()
 def _neutralise(norms: Sequence[nn.Module]) -> None:
     for norm in norms:
-        assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)  # those that recipes have
+        assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)  # the norms available in recipes
         norm.weight.fill_(1.0)
         if isinstance(norm, nn.LayerNorm) and norm.bias is not None:
             norm.bias.zero_()

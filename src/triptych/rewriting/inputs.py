@@ -1,6 +1,6 @@
 """Inputs of attention layers for a few positions of a text, stored with the certificate.
 
-With them, layers can be verified on real inputs without running the model.
+Layers can then be verified on real inputs without running the model.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,15 +19,15 @@ from triptych.files import write_bytes
 from triptych.running.opening import Seen, TextModel, Window
 from triptych.untrusted import LocalBytes
 
-# No ending that programs look for tensors of a model by.
+# Programs do not recognise this ending as tensors of a model.
 INPUTS = "certificate.inputs"
 _POSITIONS = 16
-# Pieces of the text of which the longest is taken.
+# Number of pieces of the text; the longest is used.
 _LOOKED_AT = 32
 
 
 def gather_inputs(model: TextModel, source: AttentionSource, windows: Iterable[Window]) -> dict[str, Seen]:
-    """The inputs of each layer of a model for the first positions of a piece of text."""
+    """Return the inputs of each layer of a model for the first positions of a piece of text."""
     pieces = list(islice(windows, _LOOKED_AT))
     if not pieces:
         raise UsageError("the text is empty: there is nothing to test the layers on")
@@ -69,7 +69,7 @@ def read_inputs(path: Path) -> dict[str, Seen]:
 
 
 def before_gain(x: Tensor, norm: Norm | None) -> Tensor:
-    """The output of a norm before its weight and bias; 0 where the weight is 0."""
+    """Return the output of a norm before its weight and bias; 0 where the weight is 0."""
     if norm is None:
         return x
     gain = norm.weight.double() + norm.offset

@@ -21,23 +21,23 @@ from triptych.rewriting.inputs import before_gain
 from triptych.rewriting.rounding import MOST_TIMES, MOST_TIMES_OF_LAYER, RoundedAgain, changed_numbers, unit
 from triptych.running.opening import Seen
 
-# Numbers of a map outside the attention that are in float64 at once; of the maps of a layer whose heads are
-# bounded one by one.
+# Maximum entries in float64 at once, of a map outside the attention; and maximum size of a layer with bounds
+# per head.
 MOST_NUMBERS = 1 << 22
 PROBES = Probes(count=1, length=16, seed=2017)
 _DRAWS = 3
-# What sums in float64, in which layers are measured, round themselves: 17 times eps more than the rounding of
-# weights explains is the most that correct rewrites were seen to move (docs/contributing/log/).
+# Rounding of float64 sums in the measurement itself: correct rewrites moved by up to 17 eps more than the
+# rounding of weights explains (docs/contributing/log/).
 _MEASURING = 32 * torch.finfo(torch.float64).eps
 
 
 class Rounding(NamedTuple):
-    """How far rounding moves an output, relative to its norm.
+    """Effect of rounding on an output, relative to its norm.
 
     Attributes:
-        of_weights: the effect of moving each changed number by half a unit in its last place, at random.
-        in_dtype: the error of the original in the checkpoint's own dtype.
-        of_measuring: what the measurement in float64 rounds itself, where the weights are float64 too.
+        of_weights: effect of moving each changed value by half a unit in its last place, at random.
+        in_dtype: error of the original in the checkpoint's dtype.
+        of_measuring: rounding of the measurement in float64, for float64 weights.
     """
 
     of_weights: float
@@ -45,7 +45,7 @@ class Rounding(NamedTuple):
     of_measuring: float = 0.0
 
     def explains(self, found: Measured) -> bool:
-        """Whether a measured difference is no more than rounding."""
+        """Return True if a measured difference is within rounding."""
         new_error = found.error_ratio * self.in_dtype
         of_layer = MOST_TIMES_OF_LAYER * self.of_weights + self.of_measuring
         return found.relative <= of_layer and new_error <= MOST_TIMES * (self.of_weights + self.in_dtype)
@@ -54,7 +54,7 @@ class Rounding(NamedTuple):
 def measure_change(
     before: AttentionLayer, after: AttentionLayer, given: Probes | Seen = PROBES, *, bounded: bool = False
 ) -> Measured:
-    """Measure how far the output of a layer moves on random inputs, or on inputs from a text."""
+    """Measure the change of a layer's output on random inputs, or on inputs from a text."""
     x, memory = _before_gains(before, given)
     reference = _output(before, x, memory, torch.float64)
     moved = _output(after, x, memory, torch.float64)
@@ -62,7 +62,7 @@ def measure_change(
     own = before.weights.dtype
     own_error = (_output(before, x, memory, own).double() - reference).norm()
     new_error = (_output(after, x, memory, own).double() - reference).norm()
-    # Where the dtype is float64 itself, what it rounds is all that there is to compare with.
+    # The rounding of a float64 checkpoint itself is the floor.
     floor = torch.finfo(own).eps * reference.norm() * 1e-3 + torch.finfo(torch.float64).tiny
     score, output, why_not = _bounds(before, after) if bounded else (None, None, "")
     return Measured(
@@ -78,7 +78,7 @@ def measure_change(
 def measure_rounding(
     before: AttentionLayer, after: AttentionLayer, stored: torch.dtype | None, given: Probes | Seen = PROBES
 ) -> Rounding:
-    """Measure how far rounding alone can move a layer's output."""
+    """Measure the effect of rounding alone on a layer's output."""
     x, memory = _before_gains(before, given)
     tiny = torch.finfo(torch.float64).tiny
     original = _output(before, x, memory, torch.float64)
@@ -87,6 +87,7 @@ def measure_rounding(
     size = original.norm().clamp(min=tiny)
     changed = changed_numbers(before, after)
     most = 0.0
+    # The largest of several random roundings.
     for seed in range(_DRAWS):
         again = RoundedAgain(changed, stored, torch.Generator().manual_seed(seed))
         moved = _output(after, x, memory, torch.float64, again)
@@ -96,7 +97,7 @@ def measure_rounding(
 
 
 def _before_gains(layer: AttentionLayer, given: Probes | Seen) -> tuple[Tensor, Tensor | None]:
-    """Input and memory of a layer as they are before the weights and biases of its norms."""
+    """Return input and memory of a layer before the weights and biases of its norms."""
     weights = layer.weights
     if isinstance(given, Seen):
         memory = None if given.memory is None else before_gain(given.memory.double(), weights.memory_norm)
@@ -136,28 +137,29 @@ def _through_norm(x: Tensor, norm: Norm | None) -> Tensor:
 
 
 class MapErrors(NamedTuple):
-    """Output errors on the probes of a map that reads a norm."""
+    """Output errors on the probes of a map reading a norm."""
 
     worst: float  # largest entry of the difference in float64
-    moved: float  # square of its norm
-    size: float  # square of the norm of the original's output
-    own: float  # square of the norm of the original's error in the map's own dtype
+    moved: float  # squared norm of the difference
+    size: float  # squared norm of the original's output
+    own: float  # squared norm of the original's error in the map's dtype
     new: float
-    eps: float  # of that dtype
-    rounding: float  # square of the norm by which a rounding of every new number moves the output, at random
+    eps: float  # eps of the map's dtype
+    rounding: float  # squared norm of the output's change if every new value is rounded at random
 
 
 Map = tuple[Tensor, Tensor | None]
 
 
 def measure_map(norm: Norm, new_norm: Norm, before: Map, after: Map, probes: Probes = PROBES) -> MapErrors:
-    """Measure how far the output of a map that reads a norm moves."""
+    """Measure the change of the output of a map reading a norm."""
     x = _standardised(len(norm.weight), probes, torch.Generator().manual_seed(probes.seed)).flatten(0, 1)
     one = _through_norm(x, norm)
     other = _through_norm(x, new_norm)
     own = before[0].dtype
     worst = 0.0
     sums = torch.zeros(5, dtype=torch.float64)
+    # Block by block: the map may be the largest tensor of the checkpoint.
     for block in blocks(before[0]):
         reference = _mapped(one, before, block, torch.float64)
         difference = _mapped(other, after, block, torch.float64) - reference
@@ -171,7 +173,7 @@ def measure_map(norm: Norm, new_norm: Norm, before: Map, after: Map, probes: Pro
 
 
 def total_errors(maps: Sequence[MapErrors]) -> Measured:
-    """The errors of the outputs of several maps, side by side."""
+    """Combine the errors of several maps, as of their concatenated outputs."""
     moved, size, own, new = (
         math.sqrt(sum(getattr(errors, name) for errors in maps)) for name in ("moved", "size", "own", "new")
     )
@@ -185,7 +187,7 @@ def total_errors(maps: Sequence[MapErrors]) -> Measured:
 
 
 def blocks(weight: Tensor, most_numbers: int = MOST_NUMBERS) -> Iterator[tuple[int | slice, ...]]:
-    """Yield ranges of rows of a map `[…, d_out, d_in]`, within a number of entries each."""
+    """Yield ranges of rows of a map `[…, d_out, d_in]`, with a limited number of entries per range."""
     rows = max(1, most_numbers // max(1, weight.shape[-1]))
     parts = [slice(start, start + rows) for start in range(0, weight.shape[-2], rows)]
     if weight.ndim == 2:
@@ -201,7 +203,7 @@ def _mapped(x: Tensor, map_: Map, block: tuple[int | slice, ...], dtype: torch.d
 
 
 def _variance(x: Tensor, map_: Map, block: tuple[int | slice, ...]) -> Tensor:
-    """The variance of a map's output if each of its numbers is rounded up or down at random."""
+    """Return the variance of a map's output under random rounding of all of its values."""
 
     def squared(numbers: Tensor) -> Tensor:
         wide = numbers.double()
@@ -213,7 +215,7 @@ def _variance(x: Tensor, map_: Map, block: tuple[int | slice, ...]) -> Tensor:
 
 
 def total_rounding(maps: Sequence[MapErrors]) -> Rounding:
-    """How far rounding alone can move the outputs of several maps, side by side."""
+    """Return the effect of rounding alone on the concatenated outputs of several maps."""
     size = math.sqrt(sum(errors.size for errors in maps)) or 1.0
     by_rounding, own = (
         math.sqrt(sum(getattr(errors, name) for errors in maps)) / size for name in ("rounding", "own")
@@ -222,11 +224,15 @@ def total_rounding(maps: Sequence[MapErrors]) -> Rounding:
 
 
 def _bounds(before: AttentionLayer, after: AttentionLayer) -> tuple[float | None, float | None, str]:
-    """How far a score and a head's output move at most for inputs that norms make; why that is not known."""
+    """Bound the change of a score and of a head's output for normalised inputs.
+
+    Unknown bounds are None; the last entry gives the reasons.
+    """
     if reason := _why_not_compared(before, after):
         return None, None, reason
 
     def scores() -> Tensor:
+        # A temperature varies with the position, so a common bound does not exist.
         if before.weights.semantics.temperature is not None:
             raise RewriteRefusedError("score_bound", "scores grow with the place of the query in its text")
         one, other = (_with_input_norms_folded(layer, "qk") for layer in (before, after))
@@ -247,7 +253,7 @@ def _bounds(before: AttentionLayer, after: AttentionLayer) -> tuple[float | None
 
 
 def _why_not_compared(before: AttentionLayer, after: AttentionLayer) -> str:
-    """Why single heads cannot be bounded; "" if they can."""
+    """Return the reason against bounds per head; "" if they are possible."""
     one = before.weights
     other = after.weights
     if one.num_heads != other.num_heads:
@@ -258,7 +264,7 @@ def _why_not_compared(before: AttentionLayer, after: AttentionLayer) -> str:
 
 
 def _with_input_norms_folded(layer: AttentionLayer, form: Form) -> AttentionWeights:
-    """Fold the norms before a layer into its maps, so that its inputs have length √d at most."""
+    """Fold the norms before a layer into its maps, so that its inputs have norm at most √d."""
     weights = layer.weights
     inputs = layer.inputs
     cross = weights.semantics.kind == "cross"
@@ -272,10 +278,10 @@ def _with_input_norms_folded(layer: AttentionLayer, form: Form) -> AttentionWeig
 
 
 def measure_form_move(before: AttentionLayer, after: AttentionLayer) -> float | None:
-    """The largest Frobenius norm by which a form of a head moves; None if heads cannot be compared.
+    """Return the largest Frobenius norm of a form's change over heads; None if heads are not comparable.
 
-    Forms are compared under the scale of the original where the query map can take up the ratio; no rewrite
-    changes the scale of other layers.
+    Forms are compared under the scale of the original if the query map can absorb the ratio; rewrites keep
+    the scale of all other layers.
     """
     one = before.weights
     other = after.weights
@@ -285,7 +291,7 @@ def measure_form_move(before: AttentionLayer, after: AttentionLayer) -> float | 
 
 
 def measure_form_rounding(before: AttentionLayer, after: AttentionLayer, stored: torch.dtype | None) -> float:
-    """The norm by which a form of a head moves if the changed numbers are rounded at random."""
+    """Return the change of forms if changed values are rounded at random, in Frobenius norm."""
     again = RoundedAgain(changed_numbers(before, after), stored, torch.Generator().manual_seed(0))
     weights = after.weights.to(torch.float64)
     scale = before.weights.scale
@@ -293,7 +299,7 @@ def measure_form_rounding(before: AttentionLayer, after: AttentionLayer, stored:
 
 
 def _under(scale: float, weights: AttentionWeights) -> AttentionWeights:
-    """The same scores under another scale, where the query map can take up the ratio."""
+    """Rescale weights to another scale with equal scores, if the query map can absorb the ratio."""
     return weights.with_scale(scale) if weights.takes_up_scale else weights
 
 
@@ -314,7 +320,7 @@ def _is_same_norm(one: Norm | None, other: Norm | None) -> bool:
 
 
 def _with_norm_folded(weights: AttentionWeights) -> AttentionWeights:
-    """The layer in float64, with the gain and shift of its norms in its maps."""
+    """Return the layer in float64, with gain and shift of its norms folded into its maps."""
     wide = weights.to(torch.float64)
     if wide.norm is None and wide.memory_norm is None:
         return wide

@@ -1,4 +1,4 @@
-"""How two models are compared on text."""
+"""Comparison of two models on text."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -18,9 +18,9 @@ class Deviations(NamedTuple):
     tokens: int  # number of predicted tokens
     worst_logit: float  # largest difference of a logit
     divergence_nats: float  # mean KL divergence of the second model's next token from the first's
-    loss_before_nats: float | None  # loss of the first model per token; None if nothing is predicted
+    loss_before_nats: float | None  # loss of the first model per token; None without targets
     loss_after_nats: float | None
-    farthest: tuple[Window, ...] = ()  # the windows on which logits differ most, the worst first
+    farthest: tuple[Window, ...] = ()  # windows of largest logit differences, in descending order
 
 
 @torch.inference_mode()
@@ -38,6 +38,7 @@ def compare_outputs(original: TextModel, rewritten: TextModel, windows: Iterator
         apart = largest_difference(one, other)
         worst = max(worst, apart)
         farthest = sorted([*farthest, (apart, window)], key=lambda pair: -pair[0])[:_FARTHEST]
+        # KL divergence of the rewritten model's predictions from the original's.
         log_p = one.log_softmax(dim=-1)
         log_q = other.log_softmax(dim=-1)
         divergence += float((log_p.exp() * (log_p - log_q)).sum().clamp(min=0))
@@ -55,7 +56,7 @@ def compare_outputs(original: TextModel, rewritten: TextModel, windows: Iterator
 
 
 def largest_difference(one: Tensor, other: Tensor) -> float:
-    """The largest difference of two outputs; infinite if an entry is NaN in only one of them."""
+    """Return the largest difference of two outputs; infinite if an entry is NaN in only one of them."""
     one = one.double()
     other = other.double()
     same = (one == other) | (one.isnan() & other.isnan())

@@ -1,4 +1,4 @@
-"""Norms that maps outside the attention read, folded into these maps one at a time."""
+"""Folding of norms into maps outside the attention, one norm at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,22 +28,22 @@ IsFolded = Callable[[Site], bool]
 @final
 @dataclass(frozen=True, eq=False)
 class _Examined:
-    """A norm that was looked at."""
+    """An examined norm."""
 
-    norm: Norm | None  # its gain and shift, as stored; None if it is refused
-    checked: tuple[str, ...] = ()  # the preconditions that hold
-    refused: str = ""  # why it cannot be folded
+    norm: Norm | None  # gain and shift as stored; None if refused
+    checked: tuple[str, ...] = ()  # satisfied preconditions
+    refused: str = ""  # reason of the refusal
 
 
 @final
 class OtherNorms:
-    """What a recipe does with the norms that maps outside the attention read."""
+    """The norms read by maps outside the attention, under a recipe."""
 
     def __init__(self, form: Format, steps: Sequence[Rewrite], skip_refused: bool) -> None:
         self._tensors = form.tensors
         self._examined: dict[str, _Examined] = {}
         self._errors: dict[str, MapErrors] = {}
-        self._biases: dict[str, Tensor] = {}  # new ones, of maps whose weight came first
+        self._biases: dict[str, Tensor] = {}  # new biases of maps already folded
         asked = [step for step in steps if isinstance(step, FoldOtherNorms)]
         along = [step for step in steps if isinstance(step, FoldNorm)]
         sites = form.norm_sites() if asked or along else ()
@@ -57,7 +57,7 @@ class OtherNorms:
             for site in sites
             if site.attention is not None and any(applies_to(step, site.attention.numbers) for step in along)
         }
-        self.owners = {  # norms by the names of the tensors that may be replaced
+        self.owners = {  # norms by the names of their replaceable tensors
             name: site for site in (*self._alone, *self._shared.values()) for name in site.all_tensors
         }
         self._nothing = form.why_no_norms if asked and not self._alone else ""
@@ -65,13 +65,13 @@ class OtherNorms:
             self._require_foldable(form.source.name)
 
     def others(self, site: Site) -> OtherReaders | None:
-        """What reads the norm of an attention layer besides it; None if nothing does that is known."""
+        """Return the other readers of an attention layer's norm; None without known readers."""
         if (shared := self._shared.get(site.name)) is None:
             return None
         return OtherReaders(tuple(reader.module for reader in shared.readers), self._look_at(shared).refused)
 
     def replacement(self, name: str, is_folded: IsFolded) -> Tensor | None:
-        """The new tensor of a name, measured as it will be saved; None if it stays as it is."""
+        """Return the new tensor of a name, measured as saved; None if unchanged."""
         site = self.owners.get(name)
         if site is None or self._tensors is None or not self._is_to_change(site, is_folded):
             return None
@@ -83,7 +83,7 @@ class OtherNorms:
             neutral = neutral_norm(norm)
             new = neutral.weight if name == site.own_tensors[0] or neutral.bias is None else neutral.bias
         elif name == reader.weight:
-            # A map may be the largest tensor that there is: the old and the new one are all that is held.
+            # The map may be the largest tensor of the checkpoint: only its old and new values are in memory.
             give_back_memory()
             before = reader.read(self._tensors)
             after = _fold_into_map(norm, *before)
@@ -105,12 +105,13 @@ class OtherNorms:
         return None if torch.equal(new, old) else new
 
     def records(self, is_folded: IsFolded) -> tuple[NormRecord, ...]:
-        """What was done, or would be, to each norm."""
+        """Return the actual or planned outcome for each norm."""
         found = []
         if self._nothing:
             found.append(_entry("none", (), StepRecord(rewrite=_NAME, refused=self._nothing)))
         for site in (*self._shared.values(), *self._alone):
             looked_at = self._look_at(site)
+            # A shared norm is folded only together with its attention layer.
             if site.attention is not None and not is_folded(site.attention):
                 continue
             if looked_at.norm is None:
@@ -145,13 +146,13 @@ class OtherNorms:
 
 
 def neutral_norm(norm: Norm) -> Norm:
-    """Gain 1 and shift 0, as the norm stores them."""
+    """Return gain 1 and shift 0, in the norm's storage convention."""
     shift = None if norm.bias is None else torch.zeros_like(norm.bias)
     return replace(norm, weight=torch.full_like(norm.weight, 1 - norm.offset), bias=shift)
 
 
 def _examine(site: NormSite, tensors: Tensors) -> _Examined:
-    """Whether a norm can be folded into all that reads it."""
+    """Examine whether a norm can be folded into all of its readers."""
     if reason := site.refused:
         return _Examined(None, refused=reason)
     try:
@@ -161,6 +162,7 @@ def _examine(site: NormSite, tensors: Tensors) -> _Examined:
     except RewriteRefusedError as refused:
         return _Examined(None, refused=refused.reason)
     assert norm is not None
+    # Values must be finite, and readers able to store the product.
     for name in site.own_tensors:
         if reason := _why_not_finite(name, tensors):
             return _Examined(None, refused=reason)
@@ -180,7 +182,7 @@ def _why_not_finite(name: str, tensors: Tensors) -> str:
 
 
 def _why_not_foldable(norm: Norm, reader: NormReader, tensors: Tensors) -> str:
-    """Why the tensors of a map cannot take up a norm; "" if they can."""
+    """Return the reason against absorbing a norm into a map's tensors; "" if possible."""
     for name in reader.tensors:
         if how := tensors.packed_as(name):
             return f"tensor {name} is stored as {how}, which cannot take other numbers"
@@ -195,7 +197,7 @@ def _why_not_foldable(norm: Norm, reader: NormReader, tensors: Tensors) -> str:
     read = shape[-2] if reader.transposed else shape[-1]
     if (read,) != tuple(norm.weight.shape):
         return f"{reader.module} reads {read} channels, and the norm has shape {list(norm.weight.shape)}"
-    # Others hold any product that is likely; they are looked at when they are written.
+    # Wider dtypes can represent any likely product and are checked when written.
     if torch.float16 in (tensors.infos[name].dtype for name in reader.tensors):
         weight, bias = reader.read(tensors)
         for block, *new in _folded_blocks(norm, weight, bias):
@@ -218,7 +220,7 @@ def _fold_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Ten
 
 
 def _fold_into_bias(norm: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The bias of the map with the norm in it."""
+    """Return the bias of the map with the norm folded."""
     assert bias is not None
     new = torch.empty_like(bias)
     for block, _, part in _folded_blocks(norm, weight, bias):
@@ -230,7 +232,7 @@ def _fold_into_bias(norm: Norm, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _folded_blocks(
     norm: Norm, weight: Tensor, bias: Tensor | None
 ) -> Iterator[tuple[tuple[int | slice, ...], Tensor, Tensor | None]]:
-    """The map with the norm in it, block by block: computed in float64 and cast once."""
+    """Yield blocks of the map with the norm folded, computed in float64 and cast once."""
     shift = None if norm.bias is None else norm.bias.double()
     wide = replace(norm, weight=norm.weight.double(), bias=shift)
     for block in blocks(weight):

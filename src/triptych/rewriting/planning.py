@@ -1,4 +1,4 @@
-"""Plans: what a rewrite of a checkpoint would do, layer by layer, before anything is written."""
+"""Plans: previews of the rewrite of a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -39,8 +39,9 @@ from triptych.untrusted import shown
 
 
 def _require_finite_layer(source: AttentionSource, read: AttentionLayer) -> None:
-    """Refuse a layer whose maps, or the norms before it, hold NaN or infinity, naming the tensor."""
+    """Refuse a layer with NaN or infinity in its maps or in the norms before it, naming the tensor."""
     norms = [norm for norm in (read.inputs.x, read.inputs.memory) if norm is not None]
+    # All learned tensors of the layer, and the norms before it.
     of_norms = [part for norm in norms for part in (norm.weight, norm.bias) if part is not None]
     learned = read.weights.semantics.learned().values()
     if all(map(are_finite, (*read.weights.tensors(), *learned, *of_norms))):
@@ -58,18 +59,19 @@ def _require_finite_layer(source: AttentionSource, read: AttentionLayer) -> None
 @final
 @dataclass(frozen=True)
 class Plan:
-    """What a rewrite would do.
+    """A preview of a rewrite.
 
     Attributes:
-        source: the checkpoint.
-        family: how it is written.
-        layers: what would be done to each, and what refused.
-        norms: the same for norms that maps outside the attention read.
+        source: name of the checkpoint.
+        family: storage format.
+        layers: planned and refused steps per layer.
+        norms: planned and refused steps per norm read by maps outside the attention.
         before: cost of all attention layers as read; `after`: as they would be written.
-        unpadded: as in `Certificate`.
-        settings: what would change in the configuration.
-        bytes_before: of the attention layers' tensors as stored; `bytes_after`: as they would be.
-        notes: what a reader should know: where the format keeps widths that the weights no longer need, say.
+        unpadded: cost without padding, as in `Certificate`.
+        settings: changed entries of the configuration.
+        bytes_before: bytes of the attention layers' tensors as stored; `bytes_after`: as they would be
+            written.
+        notes: remarks for the reader, for example on widths fixed by the format.
     """
 
     source: str
@@ -97,25 +99,25 @@ class Plan:
 
 
 def total(costs: Sequence[Cost]) -> Cost:
-    """The sum of costs; nothing for none."""
+    """Return the sum of costs; zeros for an empty list."""
     return reduce(Cost.plus, costs, Cost(parameters=0, flops_per_token=0, kv_bytes_per_token=0))
 
 
 class Costs(NamedTuple):
-    """The costs of one layer, or of all."""
+    """Costs of one layer, or of all layers."""
 
-    before: Cost  # as read
-    after: Cost  # as written
-    maps: Cost  # of the new maps alone, without what a format fills up
+    before: Cost  # cost as read
+    after: Cost  # cost as written
+    maps: Cost  # new maps alone, without padding
 
     @property
     def unpadded(self) -> Cost | None:
-        """The cost of the maps, where it is not what is written."""
+        """Cost of the maps if it differs from the written cost."""
         return None if self.maps == self.after else self.maps
 
 
 def local_folder(checkpoint: Source | str) -> Path:
-    """The folder of a checkpoint; one of the Hub is fetched into its cache first."""
+    """Return the folder of a checkpoint; a checkpoint on the Hub is first fetched into its cache."""
     path = find_source(checkpoint).path
     if path.is_file():
         raise UsageError(f"{path} is one file of a checkpoint: give its folder")
@@ -123,7 +125,7 @@ def local_folder(checkpoint: Source | str) -> Path:
 
 
 def plan_rewrite(checkpoint: Source | str, recipe: RewriteRecipe, *, family: Family | None = None) -> Plan:
-    """Compute what a rewrite would do, without writing anything."""
+    """Compute the effect of a rewrite without writing."""
     files = find_source(checkpoint, family=family)
     local = files.at(local_folder(files))
     source = open_checkpoint(local)
@@ -141,6 +143,7 @@ def plan_rewrite(checkpoint: Source | str, recipe: RewriteRecipe, *, family: Fam
         bytes_after += rewriting.form.written_bytes(read, done.written)
         turned += _cut_under_rotation(steps, read, done.record)
         padded |= done.costs.unpadded is not None
+    # Explain unchanged sizes: ranks lowered before a rotation, and padding.
     costs = rewriting.costs()
     if turned:
         notes[_CHANNELS_STAY.format(share=f"{turned / costs.before.parameters:.0%}")] = None
@@ -168,7 +171,7 @@ _CHANNELS_STAY = (
 
 
 def _cut_under_rotation(steps: Sequence[Rewrite], read: AttentionLayer, done: LayerRecord) -> int:
-    """Parameters of W_Q and W_K if their rank is lowered before a rotation, which keeps their sizes."""
+    """Count parameters of W_Q and W_K if their rank is lowered before a rotation, at unchanged sizes."""
     cut = any(
         isinstance(step, Truncate)
         and "qk" in step.forms
@@ -184,7 +187,7 @@ def _cut_under_rotation(steps: Sequence[Rewrite], read: AttentionLayer, done: La
 
 
 class FinishedLayer(NamedTuple):
-    """A layer after a recipe, in the format that it came in."""
+    """A layer after a recipe, in its original format."""
 
     layer: RewrittenLayer
     written: WrittenLayer
@@ -194,7 +197,7 @@ class FinishedLayer(NamedTuple):
 
 @final
 class Rewriting:
-    """A recipe on its way through a checkpoint: layers as their format has them, and their sums."""
+    """A recipe applied to a checkpoint: layers in its storage format, and total costs."""
 
     def __init__(self, source: AttentionSource, files: Source | Path, recipe: RewriteRecipe) -> None:
         source.require_layers({layer for step in recipe.step for layer in step.layers or ()})
@@ -212,9 +215,9 @@ class Rewriting:
             look=self._look,
         )
         self.settings: dict[str, Any] = {}
-        self.folded: set[Site] = set()  # the layers whose maps have taken up the norm before them
+        self.folded: set[Site] = set()  # layers with the preceding norm folded into their maps
         self._costs: list[Costs] = []
-        # Names of the layers that keep their sizes after the steps that resize; none without such steps.
+        # Layers keeping their sizes after resizing steps; empty without such steps.
         self._stay: set[str] = set()
         if sized := [number for number, step in enumerate(self.driver.steps, start=1) if step.resizes]:
             self._stay = self.form.fixed_sizes(
@@ -232,13 +235,14 @@ class Rewriting:
         return LayerToRewrite(site.name, wide, source.longest_text(site), others=others, numbers=site.numbers)
 
     def _look(self, driver: Driver, step: Rewrite) -> tuple[Rewrite, Mapping[str, Moments]]:
-        """What a step needs of the text, of the layers as they are when it is its turn."""
+        """Return a step with its head losses, and moments of the layers after the previous steps."""
         assert self._text is not None, "the recipe was looked at"
         sites = [site for site in self._source.sites if applies_to(step, site.numbers)]
 
         def before(read: AttentionLayer) -> AttentionWeights:
             return driver.rewritten(self._layer(self._source, read)).weights
 
+        # Moments are of the rewritten layers; losses of the original model.
         if not step.needs_losses:
             served = isinstance(step, ToLatent)
             args = self._source, self._files, sites, before, self._text
@@ -254,7 +258,7 @@ class Rewriting:
         return step.with_losses(measure_head_losses(self._files, sites, self._text)), {}
 
     def layer(self, source: AttentionSource, read: AttentionLayer) -> FinishedLayer:
-        """A layer; as it was, and said so, if the format refuses and that is skipped."""
+        """Rewrite a layer; if the format refuses and refusals are skipped, keep it and record the reason."""
         done = self.driver.rewritten(self._layer(source, read))
         site = read.site
         try:
@@ -276,6 +280,7 @@ class Rewriting:
             )
         )
         self._costs.append(costs)
+        # A checkpoint has one format for all layers.
         if len(self._costs) > 1 and self.settings.get("model_type") != written.settings.get("model_type"):
             why = "a file has one format, and other layers are rewritten into another"
             raise RewriteRefusedError("write", why).at(site.name)
@@ -289,18 +294,18 @@ class Rewriting:
         return FinishedLayer(done, written, record, costs)
 
     def costs(self) -> Costs:
-        """The sums over layers, each by itself."""
+        """Return the sums of costs over layers."""
         return Costs(*(total([one[part] for one in self._costs]) for part in range(len(Costs._fields))))
 
     def norms(self) -> tuple[NormRecord, ...]:
-        """What was done to norms that maps outside the attention read."""
+        """Return the records of norms read by maps outside the attention."""
         return self.other_norms.records(self.folded.__contains__)
 
 
 def _other_numbers(kept: tuple[int, ...] | None, before: int, written: int) -> tuple[int, ...] | None:
-    """Return the former number of each head of a layer as it is written; None if no number changed.
+    """Return the former number of each head of a written layer; None if all numbers are unchanged.
 
-    A format of fixed sizes has the heads that are left in their old places.
+    Formats of fixed sizes keep the remaining heads at their old positions.
     """
     in_old_places = kept is not None and len(kept) < before == written
     return None if in_old_places or kept == tuple(range(before)) else kept

@@ -1,4 +1,4 @@
-"""Recipes of rewriting: which rewrites, in which order."""
+"""Recipes of rewriting: rewrites in order."""
 
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
@@ -30,8 +30,8 @@ class RewriteRecipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     step: tuple[Annotated[InstanceOf[Rewrite], BeforeValidator(read_rewrite)], ...] = Field(min_length=1)
-    skip_refused: bool = False  # whether a layer that refuses a rewrite is left as it is and recorded
-    calibration: Path | None = None  # the text for the rewrites that look at one
+    skip_refused: bool = False  # record a refusal and leave the layer unchanged
+    calibration: Path | None = None  # text for rewrites that use a text
 
     @model_validator(mode="before")
     @classmethod
@@ -47,7 +47,7 @@ class RewriteRecipe(BaseModel):
         return record
 
     def to_toml(self) -> str:
-        """The recipe as a file has it."""
+        """Return the recipe as the text of its file."""
         record: dict[str, Any] = {"step": [step.options() for step in self.step]}
         record["skip_refused"] = self.skip_refused
         if self.calibration is not None:
@@ -56,7 +56,7 @@ class RewriteRecipe(BaseModel):
 
 
 def _with_exact(steps: Sequence[object]) -> tuple[Rewrite, ...]:
-    """Steps of which "exact" is one: every exact rewrite, and the others, in the right order."""
+    """Replace "exact" by all exact rewrites, merged with the remaining steps in the required order."""
     others = [read_rewrite(step) for step in steps if step != "exact"]
     names = [step.name for step in EXACT]
     if twice := next((step.name for step in others if step.name in names), None):
@@ -71,7 +71,8 @@ def to_recipe(
     layers: Sequence[int] | None = None,
     skip_refused: bool = False,
 ) -> RewriteRecipe:
-    """The recipe of steps; or a recipe or its file, with what is given besides."""
+    """Build a recipe from steps, or complete a recipe or recipe file by the given options."""
+    # A recipe or its file, completed by options of the call.
     if len(steps) == 1 and isinstance(steps[0], RewriteRecipe | Path):
         recipe = read_rewrite_recipe(steps[0]) if isinstance(steps[0], Path) else steps[0]
         given: dict[str, Any] = {"skip_refused": True} if skip_refused else {}
@@ -95,7 +96,7 @@ def read_rewrite_recipe(path: Path) -> RewriteRecipe:
 
 
 def parse_rewrite_recipe(record: Mapping[str, Any], folder: Path, origin: str) -> RewriteRecipe:
-    """Make a recipe of its keys."""
+    """Build a recipe from its keys."""
     try:
         recipe = RewriteRecipe.model_validate(dict(record))
         require_order(recipe.step)
@@ -105,6 +106,7 @@ def parse_rewrite_recipe(record: Mapping[str, Any], folder: Path, origin: str) -
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         what = first["msg"].removeprefix("Value error, ")
+        # Name the available keys instead of pydantic's message.
         if first["type"] == "extra_forbidden":
             what = f"there is no such key: there are do, {', '.join(RewriteRecipe.model_fields)}"
         raise UsageError(f"{origin}: {where}: {what}" if where else f"{origin}: {what}") from None
@@ -114,7 +116,7 @@ def parse_rewrite_recipe(record: Mapping[str, Any], folder: Path, origin: str) -
 
 
 def require_calibration(recipe: RewriteRecipe) -> None:
-    """Check that a recipe has a text if a step looks at one, and only then."""
+    """Check that a recipe has a text exactly if a step uses it."""
     needing = [step.name for step in recipe.step if step.needs_text]
     if needing and recipe.calibration is None:
         how = "give one with --calibrate, or as calibration of a recipe, or leave out what looks at it"

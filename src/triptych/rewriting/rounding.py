@@ -1,8 +1,8 @@
-"""How far rounding alone can move the output of a layer or of a whole model.
+"""The effect of rounding alone on the output of a layer or of a whole model.
 
 An exact rewrite computes the same function. The remaining difference is rounding, of the stored weights and
 of the arithmetic. Its size depends on the model, so it is measured: every weight moves by half a unit in its
-last place, up or down at random, and the output is compared with that of the unmoved model.
+last place, up or down at random, and the output is compared with the unmoved model's output.
 """
 
 import math
@@ -20,16 +20,16 @@ from triptych.rewriting.certificate import TensorRecord
 from triptych.rewriting.on_text import Deviations, largest_difference
 from triptych.running.opening import TextModel, Window
 
-# An exact rewrite may move outputs by this factor times the largest move of some random roundings.
-# Correct rewrites stay below 1.2 over all families (docs/contributing/log/).
+# Allowed move of outputs after exact rewrites, relative to the largest move by some random roundings. Correct
+# rewrites stay below 1.2 over all families (docs/contributing/log/).
 MOST_TIMES = 4.0
-# The same of one layer in float64, where only weights are rounded: correct ones move it 0.8 times as far.
+# Likewise for one layer in float64, where only weights are rounded: correct rewrites reach a factor of 0.8.
 MOST_TIMES_OF_LAYER = 2.0
-# Roundings that are tried at first; and at most, while none of them moves the output far enough: a model that
-# routes tokens to experts jumps where two experts are nearly level, and only some roundings tip the balance.
+# Initial number of random roundings, and the maximum while their effect is too small: a mixture of experts
+# jumps where two experts are nearly level, and only some roundings change the routing.
 _FIRST_DRAWS = 3
 _MOST_DRAWS = 16
-# Numbers of a map that are moved at a time.
+# Entries of a map moved at a time.
 _AT_A_TIME = 1 << 17
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 
@@ -37,7 +37,7 @@ _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16}
 class RoundingJudgement(NamedTuple):
     """The difference between two models, compared with the effect of rounding."""
 
-    moved: float  # the largest difference of a logit
+    moved: float  # largest difference of a logit
     by_rounding: float
 
     @property
@@ -47,7 +47,7 @@ class RoundingJudgement(NamedTuple):
 
 
 def changed_parameters(original: TextModel, rewritten: TextModel) -> frozenset[str]:
-    """Names of the parameters of the second model that differ from the first or are not in it."""
+    """Return the names of parameters of the second model differing from the first or absent from it."""
     before = dict(original.model.named_parameters())
     return frozenset(
         name
@@ -59,7 +59,7 @@ def changed_parameters(original: TextModel, rewritten: TextModel) -> frozenset[s
 
 
 def coarsest_changed(tensors: Mapping[str, TensorRecord], written: Tensors) -> torch.dtype:
-    """The coarsest dtype of the tensors that a rewrite changed; float64 if there are none."""
+    """Return the coarsest dtype of the tensors changed by a rewrite; float64 without changes."""
     dtypes = {
         written.infos[name].dtype
         for name, record in tensors.items()
@@ -79,7 +79,7 @@ def judge_rounding(
         moved = _rounded_again(rewritten, changed, stored, seed)
         for window, as_it_stands in zip(found.farthest, outputs, strict=True):
             most = max(most, largest_difference(as_it_stands, moved.outputs(window)))
-        del moved  # before the next copy is made: models may be large
+        del moved  # large models: release before the next copy
         if seed + 1 >= _FIRST_DRAWS and found.worst_logit <= MOST_TIMES * most:
             break
     return RoundingJudgement(found.worst_logit, most)
@@ -88,10 +88,11 @@ def judge_rounding(
 def first_moved(
     original: TextModel, rewritten: TextModel, source: AttentionSource, window: Window, stored: torch.dtype
 ) -> str:
-    """The name of the first attention layer whose output moves farther than rounding explains; "" if none."""
+    """Return the name of the first attention layer moved by more than rounding, or ""."""
     one = original.attention_outputs(source, window)
     other = rewritten.attention_outputs(source, window)
     changed = changed_parameters(original, rewritten)
+    # Largest relative move of each layer's output by random roundings.
     rounded = [0.0] * len(other)
     for seed in range(_FIRST_DRAWS):
         again = _rounded_again(rewritten, changed, stored, seed).attention_outputs(source, window)
@@ -104,13 +105,13 @@ def first_moved(
 
 
 def _rounded_again(model: TextModel, changed: Collection[str], stored: torch.dtype, seed: int) -> TextModel:
-    """A copy of a model whose parameters each move by a rounding, up or down at random."""
+    """Copy a model, moving each parameter by a rounding, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
     moved = model.copied()
     with torch.no_grad():
         for name, parameter in moved.model.named_parameters():
             step = unit(parameter, parameter.dtype)
-            # The gain of a folded norm is one number, which was set and not rounded.
+            # The gain of a folded norm is constant: set, not rounded.
             if name in changed and not bool((parameter == parameter.flatten()[:1]).all()):
                 step = torch.maximum(step, unit(parameter, stored) / 2)
             parameter.add_(step * signs(parameter, generator))
@@ -118,8 +119,9 @@ def _rounded_again(model: TextModel, changed: Collection[str], stored: torch.dty
 
 
 def changed_numbers(before: AttentionLayer, after: AttentionLayer) -> frozenset[tuple[str, str]]:
-    """The weights and biases of a layer that are other than in the original: side, and "weight" or "bias"."""
+    """Return the changed weights and biases of a layer: chain, and "weight" or "bias"."""
     found = set[tuple[str, str]]()
+    # Compare weights and biases of each chain separately.
     for side in SIDES:
         one = before.weights.chain(side)
         other = after.weights.chain(side)
@@ -149,7 +151,7 @@ def _same_tensor(one: Tensor | None, other: Tensor | None) -> bool:
 
 @final
 class RoundedAgain:
-    """Moves every number of weights in float64 by a rounding, up or down at random."""
+    """Moves every value of float64 weights by a rounding, up or down at random."""
 
     def __init__(
         self, changed: frozenset[tuple[str, str]], stored: torch.dtype | None, generator: torch.Generator
@@ -159,6 +161,7 @@ class RoundedAgain:
         self._generator = generator
 
     def __call__(self, weights: AttentionWeights) -> AttentionWeights:
+        # A shared map belongs to its first chain.
         side_of = {id(link): side for side in reversed(SIDES) for link in weights.chain(side)}
 
         def moved(link: Link) -> Link:
@@ -178,10 +181,10 @@ class RoundedAgain:
     def _moved(self, side: Side | Literal["gate"], part: str, numbers: Tensor) -> Tensor:
         stored = self._stored if (side, part) in self._changed else None
         if numbers.ndim > 1 and numbers.stride(-1) > numbers.stride(-2):
-            return self._moved(side, part, numbers.mT).mT  # in the order in which they lie in memory
+            return self._moved(side, part, numbers.mT).mT  # transposed, in memory order
         before = numbers.flatten()
         moved = torch.empty_like(before)
-        # A few at a time: what lies between is in the processor's cache, in memory that is used again.
+        # Blocks fit the processor's cache, and their memory is reused.
         for start in range(0, len(before), _AT_A_TIME):
             some = before[start : start + _AT_A_TIME]
             step = unit(some, torch.float64)
@@ -192,10 +195,10 @@ class RoundedAgain:
 
 
 def unit(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """The distance of each number to the next larger one of a dtype; 0 for zeros, which rounding keeps."""
+    """Return the distance of each value to the next larger value of a dtype; 0 for zeros."""
     limits = torch.finfo(dtype)
     bits = _BITS[numbers.element_size()]
-    # Infinity has the bits of the exponent and no others, which leave a number its power of two.
+    # Infinity has exactly the exponent bits set: masking by them leaves the power of two of a value.
     exponent = torch.tensor(math.inf, dtype=numbers.dtype, device=numbers.device).view(bits)
     step = (numbers.view(bits) & exponent).view(numbers.dtype) * limits.eps
     step.clamp_(min=max(limits.smallest_normal * limits.eps, torch.finfo(numbers.dtype).tiny))
@@ -203,7 +206,7 @@ def unit(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def signs(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Random numbers that are 1 or −1, of the shape and dtype of a tensor."""
+    """Draw random signs, 1 or −1, in the shape and dtype of a tensor."""
     return torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8).to(like.dtype) * 2 - 1
 
 

@@ -1,4 +1,4 @@
-"""A model written in the format that it came from, with its changes in the weights."""
+"""Saving of a changed model in its original format, with the changes in its weights."""
 
 import shutil
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from triptych.running.text.pretrained import copy_tokenizer
 
 
 def save_unchanged(opened: Opened, target: Path) -> None:
-    """Copy a model's files; a rewritten one with its certificate."""
+    """Copy a model's files, including the certificate of a rewritten model."""
     module = opened.module
     if module is not None:
         if (module.recipe if isinstance(module, EncoderDecoder) else module.config) is None:
@@ -45,6 +45,7 @@ def save_unchanged(opened: Opened, target: Path) -> None:
             if path.is_file():
                 shutil.copyfile(path, folder / path.name)
 
+    # A certificate lists the hash of the tokenizer's files.
     is_certified = (source.folder / CERTIFICATE).is_file()
     if is_certified and source.tokenizer is not None:
         raise UsageError(
@@ -68,7 +69,7 @@ def save_changed(opened: Opened, changed: AttentionSource, changes: Sequence[Cha
             f"{opened.name} is a module in memory, and its changes have no files to be written into"
         )
     source = opened.attention
-    # All layers that share weights are changed alike (`why_not_saved`).
+    # Layers sharing weights have equal changes (`why_not_saved`).
     touched = dict.fromkeys(
         place.site
         for number, place in enumerate(source.layers)
@@ -114,6 +115,6 @@ def save_changed(opened: Opened, changed: AttentionSource, changes: Sequence[Cha
 
 
 def _write_tokenizer(source: Source, folder: Path) -> None:
-    """Put the tokenizer that a model was loaded with, if one was given, in the place of that of the files."""
+    """Replace the tokenizer of the files by the tokenizer given when the model was loaded, if any."""
     if source.tokenizer is not None:
         copy_tokenizer(source.tokenizer, folder)

@@ -94,6 +94,7 @@ def verify(
     if original is None:
         return [*checks, *_claims_not_tried(certificate, "give the original with --against")]
     checks.append(check_hashes(certificate, open_tensors(original), "read", f"tensors of {original}"))
+    # Further checks are meaningless on changed files.
     if not all(check.held for check in checks):
         return [*checks, *_claims_not_tried(certificate, "these are other files than those certified")]
     one = open_checkpoint(original, family)
@@ -125,7 +126,7 @@ def _claims_not_tried(certificate: Certificate, reason: str) -> Iterator[Claim]:
 
 
 def _unchecked_claims(certificate: Certificate, words: bool) -> Iterator[Claim]:
-    """Entries of a certificate that neither checkpoint can confirm."""
+    """Yield the entries of a certificate that checkpoints cannot confirm."""
     yield as_stated("tool", shown(certificate.tool))
     yield as_stated("source, as it was named", shown(certificate.source))
     if not words:
@@ -165,7 +166,7 @@ def _require_calibration(certificate: Certificate, original: Path | None, calibr
 
 
 def _require_text(certificate: Certificate, text: Path) -> None:
-    """Check that a text is the one that both models were compared on."""
+    """Check that a text is the text of the comparison of both models."""
     found = certificate.end_to_end
     if found is None:
         raise UsageError(
@@ -181,7 +182,7 @@ def _require_text(certificate: Certificate, text: Path) -> None:
 
 
 def check_files(certificate: Certificate, folder: Path) -> Claim:
-    """Check the hashes of all files but the tensors, and the section of the model card."""
+    """Check the hashes of all files except tensors, and the section of the model card."""
     wrong = []
     for name, wanted in certificate.files.items():
         path = folder / name
@@ -194,7 +195,7 @@ def check_files(certificate: Certificate, folder: Path) -> Claim:
     known = {*certificate.files, CERTIFICATE, MODEL_CARD, *_files_of_tensors(folder)}
     wrong += [
         f"{shown(name)} is not in the certificate"
-        for path in sorted(folder.rglob("*"))  # which enters no folder that is a link
+        for path in sorted(folder.rglob("*"))  # does not follow linked folders
         if (path.is_symlink() or not path.is_dir())
         and (name := path.relative_to(folder).as_posix()) not in known
     ]
@@ -206,7 +207,7 @@ def check_files(certificate: Certificate, folder: Path) -> Claim:
 
 
 def _files_of_tensors(folder: Path) -> set[str]:
-    """Names of the files that the tensors of a folder are read from."""
+    """Return the names of the tensor files of a folder."""
     if (folder / SAFETENSORS).is_file() or not (folder / SAFETENSORS_INDEX).is_file():
         return {SAFETENSORS}
     named = read_json(folder / SAFETENSORS_INDEX).get("weight_map")
@@ -214,7 +215,7 @@ def _files_of_tensors(folder: Path) -> set[str]:
 
 
 def check_hashes(certificate: Certificate, tensors: Tensors, which: str, claim: str) -> Claim:
-    """Hashes of all tensors, as `read` or `written`."""
+    """Check the hashes of all tensors, as `read` or `written`."""
     wanted = {
         name: found
         for name, record in certificate.tensors.items()
@@ -241,9 +242,9 @@ def check_nothing_else(
     return as_claim("nothing else has changed", wrong, f"{measured} layers were changed")
 
 
-# Whole models run in float32. A loss and a divergence are means over tokens, in which the rounding of another
-# machine's kernels cancels; the largest difference of a logit is one number and does not. Where nothing but
-# rounding moves, that difference is rounding itself: only its size can be held against.
+# Whole models run in float32. A loss and a divergence are means over tokens, so the rounding of another
+# machine's kernels cancels; the largest difference of a logit is a single value, where it does not. For exact
+# rewrites the difference is rounding itself: only its magnitude can be compared.
 _SAME_LOSS_NATS = 1e-4
 _SAME_DIVERGENCE = 1e-3
 _DIVERGENCE_NATS = 1e-7
@@ -255,12 +256,12 @@ _WHOLE_MODELS = "whole models compared"
 
 
 def on_random_tokens(certified: EndToEnd) -> bool:
-    """Whether models were compared on tokens that can be drawn again."""
+    """Return True if the models were compared on reproducible random tokens."""
     return certified.text == RANDOM_TOKENS and certified.text_sha256 is None
 
 
 def claim_not_compared(certificate: Certificate, reason: str) -> Iterator[Claim]:
-    """Claims about whole models that were not checked."""
+    """Yield the unchecked claims about whole models."""
     if certificate.end_to_end is not None:
         yield Claim(_WHOLE_MODELS, None, f"not tried again: {reason}")
 
@@ -268,7 +269,7 @@ def claim_not_compared(certificate: Certificate, reason: str) -> Iterator[Claim]
 def check_models(
     certificate: Certificate, original: Path, folder: Path, source: AttentionSource, text: Path | None
 ) -> Iterator[Claim]:
-    """Run both models again, on random tokens or on the text; or say why not."""
+    """Run both models again on random tokens or on the text; otherwise give the reason."""
     certified = certificate.end_to_end
     if certified is None:
         return
@@ -294,6 +295,7 @@ def check_models(
     except (TriptychError, RuntimeError, ValueError, LookupError, TypeError) as error:
         yield Claim(_WHOLE_MODELS, False, first_line(error))
         return
+    # Exact rewrites must also stay within rounding.
     exact = certificate.tier != "bounded"
     wrong = list(_model_differences(certified, found, exact=exact))
     if exact:
@@ -307,7 +309,7 @@ def check_models(
 
 
 def _model_differences(certified: EndToEnd, found: Deviations, *, exact: bool) -> Iterator[str]:
-    """Figures of whole models that differ from the certificate."""
+    """Yield the figures of whole models that differ from the certificate."""
     if certified.tokens != found.tokens:
         yield f"{found.tokens:,} tokens, certified {certified.tokens:,}"
     relative, absolute = (_SAME_LOGIT_IF_EXACT, _LOGIT_IF_EXACT) if exact else (_SAME_LOGIT, _LOGIT)

@@ -62,7 +62,7 @@ def rewrite_checkpoint(
 ) -> Certificate:
     """Rewrite a checkpoint's attention into a new folder, with a certificate."""
     files = find_source(checkpoint, family=family)
-    require_new_folder(Path(files.name), target)  # before anything is fetched for it
+    require_new_folder(Path(files.name), target)  # fail before the download
     folder = local_folder(files)
     require_new_folder(folder, target)
     if text is not None:
@@ -95,7 +95,7 @@ class _Request:
 
 @final
 class _RunSink:
-    """The new folder of a run of ours: all layers are put into a model in memory, as none is large."""
+    """The new folder of a run of ours, written from a model in memory: runs are small."""
 
     def __init__(self, source: OwnModel, rewriting: Rewriting, request: _Request) -> None:
         self._source = source
@@ -116,6 +116,7 @@ class _RunSink:
             self.records[site.name] = done.record
             if done.record.changed:
                 changed[site.module] = done.layer.weights.to(read.weights.dtype)
+        # All layers are needed before the model can be built.
         new = with_rewritten(source.model, changed)
         self.folder = within.enter_context(self._made).path
         self.left_out = copy_run(request.folder, self.folder)
@@ -169,7 +170,7 @@ class _FolderSink:
         with self._measuring:
             hashes = copy.write_shards(self._replacement, progress)
         copy.write_beside(self._rewriting.settings)
-        (copy.folder / INPUTS).unlink(missing_ok=True)  # of what the source was rewritten from
+        (copy.folder / INPUTS).unlink(missing_ok=True)  # inputs from an earlier rewrite of the source
         if self._ready:
             raise AssertionError(f"{next(iter(self._ready))} was rewritten but not written")
         if not self._rewriting.settings:
@@ -181,7 +182,7 @@ class _FolderSink:
         }
 
     def _replacement(self, name: str) -> Tensor | Mapping[str, Tensor] | None:
-        """The new tensor of a name, or those in its place. The first of a layer has the layer rewritten."""
+        """Return the new tensor of a name, or its replacements; a layer's first tensor triggers a rewrite."""
 
         def took_up_norm(site: Site) -> bool:
             self._rewrite(site)
@@ -191,7 +192,8 @@ class _FolderSink:
         norms = self._rewriting.other_norms
         if site is None:
             if name in norms.owners:
-                wait(self._measured.values())  # a map may be as large as all of the attention: one of them
+                # A map may be as large as the whole attention: measurements finish first.
+                wait(self._measured.values())
             return norms.replacement(name, took_up_norm)
         self._rewrite(site)
         if name in self._replaced:
@@ -219,7 +221,7 @@ class _FolderSink:
     def reopened(self) -> Checkpoint:
         settings = Settings(read_json(self.folder / CONFIG), CONFIG)
         tensors = dequantised(open_tensors(self.folder), settings)
-        other = family_of(str(self._rewriting.settings.get("model_type")))  # that of another format
+        other = family_of(str(self._rewriting.settings.get("model_type")))  # family of a changed format
         return Checkpoint(str(self.folder), other or self._source.family, settings, tensors)
 
     def finish(self, extra: Mapping[str, bytes]) -> None:
@@ -228,7 +230,7 @@ class _FolderSink:
 
 @final
 class _Writing:
-    """A rewrite that is being written, whatever the format."""
+    """A rewrite being written, in any format."""
 
     def __init__(
         self, source: AttentionSource, rewriting: Rewriting, request: _Request, sink: _RunSink | _FolderSink
@@ -243,7 +245,7 @@ class _Writing:
         with ExitStack() as within:
             tensors = self.sink.fill(within)
             after = self.sink.reopened()
-            # What the configuration says now must fit all layers.
+            # A changed configuration affects all layers.
             everything = bool(self.rewriting.settings)
 
             def is_read(record: LayerRecord) -> bool:
@@ -263,7 +265,7 @@ class _Writing:
     def _layers(
         self, after: AttentionSource, doing: str, wanted: Callable[[LayerRecord], bool]
     ) -> Iterator[tuple[Site, Site, LayerRecord]]:
-        """The layers that are wanted, each as a site of the original and of the new checkpoint."""
+        """Yield the selected layers as sites of the original and of the new checkpoint."""
         places = {site.module: site for site in after.sites}
         for number, site in enumerate(self.source.sites):
             record = self.sink.records[site.name]
@@ -276,6 +278,7 @@ class _Writing:
         folder = self.sink.folder
         sites = self.source.sites
         bounded = any(record.tier == "bounded" for record in self.sink.records.values())
+        # Only exact rewrites are limited to rounding.
         stored = None if bounded else coarsest_changed(tensors, open_tensors(folder))
         compared_as, why_not = self._compared(after, stored)
         costs = self.rewriting.costs()
@@ -303,7 +306,7 @@ class _Writing:
         ).sealed()
 
     def _compared(self, after: AttentionSource, stored: torch.dtype | None) -> tuple[EndToEnd | None, str]:
-        """Compare both models on the text or on random tokens; or say why not."""
+        """Compare both models on the text or on random tokens; otherwise return the reason."""
         request = self.request
         if not request.compare:
             return None, "it was not asked for"
@@ -347,7 +350,7 @@ def _owners(source: Checkpoint) -> dict[str, Site]:
 
 
 def copy_run(source: Path, target: Path) -> tuple[str, ...]:
-    """Copy all files of a run but its weights, without the state of its training."""
+    """Copy all files of a run except its weights and the state of its training."""
     left_out = []
     for path in sorted(source.iterdir()):
         if path.is_dir():
@@ -360,7 +363,7 @@ def copy_run(source: Path, target: Path) -> tuple[str, ...]:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Hashes of all files except tensors and files that are written after them."""
+    """Return the hashes of all files except tensors, the certificate and the model card."""
     tensors = {path for path in folder.rglob("*.safetensors") if path.parent == folder}
     return {
         path.relative_to(folder).as_posix(): file_hash(path)
@@ -370,7 +373,7 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 def leave_out_certificate(folder: Path) -> None:
-    """Remove what is said of a rewrite from the copy of a rewritten model that was changed otherwise."""
+    """Remove certificate, inputs and card section from a copy of a rewritten model with other changes."""
     for name in (CERTIFICATE, INPUTS):
         (folder / name).unlink(missing_ok=True)
     readme = folder / MODEL_CARD
@@ -379,7 +382,7 @@ def leave_out_certificate(folder: Path) -> None:
 
 
 def _with_card(path: Path, section: str) -> bytes:
-    """Append the section to a model card, or replace the one that it has."""
+    """Append the section to a model card, or replace the existing section."""
     text = read_limited(path, LONGEST_TEXT).decode(errors="surrogateescape") if path.is_file() else ""
     rest = re.sub(rf"^{CARD_HEADING}\n.*?(?=^## |\Z)", "", text, flags=re.DOTALL | re.MULTILINE)
     return (f"{rest.rstrip()}\n\n{section}".strip() + "\n").encode(errors="surrogateescape")

@@ -1,4 +1,4 @@
-"""Comparison of original and rewritten model as wholes, and the difference that an exact rewrite may make."""
+"""Comparison of original and rewritten model, and the difference allowed after an exact rewrite."""
 
 import math
 from pathlib import Path
@@ -26,7 +26,7 @@ from triptych.running.opening import (
     why_not_run,
 )
 
-# Models up to this size (bytes) are compared by default: both are held in float32.
+# Models up to this size (bytes) are compared by default, in float32.
 _LARGEST_COMPARED = 2_000_000_000
 
 
@@ -35,14 +35,14 @@ class FailedRewriteError(TriptychError):
 
 
 class Original(NamedTuple):
-    """A model and the windows to run it on."""
+    """A model and the windows for its comparison."""
 
     model: TextModel
     windows: list[Window]
 
 
 def why_not_compared(files: Source) -> str:
-    """Why a model is not run on random tokens by default; "" if it is."""
+    """Return the reason against a default comparison on random tokens, or ""."""
     if reason := why_not_run(files):
         return reason
     size = sum(path.stat().st_size for path in files.folder.glob("*.*") if path.is_file())
@@ -52,7 +52,7 @@ def why_not_compared(files: Source) -> str:
 
 
 def open_original(source: Source | Path, text: Path | None) -> Original | str:
-    """Open the original with a text or random tokens; the reason if it cannot be run on random tokens."""
+    """Open the original with a text or random tokens; return the reason if it cannot run on random tokens."""
     try:
         model = open_text_model(source)
         if text is not None:
@@ -67,8 +67,8 @@ def open_original(source: Source | Path, text: Path | None) -> Original | str:
         return Original(model, windows)
     except NotFiniteError:
         raise
-    # Families that are not run, and kinds that take no tokens (pictures, speech). Any other error is a
-    # fault of ours, which must not pass for a property of the model.
+    # Families without an implementation, and models without token inputs (images, speech). Any other error is
+    # a bug of ours and must not be reported as a property of the model.
     except TriptychError as error:
         if text is not None:
             raise
@@ -87,6 +87,7 @@ def compare_models(
     found = compare_outputs(original.model, other, iter(original.windows))
     if not math.isfinite(found.worst_logit):
         raise FailedRewriteError(f"{source.name}: the rewritten model outputs numbers that are not finite")
+    # `stored` is given only if every step is exact.
     if stored is not None and (reason := why_not_rounding(found, original.model, other, source, stored)):
         raise FailedRewriteError(
             f"{source.name}: every step is exact, yet {reason}; nothing is written. "
@@ -107,7 +108,7 @@ def compare_models(
 def why_not_rounding(
     found: Deviations, original: TextModel, rewritten: TextModel, source: AttentionSource, stored: torch.dtype
 ) -> str:
-    """Why two models differ by more than rounding, with the first layer that does; "" if they do not."""
+    """Explain a difference beyond rounding, with the first layer affected; "" if rounding explains it."""
     verdict = judge_rounding(found, rewritten, changed_parameters(original, rewritten), stored)
     if verdict.is_rounding:
         return ""

@@ -1,7 +1,7 @@
-"""Rewritten attention as the tensors of its checkpoint, in that checkpoint's own format.
+"""Rewritten attention as the tensors of its checkpoint, in the checkpoint's format.
 
-A layer is brought to sizes that the format can hold, written through its `LayerMap`, and cast once to the
-dtype in which each tensor is stored. What a format cannot hold is refused.
+A layer is converted to sizes supported by the format, written through its `LayerMap`, and cast once to the
+stored dtype of each tensor. Anything else is refused.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,16 +26,16 @@ from triptych.rewriting.as_latent import as_latent
 @final
 @dataclass(frozen=True, eq=False)
 class WrittenLayer:
-    """What a layer changes in its checkpoint."""
+    """Changes of a layer in its checkpoint."""
 
-    # by name, those whose numbers change, in the dtype they are stored in and shaped as the format has them
+    # changed tensors by name, in their stored dtype and shape
     tensors: dict[str, Tensor]
-    # entries that `config.json` must have from now on, by dotted path. All layers that share a configuration
-    # must agree on them (`resizing` says which those are).
+    # new entries of `config.json`, by dotted path. All layers sharing a configuration must agree on them (see
+    # `resizing`).
     settings: dict[str, Any]
-    # the layer as the format has it, with what is filled up (on the "meta" device), for its costs
+    # the layer in the format's sizes, padding included (on the "meta" device), for its costs
     shapes: AttentionWeights
-    # tensors that go, with those that come in their place
+    # removed tensors, with the names of their replacements
     replaced: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -47,9 +47,9 @@ def write_layer(
     kept: Sequence[int] | None = None,
     same_sizes: bool = False,
 ) -> WrittenLayer:
-    """A rewritten layer as tensors of the checkpoint it was read from."""
-    # Formats have fixed slots: a bias that is gone is zeros, a folded norm gain 1 and shift 0. Other sizes of
-    # heads are written where the configuration can say them; else heads are padded, zeroed or repeated.
+    """Convert a rewritten layer to tensors of its checkpoint."""
+    # Formats have fixed slots: a removed bias is stored as zeros, a folded norm as gain 1 and shift 0. New
+    # head sizes are stored if the configuration allows; otherwise heads are padded, zeroed or repeated.
     try:
         return _LayerWriter(Fitting(checkpoint, before, after, kept, same_sizes)).write()
     except RewriteRefusedError as error:
@@ -75,6 +75,7 @@ class _LayerWriter:
             reject(why, "leave this layer out")
         if is_latent(self.after) and not self.place.spec.latent:
             return self._as_latent()
+        # Other layers fit the sizes of the format.
         fitted = self.fitting.fitted()
         old = sizes_of(self.before)
         new = sizes_of(fitted)
@@ -99,7 +100,7 @@ class _LayerWriter:
         return WrittenLayer(tensors, found.settings, found.weights.mapped(_to_meta), found.replaced)
 
     def _maps(self, fitted: AttentionWeights, stored: LayerMap) -> dict[str, Tensor]:
-        """The maps and their biases, zeros where the file has a place for a bias that is gone."""
+        """Return the maps and their biases, with zeros in slots of removed biases."""
         if self.place.spec.latent:
             ours = latent_parts(fitted)
         else:
@@ -114,6 +115,7 @@ class _LayerWriter:
             if name != side and side in ours:
                 zeros = torch.zeros_like(ours[side][0, 0] if side == "o" else ours[side][:, 0])
                 ours.setdefault(name, zeros)
+        # Nonzero parts without a slot are refused; zero parts are dropped.
         for name in ours.keys() - stored.parts:
             if bool(ours[name].any()):
                 side = name.removesuffix(".bias")
@@ -125,7 +127,7 @@ class _LayerWriter:
         return ours
 
     def _norm(self) -> dict[str, Tensor]:
-        """The norm, if it was folded: gain 1 and shift 0."""
+        """Return gain 1 and shift 0 if the norm was folded."""
         norm = self.before.norm
         if norm is None or self.after.norm is not None:
             return {}
@@ -137,9 +139,9 @@ class _LayerWriter:
         return found if norm.bias is None else found | {"norm.bias": torch.zeros_like(norm.bias)}
 
     def _gains(self, old: MapSizes, new: MapSizes, stored: LayerMap) -> Iterator[tuple[str, Tensor]]:
-        """Gains and shifts of norms of queries and keys, where each head has its own, follow their heads."""
+        """Yield per-head gains and shifts of query and key norms in the new order of heads."""
         heads = torch.tensor(self.kept)
-        # Other numbers of heads are only written where no norm has a gain of each head's own.
+        # A changed number of heads is written only without per-head gains.
         if not len(heads) == new.heads == old.heads or self.kept == list(range(old.heads)):
             return
         groups = (heads // (old.heads // old.groups)).view(old.groups, -1)
@@ -161,7 +163,7 @@ class _LayerWriter:
                     yield name, gains.view(len(order), -1)[order].view(gains.shape)
 
     def _gate(self, gate: HeadGate, heads: int) -> dict[str, Tensor]:
-        """The gates, whose place in the file is among the queries; heads that are gone have none of use."""
+        """Return the gates, stored with the queries; removed heads get unused zeros."""
         parts = {"gate": gate.weight.mT} | ({} if gate.bias is None else {"gate.bias": gate.bias})
         if len(self.kept) == heads:
             return parts
@@ -171,7 +173,7 @@ class _LayerWriter:
         }
 
     def _changed(self, name: str, full: Tensor) -> Tensor | None:
-        """A tensor as it is to be stored; None if that is how it is stored already."""
+        """Return a tensor in its stored form; None if it is unchanged."""
         if name not in self.tensors.infos:  # a tensor of another format, in the dtype of the maps
             return full.to(self.before.dtype).contiguous()
         dtype = self.tensors.infos[name].dtype
@@ -198,7 +200,7 @@ def _to_meta(tensor: Tensor) -> Tensor:
 
 
 def _with_biases_of(before: AttentionWeights, fitted: AttentionWeights) -> AttentionWeights:
-    """The shapes of a layer with a bias wherever the file has a place for one."""
+    """Return the shapes of a layer with a bias in every slot of the file."""
     chains = {}
     for side in SIDES[:3]:
         (*first, link), there = fitted.chain(side), before.chain(side)[-1].bias
@@ -209,7 +211,7 @@ def _with_biases_of(before: AttentionWeights, fitted: AttentionWeights) -> Atten
 
 
 def _are_same_weights(one: AttentionWeights, other: AttentionWeights) -> bool:
-    """Whether two writings hold the same numbers in the same maps."""
+    """Return True if two layers have equal values in equal maps."""
     if one is other:
         return True
     alike = one.scale == other.scale and (one.norm is None) == (other.norm is None)
@@ -222,7 +224,7 @@ def _are_same_weights(one: AttentionWeights, other: AttentionWeights) -> bool:
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same numbers; in at least float64 where their dtypes differ."""
+    """Return True if two tensors have equal values, compared in float64 if dtypes differ."""
     if one.dtype == other.dtype or one.shape != other.shape:
         return torch.equal(one, other)
     return all(torch.equal(a.double(), b.double()) for a, b in zip(one, other, strict=True))

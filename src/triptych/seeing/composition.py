@@ -1,4 +1,4 @@
-"""How much a head reads of what an earlier head wrote: composition scores, with their chance level."""
+"""Composition scores of pairs of heads, with their chance level."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,18 +18,19 @@ from triptych.literals import Into
 class Composition:
     """Composition scores of pairs of heads.
 
-    For heads a of an earlier layer and b of a later one, with W_OV of a and the form F of b, the score is
+    For heads a and b, a in an earlier layer, with W_OV of a and the form F of b, the score is
     `‖W_OV F‖ / (‖W_OV‖ ‖F‖)` in Frobenius norms: F is W_QK of b for "Q", its transpose for "K", W_OV for "V".
-    Maps read normalised input: the gain of the norm before a layer is folded into them. Of a model with
-    LayerNorms the mean that they remove is taken out of what maps read and of what heads write; an RMSNorm
-    removes nothing.
+    Maps read normalised input: the gain of the norm before a layer is folded into them. For models with
+    LayerNorms, the removed mean is projected out of the maps' inputs and the heads' outputs; an RMSNorm does
+    not remove the mean.
 
     Attributes:
-        into: "Q", "K" or "V": what of the later head reads what the earlier one wrote.
-        scores: `[layers, heads, layers, heads]`, earlier head first; NaN where it is not the earlier one.
-        chance: √E[score²] where the one form is turned against the other at random: `1 / √d_model`, whatever
-            their spectra, or `1 / √(d_model − 1)` behind LayerNorms.
-        layers: the names of the layers.
+        into: "Q", "K" or "V": input of the later head that reads the earlier head's output.
+        scores: earlier head by later head, `[layers, heads, layers, heads]`; NaN unless the first layer is
+            earlier.
+        chance: √E[score²] for a random rotation between both forms: `1 / √d_model` for any spectra, or
+            `1 / √(d_model − 1)` with LayerNorms.
+        layers: names of the layers.
 
     Source: Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
     """
@@ -40,7 +41,7 @@ class Composition:
     layers: tuple[str, ...]
 
     def top(self, count: int = 10) -> list[tuple[str, str, float]]:
-        """The pairs of heads with the highest scores: earlier head, later head, score."""
+        """Return the pairs of heads with the highest scores: earlier head, later head, score."""
         flat = self.scores.nan_to_num(nan=-1.0).flatten()
         found = []
         for place in flat.topk(min(count, int(self.scores.isfinite().sum()))).indices.tolist():
@@ -58,7 +59,7 @@ class Composition:
 
 
 def compose(layers: Sequence[Layer], into: Into) -> Composition:
-    """Composition scores between all heads of a stack."""
+    """Compute composition scores between all heads of a stack."""
     if into not in ("Q", "K", "V"):
         raise UsageError(f'composition is into "Q", "K" or "V", not {into!r}')
     heads = [[_head_to_compose(head, into) for head in layer] for layer in layers]
@@ -80,7 +81,7 @@ def compose(layers: Sequence[Layer], into: Into) -> Composition:
     for i, (W_V, W_O) in enumerate(writes):
         for j in range(i + 1, len(heads)):
             left, right = reads[j]
-            # ‖V Oᵀ L Rᵀ‖ from the triangles of V and R; nothing d × d is formed.
+            # ‖V Oᵀ L Rᵀ‖ from the triangles of V and R, without forming a d × d matrix.
             core = torch.einsum("adr,bds->abrs", W_O, left)
             whole = torch.einsum("axr,abrs,bys->abxy", _triangle(W_V), core, _triangle(right))
             norms = _product_norms(W_V, W_O)[:, None] * _product_norms(left, right)
@@ -121,7 +122,7 @@ def _stacked(left: Sequence[Tensor], right: Sequence[Tensor]) -> tuple[Tensor, T
 
 
 def _without_mean(written: Tensor) -> Tensor:
-    """Remove the mean over the stream's channels from what heads write, `[heads, d_model, d_v]`."""
+    """Remove the mean over the stream's channels from the heads' outputs, `[heads, d_model, d_v]`."""
     left: Tensor = written - written.mean(dim=1, keepdim=True)
     return left
 

@@ -1,13 +1,13 @@
-"""Everything that is measured of the heads of one attention layer, without ever forming a d × d matrix.
+"""All measures of the heads of one attention layer, without forming a d × d matrix.
 
-Each map is written W = Q R with orthonormal columns in Q. What is asked of the forms and of pairs of maps
-then needs only the small triangles R and the small products Q_aᵀ Q_b. Both come from products W_aᵀ W_b in
-float64, a few heads at a time, where the weights have at most float32's digits; from a QR of each map where
-they have more, or where a map is too near to losing rank.
+Each map is factored as W = Q R with orthonormal columns in Q. Measures of the forms and of pairs of maps then
+need only the small triangles R and the small products Q_aᵀ Q_b. Both come from products W_aᵀ W_b in float64,
+a few heads at a time, for weights of at most float32 precision; for more precise weights, and for maps close
+to losing rank, from a QR decomposition of each map.
 
-Positions decide what can be said of where a head looks. Rotary embeddings turn pairs of channels by the
-distance of key and query, so W_Q W_Kᵀ is the form of tokens at distance 0 only. For rotary heads, energies of
-the rotary pairs take the place of its singular values, and figures without such a counterpart are left out.
+Positions limit the measures of attention. Rotary embeddings rotate pairs of channels by the distance of key
+and query, so W_Q W_Kᵀ is the form of tokens at distance 0 only. For rotary heads, energies of the rotary
+pairs replace its singular values, and measures without such a counterpart are omitted.
 """
 
 import math
@@ -30,27 +30,26 @@ from triptych.threads import torch_threads
 
 MapPair = Literal["qk", "qv", "kv"]
 COMPARED: dict[MapPair, tuple[Side, Side]] = {"qk": ("q", "k"), "qv": ("q", "v"), "kv": ("k", "v")}
-# Squaring a map squares its condition: with more than this (‖R‖ ‖R⁻¹‖ in Frobenius norms, never less than
-# the condition), float64 would keep fewer digits than float32 has.
+# Squaring a map squares its condition number: above this bound (‖R‖ ‖R⁻¹‖ in Frobenius norms, at least the
+# condition number), float64 would keep fewer digits than float32 has.
 _LARGEST_CONDITION = 3e4
-# Numbers of one map that a thread holds in float64 at a time, but for heads that are larger: few enough for
-# memory that is used again.
+# Maximum entries of one map per thread in float64, except for larger heads: small enough for reused memory.
 _NUMBERS_AT_A_TIME = 1 << 20
 
 
 @final
 @dataclass(frozen=True)
 class RotaryPairs:
-    """Channels of queries and keys that turn together with the position."""
+    """Channels of queries and keys rotated together with the position."""
 
-    first: tuple[int, ...]  # one channel of each pair
+    first: tuple[int, ...]  # first channel of each pair
     second: tuple[int, ...]
-    slow: tuple[bool, ...]  # whether a pair turns by less than a radian over the longest text
-    factor: float = 1.0  # what these channels of queries and of keys are multiplied by as well
+    slow: tuple[bool, ...]  # whether a pair rotates by less than a radian over the longest text
+    factor: float = 1.0  # additional factor of these channels in queries and keys
 
     @classmethod
     def from_rotation(cls, rotation: RotaryEmbedding, longest: int) -> "RotaryPairs":
-        """The pairs that a rotation turns, in texts of at most `longest` tokens."""
+        """Return the pairs of a rotation, in texts of at most `longest` tokens."""
         first, second = rotation.pairs
         return cls(
             first=tuple(first),
@@ -63,22 +62,22 @@ class RotaryPairs:
 @final
 @dataclass(frozen=True, eq=False)
 class HeadMeasures:
-    """What was measured of a layer's heads, in float64; NaN where a map is not finite."""
+    """Measures of a layer's heads, in float64; NaN for maps with non-finite values."""
 
-    qk: Spectrum  # of W_QK, or what takes its place
-    ov: Spectrum  # of W_OV
-    similarity: dict[MapPair, MapSimilarity | None]  # of the maps to queries, keys and values, in pairs
+    qk: Spectrum  # spectrum of W_QK, or its replacement for rotary heads
+    ov: Spectrum  # spectrum of W_OV
+    similarity: dict[MapPair, MapSimilarity | None]  # of the maps to queries, keys and values
     norms: dict[Side, Float[Tensor, " heads"]]  # Frobenius norm of each map
     symmetry: Float[Tensor, " heads"] | None  # tr(A²)/‖A‖² of W_QK: 1 symmetric, −1 antisymmetric
     copying: Float[Tensor, " heads"] | None  # Σ Re λ / Σ |λ| of the eigenvalues of W_OV
-    finite: Bool[Tensor, " heads"]  # whether all four maps are
+    finite: Bool[Tensor, " heads"]  # whether all four maps are finite
 
 
 def comparable(weights: AttentionWeights) -> frozenset[MapPair]:
-    """The pairs of maps of a layer that can be compared.
+    """Return the comparable pairs of maps of a layer.
 
-    Queries of cross-attention read another text than keys and values do; of maps that share one, that is all
-    there would be to see.
+    Queries of cross-attention read another text than its keys and values. The comparison of tied maps would
+    only show the tie.
     """
     itself = weights.semantics.kind != "cross"
     return frozenset(
@@ -91,9 +90,10 @@ def comparable(weights: AttentionWeights) -> frozenset[MapPair]:
 def measure_heads(
     weights: AttentionWeights, rotary_pairs: RotaryPairs | None = None, num_removed: int = 0
 ) -> HeadMeasures:
-    """Measure every head of a layer, a few at a time on each of torch's threads.
+    """Measure every head of a layer, in chunks on each of torch's threads.
 
-    `num_removed` directions of the input are not in the maps (`centring`); chance counts the others only.
+    `num_removed` directions of the input are absent from the maps (`centring`); chance levels count the
+    remaining directions.
     """
     itself = weights.semantics.kind != "cross"
     pairs = comparable(weights)
@@ -106,6 +106,7 @@ def measure_heads(
 def _measured(
     parts: "_Cores", itself: bool, compared: Collection[MapPair], rotary_pairs: RotaryPairs | None
 ) -> HeadMeasures:
+    # The product is small, with the traces and eigenvalues of the form.
     values = parts.singular_values("q", "k")
     symmetry = None
     copying = None
@@ -113,7 +114,7 @@ def _measured(
         values = _with_rotary_pairs(parts, rotary_pairs)
     elif itself and (turned := parts.square_product("q", "k")) is not None:
         symmetry = (turned * turned.mT).sum(dim=(-2, -1)) / or_one(values.square().sum(dim=-1))
-    # In cross-attention what is written is of another space than what is read.
+    # In cross-attention, heads read and write in different spaces.
     if itself and (turned := parts.square_product("v", "o")) is not None:
         eigenvalues = torch.linalg.eigvals(turned)
         copying = eigenvalues.real.sum(dim=-1) / or_one(eigenvalues.abs().sum(dim=-1))
@@ -129,8 +130,9 @@ def _measured(
 
 
 def _join(chunks: list[HeadMeasures]) -> HeadMeasures:
-    """The measures of all heads, chunk after chunk."""
+    """Concatenate the measures of all heads, chunk after chunk."""
 
+    # A measure missing in all chunks stays None.
     def joined(of: Callable[[HeadMeasures], Tensor | None]) -> Tensor | None:
         parts = [of(chunk) for chunk in chunks]
         known = [part for part in parts if part is not None]
@@ -152,7 +154,7 @@ def _join(chunks: list[HeadMeasures]) -> HeadMeasures:
 
 
 def _on_threads(work: Callable[["_Chunk"], HeadMeasures], chunks: "Sequence[_Chunk]") -> list[HeadMeasures]:
-    """What `work` makes of every chunk, as many at a time as torch has threads, each on one of them."""
+    """Apply `work` to every chunk, in parallel on torch's threads."""
     threads = torch.get_num_threads()
     if threads == 1 or len(chunks) == 1:
         return [work(chunk) for chunk in chunks]
@@ -164,11 +166,12 @@ def _on_threads(work: Callable[["_Chunk"], HeadMeasures], chunks: "Sequence[_Chu
 
 
 def _with_rotary_pairs(parts: "_Cores", rotary_pairs: RotaryPairs) -> Tensor:
-    """Singular values of the channels that stay, and the roots of the energies of the pairs that turn."""
+    """Return singular values of the unrotated channels, and roots of the energies of rotated pairs."""
     times = torch.ones(parts.R["q"].shape[-1], dtype=torch.float64)
     times[[*rotary_pairs.first, *rotary_pairs.second]] = rotary_pairs.factor
     R_q = parts.R["q"] * times
     R_k = parts.R["k"] * times
+    # Pairs that hardly rotate count as unrotated.
     turning = [
         (a, b)
         for a, b, slow in zip(rotary_pairs.first, rotary_pairs.second, rotary_pairs.slow, strict=True)
@@ -187,7 +190,7 @@ def _with_rotary_pairs(parts: "_Cores", rotary_pairs: RotaryPairs) -> Tensor:
 
 
 class _Cores:
-    """The small matrices that represent the maps of a few heads."""
+    """The small matrices representing the maps of a few heads."""
 
     def __init__(self, chunk: "_Chunk", num_removed: int = 0) -> None:
         self._num_removed = num_removed
@@ -201,6 +204,7 @@ class _Cores:
         self.finite: Bool[Tensor, " heads"] = torch.stack(
             [sound[side][chunk.places[side]] for side in SIDES]
         ).all(dim=0)
+        # Non-finite maps become zero, so that decompositions of all other heads succeed.
         for side in SIDES:
             if not bool(sound[side].all()):
                 maps[side] = torch.where(sound[side][:, None, None], maps[side], 0.0)
@@ -223,22 +227,25 @@ class _Cores:
         self.R = {side: of.R for side, of in self.spans.items()}
 
     def known(self, values: Tensor) -> Tensor:
-        """NaN in place of what is of a head that is not finite."""
+        """Replace values of heads with non-finite maps by NaN."""
         shape = (-1,) + (1,) * (values.ndim - 1)
         return values.where(self.finite.view(shape), math.nan)
 
     def singular_values(self, one: Side, other: Side) -> Tensor:
-        """The singular values of the form of two maps."""
+        """Return the singular values of the form of two maps."""
         values: Tensor = torch.linalg.svdvals(self.R[one] @ self.R[other].mT)
         return values
 
     def square_product(self, one: Side, other: Side) -> Tensor | None:
-        """Small, with the traces and non-zero eigenvalues of a form and its powers; None if it has none."""
+        """Return a small matrix with the traces and non-zero eigenvalues of a square form and its powers.
+
+        For other forms the result is None.
+        """
         between = self._between.get((one, other))
         return None if between is None else self.R[one] @ self.R[other].mT @ between.mT
 
     def compared(self, one: Side, other: Side) -> MapSimilarity | None:
-        """Two maps that read the same; None if they do not."""
+        """Compare two maps of the same input; None if their inputs differ."""
         between = self._between.get((one, other))
         if between is None:
             return None
@@ -252,9 +259,9 @@ class _Cores:
 class _Chunk:
     """A few heads."""
 
-    chains: dict[Side, Chain]  # of each side, those copies of its maps that they use
-    places: dict[Side, list[int]]  # which copy each head does
-    has_many_digits: bool  # whether the weights have more digits than float32
+    chains: dict[Side, Chain]  # maps of each chain used by these heads
+    places: dict[Side, list[int]]  # index of each head's copy
+    has_many_digits: bool  # whether the weights are more precise than float32
 
 
 _NEIGHBOURS: tuple[tuple[Side, Side], ...] = (("q", "k"), ("q", "v"), ("k", "v"), ("v", "o"))
@@ -266,6 +273,7 @@ def _chunks(weights: AttentionWeights) -> Iterator[_Chunk]:
     heads = weights.num_heads
     largest = max(chain[0].d_in * chain[-1].d_out for chain in chains.values())
     count = max(1, _NUMBERS_AT_A_TIME // largest)
+    # As many heads as fit the memory limit, with the copies used by them.
     for start in range(0, heads, count):
         read = {
             side: [head * copies[side] // heads for head in range(start, min(start + count, heads))]
@@ -282,7 +290,7 @@ def _chunks(weights: AttentionWeights) -> Iterator[_Chunk]:
 
 
 def _float64_maps(weights: AttentionWeights, side: Side) -> Chain:
-    """The maps of a side; several in float64, of whose product less than that would be taken for rank."""
+    """Return the maps of a chain; several maps in float64, to keep rounding out of the product's rank."""
     chain = weights.chain(side)
     if len(chain) < 2:
         return (Link(weights.multiplied(side).weight),)
@@ -290,7 +298,7 @@ def _float64_maps(weights: AttentionWeights, side: Side) -> Chain:
 
 
 def _used(link: Link, first: int, last: int, copies: int) -> Link:
-    """What of a link the copies `first` to `last` of its chain's product are made of."""
+    """Return the part of a link used by the copies `first` to `last` of its chain's product."""
     if link.copies == 1:
         return Link(link.weight)
     if link.copies == copies:
@@ -299,17 +307,18 @@ def _used(link: Link, first: int, last: int, copies: int) -> Link:
 
 
 def _products(maps: dict[Side, Tensor], places: dict[Side, list[int]], one: Side, other: Side) -> Tensor:
-    """W_oneᵀ W_other of every head; heads that share both copies share the product."""
+    """Compute W_oneᵀ W_other of every head; heads sharing both copies share the product."""
     pairs = list(zip(places[one], places[other], strict=True))
     products = {(i, j): maps[one][i].mT @ maps[other][j] for i, j in dict.fromkeys(pairs)}
     return torch.stack([products[pair] for pair in pairs])
 
 
 def _cholesky_triangles(squares: dict[Side, Tensor]) -> dict[Side, tuple[Tensor, Tensor]] | None:
-    """R of W = Q R from WᵀW, and R⁻¹; the identity for W = 0.
+    """Compute R of W = Q R from WᵀW, and R⁻¹; the identity for W = 0.
 
-    None if a map is too near to losing rank for that.
+    The result is None if a map is too close to losing rank.
     """
+    # Cholesky's factor of WᵀW is R.
     found: dict[Side, tuple[Tensor, Tensor]] = {}
     for side, square in squares.items():
         eye = torch.eye(square.shape[-1], dtype=square.dtype)
@@ -325,17 +334,17 @@ def _cholesky_triangles(squares: dict[Side, Tensor]) -> dict[Side, tuple[Tensor,
 
 
 def _full_span(triangle: Tensor, square: Tensor) -> Span:
-    """The span of maps that are zero or have independent columns."""
+    """Return the span of maps with independent columns, or of zero maps."""
     alive = _alive(square)
     basis = torch.eye(triangle.shape[-1], dtype=triangle.dtype) * alive
     return Span(triangle * alive, basis, alive[:, 0, 0] * triangle.shape[-1])
 
 
 def _alive(square: Tensor) -> Tensor:
-    """`[copies, 1, 1]`: whether a map differs from zero."""
+    """Return a mask `[copies, 1, 1]` of non-zero maps."""
     return _squared_norms(square)[:, None, None] > 0
 
 
 def _squared_norms(square: Tensor) -> Tensor:
-    """‖W‖² of every copy."""
+    """Return ‖W‖² of every copy."""
     return square.diagonal(dim1=-2, dim2=-1).sum(dim=-1)

@@ -1,4 +1,4 @@
-"""What the attention of a model costs, layer by layer."""
+"""Cost of a model's attention per layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,12 +18,12 @@ class LayerCost:
     """The cost of one attention layer.
 
     Attributes:
-        layer: its name.
-        parameters: learned numbers, biases included; 0 where an earlier layer's are used again.
-        flops_per_token: of its maps for one token, without pairs of tokens.
-        flops_per_pair: of one query and one key.
-        cache_bytes_per_token: kept of a token while decoding; 0 outside decoders.
-        shares: the earlier layer whose weights it has; None if it has its own.
+        layer: layer name.
+        parameters: number of learned parameters, biases included; 0 for weights shared with an earlier layer.
+        flops_per_token: FLOPs of its maps for one token, without pairs of tokens.
+        flops_per_pair: FLOPs of one query and one key.
+        cache_bytes_per_token: bytes cached per token while decoding; 0 outside decoders.
+        shares: earlier layer with the same weights; None for separate weights.
     """
 
     layer: str
@@ -40,8 +40,8 @@ class ModelCost:
     """The cost of all attention layers.
 
     Attributes:
-        model: its name.
-        layers: each by itself.
+        model: model name.
+        layers: cost of each layer.
     """
 
     model: str
@@ -49,11 +49,11 @@ class ModelCost:
 
     @check_choices
     def total(self, what: Figure = "parameters") -> int:
-        """The sum over layers of one of the figures."""
+        """Return the sum of a figure over layers."""
         return sum(getattr(layer, what) for layer in self.layers)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One record per layer."""
+        """Return one record per layer."""
         return [dict(layer.__dict__) for layer in self.layers]
 
     def __repr__(self) -> str:
@@ -66,12 +66,12 @@ class ModelCost:
 
 
 def cost_of(name: str, layers: Sequence[Layer], source: AttentionSource) -> ModelCost:
-    """Count what each layer costs; weights that layers share count once, the work of each layer always."""
+    """Count the cost of each layer; shared weights count once, the work of each layer always."""
     found = []
     for layer, place in zip(layers, source.layers, strict=True):
         read = source.outline(place.site)
         cost = writing_cost(layer.outline)
-        if read.borrows is not None:  # its keys and values are made, and counted, there
+        if read.borrows is not None:  # its keys and values belong to another layer
             own = writing_cost(replace(layer.outline, k=(), v=()))
             cost = replace(own, pair_flops=cost.pair_flops)
         found.append(

@@ -1,7 +1,7 @@
-"""How alike two maps are: measures of the matrices as written, and of the subspaces they span.
+"""Similarity of two maps: measures of the matrices as stored, and of their column spaces.
 
-A head's basis is the training run's choice (the gauge): what compares entries says something about that
-choice, what compares column spaces says something about the head. Both are given, and which is which.
+A head's basis is an arbitrary choice of the training run (the gauge): measures of entries depend on this
+choice, measures of column spaces only on the head. Both kinds of measures are reported and labelled.
 """
 
 import math
@@ -14,39 +14,39 @@ from torch import Tensor
 
 
 class MapSimilarity(NamedTuple):
-    """Two maps of every head side by side."""
+    """Similarity of two maps, for every head."""
 
-    cosine: Float[Tensor, " heads"]  # of the entries, −1 to 1; depends on the basis
-    procrustes: Float[Tensor, " heads"]  # the same after the best rotation of one of them, 0 to 1
-    cka: Float[Tensor, " heads"]  # of the rows as examples
+    cosine: Float[Tensor, " heads"]  # cosine of the entries, −1 to 1; depends on the basis
+    procrustes: Float[Tensor, " heads"]  # cosine of the entries after the best rotation, 0 to 1
+    cka: Float[Tensor, " heads"]  # linear CKA, with rows as examples
     angles: Float[Tensor, "heads k"]  # principal angles of the column spaces, ascending, in radians
     overlap: Float[Tensor, " heads"]  # mean squared cosine of the principal angles, 0 to 1
     chance: Float[Tensor, " heads"]
-    p_value: Float[Tensor, " heads"]  # how probable an overlap as large or larger is for random subspaces
+    p_value: Float[Tensor, " heads"]  # probability of at least this overlap for random subspaces
 
     @property
     def times_chance(self) -> Float[Tensor, " heads"]:
-        """The overlap over its chance level."""
+        """Ratio of the overlap to its chance level."""
         return self.overlap / self.chance
 
     @property
     def excess(self) -> Float[Tensor, " heads"]:
-        """The overlap above its chance level, as a share of the most that it can be above it.
+        """Overlap above chance, relative to the largest possible overlap above chance.
 
-        0 is chance and 1 the same subspace, whatever the sizes are. The largest `times_chance` depends on
-        them: the width of the input divided by the width of the larger map. NaN where a map reads the whole
-        input.
+        0 is chance and 1 the same subspace, for all sizes. In contrast, the largest `times_chance` depends on
+        the sizes: it is the width of the input divided by the width of the larger map. NaN for a map reading
+        the whole input.
         """
         left = 1 - self.chance
         return ((self.overlap - self.chance) / left).where(left > 0, torch.nan)
 
 
 class Span(NamedTuple):
-    """What of a map W = Q R, with orthonormal columns in Q, is needed to compare it."""
+    """Factors of a map W = Q R, with orthonormal columns in Q, for comparisons."""
 
     R: Float[Tensor, "heads k width"]
-    basis: Float[Tensor, "heads k r"]  # of the column space, as combinations of the columns of Q
-    rank: Int[Tensor, " heads"]  # of every map
+    basis: Float[Tensor, "heads k r"]  # basis of the column space, as combinations of the columns of Q
+    rank: Int[Tensor, " heads"]  # rank of every map
 
     @property
     def is_full(self) -> bool:
@@ -55,20 +55,20 @@ class Span(NamedTuple):
 
 
 def span(R: Float[Tensor, "heads k width"], d: int) -> Span:
-    """The span of a map from its R; `d` is the height of the map."""
+    """Return the span of a map from its R; `d` is the height of the map."""
     U, S, _ = torch.linalg.svd(R, full_matrices=False)
     kept = S.gt(S[..., :1] * max(d, R.shape[-1]) * torch.finfo(S.dtype).eps)
     return Span(R, U * kept[..., None, :], kept.sum(dim=-1))
 
 
 def compare_maps(one: Span, other: Span, between: Float[Tensor, "heads k other_k"], d: int) -> MapSimilarity:
-    """Compare two maps of every head that read the same `d` channels, known by their spans."""
+    """Compare two maps of every head reading the same `d` channels, given their spans."""
     product = one.R.mT @ between @ other.R
     norm = torch.linalg.matrix_norm
     norms = norm(one.R) * norm(other.R)
     of_spaces = between if one.is_full and other.is_full else one.basis.mT @ between @ other.basis
     cosines = torch.linalg.svdvals(of_spaces).clamp(max=1.0)
-    # The maps may have more rows than the `d` channels: identities, and rounding where a norm removes some.
+    # Maps may have more rows than `d`: identities, or rounding where a norm removes directions.
     ranks = one.rank.clamp(max=d), other.rank.clamp(max=d)
     smaller = torch.minimum(*ranks)
     larger = torch.maximum(*ranks)
@@ -91,15 +91,16 @@ def compare_maps(one: Span, other: Span, between: Float[Tensor, "heads k other_k
 def chance_of_as_much(
     shared: Float[Tensor, " heads"], p: Int[Tensor, " heads"], q: Int[Tensor, " heads"], d: int
 ) -> Float[Tensor, " heads"]:
-    """Probability that random subspaces of `p` and `q` dimensions out of `d` share as much as `shared`.
+    """Return the probability that random subspaces share at least `shared`.
 
-    tr(P Q), the sum of the squared cosines, is Pillai's trace of a multivariate analysis of variance. Its law
-    is replaced by the beta law of the same mean and variance, which is exact where one subspace is a line. In
-    very few dimensions the tail is far too small: `docs/explanation/similarity.md`.
+    The subspaces have `p` and `q` dimensions out of `d`. tr(P Q), the sum of the squared cosines, is Pillai's
+    trace of a multivariate analysis of variance. Its distribution is approximated by the beta distribution of
+    equal mean and variance, exact if one subspace is a line. In very few dimensions the tail is far too
+    small: `docs/explanation/similarity.md`.
     """
     found = torch.ones_like(shared)
     for one, other in {*zip(p.tolist(), q.tolist(), strict=True)}:
-        # Subspaces too large to avoid each other share p + q − d dimensions and what their complements do.
+        # Large subspaces share at least p + q − d dimensions, plus the overlap of their complements.
         common = max(one + other - d, 0)
         few, many = sorted((d - one, d - other) if common else (one, other))
         if few:
@@ -115,7 +116,7 @@ def chance_of_as_much(
 
 @cache
 def _overlap_tails(few: int, many: int, d: int) -> tuple[Tensor, Tensor]:
-    """Log odds of tr(P Q) / few in steps of 1/100 of their deviation, and the logarithms of their tails."""
+    """Tabulate log odds of tr(P Q) / few, in steps of 1/100 of their deviation, and log tails."""
     mean = many / d
     variance = 2 * mean * (d - few) * (1 - mean) / (few * (d - 1) * (d + 2))
     a = mean * (mean * (1 - mean) / variance - 1)
@@ -130,13 +131,14 @@ def _overlap_tails(few: int, many: int, d: int) -> tuple[Tensor, Tensor]:
 def sketches(
     left: Float[Tensor, "forms d r"], right: Float[Tensor, "forms other_d r"]
 ) -> Float[Tensor, "forms numbers"]:
-    """A hundred numbers of every form A = left rightᵀ, of length 1: products of two are near the cosine."""
+    """Compute a sketch of length 1 per form A = left rightᵀ: products of two sketches estimate the cosine."""
     generator = torch.Generator().manual_seed(0)
     dtype = torch.promote_types(left.dtype, torch.float32)
     x, y = (
         torch.randn(_SKETCH, factor.shape[1], generator=generator).to(left.device, dtype)
         for factor in (left, right)
     )
+    # The forms themselves are never computed: x A yᵀ from the factors.
     found = torch.stack(
         [
             ((x @ one.to(dtype)) * (y @ other.to(dtype))).sum(dim=-1)
@@ -149,10 +151,11 @@ def sketches(
 
 
 def similar(sketched: Float[Tensor, "forms numbers"], at_least: float, most: int) -> list[tuple[int, int]]:
-    """Pairs i < j of forms whose cosine may be `at_least`, of either sign; the `most` likeliest, in order.
+    """Return pairs i < j of forms with a cosine of possibly `at_least`, of either sign: the `most` likeliest.
 
-    A few rows of all products are held at a time.
+    Products of a few rows at a time are in memory.
     """
+    # A running selection of the best pairs limits the memory.
     best = sketched.new_empty(0)
     pairs = torch.empty(0, 2, dtype=torch.long)
     for start in range(0, len(sketched), _ROWS_AT_A_TIME):
@@ -174,18 +177,18 @@ def cosine_of_forms(
     other_left: Float[Tensor, "d s"],
     other_right: Float[Tensor, "other_d s"],
 ) -> float:
-    """⟨A, B⟩ / (‖A‖ ‖B‖) of two products of factors, without forming either; 0 if one is zero."""
+    """Return ⟨A, B⟩ / (‖A‖ ‖B‖) of two products of factors without forming them; 0 if a product is zero."""
     l, r, m, s = (factor.double() for factor in (left, right, other_left, other_right))  # noqa: E741
     norms = math.sqrt(_inner(l, r, l, r) * _inner(m, s, m, s))
     return _inner(l, r, m, s) / norms if norms else 0.0
 
 
-# The product of two sketches is off by about √2 / √ of their length; three times as much is rare.
+# The product of two sketches has a standard error of about √2 / √_SKETCH; three times this error is rare.
 _SKETCH = 128
 _ROWS_AT_A_TIME = 512
 _SKETCH_MARGIN = 0.38
 
 
 def _inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> float:
-    """Σ A_ij B_ij of A = left rightᵀ and B = other_left other_rightᵀ."""
+    """Return Σ A_ij B_ij of A = left rightᵀ and B = other_left other_rightᵀ."""
     return float(((left.mT @ other_left) * (right.mT @ other_right)).sum())

@@ -1,4 +1,4 @@
-"""Every head in turn, patched from a run on one text into a run on another."""
+"""Activation patching of every head, from a run on one text into a run on another."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,17 +18,17 @@ from triptych.running.run import Run
 @final
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """What patching each head does to a metric.
+    """Effect of patching each head on a metric.
 
     Attributes:
-        what: the activation that was patched.
-        heads: the heads, `3.2`.
-        values: `[heads, texts]`, the metric of the corrupted text with the head's clean activation.
-        clean: `[texts]`, the metric of the clean texts; `corrupted`, of the others.
-        corrupted: without a patch.
-        low: `[heads]`, lower end of the mean's 95 % bootstrap interval over texts; `high`, the upper end. For
-            a single text it has no width.
-        high: upper end.
+        what: patched activation.
+        heads: names of the heads, such as `3.2`.
+        values: metric of the corrupted text with the head's clean activation, `[heads, texts]`.
+        clean: metric of the clean texts, `[texts]`.
+        corrupted: metric of the corrupted texts without a patch, `[texts]`.
+        low: lower end of the mean's 95 % bootstrap interval over texts, `[heads]`; of zero width for a single
+            text.
+        high: upper end of the interval, `[heads]`.
     """
 
     what: Activation
@@ -41,16 +41,16 @@ class Sweep:
 
     @property
     def mean(self) -> Float[Tensor, " heads"]:
-        """The mean over texts of each head."""
+        """Mean over texts for each head."""
         return self.values.mean(dim=1)
 
     def rows(self) -> list[dict[str, Any]]:
-        """One record per head: its place, the mean, its interval."""
+        """Return one record per head: name, mean and interval."""
         columns = zip(self.heads, self.mean.tolist(), self.low.tolist(), self.high.tolist(), strict=True)
         return [{"head": head, "mean": mean, "low": low, "high": high} for head, mean, low, high in columns]
 
     def top(self, count: int = 10) -> list[tuple[str, float]]:
-        """The heads whose patch moves the metric most from that of the corrupted texts."""
+        """Return the heads with the largest effect on the metric of the corrupted texts."""
         moved = (self.mean - self.corrupted.mean()).abs()
         return [(self.heads[i], float(self.mean[i])) for i in moved.argsort(descending=True)[:count].tolist()]
 
@@ -72,12 +72,13 @@ def sweep_heads(
     what: Activation,
     progress: Progress,
 ) -> Sweep:
-    """Patch every head in turn."""
+    """Patch each head separately."""
     clean, corrupted = texts
     if len(clean) != len(corrupted) or not clean:
         raise UsageError(
             f"there are {len(clean)} clean and {len(corrupted)} corrupted texts: give one for each"
         )
+    # Patched positions must exist in both texts.
     before = [(run(one), run(other)) for one, other in zip(clean, corrupted, strict=True)]
     for number, (one, other) in enumerate(before, start=1):
         if len(one.ids) != len(other.ids):

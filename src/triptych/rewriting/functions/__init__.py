@@ -1,6 +1,6 @@
-"""Rewrites: pure functions from `AttentionWeights` to new ones and a record of what was done.
+"""Rewrites: pure functions from `AttentionWeights` to new weights and a record.
 
-Each is a function (`fold`) and, with its options, a record (`Fold`) in the list `REWRITES`.
+Rewrites exist as functions (`fold`) and, with their options, as records (`Fold`) in the list `REWRITES`.
 """
 
 from triptych.core.algebra.norm_folding import fold_norm

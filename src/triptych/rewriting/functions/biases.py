@@ -1,4 +1,4 @@
-"""Biases that can go: that of the keys is seen by no softmax, that of the values is one of the output."""
+"""Key biases, cancelled by the softmax, and value biases, absorbed by the output bias."""
 
 from dataclasses import replace
 from typing import Literal, final
@@ -52,10 +52,10 @@ class FoldValueBias(LayerRewrite):
 
 
 def drop_key_bias(weights: AttentionWeights) -> Rewritten:
-    """Leave out the bias of the keys: it adds `q · b_K`, the same for every key, to a row of scores.
+    """Remove the key bias: it adds `q · b_K`, the same for every key, to a row of scores.
 
-    Keys that share maps with queries or values are given their own first, unless the others can take up what
-    they lose.
+    Keys sharing maps with queries or values get separate maps first, unless the last maps of queries and
+    values can absorb their lost biases.
     """
     if not _biased(weights.k):
         return unchanged("drop_key_bias", weights, "the keys have no bias")
@@ -63,7 +63,7 @@ def drop_key_bias(weights: AttentionWeights) -> Rewritten:
     _require_bias_reaches_end("drop_key_bias", "k", weights.k)
     result, notes = _without_bias(weights, "k")
     if result.q and result.q == result.v:
-        # With the keys apart, a tie of these two alone would be left, and no layer is written so.
+        # Layers cannot store a tie of queries and values alone.
         result = with_chains(result, {"v": separate(result.v)})
         notes = (*notes, "v was given a map of its own")
     return rewritten(
@@ -72,11 +72,11 @@ def drop_key_bias(weights: AttentionWeights) -> Rewritten:
 
 
 def fold_value_bias(weights: AttentionWeights) -> Rewritten:
-    """Move the bias of the values into that of the output: `b_O += Σ_i b_V,i W_i^O`.
+    """Move the value bias into the output bias: `b_O += Σ_i b_V,i W_i^O`.
 
-    The weights of a row sum to 1, so a head passes its value bias on unweighted. A bias of a group
-    counts once for every query head that reads the group. A query that a mask lets see no key gets zeros
-    from our layers before, and the bias after: there the function is another.
+    Attention weights of a row sum to 1, so the value bias reaches the output unweighted. The bias of a group
+    counts once for every query head of the group. The function changes for a query without visible keys: its
+    attended values are zeros before, and the bias is added afterwards.
     """
     if not _biased(weights.v):
         return unchanged("fold_value_bias", weights, "the values have no bias")
@@ -87,6 +87,7 @@ def fold_value_bias(weights: AttentionWeights) -> Rewritten:
     assert value_bias is not None
     passed_on = torch.einsum("hv,hvo->o", value_bias, weights.W_O)
     result, notes = _without_bias(weights, "v")
+    # A layer without output bias gets an output bias.
     o_bias = passed_on if weights.o_bias is None else weights.o_bias + passed_on
     return rewritten(
         "fold_value_bias",
@@ -103,7 +104,7 @@ def _biased(chain: Chain) -> bool:
 
 
 def _require_bias_reaches_end(name: str, side: Side, chain: Chain) -> None:
-    """Refuse a norm anywhere after the first bias of a chain."""
+    """Refuse a norm after the first bias of a chain."""
     first = next(place for place, link in enumerate(chain) if link.bias is not None)
     require_nothing_between(name, side, chain[first:])
 
@@ -111,7 +112,7 @@ def _require_bias_reaches_end(name: str, side: Side, chain: Chain) -> None:
 def _without_bias(
     weights: AttentionWeights, side: Literal["k", "v"]
 ) -> tuple[AttentionWeights, tuple[str, ...]]:
-    """The writing with no bias on one side, the others' functions as they were; and what that took."""
+    """Remove the bias of one chain, preserving all other chains; return the weights and notes."""
     chain = weights.chain(side)
     bare = {id(link): replace(link, bias=None) for link in chain if link.bias is not None}
     losing = tuple(
@@ -123,6 +124,7 @@ def _without_bias(
         own = tuple(replace(link, bias=None) for link in separate(chain))
         shared = named(sharing_sides(weights, side))
         return with_chains(weights, {side: own}), (f"{side} shared a map with {shared}: it has its own now",)
+    # A chain sharing a map absorbs the bias: its total bias moves into its last map.
     chains: dict[Side, Chain] = {side: tuple(bare.get(id(link), link) for link in chain)}
     for other in losing:
         *before, last = weights.chain(other)
@@ -135,7 +137,7 @@ def _without_bias(
 
 
 def _can_take_up(weights: AttentionWeights, side: Side, bare: dict[int, Link]) -> bool:
-    """Whether the last map of a side can hold, besides its bias, what others of its maps lose."""
+    """Return True if the last map of a chain can absorb the biases removed from its earlier maps."""
     *before, last = weights.chain(side)
     return (
         id(last) not in bare

@@ -1,4 +1,4 @@
-"""How many channels each head keeps, within a budget for all heads."""
+"""Allocation of channels to heads, by share of energy or under a common budget."""
 
 import heapq
 from collections.abc import Sequence
@@ -15,24 +15,25 @@ def allocate(
     energy: float | None = None,
     share: float | None = None,
 ) -> list[int]:
-    """The rank of every form: the lowest that keeps a share of its energy, or what a budget is best spent on.
+    """Return the rank of every form: the lowest for a share of its energy, or the best use of a budget.
 
-    A budget first gives every form one channel. Then it buys the channels that are left by descending energy
-    per cost, passing over those that it no longer pays for and those that carry nothing.
+    A budget first gives every form one channel. It then buys further channels by descending energy per cost,
+    skipping channels above the remaining budget and channels of zero energy.
 
-    Up to the first channel passed over, no ranks of at most the same cost keep more energy. With λ the ratio
-    of the last channel bought, the ranks found maximise Σ (energy − λ · cost): in every form energies only
-    fall, and what is taken is every channel of a ratio above λ and some at λ. Ranks of more energy for no
-    more cost would make the sum larger. With one cost for all it is the best use of the whole budget.
+    Up to the first skipped channel, ranks of at most the same cost keep at most the same energy. With λ the
+    ratio of the last bought channel, the ranks maximise Σ (energy − λ · cost): energies descend within a
+    form, so the bought channels are all channels of a ratio above λ and some at λ. Ranks of more energy for
+    at most the same cost would increase the sum. With equal costs, the ranks are the best use of the whole
+    budget.
     """
     _require_sound(spectra, costs, energy, share)
     if energy is not None:
         kept = [spectrum.double().cumsum(dim=0) for spectrum in spectra]
-        # A share that is kept but for rounding is kept.
+        # Tolerate rounding of the kept share.
         return [1 + int(one[:-1].lt(energy * (1 - 1e-12) * one[-1]).sum()) for one in kept]
     assert share is not None
     left = share * sum(cost * len(spectrum) for spectrum, cost in zip(spectra, costs, strict=True))
-    # A budget that is met but for rounding is met.
+    # Tolerate rounding of the budget.
     left = left * (1 + 1e-12) - sum(costs)
     ranks = [1] * len(spectra)
     energies = [spectrum.tolist() for spectrum in spectra]
@@ -59,6 +60,7 @@ def _require_sound(
             raise ValueError(f"{name} is {value}: it must be above 0 and at most 1")
     if len(costs) != len(spectra):
         raise ValueError(f"there are {len(spectra)} spectra and {len(costs)} costs: give one for each")
+    # The greedy allocation requires positive costs and descending energies.
     for i, (spectrum, cost) in enumerate(zip(spectra, costs, strict=True)):
         if not cost > 0:
             raise ValueError(f"cost {i} is {cost}: it must be above 0")

@@ -1,7 +1,7 @@
-"""The channels between the two maps of a form, and how rewrites change them.
+"""The channels between the two maps of a form, and changes of these channels.
 
-The code serves both forms. A form A = L Rᵀ has a *common* factor, which all heads of a group share
-(W_K, W_V), and an *own* factor, which each head has for itself (W_Q, W_Oᵀ).
+The code serves both forms. A form A = L Rᵀ has a *common* factor, shared by all heads of a group (W_K, W_V),
+and an *own* factor per head (W_Q, W_Oᵀ).
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,19 @@ NAMES: dict[Side, str] = {"q": "queries", "k": "keys", "v": "values", "o": "the 
 
 
 class JointBasis(NamedTuple):
-    """The channels of a group, from the SVD of its heads' forms one below the other.
+    """Channels of a group, from the SVD of the stacked forms of its heads.
 
         [A_1; … ; A_n] = Y S Bᵀ,   A_i = own_i common_jᵀ
 
-    The first w channels are the best that w common channels can do for all heads together, in Frobenius norm;
-    what they miss is √Σ_{i>w} S_i². Columns for singular values that are only rounding are zero.
+    The first w channels are the best w common channels for all heads together, in Frobenius norm; the error
+    is √Σ_{i>w} S_i². Columns of singular values within rounding are zero.
 
     Attributes:
-        S: `[groups, k]`, descending.
-        rank: `[groups]`, how many of them are more than rounding.
+        S: singular values `[groups, k]`, descending.
+        rank: number of singular values above rounding `[groups]`.
         own: `[groups, members, r, k]`: `own_i own = Y_i S^½`.
-        common: `[groups, members, r, k]`: `Σ_j common_j common = B S^½` for one member a group; for
-            several it is what takes a row in the channels of each to the joint ones.
+        common: `[groups, members, r, k]`: `Σ_j common_j common = B S^½` for one member a group; for several
+            members, the maps from the channels of each member to the joint channels.
         shared: `[groups, d, k]`, B S^½.
     """
 
@@ -46,7 +46,7 @@ class JointBasis(NamedTuple):
     shared: Float[Tensor, "groups d k"]
 
     def resize(self, width: int) -> "JointBasis":
-        """The first channels; zeros are added if there are fewer."""
+        """Return the first `width` channels, padded with zeros."""
         if width > self.S.shape[-1]:
             more = (0, width - self.S.shape[-1])
             return JointBasis(
@@ -58,7 +58,7 @@ class JointBasis(NamedTuple):
         return JointBasis(self.S[:, :width], rank, *(part[..., :width] for part in self[2:]))
 
     def resize_groups(self, widths: Sequence[int]) -> "JointBasis":
-        """The first channels of each group, as many as it is to have, and zeros up to the widest."""
+        """Return the first `widths[g]` channels of each group g, padded with zeros to the widest group."""
         cut = self.resize(max(widths))
         ends = torch.tensor(widths, device=self.S.device)
         kept = torch.arange(max(widths), device=self.S.device) < ends[:, None]
@@ -76,12 +76,13 @@ def joint_basis(
     common: Float[Tensor, "groups members d r"],
     signs: Literal["own", "common"],
 ) -> JointBasis:
-    """The channels that serve all heads of a group best.
+    """Compute the best common channels for all heads of a group.
 
-    Through the thin QR of each own factor: [A_1; …] and [R_1 common_1ᵀ; …] have the same S and B.
+    The thin QR of each own factor reduces the SVD: [A_1; …] and [R_1 common_1ᵀ; …] have the same S and B.
     """
     groups, members, _, r = own.shape
     R = torch.linalg.qr(own).R
+    # A block-diagonal matrix of the members' R, so that one SVD covers a group.
     apart = torch.eye(members, dtype=R.dtype, device=R.device)[:, None, :, None]
     blocks = (apart * R[:, :, :, None, :]).reshape(groups, members * R.shape[-2], members * r)
     form = BilinearForm(blocks, common.transpose(1, 2).flatten(2))
@@ -92,6 +93,7 @@ def joint_basis(
     to_own = common.mT @ (Vh.mT * inverse[:, None, :])[:, None]
     to_common = R.mT @ (U * inverse[:, None, :]).reshape(groups, members, -1, U.shape[-1])
     shared = Vh.mT * (S.sqrt() * alive)[:, None, :]
+    # Fix the signs: the entry of largest magnitude of each column is positive.
     signed = (own @ to_own).flatten(1, 2) if signs == "own" else shared
     largest = signed.gather(-2, signed.abs().argmax(dim=-2, keepdim=True))
     sign = torch.where(largest < 0, -1.0, 1.0).to(S.dtype)
@@ -105,14 +107,15 @@ def rebase(
     notes: list[str],
     shift: Float[Tensor, "copies width"] | None = None,
 ) -> Chain:
-    """The chain of a side in other channels: `… W` → `… W G`, and for the output `W …` → `Gᵀ W …`.
+    """Return a chain in new channels: `… W` → `… W G`, for the output `W …` → `Gᵀ W …`.
 
-    Only the map at that end changes, if it has the numbers for it; else the chain becomes one product,
-    and a note says so. A shift is added to the bias, if there is one.
+    Only the map at that end changes if it is learned and not diagonal; otherwise the chain becomes one
+    product, with a note. A shift is added to the bias, if any.
     """
     chain = weights.chain(side)
     factor = Link(change)
     end = chain[0 if side == "o" else -1] if chain else None
+    # Fixed and diagonal maps cannot absorb the change.
     if end is None or end.diagonal or not end.learned:
         notes.append(
             f"the maps of {NAMES[side]} were multiplied into one" if chain else f"{NAMES[side]} got a map"
@@ -128,7 +131,7 @@ def rebase(
 
 
 def with_learned_maps(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
-    """Fixed slices of the input as maps of their own: no layer holds other fixed ones."""
+    """Replace fixed slices of the input by learned maps: layers do not store other fixed maps."""
     if all(link.learned for side in ("q", "k", "v") for link in weights.chain(side)):
         return weights
     notes.append("the fixed slices of the input became learned maps")
@@ -140,7 +143,7 @@ def with_learned_maps(weights: AttentionWeights, notes: list[str]) -> AttentionW
 
 
 def untied(before: AttentionWeights, after: AttentionWeights) -> tuple[str, ...]:
-    """A note for each two sides that had their maps together and have them no longer."""
+    """Return a note for each pair of tied chains with separate maps afterwards."""
     pairs: list[tuple[Side, Side]] = [("q", "k"), ("k", "v")]
     if not before.tied("q", "k"):
         pairs.append(("q", "v"))
@@ -152,13 +155,13 @@ def untied(before: AttentionWeights, after: AttentionWeights) -> tuple[str, ...]
 
 
 def in_working_precision(weights: AttentionWeights) -> AttentionWeights:
-    """The weights, in float32 at least: there is no SVD below."""
+    """Convert weights to float32 or higher: SVD does not support lower precision."""
     working = torch.promote_types(weights.dtype, torch.float32)
     return weights if working == weights.dtype else weights.to(working)
 
 
 def one_map(weights: AttentionWeights, side: Side, notes: list[str]) -> Link:
-    """The chain of a side as one learned map, shared with no other; a note says so if it was several."""
+    """Return a chain as one learned, unshared map; add a note if it had several maps."""
     if len(weights.chain(side)) > 1:
         notes.append(f"the maps of {NAMES[side]} were multiplied into one")
     (link,) = (

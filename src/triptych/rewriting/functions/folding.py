@@ -1,4 +1,4 @@
-"""Products of maps: folded into one, factored again, and shared maps copied."""
+"""Folding of products of maps, factoring of forms, and copying of shared maps."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -88,7 +88,7 @@ class Factor(LayerRewrite):
 
 
 class _Plan(NamedTuple):
-    """Sides that are decided together, and the products of their chains."""
+    """Chains decided together, and their products."""
 
     name: str
     sides: tuple[Side, ...]
@@ -113,8 +113,9 @@ class _Price(NamedTuple):
                 return (cost.parameters + self.tokens * cost.cached_numbers) * self.number_bytes
 
     def part(self, weights: AttentionWeights, plan: _Plan) -> int:
-        """The cost of the sides of a plan alone."""
+        """Compute the cost of the plan's chains alone."""
         chains = [weights.chain(side) for side in plan.sides]
+        # Maps shared by chains count once.
         parameters = sum(
             link.num_parameters for link in {id(link): link for c in chains for link in c}.values()
         )
@@ -131,7 +132,7 @@ class _Price(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """What is counted, in words."""
+        """Unit of the cost, in words."""
         match self.by:
             case "parameters":
                 return "parameters"
@@ -150,21 +151,21 @@ def fold(
     tokens: int = 1,
     number_bytes: int | None = None,
 ) -> Rewritten:
-    """Multiply the maps of a chain into one a head: `x W₁ W₂ + (b₁ W₂ + b₂)`.
+    """Multiply the maps of a chain into one map per head: `x W₁ W₂ + (b₁ W₂ + b₂)`.
 
-    On the side "o" this takes the 4th matrix with its 1/√d_k into W^O. The side "qk" multiplies the
-    form itself: one matrix `W_QK = W_Q W_Kᵀ` a head, to be compared with the input in place of keys;
-    the query bias becomes `b_Q W_Kᵀ`, and the key bias, to which the softmax is blind, is dropped.
+    For "o", the 4th matrix with its 1/√d_k goes into W^O. "qk" multiplies the form itself: one matrix
+    `W_QK = W_Q W_Kᵀ` per head, compared with the input instead of keys; the query bias becomes `b_Q W_Kᵀ`,
+    and the key bias, cancelled by the softmax, is dropped.
 
-    Not every product is cheaper than its factors: W₁ W₂ of inner width r has more numbers than both
-    where r < d_in d_out / (d_in + d_out), and W_QK where d_k < d_model / 2. The record says for each
-    side what was kept, with both counts. Sides that share a map are decided together.
+    A product is not always cheaper than its factors: W₁ W₂ of inner width r has more parameters than both
+    factors where r < d_in d_out / (d_in + d_out), and W_QK where d_k < d_model / 2. The record states the
+    choice for each chain, with both counts. Chains sharing a map are decided together.
 
-    `keep` names the writing whatever it costs, or takes the cheaper, by `by`: the parameters; the FLOPs of
-    self-attention over `tokens` tokens, their pairs included; or the bytes of the parameters (`number_bytes`
-    each, that of their dtype if None) and of a cache of `tokens` tokens.
+    `keep` selects a parameterisation regardless of cost, or the cheaper by `by`: the parameters; the FLOPs of
+    self-attention over `tokens` tokens, token pairs included; or the bytes of the parameters (`number_bytes`
+    each, by default the size of their dtype) and of a cache of `tokens` tokens.
     """
-    # A string is a sequence of sides, too: "qk" would be q and k.
+    # A string is also a sequence: "qk" would be read as q and k.
     named_sides = [
         ("sides", side, get_args(FoldedSide)) for side in ([sides] if isinstance(sides, str) else sides)
     ]
@@ -185,7 +186,7 @@ def fold(
     for plans in (_plans_for_the_form, _plans_for_chains):
         for plan in plans(result, sides):
             folded = with_chains(result, plan.chains)
-            # What all the other maps cost is the same before and after.
+            # The cost of all other maps is the same before and after.
             own = price.part(folded, plan)
             product = own + price.total(result) - price.total(folded)
             checked += plan.checked
@@ -211,7 +212,7 @@ def fold(
 
 
 def _plans_for_the_form(weights: AttentionWeights, sides: Sequence[FoldedSide]) -> list[_Plan]:
-    """W_Q W_Kᵀ as one matrix a head: no plan if it is one, or has no numbers of its own."""
+    """Plan W_Q W_Kᵀ as one matrix per head; empty if it already is, or if all of its maps are fixed."""
     one_matrix = not weights.k and len(weights.q) <= 1
     if "qk" not in sides or one_matrix or not any(link.learned for link in (*weights.q, *weights.k)):
         return []
@@ -225,6 +226,7 @@ def _plans_for_the_form(weights: AttentionWeights, sides: Sequence[FoldedSide]) 
         KEY_BIAS_BLIND.require("fold", weights, advice, "the form has no place for the key bias, and ")
         checked.append("the softmax is blind to the key bias")
         notes.append("the key bias was dropped")
+    # The query bias is one more row of the form: b_Q W_Kᵀ.
     W_K = weights.W_K
     bias = weights.head_bias("q")
     link = Link(weights.W_Q @ W_K.mT, None if bias is None else (bias[:, None, :] @ W_K.mT)[:, 0])
@@ -232,7 +234,7 @@ def _plans_for_the_form(weights: AttentionWeights, sides: Sequence[FoldedSide]) 
 
 
 def _plans_for_chains(weights: AttentionWeights, sides: Sequence[FoldedSide]) -> list[_Plan]:
-    """Each chain of several maps as one, those that share a map in one plan."""
+    """Plan each chain of several maps as one map, with one plan for chains sharing a map."""
     plans: list[_Plan] = []
     planned: set[Side] = set()
     for side in SIDES:
@@ -247,6 +249,7 @@ def _plans_for_chains(weights: AttentionWeights, sides: Sequence[FoldedSide]) ->
             if len(chain) < 2 or not any(link.learned for link in chain):
                 continue
             require_nothing_between("fold", member, chain[:-1], f"leave {member} out of the sides")
+            # Tied chains get the same product and stay tied.
             of_chain.setdefault(chain, (reduce(Link.then, chain),))
             chains[member] = of_chain[chain]
         if not chains:
@@ -260,7 +263,7 @@ def _plans_for_chains(weights: AttentionWeights, sides: Sequence[FoldedSide]) ->
 
 
 def _sharing(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
-    """A side and all that share maps with it, directly or through another."""
+    """Return a chain and all chains sharing maps with it, directly or transitively."""
     found = {side}
     while more := {other for one in found for other in sharing_sides(weights, one)} - found:
         found |= more
@@ -274,14 +277,15 @@ def factor(
     tolerance: float | None = None,
     bounded: bool = False,
 ) -> Rewritten:
-    """Take a form written as one matrix apart: W_QK = W_Q W_Kᵀ, by its SVD.
+    """Factor a form stored as one matrix by SVD: W_QK = W_Q W_Kᵀ.
 
-    The query bias goes along: `[W; b] = [W_Q; b_Q] W_Kᵀ`, the rank of which is what has to fit d_k.
-    W_Q and W_K share the singular values, √σ each, largest first. The scale of the scores stays.
+    The query bias is included: `[W; b] = [W_Q; b_Q] W_Kᵀ`, and d_k must be at least the rank of this matrix.
+    W_Q and W_K have the same singular values √σ, in descending order. The scale of the scores is unchanged.
     """
     _require_one_matrix(weights)
     whole = weights.multiplied("q")
     rows = whole.weight if whole.bias is None else torch.cat((whole.weight, whole.bias[:, None, :]), dim=1)
+    # The form as a product with the identity.
     eye = torch.eye(whole.d_out, dtype=rows.dtype, device=rows.device).expand(whole.copies, -1, -1)
     form = BilinearForm(rows, eye)
     S = form.singular_values()
@@ -305,6 +309,7 @@ def factor(
     W_Q = near.left[:, : whole.d_in]
     b_Q = None if whole.bias is None else near.left[:, whole.d_in]
     result = replace(weights, q=(Link(W_Q, b_Q),), k=(Link(near.right),))
+    # Exactness is judged at the default tolerance, not at the caller's.
     exact = int(exact_ranks.max()) <= d_k
     return rewritten(
         "factor",
@@ -333,11 +338,11 @@ def _require_one_matrix(weights: AttentionWeights) -> None:
 
 
 def expand(weights: AttentionWeights) -> Rewritten:
-    """Give queries, keys and values of every head maps of their own.
+    """Give queries, keys and values of every head separate maps.
 
-    Tied chains become separate ones, and fixed slices learned maps, of the very same numbers. Where
-    chains share only their first map (latent), or heads weigh one map's channels (collaborative),
-    their product is taken: no writing has a copy of such a map for each reader.
+    Tied chains become separate maps, and fixed slices learned maps, with identical values. Where chains share
+    only their first map (latent), or heads weight the channels of one map (collaborative), their product is
+    used: layers cannot store a copy of such a map per reader.
     """
     mixing = any(link.diagonal for side in ("q", "k") for link in weights.chain(side))
     chains: dict[Side, Chain] = {}
@@ -354,6 +359,7 @@ def expand(weights: AttentionWeights) -> Rewritten:
         elif sharing or not all(link.learned for link in chain):
             chains[side] = tuple(replace(link, learned=True) for link in separate(chain))
             notes.append(f"{side} has a map of its own now")
+        # Collaborative heads shared one map; each head now gets a copy.
         if mixing and side != "v" and chain:
             chains[side] = tuple(link.repeat(weights.num_heads) for link in chains.get(side, chain))
     if not chains:

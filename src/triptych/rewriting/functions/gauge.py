@@ -1,7 +1,7 @@
-"""The basis of a head's channels: every choice is the same head, so there is one to agree on.
+"""The canonical basis of a head's channels.
 
-`W_Q → W_Q G`, `W_K → W_K G⁻ᵀ` leaves W_QK alone for any invertible G, and `W_V → W_V G`,
-`W_O → G⁻¹ W_O` leaves W_OV alone. Query heads that read one key head have one G together.
+`W_Q → W_Q G`, `W_K → W_K G⁻ᵀ` preserves W_QK for any invertible G, and `W_V → W_V G`, `W_O → G⁻¹ W_O`
+preserves W_OV. Query heads sharing a key head share G.
 """
 
 from collections.abc import Sequence
@@ -67,17 +67,19 @@ class GaugeFix(LayerRewrite):
 
 
 def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Rewritten:
-    """Write W_QK and W_OV in the basis that all their writings share.
+    """Rewrite W_QK and W_OV in their canonical basis.
 
-    By SVD: W_Q and W_K (W_V and W_O) get the same singular values √σ, largest first, and the entry
-    of largest magnitude of every column of W_Q (W_V) is positive. In a group, the query maps
-    one below the other (the output maps side by side) take the place of one W_Q (W_O). Biases go along.
+    By SVD, W_Q and W_K (W_V and W_O) get the same singular values √σ in descending order, and the entry of
+    largest magnitude of every column of W_Q (W_V) is positive. The stacked query maps of a group (its
+    concatenated output maps) replace a single W_Q (W_O). Biases are transformed with the maps.
 
-    The widths stay. Channels beyond the rank are zero, but for those that a bias cannot do without. Chains of
-    several maps stay so: the last map of queries, keys and values changes, and the first of the output.
+    Widths are unchanged. Channels beyond the rank are zero, except channels required by a bias. Chains of
+    several maps keep their structure: the last map of queries, keys and values changes, and the first map of
+    the output.
     """
     if unknown := sorted(set(forms) - set(FORMS)):
         raise ValueError(f"forms names {', '.join(unknown)}: the forms are qk and ov")
+    # Check every form before changing weights.
     for form in forms:
         reason, way_out = _why_no_gauge(weights, form)
         if reason:
@@ -107,7 +109,7 @@ def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Re
 
 
 def _why_no_gauge(weights: AttentionWeights, form: Form) -> tuple[str, str]:
-    """The reason, "" if there is none, and what to do about it."""
+    """Return the reason against a gauge, "" if there is a gauge, and advice."""
     if reason := CHANNELS_FREE[form].why_not(weights):
         return reason, ""
     one, other = (weights.chain(side) for side in SIDES_OF[form])
@@ -134,7 +136,7 @@ def _fix_qk(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
     )
     new_q = rebase(weights, "q", to_q, notes)
     if weights.tied("q", "k") and k.copies == weights.num_heads:
-        # W Wᵀ = U S Uᵀ: the gauge is orthogonal, one for both.
+        # W Wᵀ = U S Uᵀ: the gauge is orthogonal and common to W_Q and W_K.
         return replace(weights, q=new_q, k=new_q)
     return replace(weights, q=new_q, k=rebase(weights, "k", to_k, notes))
 
@@ -155,11 +157,11 @@ def _completed(
     common: Float[Tensor, "groups d r"],
     common_bias: Float[Tensor, "groups r"] | None,
 ) -> tuple[Float[Tensor, "groups r r"], Float[Tensor, "groups r r"]]:
-    """G and its inverse transposed, as far as the maps and their biases can tell.
+    """Return G and its inverse transpose, completed for the biases.
 
-    Where the form has less rank than channels, G of the basis is no gauge, and a bias may act
-    through what it leaves out. Biases are rows of the maps for one more input, always 1: what is
-    missing of the form with these rows has no more rank than there are channels to spare.
+    Where the rank of the form is below the number of channels, the basis is not a complete gauge, and a bias
+    may act through omitted channels. Biases are rows of the maps for an additional input, always 1: the
+    missing part of the form with these rows has at most as much rank as there are spare channels.
     """
     r = own.shape[-1]
     basis = basis.resize(r)
@@ -169,6 +171,7 @@ def _completed(
         return G, H
     own_rows = own if own_bias is None else torch.cat((own, own_bias), dim=1)
     common_rows = common if common_bias is None else torch.cat((common, common_bias[:, None]), dim=1)
+    # The projection outside the basis, and the part of the form with bias rows lost by it.
     left_out = torch.eye(r, dtype=G.dtype, device=G.device) - G @ H.mT
     missing = BilinearForm(own_rows @ left_out, common_rows)
     rounding = max(missing.d_left, missing.d_right) * torch.finfo(G.dtype).eps

@@ -1,4 +1,4 @@
-"""Which heads there are: permuted, sorted, and each given its own key-value head."""
+"""Permutation, sorting and repetition of heads."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ class SortHeads(LayerRewrite):
         by_group = sizes.norm(dim=-1).argsort(descending=True, stable=True).tolist()
         inside = sizes.argsort(dim=-1, descending=True, stable=True).tolist()
         order = tuple(group * served + head for group in by_group for head in inside[group])
-        # Distances follow where they share the maps of queries and keys; the format refuses the others.
+        # Distances follow if they share the maps of queries and keys; the format refuses other layers.
         return permute_heads(weights, order).with_kept(order)
 
 
@@ -72,7 +72,7 @@ class RepeatKVHeads(LayerRewrite):
 
 
 def permute_heads(weights: AttentionWeights, order: Sequence[int]) -> Rewritten:
-    """Put the heads in another order; key-value heads move with the queries that read them."""
+    """Permute the heads; key-value heads move with the query heads reading them."""
     heads = weights.num_heads
     if sorted(order) != list(range(heads)):
         raise RewriteRefusedError(
@@ -84,6 +84,7 @@ def permute_heads(weights: AttentionWeights, order: Sequence[int]) -> Rewritten:
     HEADS_ALIKE.require("permute_heads", weights)
 
     def left(copies: int) -> list[int]:
+        # Heads sharing a map after the permutation must share one before it.
         served = heads // copies
         readers = torch.tensor(order).view(-1, served)
         read = readers // served
@@ -114,7 +115,7 @@ def permute_heads(weights: AttentionWeights, order: Sequence[int]) -> Rewritten:
 
 
 def repeat_kv_heads(weights: AttentionWeights, num_kv_heads: int | None = None) -> Rewritten:
-    """Give query heads a key and a value head of their own: copies of those that they read."""
+    """Repeat key and value heads, by default to one per query head."""
     heads = weights.num_heads if num_kv_heads is None else num_kv_heads
     both: tuple[Side, Side] = ("k", "v")
     sides = [
@@ -143,6 +144,7 @@ def repeat_kv_heads(weights: AttentionWeights, num_kv_heads: int | None = None) 
     if multiplied:
         require_nothing_between("repeat_kv_heads", "q", weights.q[:-1])
         result = replace(result, q=(one_map(weights, "q", notes),))
+    # Only the last map of a chain is repeated; a latent stays shared.
     last = {id(weights.chain(side)[-1]) for side in sides}
     result = result.each_link(lambda link: link.repeat(heads) if id(link) in last else link)
     return rewritten(

@@ -1,8 +1,8 @@
-"""Keys and values of all heads from one latent, in our writing and in that of DeepSeek's models.
+"""Keys and values of all heads from one latent, plain or in the parameterisation of DeepSeek's models.
 
-DeepSeek's layer normalises the latent, y W^D / rms(y W^D). It also has one key that positions turn, for all
-heads. Keys that are turned whole can be that key, side by side, if each pair of channels turns as fast as
-before. A norm that is fed with a small latent hardly normalises: √(mean c² + ε) is nearly √ε.
+DeepSeek's layer normalises the latent, y W^D / rms(y W^D). It also has one rotary key for all heads. Fully
+rotated keys are concatenated into this key, with the frequency of each pair of channels unchanged. The norm
+of a small latent is nearly constant: √(mean c² + ε) ≈ √ε.
 
 Source: DeepSeek-AI 2024, arXiv 2405.04434; from grouped heads: Meng et al. 2025, arXiv 2502.07864.
 """
@@ -35,7 +35,8 @@ from triptych.rewriting.functions.moments import Moments
 from triptych.rewriting.functions.moves import measure_move
 from triptych.rewriting.functions.rewrite import LayerRewrite, LayerToRewrite
 
-# The epsilon of the norm of a latent in DeepSeek's models; and how far its divisor may be from a constant.
+# Epsilon of the latent norm in DeepSeek's models, and the largest relative deviation of its divisor from a
+# constant.
 NORM_EPS = 1e-6
 NORM_ERROR = 2.0**-30
 
@@ -80,10 +81,10 @@ class ToLatent(LayerRewrite):
 
 
 def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritten:
-    """Make keys and values of all heads from one latent: `W_K,i = W^D U_i^K`, `W_V,i = W^D U_i^V`.
+    """Compute keys and values of all heads from one latent: `W_K,i = W^D U_i^K`, `W_V,i = W^D U_i^V`.
 
-    At full rank g (d_k + d_v), W^D is [W_K,1 … W_K,g | W_V,1 … W_V,g] and the U_i select. Below, W^D
-    and the U_i are the nearest product of that rank, by SVD, the singular values shared out evenly.
+    At full rank g (d_k + d_v), W^D is [W_K,1 … W_K,g | W_V,1 … W_V,g] and the U_i select columns. At lower
+    ranks, W^D and the U_i are the nearest product of this rank, by SVD, with √σ in each factor.
     """
     ONE_LATENT.require("to_latent", weights)
     _require_latent_maps(weights)
@@ -98,7 +99,7 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
         notes.append("keys and values had one map: the latent has it once")
     if weights.tied("q", "k"):
         notes.append("queries got a map of their own")
-    # The copies side by side, [d_model, full].
+    # [d_model, full], all heads concatenated.
     joined = torch.cat([link.weight.transpose(0, 1).flatten(1) for link in ((k,) if tied else (k, v))], dim=1)
     d_model, full = joined.shape
     of_keys = k.copies * k.d_out
@@ -140,11 +141,11 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
 def decouple(
     weights: AttentionWeights, *, rank: int | None = None, moments: Moments | None = None
 ) -> Rewritten:
-    """Keys and values as DeepSeek's layers make them: from a normalised latent, with turned keys apart.
+    """Compute keys and values as in DeepSeek's layers: a normalised latent plus a separate rotary key.
 
-    The turned channels of all key heads are one key, and queries have zeros where the other heads' are.
-    Values, and channels of keys that are not turned, come from the latent: of a lower rank, the nearest to
-    them side by side, or with moments the nearest on the text.
+    The rotary channels of all key heads form one key, and queries are zero in the channels of other heads.
+    The latent contains values and unrotated key channels. A lower rank takes their nearest approximation in
+    Frobenius norm, or with moments the nearest on the text.
     """
     DECOUPLED.require("to_latent", weights)
     _require_latent_maps(weights)
@@ -173,6 +174,7 @@ def decouple(
     turned = torch.cat([_join_copies(k.weight[..., side]) for side in (first, second)], dim=1)
     own = torch.nn.functional.one_hot(groups, k.copies).to(q.weight.dtype)
     spread = [(own[:, None, :, None] * q.weight[:, :, None, side]).flatten(2) for side in (first, second)]
+    # A small latent makes the divisor of its norm nearly constant; the gain of the norm restores the scale.
     small, error = _smallness(weights, W_D)
     norm = HeadNorm(NORM_EPS, W_D.new_full((rank,), NORM_EPS**0.5 / small), channels=rank)
     down = Link(torch.cat([W_D * small, turned], dim=1)[None], norm=norm)
@@ -209,7 +211,7 @@ def _join_copies(maps: Float[Tensor, "copies d width"]) -> Float[Tensor, "d all"
 
 
 def _split_copies(maps: Float[Tensor, "rows all"], *sizes: tuple[int, int]) -> list[Tensor]:
-    """Maps that are side by side, by their copies and widths: each `[copies, rows, width]`."""
+    """Split concatenated maps into parts `[copies, rows, width]`."""
     parts = torch.split(maps, [copies * width for copies, width in sizes], dim=1)
     return [part.reshape(len(maps), *size).transpose(0, 1) for part, size in zip(parts, sizes, strict=True)]
 
@@ -221,9 +223,9 @@ def _require_served(moments: Moments, width: int) -> Float[Tensor, "width width"
 
 
 def _smallness(weights: AttentionWeights, W_D: Float[Tensor, "d rank"]) -> tuple[float, float]:
-    """A power of two by which a latent is made so small that its norm hardly sees it, and what it sees.
+    """Return a power-of-two scale of a latent far below its norm's epsilon, and the remaining error.
 
-    An input that an RMSNorm made has length √d at most, before its gain.
+    The output of an RMSNorm has norm at most √d before its gain.
     """
     norm, (d_model, rank) = weights.norm, W_D.shape
     gained = W_D if norm is None else W_D * (norm.offset + norm.weight.to(W_D.dtype))[:, None]
@@ -235,7 +237,7 @@ def _smallness(weights: AttentionWeights, W_D: Float[Tensor, "d rank"]) -> tuple
 
 
 def _repeated(rotation: RotaryEmbedding, times: int, start: int) -> RotaryEmbedding:
-    """The rotation of several keys side by side: first all their first channels, then all their second."""
+    """Return the rotation of concatenated keys: first channels of all keys, then second channels."""
     long = rotation.long
     if isinstance(long, OtherFrequencies):
         long = replace(long, frequencies=long.frequencies.repeat(times))
@@ -246,12 +248,12 @@ def _repeated(rotation: RotaryEmbedding, times: int, start: int) -> RotaryEmbedd
 def narrow_latent(
     weights: AttentionWeights, *, rank: int | None = None, moments: Moments | None = None
 ) -> Rewritten:
-    """A normalised latent of fewer channels: those that do most for the keys and values of all heads.
+    """Narrow a normalised latent to the channels with the largest effect on the keys and values of all heads.
 
-    What is made of the normalised latent n, n U, is best kept by the truncated SVD of R U, RᵀR = E[nᵀn], or
-    R = 1 without moments: n U ≈ n R⁻¹ A_r S_r Bᵀ. P is an orthonormal basis of R⁻¹ A_r. The norm then takes
-    the mean over what is left: c P / rms(c P) is n P but for a factor that differs from token to token, and
-    whose mean square the maps behind it take up.
+    For the normalised latent n, the best approximation of n U is the truncated SVD of R U with RᵀR = E[nᵀn],
+    or R = 1 without moments: n U ≈ n R⁻¹ A_r S_r Bᵀ. P is an orthonormal basis of R⁻¹ A_r. The norm then
+    averages over the remaining channels: c P / rms(c P) is n P up to a token-dependent factor, and the
+    following maps absorb the root mean square of n P.
     """
     norm = weights.k[0].norm
     down = weights.k[0]
@@ -268,6 +270,7 @@ def narrow_latent(
     used = (k_up.weight[:, :had, : k_up.d_out - turned], v_up.weight[:, :had])
     made = torch.cat([_join_copies(part) for part in used], dim=1)
     R = torch.eye(had, dtype=made.dtype) if moments is None else gram_root(_require_served(moments, had))
+    # The truncated SVD in the metric of the moments.
     A, S, Bh = torch.linalg.svd(R @ made, full_matrices=False)
     back = torch.linalg.pinv(R) @ A[:, :rank]
     best = back * S[:rank] @ Bh[:rank]
@@ -279,7 +282,7 @@ def narrow_latent(
     sizes = [(part.shape[0], part.shape[2]) for part in used]
 
     def with_ups(latent: Tensor, down: Chain) -> AttentionWeights:
-        """Keys and values from what a latent makes of them, `[latent, all]`."""
+        """Build the layer from the up-projections of a latent, `[latent, all]`."""
         rows = torch.nn.functional.pad
         k_part, v_part = (rows(part, (0, 0, 0, turned)) for part in _split_copies(latent, *sizes))
         passed = rows(torch.eye(turned, dtype=P.dtype), (0, 0, len(latent), 0)).expand(len(k_part), -1, -1)
@@ -326,7 +329,7 @@ def _require_latent_maps(weights: AttentionWeights) -> None:
 def _low_rank_product(
     whole: Float[Tensor, "d_model full"], rank: int
 ) -> tuple[Float[Tensor, "d_model rank"], Float[Tensor, "rank full"], int]:
-    """Two factors of the nearest matrix of a rank, and the rank that it takes to be exact."""
+    """Return two factors of the nearest matrix of rank `rank`, and the rank of `whole`."""
     d_model, full = whole.shape
     if rank == full:
         return whole, torch.eye(full, dtype=whole.dtype, device=whole.device), full

@@ -1,4 +1,4 @@
-"""Fewer key-value heads: several query heads read one, where each reads its own now."""
+"""Merging of key-value heads, shared by several query heads afterwards."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,20 +63,20 @@ class MergeKVHeads(LayerRewrite):
 def merge_kv_heads(
     weights: AttentionWeights, num_kv_heads: int, *, bounded: bool = False, tolerance: float = 1e-9
 ) -> Rewritten:
-    """Let consecutive query heads read one key-value head, where each reads its own now.
+    """Merge key-value heads: consecutive query heads then share a key-value head.
 
-    Key heads that are the same numbers are simply kept once. Else the channels of a group are put
-    into the basis that serves all its heads best, W_K its d_k first channels:
+    Identical key heads are kept once. Otherwise the channels of a group are transformed to the best joint
+    basis of its heads, with W_K the first d_k channels:
 
         C = [W_K,1 R_1ᵀ … W_K,n R_nᵀ] = B S Vᵀ   (W_Q,i = Q_i R_i)
         W_K = B S^½   W_Q,i = W_Q,i W_K,iᵀ B S^-½
 
-    and the same for W_V. Nothing moves if the heads of a group are equal up to gauge; else the forms
-    of a group move by √Σ_{i>d_k} S_i², the least there is.
+    and likewise for W_V. The function is unchanged if the heads of a group are equal up to gauge; otherwise
+    the forms of a group move by the minimum, √Σ_{i>d_k} S_i².
 
-    Query biases go along, as one more row of the form. Key biases are left out where the softmax is blind
-    to them. Value biases become one a group, or go into the output bias.
-    W_QK of rotary heads is merged pair by pair (`merge_rotary_pairs`).
+    Query biases are transformed as one more row of the form. Key biases are removed where the softmax cancels
+    them. Value biases become a single bias per group, or move into the output bias. W_QK of rotary heads is
+    merged pair by pair (`merge_rotary_pairs`).
     """
     pairs = weights.semantics.rotary is not None
     _require_shared_out(weights, num_kv_heads)
@@ -98,7 +98,7 @@ def merge_kv_heads(
     for form, need in needs.items():
         need.require(_NAME, plain, about=f"{form}: the maps of {NAMES[_common_side(form)]} differ, and ")
     if "qk" in mixed:
-        # The key bias of rotary heads turns with its pair.
+        # A key bias of rotary heads is rotated with its pair and therefore kept.
         plain = plain if pairs else _without_key_bias(plain, notes)
     for form in FORMS:
         if form not in mixed:
@@ -149,6 +149,7 @@ def _require_shared_out(weights: AttentionWeights, num_kv_heads: int) -> None:
             raise RewriteRefusedError(
                 _NAME, f"no map makes {NAMES[side]}: the form is one matrix a head", "factor it first"
             )
+    # Groups must consist of whole present heads, or present heads of whole groups.
     for present in (weights.num_key_heads, weights.num_value_heads):
         if present % num_kv_heads and num_kv_heads % present:
             reason = f"the present {present} cannot be shared out among {num_kv_heads} key-value heads"
@@ -164,7 +165,7 @@ def _common_side(form: Form) -> Literal["k", "v"]:
 
 
 def _first_of_groups(link: Link, groups: int) -> Link:
-    """The first copy of each group, or every copy for several groups if there are fewer."""
+    """Return the first map of each group, repeated if there are fewer maps than groups."""
     if link.copies <= groups:
         return link.repeat(groups)
     step = link.copies // groups
@@ -176,7 +177,7 @@ def _first_of_groups(link: Link, groups: int) -> Link:
 
 
 def _equal_copies(link: Link, groups: int) -> bool:
-    """Whether the copies of each group are the same numbers, biases included."""
+    """Return True if the maps of each group are identical, biases included."""
     again = _first_of_groups(link, groups).repeat(max(link.copies, groups))
     whole = link.repeat(max(link.copies, groups))
     return torch.equal(again.weight, whole.weight) and (
@@ -185,7 +186,7 @@ def _equal_copies(link: Link, groups: int) -> bool:
 
 
 def _with_norm_of_groups(plain: AttentionWeights, form: Form, groups: int) -> AttentionWeights:
-    """Give each group one norm of its keys, or values, where their heads have their own."""
+    """Merge per-head norms of keys or values into one norm per group."""
     side = _common_side(form)
     name = f"{side}_norm"
     norm: HeadNorm | None = getattr(plain.semantics, name)
@@ -194,6 +195,7 @@ def _with_norm_of_groups(plain: AttentionWeights, form: Form, groups: int) -> At
 
     def first(own: Tensor) -> Tensor:
         link = Link(own).repeat(max(plain.copies(side), len(own)))
+        # A shared head cannot keep different gains.
         if not _equal_copies(link, groups):
             what = f"{form}: the {NAMES[side]} of a group are normalised with other numbers"
             raise RewriteRefusedError(_NAME, what)
@@ -205,7 +207,7 @@ def _with_norm_of_groups(plain: AttentionWeights, form: Form, groups: int) -> At
 
 
 def _without_key_bias(plain: AttentionWeights, notes: list[str]) -> AttentionWeights:
-    """Channels that are mixed carry no key bias: it must be one that the softmax is blind to, or zero."""
+    """Remove the key bias, which mixed channels cannot carry: it must be zero or cancelled by the softmax."""
     bias = plain.k[0].bias
     if bias is None:
         return plain
@@ -216,7 +218,7 @@ def _without_key_bias(plain: AttentionWeights, notes: list[str]) -> AttentionWei
 
 
 def _merged(plain: AttentionWeights, groups: int, mixed: Sequence[Form], pairs: bool) -> AttentionWeights:
-    """The nearest writing with that many key-value heads."""
+    """Return the nearest weights with `groups` key-value heads."""
     result = plain
     for form in FORMS:
         side = _common_side(form)
@@ -230,7 +232,7 @@ def _merged(plain: AttentionWeights, groups: int, mixed: Sequence[Form], pairs: 
 
 
 def _merged_qk(plain: AttentionWeights, groups: int) -> AttentionWeights:
-    """The rows of an own factor are all queries that read one of the present key heads."""
+    """Merge the key heads of groups; rows of an own factor are all queries reading one present key head."""
     (q,), (k,) = plain.q, plain.k
     members = k.copies // groups
     own = q.weight.reshape(groups, members, -1, q.d_out)
@@ -256,13 +258,14 @@ def _merged_ov(plain: AttentionWeights, groups: int) -> AttentionWeights:
 
 
 def _worst_group(moves: dict[Form, Move], sizes: dict[Form, Move], groups: int, tolerance: float) -> str:
-    """The group that moves most relative to its norm, in words; "" if none moves more than the tolerance."""
+    """Describe the group with the largest relative move; "" if all moves are within the tolerance."""
     worst = tolerance
     said = ""
     for form, moved in moves.items():
         norms = _group_norms(sizes[form].whole, groups)
         errors = _group_norms(moved.whole, groups)
         served = len(moved.whole) // groups
+        # A group of norm 0 does not move.
         relative = torch.where(norms > 0, errors / norms, 0.0)
         group = int(relative.argmax())
         if float(relative[group]) > worst:

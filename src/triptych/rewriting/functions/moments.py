@@ -1,7 +1,7 @@
-"""Second moments of what meets in the heads of one attention layer, gathered over a text.
+"""Second moments of queries, keys and mixed values of one attention layer, gathered over a text.
 
-They are all that the data-aware rewrites need of the data: a few numbers per pair of channels of one head,
-never one per pair of input channels, and never a text twice.
+They are the only statistics used by data-aware rewrites: a few values per pair of channels of one head,
+instead of values per pair of input channels. A layer needs a single pass over the text.
 """
 
 from dataclasses import dataclass, replace
@@ -19,40 +19,40 @@ from triptych.errors import DataError
 @final
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Means over a text, in float64, of the channels of one writing of a layer."""
+    """Means over a text, in float64, of the channels of a layer in one parameterisation."""
 
-    count: int  # tokens that ask
-    key_count: int  # tokens that are asked
+    count: int  # number of query tokens
+    key_count: int  # number of key tokens
     longest: int  # tokens of the longest sequence, padding included
     q: Float[Tensor, "num_heads d_k d_k"]  # E[qᵀq] of every head
     k: Float[Tensor, "key_heads d_k d_k"]
     q_mean: Float[Tensor, "num_heads d_k"]  # E[q]
     k_mean: Float[Tensor, "key_heads d_k"]
-    mixed: Float[Tensor, "num_heads d_v d_v"]  # E[zᵀz] of every head's mixed values z = p v as they meet W_O
+    mixed: Float[Tensor, "num_heads d_v d_v"]  # E[zᵀz] of every head's mixed values z = p v before W_O
     mixed_mean: Float[Tensor, "num_heads d_v"]  # E[z]
-    x_square: float  # mean square of a number of the queries' input; `y_square` of the keys'
+    x_square: float  # mean square of an entry of the queries' input; `y_square`: the same for keys
     y_square: float
-    # E[bᵀb] of what a latent is to serve, b: the normalised latent of a layer that has one; else the channels
-    # of keys that positions do not turn and the values, of all heads. None if it was not gathered
+    # E[bᵀb] of the inputs b of a latent's up-projections: the normalised latent of a latent layer; otherwise
+    # unrotated key channels and values of all heads. None if not gathered.
     served: Float[Tensor, "served served"] | None = None
 
     @property
     def k_centred(self) -> Float[Tensor, "key_heads d_k d_k"]:
-        """The moments of the keys about their mean."""
+        """Second moments of the keys about their mean."""
         return self.k - self.k_mean[:, :, None] * self.k_mean[:, None, :]
 
     @property
     def mixed_centred(self) -> Float[Tensor, "num_heads d_v d_v"]:
-        """The moments of the mixed values about their mean."""
+        """Second moments of the mixed values about their mean."""
         return self.mixed - self.mixed_mean[:, :, None] * self.mixed_mean[:, None, :]
 
 
 @final
 class MomentsGatherer:
-    """Sums over a text, batch by batch: `gatherer.add(weights, x)` for each, then `result()`."""
+    """Running sums over a text: call `gatherer.add(weights, x)` per batch, then `result()`."""
 
     def __init__(self, *, served: bool = False) -> None:
-        """With `served`, also the moments of what a latent is to serve."""
+        """Start with empty sums; `served` also gathers the moments for a latent."""
         self._served = served
         self._counts = [0, 0]
         self._longest = 0
@@ -64,12 +64,12 @@ class MomentsGatherer:
         x: Float[Tensor, "batch query_len d_model"],
         memory: Float[Tensor, "batch key_len d_memory"] | None = None,
     ) -> None:
-        """Take a batch in."""
+        """Add a batch."""
         q, k, v = channels(weights, x, memory)
         mixed = gated(weights, x, probabilities(weights, q, k) @ for_heads(v, weights.num_heads))
         y = x if memory is None else memory
         served = _latent_inputs(weights, y, k, v).double().flatten(0, 1) if self._served else None
-        # `[heads, tokens, width]`, the tokens of all texts of the batch one after the other.
+        # `[heads, tokens, width]`, with the tokens of all texts of the batch concatenated.
         q, k, mixed, inputs, asked = (
             t.transpose(0, 1).double().flatten(1, 2) for t in (q, k, mixed, x[:, None], y[:, None])
         )
@@ -90,9 +90,10 @@ class MomentsGatherer:
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
 
     def result(self) -> Moments:
-        """The means over all that was taken in."""
+        """Return the means over all batches."""
         if not all(self._counts):
             raise DataError("there are no tokens to take moments of: give some text")
+        # Tokens without visible keys give NaN.
         if not all(bool(total.isfinite().all()) for total in self._sums):
             raise DataError(
                 "queries, keys or mixed values of the text are not finite: leave out tokens that see nothing"

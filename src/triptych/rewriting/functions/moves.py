@@ -1,4 +1,4 @@
-"""How far the forms of heads move, and how large they are: of rotary heads over all distances."""
+"""Sizes of the forms of heads and of their changes, averaged over distances for rotary heads."""
 
 from typing import NamedTuple
 
@@ -13,12 +13,11 @@ from triptych.rewriting.functions.channels import Form
 
 
 class Move(NamedTuple):
-    """How far one form of every head moves.
+    """Change of one form for every head.
 
     Attributes:
-        form: `[num_heads]`, ‖ΔW_QK‖ or ‖ΔW_OV‖ (Frobenius).
-        bias: `[num_heads]`, what happens to the bias, which acts as one more row of the form:
-            ‖Δ(b_Q W_Kᵀ)‖ or ‖Δ(b_V W_O)‖.
+        form: ‖ΔW_QK‖ or ‖ΔW_OV‖ (Frobenius) `[num_heads]`.
+        bias: change of the bias row of the form `[num_heads]`: ‖Δ(b_Q W_Kᵀ)‖ or ‖Δ(b_V W_O)‖.
     """
 
     form: Float[Tensor, " num_heads"]
@@ -26,21 +25,22 @@ class Move(NamedTuple):
 
     @property
     def whole(self) -> Float[Tensor, " num_heads"]:
-        """How far the form moves with its bias row."""
+        """Change of the form with its bias row."""
         return torch.hypot(self.form, self.bias)
 
 
 def measure_move(before: AttentionWeights, after: AttentionWeights, form: Form) -> Move:
-    """How far a form of every head moves from one writing to another.
+    """Measure the change of a form for every head.
 
-    W_QK of rotary heads: the root mean square over distances m of ‖Δ W_Q R(m) W_Kᵀ‖, biases as rows. Over
-    distances long against the beat of any two pairs it is √(½ Σ_f ‖ΔZ_f‖² + ‖Δ fixed‖²).
+    The measure of W_QK in rotary heads is the root mean square over distances m of ‖Δ W_Q R(m) W_Kᵀ‖, with
+    biases as rows. Over distances long relative to the beat of any two pairs it is √(½ Σ_f ‖ΔZ_f‖² + ‖Δ
+    fixed‖²).
     """
     before = before.behind_norms()
     after = after.behind_norms()
     if form == "qk" and before.semantics.rotary is not None:
         one, other = (_rotary_forms(weights) for weights in (before, after))
-        # The doubled form has twice the square of the complex one.
+        # The doubled real form has twice the squared norm of the complex form.
         total = one.pairs.difference_norm(other.pairs).square().sum(dim=-1) / 4
         if one.fixed is not None and other.fixed is not None:
             total = total + one.fixed.difference_norm(other.fixed).square()
@@ -51,7 +51,7 @@ def measure_move(before: AttentionWeights, after: AttentionWeights, form: Form) 
 
 
 def measure_size(weights: AttentionWeights, form: Form) -> Move:
-    """The norms of a form of every head and of its bias row: how far it is from nothing."""
+    """Measure the norms of a form and of its bias row for every head."""
     weights = weights.behind_norms()
     if form == "qk" and weights.semantics.rotary is not None:
         turned = _rotary_forms(weights)
@@ -64,7 +64,7 @@ def measure_size(weights: AttentionWeights, form: Form) -> Move:
 
 
 def bias_row(weights: AttentionWeights, form: Form) -> Float[Tensor, "num_heads d"]:
-    """What the bias of queries is to a key, `b_Q W_Kᵀ`, or that of values to the output, `b_V W_O`."""
+    """Return the query bias as seen by a key, `b_Q W_Kᵀ`, or the value bias in the output, `b_V W_O`."""
     weights = weights.behind_norms()
     bias = weights.head_bias("q" if form == "qk" else "v")
     reader = weights.W_K.mT if form == "qk" else weights.W_O
@@ -74,10 +74,10 @@ def bias_row(weights: AttentionWeights, form: Form) -> Float[Tensor, "num_heads 
 
 
 class RotaryPairForms(NamedTuple):
-    """The forms of rotary heads."""
+    """Forms of rotary heads."""
 
     pairs: BilinearForm  # batch `[num_heads, pairs]`
-    fixed: BilinearForm | None  # batch `[num_heads]`: of the channels that are not turned; None if all are
+    fixed: BilinearForm | None  # batch `[num_heads]`, unrotated channels; None if all channels are rotated
 
 
 def rotary_pair_forms(
@@ -85,7 +85,7 @@ def rotary_pair_forms(
     k: Float[Tensor, "num_heads k_rows width"],
     rotation: RotaryEmbedding,
 ) -> RotaryPairForms:
-    """The forms that turn, and the one that does not, of the maps of every head."""
+    """Return the forms of rotary pairs and the form of unrotated channels, for the maps of every head."""
     stays = unturned(rotation, q.shape[-1])
     doubled = []
     longer = 1.0 if rotation.long is None else max(1.0, rotation.long.times)
@@ -97,13 +97,13 @@ def rotary_pair_forms(
 
 
 def unturned(rotation: RotaryEmbedding, width: int) -> list[int]:
-    """The channels of a head that positions do not turn."""
+    """Return the unrotated channels of a head."""
     first, second = rotation.pairs
     return sorted(set(range(width)) - {*first, *second})
 
 
 def with_row(link: Link) -> Float[Tensor, "copies rows width"]:
-    """The maps with the bias as one more row, if there is one."""
+    """Return the maps with the bias, if any, as one more row."""
     return link.weight if link.bias is None else torch.cat([link.weight, link.bias[:, None, :]], dim=1)
 
 

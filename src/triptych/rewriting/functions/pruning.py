@@ -1,4 +1,4 @@
-"""Heads left out: those named, those that do least, or dead ones."""
+"""Removal of heads: named, least important or dead heads."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from triptych.rewriting.functions.moments import Moments
 from triptych.rewriting.functions.moves import Move
 from triptych.rewriting.functions.rewrite import LayerRewrite, LayerToRewrite
 
-# What is left of ‖W_OV‖ where a norm makes the values.
+# Effective ‖W_OV‖ of normalised values.
 _NORMED = "√(d_v / d_model) ‖diag(γ) W_O‖"
 
 
@@ -85,7 +85,7 @@ class PruneHeads(LayerRewrite):
                 raise RewriteRefusedError(self.name, "the loss without each of these heads is not known")
             importance = importance.new_tensor(losses)
         gate = weights.semantics.gate
-        together = 2 if gate is not None and gate.whole else 1  # in differential attention a pair
+        together = 2 if gate is not None and gate.whole else 1  # heads of differential attention form pairs
         gone = self._chosen(weights.num_heads, importance, together)
         bounded = self.heads is not None or self.number is not None
         done = prune_heads(weights, gone, bounded=bounded, does=does)
@@ -112,11 +112,11 @@ class PruneHeads(LayerRewrite):
 def prune_heads(
     weights: AttentionWeights, heads: Sequence[int], *, bounded: bool = False, does: Move | None = None
 ) -> Rewritten:
-    """Leave heads out. The widths of the others stay.
+    """Remove heads; the widths of remaining heads are unchanged.
 
-    A key-value head goes with the last of the heads that read it. Where the groups that are left
-    would have different sizes, key-value heads are repeated for smaller ones of one size: the layer may
-    then hold and cache more numbers than before. Where one norm reads the queries, keys or values of all
+    A key-value head is removed with the last query head reading it. If the remaining groups would have
+    different sizes, key-value heads are repeated to smaller groups of equal size: the layer may then have
+    more parameters and cache more values than before. If one norm spans the queries, keys or values of all
     heads, the heads stay, and their output maps become zero.
     """
     _require_prunable(weights, heads)
@@ -135,6 +135,7 @@ def prune_heads(
     def left(copies: int) -> list[int]:
         nonlocal notes
         readers = torch.tensor(kept) // (weights.num_heads // copies)
+        # Equal groups: their size is the greatest common divisor of the remaining sizes.
         living, served = torch.unique_consecutive(readers, return_counts=True)
         found: list[int] = living.repeat_interleave(served // math.gcd(*served.tolist())).tolist()
         if len(found) > len(living):
@@ -143,6 +144,7 @@ def prune_heads(
         return found
 
     together = _normed_together(weights)
+    # A norm over all heads would change with fewer heads.
     if together:
         notes = (
             f"a norm reads the {' and '.join(together)} of all heads: those left out stay, and their output "
@@ -171,7 +173,7 @@ def prune_heads(
 
 
 def _normed_together(weights: AttentionWeights) -> list[str]:
-    """Return the sides on which one norm reads the outputs of several heads' maps."""
+    """Return the names of the chains with one norm over several heads."""
     semantics = weights.semantics
     found = list[str]()
     sides: tuple[tuple[Side, HeadNorm | None], ...] = (
@@ -187,7 +189,7 @@ def _normed_together(weights: AttentionWeights) -> list[str]:
 
 
 def _does_something(heads: Sequence[int], lost: Move, measure: str) -> RewriteRefusedError:
-    """The refusal that names the head that does most."""
+    """Return the refusal naming the most important of these heads."""
     worst = int(torch.where(lost.whole > 0, lost.whole, 0.0).argmax())
     form = float(lost.form[worst])
     bias = float(lost.bias[worst])
@@ -200,14 +202,14 @@ def _does_something(heads: Sequence[int], lost: Move, measure: str) -> RewriteRe
 
 
 def measure_pruning(weights: AttentionWeights) -> Move:
-    """‖W_V W_O‖ and ‖b_V W_O‖ of every head: together, the bound of leaving it out."""
+    """Compute ‖W_V W_O‖ and ‖b_V W_O‖ of every head: together, the bound for its removal."""
     return _done_by(weights.to(torch.float64), list(range(weights.num_heads)))
 
 
 def measure_importance(
     weights: AttentionWeights, moments: Moments | None = None
 ) -> Float[Tensor, " num_heads"]:
-    """How much each head does: the least is the first for `prune_heads` to leave out."""
+    """Compute the importance of each head; `prune_heads` removes the least important heads."""
     if moments is None:
         return measure_pruning(weights).whole
     require_moments_of("measure_importance", weights, moments, ["ov"])
@@ -230,10 +232,10 @@ def _require_prunable(weights: AttentionWeights, heads: Sequence[int]) -> None:
 
 
 def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
-    """‖W_V W_O‖ and ‖b_V W_O‖ of some heads: exactly 0 where no channel is used on both sides.
+    """Compute ‖W_V W_O‖ and ‖b_V W_O‖ of some heads: exactly 0 without a channel used by both maps.
 
-    Values that a norm made have length √d_v, however small W_V is. Its weight γ and W_O are all that counts
-    of them: as a form that reads inputs of length √d_model, √(d_v / d_model) ‖diag(γ) W_O‖.
+    Normalised values have norm √d_v, regardless of the size of W_V. Only the norm's weight γ and W_O count:
+    as a form of inputs of norm √d_model, √(d_v / d_model) ‖diag(γ) W_O‖.
     """
     weights = in_working_precision(weights.behind_norms())
     W_V = weights.W_V[heads]
@@ -243,6 +245,7 @@ def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
     if weights.semantics.v_norm is not None:
         return _done_by_normed(weights, W_V, W_O, heads)
     gate = weights.semantics.gate
+    # Clips and channel gates act between the maps: bound each channel separately.
     if weights.semantics.clip is not None or (gate is not None and gate.per_channel):
         of_outputs = W_O.norm(dim=-1)
         of_bias = of_outputs.new_zeros(()) if bias is None else bias[heads].abs()
@@ -255,15 +258,15 @@ def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
 
 
 def _done_by_normed(weights: AttentionWeights, W_V: Tensor, W_O: Tensor, heads: list[int]) -> Move:
-    """Compute the same for heads whose values a norm makes, one that leaves their other channels alone."""
+    """Compute the same norms for heads with values normalised in all or some channels."""
     norm = weights.semantics.v_norm
     bias = weights.head_bias("v")
     width = W_O.shape[1]
     assert norm is not None
     made = W_V.ne(0).any(dim=-2) if bias is None else W_V.ne(0).any(dim=-2) | bias[heads].ne(0)
-    if norm.centred:  # a channel of 0 is one of minus the mean
+    if norm.centred:  # centring changes channels of 0 to minus the mean
         made = made.any(dim=-1, keepdim=True).expand_as(made)
-    # The norm by itself, as what follows a map that changes nothing.
+    # Read the norm's gain and shift behind a dummy map.
     copies = max(weights.num_value_heads, norm.num_copies(width))
     after = Link(W_V.new_ones(copies, width), norm=norm).norm_map
     gain = W_O.new_ones(width)

@@ -1,4 +1,4 @@
-"""Fewer channels: the forms of a rank that lose least, in a metric."""
+"""Rank reduction of forms: truncations of least loss in a metric."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -27,31 +27,31 @@ from triptych.rewriting.functions.moves import bias_row, measure_move, measure_s
 from triptych.rewriting.functions.rotary_maps import RotaryMapsMetric
 from triptych.rewriting.functions.rotary_pairs import RotaryHeads, RotaryPairsMetric, require_rotary
 
-Ranks = int | Sequence[int]  # of all groups of heads, or of each
+Ranks = int | Sequence[int]  # one rank, or a rank per group of heads
 Rotary = Literal["maps", "pairs"]
-_ROUNDING = 100 * torch.finfo(torch.float64).eps  # for each channel of the model
+_ROUNDING = 100 * torch.finfo(torch.float64).eps  # relative tolerance per channel of the model
 
 
 def truncate(
     weights: AttentionWeights,
-    moments: Moments | None = None,  # over a text, on which scores and outputs then have the least error
+    moments: Moments | None = None,  # statistics of a text, to minimise the error of its scores and outputs
     *,
-    qk_rank: Ranks | None = None,  # with rotary="pairs" a number of pairs
+    qk_rank: Ranks | None = None,  # number of pairs if rotary="pairs"
     ov_rank: Ranks | None = None,
-    centred: bool | None = None,  # whether means over the text are taken off first; None: where it is free
-    rotary: Rotary | None = None,  # what rotary heads lose of W_QK; None refuses them
-    longest: int | None = None,  # tokens of the longest text of rotary heads; None: without end
+    centred: bool | None = None,  # subtract means over the text; None: where it is exact
+    rotary: Rotary | None = None,  # truncation of W_QK in rotary heads; None refuses rotary heads
+    longest: int | None = None,  # tokens of the longest text of rotary heads; None: unlimited
     prior: float = PRIOR,
 ) -> Rewritten:
-    """The nearest forms of a lower rank, head by head: in Frobenius norm, or by what a text does with them.
+    """Compute the nearest forms of a lower rank per head, in Frobenius norm or by their effect on a text.
 
-    A ≈ (U_r S_r^½)(S_r^½ V_rᵀ), an error of √(Σ_{i>r} σ_i²). Heads that read one key (value) head keep
-    one: its channels are the first r right singular vectors of [W_QK,1; …; W_QK,n], the nearest for all
-    of them together. A form that is one matrix becomes a product. W_Q and W_K of rotary heads are cut before
-    they are rotated, or whole rotary pairs become zero.
+    A ≈ (U_r S_r^½)(S_r^½ V_rᵀ), with error √(Σ_{i>r} σ_i²). Heads sharing a key (value) head continue to
+    share it: its channels are the first r right singular vectors of [W_QK,1; …; W_QK,n], the nearest for all
+    of these heads together. A form stored as one matrix becomes a product. W_Q and W_K of rotary heads are
+    truncated before the rotation, or whole rotary pairs become zero.
 
-    Chains of several maps stay so where they can: the last map changes. Biases go along, in the channels that
-    are left; what they cannot carry of the value bias goes into that of the output.
+    Chains of several maps keep their structure where possible: the last map changes. Biases are projected to
+    the remaining channels; the output bias absorbs the lost part of the value bias.
 
     Source: Eckart & Young 1936, doi 10.1007/BF02288367.
     """
@@ -95,7 +95,8 @@ def truncate(
             worst = float(moved.form.max())
             most = int(metric.basis().rank.max())
         cuts.append(Cut(metric.said.cut, tuple(ranks[form]), most, worst, shares))
-        # With the mean taken off, what is lost of the value bias is in the output's, if all comes through.
+        # After centring, the output bias contains the lost part of the value bias, if value biases pass
+        # unweighted.
         in_output = change.output is not None and not VALUE_BIAS_PASSES.why_not(weights)
         counted = moved.form if in_output else moved.whole
         exact &= bool((counted <= _ROUNDING * weights.d_model * sized.whole).all())
@@ -124,11 +125,11 @@ def measure_energies(
     rotary: Rotary | None = None,
     longest: int | None = None,
 ) -> Float[Tensor, "groups k"]:
-    """What each channel of the best basis of a form carries, for every group of heads: descending, float64.
+    """Compute the energy of each channel of the best basis of a form per group of heads: descending, float64.
 
-    Σ of those left out is what a rank loses: of Σ_i ‖W_QK,i‖² (‖W_OV,i‖²) without moments, of the mean
-    square scores q kᵀ (outputs) on the text with them; but of outputs of heads that read one value head, as
-    if they all mixed its values alike. Rotary heads give the energies of keys alone, or of rotary pairs.
+    The sum of omitted energies is the loss of a rank: out of Σ_i ‖W_QK,i‖² (‖W_OV,i‖²) without moments, out
+    of the mean square scores q kᵀ (outputs) on the text with moments. For heads sharing a value head, the
+    outputs assume equal mixing by all heads. Energies of rotary heads are of keys alone, or of rotary pairs.
     """
     return _choose_metric(weights.to(torch.float64), form, moments, centred, rotary, longest).energies()
 
@@ -142,7 +143,7 @@ def _choose_metric(
     longest: int | None,
     prior: float = PRIOR,
 ) -> Metric:
-    """The metric of a form of a layer that may be truncated."""
+    """Return the metric of a form; refuse layers that cannot be truncated."""
     if form == "qk" and rotary is not None and weights.semantics.rotary is not None:
         rotation = require_rotary("truncate", weights).of_length(longest)
         kind = RotaryPairsMetric if rotary == "pairs" else RotaryMapsMetric
@@ -151,6 +152,7 @@ def _choose_metric(
         CHANNELS_FREE[form].require("truncate", weights, f"leave {form} out", f"{form}: ")
         for side in SIDES_OF[form]:
             require_last_map("truncate", side, weights.chain(side))
+        # Fewer channels cannot carry a key bias, so the softmax must cancel it.
         key_bias = weights.head_bias("k") if form == "qk" and moments is None else None
         if key_bias is not None and bool(key_bias.any()):
             about = "qk: fewer channels cannot carry the key bias, and "
@@ -177,7 +179,7 @@ def _is_centred(weights: AttentionWeights, form: Form, asked: bool | None) -> bo
 def _without_fixed_widths(
     weights: AttentionWeights, forms: Collection[Form], notes: list[str]
 ) -> AttentionWeights:
-    """Several output maps as one where a layer could not have them any more."""
+    """Multiply several output maps into one map if the layer could not store them."""
     fixed = any(not link.learned for link in weights.o)
     if len(weights.o) < 2 or ("ov" not in forms and not (fixed and "qk" in forms)):
         return weights
@@ -188,11 +190,12 @@ def _without_fixed_widths(
 def _with_value_bias_outside(
     weights: AttentionWeights, change: ChannelChange, notes: list[str]
 ) -> AttentionWeights:
-    """The layer with its value bias in that of the output, if the channels that are left cannot carry it."""
+    """Move the value bias into the output bias if the remaining channels cannot carry it."""
     row = bias_row(weights, "ov")
     lost = (row - bias_row(_apply_change(weights, "ov", change, []), "ov")).norm(dim=-1)
     if float(lost.max()) <= _ROUNDING * weights.d_model * float(row.norm(dim=-1).max()):
         return weights
+    # Without a legal fold, part of the bias is lost, with a note.
     try:
         folded = fold_value_bias(weights).weights
     except RewriteRefusedError as error:
@@ -205,7 +208,8 @@ def _with_value_bias_outside(
 def _apply_change(
     weights: AttentionWeights, form: Form, change: ChannelChange, notes: list[str]
 ) -> AttentionWeights:
-    """The layer with the channels of a form changed."""
+    """Return the layer with changed channels of a form."""
+    # `change.own` applies to queries and output, `change.common` to keys and values.
     own = ("q", "o")
     new = with_chains(
         weights,

@@ -1,4 +1,4 @@
-"""The list of rewrites, and how one is written: `truncate(rank=6)`, or as a table of a recipe."""
+"""The list of rewrites, and their syntax: `truncate(rank=6)`, or a table of a recipe."""
 
 import ast
 import json
@@ -40,7 +40,7 @@ REWRITES: tuple[type[Rewrite], ...] = (
 )
 BY_NAME = {rewrite.name: rewrite for rewrite in REWRITES}
 
-# Every exact rewrite that makes nothing larger and leaves heads that do something in their order.
+# All exact rewrites that never enlarge a layer and preserve the order of active heads.
 EXACT: tuple[Rewrite, ...] = (
     Fold(),
     FoldNorm(),
@@ -53,7 +53,7 @@ EXACT: tuple[Rewrite, ...] = (
 
 
 def read_rewrite(given: object) -> Rewrite:
-    """A rewrite as it is, from a call (`"truncate(rank=6)"`, `"expand"`), or from a table with its name."""
+    """Return a rewrite unchanged, or read it from a call (`"truncate(rank=6)"`, `"expand"`) or a table."""
     if isinstance(given, Rewrite):
         return given
     if not isinstance(given, str | Mapping):
@@ -70,7 +70,7 @@ def read_rewrite(given: object) -> Rewrite:
         said = f"there are {', '.join(known)}"
         raise UsageError(f"{kind.name} has no option {unknown}{_did_you_mean(unknown, known)}: {said}")
     try:
-        # Of JSON, lists become tuples, and all else must be of its type.
+        # Strict validation of JSON: lists become tuples, and other values must have the exact type.
         return kind.model_validate_json(json.dumps(options, default=str), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
@@ -79,25 +79,25 @@ def read_rewrite(given: object) -> Rewrite:
 
 
 def require_order(rewrites: Sequence[Rewrite]) -> None:
-    """Refuse rewrites that undo or spoil what comes before them."""
+    """Refuse rewrites that undo or spoil preceding rewrites."""
     for before, after in pairwise(rewrites):
         if after.place < before.place:
             raise UsageError(f"{after.name} must come before {before.name}: {after.why_here}")
 
 
 def option_names(kind: type[Rewrite]) -> list[str]:
-    """Options of a rewrite: its own, then those that every rewrite has."""
+    """Return the options of a rewrite: specific options first, then options of all rewrites."""
     names = [name for name, field in kind.model_fields.items() if not field.exclude]
     return sorted(names, key=lambda name: name in Rewrite.model_fields)
 
 
 def purpose(kind: type[Rewrite]) -> str:
-    """What a rewrite does: the first line of its docstring."""
+    """Return the purpose of a rewrite: the first line of its docstring."""
     return (kind.__doc__ or "").partition("\n")[0]
 
 
 def signature(kind: type[Rewrite]) -> str:
-    """A rewrite with its own options, their types and defaults: `to_latent(rank: int = None)`."""
+    """Return a rewrite with its specific options, types and defaults: `to_latent(rank: int = None)`."""
     said = []
     for name in option_names(kind):
         field = kind.model_fields[name]
@@ -108,12 +108,13 @@ def signature(kind: type[Rewrite]) -> str:
 
 
 def _parse_call(text: str) -> dict[str, Any]:
-    """Name and options of a call; the name alone is one without options."""
+    """Parse a call into its name and options; a bare name is a call without options."""
     wrong = f"{text!r} is no rewrite: write truncate(rank=6), or expand"
     try:
         found = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise UsageError(wrong) from None
+    # A bare name is a call without options.
     if isinstance(found, ast.Name):
         return {"rewrite": found.id}
     if not isinstance(found, ast.Call) or not isinstance(found.func, ast.Name):

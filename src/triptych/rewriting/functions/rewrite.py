@@ -1,4 +1,4 @@
-"""What every rewrite is: a record of its options. A `LayerRewrite` can be applied to a layer."""
+"""Base classes of rewrites, as records of their options. A `LayerRewrite` applies to a layer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -18,15 +18,15 @@ from triptych.rewriting.functions.moments import Moments
 @final
 @dataclass(frozen=True, eq=False)
 class LayerToRewrite:
-    """A layer on its way through rewrites.
+    """A layer during a sequence of rewrites.
 
     Attributes:
-        name: for messages.
-        weights: as they are now, float64.
-        longest_text: positions that the model is made for.
-        moments: of the layer as it is now over the calibration text; None without one.
-        others: what else reads its norm; None if nothing does that is known.
-        numbers: of the layers of its stack that have these weights.
+        name: layer name for messages.
+        weights: current weights, float64.
+        longest_text: maximum positions of the model.
+        moments: moments of the current layer over the calibration text; None without a text.
+        others: other known readers of its norm, or None.
+        numbers: layer numbers, within the stack, of all layers with these weights.
     """
 
     name: str
@@ -40,17 +40,17 @@ class LayerToRewrite:
 class Rewrite(BaseModel, ABC):
     """One rewrite with its options.
 
-    The first line of a subclass's docstring says what it does; its fields are the options. Recipes, the
-    command line, `triptych.rewrite` and the documentation are derived from the list of them (`registry`).
+    The first line of a subclass's docstring states its purpose; its fields are the options. Recipes, the
+    command line, `triptych.rewrite` and the documentation are derived from the list of rewrites (`registry`).
 
     Attributes:
-        name: in recipes, on the command line and in certificates.
-        tier: how exact it is, in words.
-        requires: what it needs of a layer, or of one that its options name.
-        besides: where else it is refused, in words: what its options or other layers decide.
-        place: rewrites are done in this order.
-        why_here: why rewrites of a later place cannot come before it.
-        resizes: whether tensors may come out with other shapes.
+        name: name in recipes, on the command line and in certificates.
+        tier: exactness, in words.
+        requires: requirements on the layer, or on a layer named by the options.
+        besides: further refusals, in words: depending on its options or on other layers.
+        place: position in the order of rewrites.
+        why_here: reason why rewrites of a later place cannot precede it.
+        resizes: whether tensors may change shape.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -69,29 +69,29 @@ class Rewrite(BaseModel, ABC):
 
     @classmethod
     def where_refused(cls) -> str:
-        """Where it is refused, in words."""
+        """Return the conditions of a refusal, in words."""
         return "; ".join([*(need.where for need in cls.requires), cls.besides]).removesuffix("; ") or "–"
 
     @property
     def needs_text(self) -> bool:
-        """Whether it looks at what layers do on a text."""
+        """Return True if it uses the behaviour of layers on a text."""
         return False
 
     @property
     def needs_losses(self) -> bool:
-        """Whether it looks at the loss of the model on a text without each head."""
+        """Return True if it uses the loss of the model on a text without each head."""
         return False
 
     def with_losses(self, losses: Mapping[str, tuple[float, ...]]) -> "Rewrite":
-        """The rewrite that knows by which the loss rises without each head, by name of the layer."""
+        """Return the rewrite with the increase of the loss without each head, by layer name."""
         return self
 
     def prepare(self, layers: Iterable[LayerToRewrite], *, skip_refused: bool = False) -> "Rewrite":
-        """The rewrite with what only all layers together can tell."""
+        """Return the rewrite with values determined by all layers together."""
         return self
 
     def options(self) -> dict[str, Any]:
-        """Name and options as JSON has them, to be read by `registry.read_rewrite`."""
+        """Return name and options in JSON form, as accepted by `registry.read_rewrite`."""
         return {"rewrite": self.name, **self.model_dump(mode="json", exclude_none=True)}
 
 
@@ -107,7 +107,7 @@ BETWEEN = "a norm is between the maps"
 
 
 def require_still_tied(layer: LayerToRewrite, done: Rewritten) -> Rewritten:
-    """The result, if maps that were one still are."""
+    """Return the result if tied maps are still tied; otherwise refuse."""
     if apart := untied(layer.weights, done.weights):
         name = done.record.name
         raise RewriteRefusedError(name, f"it takes shared maps apart: {apart[0]}", "expand the layer first")

@@ -1,15 +1,15 @@
-"""Rotary heads with maps of a lower rank: W_Q and W_K cut before the rotation, by what the scores see.
+"""Rotary heads with maps of a lower rank: W_Q and W_K truncated before the rotation.
 
-A key k becomes k̂ = k P_K + c_K with P_K of rank r, before positions turn it, and a query q̂ = q P_Q + c_Q.
-The scores q R(m) kᵀ, over all queries and distances m, see of a key what M lets through:
+A key k becomes k̂ = k P_K + c_K with P_K of rank r, before the rotation, and a query q̂ = q P_Q + c_Q. The
+mean error of the scores q R(m) kᵀ over all queries and distances m depends on k − k̂ through M:
 
     M = mean over m of R(m)ᵀ E[qᵀq] R(m),     E |q R(m) (k − k̂)ᵀ|² = tr(M E[(k − k̂)ᵀ(k − k̂)])
 
-so the best k̂ of a rank is a truncated SVD in the metric M. To queries the keys turn the other way, and each
-side in its turn gets the best there is for the other as it has become.
+so the best k̂ of a rank is a truncated SVD in the metric M. For queries the rotation is reversed. Queries and
+keys are fitted alternately, each time optimally for the current maps of the other.
 
-No mean can be taken off: under rotary positions the softmax sees a key bias. But what all tokens have in
-common takes no rank where a bias is there to hold it (c, else 0), and only what varies is cut.
+Means cannot be subtracted: with rotary embeddings the softmax does not cancel a key bias. But the mean over
+tokens does not use rank if a bias can store it (c, else 0), and only the variation is truncated.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from triptych.rewriting.functions.metric import PRIOR, ChannelChange, Metric, Me
 from triptych.rewriting.functions.rotary_pairs import RotaryHeads, mean_turn
 
 _Turned = Literal["q", "k"]
-# How often both sides are fitted to each other: most is won by the first, next to nothing by the last.
+# Number of alternating fits: the first gains most, the last gains almost zero.
 _ROUNDS = 5
 
 
@@ -61,32 +61,32 @@ class RotaryMapsMetric(Metric):
 
 
 class _Maps(NamedTuple):
-    """[P; c] of both sides, which takes (q, 1) to q̂ and (k, 1) to k̂."""
+    """[P; c] of queries and keys, mapping (q, 1) to q̂ and (k, 1) to k̂."""
 
     q: Float[Tensor, "groups members e d"]
     k: Float[Tensor, "groups 1 e d"]
 
 
 class _Best(NamedTuple):
-    """What is needed for the best maps of a side at any rank."""
+    """Factors of the best maps of queries or keys at any rank."""
 
-    energies: Float[Tensor, "groups members d"]  # of the directions, descending
-    directions: Float[Tensor, "groups members d d"]  # in columns
-    into: Float[Tensor, "groups members d d"]  # to coordinates in which the best ŷ of full rank is seen
-    back: Float[Tensor, "groups members d d"]  # takes the coordinates of `into` to channels
+    energies: Float[Tensor, "groups members d"]  # energies of the directions, descending
+    directions: Float[Tensor, "groups members d d"]  # directions as columns
+    into: Float[Tensor, "groups members d d"]  # maps to coordinates of the best ŷ of full rank
+    back: Float[Tensor, "groups members d d"]  # maps coordinates of `into` to channels
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class _Scores:
-    """Second moments of queries and keys, and how turning mixes them."""
+    """Second moments of queries and keys, and their mixing by the rotation."""
 
-    q: Float[Tensor, "groups members e e"]  # E[(q, 1)ᵀ(q, 1)] of the query heads of every key head
+    q: Float[Tensor, "groups members e e"]  # E[(q, 1)ᵀ(q, 1)] of the query heads per key head
     k: Float[Tensor, "groups 1 e e"]
-    free: frozenset[str]  # the sides whose bias may become another
-    basis: Complex[Tensor, "d d"]  # in columns, combinations of channels that R(m) multiplies by e^{imω}
+    free: frozenset[str]  # chains with a replaceable bias
+    basis: Complex[Tensor, "d d"]  # eigenvectors of R(m) as columns, with eigenvalues e^{imω}
     phases: Complex[Tensor, "d d"]  # mean of e^{im(ω_y − ω_x)}
-    factor: Float[Tensor, " d"]  # the square of what the rotation multiplies each channel by besides
+    factor: Float[Tensor, " d"]  # square of the rotation's scale per channel
 
     @classmethod
     def measure(cls, heads: RotaryHeads, prior: float) -> "_Scores":
@@ -96,6 +96,7 @@ class _Scores:
         first, second = rotation.pairs
         factor = torch.ones(q.shape[-1] - 1, dtype=q.dtype, device=q.device)
         factor[first + second] = rotation.factor**2
+        # Exponents ω of the eigenvectors: θ for the first channel of a pair, −θ for the second.
         turns = torch.zeros_like(factor)
         turns[first], turns[second] = rotation.frequencies.to(turns), -rotation.frequencies.to(turns)
         basis = torch.eye(len(factor), dtype=torch.complex128, device=q.device)
@@ -123,10 +124,10 @@ class _Scores:
         return _Maps(*(eye.expand(*gram.shape[:2], -1, -1) for gram in (self.q, self.k)))
 
     def best(self, side: _Turned, maps: _Maps) -> _Best:
-        """The maps of a side that lose least, for the present maps of the other side.
+        """Compute the maps of least loss for queries or keys, given the current maps of the other.
 
-        The error is E‖(y X − ŷ) A^½‖² and a constant, with A what is seen of the other side's new moments
-        and y X the best ŷ of full rank.
+        The error is E‖(y X − ŷ) A^½‖² plus a constant, with A the rotated new moments of the other and y X
+        the best ŷ of full rank.
         """
         other, new = (self.k, maps.k) if side == "q" else (self.q, maps.q)
         moments = new.mT @ other @ new
@@ -139,14 +140,14 @@ class _Scores:
         back = (vectors * (torch.where(alive, values, 1.0).rsqrt() * alive)[..., None, :]).mT
         into = self.seen(side, cross) @ back.mT
         gram = self.q if side == "q" else self.k
-        # What has to be cut: about the mean where a bias may hold that.
+        # Truncate only the variation about the mean if a bias can store the mean.
         mean = gram[..., -1:, :-1]
         varying = gram[..., :-1, :-1] - mean.mT @ mean if side in self.free else gram[..., :-1, :-1]
         energies, directions = torch.linalg.eigh(into.mT @ varying @ into)
         return _Best(energies.clamp(min=0.0).flip(-1), directions.flip(-1), into, back)
 
     def cut(self, side: _Turned, maps: _Maps, kept: Float[Tensor, "groups d"]) -> _Maps:
-        """The best maps of a side: of every group the directions that are kept, marked by 1."""
+        """Return the best maps of queries or keys in the directions marked by 1 in `kept`, per group."""
         best = self.best(side, maps)
         directions = best.directions * kept[:, None, None, :]
         P = best.into @ directions @ directions.mT @ best.back
@@ -159,13 +160,13 @@ class _Scores:
         return maps._replace(**{side: torch.cat([P, c], dim=-2)})
 
     def with_keys(self, P: Float[Tensor, "groups 1 d d"]) -> _Maps:
-        """Keys through a projection, their mean whole where a bias holds it; queries as they are."""
+        """Project keys, preserving their mean if a bias can store it; queries are unchanged."""
         mean = self.k[..., -1:, :-1]
         c = mean - mean @ P if "k" in self.free else torch.zeros_like(mean)
         return self.identity._replace(k=torch.cat([P, c], dim=-2))
 
     def error(self, maps: _Maps) -> Float[Tensor, "groups members"]:
-        """Mean square of what the scores of every head lose."""
+        """Compute the mean squared error of the scores of every head."""
         q = self.q
         k = self.k
         crossed = self._product(q[..., :-1, :] @ maps.q, k[..., :-1, :] @ maps.k)
@@ -176,20 +177,23 @@ class _Scores:
         return self._product(self.q[..., :-1, :-1], self.k[..., :-1, :-1])
 
     def seen(self, by: _Turned, gram: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
-        """Mean of R(m)ᵀ G R(m), as keys see moments of queries; of R(m) G R(m)ᵀ, as queries see keys."""
+        """Average R(m)ᵀ G R(m) over m for keys reading query moments, or R(m) G R(m)ᵀ for queries."""
         phases = self.phases if by == "k" else self.phases.conj()
         turned = (self.basis.mH @ gram.to(self.basis.dtype) @ self.basis) * phases
         seen: Tensor = (self.basis @ turned @ self.basis.mH).real
         return self.factor[:, None] * seen * self.factor
 
     def _product(self, q: Tensor, k: Tensor) -> Float[Tensor, "groups members"]:
-        """E[(q R(m) kᵀ)(q' R(m) k'ᵀ)], from E[qᵀq'] and E[kᵀk']."""
+        """Compute E[(q R(m) kᵀ)(q' R(m) k'ᵀ)] from E[qᵀq'] and E[kᵀk']."""
         return (q * self.seen("q", k)).sum(dim=(-2, -1))
 
 
 def _fit_both_sides(scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]) -> _Maps:
-    """Both sides fitted in turn, from the best keys and from rotary pairs; of each group the better end."""
-    # 1 for the first channels of each group, as many as its rank; 0 for the others.
+    """Fit queries and keys alternately, starting from the best keys and from rotary pairs.
+
+    The better result is kept for each group.
+    """
+    # 1 for the first channels of each group up to its rank, else 0.
     widths = torch.tensor(ranks, device=scores.q.device)[:, None]
     kept = (torch.arange(scores.width, device=scores.q.device) < widths).to(scores.q.dtype)
     pairs = _strongest_pairs(scores, rotation, ranks)
@@ -206,10 +210,10 @@ def _fit_both_sides(scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[
 def _strongest_pairs(
     scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]
 ) -> Float[Tensor, "groups d d"]:
-    """The projection on as many pairs of a group as a rank has room for, then on channels that stay."""
+    """Return the projection on the strongest `rank // 2` pairs of a group, then on unrotated channels."""
     first, second = rotation.pairs
     q, k = (gram.diagonal(dim1=-2, dim2=-1) for gram in (scores.q, scores.k))
-    # ½ E|q_f|² E|k_f|² of every pair, of all heads of a group.
+    # ½ E|q_f|² E|k_f|² of every pair, summed over the heads of a group.
     energies = ((q[..., first] + q[..., second]) * (k[..., first] + k[..., second])).sum(dim=1) / 2
     order = energies.argsort(dim=-1, descending=True, stable=True)
     stays = sorted(set(range(scores.width)) - {*first, *second})

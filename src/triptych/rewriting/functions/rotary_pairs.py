@@ -1,9 +1,9 @@
-"""Rewrites of rotary heads that treat the rotary pairs of a head one by one.
+"""Rewrites of rotary heads that treat each rotary pair separately.
 
-Pair f of a head is two complex vectors, u_f = (W_Q)_a + i (W_Q)_b of queries and v_f of keys, where a and b
-are the channels that turn together. At distance m its score is Re(x u_f · (y v_f)* · e^{imθ_f}): the
-complex form Z_f = u_f v_fᴴ is what no gauge changes, and u_f → u_f / c*, v_f → c v_f the only one there is.
-Biases are one more row of the maps, for an input that is always 1.
+Pair f of a head is two complex vectors, u_f = (W_Q)_a + i (W_Q)_b of queries and v_f of keys, with a and b
+the channels rotated together. At distance m its score is Re(x u_f · (y v_f)* · e^{imθ_f}). The complex form
+Z_f = u_f v_fᴴ is gauge-invariant, and u_f → u_f / c*, v_f → c v_f is the only gauge. Biases are one more row
+of the maps, for a constant input 1.
 """
 
 from collections.abc import Sequence
@@ -29,18 +29,18 @@ _QK: tuple[Side, Side] = ("q", "k")
 @final
 @dataclass(frozen=True, eq=False)
 class RotaryHeads:
-    """The rotary heads of a layer in float64, and which queries, keys and distances meet in their scores."""
+    """Rotary heads of a layer in float64, with the queries, keys and distances of their scores."""
 
     weights: AttentionWeights
     rotation: RotaryEmbedding
-    moments: Moments | None = None  # of a text; None for inputs that have no direction
-    longest: int | None = None  # tokens of the longest text; None: without end
+    moments: Moments | None = None  # moments of a text; None: isotropic inputs
+    longest: int | None = None  # tokens of the longest text; None: unlimited
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class RotaryPairsMetric(Metric):
-    """The mean square of scores, in which rotary pairs are kept whole or become zero."""
+    """The mean square of scores, with rotary pairs kept whole or set to zero."""
 
     heads: RotaryHeads
 
@@ -76,19 +76,20 @@ class RotaryPairsMetric(Metric):
 
 
 def pair_scores(heads: RotaryHeads) -> Float[Tensor, "num_heads pairs pairs"]:
-    """E[s_f s_g] of the scores q kᵀ that two rotary pairs give one pair of tokens, over tokens and distances.
+    """Compute E[s_f s_g] of the scores q kᵀ of two rotary pairs, over pairs of tokens and distances.
 
     With complex q_f, k_f the score of pair f at distance m is s_f = Re(q_f k_f* e^{imθ_f}), so
 
         E[s_f s_g] = ½ Re(E[q_f q_g*] E[k_f k_g*]* φ(θ_f − θ_g) + E[q_f q_g] E[k_f k_g]* φ(θ_f + θ_g))
 
-    with φ(θ) the mean of e^{imθ} over pairs of tokens. In texts long against the beat of any two pairs it is
-    0 but for θ = 0, which leaves the energies ½ E|q_f|² E|k_f|² on the diagonal. A pair that hardly turns
-    within `longest` has φ near 1, and counts as channels that have no position.
+    with φ(θ) the mean of e^{imθ} over pairs of tokens. For texts long relative to the beat of any two pairs,
+    φ is 0 except at θ = 0, which leaves the energies ½ E|q_f|² E|k_f|² on the diagonal. A pair with little
+    rotation within `longest` has φ near 1, and counts as unrotated channels.
     """
     weights = heads.weights
     rotation = heads.rotation
     longest = heads.longest
+    # Remove the row and column of the constant input; biases remain in the moments.
     G_q, G_k = (
         gram.repeat_interleave(weights.num_heads // len(gram), dim=0)
         for gram in (side_moments(weights, side, heads.moments, 0.0)[:, :-1, :-1] for side in ("q", "k"))
@@ -103,7 +104,7 @@ def pair_scores(heads: RotaryHeads) -> Float[Tensor, "num_heads pairs pairs"]:
 
 
 def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
-    """The rotary embedding of a layer, if its pairs are what meets in its scores."""
+    """Return the rotary embedding of a layer, refusing scores other than sums over its pairs."""
     ROTARY_PAIRS_MEET.require(name, weights)
     rotation = _rotary_embedding(weights)
     width = weights.multiplied("q").d_out
@@ -116,12 +117,12 @@ def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
 
 
 def merge_rotary_pairs(plain: AttentionWeights, groups: int) -> AttentionWeights:
-    """The nearest writing with that many key heads: each pair of a group on one line of its own.
+    """Return the nearest weights with `groups` key heads: one common key per pair and group.
 
-    The common key of v_j, the keys of the group's heads in a pair, is the first left singular vector v of
-    [√w_1 v_1 … √w_n v_n], w_j = Σ ‖u_i‖² of the queries that read j: then v_j ≈ c_j v, and u_i → u_i c_j*. It
-    is the least Σ ‖ΔZ‖² there is, and nothing if the v_j are complex multiples of one. Channels that are
-    not turned get the basis that serves all heads best.
+    For the keys v_j of a group's heads in a pair, the common key is the first left singular vector v of [√w_1
+    v_1 … √w_n v_n], w_j = Σ ‖u_i‖² of the queries reading j: then v_j ≈ c_j v, and u_i → u_i c_j*. This
+    minimises Σ ‖ΔZ‖²; the minimum is 0 if the v_j are complex multiples of one vector. Unrotated channels get
+    the best joint basis of all heads.
     """
     (q,), (k,), rotation = plain.q, plain.k, _rotary_embedding(plain)
     members = k.copies // groups
@@ -131,7 +132,7 @@ def merge_rotary_pairs(plain: AttentionWeights, groups: int) -> AttentionWeights
     stacked = (weight.sqrt()[..., None] * v).permute(0, 2, 3, 1)
     top = torch.linalg.svd(stacked, full_matrices=False).U[..., 0]  # [groups, pairs, rows]
     c = torch.einsum("gfd,gmfd->gmf", top.conj(), v)
-    # As long as the keys that it replaces, and turned as the first of them.
+    # Give the common key the length of the replaced keys, and the phase of the first key.
     total = weight.sum(dim=1)
     length = ((weight * c.abs().square()).sum(dim=1) / torch.where(total > 0, total, 1.0)).sqrt()
     unit = torch.where(length > 0, length, 1.0) * torch.exp(1j * c[:, 0].angle())
@@ -148,7 +149,7 @@ def merge_rotary_pairs(plain: AttentionWeights, groups: int) -> AttentionWeights
 
 
 def _merge_fixed(q: Link, k: Link, rotation: RotaryEmbedding, new_q: Tensor, new_k: Tensor) -> None:
-    """The channels that are not turned, in place."""
+    """Merge the unrotated channels into the new maps."""
     stays = unturned(rotation, q.d_out)
     if not stays:
         return
@@ -179,7 +180,7 @@ def _rotary_embedding(weights: AttentionWeights) -> RotaryEmbedding:
 def _complex_moments(
     G: Float[Tensor, "heads r r"], rotation: RotaryEmbedding
 ) -> tuple[Complex[Tensor, "heads pairs pairs"], Complex[Tensor, "heads pairs pairs"]]:
-    """E[c_f c_g*] and E[c_f c_g] of c = a + i b, from the moments of a and b."""
+    """Compute E[c_f c_g*] and E[c_f c_g] of c = a + i b, from the moments of a and b."""
     a, b = rotation.pairs
     aa, bb, ab, ba = (G[:, one][:, :, other] for one, other in ((a, a), (b, b), (a, b), (b, a)))
     return torch.complex(aa + bb, ba - ab), torch.complex(aa - bb, ba + ab)
@@ -188,10 +189,11 @@ def _complex_moments(
 def mean_turn(
     theta: Float[Tensor, "pairs pairs"], longest: int | None, causal: bool
 ) -> Complex[Tensor, "pairs pairs"]:
-    """Mean of e^{imθ} over the distances m of all pairs of a text of L tokens, L − |m| at each.
+    """Compute the mean of e^{imθ} over the distances m of all token pairs in a text of L tokens.
 
-    Both ways it is Fejér's kernel, (sin ½Lθ / sin ½θ)² / L²; of one way, that is twice the real part less L,
-    and (L sin θ − sin Lθ) / (2 sin ½θ)² the imaginary one, over ½ L (L + 1).
+    Distance m has L − |m| pairs. For both directions the mean is Fejér's kernel, (sin ½Lθ / sin ½θ)² / L².
+    For one direction (causal) the real part is ((sin ½Lθ / sin ½θ)² + L) / 2 and the imaginary part (L sin θ
+    − sin Lθ) / (2 sin ½θ)², both over ½ L (L + 1).
     """
     if longest is None:
         return (theta == 0).to(torch.complex128)
@@ -203,6 +205,6 @@ def mean_turn(
     if not causal:
         return (both / L**2).to(torch.complex128)
     ahead = (L * theta.sin() - (L * theta).sin()) / (4 * sines.square())
-    # Where that is a difference of two numbers nearly alike, the first term of its series.
+    # Use the first term of the series where the difference cancels.
     ahead = torch.where((L * theta).abs() < 1e-4, theta * L * (L**2 - 1) / 6, ahead)
     return torch.complex((both + L) / 2, ahead) / (L * (L + 1) / 2)

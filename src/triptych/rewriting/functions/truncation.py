@@ -1,4 +1,4 @@
-"""The step that lowers ranks, and how ranks are shared out."""
+"""The truncation rewrite, and the allocation of its ranks."""
 
 from collections.abc import Iterable
 from typing import Any, Literal, final
@@ -17,7 +17,7 @@ from triptych.rewriting.functions.rank import Rotary, measure_energies, truncate
 from triptych.rewriting.functions.rewrite import LayerRewrite, LayerToRewrite
 
 Criterion = Literal["free", "uncentred", "centred"]
-# A share of energy that is met but for this is met.
+# Tolerance of a kept share of energy.
 _SHARE_ROUNDING = 1e-10
 
 
@@ -75,7 +75,7 @@ class Truncate(LayerRewrite):
         return self.criterion != "free"
 
     def prepare(self, layers: Iterable[LayerToRewrite], *, skip_refused: bool = False) -> "Truncate":
-        """Ranks of every form of every layer."""
+        """Compute the ranks of every form of every layer."""
         if self.rank is not None:
             self._require_rank(layers)
             return self
@@ -92,7 +92,7 @@ class Truncate(LayerRewrite):
                 except RewriteRefusedError as refused:
                     if not skip_refused:
                         raise RewriteRefusedError(self.name, refused.reason).at(layer.name) from None
-                    continue  # it refuses again when it is cut
+                    continue  # `apply` refuses the layer again
                 for group, energies in enumerate(found):
                     places.append((layer.name, form, group))
                     spectra.append(energies)
@@ -117,10 +117,11 @@ class Truncate(LayerRewrite):
     def _ranks_that_keep(
         self, energy: float, layer: LayerToRewrite, form: Form, spectrum: Tensor
     ) -> list[int]:
-        """The lowest rank of each group with which all its heads keep a share of their energy."""
+        """Return the lowest rank of each group at which all its heads keep a share of their energy."""
         low = allocate(list(spectrum), [1.0] * len(spectrum), energy=energy)
         high = [spectrum.shape[1]] * len(spectrum)
         first = True
+        # Energies are only estimates for groups: try them first, then bisect by measured loss.
         while low != high:
             tried = low if first else [(one + other) // 2 for one, other in zip(low, high, strict=True)]
             first = False
@@ -140,24 +141,24 @@ class Truncate(LayerRewrite):
         return truncate(layer.weights, qk_rank=ranks.get("qk"), ov_rank=ranks.get("ov"), **self._how(layer))
 
     def _how(self, layer: LayerToRewrite) -> dict[str, Any]:
-        """The metric: of the forms themselves, or of what they do on the text."""
+        """Return the options of the metric: the forms themselves, or their effect on the text."""
         moments = layer.moments if self.needs_text else None
         return {
             "moments": moments,
-            # None: wherever the layer allows, as the record then says.
+            # None: wherever the layer allows it, with a note in the record.
             "centred": None if self.criterion == "centred" else False,
             "rotary": self.rotary,
-            # How far apart tokens come: in the text if there is one, else in what the model is made for.
+            # Largest distance between tokens: in the text if there is a text, else in the model's context.
             "longest": layer.longest_text if moments is None else moments.longest,
         }
 
     def _step(self, layer: LayerToRewrite, form: Form) -> int:
-        """Channels that go together: two in a rotary pair."""
+        """Return the number of channels per unit of rank: two for rotary pairs."""
         turned = layer.weights.semantics.rotary is not None
         return 2 if form == "qk" and turned and self.rotary == "pairs" else 1
 
     def _require_rank(self, layers: Iterable[LayerToRewrite]) -> None:
-        """Some layer has heads as wide; those that are narrower stay as they are."""
+        """Require a layer with heads at least as wide as the rank; narrower layers are unchanged."""
         assert self.rank is not None
         widest = 0
         for layer in layers:
@@ -167,7 +168,7 @@ class Truncate(LayerRewrite):
         raise UsageError(f"truncate: rank is {self.rank}, and the widest head has {widest} channels")
 
     def _ranks(self, layer: LayerToRewrite, form: Form) -> list[int]:
-        """One rank per group of heads: of rotary heads, a number of pairs."""
+        """Return one rank per group of heads; for rotary pairs, a number of pairs."""
         copies = _num_groups(layer.weights, form)
         if self.rank is None:
             return list(self.ranks.get(layer.name, {}).get(form, ())) or [1] * copies
@@ -184,7 +185,7 @@ def _num_groups(weights: AttentionWeights, form: Form) -> int:
 
 
 def _numbers_a_channel(weights: AttentionWeights, form: Form) -> int:
-    """Parameters that one channel of one group costs, over all heads that read it."""
+    """Count the parameters of one channel of one group, over all heads reading it."""
     sides: tuple[Literal["q", "k", "v", "o"], ...] = ("q", "k") if form == "qk" else ("v", "o")
     widths = {side: sum(link.weight.shape[1] for link in weights.chain(side)[:1]) for side in SIDES}
     widths["o"] = weights.o[-1].d_out if weights.o else weights.d_model

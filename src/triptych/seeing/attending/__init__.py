@@ -1,9 +1,9 @@
-"""Where the heads of a model look on a text, and what they do there.
+"""Attention of a model's heads on a text, and their behaviour over texts.
 
-`attend` gives the attention weights of one text or several (`Attention`), from what a `Reader` recorded; one
-row of them step by step is a `HeadSteps`. `attend_over` measures what heads do over a text (`OverText`).
-Start with `attention.py`. A text's layers are in `running/measuring/stack_attention.py`, its page is in
-`attention_page.py`.
+`attend` returns the attention weights of one text or several (`Attention`), from calls recorded by a
+`Reader`; one row of attention weights step by step is a `HeadSteps`. `attend_over` measures the behaviour of
+heads over a text (`OverText`). Start with `attention.py`. A text's layers are in
+`running/measuring/stack_attention.py`, its page is in `attention_page.py`.
 """
 
 from triptych.seeing.attending.attention import Attention, AttentionBatch, attend, attend_tokens

@@ -1,4 +1,4 @@
-"""Words of a translation aligned with words of its source by the attention of a head."""
+"""Word alignment of a translation with its source by the attention of a head."""
 
 import unicodedata
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
 
 class Word(NamedTuple):
-    """A word of a text, without the space before it: its first token, and one past its last."""
+    """A word of a text, without the space before it, and the range of its tokens."""
 
     text: str
     start: int
@@ -21,9 +21,9 @@ class Word(NamedTuple):
 
 
 def words_of(pieces: Sequence[str], special: Sequence[bool]) -> tuple[Word, ...]:
-    """The words of a text from its readable tokens; special tokens belong to none.
+    """Group readable tokens into words; special tokens do not belong to words.
 
-    A word begins at a token that begins with a space ("▁"), and at punctuation, which is a word of its own.
+    A word begins at a token that starts with a space ("▁"). Punctuation forms separate words.
     """
     found = list[Word]()
     fresh = True
@@ -32,27 +32,28 @@ def words_of(pieces: Sequence[str], special: Sequence[bool]) -> tuple[Word, ...]
         if is_special or not text:
             fresh = True
             continue
+        # A word ends at a special token or punctuation.
         mark = all(unicodedata.category(character)[0] == "P" for character in text)
         if fresh or mark or piece.startswith(_SPACE) or not found:
             found.append(Word(text, place, place + 1))
         else:
             found[-1] = Word(found[-1].text + text, found[-1].start, place + 1)
         fresh = mark
-    # Tokens that are parts of a character are named by their bytes; a word has the character.
+    # Tokens of partial characters are named by their bytes; a word contains the whole character.
     return tuple(word._replace(text=bytes_of(word.text).decode("utf-8", errors="replace")) for word in found)
 
 
 def word_weights(
     weights: Float[Tensor, "tgt_len src_len"], source: Sequence[Word], target: Sequence[Word]
 ) -> Float[Tensor, "targets sources"]:
-    """The weight of the tokens of each source word, summed over the tokens of each target word."""
+    """Sum the weights of each source word's tokens and of each target word's tokens."""
     rows = _members(target, weights[:, :1].T)
     columns = _members(source, weights[:1])
     return rows @ weights @ columns.T
 
 
 def _members(words: Sequence[Word], like: Float[Tensor, "1 length"]) -> Float[Tensor, "words length"]:
-    """Mark the tokens of each word with 1, all others with 0."""
+    """Mark the tokens of each word with 1, all other tokens with 0."""
     found = like.new_zeros(len(words), like.shape[1])
     for row, word in zip(found, words, strict=True):
         row[word.start : word.stop] = 1.0
@@ -68,5 +69,5 @@ class AlignedWords(NamedTuple):
 
     @property
     def links(self) -> list[int]:
-        """The source word of each target word: the one with most of its weight. None without words."""
+        """Source word with the largest weight for each target word; empty without source words."""
         return [int(place) for place in self.weights.argmax(dim=1)] if self.source else []

@@ -1,4 +1,4 @@
-"""Attention weights as JSON, CSV and NPZ, head by head: no more than a block of them is in memory."""
+"""Attention weights as JSON, CSV and NPZ, written head by head with only a block in memory."""
 
 import csv
 import json
@@ -15,7 +15,7 @@ from triptych.files import write_atomically
 from triptych.running.measuring.stack_attention import Part
 from triptych.seeing.attending.written_tokens import TokenWriter
 
-# A file with more weights is refused: it would take gigabytes.
+# Larger files are refused: they would take gigabytes.
 MOST_WEIGHTS = 1 << 28
 DIGITS = 7
 _NPZ_MARK = "triptych_attention.npy"
@@ -23,15 +23,15 @@ CSV_COLUMNS = ("text", "kind", "layer", "head", "query", "query_token", "key", "
 
 
 class Saved(NamedTuple):
-    """What is written of a text."""
+    """Data of a text to write."""
 
-    record: dict[str, Any]  # the model and the tokens of the text, as JSON has them
-    parts: Sequence[Part]  # the heads
-    top: int | None = None  # weights of every query, the largest ones; all if None
-    writer: TokenWriter | None = None  # in JSON, also what heads write for each token; not if None
+    record: dict[str, Any]  # the model and the tokens of the text, for JSON
+    parts: Sequence[Part]  # heads to write
+    top: int | None = None  # number of largest weights per query; all if None
+    writer: TokenWriter | None = None  # decoder of the heads' outputs for JSON; omitted if None
 
     def require_moderate(self) -> None:
-        """The weights are not too many for a file."""
+        """Check that the number of weights fits a file."""
         if self.top is None and (count := sum(part.num_weights for part in self.parts)) > MOST_WEIGHTS:
             raise UsageError(
                 f"these heads have {count:,} weights, and a file may have {MOST_WEIGHTS:,}: choose heads "
@@ -40,14 +40,15 @@ class Saved(NamedTuple):
 
 
 def json_pieces(saved: Saved) -> Iterator[str]:
-    """The text of a JSON object, in pieces: tokens, and the weights of every head to 7 digits.
+    """Yield the text of a JSON object in pieces: tokens, and the weights of every head to 7 digits.
 
-    With a writer, `writes` of a head has the nearest tokens to what it writes for each key, or is null.
+    With a writer, `writes` of a head lists the tokens nearest to the head's output for each key, or is null.
     """
     saved.require_moderate()
     stacks = dict.fromkeys(part.stack for part in saved.parts)
     sides = {stack.kind: {"rows": stack.queries, "columns": stack.keys} for stack in stacks}
     record = {**saved.record, "sides": sides}
+    # The closing brace follows after the heads.
     yield _dumped(record)[:-1] + ', "heads": ['
     first = True
     for part in saved.parts:
@@ -62,7 +63,7 @@ def json_pieces(saved: Saved) -> Iterator[str]:
 
 
 def _pieces_of_head(record: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the text of a head row by row: writing a large one at once would stop every other thread."""
+    """Yield the text of a head row by row: writing a large head at once would block every other thread."""
     before = "{"
     for name, value in record.items():
         yield f"{before}{_dumped(name)}: "
@@ -79,7 +80,7 @@ def _pieces_of_head(record: Mapping[str, Any]) -> Iterator[str]:
 def head_records(
     parts: Sequence[Part], first: int = 0, rows: Sequence[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Heads as JSON has them each by itself: its place, the tokens of rows and columns, and the weights."""
+    """Yield one record per head for JSON: its place, the tokens of rows and columns, and the weights."""
     for part in parts:
         tokens = part.stack.queries[first:] if rows is None else rows
         for head in part.heads:
@@ -129,7 +130,7 @@ def write_attention_csv(texts: Sequence[Saved], path: Path) -> None:
 
 
 def _looks(part: Part, head: int, top: int | None) -> Iterator[tuple[int, str, int, str, float]]:
-    """Query, its token, key, its token and weight, of weights above 0."""
+    """Yield query, its token, key, its token and weight, for weights above 0."""
     queries = part.stack.queries
     keys = part.stack.keys
     if top is not None:
@@ -139,6 +140,7 @@ def _looks(part: Part, head: int, top: int | None) -> Iterator[tuple[int, str, i
                 if weight > 0:
                     yield query, queries[query], key, keys[key], round(weight, DIGITS)
         return
+    # Block by block: the whole matrix may not fit into memory.
     for block in part.layer.blocks([head]):
         for query, row in enumerate(block.weights[0].tolist(), start=block.rows.start):
             for key, weight in enumerate(row):
@@ -147,12 +149,12 @@ def _looks(part: Part, head: int, top: int | None) -> Iterator[tuple[int, str, i
 
 
 def write_npz(texts: Sequence[Saved], path: Path) -> None:
-    """Write NumPy arrays, which `numpy.load` reads without pickle.
+    """Write NumPy arrays, readable by `numpy.load` without pickle.
 
-    Every layer has `KIND.LAYER`, `[heads, queries, keys]` in float32, and `KIND.LAYER.heads`, the numbers
-    of the heads; with `top` instead `KIND.LAYER.keys` and `KIND.LAYER.weights`, `[heads, queries, top]`, and
-    `KIND.LAYER.left_out`. Also `tokens`, `ids`, `num_generated`, `KIND.rows` and `KIND.columns`. Where
-    there are several texts, every name begins with the number of the text, as in `2/tokens`.
+    Every layer has `KIND.LAYER`, `[heads, queries, keys]` in float32, and `KIND.LAYER.heads`, the numbers of
+    the heads; with `top` instead `KIND.LAYER.keys` and `KIND.LAYER.weights`, `[heads, queries, top]`, and
+    `KIND.LAYER.left_out`. Also `tokens`, `ids`, `num_generated`, `KIND.rows` and `KIND.columns`. With several
+    texts, every name begins with the number of the text, as in `2/tokens`.
     """
     for saved in texts:
         saved.require_moderate()
@@ -188,7 +190,7 @@ def _write_array(archive: zipfile.ZipFile, name: str, array: NDArray[Any]) -> No
 
 
 def _write_weights(archive: zipfile.ZipFile, name: str, part: Part) -> None:
-    """All weights of some heads, block by block."""
+    """Write all weights of some heads in blocks."""
     shape = len(part.heads), len(part.stack.queries), len(part.stack.keys)
     header = {"descr": "<f4", "fortran_order": False, "shape": shape}
 
@@ -202,7 +204,7 @@ def _write_weights(archive: zipfile.ZipFile, name: str, part: Part) -> None:
 
 
 def _write_member(archive: zipfile.ZipFile, name: str, write: Callable[[Any], None]) -> None:
-    # A fixed time: the same weights give the same file.
+    # A fixed time makes files reproducible.
     member = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
     member.compress_type = zipfile.ZIP_DEFLATED
     with archive.open(member, "w", force_zip64=True) as file:
@@ -210,7 +212,7 @@ def _write_member(archive: zipfile.ZipFile, name: str, write: Callable[[Any], No
 
 
 def is_attention_npz(path: Path) -> bool:
-    """Whether a file is one that `write_npz` wrote."""
+    """Return True if a file was written by `write_npz`."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -218,13 +220,13 @@ def is_attention_npz(path: Path) -> bool:
 
 
 def is_attention_csv(path: Path) -> bool:
-    """Whether a file has the columns that `write_attention_csv` writes."""
+    """Return True if a file has the columns of `write_attention_csv`."""
     with path.open("rb") as file:
         return file.readline(1000) == f"{','.join(CSV_COLUMNS)}\n".encode()
 
 
 def _kept(part: Part, head: int, top: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """The keys with the largest weights of every query, these weights, and the sum of the others."""
+    """Return the keys of each query's largest weights, these weights, and the sum of the omitted weights."""
     (kept,) = part.layer.maps(top, [head])
     assert kept.keys is not None
     assert kept.left_out is not None

@@ -1,8 +1,8 @@
-"""The page of attention: what it shows, as plain records, packed for its script, as HTML.
+"""The page of attention: its data as plain records, packed for its script, as HTML.
 
 Its template, style and script are `seeing/reports/viewer.html`, `viewer.css` and `viewer.js`. A weight w is
-stored as round(4095 √w), compressed, in base64: small weights keep their digits, and no weight is off by
-more than 0.00025. A head is decompressed when somebody chooses it.
+stored as round(4095 √w), compressed, in base64: small weights keep their digits, and the error of a weight is
+at most 0.00025. A head is decompressed when it is selected.
 """
 
 import base64
@@ -24,21 +24,21 @@ from triptych.seeing.reports import make_page
 
 Kind = Literal["encoder", "decoder", "cross"]
 PAGE_LIMIT_BYTES = 15_000_000
-"""No page is larger. Where the weights are more, a page has the largest of each row, and says so."""
+"""Maximum size of a page. Larger pages contain the largest weights of each row, with a note."""
 
-# Tokens, style and script; what is left is for the weights.
+# Reserved for tokens, style and script; the remaining bytes are for the weights.
 _FOR_THE_REST = 1_000_000
 _NOTEBOOK_HEIGHT_PIXELS = 900
 _LEVELS = 4095
-# Where weights have to be left out, this many of each row are tried first.
+# Initial number of weights per row if weights must be omitted.
 _MOST_KEPT = 64
 _NUM_TRIED = 6
-# With more heads than this, small maps have half the length and width.
+# With more heads, small maps have half the length and width.
 _MANY_HEADS = 256
 
 
 class HeadNote(NamedTuple):
-    """What a page says of a head: a few words next to its number, and names with values."""
+    """Notes on a head for the page: a label next to its number, and names with values."""
 
     label: str = ""
     facts: tuple[tuple[str, str], ...] = ()
@@ -49,9 +49,9 @@ class HeadNote(NamedTuple):
 class ViewedHead:
     """One head."""
 
-    number: int  # of the head in its layer
-    map: HeadWeights  # its weights
-    note: HeadNote  # what the page says about it
+    number: int  # head number within its layer
+    map: HeadWeights  # attention weights
+    note: HeadNote  # notes on the page
 
 
 @final
@@ -59,8 +59,8 @@ class ViewedHead:
 class ViewedLayer:
     """The heads of one layer, in order."""
 
-    number: int  # of the layer
-    heads: tuple[ViewedHead, ...]  # at least one
+    number: int  # layer number
+    heads: tuple[ViewedHead, ...]  # non-empty
 
 
 @final
@@ -68,13 +68,13 @@ class ViewedLayer:
 class ViewedKind:
     """All layers of one kind of attention over one text."""
 
-    kind: Kind  # "encoder" (source tokens look at source tokens), "decoder" or "cross" (target at source)
-    query_tokens: tuple[str, ...]  # the tokens that look, as they are to be read
-    key_tokens: tuple[str, ...]  # the tokens that are looked at
-    layers: tuple[ViewedLayer, ...]  # at least one
-    # index of the first query token that the model wrote; None if it wrote none
+    kind: Kind  # "encoder" (source attends to source), "decoder" or "cross" (target attends to source)
+    query_tokens: tuple[str, ...]  # readable query tokens
+    key_tokens: tuple[str, ...]  # readable key tokens
+    layers: tuple[ViewedLayer, ...]  # non-empty
+    # index of the first generated query token; None without generated tokens
     first_generated_query: int | None = None
-    first_generated_key: int | None = None  # the same of the key tokens
+    first_generated_key: int | None = None  # likewise for key tokens
 
 
 @final
@@ -82,28 +82,28 @@ class ViewedKind:
 class ViewedText:
     """One text, or one pair of source and target."""
 
-    title: str  # what to call it: the text itself, its line number
-    kinds: tuple[ViewedKind, ...]  # the kinds of attention of the model, at least one
+    title: str  # the text itself, or its line number
+    kinds: tuple[ViewedKind, ...]  # kinds of attention of the model, non-empty
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class AttentionPage:
-    """Everything that the page shows."""
+    """Contents of the page."""
 
-    title: str  # the heading
-    texts: tuple[ViewedText, ...]  # at least one; the reader chooses
-    facts: tuple[tuple[str, str], ...] = ()  # name and value: the model, the command
+    title: str  # heading
+    texts: tuple[ViewedText, ...]  # selectable texts, non-empty
+    facts: tuple[tuple[str, str], ...] = ()  # names and values, such as the model and the command
     notes: tuple[str, ...] = ()  # sentences below the heading
 
 
 def join_pages(pages: Sequence[AttentionPage]) -> AttentionPage:
-    """One page with the texts of several, at least one; all else is the first one's."""
+    """Join the texts of at least one page into a page; all else is taken from the first page."""
     return replace(pages[0], texts=tuple(text for page in pages for text in page.texts))
 
 
 def attention_html(page: AttentionPage, progress: Progress = untold) -> str:
-    """The text of a page that needs no network."""
+    """Return the HTML of a self-contained page."""
     data = viewer_data(page, progress=progress)
     return make_page("attention.html", title=page.title, facts=page.facts, notes=page.notes, data=data)
 
@@ -114,7 +114,7 @@ def write_attention_page(page: AttentionPage, path: Path, progress: Progress = u
 
 
 def notebook_html(page: AttentionPage) -> str:
-    """The page as the output of a notebook's cell: a frame that nothing outside can reach into."""
+    """Return the page as output of a notebook cell: a sandboxed frame."""
     return (
         f'<iframe title="{escape(page.title)}" sandbox="allow-scripts allow-downloads" '
         f'style="width: 100%; height: {_NOTEBOOK_HEIGHT_PIXELS}px; border: 0" '
@@ -127,11 +127,13 @@ def viewer_data(
 ) -> dict[str, Any]:
     """Return the data of `seeing/reports/viewer.html`, for a page of about `limit_bytes` characters.
 
-    Where all weights are too many, every row of every head keeps its k largest, with k as large as fits.
+    If all weights are too many, every row of every head keeps its k largest weights, with the largest k that
+    fits.
     """
     fixed: list[dict[str, Any]] = [
         {"title": text.title, "kinds": [*map(_pack_kind, text.kinds)]} for text in page.texts
     ]
+    # Overviews are always included; the remaining bytes are for the weights.
     room = (
         limit_bytes - _FOR_THE_REST - sum(len(kind["overviews"]) for text in fixed for kind in text["kinds"])
     )
@@ -144,9 +146,9 @@ def _pack_maps(
     maps: list[HeadWeights], room: int, progress: Callable[[int, int], None]
 ) -> list[dict[str, Any]]:
     whole = sum(of.num_queries * of.num_keys for of in maps if of.keys is None)
-    # Random digits compress to one and a half bytes each, and base64 adds a third.
+    # Random digits compress to 1.5 bytes each, and base64 adds a third of the size.
     k = None if whole < room else _MOST_KEPT
-    # A few maps tell about how many rows fit; then all are tried.
+    # Estimate the number of rows from a few maps, then pack all maps.
     few = maps[:: max(1, len(maps) // _NUM_TRIED)]
     for tried in (few, maps):
         while True:
@@ -166,7 +168,7 @@ def _pack_maps(
 
 
 def _pack_map(of: HeadWeights, k: int | None) -> dict[str, Any]:
-    """The weights of a head: all of them, or the k largest of every row."""
+    """Pack the weights of a head: all weights, or the k largest of every row."""
     if k is not None and (of.keys is not None or of.num_keys > k):
         of = of.largest(k)
     if of.keys is not None and of.left_out is not None:
@@ -175,7 +177,7 @@ def _pack_map(of: HeadWeights, k: int | None) -> dict[str, Any]:
 
 
 def _pack_rows(of: HeadWeights, keys: NDArray[np.integer], left_out: NDArray[np.float32]) -> dict[str, Any]:
-    """Keys as they are (right for a head that looks at one place) or by distance (at a neighbour)."""
+    """Pack keys by position (best for attention to a fixed key) or by distance (to a neighbour)."""
     order = np.argsort(keys, axis=1)
     sorted_keys = np.take_along_axis(keys, order, 1).T.astype(np.int64)
     weights = _quantised(np.take_along_axis(of.weights, order, 1).T)
@@ -185,6 +187,7 @@ def _pack_rows(of: HeadWeights, keys: NDArray[np.integer], left_out: NDArray[np.
         "distances": np.where(distance < 0, -2 * distance - 1, 2 * distance),  # the sign is the last bit
     }
     packed = {form: _compressed(_planes(numbers, 4)) for form, numbers in forms.items()}
+    # Keep the smaller form.
     form = min(packed, key=lambda name: len(packed[name]))
     rest = _compressed(_planes(weights, 2) + _planes(_quantised(left_out), 2))
     return {"form": form, "kept": int(keys.shape[1]), "keys": packed[form], "data": rest}
@@ -193,6 +196,7 @@ def _pack_rows(of: HeadWeights, keys: NDArray[np.integer], left_out: NDArray[np.
 def _pack_kind(kind: ViewedKind) -> dict[str, Any]:
     heads = [head for layer in kind.layers for head in layer.heads]
     step = 2 if len(heads) > _MANY_HEADS else 1
+    # Overviews in 8 bits, by the square root of the weight.
     overviews = np.stack([_smaller(head.map.overview, step) for head in heads])
     small = np.rint(255 * np.sqrt(np.clip(overviews, 0, 1))).astype(np.uint8)
     return {
@@ -216,11 +220,12 @@ def _pack_kind(kind: ViewedKind) -> dict[str, Any]:
 
 
 def _telling(kind: ViewedKind, overviews: NDArray[np.float32]) -> list[int]:
-    """Places of the layer and the head whose looks tell most of the token that looks.
+    """Return indices of the layer and the head with the most information about the query token.
 
-    That is the mutual information of query and key, looks at the own token left out: 0 where all tokens look
-    at the same places.
+    The measure is the mutual information of query and key without weights on the query's own token: 0 if all
+    tokens attend to the same keys.
     """
+    # The joint distribution of query and key, for uniformly drawn queries.
     joint = overviews.astype(np.float64) / max(1, overviews.shape[1])
     if kind.kind != "cross":
         own = np.arange(min(joint.shape[1:]))
@@ -234,7 +239,7 @@ def _telling(kind: ViewedKind, overviews: NDArray[np.float32]) -> list[int]:
 
 
 def _smaller(overview: NDArray[np.float32], step: int) -> NDArray[np.float32]:
-    """Sum `step` neighbouring columns, and take the mean of as many rows."""
+    """Sum `step` neighbouring columns, and average as many rows."""
     if step == 1:
         return overview
     columns = np.add.reduceat(overview, np.arange(0, overview.shape[1], step), axis=1)
@@ -248,7 +253,7 @@ def _quantised(weights: NDArray[np.floating]) -> NDArray[np.int64]:
 
 
 def _planes(numbers: NDArray[np.int64], num_bytes: int) -> bytes:
-    """All lowest bytes, then all second bytes, …: equal bytes are next to each other and compress."""
+    """Reorder bytes: all lowest bytes, then all second bytes, …: equal bytes become adjacent and compress."""
     little = np.ascontiguousarray(numbers, "<u4").reshape(-1, 1).view(np.uint8)
     return little[:, :num_bytes].T.tobytes()
 

@@ -1,7 +1,7 @@
-"""What heads do over a text: how their weights are spread over kinds of keys.
+"""Behaviour of heads over a text: the distribution of their weights over kinds of keys.
 
-A figure is a mean over the queries of a text, with an interval over its documents, next to what a head
-that looks at all visible keys evenly would give.
+A figure is a mean over the queries of a text, with an interval over its documents, next to the value of
+uniform attention over all visible keys.
 """
 
 import math
@@ -17,7 +17,8 @@ from triptych.running.measuring.stack_attention import stack_ids
 from triptych.running.measuring.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
 from triptych.running.opening import Reader
 
-# A head is called by what takes a third of its weight or more, if that is more than looking evenly gives.
+# A head is named after a figure of at least a third of its weight, if it exceeds the figure of uniform
+# attention.
 NAMED_FROM = 1 / 3
 _FARTHEST = 1 << 30
 
@@ -25,13 +26,13 @@ _FARTHEST = 1 << 30
 @final
 @dataclass(frozen=True)
 class Figure:
-    """A figure of what a head does."""
+    """A figure of a head's behaviour."""
 
-    name: str  # the name of its column
-    title: str  # the name for people
-    meaning: str  # what it is and over which queries, in a sentence
-    kinds: tuple[Kind, ...] = ("self", "causal")  # the kinds of attention that have it
-    names_head: bool = False  # whether a head can be called by it
+    name: str  # column name
+    title: str  # readable name
+    meaning: str  # definition and applicable queries, in a sentence
+    kinds: tuple[Kind, ...] = ("self", "causal")  # applicable kinds of attention
+    names_head: bool = False  # whether heads are named after it
 
 
 _ALL: tuple[Kind, ...] = ("self", "causal", "cross")
@@ -77,14 +78,14 @@ FIGURES: tuple[Figure, ...] = (
 
 
 def figures_of(kind: Kind) -> tuple[Figure, ...]:
-    """The figures that a kind of attention has."""
+    """Return the figures of a kind of attention."""
     return tuple(figure for figure in FIGURES if kind in figure.kinds)
 
 
 def key_classes(
     kind: Kind, query_ids: Int[Tensor, " query_len"], key_ids: Int[Tensor, " key_len"]
 ) -> dict[str, Bool[Tensor, "query_len key_len"]]:
-    """The keys of each class, for every query."""
+    """Return the keys of each class for every query."""
     rows = len(query_ids)
     columns = len(key_ids)
     query = torch.arange(rows)[:, None]
@@ -98,6 +99,7 @@ def key_classes(
         }
     same = query_ids[:, None] == key_ids[None]
     before = key < query
+    # Keys following an earlier occurrence of the query's token.
     followed = torch.cat([torch.zeros(rows, 1, dtype=torch.bool), same[:, :-1]], dim=1)
     found = {
         "previous": key == query - 1,
@@ -119,8 +121,8 @@ class RowFigures:
     """The figures of the queries of one sequence, for the weights of any layer.
 
     Attributes:
-        even: `[figures]`, sums over the queries for a head that looks evenly at all keys that a query sees.
-        counts: `[figures]`, the queries that a figure is of.
+        even: sums over the queries for uniform attention over each query's visible keys, `[figures]`.
+        counts: number of queries of each figure, `[figures]`.
     """
 
     def __init__(
@@ -130,10 +132,10 @@ class RowFigures:
         query_ids: Int[Tensor, " query_len"],
         key_ids: Int[Tensor, " key_len"],
     ) -> None:
-        """Find the keys of every class, for every query.
+        """Find the keys of every class for every query.
 
-        Queries that see a single key are left out: all heads do the same there. A figure of a class
-        has the queries that see a key of the class.
+        Queries with a single visible key are omitted: all heads are equal there. A figure of a class uses the
+        queries with a visible key of the class.
         """
         self.kind = kind
         self.visible = visible
@@ -146,7 +148,7 @@ class RowFigures:
         away = (torch.arange(len(query_ids))[:, None] - torch.arange(len(key_ids))).abs()
         factors = list[Tensor]()
         counted = list[Tensor]()
-        for figure in figures_of(kind)[:-1]:  # entropy comes last, and is not a sum over keys
+        for figure in figures_of(kind)[:-1]:  # entropy is the last figure, and not a sum over keys
             keys = classes.get(figure.name)
             factors.append((away if keys is None else keys).float())
             counted.append(rows if keys is None or figure.name == "elsewhere" else rows & keys.any(dim=-1))
@@ -158,7 +160,7 @@ class RowFigures:
         self.counts: Tensor = self._counted.sum(dim=-1).double()
 
     def sums(self, weights: Float[Tensor, "heads query_len key_len"]) -> Float[Tensor, "figures heads"]:
-        """Add the figures up over the queries; the weights are those after the softmax."""
+        """Sum the figures over the queries, given the weights after the softmax."""
         by_query = weights.transpose(0, 1) @ self._factors.to(weights.dtype)
         entropy = -torch.special.xlogy(weights, weights).sum(dim=-1)
         whole = torch.cat([by_query.permute(2, 1, 0), entropy[None]]).double()
@@ -168,18 +170,18 @@ class RowFigures:
 @final
 @dataclass(frozen=True, eq=False)
 class LayerFigures:
-    """What the heads of a layer do over a text."""
+    """Behaviour of a layer's heads over a text."""
 
     stack: str  # "encoder", "decoder" or "cross"
-    layer: int  # its number in the stack
-    figures: dict[str, HeadFigures]  # by name: the ones of `figures_of(kind)`, and what else was measured
+    layer: int  # layer number within the stack
+    figures: dict[str, HeadFigures]  # figures by name: `figures_of(kind)`, and further measurements
 
     def __repr__(self) -> str:
         return f"LayerFigures {self.name}: {self.num_heads} heads, {', '.join(self.figures)}"
 
     @property
     def kind(self) -> Kind:
-        """Which tokens the queries may look at."""
+        """Kind of visible tokens: all, previous, or of another text."""
         kinds: dict[str, Kind] = {"encoder": "self", "decoder": "causal", "cross": "cross"}
         return kinds[self.stack]
 
@@ -192,13 +194,14 @@ class LayerFigures:
         return len(self.figures["entropy"].value)
 
     def called(self, head: int) -> str:
-        """The title of what a head does most, if it does it clearly; else "".
+        """Return the title of a head's dominant figure, or "".
 
-        A head is called by the largest of its figures that are at least a third and whose interval lies
-        above what looking evenly gives.
+        A head is named after the largest of its figures of at least a third, if the figure's interval is
+        above the value of uniform attention.
         """
         best = NAMED_FROM
         title = ""
+        # Only figures with an interval can name a head.
         for figure in figures_of(self.kind):
             found = self.figures[figure.name]
             if not figure.names_head or found.low is None or found.even is None:
@@ -209,7 +212,7 @@ class LayerFigures:
         return title
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat record per head; a figure that nothing shows is None."""
+        """Return one flat record per head; figures without data are None."""
         found = []
         for head in range(self.num_heads):
             row: dict[str, Any] = {
@@ -223,7 +226,7 @@ class LayerFigures:
                 row |= {name + end: float(of[head]) for end, of in ends.items() if of is not None}
                 if figure.even is not None:
                     row[f"{name}_even"] = figure.even
-            # JSON has no number for what is not finite.
+            # JSON cannot represent non-finite numbers.
             missing = [
                 name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)
             ]
@@ -235,7 +238,7 @@ class LayerFigures:
 def measure_behaviour(
     reader: Reader, windows: Windows, progress: Told
 ) -> dict[Place, dict[str, HeadFigures]]:
-    """Where every head of a model looks over a text."""
+    """Measure the distribution of every head's attention over a text."""
     found = UnitSums(windows.num_units)
     for unit, text, stacks in read_windows(reader, windows, progress):
         for stack in stacks:
@@ -245,6 +248,7 @@ def measure_behaviour(
             for layer in stack.layers:
                 compared = layer.queries_and_keys()
                 visible = compared.visible()[0, 0].cpu()
+                # Layers usually share visible keys, and then the classes.
                 if figures is None or not torch.equal(figures.visible, visible):
                     figures = RowFigures(kind, visible, *stack_ids(text, stack.kind))
                 sums = figures.sums(compared.weights()[0].cpu())

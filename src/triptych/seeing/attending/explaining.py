@@ -1,9 +1,9 @@
-"""What a head's weights say of where it looks, and what it writes: its forms next to its attention on a text.
+"""Explanation of a head's attention on a text by its forms.
 
-    score_ij = scale · [(x_i W_Q)(y_j W_K)ᵀ + bias terms + what rotary distance changes] + position bias
+    score_ij = scale · [(x_i W_Q)(y_j W_K)ᵀ + bias terms + effect of rotary distance] + position bias
 
-A constant added to a row of scores does nothing to the softmax, so parts are compared after the mean over the
-keys that a query sees is taken off each row.
+A constant added to a row of scores does not change the softmax, so parts are compared after subtracting each
+row's mean over the query's visible keys.
 """
 
 import math
@@ -35,15 +35,15 @@ class ScoreParts:
     """The scaled scores of one sequence as a sum of parts, before a soft cap and before the mask."""
 
     total: Float[Tensor, "heads queries keys"]
-    # by a name of `PARTS`, those that the layer has; they add up to the total
+    # parts by name of `PARTS`, as present in the layer; their sum is the total
     parts: dict[str, Float[Tensor, "heads queries keys"]]
 
 
 @torch.no_grad()
 def score_parts(call: LayerCall) -> ScoreParts:
-    """Take the scores of a layer apart, in float64.
+    """Decompose the scores of a layer into parts, in float64.
 
-    Where queries and keys are normalised or clipped after their maps, the biases count to the content.
+    Where queries and keys are normalised or clipped after their maps, the biases count as content.
     """
     compared = call.queries_and_keys()
     weights, x, memory = in_float64(call)
@@ -52,6 +52,7 @@ def score_parts(call: LayerCall) -> ScoreParts:
     whole = semantics.compare(compared.q.double(), turned_k)
     q, k, _ = channels(weights, x, memory)
     before = semantics.compare(q, for_heads(k, weights.num_heads))
+    # Norms, clips and special scores mix biases and content.
     mixed = semantics.q_norm is not None or semantics.k_norm is not None or semantics.clip is not None
     mixed = mixed or semantics.scores is not None
     content = before
@@ -74,7 +75,7 @@ def score_parts(call: LayerCall) -> ScoreParts:
 
 
 def in_float64(call: LayerCall) -> tuple[AttentionWeights, Tensor, Tensor | None]:
-    """A layer's weights, and what queries and keys are made of."""
+    """Return a layer's weights, and the inputs of queries and keys."""
     weights = call.layer.weights(call.site.kind).to(torch.float64)
     return weights, call.x.double(), None if call.memory is None else call.memory.double()
 
@@ -82,7 +83,7 @@ def in_float64(call: LayerCall) -> tuple[AttentionWeights, Tensor, Tensor | None
 def centred_rows(
     scores: Float[Tensor, "heads queries keys"], visible: Bool[Tensor, "queries keys"]
 ) -> Float[Tensor, "heads queries keys"]:
-    """Scores less their mean over the keys that a query sees; 0 where it sees none."""
+    """Subtract from scores the mean over each query's visible keys; 0 for queries without visible keys."""
     mean = (scores * visible).sum(dim=-1, keepdim=True) / visible.sum(dim=-1, keepdim=True).clamp(min=1)
     return (scores - mean) * visible
 
@@ -90,7 +91,7 @@ def centred_rows(
 def divergence(
     p: Float[Tensor, "heads queries keys"], q: Float[Tensor, "heads queries keys"]
 ) -> Float[Tensor, "heads queries"]:
-    """KL(p ‖ q) of every row in nats: what is lost by taking q for p. Infinite where q misses a key of p."""
+    """Compute KL(p ‖ q) of every row in nats. Infinite if q is 0 at a key of p."""
     lost: Tensor = torch.special.xlogy(p, p) - torch.special.xlogy(p, q)
     return lost.sum(dim=-1).clamp(min=0)
 
@@ -98,15 +99,15 @@ def divergence(
 def looks_by(
     scores: Float[Tensor, "heads queries keys"], visible: Bool[Tensor, "queries keys"]
 ) -> Float[Tensor, "heads queries keys"]:
-    """The weights that scores give over the keys that a query sees."""
+    """Compute attention weights from scores over each query's visible keys."""
     return scores.masked_fill(~visible, -math.inf).softmax(dim=-1)
 
 
 def of_rank(weights: AttentionWeights, rank: int, longest: int) -> AttentionWeights:
-    """The layer with W_QK of every head cut to a rank, and all else as it is.
+    """Truncate W_QK of every head to a rank, leaving everything else unchanged.
 
-    Heads that read one key head share the key channels that are left. Rotary heads lose rank of W_Q and W_K
-    before they are rotated; see `truncate`.
+    Heads sharing a key head share the remaining key channels. W_Q and W_K of rotary heads are truncated
+    before the rotation; see `truncate`.
     """
     if rank >= weights.multiplied("q").d_out:
         return weights
@@ -114,7 +115,7 @@ def of_rank(weights: AttentionWeights, rank: int, longest: int) -> AttentionWeig
 
 
 def tried_ranks(weights: AttentionWeights) -> tuple[int, ...]:
-    """The ranks that W_QK is tried at: powers of two below its width; none where it cannot be cut."""
+    """Return the ranks for truncations of W_QK: powers of two below its width, or () if it cannot be cut."""
     width = weights.multiplied("q").d_out
     ranks = tuple(1 << i for i in range(width.bit_length()) if 1 << i < width)
     try:
@@ -125,7 +126,7 @@ def tried_ranks(weights: AttentionWeights) -> tuple[int, ...]:
 
 
 def pattern_of(weights: AttentionWeights, call: LayerCall) -> Float[Tensor, "heads queries keys"]:
-    """The weights that another writing of a layer gives on the layer's own inputs, batch size 1."""
+    """Compute the attention weights of changed weights on the layer's inputs, batch size 1."""
     _, x, memory = in_float64(call)
     q, k, _ = channels(weights, x, memory)
     return probabilities(weights, q, k, call.mask)[0]
@@ -135,18 +136,19 @@ def pattern_of(weights: AttentionWeights, call: LayerCall) -> Float[Tensor, "hea
 def explain_call(
     call: LayerCall, visible: Bool[Tensor, "queries keys"], cut: dict[int, AttentionWeights]
 ) -> tuple[Tensor, int, dict[str, Tensor]]:
-    """Compare a layer's attention on one sequence with what parts of its scores would give.
+    """Compare a layer's attention on one sequence with the attention of parts of its scores.
 
-    Returns the sum of squares of the centred scores `[heads]`, the number of queries that see two keys at
-    least, and sums over these by name, `[heads]` each: `content_share` and its like, the inner product of the
-    centred part with the centred scores, which add up to their squares; `even_nats`, `content_nats` and
-    `rank_4_nats`, the divergence of the real weights from looking evenly, from W_QK alone, and from W_QK cut
-    to rank 4 with all else as it is; `content_hits` and `rank_4_hits`, queries whose most attended key is the
-    right one.
+    Returns the sum of squares of the centred scores `[heads]`, the number of queries with at least two
+    visible keys, and sums over these queries by name, all `[heads]`: `content_share` and likewise for other
+    parts, the inner product of the centred part with the centred scores, which add up to their squares;
+    `even_nats`, `content_nats` and `rank_4_nats`, the divergence of the true weights from uniform attention,
+    from W_QK alone, and from W_QK truncated to rank 4 with everything else unchanged; `content_hits` and
+    `rank_4_hits`, numbers of queries with the true most attended key.
     """
     rows = visible.sum(dim=-1) > 1
     taken = score_parts(call)
     whole = centred_rows(taken.total, visible)[:, rows]
+    # Renormalise without the sink.
     real = call.queries_and_keys().weights()[0].double()
     real = (real / real.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny))[:, rows]
     tried = {
@@ -160,7 +162,7 @@ def explain_call(
         for name, part in taken.parts.items()
     }
     found |= {f"{name}_nats": divergence(real, pattern).sum(dim=-1) for name, pattern in tried.items()}
-    del tried["even"]  # which has no largest weight
+    del tried["even"]  # uniform attention does not have a largest weight
     best = real.argmax(dim=-1)
     found |= {
         f"{name}_hits": (pattern.argmax(dim=-1) == best).double().sum(dim=-1)
@@ -171,15 +173,16 @@ def explain_call(
 
 @torch.no_grad()
 def explain_text(reader: Reader, windows: Windows, progress: Told) -> dict[Place, dict[str, HeadFigures]]:
-    """How well W_QK, cut to several ranks, and the other parts of the scores explain where heads look.
+    """Measure the explanation of attention by truncated W_QK and by the other parts of the scores.
 
-    Shares are of the variance of the scores along a row; divergences and hits are by query.
+    Shares are of the variance of the scores along a row; divergences and hits are means over queries.
     """
     cuts: dict[int, dict[int, AttentionWeights]] = {}
     found = UnitSums(windows.num_units)
     for unit, _, stacks in read_windows(reader, windows, progress):
         for kind, layer in ((stack.kind, layer) for stack in stacks for layer in stack.layers):
             call = layer.call
+            # Truncations are computed once per layer.
             cut = cuts.get(id(call.layer))
             if cut is None:
                 weights = in_float64(call)[0]

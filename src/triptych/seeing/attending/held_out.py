@@ -1,7 +1,7 @@
-"""The loss of a model, and of changes of it, on a text that nothing was chosen by.
+"""The loss of a model and of changed models on a held-out text.
 
-The loss on a sentence says little of a change: it can fall where the loss on a longer text rises. A held-out
-text is read in parts of a few hundred tokens, so that who asks for the loss can go on in between.
+The loss on a sentence is a poor measure of a change: it can fall where the loss on a longer text rises. The
+text is read in parts of a few hundred tokens, so that callers can interleave other work.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ class LossChange:
     """The loss on a text before and after a change, in nats per token.
 
     Attributes:
-        before: the loss without the change.
-        after: the loss on the same tokens with it.
+        before: loss without the change.
+        after: loss with the change, on the same tokens.
         interval: 95 % interval of `after` − `before`; None if the text has a single window.
     """
 
@@ -47,18 +47,18 @@ class LossChange:
 
 @final
 class HeldOutText:
-    """A text that a model and changes of it are measured on, part by part.
+    """A held-out text for a model and its changes, read in parts.
 
         text = HeldOutText(model.reader, Path("valid.txt"))
         text.compare(model.tie("*", "W_Q", "W_K").reader)  # the loss before and after, with an interval
 
-    A few kB that the model did not learn from will do; the loss on one sentence is too noisy.
+    A few kB of text outside the training data suffice; the loss on one sentence is too noisy.
 
     Attributes:
-        name: of its file; "" without one.
-        num_parts: how many parts it is read in.
-        num_tokens: how many tokens are predicted.
-        units: the units that intervals are drawn over: documents, or the windows of a single document.
+        name: file name; "" without a file.
+        num_parts: number of parts.
+        num_tokens: number of predicted tokens.
+        units: sampling units of intervals: documents, or the windows of a single document.
     """
 
     def __init__(
@@ -73,15 +73,15 @@ class HeldOutText:
         """Cut a text into windows.
 
         Args:
-            reader: the model that reads it.
-            text: a text, the file of one, or several documents. For a translator, the sentences, or the file
-                with one on each line.
-            targets: for a translator, the translations, line by line.
-            context: tokens of a window. Default: a run's context, or the model's positions; at most 256.
-            most_tokens: tokens to read; what is past them is left out. Default: 16,384.
+            reader: reader of the model.
+            text: a text, its file, or several documents. For a translator, the sentences, or their file with
+                one sentence per line.
+            targets: translations for a translator, line by line.
+            context: tokens per window. Default: a run's context, or the model's positions; at most 256.
+            most_tokens: maximum number of tokens to read. Default: 16,384.
 
         Raises:
-            UsageError: the model has no loss, or the text does not fit it.
+            UsageError: the model does not have a loss, or the text does not fit it.
         """
         if most_tokens is not None and most_tokens < 1:
             raise UsageError(f"the number of tokens to read is {most_tokens}: it has to be 1 or more")
@@ -99,6 +99,7 @@ class HeldOutText:
         self.units = windows.units
         self._reader = reader
         self._batches = [*batches_of(reader, windows, _TOKENS_OF_A_PART)]
+        # Predicted tokens of each unit.
         self._counts = torch.zeros(windows.num_units, dtype=torch.float64)
         for batch in self._batches:
             self._counts.index_add_(0, batch.units, batch.predicts.sum(dim=1).double().cpu())
@@ -114,7 +115,7 @@ class HeldOutText:
 
     @torch.no_grad()
     def losses(self, reader: Reader, part: int) -> Float[Tensor, " units"]:
-        """Compute the losses of one part with a model or a change of it, in nats, summed over each unit."""
+        """Compute the losses of one part with a model or a changed model, in nats, summed over each unit."""
         batch = self._batches[part]
         run = reader.run(batch.texts)
         sums = row_losses(reader.model, batch, run.hidden)[0].cpu()

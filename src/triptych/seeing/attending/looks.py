@@ -1,4 +1,4 @@
-"""The strongest looks of every head, and what it writes, as records and tables."""
+"""The largest attention weights of every head, and its outputs as tokens, as records and tables."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -10,12 +10,12 @@ from triptych.seeing.attending.written_tokens import TokenWriter
 from triptych.seeing.reports import Table
 
 _EACH = 3
-_SHOWN, _MOST_ROWS = 7, 100  # looks of a repr, and of a table in a notebook
+_SHOWN, _MOST_ROWS = 7, 100  # rows of a repr, and of a table in a notebook
 _token = partial(shortened, most=14)
 
 
 class Look(NamedTuple):
-    """A large weight of a head: which token looks at which."""
+    """A large attention weight: head, query token and key token."""
 
     head: str
     query: int
@@ -27,7 +27,7 @@ class Look(NamedTuple):
 
 @final
 class Looks(Sequence[Look]):
-    """Looks, the strongest first. Printed, or in a notebook, they are a table of the first ones."""
+    """Large attention weights in descending order, shown as a table."""
 
     def __init__(self, looks: Iterable[Look]) -> None:
         self._looks = tuple(looks)
@@ -45,7 +45,7 @@ class Looks(Sequence[Look]):
         return Looks(self._looks[number]) if isinstance(number, slice) else self._looks[number]
 
     def rows(self) -> list[tuple[str, str, str, str]]:
-        """Return the head, the token that looks, the token looked at, and the weight of every look."""
+        """Return head, query token, key token and weight of every entry."""
         return [
             (
                 one.head,
@@ -73,22 +73,24 @@ class Looks(Sequence[Look]):
 
 
 class HeadLooks(NamedTuple):
-    """The mean weight that a head gives to the first token, and its strongest looks."""
+    """Mean weight of a head on the first token, and its largest weights."""
 
     first: float
     looks: list[Look]
 
 
 def strongest_looks(part: Part, count: int, layer: str = "") -> list[HeadLooks]:
-    """The largest weights of every head, the largest first; `layer` is the layer's name.
+    """Return the largest weights of every head in descending order; `layer` is the layer's name.
 
-    Looks at the token itself and at the first token are left out if there are others: most heads have them.
+    Weights on the query's own token and on the first token are omitted if other weights exist: they are large
+    in most heads.
     """
     found = []
     stack = part.stack
     for head in part.heads:
         total = 0.0
         best = list[tuple[float, int, int]]()
+        # Only a block of the weights is in memory.
         for block in part.layer.blocks([head]):
             weights = block.weights[0]
             total += float(weights[:, 0].sum())
@@ -112,7 +114,7 @@ def strongest_looks(part: Part, count: int, layer: str = "") -> list[HeadLooks]:
 
 
 def looks_table(parts: Sequence[Part]) -> Table:
-    """A row for every head: its three strongest looks."""
+    """Return a row for every head with its three largest weights."""
     rows = []
     for part in parts:
         for head, (first, looks) in zip(part.heads, strongest_looks(part, _EACH), strict=True):
@@ -124,7 +126,7 @@ def looks_table(parts: Sequence[Part]) -> Table:
 
 
 def written_table(parts: Sequence[Part], writer: TokenWriter) -> Table:
-    """The tokens nearest to what each head writes for each token that it may attend to."""
+    """Return the tokens nearest to each head's output for each attended token."""
     rows = [
         (part.stack.kind, str(part.layer.number), str(head), _token(key), "  ".join(map(_token, nearest)))
         for part in parts

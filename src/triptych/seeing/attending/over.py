@@ -1,4 +1,4 @@
-"""What the heads of a model do over a text: `attend_over(reader, documents)`, as rows, tables and a page."""
+"""Behaviour of a model's heads over a text: `attend_over(reader, documents)`, as rows, tables and a page."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -23,29 +23,29 @@ from triptych.seeing.attending.written_tokens import measure_copies
 from triptych.seeing.reports import Report, Table, short_name, write_report
 
 _MOST_SHOWN = 12
-# What else the page of a text says of a head, by column of `OverText.rows`.
+# Further facts about a head on the page of a text, by column of `OverText.rows`.
 _OTHER_FACTS = {
     "worth": "loss without it",
     "content_share": "explained by W_QK alone",
     "copies": "writes what it looks at",
 }
-# Does not break a line.
+# A narrow no-break space.
 _NARROW = "\u202f"
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class OverText:
-    """What the heads of a model do over a text.
+    """Behaviour of a model's heads over a text.
 
     Attributes:
-        model: its name.
-        layers: in the order of the model, with every figure of every head.
-        units: what intervals are drawn over: "documents", or of a single document its "windows".
-        num_units: how many there are.
-        tokens: of the text, both sides of a translator.
-        context: tokens of a window at most.
-        worth: what each head is worth; None if it was not measured.
+        model: model name.
+        layers: layers in the model's order, with every figure of every head.
+        units: sampling units of intervals: "documents", or "windows" for a single document.
+        num_units: number of units.
+        tokens: number of tokens of the text; for a translator, of sources and targets.
+        context: maximum tokens per window.
+        worth: worth of each head; None if not measured.
     """
 
     model: str
@@ -57,13 +57,13 @@ class OverText:
     worth: Worth | None = None
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat record per head: its place, what it is called, then every figure with its interval."""
+        """Return one flat record per head: its place, its name, then every figure with its interval."""
         rows = [row for layer in self.layers for row in layer.rows()]
         columns = dict.fromkeys(name for row in rows for name in row)
         return [{name: row.get(name) for name in columns} for row in rows]
 
     def record(self) -> dict[str, Any]:
-        """Everything, as a JSON object."""
+        """Return all results as a JSON object."""
         names = ("model", "tokens", "context", "units", "num_units")
         found: dict[str, Any] = {name: getattr(self, name) for name in names} | {"heads": self.rows()}
         if self.worth is not None:
@@ -77,7 +77,7 @@ class OverText:
         return found
 
     def most(self, figure: str, count: int = 3) -> list[tuple[LayerFigures, int]]:
-        """The heads with the largest values of a figure, largest first."""
+        """Return the heads with the largest values of a figure, in descending order."""
         found = [
             (layer, head)
             for layer in self.layers
@@ -87,7 +87,7 @@ class OverText:
         return sorted(found, key=lambda place: -float(place[0].figures[figure].value[place[1]]))[:count]
 
     def summary(self) -> tuple[str, ...]:
-        """The head that does most of each figure that heads are called by, or that none does."""
+        """Describe the heads with the largest values of the naming figures."""
         return tuple(
             f"{title}: {head}, {value} ({interval}; evenly {evenly})"
             + ("" if called else " (no head is called by it)")
@@ -95,7 +95,7 @@ class OverText:
         )
 
     def tables(self) -> list[Table]:
-        """What to print: the heads that do each thing most, what heads are worth, what explains them."""
+        """Return the tables to print: heads of largest figures, worth of heads, and explanations."""
         found = [self._strongest_table()]
         if self.worth is not None:
             found.append(_worth_table(self.worth))
@@ -108,7 +108,7 @@ class OverText:
         write_report(self.report(), Path(path))
 
     def report(self) -> Report:
-        """What the page shows."""
+        """Return the page's contents."""
         facts = (
             ("model", self.model),
             ("tokens", f"{self.tokens:,}"),
@@ -119,7 +119,7 @@ class OverText:
         return Report(title=f"What the heads of {short_name(self.model)} do", facts=facts, tables=tables)
 
     def notes(self) -> dict[tuple[str, int, int], HeadNote]:
-        """What the page of a text says of its heads, by kind, layer and head."""
+        """Return the notes on heads for the page of a text, by kind, layer and head."""
         titles = {figure.name: figure.title for figure in FIGURES if _is_told(figure)} | _OTHER_FACTS
         return {
             (row["stack"], row["layer"], row["head"]): HeadNote(
@@ -132,7 +132,7 @@ class OverText:
         }
 
     def notes_origin(self) -> str:
-        """A sentence on where the notes of heads come from."""
+        """Return a sentence on the origin of the notes on heads."""
         return (
             f"What is said of heads was measured over {self.tokens:,} tokens of another text "
             f"({self.num_units:,} {self.units}, windows of {self.context:,}): means with 95 % "
@@ -148,7 +148,7 @@ class OverText:
         )
 
     def _strongest(self, count: int) -> Iterator[tuple[str, str, str, str, str, bool]]:
-        """The heads that do most of each figure that heads are called by."""
+        """Yield the heads with the largest values of each naming figure."""
         figures = {f.name: f for layer in self.layers for f in figures_of(layer.kind) if f.names_head}
         for figure in figures.values():
             for layer, head in self.most(figure.name, count):
@@ -173,7 +173,7 @@ class OverText:
         return Table("What heads do", columns, rows, caption, (2, 4))
 
     def _head_tables(self) -> Iterator[Table]:
-        """What the heads of every kind of attention look at, and how far away it is."""
+        """Yield tables of attended kinds of keys and of distances for every kind of attention."""
         for stack in dict.fromkeys(layer.stack for layer in self.layers):
             own = [layer for layer in self.layers if layer.stack == stack]
             told = [figure for figure in figures_of(own[0].kind) if _is_told(figure)]
@@ -195,10 +195,10 @@ def attend_over(
     special_tokens: SpecialTokens = "tokens",
     progress: Progress = untold,
 ) -> OverText:
-    """Measure what every head of a model does over a text, the file of one, or several documents.
+    """Measure the behaviour of every head of a model over a text, its file, or several documents.
 
-    `attend_over(reader, documents).summary()` names the heads that look at the previous token, at what
-    followed the same token, and so on.
+    `attend_over(reader, documents).summary()` names the heads attending to the previous token, to the token
+    after an earlier occurrence of the same token, and so on.
     """
     if most_tokens is not None and most_tokens < 1:
         raise UsageError(f"the number of tokens to read is {most_tokens}: it has to be 1 or more")
@@ -214,6 +214,7 @@ def attend_over(
         most_tokens=most_tokens or MOST_TOKENS,
         special_tokens=special_tokens,
     )
+    # Worth and explanations are slower and use fewer windows.
     fewer = windows.within(most_tokens or MOST_TOKENS_OF_WORTH)
     measured = [measure_behaviour(reader, windows, partial(progress, "where heads look"))]
     found = None
@@ -239,7 +240,7 @@ def attend_over(
 
 
 def read_texts(reader: Reader, path: Path, documents: Documents = "file") -> list[str]:
-    """The documents of a file or a folder; for an encoder-decoder the lines of a file."""
+    """Read the documents of a file or a folder; for an encoder-decoder the lines of a file."""
     if reader.opened.translates:
         if documents != "file":
             raise UsageError("documents is for language models: of a translator each line is a sentence")
@@ -249,7 +250,7 @@ def read_texts(reader: Reader, path: Path, documents: Documents = "file") -> lis
 
 
 def given_texts(reader: Reader, text: Any, documents: Documents = "file") -> Sequence[str]:
-    """The documents of a file, a text, or several documents."""
+    """Return the documents of a file, a text, or several documents."""
     if isinstance(text, Path):
         return read_texts(reader, text, documents)
     if documents != "file":
@@ -258,7 +259,7 @@ def given_texts(reader: Reader, text: Any, documents: Documents = "file") -> Seq
 
 
 def given_lines(lines: Any) -> Sequence[str]:
-    """The lines of a file, one line, or several."""
+    """Return the lines of a file, one line, or several lines."""
     return read_lines(lines) if isinstance(lines, Path) else as_lines(refuse_file_name(lines, or_path=True))
 
 
@@ -271,7 +272,7 @@ def refuse_file_name(text: Any, *, or_path: bool = False) -> Any:
 
 
 def _worth_table(worth: Worth) -> Table:
-    """The heads without which the loss rises most."""
+    """Return a table of the heads with the largest increase of the loss when removed."""
     rows = tuple(
         (
             f"{head.stack} {head.layer} head {head.head}",
@@ -281,6 +282,7 @@ def _worth_table(worth: Worth) -> Table:
         )
         for head in worth.heads[:_MOST_SHOWN]
     )
+    # Heads without a clear effect, and heads with a lower loss when removed.
     none = sum(head.low <= 0 <= head.high for head in worth.heads)
     better = sum(head.high < 0 for head in worth.heads)
     caption = (
@@ -293,7 +295,8 @@ def _worth_table(worth: Worth) -> Table:
 
 
 def _explained_table(layers: Sequence[LayerFigures]) -> Table:
-    """Means over the heads of every layer."""
+    """Return a table of means over the heads of every layer."""
+    # Order of columns: shares, divergences, copies.
     names = list(dict.fromkeys(name for layer in layers for name in layer.figures))
     shown = [name for end in ("_share", "_nats") for name in names if name.endswith(end)]
     shown += ["copies"] if "copies" in names else []
@@ -313,7 +316,7 @@ def _explained_table(layers: Sequence[LayerFigures]) -> Table:
 
 
 def _is_told(figure: Figure) -> bool:
-    """Whether a figure is told: bands of distances are too many."""
+    """Return True if a figure is shown in summaries: distance bands are too many."""
     return not figure.name.startswith("distance_")
 
 
@@ -329,7 +332,7 @@ def _heads_table(title: str, layers: Sequence[LayerFigures], figures: Sequence[F
     evenly: list[str] = []
     for layer in layers:
         found = [layer.figures[figure.name] for figure in figures]
-        # Layers that see the same keys have the same line.
+        # Layers with equal visible keys share this line.
         if (even := [f"{one.even:.2f}" if one.count else "" for one in found]) != evenly:
             rows.append((f"evenly, from {layer.layer}.0" if evenly else "evenly", "", *even))
             evenly = even

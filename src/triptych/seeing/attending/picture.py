@@ -1,4 +1,4 @@
-"""The matrix of one head as a picture."""
+"""A picture of the matrix of one head."""
 
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -11,7 +11,7 @@ from triptych.running.measuring.weight_maps import HeadWeights, bin_width
 from triptych.seeing.attending.attention_page import ViewedKind
 
 _MOST_TOKENS = 96
-"""With more tokens on a side, cells are groups of tokens and only the positions are written next to them."""
+"""Above this number of tokens, cells are groups of tokens, labelled by position only."""
 
 _MARK = "triptych"
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
@@ -26,10 +26,10 @@ _WIDTH = 640
 
 
 def head_svg(kind: ViewedKind, title: str = "") -> str:
-    """Draw the weights of the first head: a row for each token that looks, darker for more weight.
+    """Draw the weights of the first head: a row per query token, darker for larger weights.
 
-    The shade is the square root of the weight, as on the page. Above 96 tokens, a cell is the weight that a
-    group of tokens gives to a group: a sum over keys, a mean over queries.
+    The shade is the square root of the weight, as on the page. Above 96 tokens, a cell is the weight between
+    two groups of tokens: a sum over keys, a mean over queries.
     """
     found = kind.layers[0].heads[0].map
     is_grouped = max(found.num_queries, found.num_keys) > _MOST_TOKENS
@@ -37,6 +37,7 @@ def head_svg(kind: ViewedKind, title: str = "") -> str:
     cell = min(_LARGEST_CELL, max(_SMALLEST_CELL, _WIDTH // max(*cells.shape, 1)))
     row_labels = _labels(kind.query_tokens, kind.first_generated_query, is_grouped)
     column_labels = _labels(kind.key_tokens, kind.first_generated_key, is_grouped)
+    # Margins depend on the longest label.
     font_size = min(12, max(7, cell - 1))
     longest = max((len(text) for _, text, _ in [*row_labels, *column_labels]), default=0)
     left = top = _MARGIN + int(longest * font_size * 0.62) + 6
@@ -71,7 +72,7 @@ def head_svg(kind: ViewedKind, title: str = "") -> str:
 
 
 def is_picture(path: Path) -> bool:
-    """Whether a file is a picture that triptych made."""
+    """Return True if a file is a picture made by triptych."""
     with path.open("rb") as file:
         start = file.read(1024)
     return f'data-generator="{_MARK}"'.encode() in start
@@ -83,13 +84,14 @@ def _draw_cells(svg: ET.Element, cells: NDArray[np.float32], left: int, top: int
     _add_element(svg, "rect", x=left, y=top, width=columns * cell, height=rows * cell, fill=blank)
     inset = 1 if cell > 12 else 0.5
     group = ET.SubElement(svg, "g")
+    # Cells in the colour of the background are omitted.
     for (row, column), weight in np.ndenumerate(cells):
         if (colour := _colour_of(float(weight))) != blank:
             x = left + column * cell
             y = top + row * cell
             side = cell - inset
             rectangle = _add_element(group, "rect", x=x, y=y, width=side, height=side, fill=colour)
-            if rows * columns <= 40 * 40:  # a browser shows it where the pointer is
+            if rows * columns <= 40 * 40:  # tooltip in browsers
                 _add_element(rectangle, "title", text=f"{weight:.3f}")
 
 
@@ -102,7 +104,7 @@ def _all_weights(of: HeadWeights) -> NDArray[np.float32]:
 
 
 def _labels(tokens: tuple[str, ...], generated: int | None, is_grouped: bool) -> list[tuple[int, str, str]]:
-    """Place, text and colour: of every token, or of some places."""
+    """Return position, text and colour of every token's label, or of some positions if grouped."""
     if is_grouped:
         width = bin_width(len(tokens))
         step = max(1, -(-len(tokens) // width) // 8)
@@ -110,7 +112,7 @@ def _labels(tokens: tuple[str, ...], generated: int | None, is_grouped: bool) ->
     found = []
     for i, token in enumerate(tokens):
         text = token.strip() or token.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥") or "∅"
-        text = shortened(text, _LABEL_CHARACTERS)  # XML cannot hold all that a token may
+        text = shortened(text, _LABEL_CHARACTERS)  # XML cannot represent all characters of tokens
         found.append((i, text, _INK if generated is None or i < generated else _GENERATED))
     return found
 

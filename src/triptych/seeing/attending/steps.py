@@ -1,4 +1,4 @@
-"""One row of attention step by step: from the query and the keys to what it does to the next token."""
+"""One row of attention step by step: from query and keys to the effect on the next token."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ _MOST_TOKENS_CHANGED = 8
 
 @final
 class LabelledTensor(Tensor):
-    """A tensor with a token for each row. What is computed of it is a plain tensor.
+    """A tensor with a token label per row. Results of operations are plain tensors.
 
     Attributes:
-        tokens: one for each row.
+        tokens: token of each row.
     """
 
     tokens: tuple[str, ...]
@@ -43,7 +43,7 @@ class LabelledTensor(Tensor):
         return found
 
     def top(self, k: int) -> list[tuple[str, float]]:
-        """The tokens of the k largest rows: by value, or by length where rows are vectors."""
+        """Return the tokens of the k largest rows: by value, or by norm if rows are vectors."""
         sizes = self.flatten(1).norm(dim=1) if self.ndim > 1 else self.detach().as_subclass(Tensor)
         found = at_least_float32(sizes).topk(min(k, len(self.tokens)))
         return [
@@ -65,16 +65,16 @@ class LabelledTensor(Tensor):
 @final
 @dataclass(frozen=True, eq=False)
 class DirectEffect:
-    """What one head's output at one token does to the logits there, and to nothing else on the way.
+    """Direct effect of one head's output at one token on the logits of this token.
 
-    The outputs of all other attention and feed-forward layers are held as they were; the stream, its norms,
-    the final norm and the output table are computed again without the head's output.
+    The outputs of all other attention and feed-forward layers are fixed; the stream, its norms, the final
+    norm and the output table are recomputed without the head's output.
 
     Attributes:
-        logits: `[vocab]`, the change: with the head less without.
-        probabilities: `[vocab]`, in the same way.
-        after: `[vocab]`, the probabilities with the head.
-        pieces: readable tokens of ids.
+        logits: change of the logits, with the head minus without, `[vocab]`.
+        probabilities: change of the probabilities, `[vocab]`.
+        after: probabilities with the head, `[vocab]`.
+        pieces: function from ids to readable tokens.
     """
 
     logits: Float[Tensor, " vocab"]
@@ -83,7 +83,7 @@ class DirectEffect:
     pieces: Any
 
     def top(self, k: int, *, lowered: bool = False) -> list[tuple[str, float, float]]:
-        """The tokens that the head makes more (or less) probable: change of logit and of probability."""
+        """Return tokens made more (or less) probable by the head, with changes of logit and probability."""
         found = self.probabilities.topk(min(k, len(self.logits)), largest=not lowered).indices.tolist()
         return [
             (token, float(self.logits[i]), float(self.probabilities[i]))
@@ -100,33 +100,33 @@ class DirectEffect:
 
 @final
 class HeadSteps:
-    """One row of a head's attention, every value on the way; values of keys have the tokens as labels.
+    """One row of a head's attention with all intermediate values; values of keys are labelled by tokens.
 
-    Values come from `softmax(scale · q kᵀ + bias) V W_O` in the dtype of the model. What the layer
-    does not have is None.
+    Values come from `softmax(scale · q kᵀ + bias) V W_O` in the dtype of the model. Steps absent from the
+    layer are None.
 
     Attributes:
-        place: the head: `3.2`, `cross.3.2`.
-        query: number of the token that looks, and `token`, what it is.
-        keys: the tokens looked at.
-        q: the query as it meets the keys, after norms and rotation, `[d_k]`.
-        k: every key, `[keys, d_k]`, after the same changes.
-        v: every value, `[keys, d_v]`.
-        content: the dot products before positions turn queries and keys, `[keys]`; None where nothing turns.
-        products: `q kᵀ`, `[keys]`; of other scores, what these make of the query and each key.
-        scaled: times the scale, `[keys]`.
-        biased: with what positions add, `[keys]`; None where they add nothing.
-        scores: after the soft cap: what the softmax takes, `[keys]`.
-        visible: which keys the query may look at, `[keys]`.
-        weights: the softmax over visible keys and the sink, `[keys]`.
-        sink: the weight that the sink takes; None without one.
-        gate: by which the mixed values are multiplied, `[1]`, or `[d_v]` of channels; None without one.
-        shares: what each key contributes, its weight times its value (times the gate), `[keys, d_v]`.
-        z: their sum, which W_O reads, `[d_v]`.
+        place: name of the head: `3.2`, `cross.3.2`.
+        query: number of the query token; `token` is its text.
+        keys: key tokens.
+        q: query after norms and rotation, `[d_k]`.
+        k: keys after norms and rotation, `[keys, d_k]`.
+        v: values, `[keys, d_v]`.
+        content: dot products before the rotation of queries and keys, `[keys]`; None without rotation.
+        products: `q kᵀ`, `[keys]`; for other scores, the raw score of the query and each key.
+        scaled: products times the scale, `[keys]`.
+        biased: scaled products plus the position bias, `[keys]`; None without a position bias.
+        scores: scores after the soft cap, the input of the softmax, `[keys]`.
+        visible: mask of visible keys, `[keys]`.
+        weights: softmax over visible keys and the sink, `[keys]`.
+        sink: weight of the sink; None without a sink.
+        gate: factor of the mixed values, `[1]`, or per channel, `[d_v]`; None without a gate.
+        shares: contribution of each key, its weight times its value (times the gate), `[keys, d_v]`.
+        z: sum of `shares`, the input of W_O, `[d_v]`.
         projected: `z W_O`, `[d_model]`.
-        output: what the head adds to the residual stream, `[d_model]`: `projected`, or its share of the
+        output: the head's addition to the residual stream, `[d_model]`: `projected`, or its share of the
             result if a norm or a multiplier follows the layer.
-        layer_projected: `z W_O` of all heads, and the output bias, `[d_model]`.
+        layer_projected: `z W_O` of all heads, plus the output bias, `[d_model]`.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class HeadSteps:
         tokens: tuple[tuple[str, ...], tuple[str, ...]],
         place: str,
     ) -> None:
-        """Steps of the `number`-th call of its kind; use `Attention.steps`."""
+        """Compute the steps of the `number`-th call of its kind; use `Attention.steps`."""
         self.model = reader.name
         self.place = f"{place}.{head}"
         queries, self.keys = tokens
@@ -158,11 +158,12 @@ class HeadSteps:
     def _compute(self, call: LayerCall, head: int) -> None:
         steps = call.steps(self.query)
         weights = call.layer.weights()
-        row = self.query if steps.q.shape[2] > 1 else 0  # a tap needs all queries
+        row = self.query if steps.q.shape[2] > 1 else 0  # taps need all queries
         semantics = self._semantics = weights.semantics
         self.q = steps.q[0, head, row]
         self.k, self.v = self._labelled(steps.k[0, head]), self._labelled(steps.v[0, head])
         of_row = (0, head, row)
+        # Content exists only if positions change queries or keys.
         self.content = None
         turned = semantics.rotary is not None or semantics.temperature is not None
         if turned and semantics.scores is None:
@@ -189,9 +190,9 @@ class HeadSteps:
 
     @cached_property
     def effect(self) -> DirectEffect | None:
-        """The direct effect on the logits of this token; None where the stack leads to no logits.
+        """Direct effect on the logits of this token; None if the stack does not lead to logits.
 
-        That is what the head does through the final norm and the output table, not through later layers.
+        It is the effect through the final norm and the output table, not through later layers.
         """
         model = self._reader.model
         if self._kind == "encoder" and self._text.source is not None:
@@ -206,7 +207,7 @@ class HeadSteps:
         return DirectEffect(with_head - without, change, after, self._reader.tokenizer.pieces)
 
     def _direct_logits(self) -> tuple[Tensor, Tensor]:
-        """The logits of this token as they are, and without the head, all other layers' outputs held."""
+        """Return the logits of this token with and without the head, with all other layers' outputs fixed."""
         model = self._reader.model
         made = list[Any]()
         calls = list[int]()
@@ -217,6 +218,7 @@ class HeadSteps:
                 calls.append(len(made))
             made.append(result)
 
+        # Record all outputs of layers, then replay them without the head's output.
         with ExitStack() as stack:
             for layer in _sublayers(model):
                 stack.callback(layer.register_forward_hook(keep).remove)
@@ -227,7 +229,7 @@ class HeadSteps:
         made[place] = made[place]._replace(output=less)
         held = iter(made)
         with ExitStack() as stack:
-            for layer in _sublayers(model):  # what is held is not computed again
+            for layer in _sublayers(model):  # fixed outputs are not recomputed
                 vars(layer)["forward"] = lambda *given, **more: next(held)
                 stack.callback(vars(layer).pop, "forward")
             return before, self._logits()
@@ -237,9 +239,9 @@ class HeadSteps:
         return at_least_float32(self._reader.logits(hidden[0, self.query]))
 
     def table(self, most: int | None = None) -> Table:
-        """A row for each key that the query may look at, a column for each step.
+        """Return a row for each visible key, with a column for each step.
 
-        If there are more than `most` keys, those with the largest weights are shown.
+        With more than `most` visible keys, keys of the largest weights are shown.
         """
         columns: list[tuple[str, Tensor]] = []
         if self.content is not None:
@@ -255,6 +257,7 @@ class HeadSteps:
             columns.append((f"capped at {self._semantics.soft_cap:g}", self.scores))
         columns += [("weight", self.weights), ("share of output", self.share_of_output)]
         seen = self.visible.nonzero()[:, 0].tolist()
+        # The largest weights, in the order of keys.
         kept = seen
         if most is not None and len(seen) > most:
             kept = sorted(sorted(seen, key=lambda i: -float(self.weights[i]))[:most])
@@ -277,12 +280,12 @@ class HeadSteps:
 
     @property
     def share_of_output(self) -> Float[Tensor, " keys"]:
-        """How much of the head's mixed values each key gives, along their direction: they add up to 1."""
+        """Share of each key in the head's mixed values, along their direction; shares sum to 1."""
         z = at_least_float32(self.z)
         return at_least_float32(self.shares) @ z / z.square().sum().clamp(min=1e-30)
 
     def facts(self) -> list[tuple[str, str]]:
-        """The steps that are not figures of keys: name and value."""
+        """Return names and values of the steps without a key axis."""
         found = [("query", f'token {self.query}, "{_token(self.token)}": q has length {_length(self.q)}')]
         if self.sink is not None:
             found.append(("weight on the sink", f"{self.sink:.3f}"))
@@ -297,10 +300,11 @@ class HeadSteps:
         return found
 
     def tables(self, most: int | None = None) -> list[Table]:
-        """The row of keys, the facts, and the direct effect on the next token."""
+        """Return tables of the row of keys, the facts, and the direct effect on the next token."""
         found = [self.table(most), Table("What the head makes of it", ("step", ""), tuple(self.facts()))]
         if self.effect is None:
             return found
+        # Most raised tokens first, then most lowered.
         rows = [
             (_token(token), f"{logit:+.4f}", f"{probability:+.5f}")
             for lowered in (False, True)
@@ -318,7 +322,7 @@ class HeadSteps:
         return found
 
     def record(self) -> dict[str, Any]:
-        """Everything, as a JSON object."""
+        """Return all values as a JSON object."""
         names = ("q", "k", "v", "content", "products", "scaled", "biased", "scores", "visible", "weights")
         values = {
             name: getattr(self, name) for name in (*names, "gate", "shares", "z", "projected", "output")
@@ -343,7 +347,7 @@ class HeadSteps:
         }
 
     def page(self, path: str | Path) -> None:
-        """Write the steps as one HTML page that works offline."""
+        """Write the steps as one offline HTML page."""
         facts = (("model", self.model), ("keys", f"{len(self.keys):,}"))
         report = Report(f"One row of head {self.place}", facts=facts, tables=(*self.tables(),))
         write_report(report, Path(path))
@@ -373,7 +377,7 @@ class HeadSteps:
 
 
 def _sublayers(model: AnyModel) -> list[nn.Module]:
-    """Every attention and feed-forward layer, once."""
+    """Return all attention and feed-forward layers, without duplicates."""
     found: list[nn.Module] = []
     for block in model.modules():
         if isinstance(block, Block):

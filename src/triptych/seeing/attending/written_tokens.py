@@ -1,4 +1,4 @@
-"""What heads write for the tokens that they look at: W_OV read through a model's output table."""
+"""Tokens written by heads: W_OV decoded through a model's output table."""
 
 from dataclasses import dataclass
 from typing import final
@@ -13,9 +13,9 @@ from triptych.running.measuring.stack_attention import LayerAttention, Part, sta
 from triptych.running.measuring.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
 from triptych.running.opening import LayerCall, Reader
 
-# A head counts as writing the tokens that are among this many nearest to what it writes.
+# A head writes a token if the token is among this many nearest to the head's output.
 NEAREST = 5
-# Multiplications for the logits of one layer of one window: it is tried at fewer tokens of larger models.
+# Multiplications for the logits of one layer and one window: larger models are measured at fewer tokens.
 _MOST_PRODUCTS = 1 << 32
 _LOGITS_AT_A_TIME = 1 << 25
 
@@ -23,22 +23,22 @@ _LOGITS_AT_A_TIME = 1 << 25
 @final
 @dataclass(frozen=True, eq=False)
 class OutputTable:
-    """The last norm and the output table of a model, as they read a change of the stream."""
+    """The last norm and the output table of a model, applied to a change of the stream."""
 
     norm: nn.Module  # the norm before the table
     table: Float[Tensor, "vocab d_model"]
 
     @classmethod
     def of(cls, model: EncoderDecoder | LanguageModel, stack: str) -> "OutputTable | None":
-        """The table of a stack; None where nothing reads the stack as tokens.
+        """Return the table of a stack; None if the stack is not decoded to tokens.
 
-        An encoder without output is read through its embedding table.
+        An encoder without output uses its embedding table.
         """
         if isinstance(model, EncoderDecoder):
             if stack == "encoder":
                 return None
             model = model.decoder
-        if model.streams is not None:  # what a head writes reaches the output by several
+        if model.streams is not None:  # the output depends on a head through several streams
             return None
         if model.head is not None and model.head.config.width is None:
             return cls(model.final_norm, model.head.output.weight)
@@ -46,7 +46,7 @@ class OutputTable:
         return cls(model.final_norm, table) if model.embeddings.map is None else None
 
     def logits(self, written: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
-        """The logits of what is written, alone in the stream, without the bias of the norm."""
+        """Compute the logits of an output alone in the stream, without the bias of the norm."""
         nothing = self.norm(torch.zeros_like(written[..., :1, :]))
         logits: Tensor = (self.norm(written) - nothing) @ self.table.mT
         return logits
@@ -56,7 +56,7 @@ class OutputTable:
 def nearest_tokens(
     layer: LayerAttention, table: OutputTable, head: int, count: int = NEAREST
 ) -> Int[Tensor, "keys count"]:
-    """The tokens nearest to what a head writes for each key that it may look at, the nearest first."""
+    """Return the tokens nearest to a head's output for each visible key, in order of distance."""
     layer.require_heads([head])
     written = _written_by_heads(layer.call, slice(None))[head]
     step = max(1, _LOGITS_AT_A_TIME // len(table.table))
@@ -70,22 +70,22 @@ def nearest_tokens(
 
 @final
 class TokenWriter:
-    """What heads of a model write for each token of a text that they may look at, as tokens.
+    """The outputs of a model's heads for each attended token of a text, decoded to tokens.
 
-    That is `y W_V W_O` for the input y of the token, without biases, read through a norm that follows the
-    layer, the last norm and the output table; of an encoder without an output table, through its embedding
-    table.
+    The output is `y W_V W_O` for the input y of the token, without biases, decoded through a norm after the
+    layer, if any, the last norm and the output table; for an encoder without an output table, through its
+    embedding table.
     """
 
     def __init__(self, reader: Reader, count: int = NEAREST) -> None:
-        """Read what the heads of a model write, `count` tokens of each."""
+        """Prepare the decoding of heads' outputs to `count` tokens."""
         if count < 1:
             raise UsageError(f"{count} tokens of what a head writes: at least 1 is needed")
         self._reader = reader
         self._count = count
 
     def of(self, part: Part, head: int) -> tuple[tuple[str, ...], ...] | None:
-        """The tokens nearest to what a head writes for each key of a stack, the nearest first."""
+        """Return the tokens nearest to a head's output for each key of a stack, in order of distance."""
         table = OutputTable.of(self._reader.model, part.stack.kind)
         tokenizer = self._reader.tokenizer
         if table is None:
@@ -96,7 +96,7 @@ class TokenWriter:
 
 
 def _written_by_heads(call: LayerCall, keys: slice | Tensor) -> Float[Tensor, "heads keys d_model"]:
-    """Compute what every head writes for inputs: `y W_V W_O` without biases, after a norm after the layer."""
+    """Compute every head's output for inputs: `y W_V W_O` without biases, through a norm after the layer."""
     y = (call.x if call.memory is None else call.memory)[0, keys]
     written = call.layer.weights().ov.apply(y)
     return call.site.residual.part_added(written, written)
@@ -104,10 +104,9 @@ def _written_by_heads(call: LayerCall, keys: slice | Tensor) -> Float[Tensor, "h
 
 @torch.no_grad()
 def measure_copies(reader: Reader, windows: Windows, progress: Told) -> dict[Place, dict[str, HeadFigures]]:
-    """How much of a head's weight is on tokens that it writes, over a text; none for cross-attention.
+    """Measure the share of a head's weight on tokens it writes, over a text; cross-attention is skipped.
 
-    `copies` is the share of a head's weight on tokens that are among the 5 nearest to what it writes for
-    them.
+    `copies` is the share of weight on tokens among the 5 nearest to the head's output for them.
     """
     found = UnitSums(windows.num_units)
     for unit, text, stacks in read_windows(reader, windows, progress):
@@ -120,6 +119,7 @@ def measure_copies(reader: Reader, windows: Windows, progress: Told) -> dict[Pla
                 keys = _spread_keys(ids, _MOST_PRODUCTS // (layer.num_heads * table.table.numel()))
                 looked = layer.weights().sum(dim=1)[:, keys].double()
                 logits = table.logits(_written_by_heads(layer.call, keys))
+                # Rank of the key's own token among the decoded tokens.
                 own = logits.gather(-1, ids[keys].expand(len(logits), -1)[..., None])
                 hits = ((logits > own).sum(dim=-1) < NEAREST).double()
                 sums = (looked * hits).sum(dim=1)[None]
@@ -129,7 +129,7 @@ def measure_copies(reader: Reader, windows: Windows, progress: Told) -> dict[Pla
 
 
 def _spread_keys(ids: Int[Tensor, " keys"], most: int) -> Int[Tensor, " kept"]:
-    """At least one and at most `most` keys that are tokens, evenly spread."""
+    """Select between one and `most` evenly spaced keys; ids below 0 are not tokens."""
     keys = (ids >= 0).nonzero()[:, 0]
     step = -(-len(keys) // max(1, most))
     return keys[::step]

@@ -1,7 +1,7 @@
 """Costs of the parameterisations, counted and timed.
 
-`cost` (`counting.py`) counts parameters, FLOPs and cache bytes of a `CostSpec`; `measure_times`
-(`timing.py`) runs them; `cost_pages.py` makes the page. Start with `counting.py`.
+`cost` (`counting.py`) counts parameters, FLOPs and cache bytes of a `CostSpec`; `measure_times` (`timing.py`)
+runs the layers; `cost_pages.py` makes the page. Start with `counting.py`.
 """
 
 from triptych.seeing.costing.counting import CostReport, CostSpec, cost

@@ -1,4 +1,4 @@
-"""A cost report for people: tables for the terminal, and a page with charts."""
+"""A readable cost report: tables for the terminal, and a page with charts."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ TIMING_LEGEND = (
 
 
 def format_count(number: float | int) -> str:
-    """A number in three digits: 131, 65.5K, 1.05M, 2.15G."""
+    """Format a number with three digits: 131, 65.5K, 1.05M, 2.15G."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= 0.9995 * size:
             return f"{_three_digits(number / size)}{unit}"
@@ -32,7 +32,7 @@ def format_count(number: float | int) -> str:
 
 
 def format_bytes(number: float | int) -> str:
-    """Bytes in three digits: 512 B, 2.00 KiB, 8.00 MiB."""
+    """Format bytes with three digits: 512 B, 2.00 KiB, 8.00 MiB."""
     for unit, power in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
         if number >= 0.9995 * 1024**power:
             return f"{_three_digits(number / 1024**power)} {unit}"
@@ -40,7 +40,7 @@ def format_bytes(number: float | int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A time in three digits: 41.2 µs, 1.30 ms, 2.05 s."""
+    """Format a duration with three digits: 41.2 µs, 1.30 ms, 2.05 s."""
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if seconds * factor >= 0.9995:
             return f"{_three_digits(seconds * factor)} {unit}"
@@ -52,7 +52,7 @@ def _three_digits(number: float) -> str:
 
 
 def describe_layer(spec: CostSpec) -> str:
-    """The layer whose costs are counted, in one line."""
+    """Describe the counted layer in one line."""
     heads = "1 head" if spec.num_heads == 1 else f"{spec.num_heads} heads"
     biases = "with biases" if spec.biases else "no biases"
     return (
@@ -62,7 +62,7 @@ def describe_layer(spec: CostSpec) -> str:
 
 
 def describe_work(spec: CostSpec) -> str:
-    """The work that is counted, in one line: sequences, tokens of training and prefill, context."""
+    """Describe the counted work in one line: sequences, tokens of training and prefill, context."""
     sequences = "1 sequence" if spec.batch == 1 else f"{spec.batch:,} sequences"
     return (
         f"{sequences}: training and prefill of {spec.length:,} tokens, decoding at a context of "
@@ -71,7 +71,7 @@ def describe_work(spec: CostSpec) -> str:
 
 
 def own_sizes(report: CostReport) -> str:
-    """The sizes that only one of the parameterisations has, in a line; "" if there are none."""
+    """Describe the sizes specific to a parameterisation in one line; may be empty."""
     return ", ".join(
         f"{row.name}: {name} {value:,}"
         for row in report.rows
@@ -81,9 +81,10 @@ def own_sizes(report: CostReport) -> str:
 
 
 def notes(report: CostReport) -> list[str]:
-    """What a reader of the rows must know besides: routes, and what was left out."""
+    """Return notes on the rows: absorbed routes, and omitted parameterisations."""
     found = []
     for row in report.rows:
+        # Only the absorbed route needs a note.
         absorbed = [
             name
             for name, route in (("prefill", row.prefill_route), ("decode", row.decode_route))
@@ -98,7 +99,8 @@ def notes(report: CostReport) -> list[str]:
 
 
 def counts_table(report: CostReport) -> Table:
-    """A row for each parameterisation, its costs in columns."""
+    """Return a table with a row per parameterisation and a column per cost."""
+    # Line breaks keep columns narrow in terminals.
     return Table(
         title="Cost",
         columns=(
@@ -134,7 +136,8 @@ def counts_table(report: CostReport) -> Table:
 
 
 def formula_table(report: CostReport) -> Table:
-    """The forms of each parameterisation, and the formulas of parameters (no biases) and cache."""
+    """Return a table of each parameterisation's forms, and formulas of parameters (no biases) and cache."""
+    # Four lines per parameterisation, with the name on the first line.
     return Table(
         title="Formulas",
         columns=("", "", ""),
@@ -153,7 +156,7 @@ def formula_table(report: CostReport) -> Table:
 
 
 def timing_table(timed: TimingReport) -> Table:
-    """Medians with half the quartiles' distance in percent, and measured ÷ predicted, for each pass."""
+    """Return a table of medians, half interquartile ranges in percent, and measured ÷ predicted."""
     return Table(
         title="Time on this machine",
         columns=("", *(f"{name}\n{kind}" for name in _PASSES for kind in ("median", "±", "÷ pred."))),
@@ -170,7 +173,7 @@ _PASSES = ("forward", "fwd+bwd", "decode")
 
 
 def describe_machine(timed: TimingReport) -> str:
-    """What times were measured on, and its rates, in one line."""
+    """Describe the machine of the timings and its rates in one line."""
     found = timed.machine
     threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
     product = format_count(found.gemm_flops_per_second)
@@ -186,9 +189,10 @@ def _cells(timing: Timing) -> tuple[str, str, str]:
 
 
 def cost_page(report: CostReport, timed: TimingReport | None = None, command: str = "") -> Report:
-    """The page of a count, with times if there are any; `command` is shown as what made it."""
+    """Make the page of a count, with times if available; `command` is shown as its origin."""
     spec = report.spec
     rows = report.rows
+    # All charts have the order of the rows.
     charts = [
         _bars("Parameters", rows, lambda row: row.parameters, format_count),
         _bars(

@@ -1,4 +1,4 @@
-"""Count and compare the costs of the parameterisations at one size: `cost(CostSpec(...))`."""
+"""Costs of the parameterisations at one size, counted and compared: `cost(CostSpec(...))`."""
 
 import dataclasses
 from collections import Counter
@@ -20,11 +20,11 @@ from triptych.user_code import use_named
 Dtype = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Sizes that a parameterisation may have as options of its own.
+# Sizes available as options of parameterisations.
 _SIZES = ("d_k", "d_v", "num_kv_heads", "d_latent", "d_shared")
 
 
-# No layer is larger, and shapes past it overflow.
+# Upper limit of sizes: larger shapes would overflow.
 _LARGEST = 10_000_000
 
 
@@ -76,6 +76,7 @@ class CostSpec:
                 raise ValueError(f"{field} is {value}: it must be at most {_LARGEST:,}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        # Default widths require heads that divide d_model.
         if self.d_model % self.num_heads and (self.d_k is None or self.d_v is None):
             raise ValueError(
                 f"num_heads {self.num_heads} does not divide d_model {self.d_model}: give both d_k and d_v"
@@ -96,12 +97,12 @@ class CostSpec:
 
     @property
     def key_width(self) -> int:
-        """d_k, given or shared out."""
+        """d_k, given or d_model / num_heads."""
         return self.d_model // self.num_heads if self.d_k is None else self.d_k
 
     @property
     def value_width(self) -> int:
-        """d_v, given or shared out."""
+        """d_v, given or d_model / num_heads."""
         return self.d_model // self.num_heads if self.d_v is None else self.d_v
 
     @property
@@ -109,7 +110,7 @@ class CostSpec:
         return DTYPES[self.dtype].itemsize
 
     def choice(self, name: str) -> Parameterisation:
-        """A parameterisation with the options among these that it has."""
+        """Return a parameterisation with the given options applicable to it."""
         given: dict[str, int | bool | None] = {}
         for option in _option_names(name):
             if option in _SIZES and getattr(self, option) is not None:
@@ -122,61 +123,60 @@ class CostSpec:
 @final
 @dataclass(frozen=True)
 class Formulas:
-    """How a head is written, and what that costs, as formulas and as numbers at this size."""
+    """Forms of a head and their cost, as formulas and as values at this size."""
 
-    W_QK: str  # the form of head i as a product of the maps; `W_OV` is its other form
+    W_QK: str  # form of head i as a product of the maps; likewise `W_OV`
     W_OV: str
-    parameters: str  # without biases, in d, h, d_k, d_v and the sizes of its own
-    num_parameters: int  # the same as a number
-    cache: str  # numbers cached per token
-    num_cached: int  # the same as a number
+    parameters: str  # parameters without biases, in d, h, d_k, d_v and specific sizes
+    num_parameters: int  # value of the formula
+    cache: str  # values cached per token
+    num_cached: int  # value of the formula
 
 
 @final
 @dataclass(frozen=True)
 class CostRow:
-    """What one parameterisation costs.
+    """Costs of one parameterisation.
 
-    FLOPs count matrix products (a multiplication and an addition are two), every query with
-    every key: a causal mask would need (length + 1) / 2 pairs a token in place of length, but only
-    kernels that skip blocks save them. Left out is what works number by number: softmax, scale, biases
-    and diagonal maps (the m_i of `collaborative`, the factor of `four_matrix`).
+    FLOPs count matrix products (a multiplication and an addition are two operations), with every query
+    attending to every key: a causal mask would need (length + 1) / 2 pairs per token instead of length, but
+    only kernels that skip blocks save the difference. Elementwise operations are not counted: softmax, scale,
+    biases and diagonal maps (the m_i of `collaborative`, the factor of `four_matrix`).
     """
 
-    name: str  # of the parameterisation
-    sizes: dict[str, int]  # its own sizes and widths
-    parameters: int  # biases included; `parameter_bytes` in the spec's dtype
+    name: str  # name of the parameterisation
+    sizes: dict[str, int]  # specific sizes and widths
+    parameters: int  # number of parameters, biases included; `parameter_bytes` in the spec's dtype
     parameter_bytes: int
-    cached_numbers: int  # kept per token while decoding; `cache_bytes` of all sequences at the context
+    cached_numbers: int  # per token while decoding; `cache_bytes`: all sequences at the context
     cache_bytes: int
-    # per token, forward and backward: three times `prefill_flops`, as each product has two in the backward
-    # pass. That for the gradient of the layer's input is counted, as inside a network; a first layer whose
-    # input learns nothing goes without.
+    # per token, forward and backward: three times `prefill_flops`, as each product has two products in the
+    # backward pass. The gradient of the layer's input is included, as inside a network; a first layer with a
+    # fixed input does not need it.
     training_flops: int
-    prefill_flops: int  # per token of self-attention over `length` tokens; by the route `prefill_route`
+    prefill_flops: int  # per token of self-attention over `length` tokens, by the route `prefill_route`
     prefill_route: str
-    # for one new token that sees `context` tokens from the cache; by `decode_route`: "absorbed" counts moving
-    # queries to what is cached, "expanded" rebuilding keys and values of every token, where they are not
-    # cached as such
+    # FLOPs of one new token attending to `context` cached tokens, by `decode_route`: "absorbed" maps queries
+    # to the cached tensors, "expanded" recomputes keys and values of every token if they are not cached
     decode_flops: int
     decode_route: str
-    # kept for the backward pass by all sequences at `length`, through a fused kernel (`PassCost.kept_numbers`
-    # says which tensors)
+    # bytes kept for the backward pass by all sequences at `length`, with a fused kernel (tensors of
+    # `PassCost.kept_numbers`)
     activation_bytes: int
-    weights_bytes: int  # the attention weights, kept besides where attention is written out
-    # moved by one prefill of the batch: the maps once, and `PassCost.moved_numbers` for each sequence.
-    # `decode_bytes` is the same for one step.
+    weights_bytes: int  # attention weights, kept in addition without a fused kernel
+    # bytes moved by one prefill of the batch: the maps once, and `PassCost.moved_numbers` per sequence.
+    # `decode_bytes` likewise for one step.
     prefill_bytes: int
     decode_bytes: int
     prefill_intensity: float  # FLOPs per byte moved
     decode_intensity: float
-    formulas: Formulas  # of forms, parameters and cache
+    formulas: Formulas  # formulas of forms, parameters and cache
 
 
 @final
 @dataclass(frozen=True)
 class LeftOut:
-    """A parameterisation that does not exist at these sizes, and why."""
+    """A parameterisation unavailable at these sizes, with the reason."""
 
     name: str
     reason: str
@@ -185,7 +185,7 @@ class LeftOut:
 @final
 @dataclass(frozen=True)
 class CostReport:
-    """The parameterisations side by side, in the order of the spec."""
+    """Costs of the parameterisations, in the order of the spec."""
 
     spec: CostSpec
     rows: tuple[CostRow, ...]
@@ -196,14 +196,15 @@ class CostReport:
 
 
 def cost(spec: CostSpec) -> CostReport:
-    """Count what each parameterisation costs at a size; nothing is built or run.
+    """Count the costs of each parameterisation at a size, without building or running a layer.
 
     Raises:
-        ValueError: none of the parameterisations can be written at these sizes, with the reasons.
+        ValueError: all of the parameterisations are unavailable at these sizes, with the reasons.
     """
     rows = []
     left_out = []
     for name in spec.parameterisations:
+        # Unavailable parameterisations are reported, not fatal.
         try:
             chosen = spec.choice(name)
             weights = chosen.skeleton(spec.d_model, spec.num_heads)
@@ -223,6 +224,7 @@ def _cost_row(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeight
     per_number = spec.bytes_per_number
     batch = spec.batch
     cached = cached_numbers(weights)
+    # The maps are read once per batch, all other tensors once per sequence.
     prefill_bytes, decode_bytes = (
         (done.weight_numbers + batch * done.moved_numbers) * per_number for done in (prefill, decode)
     )
@@ -254,7 +256,7 @@ def _option_names(name: str) -> list[str]:
 
 
 def _check_widths(spec: CostSpec, name: str, weights: AttentionWeights) -> None:
-    """Refuse widths other than the spec's: a row of another size could not be compared with the others."""
+    """Refuse widths other than the spec's: a row of another size would not be comparable."""
     options = _option_names(name)
     for option, wanted, chain in (("d_k", spec.key_width, weights.k), ("d_v", spec.value_width, weights.v)):
         width = chain[-1].d_out if chain else weights.d_model
@@ -263,7 +265,7 @@ def _check_widths(spec: CostSpec, name: str, weights: AttentionWeights) -> None:
 
 
 def _sizes(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) -> dict[str, int]:
-    """All sizes that formulas may use, defaults included."""
+    """Return all sizes used in formulas, defaults included."""
     filled = type(chosen).fitting(weights) if chosen.name in PARAMETERISATIONS else chosen
     own = {} if filled is None else dataclasses.asdict(filled)
     return {
@@ -292,17 +294,17 @@ def _formulas(chosen: Parameterisation, weights: AttentionWeights, sizes: dict[s
 
 
 def evaluate_formula(formula: str, sizes: dict[str, int]) -> int:
-    """The value of a parameterisation's formula (a Python expression) at some sizes."""
+    """Evaluate a parameterisation's formula (a Python expression) at given sizes."""
     return int(eval(formula, {"__builtins__": {}}, dict(sizes)))
 
 
 def _readable(formula: str) -> str:
-    """`2*h*d**2` as `2·h·d²`."""
+    """Format `2*h*d**2` as `2·h·d²`."""
     return formula.replace("**2", "²").replace("*", "·")
 
 
 def written_forms(weights: AttentionWeights) -> tuple[str, str]:
-    """W_QK and W_OV of head i as products of the maps that a writing has."""
+    """Write W_QK and W_OV of head i as products of the layer's maps."""
     names = _names(weights)
 
     def product(chain: Chain) -> str:

@@ -1,4 +1,4 @@
-"""Time the parameterisations on this machine, and compare with the predictions from counts."""
+"""Timing of the parameterisations on this machine, compared with predictions from counts."""
 
 import copy
 import statistics
@@ -14,7 +14,7 @@ from triptych.core.attention import LayerCache, MultiHeadAttention
 from triptych.progress import Progress
 from triptych.seeing.costing.counting import DTYPES, CostReport, CostRow, CostSpec
 
-# Sizes at which a product is bound by arithmetic and a copy by memory: (width, numbers) by device.
+# Sizes for compute-bound products (width) and memory-bound transfers (bytes), by device.
 _GEMM_WIDTH = {"cpu": 1024, "cuda": 4096}
 _COPIED_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}
 _WARM_UP_ROUNDS = 2
@@ -26,49 +26,49 @@ _RATE_ROUNDS = 5
 @final
 @dataclass(frozen=True)
 class Machine:
-    """What the times were taken on, and what it can do at best."""
+    """The machine of the timings, with its peak rates."""
 
     device: str  # "cpu" or the name of the GPU
-    threads: int  # that torch uses on the CPU
-    dtype: str  # of weights and activations
-    torch: str  # its version
-    gemm_flops_per_second: float  # of one large matrix product in the dtype, median
-    bytes_per_second: float  # read and written by one large copy, median
+    threads: int  # number of CPU threads used by torch
+    dtype: str  # dtype of weights and activations
+    torch: str  # version of torch
+    gemm_flops_per_second: float  # median rate of a large matrix product in the dtype
+    bytes_per_second: float  # median rate of a large copy, reads plus writes
 
     def predicted_seconds(self, flops: float | int, moved_bytes: float | int) -> float:
-        """The roofline prediction: the longer of the times for arithmetic and for memory."""
+        """Return the roofline prediction: the longer of the times for arithmetic and for memory."""
         return max(flops / self.gemm_flops_per_second, moved_bytes / self.bytes_per_second)
 
 
 @final
 @dataclass(frozen=True)
 class Timing:
-    """How long one pass took."""
+    """Durations of one pass."""
 
     seconds: float  # median over the rounds; `low_seconds` and `high_seconds` are the quartiles
     low_seconds: float
     high_seconds: float
-    rounds: int  # how often it was timed
-    # The larger of FLOPs at the rate of a large product, and of bytes moved at the rate of a large copy.
+    rounds: int  # number of timed rounds
+    # Maximum of FLOPs over the rate of a large product and bytes over the rate of a large copy.
     predicted_seconds: float
-    ratio: float  # measured by predicted
+    ratio: float  # measured over predicted
 
 
 @final
 @dataclass(frozen=True)
 class TimedRow:
-    """One parameterisation's times for the whole batch."""
+    """Times of one parameterisation for the whole batch."""
 
-    name: str  # of the parameterisation
+    name: str  # name of the parameterisation
     forward: Timing  # self-attention over `length` tokens, without gradients
-    training: Timing  # the same forward and backward, with the gradient of the input
-    decode: Timing  # one new token that sees `context` tokens
+    training: Timing  # forward and backward pass, with the gradient of the input
+    decode: Timing  # one new token attending to `context` tokens
 
 
 @final
 @dataclass(frozen=True)
 class TimingReport:
-    """Times of the parameterisations, taken in turn, and the machine."""
+    """Times of the parameterisations, interleaved, and the machine."""
 
     machine: Machine
     rows: tuple[TimedRow, ...]
@@ -86,19 +86,19 @@ def measure_times(
 ) -> TimingReport:
     """Time the layers of a report.
 
-    Each round runs every parameterisation once, in their order (A B C A B C …), so that what slows the
-    machine for a while slows them all.
+    Each round runs every parameterisation once, in their order (A B C A B C …), so that a temporary slowdown
+    of the machine affects all of them.
 
     Args:
-        report: what to time, with its counts.
-        seconds: to spend on each cell (one parameterisation in one pass), about; no cell has fewer
-            than 5 rounds.
-        device: where to run.
-        progress: called with what is timed and how many passes are done, of how many.
+        report: counts of the layers to time.
+        seconds: approximate time per cell (one parameterisation in one pass); at least 5 rounds per cell.
+        device: device to run on.
+        progress: called with the current pass, the number of finished passes and the total.
     """
     spec = report.spec
     device = torch.device(device)
     taken: list[list[list[float]]] = []
+    # Fixed random values; rates are measured before and after the layers.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         rates = _Rates(spec, device)
@@ -124,11 +124,11 @@ def measure_times(
 
 
 def _work_per_pass(row: CostRow, spec: CostSpec) -> tuple[tuple[int, int], ...]:
-    """FLOPs and bytes of each pass for the whole batch."""
+    """Return FLOPs and bytes of each pass for the whole batch."""
     tokens = spec.batch * spec.length
     return (
         (row.prefill_flops * tokens, row.prefill_bytes),
-        # Each of the two products in the backward pass reads and writes as much as the one before it.
+        # Both products in the backward pass read and write as much as the forward product.
         (row.training_flops * tokens, 3 * row.prefill_bytes),
         (row.decode_flops * spec.batch, row.decode_bytes),
     )
@@ -145,7 +145,8 @@ def _in_turn(
     device: torch.device,
     tell: Callable[[float], None],
 ) -> list[list[float]]:
-    """Seconds of every call, round by round, until the budget is spent."""
+    """Time every call round by round, until the budget is spent."""
+    # Warm-up rounds are not timed.
     for _ in range(_WARM_UP_ROUNDS):
         for call in calls:
             _seconds(call, device)
@@ -189,13 +190,13 @@ def _training(layer: MultiHeadAttention, spec: CostSpec, device: torch.device) -
     x = _input(spec, spec.length, device).requires_grad_()
     wanted = [x, *layer.parameters()]
     gradient = torch.ones_like(x)
-    # The absorbed route of `latent` has no use for the bias of its keys.
+    # The absorbed route of `latent` does not use the bias of its keys.
     return lambda: torch.autograd.grad(layer(x).output, wanted, gradient, allow_unused=True)
 
 
 def _decode(layer: MultiHeadAttention, spec: CostSpec, device: torch.device) -> Callable[[], object]:
-    # A cache of context − 1 tokens with room for one more: the first entries make a store that is just full,
-    # and the last one makes it grow.
+    # A cache of context − 1 tokens with space for one more token: the first entries create an exactly full
+    # store, and the last entry grows it.
     cache = LayerCache()
     before = spec.context - 1
     with torch.no_grad():
@@ -207,8 +208,8 @@ def _decode(layer: MultiHeadAttention, spec: CostSpec, device: torch.device) -> 
 
     def call() -> None:
         with torch.no_grad():
-            # A copy shares the stores but counts its own tokens: the step adds to it alone, and the next
-            # step overwrites what this one has added.
+            # A copy shares the stores but counts its tokens separately: only the copy grows, and the next
+            # step overwrites the added token.
             layer(token, cache=copy.copy(cache))
 
     return call

@@ -1,7 +1,7 @@
 """Measures of the attention heads of a checkpoint, from its weights alone.
 
-`inspect` reads layer by layer (`inspecting.py`), measures each (`layer_records.py`; `measures.py` says what)
-and gives an `Inspection` (`record.py`), which has rows, tables, files and a page.
+`inspect` reads layer by layer (`inspecting.py`), measures each layer (`layer_records.py`; definitions in
+`measures.py`) and returns an `Inspection` (`record.py`), with rows, tables, files and a page.
 """
 
 from triptych.seeing.inspection.inspecting import inspect

@@ -1,4 +1,4 @@
-"""Maps of layers × heads for a terminal, and the page of heads, whose script is `seeing/reports/heads.js`."""
+"""Maps of layers × heads for a terminal, and the page of heads with its script `seeing/reports/heads.js`."""
 
 import math
 from collections.abc import Sequence
@@ -12,9 +12,10 @@ _SHADES = " ░▒▓█"
 
 
 def shaded_map(layers: Sequence[InspectedLayer], measure: str) -> list[str]:
-    """A map of layers × heads in shades of the finite values; a dot is a missing one."""
+    """Draw a map of layers × heads in shades of the finite values; a dot is a missing value."""
     if all(value is None for layer in layers for value in layer.figures[measure]):
         return []
+    # Figures of W_QK of different kinds are not comparable, so each kind has its scale.
     about = next(m for m in MEASURES if m.name == measure)
     kinds = [layer.qk_of if about.by_qk else "" for layer in layers]
     scales: dict[str, tuple[float, float]] = {}
@@ -72,7 +73,7 @@ def _layer_data(layer: InspectedLayer) -> dict[str, Any]:
     pairs = ""
     if layer.rotary_pairs is not None:
         pairs = f", {layer.rotary_pairs[0]} rotary pairs that turn and {layer.rotary_pairs[1]} too slow to"
-    # Thousands of the largest value and tenths of a degree: what an eye can distinguish in a picture.
+    # Thousandths of the largest value and tenths of a degree: the resolution visible in a picture.
     return {
         "name": layer.name,
         "about": f"{layer.module}: d_model {layer.d_model}, d_k {layer.d_k}, d_v {layer.d_v}, positions "
@@ -93,7 +94,7 @@ def _layer_data(layer: InspectedLayer) -> dict[str, Any]:
 
 
 def _json_number(value: float | None) -> float | str | None:
-    """Round to four digits. Infinity becomes a string, as JSON has no number for it."""
+    """Round to four digits. Infinity becomes a string, which JSON can represent."""
     if value is None:
         return None
     return "Infinity" if math.isinf(value) else float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""Measure the attention heads of a checkpoint: `inspect(path)`.
+"""Measurement of the attention heads of a checkpoint: `inspect(path)`.
 
 One layer is in memory at a time. The model is not run: all measures follow from the weights.
 """
@@ -20,7 +20,7 @@ from triptych.seeing.inspection.layer_records import InspectedLayer, as_read, in
 from triptych.seeing.inspection.record import NEAR, Inspection, NearCopy
 from triptych.seeing.similarity import cosine_of_forms, similar, sketches
 
-# Pairs of each form that may be worked out: each takes two layers to be read again.
+# Maximum number of exactly computed pairs per form: each pair reads two layers again.
 _MOST_PAIRS = 200
 
 
@@ -45,6 +45,7 @@ def inspect(
     done = 0
     found = []
     sketched = _Sketches(checkpoint, ignore_rotary)
+    # One layer is in memory at a time; sketches of its forms are kept.
     for site in sites:
         progress(site.name, done, total)
         layer = checkpoint.read(site)
@@ -78,7 +79,7 @@ def inspect(
 
 
 def _chosen_sites(checkpoint: AttentionSource, layers: Collection[int] | None) -> list[Site]:
-    """The layers of some numbers, in every stack."""
+    """Return the layers selected by their numbers, in every stack."""
     if layers is None:
         return [*checkpoint.sites]
     if not layers:
@@ -88,12 +89,12 @@ def _chosen_sites(checkpoint: AttentionSource, layers: Collection[int] | None) -
 
 
 class _Sketches:
-    """Sketches of the forms of all heads, to find candidates for near-copies."""
+    """Sketches of the forms of all heads, for finding candidates of nearly equal heads."""
 
     def __init__(self, checkpoint: AttentionSource, ignore_rotary: bool) -> None:
         self._checkpoint = checkpoint
         self._ignore_rotary = ignore_rotary
-        # By form and the sizes of its input: sketches, and of each the layer, its name, and the head.
+        # Keys: form and input sizes; values: sketches with their layer, layer name and head.
         self._found: dict[tuple[str, int, int], list[tuple[Tensor, Site, str, int]]] = {}
         self._kept: dict[Site, dict[str, tuple[Tensor, Tensor]]] = {}
 
@@ -110,13 +111,14 @@ class _Sketches:
             )
 
     def near_copies(self) -> tuple[list[NearCopy], bool]:
-        """Pairs of heads with an absolute cosine of at least `NEAR`, the closest first."""
+        """Return pairs of heads with an absolute cosine of at least `NEAR`, in descending order."""
         found = []
+        # Sketches select candidates; the cosine of each candidate is then computed exactly.
         more = False
         for (form, *_), heads in self._found.items():
             pairs = similar(torch.stack([row for row, *_ in heads]), NEAR, _MOST_PAIRS + 1) if heads else []
             more |= len(pairs) > _MOST_PAIRS
-            # Layer by layer: each pair of layers is read once.
+            # Sorted by layer, so that each pair of layers is read once.
             for i, j in sorted(pairs[:_MOST_PAIRS], key=lambda pair: (heads[pair[0]][2], heads[pair[1]][2])):
                 (_, one_site, one_name, one), (_, other_site, other_name, other) = heads[i], heads[j]
                 left, right = self._read(one_site)[form]
@@ -134,7 +136,7 @@ class _Sketches:
         return found
 
     def _read(self, site: Site) -> dict[str, tuple[Tensor, Tensor]]:
-        """The factors of a layer; the last two layers are cached."""
+        """Return the factors of a layer; the last two layers are cached."""
         if site not in self._kept:
             layer = self._checkpoint.read(site)
             self._kept[site] = self._factors(layer, as_read(layer).with_single_links())
@@ -146,7 +148,7 @@ class _Sketches:
 
 
 def _first_of_each(form: str, maps: AttentionWeights, heads: Collection[int]) -> Iterator[int]:
-    """The heads without repetition: of heads that share both maps of a form, the first."""
+    """Yield the heads without repetition: the first of all heads sharing both maps of a form."""
     sides: tuple[Side, Side] = ("q", "k") if form == "qk" else ("v", "o")
     seen = set[tuple[int, ...]]()
     for head in heads:

@@ -18,15 +18,15 @@ from triptych.rewriting.functions import drop_key_bias, fold, fold_value_bias
 from triptych.seeing.inspection.measures import LOSSES, MORE_OF_TOP
 from triptych.seeing.layer_measures import COMPARED, HeadMeasures, RotaryPairs, measure_heads
 
-# A rewrite of `InspectedLayer.foldable`.
+# A key of `InspectedLayer.foldable`.
 FOLD = "fold stacked maps"
 
 
-# A picture shows blocks of entries: rows by columns of maps, rows by rows of W_QK.
+# Resolution of pictures: rows by columns for maps, rows by rows for W_QK.
 _PICTURE_ROWS = 24
 _PICTURE_COLUMNS = 12
 
-# What is below this share of the largest singular value may be rounding of maps multiplied in float32.
+# Smaller shares of the largest singular value may be rounding of maps multiplied in float32.
 _NO_RANK = 1e-6
 
 
@@ -36,40 +36,40 @@ class InspectedLayer:
     """The measured heads of one layer."""
 
     stack: str  # "encoder", "decoder", …; with `layer`, `kind` and `module` as in `Site`
-    layer: int  # its number in the stack
+    layer: int  # layer number within its stack
     kind: str  # "self", "causal" or "cross"
-    module: str  # its name in the checkpoint
+    module: str  # name in the checkpoint
     heads: tuple[int, ...]  # numbers of the measured heads
     num_heads: int  # number of query heads
     num_key_heads: int  # number of different key maps
     maps: dict[str, int]  # number of different maps to "q", "k" and "v"; consecutive heads share them
-    # number of different subspaces that these maps read. It is lower if heads only weight or widen the output
-    # of a shared map.
+    # number of different subspaces read by these maps; lower than the number of maps if heads only weight or
+    # widen the output of a shared map.
     subspaces: dict[str, int]
     d_model: int  # width of the input
-    d_k: int  # of queries and keys
-    d_v: int  # of values
+    d_k: int  # width of queries and keys
+    d_v: int  # width of values
     positions: str  # the layer's position scheme
-    turns: bool  # whether queries and keys are rotated by position
-    # how many turn, and how many are too slow to; None without a rotation, or if it was ignored
+    turns: bool  # queries and keys are rotated by position
+    # numbers of rotating pairs and of pairs too slow to rotate; None without a rotation, or if it was ignored
     rotary_pairs: tuple[int, int] | None
-    caveats: tuple[str, ...]  # parts of the layer that W_QK and W_OV do not describe
-    # one number per head by measure; None if the measure does not apply. Conditions may be infinite.
+    caveats: tuple[str, ...]  # parts of the layer outside W_QK and W_OV
+    # one value per head by measure; None if the measure does not apply. Condition numbers may be infinite.
     figures: dict[str, list[float | None]]
     spectra: dict[str, list[list[float]]]  # singular values of "qk" and "ov", one list per head
     # principal angles in degrees of "qk", "qv" and "kv", one list per head
     angles: dict[str, list[list[float]]]
-    # of "q", "k", "v", "qk" and "ov" the rows of a picture, one list per head; see `_pictures`
+    # picture rows of "q", "k", "v", "qk" and "ov", one list per head; see `_pictures`
     pictures: dict[str, list[list[str]]]
-    # parameters that truncation would remove, by form ("qk", "ov"), if each head loses at most the first,
-    # second, … of `LOSSES`. The "qk" of rotary heads and heads that share keys and values are left out.
+    # parameters removable by truncation, by form ("qk", "ov"), for the losses per head of `LOSSES`. The "qk"
+    # of rotary heads and heads with shared keys and values are excluded.
     cut: dict[str, list[int]]
-    # parameters that exact rewrites would remove, by rewrite; refused ones with the reason
+    # parameters removable by exact rewrites, by rewrite, or the reason of a refusal
     foldable: dict[str, int | str]
     parameters: int  # number of parameters of the layer
-    broken: dict[str, int]  # tensors with entries that are not finite, and how many
+    broken: dict[str, int]  # number of non-finite entries by tensor
     num_bytes: int  # bytes read for the layer
-    # whether the direction that a LayerNorm removes was taken out of the maps before they were measured
+    # the direction removed by a LayerNorm was projected out of the maps before the measurement
     centred: bool
 
     def __repr__(self) -> str:
@@ -85,14 +85,14 @@ class InspectedLayer:
 
     @property
     def qk_of(self) -> str:
-        """What figures of W_QK describe: the form, rotary pairs, or the form without the rotation."""
+        """Object described by figures of W_QK: the form, rotary pairs, or the form without the rotation."""
         if not self.turns:
             return "form"
         return "form, rotary ignored" if self.rotary_pairs is None else "rotary pairs"
 
 
 def as_read(layer: AttentionLayer) -> AttentionWeights:
-    """Return the maps of a layer without what a LayerNorm before or after it removes."""
+    """Return the maps without the directions removed by a LayerNorm before or after the layer."""
     return centred(layer.weights, layer.inputs.x, layer.inputs.memory, keys=layer.borrows is None)
 
 
@@ -103,7 +103,7 @@ def inspect_layer(
     heads: Collection[int] | None,
     ignore_rotary: bool,
 ) -> InspectedLayer:
-    """Measure a layer; `maps` has one map for each side."""
+    """Measure a layer; `maps` has one map for each chain."""
     weights = layer.weights
     site = layer.site
     pairs = None
@@ -127,7 +127,7 @@ def inspect_layer(
         num_heads=weights.num_heads,
         num_key_heads=weights.num_key_heads,
         maps={side: maps.chain(side)[0].copies for side in ("q", "k", "v")},
-        # Only links that narrow select subspaces.
+        # Only maps to a lower dimension select subspaces.
         subspaces={
             side: max((link.copies for link in weights.chain(side) if link.d_out < link.d_in), default=1)
             for side in ("q", "k", "v")
@@ -162,8 +162,9 @@ def inspect_layer(
 
 
 def _caveats(layer: AttentionLayer) -> Iterator[str]:
-    """Parts of a layer that W_QK and W_OV do not describe."""
+    """Yield the parts of a layer outside W_QK and W_OV."""
     semantics = layer.weights.semantics
+    # Each caveat completes a sentence on the number of layers concerned.
     if layer.site.also:
         yield layer.site.shared
     if semantics.scores is not None:
@@ -192,6 +193,7 @@ def _caveats(layer: AttentionLayer) -> Iterator[str]:
 def _measures(measured: HeadMeasures) -> dict[str, Tensor | None]:
     found: dict[str, Tensor | None] = {}
     for form, spectrum in (("qk", measured.qk), ("ov", measured.ov)):
+        # Spectral measures of both forms, then measures of map pairs, then single values.
         found |= {
             f"{form}_effective_rank": spectrum.effective_rank,
             f"{form}_stable_rank": spectrum.stable_rank,
@@ -225,7 +227,7 @@ def _measures(measured: HeadMeasures) -> dict[str, Tensor | None]:
 
 
 def _distance_apart(measured: HeadMeasures, closeness: Literal["cosine", "procrustes"]) -> Tensor | None:
-    """1 − 3 ‖mean‖² / Σ ‖W‖² of W_Q, W_K and W_V; a lower bound where pairs are rotated."""
+    """Compute 1 − 3 ‖mean‖² / Σ ‖W‖² of W_Q, W_K and W_V; a lower bound if pairs are rotated."""
     norms = measured.norms
     energies = norms["q"].square() + norms["k"].square() + norms["v"].square()
     inner = torch.zeros_like(energies)
@@ -233,7 +235,7 @@ def _distance_apart(measured: HeadMeasures, closeness: Literal["cosine", "procru
         found = measured.similarity[pair]
         if found is None:
             return None
-        close = getattr(found, closeness).where(found.cosine.isfinite(), math.nan)  # of equal shapes only
+        close = getattr(found, closeness).where(found.cosine.isfinite(), math.nan)  # equal shapes only
         inner += close * norms[one] * norms[other]
     return (energies - inner) * (2 / 3) / energies
 
@@ -249,7 +251,7 @@ def _lists(values: Tensor, chosen: Sequence[int]) -> list[list[float]]:
 
 
 def _pictures(maps: AttentionWeights, chosen: Sequence[int]) -> dict[str, list[list[str]]]:
-    """Root mean squares of blocks of entries, a hexadecimal digit each: f is the picture's largest."""
+    """Draw root mean squares of blocks of entries as hexadecimal digits: f is the picture's largest."""
     q, k, v, o = (W[list(chosen)].float().cpu() for W in (maps.W_Q, maps.W_K, maps.W_V, maps.W_O))
     energies = {
         **{name: [*_block_energies(W, _PICTURE_COLUMNS)] for name, W in (("q", q), ("k", k), ("v", v))},
@@ -260,13 +262,13 @@ def _pictures(maps: AttentionWeights, chosen: Sequence[int]) -> dict[str, list[l
 
 
 def _block_energies(W: Tensor, columns: int) -> Tensor:
-    """Mean squares of blocks of entries, of a matrix or of several."""
+    """Compute mean squares of blocks of entries, of a matrix or a batch."""
     return _block_means(_PICTURE_ROWS, W.shape[-2]) @ W.square() @ _block_means(columns, W.shape[-1]).mT
 
 
 def _energies_of_form(q: Tensor, k: Tensor) -> Tensor:
-    """Mean squares of blocks of q kᵀ, by tr(qᵢᵀqᵢ kⱼᵀkⱼ) where these squares are smaller than the form."""
-    # Squares of very large or small entries would be no float32; a picture is relative.
+    """Compute mean squares of blocks of q kᵀ, by tr(qᵢᵀqᵢ kⱼᵀkⱼ) where this is cheaper."""
+    # Normalise first: squares of very large or small entries overflow or underflow float32.
     q, k = (W / W.abs().max().clamp(min=torch.finfo(W.dtype).tiny) for W in (q, k))
     if q.shape[1] ** 2 * _PICTURE_ROWS > len(q) * len(k):
         return _block_energies(q @ k.mT, _PICTURE_ROWS)
@@ -279,7 +281,7 @@ def _energies_of_form(q: Tensor, k: Tensor) -> Tensor:
 
 @cache
 def _block_means(count: int, length: int) -> Tensor:
-    """What takes the means of blocks of entries, as even as can be: `[blocks, length]`."""
+    """Return a matrix for averages over blocks of nearly equal size: `[blocks, length]`."""
     blocks = torch.arange(length).tensor_split(min(count, length))
     return torch.stack([torch.zeros(length).index_fill(0, block, 1 / len(block)) for block in blocks])
 
@@ -293,16 +295,16 @@ def _digits(energies: Tensor) -> list[str]:
 
 
 def _spared(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -> dict[str, list[int]]:
-    """Parameters that the factors of truncated forms save."""
+    """Count the parameters saved by the factors of truncated forms."""
     weights = layer.weights
     semantics = layer.weights.semantics
-    # Neither a rotation nor a norm lets other factors of W_Q W_Kᵀ replace W_Q and W_K.
+    # Other factors of W_Q W_Kᵀ cannot replace W_Q and W_K under a rotation or a norm.
     fixed = semantics.rotary is None and not semantics.qk_norm
     chains = [weights.chain(side) for side in SIDES]
     if any(len(chain) != 1 for chain in chains) or isinstance(semantics.bias, DisentangledBias):
-        return {}  # what one head would lose, another still needs
+        return {}  # maps are products, or read outside the forms
     if semantics.clip is not None or layer.fixed:
-        return {}  # channels are clipped one by one, or something else reads the maps
+        return {}  # channels are clipped separately, or the maps have other readers
     if len({id(chain[0]) for chain in chains}) < len(chains):
         return {}
     height = {side: weights.chain(side)[0].d_in for side in ("q", "k", "v")}
@@ -327,7 +329,7 @@ def _spared(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]
 
 
 def _foldable(layer: AttentionLayer) -> dict[str, int | str]:
-    """Parameters that each exact rewrite would remove, or why it is refused."""
+    """Return the parameters removable by each exact rewrite, or the reason of its refusal."""
     found: dict[str, int | str] = {}
     rewrites: list[tuple[str, Callable[[AttentionWeights], Rewritten]]] = [
         ("drop the key bias", drop_key_bias),
@@ -336,6 +338,7 @@ def _foldable(layer: AttentionLayer) -> dict[str, int | str]:
     if any(len(layer.weights.chain(side)) > 1 for side in SIDES) and not layer.weights.norms_within:
         rewrites.append((FOLD, fold))
     for name, rewrite in rewrites:
+        # Fixed layers refuse every rewrite.
         if layer.fixed:
             found[name] = layer.fixed
             continue

@@ -1,4 +1,4 @@
-"""The measures of heads that an inspection reports, with their descriptions."""
+"""The measures of heads in an inspection, with their descriptions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import final
 
 from triptych.core.algebra.weights import SIDES
 
-# Shares of the energy that the nearest form of lower rank may lose.
+# Shares of the energy omitted by the nearest form of lower rank.
 LOSSES = (0.01, 0.05, 0.10)
 
 
@@ -15,16 +15,16 @@ LOSSES = (0.01, 0.05, 0.10)
 class Measure:
     """A figure of each head."""
 
-    name: str  # the name of its column
-    title: str  # the name for people
-    meaning: str  # what it is and how to read it, in a sentence or two
-    group: str  # the group of measures that it belongs to
-    # whether it depends on the basis within the head, which the head's function does not
+    name: str  # column name
+    title: str  # readable name
+    meaning: str  # definition and interpretation, in a sentence or two
+    group: str  # group of measures
+    # the figure depends on the basis within the head; the head's function does not
     of_basis: bool = False
 
     @property
     def by_qk(self) -> bool:
-        """Whether figures of W_QK itself and of its rotary pairs must not be compared."""
+        """Return True if figures of W_QK and of its rotary pairs are not comparable."""
         return self.name.startswith("qk_") and self.group == _LOOKS
 
 
@@ -34,7 +34,7 @@ _LIKENESS = "Likeness of its maps"
 _SIZES = "Sizes of its maps"
 
 
-# Directions after the first.
+# Numbers of leading directions, besides the first direction.
 MORE_OF_TOP = (2, 4, 8, 16, 32)
 
 
@@ -73,6 +73,7 @@ def _of_form(form: str, title: str, group: str) -> Iterator[Measure]:
             "σ₁ over the smallest singular value; infinite where the numerical rank is not full.",
         ),
     ):
+        # Rotary heads have energies of pairs in place of singular values.
         if form == "qk":
             meaning += " Of rotary heads: of the rotary pairs, σ² being their energies."
         yield Measure(f"{form}_{name}", f"{what} of {title}", meaning, group)

@@ -25,24 +25,24 @@ from triptych.seeing.inspection.layer_records import FOLD, InspectedLayer
 from triptych.seeing.inspection.measures import LOSSES, MEASURES
 from triptych.seeing.reports import Table, short_name, write_csv
 
-# Cosine of two forms, of either sign, from which on they are called near-copies.
+# Minimum absolute cosine of the forms of near-copies.
 NEAR = 0.9
 _PAIRS = {"qk": "W_Q and W_K", "qv": "W_Q and W_V", "kv": "W_K and W_V"}
 _RARE = 0.001
 _MOST_SHOWN = 12
-# Measures of which a terminal shows a map.
+# Measures drawn as maps in a terminal.
 _MAPPED = ("qk_effective_rank", "ov_effective_rank", "qk_times_chance", "qk_symmetric_share", "ov_copying")
 
 
 @final
 @dataclass(frozen=True)
 class NearCopy:
-    """Two heads whose W_QK or W_OV are nearly equal although they do not share their maps."""
+    """Two heads with nearly equal W_QK or W_OV and separate maps."""
 
     form: str  # "qk" or "ov"
-    one: str  # a head, as "encoder 0, head 3"
+    one: str  # a head, such as "encoder 0, head 3"
     other: str
-    cosine: float  # cosine of their forms; negative if they are opposite
+    cosine: float  # cosine of their forms; negative if opposite
 
 
 @final
@@ -52,19 +52,18 @@ class Inspection:
 
     Attributes:
         name: name of the checkpoint.
-        family: its family.
-        known_by: how the family was recognised.
-        layers: the measured layers.
+        family: family of the checkpoint.
+        known_by: evidence for the family.
+        layers: measured layers.
         ignores_rotary: whether figures of rotary heads describe W_Q W_Kᵀ without the rotation.
-        num_tensors: number of tensors; the ones in `left_over` do not belong to attention.
-        seconds: the time it took.
-        copies: heads that are nearly equal, the closest first.
-        more_copies: whether there may be more near-copies than were computed.
-        unread: attention tensors that were recognised but not read, with the reason.
-        others: which layers are attention and what the others are; "" where all are attention.
-        absent: stacks that the configuration has and the file lacks.
-        warnings: sentences on fields of the configuration that are set but not followed, and on layers that
-            are read and not run.
+        num_tensors: number of tensors; tensors in `left_over` do not belong to attention.
+        seconds: duration of the measurement.
+        copies: nearly equal heads, in descending order of similarity.
+        more_copies: whether more near-copies may exist than were computed.
+        unread: recognised attention tensors that were not read, with the reason.
+        others: description of attention layers and other layers; "" if all layers are attention.
+        absent: stacks in the configuration missing from the file.
+        warnings: sentences on ignored fields of the configuration, and on layers read but not run.
     """
 
     name: str
@@ -83,7 +82,7 @@ class Inspection:
     warnings: tuple[str, ...] = ()
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat record per head: its place, then every measure."""
+        """Return one flat record per head: its position, then every measure."""
         return [
             {
                 "stack": layer.stack,
@@ -100,7 +99,7 @@ class Inspection:
         ]
 
     def shown(self) -> tuple[list[str], list[Table]]:
-        """What a terminal shows: lines with a map of layers × heads of some measures, and tables."""
+        """Return the output for a terminal: lines with maps of layers × heads, and tables."""
         lines = [self.name, *(f"  {sentence}" for sentence in findings(self))]
         for measure in _MAPPED:
             if found := shaded_map(self.layers, measure):
@@ -108,30 +107,30 @@ class Inspection:
         return [*lines, ""], [averages(self), outliers(self), *([near_copies(self)] if self.copies else [])]
 
     def record(self) -> dict[str, Any]:
-        """Everything, as a JSON object."""
+        """Return all results as a JSON object."""
         found = asdict(self)
         for layer in found["layers"]:
             del layer["pictures"]
             layer["figures"] = {
-                name: ["Infinity" if value == math.inf else value for value in values]  # no number of JSON
+                name: ["Infinity" if value == math.inf else value for value in values]  # unsupported by JSON
                 for name, values in layer["figures"].items()
             }
         found["summary"] = (*findings(self), *average_lines(self))
         return found | {"measures": {measure.name: measure.meaning for measure in MEASURES}}
 
     def page(self, path: str | Path) -> None:
-        """Write a page with a map of layers × heads for each measure, which works offline.
+        """Write an offline page with a map of layers × heads for each measure.
 
         Args:
-            path: the file.
+            path: output file.
         """
         write_text(Path(path), heads_page([self], f"inspect {self.name}"))
 
     def to_csv(self, path: str | Path) -> None:
-        """Write one row per head as CSV; `docs/reference/columns.md` says what the columns are.
+        """Write one row per head as CSV, with the columns of `docs/reference/columns.md`.
 
         Args:
-            path: the file.
+            path: output file.
         """
         write_csv(self.rows(), Path(path))
 
@@ -139,12 +138,12 @@ class Inspection:
         """Write every figure, spectra included, as JSON.
 
         Args:
-            path: the file.
+            path: output file.
         """
         write_text(Path(path), json.dumps(self.record(), allow_nan=False) + "\n")
 
     def to_pandas(self) -> Any:
-        """A `pandas.DataFrame` with one row per head.
+        """Return a `pandas.DataFrame` with one row per head.
 
         Raises:
             UsageError: pandas is not installed.
@@ -178,7 +177,7 @@ class Value(NamedTuple):
 
 
 def values_of(inspection: Inspection, measure: str) -> list[Value]:
-    """The values of a measure for all heads that have it."""
+    """Return the values of a measure for all heads with this measure."""
     return [
         Value(value, layer, head)
         for layer in inspection.layers
@@ -188,7 +187,7 @@ def values_of(inspection: Inspection, measure: str) -> list[Value]:
 
 
 def findings(inspection: Inspection) -> tuple[str, ...]:
-    """A few findings of one line each, then notes on the figures."""
+    """Return a few one-line findings, then notes on the figures."""
     return (*_what_it_is(inspection), *_findings(inspection), *_notes(inspection))
 
 
@@ -208,6 +207,7 @@ def _what_it_is(inspection: Inspection) -> Iterator[str]:
 
 
 def _findings(inspection: Inspection) -> Iterator[str]:
+    # Only the first pair of maps is reported.
     for both, times, above in [*_overlaps(inspection)][:1]:
         yield f"{both} overlap: {times}× chance, {above}."
     if ranks := [f"{title} {mean}" for title, mean, _ in _effective_ranks(inspection)]:
@@ -238,6 +238,7 @@ def _notes(inspection: Inspection) -> Iterator[str]:
     if broken:
         first = ", ".join(f"{name} ({count:,} entries)" for name, count in [*broken.items()][:4])
         yield f"Not finite, left out: {first}{' …' if len(broken) > 4 else ''}."
+    # Centring affects all figures of the layer.
     if num_centred := sum(layer.centred for layer in layers):
         yield (
             f"Centred in {_count_of(num_centred, 'layer')}: the mean, which LayerNorm removes, is taken out "
@@ -270,7 +271,7 @@ def _notes(inspection: Inspection) -> Iterator[str]:
 
 
 def averages(inspection: Inspection) -> Table:
-    """Means over the heads, compared with random weights of the same sizes."""
+    """Tabulate means over the heads, compared with random weights of the same sizes."""
     rows = [(f"overlap of {both}", f"{times}×", "1×", above) for both, times, above in _overlaps(inspection)]
     for pair, both in _PAIRS.items():
         if found := _distinct(inspection, pair, "excess", "subspaces"):
@@ -278,6 +279,7 @@ def averages(inspection: Inspection) -> Table:
     for pair, both in _PAIRS.items():
         if found := _distinct(inspection, pair, "cosine", "maps"):
             rows.append((f"cosine of {both}", f"{_mean(found):+.3f}", "0", _BY_BASIS))
+    # Basis-dependent figures are marked as such.
     apart, rotated = (values_of(inspection, f"qkv_apart{how}") for how in ("", "_rotated"))
     if apart:
         random = statistics.fmean(_random_distance(v) for v in apart)
@@ -301,7 +303,7 @@ def averages(inspection: Inspection) -> Table:
 
 
 def average_lines(inspection: Inspection) -> tuple[str, ...]:
-    """The table of averages, as lines of text."""
+    """Return the table of averages as lines of text."""
     lines = []
     for title, here, random, said in averages(inspection).rows:
         more = "; ".join(part for part in (f"random: {random}" if random else "", said) if part)
@@ -313,7 +315,7 @@ _BY_BASIS = "depends on the basis"
 
 
 def _overlaps(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
-    """The name of each pair of maps, the mean overlap over chance, and the heads above chance."""
+    """Yield for each pair of maps its name, the mean overlap over chance, and the heads above chance."""
     for pair, both in _PAIRS.items():
         times = _distinct(inspection, pair, "times_chance", "subspaces")
         if times:
@@ -327,7 +329,7 @@ def _overlaps(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
 def _distinct(
     inspection: Inspection, pair: str, measure: str, of: Literal["maps", "subspaces"]
 ) -> list[Value]:
-    """The values of a measure of two maps; a pair that several heads share counts once."""
+    """Return the values of a measure of two maps; a pair shared by several heads counts once."""
     found = []
     seen = set[tuple[str, int, int]]()
     for value in values_of(inspection, f"{pair}_{measure}"):
@@ -342,7 +344,7 @@ def _distinct(
 
 
 def _random_distance(of: Value) -> float:
-    """The value of `qkv_apart_rotated` for random maps with the sizes and norms of a head."""
+    """Return the value of `qkv_apart_rotated` for random maps with the sizes and norms of a head."""
     layer = of.layer
     place = of.layer.heads.index(of.head)
     q, k, v = (layer.figures[f"{side}_norm"][place] or 0.0 for side in "qkv")
@@ -351,7 +353,7 @@ def _random_distance(of: Value) -> float:
 
 
 def _by_width(inspection: Inspection, form: str) -> Iterator[tuple[str, int, bool, list[Value]]]:
-    """Effective ranks of a form, grouped by width and by rotary or not."""
+    """Yield effective ranks of a form, grouped by width and by rotary pairs or not."""
     groups: dict[tuple[bool, int], list[Value]] = {}
     for value in values_of(inspection, f"{form}_effective_rank"):
         turns = form == "qk" and value.layer.rotary_pairs is not None
@@ -362,7 +364,7 @@ def _by_width(inspection: Inspection, form: str) -> Iterator[tuple[str, int, boo
 
 
 def _effective_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
-    """The name of each form, the mean effective rank, and that of random forms."""
+    """Yield the name of each form, the mean effective rank, and the mean of random forms."""
     for form in ("qk", "ov"):
         for title, full, turns, found in _by_width(inspection, form):
             spectra = [] if turns else [random_spectra(v.layer.d_model, full) for v in found]
@@ -373,7 +375,7 @@ def _effective_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
 
 
 def _kept_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str, str]]:
-    """The rank that keeps 95 % of the energy in half of the heads, for each form."""
+    """Yield the rank for 95 % of the energy in half of the heads, for each form."""
     for form in ("qk", "ov"):
         for title, full, turns, found in _by_width(inspection, form):
             ranks = [v.layer.figures[f"{form}_rank_95"][v.layer.heads.index(v.head)] for v in found]
@@ -386,7 +388,7 @@ def _kept_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _redundant(inspection: Inspection) -> dict[str, int]:
-    """Parameters that exact rewrites would remove, by kind."""
+    """Count the parameters removable by exact rewrites, by kind."""
     found = {}
     for name, what in (
         ("drop the key bias", "key biases"),
@@ -400,7 +402,7 @@ def _redundant(inspection: Inspection) -> dict[str, int]:
 
 
 def _percent_saved(inspection: Inspection) -> dict[float, float]:
-    """Parameters that truncation would save, in percent, by the energy that every form may lose."""
+    """Return the parameters saved by truncation in percent, by the energy loss of every form."""
     total = sum(layer.parameters for layer in inspection.layers)
     cuts = [cut for layer in inspection.layers for cut in layer.cut.values()]
     if not cuts or any(len(layer.heads) < layer.num_heads for layer in inspection.layers):
@@ -409,7 +411,7 @@ def _percent_saved(inspection: Inspection) -> dict[float, float]:
 
 
 def outliers(inspection: Inspection) -> Table:
-    """The most extreme heads by the main measures."""
+    """Tabulate the most extreme heads by the main measures."""
     rows: list[tuple[str, ...]] = []
     for measure, largest in (
         ("qk_effective_rank", False),
@@ -423,6 +425,7 @@ def outliers(inspection: Inspection) -> Table:
         ("qk_spectral_norm", True),
     ):
         pair, _, figure = measure.partition("_")
+        # Heads sharing both maps count once in pairs of maps.
         of_pairs = figure == "times_chance"
         values = (
             _distinct(inspection, pair, figure, "subspaces") if of_pairs else values_of(inspection, measure)
@@ -436,7 +439,7 @@ def outliers(inspection: Inspection) -> Table:
 
 
 def near_copies(inspection: Inspection) -> Table:
-    """The table of near-copies; it has no rows if there are none."""
+    """Return the table of nearly equal heads, possibly empty."""
     titles = {"qk": "look alike (W_QK)", "ov": "move the same (W_OV)"}
     rows = [(titles[p.form], p.one, p.other, f"{p.cosine:+.3f}") for p in inspection.copies[:_MOST_SHOWN]]
     left = len(inspection.copies) - len(rows)
@@ -448,10 +451,11 @@ def near_copies(inspection: Inspection) -> Table:
 
 
 def side_by_side(*inspections: Inspection) -> Table:
-    """A table of the means over the heads of several checkpoints; of two, with their differences."""
+    """Tabulate the means over the heads of several checkpoints, and the difference between two."""
     rows: list[tuple[str, ...]] = []
     of = [", ".join(sorted({layer.qk_of for layer in i.layers})) for i in inspections]
     of_two = len(inspections) == 2
+    # Figures of W_QK are comparable only if they describe the same object.
     alike = len(set(of)) == 1
     if not alike:
         rows.append(("figures of W_QK describe the", *of, *["not to be compared"] * of_two))
@@ -481,9 +485,10 @@ def _count_of(number: int, name: str) -> str:
 
 
 def heads_page(inspections: Sequence[Inspection], command: str) -> str:
-    """Make the page of one checkpoint, or of several side by side."""
+    """Make the page of one checkpoint, or of several checkpoints in columns."""
     names = [short_name(inspection.name) for inspection in inspections]
     facts = [("command", command), *(("checkpoint", one.name) for one in inspections)]
+    # A single checkpoint is described in the heading.
     if len(inspections) == 1:
         layers = inspections[0].layers
         facts = [

@@ -1,6 +1,6 @@
-"""What a run found, shown: records → one self-contained HTML file, or the terminal.
+"""Display of results: from records to one self-contained HTML file, or to the terminal.
 
-The room knows nothing of models or text; whoever has something to show fills the records.
+The package is independent of models and texts; callers fill the records.
 """
 
 from triptych.seeing.reports.html import (

@@ -1,4 +1,4 @@
-"""Vega-Lite specifications of the charts of a report: plain dictionaries, ready to be embedded."""
+"""Vega-Lite specifications of the charts of a report, as plain dictionaries."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from triptych.seeing.reports.records import (
 
 Spec = dict[str, Any]
 
-# Colours come from `page.css`, light or dark. A name has one colour on a page; grey means nothing.
+# Colours are variables of `page.css`, light or dark. A name keeps its colour on a page; grey is neutral.
 _INK, _MUTED, _LINE, _TRAINING, _VALIDATION = (
     f"var(--{name})" for name in ("ink", "muted", "line", "s1", "s2")
 )
@@ -38,12 +38,12 @@ _LOOK: Spec = {
         "legend": {"labelFontSize": 12, "symbolOpacity": 1, **_LABELS},
     },
 }
-# Past this many points a mark on each only thickens the line.
+# With more points, marks only thicken the line.
 _MAX_MARKED_POINTS = 40
 
 
 def learning_charts(metrics: Sequence[MetricPoint]) -> list[Spec]:
-    """Loss, BLEU and learning rate against the step; what was not measured is left out."""
+    """Return charts of loss, BLEU and learning rate by step; missing metrics are omitted."""
     both = {"train_loss": "training", "valid_loss": "validation"}
     charts = (
         _line_chart("Loss", metrics, both, "loss (nats per token)", height=260, is_log=True),
@@ -54,9 +54,9 @@ def learning_charts(metrics: Sequence[MetricPoint]) -> list[Spec]:
 
 
 def plot(chart: Plot, names: Sequence[str]) -> Spec | None:
-    """Curves with bands, or points with intervals; None if there is nothing to draw.
+    """Return curves with bands, or points with intervals; None for an empty chart.
 
-    A name has the colour of its place in `names`, whatever the chart.
+    Each name has the colour of its index in `names`, in all charts.
     """
     match chart:
         case CurveChart():
@@ -68,7 +68,7 @@ def plot(chart: Plot, names: Sequence[str]) -> Spec | None:
 
 
 def bar_chart(chart: BarChart) -> Spec | None:
-    """Bars from left to right with their lengths in words; None if there are none."""
+    """Return horizontal bars labelled with their values; None for an empty chart."""
     if not chart.bars:
         return None
     rows = [
@@ -77,7 +77,7 @@ def bar_chart(chart: BarChart) -> Spec | None:
     ]
     series = list(dict.fromkeys(bar.series for bar in chart.bars))
     together = len(series) > 1
-    # The longest bar leaves room for its own words.
+    # The longest bar leaves space for its label.
     longest = max(bar.value for bar in chart.bars) or 1.0
     shared: Spec = {
         "x": _of("value:Q", axis=None, scale={"domain": [0, longest * 1.25], "nice": False}),
@@ -103,7 +103,7 @@ def bar_chart(chart: BarChart) -> Spec | None:
     return _drawn(
         chart.title,
         rows,
-        # As many pixels as steps would take: Vega-Lite warns of steps with a width that is the container's.
+        # Height in pixels: Vega-Lite warns about steps with a container width.
         len({bar.name for bar in chart.bars}) * (21 * len(series) if together else 22),
         layer=[
             {"mark": {"type": "bar", "color": _MUTED}, "encoding": {**shared, **colour}},
@@ -113,7 +113,7 @@ def bar_chart(chart: BarChart) -> Spec | None:
 
 
 def _drawn(title: str, rows: Sequence[Spec], height: int, **parts: Any) -> Spec:
-    """A chart as wide as its place; a reader of screens says its title."""
+    """Return a chart as wide as its container; screen readers read its title."""
     return {
         "description": title,
         "data": {"values": rows},
@@ -125,7 +125,7 @@ def _drawn(title: str, rows: Sequence[Spec], height: int, **parts: Any) -> Spec:
 
 
 def _of(field: str, **how: Any) -> Spec:
-    """An encoding of a field, written `name:T` with the first letter of its type."""
+    """Return an encoding of a field given as `name:T`, with the first letter of its type."""
     name, _, letter = field.partition(":")
     types = {"Q": "quantitative", "N": "nominal", "O": "ordinal"}
     return {"field": name, "type": types[letter], **how}
@@ -143,7 +143,7 @@ def _line_chart(
     points = [
         (point.step, getattr(point, field), name) for field, name in fields.items() for point in metrics
     ]
-    # A diverged run has NaN or infinite losses, which JSON cannot say.
+    # A diverged run has NaN or infinite losses, which JSON cannot represent.
     rows: list[Spec] = [
         {"step": step, "value": float(value), "series": name}
         for step, value, name in points
@@ -192,7 +192,7 @@ def _scale(is_log: bool, values: Sequence[float]) -> Spec:
     return {"zero": False}
 
 
-# 2,500 is written out, and 240,000,000,000 is 240G.
+# 2,500 in full, and 240,000,000,000 as 240G.
 _SHORT = "abs(datum.value) < 1e5 ? format(datum.value, ',.6~g') : format(datum.value, '.4~s')"
 
 
@@ -210,6 +210,7 @@ def _curve_chart(chart: CurveChart, names: Sequence[str]) -> Spec | None:
     x = _of("x:Q", title=chart.x_title, scale={"nice": False, "zero": False}, axis=axis)
     scale = _scale(chart.is_log, [row["low"] for row in rows])
     y = {"title": chart.y_title, "scale": scale, "axis": {"tickCount": 6}}
+    # The band is drawn below the line.
     band = {"y": _of("low:Q", **y), "y2": {"field": "high"}}
     line = {"y": _of("mean:Q", **y), "tooltip": _told(chart.x_title, chart.y_title)}
     return _drawn(
@@ -254,6 +255,7 @@ def _intervals(chart: IntervalChart, names: Sequence[str]) -> Spec | None:
     rows = [{"name": one.name, **_height(one)} for one in chart.intervals if math.isfinite(one.mean)]
     if not rows:
         return None
+    # The rule at 0 spans the height of all rows.
     height = 24 * len(rows)
     colour = _by_name(chart.names, names, legend=False)
     told = [_of("name:N", title="of"), *_tooltips(chart.x_title, "+.4~g")]
@@ -284,7 +286,7 @@ def _intervals(chart: IntervalChart, names: Sequence[str]) -> Spec | None:
 
 
 def _height(point: Interval) -> Spec:
-    """Where there is no interval it is the mean alone: JSON has no NaN."""
+    """Return mean and interval of a point; missing ends become the mean, as JSON cannot represent NaN."""
     return {
         "mean": point.mean,
         "low": point.low if math.isfinite(point.low) else point.mean,
@@ -293,7 +295,7 @@ def _height(point: Interval) -> Spec:
 
 
 def _by_name(shown: Sequence[str], names: Sequence[str], *, legend: bool = True) -> Spec:
-    """Colours of what a chart shows; `names` are all of the page."""
+    """Return the colours of a chart's names; `names` are all names of the page."""
     domain = list(dict.fromkeys(shown))
     colours = [_SERIES[names.index(name) % len(_SERIES)] for name in domain]
     key = {"title": None, "orient": "top", "columns": 2} if legend and len(domain) > 1 else None

@@ -1,4 +1,4 @@
-"""Reports as one HTML file each that needs no network: style, Vega and all data are inside it.
+"""Reports as self-contained HTML files, with style, Vega and all data.
 
 Every page has the layout of `layout.html`, the style of `page.css`, and the tables of `parts.html`.
 """
@@ -19,7 +19,7 @@ from triptych.printable import printable
 from triptych.seeing.reports.charts import Spec, bar_chart, learning_charts, plot
 from triptych.seeing.reports.records import BarChart, Plot, Report, Table, TranslationSample
 
-# A line in the head of every page by which one is recognised.
+# Identifying line in the head of every page.
 GENERATOR = '<meta name="generator" content="triptych">'
 
 _HERE = Path(__file__).parent
@@ -27,13 +27,13 @@ _PICTURE_WIDTH = 640  # pixels
 
 
 def is_page(path: Path) -> bool:
-    """Whether a file is a page that triptych made."""
+    """Return True if a file is a page made by triptych."""
     with path.open("rb") as file:
         return GENERATOR.encode() in file.read(1024)
 
 
 def short_name(name: str) -> str:
-    """A name to read: of a path its last part, of other names all."""
+    """Return a readable name: the last part of a path, or the whole name otherwise."""
     try:
         return Path(name).resolve(strict=True).name or name
     except (OSError, ValueError):
@@ -41,7 +41,7 @@ def short_name(name: str) -> str:
 
 
 def require_charts() -> None:
-    """Check that pages with charts can be written."""
+    """Check that the library for charts is installed."""
     require_extra("reports", "vl_convert", what="a page with charts")
 
 
@@ -59,7 +59,7 @@ def write_picture(chart: Plot, path: Path) -> bool:
     if spec is None:
         return False
     titled = {**spec, "width": _PICTURE_WIDTH, "background": "white", "title": chart.title}
-    # The colours of a page are variables of its style; a picture has the light ones, which are the first.
+    # The colours of a page are variables of its style, light colours first; a picture uses the light colours.
     light = dict(re.findall(r"(--[\w-]+): (#\w+)", _resource("page.css").partition("}")[0]))
     svg = re.sub(
         r"var\((--[\w-]+)\)", lambda found: light.get(found[1], found[0]), vl_convert.vegalite_to_svg(titled)
@@ -69,14 +69,14 @@ def write_picture(chart: Plot, path: Path) -> bool:
 
 
 def render_report(report: Report) -> str:
-    """The text of the page that `write_report` writes."""
+    """Return the HTML of the page written by `write_report`."""
     learning = learning_charts(report.metrics)
     names = list(dict.fromkeys(name for chart in report.plots for name in chart.names))
     charts: list[tuple[BarChart | Plot, Spec]] = [
         *((chart, spec) for chart in report.charts if (spec := bar_chart(chart))),
         *((chart, spec) for chart in report.plots if (spec := plot(chart, names))),
     ]
-    # The drawing library is most of the file and a second of work: a page without a chart goes without.
+    # The drawing library is most of the file and takes a second: pages without charts omit it.
     if drawn := bool(learning or charts):
         require_charts()
     return make_page(
@@ -102,12 +102,13 @@ def _samples(samples: Sequence[TranslationSample]) -> Table:
 
 
 def make_page(template: str, **context: Any) -> str:
-    """The text of a page whose layout is a template of this room; what is put into it is escaped."""
+    """Render a page from a template in this folder; inserted values are escaped."""
     return _environment().get_template(template).render(**context, generator=Markup(GENERATOR))
 
 
 @lru_cache(maxsize=1)
 def _environment() -> Environment:
+    # Undefined names in templates are errors.
     found = Environment(
         loader=FileSystemLoader(_HERE),
         autoescape=True,
@@ -129,24 +130,24 @@ def _resource(name: str) -> str:
 
 
 def _safe(value: Any) -> Any:
-    """A value of a page; text may be of files and folders."""
+    """Make a value of a page printable: text may contain names of files and folders."""
     return printable(value, lines=True) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _embedded(data: object) -> Markup:
-    # Inside a script element only "<" can do harm ("</script>", "<!--"), and JSON may spell it otherwise.
+    # In a script element only "<" is dangerous ("</script>", "<!--"), and JSON can escape it.
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return Markup(printable(text).replace("<", "\\u003c"))
 
 
 @lru_cache(maxsize=1)
 def _drawing_script() -> str:
-    """Vega, Vega-Lite, vega-embed and our few lines that use them, as one ES module.
+    """Return Vega, Vega-Lite, vega-embed and our own lines of code as one ES module.
 
-    The libraries come with vl-convert: nothing is fetched, now or when the page is opened.
+    The libraries come with vl-convert: the page does not need a network.
     """
     import vl_convert
 
     bundle: str = vl_convert.javascript_bundle(_resource("charts.js"))
-    # Equal in a string or a regular expression, and it cannot end the element.
+    # Equivalent in a string or a regular expression, and it cannot end the element.
     return bundle.replace("</script", "<\\/script")

@@ -1,4 +1,4 @@
-"""What a report shows, as plain records."""
+"""The contents of a report, as plain records."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class MetricPoint:
-    """What was measured at one step of training; None where nothing was."""
+    """Metrics at one step of training; None if not measured."""
 
     step: int
-    """Optimizer steps done, ≥ 0."""
+    """Number of optimizer steps, ≥ 0."""
     train_loss: float | None = None
     """Nats per target token."""
     valid_loss: float | None = None
@@ -25,7 +25,7 @@ class MetricPoint:
 
 @dataclass(frozen=True)
 class TranslationSample:
-    """A sentence, what the model made of it, and, where one is known, the right translation."""
+    """A sentence, its translation by the model, and the reference translation, if known."""
 
     source: str
     hypothesis: str
@@ -33,7 +33,7 @@ class TranslationSample:
 
     @property
     def is_exact(self) -> bool | None:
-        """Whether the translation is the reference to the letter; None without a reference."""
+        """Return True if the translation equals the reference exactly; None without a reference."""
         return None if self.reference is None else self.hypothesis == self.reference
 
 
@@ -45,7 +45,7 @@ class AttentionPicture:
     source_tokens: tuple[str, ...]
     target_tokens: tuple[str, ...]
     weights: NDArray[np.floating]
-    """`[num_heads, tgt_len, src_len]`; every row a distribution over the source."""
+    """Weights `[num_heads, tgt_len, src_len]`; every row is a distribution over the source."""
     caption: str = ""
 
     def __post_init__(self) -> None:
@@ -56,7 +56,7 @@ class AttentionPicture:
                 f"{self.title!r}: weights have shape {list(shape)}; {expected[0]} target and {expected[1]} "
                 f"source tokens want [num_heads ≥ 1, {expected[0]}, {expected[1]}]"
             )
-        # Softmax in half precision may miss 1 by a little; NaN fails the comparison too.
+        # Sums of a softmax in half precision may exceed 1 slightly; NaN also fails the comparison.
         if not np.all((self.weights >= 0) & (self.weights <= 1.001)):
             raise ValueError(f"{self.title!r}: attention weights must lie in 0–1 and be finite")
 
@@ -65,23 +65,23 @@ class AttentionPicture:
         return int(self.weights.shape[0])
 
     def mean_over_heads(self) -> NDArray[np.floating]:
-        """The mean of the heads' weights, `[tgt_len, src_len]`."""
+        """Return the mean of the heads' weights, `[tgt_len, src_len]`."""
         mean: NDArray[np.floating] = self.weights.astype(np.float64).mean(axis=0)
         return mean
 
 
 @dataclass(frozen=True)
 class Table:
-    """Anything else worth a table: a certificate's claims, the spectra of the heads."""
+    """Any tabular data: a certificate's claims, the spectra of the heads."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     caption: str = ""
     numeric: tuple[int, ...] = ()
-    """Columns of numbers, counted from 0: they are set flush right."""
+    """Numeric columns, counted from 0: they are right-aligned."""
     shaded: tuple[int, ...] = ()
-    """Columns of numbers that a page shades, from the lowest to the highest of the column."""
+    """Numeric columns shaded from the lowest to the highest value of the column."""
 
     def __post_init__(self) -> None:
         for number, row in enumerate(self.rows):
@@ -91,7 +91,7 @@ class Table:
                 )
 
     def part(self, columns: Sequence[int]) -> "Table":
-        """The same table with these columns, counted from 0, in this order."""
+        """Return the table restricted to these columns, counted from 0, in this order."""
         return replace(
             self,
             columns=tuple(self.columns[i] for i in columns),
@@ -103,18 +103,18 @@ class Table:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: its name, its length, and the length in words."""
+    """One bar: its name, its length, and its label."""
 
     name: str
     value: float | int
     label: str
     series: str = ""
-    """Which of several bars with the same name it is."""
+    """Series of the bar, for several bars with the same name."""
 
 
 @dataclass(frozen=True)
 class BarChart:
-    """Bars one under the other, in the order given."""
+    """Bars from top to bottom, in the given order."""
 
     title: str
     bars: tuple[Bar, ...]
@@ -129,15 +129,15 @@ class BarChart:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with its interval; NaN ends where there is none."""
+    """A mean with its interval; ends are NaN without an interval."""
 
     mean: float
     low: float
     high: float
     name: str = ""
-    """The name of a dot, or of an estimate."""
+    """Name of a dot, or of an estimate."""
     x: float = 0.0
-    """The place of a dot, or of a point of a curve."""
+    """x coordinate of a dot, or of a point of a curve."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class CurveChart:
     """Name of each line, and its points from left to right."""
     caption: str = ""
     is_log: bool = False
-    """Whether heights are on a logarithmic axis, where all are above 0."""
+    """Whether the y axis is logarithmic, if all values are above 0."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ class CurveChart:
 
 @dataclass(frozen=True)
 class ScatterChart:
-    """Named points, each with the interval of its height."""
+    """Named points with vertical intervals."""
 
     title: str
     x_title: str
@@ -175,7 +175,7 @@ class ScatterChart:
 
 @dataclass(frozen=True)
 class IntervalChart:
-    """Estimates below each other, each with its interval, and a line at 0."""
+    """Estimates below each other with their intervals, and a line at 0."""
 
     title: str
     x_title: str
@@ -187,13 +187,13 @@ class IntervalChart:
         return tuple(one.name for one in self.intervals)
 
 
-# What `plot` draws.
+# Input of `plot`.
 Plot = CurveChart | ScatterChart | IntervalChart
 
 
 @dataclass(frozen=True)
 class Report:
-    """One page: a training run, or things of one kind side by side; every part but the title may be empty."""
+    """One page: a training run, or a comparison; all parts except the title may be empty."""
 
     title: str
     summary: str = ""
@@ -203,9 +203,9 @@ class Report:
     charts: tuple[BarChart, ...] = ()
     tables: tuple[Table, ...] = ()
     commands: tuple[str, ...] = ()
-    """Command lines to go on with, one each."""
+    """Suggested command lines."""
     metrics: tuple[MetricPoint, ...] = ()
     samples: tuple[TranslationSample, ...] = ()
     viewer: Mapping[str, Any] | None = None
-    """Attention: the data of `viewer.html`, which `attending/viewing.py` makes."""
+    """Attention: the data of `viewer.html`, made by `viewer_data`."""
     plots: tuple[Plot, ...] = ()

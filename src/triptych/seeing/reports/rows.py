@@ -12,14 +12,14 @@ _GENERATOR = {b"generator": b"triptych"}
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a file is one that `write_parquet` made."""
+    """Return True if a file was made by `write_parquet`."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         return False
     try:
-        with path.open("rb") as file:  # pyarrow takes no name that is not UTF-8
+        with path.open("rb") as file:  # pyarrow requires UTF-8 file names
             metadata = pyarrow.parquet.read_schema(file).metadata or {}
     except (pyarrow.ArrowException, OSError):
         return False
@@ -27,12 +27,13 @@ def is_parquet(path: Path) -> bool:
 
 
 def write_parquet(rows: Sequence[Mapping[str, object]], path: Path, figures: Collection[str] = ()) -> None:
-    """Write rows, a column for each key of the first."""
+    """Write rows, with a column for each key of the first row."""
     require_extra("parquet", "pyarrow", what="Parquet")
     import pyarrow
     import pyarrow.parquet
 
     table = pyarrow.Table.from_pylist([dict(row) for row in rows])
+    # Columns of figures are float64 even if their values are integers or None.
     for place, name in enumerate(table.column_names):
         if name in figures:
             table = table.set_column(place, name, table.column(place).cast(pyarrow.float64()))
@@ -46,7 +47,7 @@ def write_parquet(rows: Sequence[Mapping[str, object]], path: Path, figures: Col
 
 
 def write_csv(rows: Sequence[Mapping[str, object]], path: Path) -> None:
-    """Write rows, a column for each key of the first."""
+    """Write rows, with a column for each key of the first row."""
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
     writer.writeheader()

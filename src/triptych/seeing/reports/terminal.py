@@ -12,14 +12,14 @@ from triptych.printable import shortened
 from triptych.seeing.reports.records import AttentionPicture, TranslationSample
 from triptych.seeing.reports.records import Table as TableRecord
 
-# The character says the weight where there is no colour, the colour where the characters are narrow.
+# Characters show the weight without colours, colours show it for narrow characters.
 _SHADES = (" ", "·", "░", "▒", "▓", "█")
 _COLOURS = ("grey35", "grey50", "steel_blue", "deep_sky_blue3", "deep_sky_blue1", "bright_white")
 _token = partial(shortened, most=14)
 
 
 def render_attention(picture: AttentionPicture, head: int | None = None) -> Group:
-    """A heat map: a row for each target token, a column, headed downwards, for each source token."""
+    """Draw a heat map: a row for each target token, a column with a vertical label for each source token."""
     if head is not None and not 0 <= head < picture.num_heads:
         raise ValueError(f"there is no head {head}; {picture.title!r} has heads 0–{picture.num_heads - 1}")
     weights = picture.mean_over_heads() if head is None else picture.weights[head]
@@ -28,23 +28,23 @@ def render_attention(picture: AttentionPicture, head: int | None = None) -> Grou
     table.add_column("", justify="right", no_wrap=True)
     height = max((len(_token(token)) for token in picture.source_tokens), default=0)
     for token in picture.source_tokens:
-        # A token written downwards takes two characters of width at any length.
+        # A vertical label is two characters wide at any length.
         letters = "\n".join(_token(token).rjust(height))
         table.add_column(Text(letters, style="bold"), width=2, no_wrap=True)
     for token, row in zip(picture.target_tokens, weights, strict=True):
         table.add_row(Text(f"{_token(token)} │", style="bold"), *(_cell(float(weight)) for weight in row))
-    # rich would fold a title of the table's own to the width of the map.
+    # rich would fold the table's title to the width of the map.
     return Group(Text(f"{picture.title} ({which})"), table)
 
 
 def render_samples(samples: Sequence[TranslationSample]) -> Table:
-    """A table of source, translation, reference and whether the two agree to the letter."""
+    """Return a table of source, translation, reference and their exact agreement."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("source", "translation", "reference", ""):
         table.add_column(name, overflow="fold")
     marks = {None: Text(""), True: Text("✓", style="green"), False: Text("✗", style="red")}
     for sample in samples:
-        # Text, since a plain string may hold rich's markup, "[red]" say.
+        # Text objects: plain strings may contain rich's markup, such as "[red]".
         table.add_row(
             Text(sample.source), Text(sample.hypothesis), Text(sample.reference or ""), marks[sample.is_exact]
         )
@@ -52,7 +52,7 @@ def render_samples(samples: Sequence[TranslationSample]) -> Table:
 
 
 def render_table(record: TableRecord) -> Table:
-    """A table record without its title and caption; one whose columns have no names has no head."""
+    """Render a table record without title and caption; the header is omitted without column names."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_header=any(record.columns))
     for number, name in enumerate(record.columns):
         is_numeric = number in record.numeric
