@@ -235,6 +235,7 @@ def _of_teacher_and_gradients(
 
     The gradient of the logits is p minus the mixture of the teacher's probabilities and the smoothed label.
     """
+    # Sums and the gradient of the weight are accumulated in float32.
     wide = torch.promote_types(x.dtype, torch.float32)
     smoothed = torch.zeros((), dtype=wide, device=x.device)
     likelihood = torch.zeros_like(smoothed)
@@ -281,7 +282,7 @@ def _rdrop_and_gradients(
     With a = log p − log q, the sum of the divergences is Σ (p − q) a, and its gradient with respect to
     the logits of p is p (a − Σ p a) + p − q. For the logits of q, p and q change roles and a its sign.
     """
-    share = rdrop / 4
+    share = rdrop / 4  # α / 4, as in the formula of this module
     wide = torch.promote_types(weight.dtype, torch.float32)
     smoothed = torch.zeros((), dtype=wide, device=weight.device)
     likelihood = torch.zeros_like(smoothed)

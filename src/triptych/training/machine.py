@@ -99,7 +99,7 @@ def repeatable(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def in_any_order() -> Iterator[None]:
-    """Allow a GPU to write distinct indices in any order: in a fixed order, `index_put_` needs ten launches."""
+    """Allow a GPU to write distinct indices in any order; a fixed order costs `index_put_` ten launches."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
     try:
@@ -116,7 +116,7 @@ _LONGEST = 0.2  # seconds
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Measure the product of two square matrices; returns floating-point operations a second, best of four."""
+    """Return the floating-point operations a second of a product of square matrices, best of four."""
     rate = 0.0
     for size in _SIZES.get(device.type, (1024,)):
         operations = 2 * size**3
