@@ -300,7 +300,7 @@ class Step:
         return 8 * numbers if isinstance(norm, nn.RMSNorm) else numbers * self.bytes
 
     def _attention(self, layer: MultiHeadAttention, is_cross: bool) -> tuple[int, int, int]:
-        """Return bytes saved, operations of the forward pass, and operations that the backward pass repeats."""
+        """Return bytes saved, operations of the forward pass, and operations that the backward repeats."""
         weights = layer.weights()
         e = self.bytes
         semantics = weights.semantics
