@@ -42,7 +42,7 @@ _OPEN = frozenset({"/", "/health", "/frontend/settings", "/spec"})
 
 
 def web_application(server: Server, *, public: bool = False) -> Starlette:
-    """Make the ASGI application that serves models; `public` allows any host name."""
+    """Make the ASGI application; `public` allows any host name."""
     # An endpoint's docstring is its summary in /spec.
     routes = [
         Route(path, Guarded(server, path, endpoint, public=public), methods=[method])
@@ -80,7 +80,7 @@ class Guarded:
                 visit.stage = "open"
             computed = self._server.limits.seconds if visit.stage == "read" else 0.0
             try:
-                # `Server.compute` limits the computation; this timeout ends clients that do not read.
+                # `Server.compute` limits the computation; this timeout is for a client too slow to read.
                 async with asyncio.timeout(computed + _SECONDS_TO_SEND):
                     await response(scope, receive, send)
             except TimeoutError:

@@ -23,7 +23,7 @@ async def answer_attend(server: Server, request: Request) -> Response:
     heads = fields.text("heads", "*")
     target = None if fields.get("target") is None else fields.text("target")
     limits = server.limits
-    # Serialisation in pieces stops as soon as the client has gone.
+    # Serialisation in pieces stops soon after the client disconnects.
 
     def ask(model: Model, item: Item) -> str:
         targets = None if target is None else [target]
@@ -45,7 +45,7 @@ async def answer_attend(server: Server, request: Request) -> Response:
 async def answer_inspect(server: Server, request: Request) -> Response:
     """Measures of the heads, from the weights: `model`, `layers`, `heads`."""
     fields = await server.fields(request)
-    # `type(one) is int` refuses true and false, which are ints in Python.
+    # `type(one) is int` refuses true and false: bool is a subclass of int.
     for name in ("layers", "heads"):
         given = fields.get(name)
         if given is not None and not (isinstance(given, list) and all(type(one) is int for one in given)):

@@ -69,6 +69,7 @@ async def complete(server: Server, request: Request) -> Response:
     def encode(text: str) -> list[int]:
         return generator.encode(text, special_tokens=special_tokens)
 
+    # Special tokens in a prompt count as tokens unless the request asks for text.
     prompts = await read_token_ids(server, fields, "prompt", encode, generator.model.vocab_size)
     wanted = None if fields.get("logprobs") is None else fields.number("logprobs", 0, _MOST_LOGPROBS)
     asked = _asked(server, model, fields, prompts, "max_tokens", 16, wanted)
@@ -126,7 +127,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
 
 
 def _content(given: Any, where: str) -> str:
-    """Read the text of a message: a string, or a list of text parts, which are joined."""
+    """Read the text of a message: a string, or the joined text parts of a list."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list) or not given:
@@ -270,7 +271,7 @@ def _completion(
     asked: _Wanted, names: TokenNames, ids: Sequence[int], one: Continuation | None, scored: Scored | None
 ) -> dict[str, Any]:
     """Format a choice of a completion."""
-    # Log-probabilities of an echoed prompt come before those of the new tokens.
+    # Log-probabilities of an echoed prompt precede the log-probabilities of new tokens.
     prompt = names.tokenizer.decode([ids])[0] if asked.echo else ""
     text = prompt + ("" if one is None else one.text)
     if asked.logprobs is None:

@@ -96,7 +96,7 @@ class Connection(H11Protocol):
         self._look = self.loop.call_later(self._limits.stranger_seconds, look)
 
     def _cut_off_if_unread(self, before: int | None) -> None:
-        """Abort a closing connection if the client has read nothing since the last check.
+        """Abort a closing connection if its unread data has not shrunk since the last check.
 
         `before` is the size of the unread data at the last check, or None for an open connection.
         """

@@ -144,7 +144,7 @@ class Shown(NamedTuple):
     Attributes:
         text: input of the model.
         target: translation, or continuation of a language model; may be "".
-        changes: what-ifs in order.
+        changes: list of what-ifs in order.
     """
 
     text: str
@@ -170,6 +170,7 @@ class Explorer:
         most_tokens: int | None = None,
     ) -> None:
         """Make an explorer of a model for texts of at most `most_tokens` tokens."""
+        # Only the last results of each kind are kept.
         self.model = model
         self.over = over
         self.held_out = held_out
@@ -191,7 +192,7 @@ class Explorer:
 
     @property
     def reads_pairs(self) -> bool:
-        """Whether the model is a translator, with a target for its decoder."""
+        """True if the model is a translator, with a target for its decoder."""
         return self.model.reader.opened.translates
 
     def _read(self, asked: Shown) -> tuple[str, str | None]:
@@ -247,7 +248,7 @@ class Explorer:
         }
 
     def compare(self, changes: tuple[str, ...], parts: int) -> dict[str, Any]:
-        """Measure the effect of changes on the loss on the held-out text, once all `parts` are computed.
+        """Measure the effect of changes on the held-out loss, once all `parts` are computed.
 
         All parts can need more time than a request has. Parts are cached, so that a caller can request one
         more part at a time.
@@ -255,6 +256,7 @@ class Explorer:
         text = self.held_out
         if text is None:
             raise UsageError("there is no held-out text: triptych explore MODEL --held-out FILE gives one")
+        # The changed and the unchanged model are read part by part.
         parts = min(max(1, parts), text.num_parts)
         losses = [[self._held_out_losses(which, part) for part in range(parts)] for which in ((), changes)]
         if parts < text.num_parts:
@@ -269,7 +271,7 @@ class Explorer:
 
     def write(self, text: str, changes: tuple[str, ...], count: int) -> dict[str, Any]:
         """Translate or continue a text; returns alternatives with scores."""
-        # A model that can do neither has an empty list.
+        # The list is empty if the model can neither translate nor generate.
         model = self._changed(changes)
         found: Sequence[Any] = ()
         if "translate" in self.model.can:
@@ -290,7 +292,7 @@ class Explorer:
     def view(self, asked: Shown, *, measured: bool = False) -> dict[str, Any]:
         """Return all attention weights of the text for `seeing/reports/viewer.js`.
 
-        `measured` adds notes on the behaviour of heads: over the text `over`, or else on this text.
+        `measured` adds notes on the behaviour of heads, measured on `self.over` if given, else on this text.
         """
         attention = self._attention(asked)
         data = viewer_data(attention.viewed(notes=self._notes(asked) if measured else {}))
@@ -329,7 +331,7 @@ class Explorer:
                 one["token"] = readable(one["token"])
         share = steps.share_of_output.tolist()
         layers = {one.name: one for one in self._changed(asked.changes).layers}
-        # A layer that is used several times has one name, but a number for each use.
+        # A layer with several uses has one name, but a number for each use.
         semantics = layers.get(layer, next(iter(layers.values()))).outline.semantics
         return {
             **record,
@@ -344,7 +346,7 @@ class Explorer:
 
     def _next(self, asked: Shown, layer: str, query: int) -> dict[str, Any] | None:
         """Return the next token's probabilities and the loss, without and with the changes."""
-        # Tokens are the union of the most probable ones of both runs.
+        # Tokens are the union of the most probable tokens of the two runs.
         if not self.reads_pairs and "generate" not in self.model.can:
             return None
         before = self._run(asked._replace(changes=()))
@@ -420,7 +422,7 @@ def rounded(found: Any, digits: int = 6) -> Any:
 
 def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]]:
     """Yield the largest singular directions of the two forms, with the tokens nearest to both vectors."""
-    with suppress(TriptychError):  # without a norm that can be folded, the head stays unchanged
+    with suppress(TriptychError):  # the head stays unchanged if its norm is missing or cannot be folded
         head = head.folded
     reader = model.reader
     stack = layer.partition(".")[0] if "." in layer else next(iter(reader.model.stacks))

@@ -1,4 +1,4 @@
-"""Handling of SIGHUP, which makes a ready server reload its models."""
+"""Handling of SIGHUP: a ready server reloads its models."""
 
 import signal
 import sys

@@ -13,7 +13,7 @@ _BEFORE = 8
 
 
 class NamedToken(NamedTuple):
-    """Token with a name that is unique among the candidates at its position."""
+    """Token with a unique name among the candidates at its position."""
 
     name: str
     log_prob: float | None
@@ -52,7 +52,7 @@ def told_tokens(
     tops: Sequence[Top],
 ) -> list[ToldToken]:
     """Return the tokens of a text after the tokens `before`, without the token that ended it."""
-    # The decoder gives the length of each token's text, which depends on the tokens before it.
+    # The length of each token's text depends on the tokens before it.
     decoder = StreamDecoder(names.tokenizer)
     for token in before[-_BEFORE:]:
         decoder.push(token)

@@ -95,7 +95,7 @@ def num_lost() -> int:
 
 @final
 class LogHandler(logging.Handler):
-    """Handler that writes a library's log records as lines of the log."""
+    """Handler for writing a library's log records as lines of the log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         found: dict[str, Any] = {record.levelname.lower(): record.getMessage()}

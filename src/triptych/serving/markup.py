@@ -44,14 +44,14 @@ class Element(NamedTuple):
 @final
 @dataclass(frozen=True)
 class TextRun:
-    """Text between two separating tags, and the elements inside it, outer elements first."""
+    """Text between two separating tags, and the elements inside it in order of their opening tags."""
 
     text: str
     elements: tuple[Element, ...] = ()
 
     @property
     def needs_words(self) -> bool:
-        """Whether an element contains only a part of the text: aligned words are needed to place it."""
+        """True if an element contains only a part of the text: its position requires aligned words."""
         return any((of.start, of.stop) != (0, len(self.text)) for of in self.elements)
 
     def html(self, translation: str, words: AlignedWords | None) -> str:
@@ -82,7 +82,7 @@ class TextRun:
         for place, stack in enumerate(own):
             for number in stack:
                 inside.setdefault(number, []).append(place)
-        # An element without a word takes the word that attends most to its text.
+        # An element without a word takes the word with the largest attention to its text.
         kept = Counter(number for stack in found for number in stack)
         for number in sorted(inside):
             if kept[number]:
@@ -95,7 +95,7 @@ class TextRun:
         return found
 
     def _elements_at(self, places: Sequence[float]) -> list[tuple[int, ...]]:
-        """Return the elements around each position, outer elements first; positions are ascending."""
+        """Return the elements around each position, outer before inner; positions are ascending."""
         # One pass: an element is opened at its start and dropped at its stop.
         found = list[tuple[int, ...]]()
         open_ = list[int]()
@@ -109,7 +109,8 @@ class TextRun:
         return found
 
     def _elements_of(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-        """Return the elements with more than half of each span, outer elements first; spans are ascending."""
+        """Return the elements with more than half of each span, outer before inner; spans are ascending."""
+        # One pass, the same as in `_elements_at`.
         found = list[tuple[int, ...]]()
         open_ = list[int]()
         upcoming = 0
@@ -160,7 +161,7 @@ def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _spans(text: str, words: Sequence[Word]) -> list[tuple[int, int]]:
-    """Return the range of characters of each word; empty for a word that differs from the text."""
+    """Return the range of characters of each word; empty for a word not found in the text."""
     spans = list[tuple[int, int]]()
     at = 0
     for word in words:
@@ -336,7 +337,7 @@ class _Pair:
 
 
 def _paired_tags(tokens: Sequence[str | _Tag]) -> set[int]:
-    """Return the indices of tags in pairs that contain text, and in which all tags are such pairs."""
+    """Return the indices of paired tags with text, if all tags between them form such pairs too."""
     found = set[int]()
     begun = list[_Pair]()
     names = Counter[str]()

@@ -1,8 +1,8 @@
 """Rules for all documented fields of OpenAI's completions, chats and embeddings.
 
 `docs/reference/openai.md` has the table. An ignored field cannot change the answer. A followed field needs a
-value of the right type. Any other documented field is refused, except with a value that has the same effect
-as its absence. Undocumented fields are refused.
+value of the right type. Any other documented field is refused, except with a value equivalent to its absence.
+Undocumented fields are refused.
 """
 
 from collections.abc import Callable, Mapping

@@ -45,16 +45,16 @@ def serve(
         models: models by name; the name of a translator ends in its languages, such as de-en.
         host: address to listen at. One that other machines can reach needs a key.
         port: port to listen at.
-        workers: number of processes that compute, including this process. Several processes have one thread
-            and the models in memory each. They start with `spawn`: a script must guard its main part with
-            `if __name__ == "__main__"`.
+        workers: number of processes that compute, including this process. Each of several processes has one
+            thread and a copy of the models in memory. The processes start with `spawn`: a script must guard
+            its main part with `if __name__ == "__main__"`.
         keys_file: file of keys, one per line. Every request needs one of them. Default: the keys in
             TRIPTYCH_API_KEY, separated by spaces; without any, no key is needed.
         limits: limits of requests. Default: `Limits()`.
         shutdown_timeout: seconds that running requests get to end when the process is told to stop.
         over: text for the page's measurements of heads. Default: the text on the page.
-        held_out: text for the effect of changes on the loss; only with a single model. Default: without this
-            measurement.
+        held_out: text for the effect of changes on the loss; only with a single model. Default: None, which
+            omits this measurement.
         page_only: serve the page only; a translator's name may then lack languages.
         ready: function called as soon as the server answers requests.
 
@@ -83,7 +83,7 @@ def serve(
         raise UsageError(f"--workers {workers}: give a number from 1 to {_MOST_WORKERS}")
     if held_out is not None and len(models) != 1:
         raise UsageError(f"the held-out text is of one model, and {len(models)} are served: leave it out")
-    # Several processes have one thread each.
+    # With several processes, every process has one thread.
     with torch_threads(1 if workers > 1 else None), hangups.ignored(), ExitStack() as stack:
         page = PageTexts(over, held_out)
         fleet = running.Fleet(models, limits or Limits(), workers=workers, page=page, page_only=page_only)

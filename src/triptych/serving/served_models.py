@@ -67,8 +67,9 @@ class ServedModel:
         desk: queue of questions about the model itself, separate so that texts do not wait for them.
         clerk: worker of the desk, one question at a time.
         explorer: answers for the page at `/`.
-        is_batch_invariant: whether every text had the same bits alone and in a batch in `check_batches`; None
-            before the check, and for a model that neither translates nor generates.
+        is_batch_invariant: True if every text has the same bits alone and in a batch, as far as
+            `check_batches` can tell; None before the check, and for a model that neither translates nor
+            generates.
         batch_invariance: result of `check_batches` in words; "" without a comparison.
         alone: results of `check_batches` for each text alone.
     """
@@ -273,7 +274,7 @@ class Continuing(ModelJob, Decoding):
 
 
 class JobOfEach(ModelJob):
-    """Job that computes items one at a time."""
+    """Job for computing items one at a time."""
 
     def compute(self, items: Sequence[Item]) -> list[Any]:
         self.model.own_weights()

@@ -65,8 +65,8 @@ class Server:
     Attributes:
         fleet: models and their workers.
         limits: limits of requests.
-        keys: accepted keys; if any are set, a request needs one of them.
-        is_stopping: whether the server finishes running requests and refuses new requests.
+        keys: accepted keys; without keys, requests do not need a key.
+        is_stopping: True while the server finishes running requests and refuses new requests.
         started: time of creation, in seconds since 1970.
     """
 
@@ -123,7 +123,7 @@ class Server:
 
     @contextmanager
     def answering(self, request: Request) -> Iterator[Visit]:
-        """Register a request inside the block; the models that it may use stay open until its end."""
+        """Register a request inside the block; the models in use stay open until its end."""
         visit = Visit(asyncio.get_running_loop().time() + self.limits.seconds)
         request.scope[_VISIT] = visit
         self._in_flight.add(visit)
@@ -143,10 +143,10 @@ class Server:
     async def reload(self) -> list[str]:
         """Open the models again from their sources, and switch to them once they are ready.
 
-        Running requests finish on the old models. At most two copies of the models exist: a reload is refused
+        Running requests finish on the old models. At most two sets of models are open: a reload is refused
         while requests still use the models of an earlier reload.
         """
-        # `shield`: a client that goes away does not cancel the reload.
+        # `shield`: the disconnection of the client does not cancel the reload.
         if self.is_stopping:
             raise RequestError(503, "the server is stopping", retry_after=5)
         if self._reloading is not None:
@@ -172,9 +172,9 @@ class Server:
             self._reloading.cancel()
 
     async def reload_when_possible(self) -> None:
-        """Reload as soon as an earlier reload has ended and its old models are closed.
+        """Reload after the end of an earlier reload and of its old models.
 
-        Further calls during the wait have no effect. Errors are in the log.
+        Further calls during the wait are ignored. Errors are in the log.
         """
         if self._is_reload_wanted:
             return
@@ -209,7 +209,7 @@ class Server:
         return fresh
 
     async def _retire(self, fleet: Fleet, requests: set[Visit]) -> None:
-        """Close a fleet after the end of all requests that may use its models."""
+        """Close a fleet after the end of all requests that began before the reload."""
         while requests & self._in_flight:
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
         await _in_a_thread_that_may_be_left(fleet.close)
@@ -233,6 +233,7 @@ class Server:
         """
         visit: Visit = request.scope[_VISIT]
         most = self.limits.max_requests
+        # A client without a key in its headers gets a lower limit and less time.
         if self.keys.check_head(request):
             visit.stage = "begun"
             if self._num_in("begun") > most:
@@ -306,7 +307,7 @@ class Server:
         Returns:
             Results of the items, in order.
         """
-        # Waits for the results or the client's disconnection, whichever comes first.
+        # Wait for the first of two events: all results, or the client's disconnection.
         loop = asyncio.get_running_loop()
         items = [
             Item(job, one, None if tell is None else partial(loop.call_soon_threadsafe, tell, number))
@@ -333,7 +334,7 @@ class Server:
 
 
 async def _in_a_thread_that_may_be_left(work: Callable[[], _Found]) -> _Found:
-    """Call `work` in a daemon thread, which does not delay the end of the process."""
+    """Call `work` in a daemon thread, so that it does not delay the end of the process."""
     # `asyncio.to_thread` would use threads that the interpreter joins at exit.
     found = Future[_Found]()
 

@@ -1,4 +1,4 @@
-"""Application on uvicorn, with a shutdown that finishes running requests."""
+"""Application on uvicorn; its shutdown waits for running requests."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ from triptych.serving.server import Server as Server
 
 @final
 class Serving(uvicorn.Server):
-    """Server that answers 503 after a first stop signal, until the running requests have ended.
+    """Server with a graceful shutdown: after a first stop signal, it answers 503 until running requests end.
 
     A second signal raises KeyboardInterrupt.
     """

@@ -1,4 +1,4 @@
-"""Jobs of requests, and a thread per model that decodes items together or computes them in batches.
+"""Jobs of requests, and a thread per model for decoding items together or computing them in batches.
 
 If a group of decoded items fails, its items are decoded again in halves, until a failing item is alone. Only
 its request fails. The other items are unaffected, because a result depends only on the item's job and input.
@@ -28,9 +28,9 @@ class QueuedJob(ABC):
     """Kind of computation of items. Items of equal jobs are computed together.
 
     Attributes:
-        travels: whether another process may compute the job.
-        waits: whether the job's texts wait until most running texts have ended. Running translations end soon
-            and at about the same step, and every join copies the caches.
+        travels: True if another process may compute the job.
+        waits: True if the job's texts wait until most running texts have ended. Running texts end soon and at
+            about the same step, and every join has to copy the caches.
     """
 
     travels: ClassVar[bool] = True
@@ -38,7 +38,7 @@ class QueuedJob(ABC):
 
     @property
     def repeats(self) -> bool:
-        """Whether an item has the same result if it is computed again with other items."""
+        """True if an item has the same result when computed again with other items."""
         return True
 
     @abstractmethod
@@ -67,10 +67,10 @@ class Item:
         given: input: the text, or another input of the job.
         tell: called by the worker's thread with a sample's index and its new text; None without a stream.
         result: future of the result.
-        is_left: whether the request no longer waits for the result.
+        is_left: True if the request no longer waits for the result.
         when_left: called by `leave` while another process computes the item.
         told: number of streamed characters, by sample.
-        was_lost: whether a process died while it computed the item; the item is then computed once more.
+        was_lost: True if a process died while it computed the item; the item is then computed once more.
     """
 
     job: QueuedJob
@@ -90,7 +90,7 @@ class Item:
 
     @property
     def can_be_repeated(self) -> bool:
-        """Whether a repeated computation agrees with the text streamed so far."""
+        """True if a repeated computation agrees with the text streamed so far."""
         return not self.told or self.job.repeats
 
     def say(self, sample: int, text: str) -> None:
@@ -126,7 +126,7 @@ class Lane:
     """Consumer of a queue: a thread of this process, or another process.
 
     Attributes:
-        is_here: whether the lane is a thread of this process.
+        is_here: True if the lane is a thread of this process.
         running: items in computation.
         joined: time of the last start of an item with `QueuedJob.waits`.
     """
@@ -141,8 +141,8 @@ class Queue:
     """Queue of the items for a model.
 
     A lane with capacity takes the oldest item, and the items closest to it in length, because padding makes
-    every text of a batch as long as the longest. An item therefore starts after at most as many groups as
-    there were items before it.
+    every text of a batch as long as the longest. If n items are before an item, it starts after at most n
+    groups.
 
     Attributes:
         lanes: consumers of the queue.
@@ -165,12 +165,13 @@ class Queue:
         return sum(len(lane.running) for lane in self.lanes)
 
     def submit(self, items: Sequence[Item]) -> None:
-        """Add items to the queue, all or none of them.
+        """Add items to the queue, or refuse all of them.
 
         Raises:
             RequestError: Too many items wait, or the server is stopping.
         """
         with self._changed:
+            # An empty queue accepts any allowed number of items; 429 requires that other items wait.
             if not self._is_open:
                 raise RequestError(503, "the server is stopping: try again later", retry_after=5)
             if len(items) > self._limits.max_waiting:
@@ -194,19 +195,19 @@ class Queue:
             self._changed.notify_all()
 
     def add(self, lane: Lane) -> None:
-        """Add a lane, which may then take items."""
+        """Add a lane, and allow it to take items."""
         with self._changed:
             self.lanes.append(lane)
 
     def remove(self, lane: Lane) -> None:
-        """Remove a lane, which then takes no more items."""
+        """Remove a lane; it does not get further items."""
         with self._changed:
             self.lanes.remove(lane)
             self._changed.notify_all()
 
     def take(self, lane: Lane, *, waits: bool) -> list[Item] | None:
         """Return the items that a lane starts now, after a wait for them if `waits`; None at the end."""
-        # Items of requests that have gone are dropped.
+        # Items of disconnected clients are dropped.
         with self._changed:
             while lane in self.lanes:
                 self._waiting = deque(
@@ -260,7 +261,7 @@ class _Group:
     Attributes:
         loop: decoding loop.
         asked: sequences of each item.
-        is_open: whether new items may join; False during the search for a failing item.
+        is_open: True if new items may join; False during the search for a failing item.
     """
 
     def __init__(self, loop: Loop, *, is_open: bool) -> None:
@@ -300,7 +301,7 @@ class _Group:
 
 @final
 class Worker:
-    """Thread that computes the items of a queue.
+    """Thread for computing the items of a queue.
 
     Items of a `Decoding` job join the running sequences between two steps. Other items are computed between
     steps, items of equal jobs together. Results should not depend on the other items of a batch

@@ -24,7 +24,7 @@ from triptych.serving.worker import Item, Lane
 
 _DIED = "the processes that computed this have ended: send it again"
 _SECONDS_TO_END = 10.0
-# Interval of pings to a process, and the time without a message after which it is killed.
+# Interval of pings to a process, and the time without a message before it is killed.
 SECONDS_BETWEEN_PINGS = 2.0
 SECONDS_SILENT = 30.0
 # Pause before a process is restarted, doubled after each failed start.
@@ -41,8 +41,8 @@ class _FailedToOpenError(Exception):
 class ServingProcess:
     """Another process with the models.
 
-    A process that dies or does not answer is restarted. Its items are computed once more, by any process: a
-    job computes the same result each time.
+    A dead or silent process is restarted. Its items are computed once more, by any process: a job computes
+    the same result each time.
     """
 
     def __init__(self, served: Sequence[ServedModel], arguments: bytes) -> None:
@@ -76,9 +76,9 @@ class ServingProcess:
     def _open_until_it_stays(self, *, raises: bool) -> dict[ServedModel, Lane]:
         """Open the process, and restart it until it succeeds.
 
-        With `raises`, an error in the models is raised; a process that dies is still restarted.
+        With `raises`, an error in the models is raised; a dead process is restarted all the same. Returns {}
+        if the process is closed meanwhile.
         """
-        # {}: closed during a pause.
         pause = _FIRST_PAUSE
         while True:
             try:
@@ -99,7 +99,7 @@ class ServingProcess:
 
     def _open(self) -> dict[ServedModel, Lane]:
         """Compare the process's results of `check_batches` with this process's, and let it take items."""
-        # Another process may compute other bits, for example with another number of threads.
+        # A model is batch-invariant only if all processes compute the same bits.
         found = self._helper.connection.recv()
         if isinstance(found, Exception):
             raise _FailedToOpenError(repr(found)) from found
@@ -153,7 +153,7 @@ class ServingProcess:
                 self._ping()
 
     def _ping(self) -> None:
-        """Send a ping if the connection is writable: a process that does not read would block the sender."""
+        """Send a ping if the connection is writable: a full connection would block the sender."""
         if self._lock.acquire(blocking=False):
             try:
                 if select.select([], [self._helper.connection], [], 0)[1]:

@@ -1,4 +1,4 @@
-"""Inputs of a run that continues the training of a checkpoint's language model.
+"""Inputs of a run from the language model of a checkpoint.
 
 The run folder is a checkpoint of the same family in float32: `transformers` reads `config.json`,
 `model.safetensors` and the tokenizer's files. The other files of a run lie next to them.
@@ -37,7 +37,7 @@ from triptych.training.state import RUN_FILES, save_or_explain
 from triptych.untrusted import LONGEST_JSON, read_json, read_limited
 
 _TOKENIZER_JSON = "tokenizer.json"
-# Files of the original run that are not copied.
+# Files of the original run left out of a copy.
 _NOT_TAKEN = {*RUN_FILES["."], CERTIFICATE} - {_TOKENIZER_JSON}
 _DTYPE = ("dtype", "torch_dtype")
 

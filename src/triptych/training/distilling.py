@@ -96,6 +96,7 @@ def distil_text(
     blocks = [order[start : start + _BLOCK] for start in range(0, len(order), _BLOCK)]
 
     def finish() -> Distilled:
+        # A repeated call after the end only checks that the written files are unchanged.
         record = read_json(folder / _RECORD)
         for name, digest in record.get("written", {}).get("sha256", {}).items():
             if not (folder / name).is_file() or file_hash(folder / name) != digest:

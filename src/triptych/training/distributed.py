@@ -34,6 +34,7 @@ def spread(
     parameters: LazyParameters | None = None,
 ) -> Computing:
     """Shard a model over the processes."""
+    # A mesh of one replica is only its dimension of shards.
     device = next(objective.model.parameters()).device if parameters is None else parameters.device
     shape = mesh_shape(kind, world.size, world.num_nodes, shard_size)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copy", "shard"))
@@ -128,7 +129,7 @@ class Shards(Computing):
         if not self._world.is_first:
             yield None
             return
-        # Each gathered tensor is released as soon as the copy has it.
+        # `pop` releases each gathered tensor after its copy.
         whole = copy.deepcopy(self._blank)
         for name in [*tensors]:
             parameter = nn.Parameter(tensors.pop(name).to(device), whole.get_parameter(name).requires_grad)

@@ -100,7 +100,7 @@ class PlannedLayout:
     """Predicted cost of a layout for each process and step; sizes in bytes."""
 
     layout: LayoutSettings
-    parameters: int  # stored parameters, and their bfloat16 copies
+    parameters: int  # parameters, with the blocks' bfloat16 copy if there is one
     gradients: int  # gradients at the end of the step
     optimizer: int  # moments of the optimizer
     activations: int  # activations kept for the backward pass, and parameters gathered for the whole step
@@ -129,7 +129,7 @@ class PlannedLayout:
 
     @property
     def seconds(self) -> float:
-        """Time of a step; in shards, collectives overlap with computation."""
+        """Time of a step; collectives of shards overlap with computation."""
         if self.layout.kind in ("fsdp", "hybrid"):
             return max(self.compute_seconds, self.exchange_seconds)
         return self.compute_seconds + self.exchange_seconds

@@ -472,6 +472,7 @@ def _prepare_folder(folder: Path) -> None:
 
 
 def _computing(objective: Objective[Any, Any], config: OptimisationConfig, layout: Layout) -> Computing:
+    # The bfloat16 twin is a copy: blocks get checkpointing before the copy, and are compiled after it.
     device = (
         next(objective.model.parameters()).device if layout.parameters is None else layout.parameters.device
     )

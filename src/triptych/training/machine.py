@@ -41,7 +41,7 @@ def ahead(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
 
 @final
 class StopRequest:
-    """Context manager that records the first SIGINT or SIGTERM; a second signal interrupts at once."""
+    """Context manager for recording the first SIGINT or SIGTERM; a second signal interrupts at once."""
 
     def __init__(self, say: Callable[[str], None] = lambda message: None) -> None:
         self.signal_number: int | None = None
@@ -68,7 +68,7 @@ class StopRequest:
 
 
 def compile_blocks(blocks: Iterable[nn.Module], device: torch.device, backend: str = "inductor") -> None:
-    """Compile each block in place; weights and their names stay unchanged."""
+    """Compile each block in-place; weights and their names stay unchanged."""
     on_cpu = device.type == "cpu"
     if backend == "inductor" and on_cpu and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise UsageError(
@@ -81,7 +81,7 @@ def compile_blocks(blocks: Iterable[nn.Module], device: torch.device, backend: s
 
 @contextmanager
 def repeatable(device: torch.device) -> Iterator[None]:
-    """Make a GPU sum gradients in a fixed order inside the block, as a CPU does."""
+    """Make a GPU sum gradients in a fixed order inside the block, like a CPU."""
     if device.type != "cuda":
         yield
         return
@@ -109,7 +109,7 @@ def in_any_order() -> Iterator[None]:
 
 
 _aten = torch.ops.aten
-# Sizes of the matrices that are multiplied: enough for the full rate.
+# Sizes of the multiplied matrices, large enough for the full rate.
 _SIZES = {"cpu": (192, 768), "cuda": (8192,)}
 _TIMES = 4
 _LONGEST = 0.2  # seconds
@@ -205,6 +205,7 @@ class Throughput:
         """
         if self._world.size == 1:
             return {}
+        # Each call starts a new interval in all processes.
         seconds = max(self._seconds, 1e-9)
         own = [self._tokens / seconds, self._for_data / seconds, self._for_others / seconds]
         self._forget()

@@ -67,7 +67,7 @@ def new_recipe(
         raise UsageError(f"{path} is there: choose another name, or add --force to replace it")
     if not path.parent.is_dir():
         raise UsageError(f"the folder of {path} does not exist: make it first")
-    # Exactly one kind of text.
+    # One kind of text must be given, not two or three.
     if [pair, tsv, text].count(None) != 2 or (pair is not None and None in pair):
         raise UsageError(
             "give --source and --target, or --tsv with both sides, or --text for a language model"

@@ -1,7 +1,7 @@
 """The processes of a distributed training.
 
 `torchrun` starts them and sets their number in the environment. They agree on every decision about the next
-step: when to stop, which error ends the run, and that all have the same text and code.
+step: when to stop, and which error ends the run. All must have the same text and code.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes the files of the run and prints messages."""
+        """True if this process writes the files of the run and prints messages."""
         return self.rank == 0
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
@@ -90,7 +90,8 @@ class World:
         return values
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sum tensors over the processes in place, on their device; small tensors share a message."""
+        """Sum tensors over the processes, in-place and on their device; small tensors share a message."""
+        # Tensors are collected up to `_MESSAGE_BYTES`, and the last message is smaller.
         piece = list[torch.Tensor]()
         size = 0
         for number, tensor in enumerate(tensors if self._store is not None else (), start=1):
@@ -183,6 +184,7 @@ class World:
 
     def explained(self, error: RuntimeError) -> TriptychError | None:
         """Return the cause of a communication error; None if `error` is not a communication error."""
+        # torch raises RuntimeError for all of them: only the text differs.
         text = str(error)
         if "imed out" in text or "imeout" in text:
             return TriptychError(
@@ -220,7 +222,7 @@ class Turns:
         return number if number < self.count else None
 
     def taken(self) -> Iterator[int]:
-        """Yield the indices that this process takes."""
+        """Yield this process's indices."""
         while (number := self.take()) is not None:
             yield number
 
@@ -230,7 +232,7 @@ class Turns:
 
     @property
     def are_over(self) -> bool:
-        """Whether the work of every index is finished, or a process has failed."""
+        """True if the work of every index is finished, or a process has failed."""
         return self._add("ended", 0) >= self.count or self._add("given-up", 0) > 0
 
     @contextmanager
@@ -244,7 +246,7 @@ class Turns:
 
 
 def do_each(items: Sequence[str], work: Callable[[str], T], world: World) -> list[T]:
-    """Call `work` for each item in one of the processes; returns the results of all items."""
+    """Distribute the calls of `work` over the processes; returns the results of all items."""
     if world.size == 1:
         return [work(item) for item in items]
     said = hashlib.sha256(json.dumps(list(items)).encode()).hexdigest()
@@ -267,7 +269,7 @@ def do_each(items: Sequence[str], work: Callable[[str], T], world: World) -> lis
 
 @contextmanager
 def launched(device: str, timeout_minutes: float = _MINUTES_OF_A_WEEK) -> Iterator[World]:
-    """Join the processes that `torchrun` started inside the block; without a launcher, yield one process."""
+    """Join the processes of `torchrun` inside the block; yield a single process if there is no launcher."""
     if num_launched() == 1:
         yield World()
         return

@@ -153,7 +153,7 @@ def resume(
         code: file with the classes in the run's recipe, the same as at its start.
 
     Raises:
-        TriptychError: The folder has no run, the text changed, or the state is damaged; and all errors of
+        TriptychError: The folder is not a run, the text changed, or the state is damaged; and all errors of
             `train`.
     """
     folder = Path(folder)
@@ -204,6 +204,7 @@ def _go_on(folder: Path, overrides: Sequence[str], display: Display, world: Worl
 
 def _recipe_of(folder: Path, overrides: Sequence[str]) -> AnyRecipe:
     """Read the recipe of a run, and check that the run can be resumed with `overrides`."""
+    # `holds_run` comes last: an invalid recipe has the clearer error.
     if not (folder / RECIPE).exists():
         raise UsageError(f"{folder} has no run to resume: give a folder with a {RECIPE} that train wrote")
     if (folder / CERTIFICATE).exists():
@@ -247,7 +248,7 @@ def _make_folder(folder: Path, prepared: Prepared, model: OwnModel, held: ExitSt
 
 
 def _logged(display: Display, folder: Path, world: World) -> Display:
-    """Return the display of this process: only the first one prints; each of several writes a log."""
+    """Return the display of this process: only the first process prints; several processes write logs."""
     if world.size == 1:
         return display
     shown = display if world.is_first else SilentDisplay()
@@ -302,7 +303,7 @@ def _laid_out(prepared: Prepared, world: World, display: Display) -> tuple[Objec
         return world.on_all(lambda: _objective(prepared, display)), Layout(world, kind)
     if deferred is None:
         return objective, Layout(world, kind)
-    # Initial values by name, with pretrained vectors in the tables that have them.
+    # Initial values by name; pretrained vectors replace values of their tables.
     values = (
         (name, prepared.vectors[name].into(value) if name in prepared.vectors else value)
         for name, value in deferred.values(objective.model, _seed_by_name(recipe))
@@ -311,7 +312,7 @@ def _laid_out(prepared: Prepared, world: World, display: Display) -> tuple[Objec
 
 
 def _without_memory(prepared: Prepared) -> tuple[Objective[Any, Any], DeferredInit | None]:
-    """Make the objective with a model that gets its initial values later, or maps the checkpoint's files."""
+    """Make the objective with a model without initial values, or mapped from the checkpoint's files."""
     if isinstance(prepared.recipe, ContinuedRecipe):
         return prepared.objective(), None
     with DeferredInit() as deferred:
@@ -319,7 +320,7 @@ def _without_memory(prepared: Prepared) -> tuple[Objective[Any, Any], DeferredIn
 
 
 def _objective(prepared: Prepared, display: Display) -> Objective[Any, Any]:
-    """Make the objective with the initial values of its model, in memory that is not shared with a file."""
+    """Make the objective with the initial values of its model, in memory not shared with a file."""
     objective = prepared.objective()
     by_name = _seed_by_name(prepared.recipe)
     if by_name is not None:

@@ -78,7 +78,7 @@ class Counters:
 
 
 def own_files(folder: Path) -> list[Path]:
-    """Return the files of a folder whose names are names of a run's files."""
+    """Return the files of a folder with names of a run's files."""
     return [
         path for within, names in RUN_FILES.items() for name in names for path in (folder / within).glob(name)
     ]
@@ -143,7 +143,7 @@ def _counters_of(path: Path) -> Counters:
 
 
 def find_state(folder: Path) -> Path | None:
-    """Return the newest complete state of a run, a file or a folder of shards; None if there is no state."""
+    """Return the newest complete state of a run, a file or a folder of shards; None if it is missing."""
     last = folder / _LAST
     shards = complete_states(folder)
     if not shards:
@@ -165,7 +165,7 @@ def complete_states(folder: Path) -> list[Path]:
 
 
 def read_marker(path: Path) -> dict[str, Any] | None:
-    """Read the marker of a folder of shards, and check the shards' sizes; None if there is no marker."""
+    """Read the marker of a folder of shards, and check the shards' sizes; None if the marker is missing."""
     marker = path / _MARKER
     if not marker.exists():
         return None
@@ -216,6 +216,7 @@ def read_state(
     try:
         require_regular(path)
         tensors = load_file(path)
+        # One file has weights, moments and random states, told apart by prefixes.
         weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
         load_tensors(model, weights, str(path), place)
         optimizer.load(tensors, place)

@@ -233,6 +233,7 @@ def _batches(
 
 
 def _scorer(recipe: Recipe, tokenizers: TokenizerPair, valid: ParallelCorpus) -> Scorer:
+    # Only the first `max_sentences` are translated; None translates all.
     count = recipe.validation.max_sentences
     sources = valid.source[:count]
     references = valid.target[:count]

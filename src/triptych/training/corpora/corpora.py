@@ -27,7 +27,7 @@ DEFAULT_MAX_LINE_CHARS = 10_000
 _MOST_HELD_OUT = 2000
 
 _FILE_ENDINGS = (".tsv", ".tsv.gz", ".tsv.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-# Kinds of source that each option is allowed with.
+# Kinds of source allowed with each option.
 _OPTION_PLACES = {
     "source_field": ("file", "hub"),
     "target_field": ("file", "hub"),
@@ -93,8 +93,7 @@ class CorpusSpec(BaseModel):
         return self
 
     def _place(self) -> str:
-        """Return the kind of source that is given."""
-        # Exactly one of the four kinds.
+        """Return the given kind of source; raise an error unless exactly one kind is given."""
         if (self.source is None) != (self.target is None):
             given, missing = ("source", "target") if self.target is None else ("target", "source")
             raise ValueError(f"{given} is given without {missing}; a corpus of two files needs both")
@@ -112,7 +111,7 @@ class CorpusSpec(BaseModel):
         return used[0]
 
     def _check_sides(self) -> None:
-        """Raise an error if `source` or `target` is a file of records, which belongs in `file`."""
+        """Raise an error if `source` or `target` is a file of records: such a file belongs in `file`."""
         for name, side in (("source", self.source), ("target", self.target)):
             if side is not None and record_ending(side) is not None:
                 number = "column number" if record_ending(side) == ".tsv" else "name"
@@ -171,11 +170,11 @@ class ParallelCorpus:
         return len(self.source)
 
     def split(self, share: float) -> tuple["ParallelCorpus", "ParallelCorpus"]:
-        """Split the corpus into training and held-out pairs: this share, at most 2,000 pairs.
+        """Split the corpus into training and validation pairs: this share, at most 2,000 pairs.
 
         Pairs with equal sources stay together. The choice depends on the texts, not on their order. A source
         with more pairs than the remaining number is skipped; if every source is skipped, the rarest source is
-        held out.
+        used for validation.
         """
         # The order of hashes is random, but the same for the same texts. The first source always trains.
         times = Counter(self.source)
@@ -209,7 +208,7 @@ def read_parallel(
     spec: CorpusSpec, *, max_line_chars: int = DEFAULT_MAX_LINE_CHARS, base: Path = Path()
 ) -> ParallelCorpus:
     """Read a corpus; drop and count the pairs with an empty or too long sentence."""
-    # Line numbers are those of the file: dropped pairs count.
+    # Line numbers count dropped pairs too.
     name, pairs = _find_pairs(spec, base)
     sources: list[str] = []
     targets: list[str] = []
@@ -285,7 +284,7 @@ _UNRELATED_SHARE = 0.6
 
 
 def locate_slip(source: Sequence[str], target: Sequence[str]) -> int:
-    """Estimate the first line at which source and target are no longer translations.
+    """Estimate the first line from which source and target are misaligned.
 
     Lengths of translations have a nearly constant ratio (Gale & Church). The gap g_i = |log s_i/t_i - median|
     is therefore small before the slip, and as large as between unrelated lines after it. The slip minimises

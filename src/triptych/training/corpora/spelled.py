@@ -50,8 +50,8 @@ def spell_cardinal(number: int) -> TextPair:
     thousands, rest = divmod(number, 1000)
     if not thousands:
         return _spell(rest, "cardinal")
-    # num2words writes "einhunderteinstausend" for 101,000, and in English a comma after the thousands, which
-    # would look like the end of a clause. Joining the two halves here avoids both, and keeps the cache small.
+    # num2words writes "einhunderteinstausend" for 101,000, and in English a comma after the thousands, as at
+    # the end of a clause. Joining the two halves here avoids these forms, and keeps the cache small.
     german, english = _spell(thousands, "cardinal")
     if german.endswith("eins"):
         german = german.removesuffix("s")
@@ -73,7 +73,7 @@ def spell_ordinal(number: int) -> TextPair:
 
 
 def draw_number(rng: Random, low: int = 1, max_digits: int = 6) -> int:
-    """Draw a number: first its length, because nearly all uniform numbers would have six digits."""
+    """Draw a number, beginning with its length: nearly all uniform integers would have six digits."""
     (num_digits,) = rng.choices(range(1, max_digits + 1), (3, 6, 5, 3, 2, 2)[:max_digits])
     number = rng.randrange(10 ** (num_digits - 1), 10**num_digits)
     if num_digits >= 3 and rng.random() < 0.15:
@@ -82,7 +82,7 @@ def draw_number(rng: Random, low: int = 1, max_digits: int = 6) -> int:
 
 
 def draw_amount(rng: Random, low: int = 1, max_digits: int = 6) -> int:
-    """Draw a number before a noun, without 101, 201 …, which have two German forms."""
+    """Draw a number before a noun, without 101, 201 …: their German form varies."""
     number = draw_number(rng, low, max_digits)
     return number + 1 if number > 1 and number % 100 == 1 else number
 
@@ -128,7 +128,7 @@ def spell_timetable(hour: int, minute: int) -> TextPair:
 
 
 def draw_time(rng: Random) -> TextPair:
-    """Draw a time of day in one of several forms."""
+    """Draw a time of day in a random form."""
     kind = rng.random()
     if kind < 0.35:
         return spell_clock(rng.randint(1, 12), rng.choice((0, 15, 25, 30, 30, 35, 45)))
@@ -203,7 +203,7 @@ def draw_past(rng: Random) -> TextPair:
 
 
 def draw_when(rng: Random) -> TextPair:
-    """Draw a time, a day, or both: the day is first in German and last in English."""
+    """Draw a time, a day, or a time and a day; the day is first in German and last in English."""
     time = draw_time(rng)
     when = draw_day_of_year(rng)
     weekday = rng.randrange(7)

@@ -65,7 +65,7 @@ class TokenizerSpec(BaseModel):
 def train_tokenizers(
     spec: TokenizerSpec, source_texts: Iterable[str], target_texts: Iterable[str]
 ) -> TokenizerPair:
-    """Train the tokenizers of both sides; the same texts give the same tokenizers."""
+    """Train the tokenizers of source and target; the same texts give the same tokenizers."""
     if spec.kind not in ("bpe", "unigram"):
         raise UsageError(f'tokenizer.kind = "{spec.kind}" goes with language models; set "bpe" or "unigram"')
 
@@ -96,7 +96,7 @@ def train_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> PretrainedToke
             inner.decoder = decoders.Fuse()
         case _:
             inner = _train_pieces(spec, texts, _gpt2_like, _SPECIAL)
-    # A piece includes the space before it; the mask token that replaces a piece does too (`lstrip`).
+    # A piece includes the space before it, and so does the mask token in place of a piece (`lstrip`).
     mask = tokenizers.AddedToken(_MASK, lstrip=spec.kind in ("bpe", "unigram"))
     inner.add_special_tokens([mask if token == _MASK else token for token in special])
     names = {"pad_token": _PAD, "bos_token": _EOS, "eos_token": _EOS, "mask_token": _MASK}
@@ -178,7 +178,7 @@ def _settle_scores(scores: dict[str, float], special_tokens: Sequence[str]) -> l
 
 
 _FORMAT = f"triptych tokenizer cache 1, tokenizers {tokenizers.__version__}"
-# Code that determines a trained tokenizer, besides text and specification.
+# Code with an influence on a trained tokenizer, besides text and specification.
 _CODE = (Path(__file__), Path(sentence_tokenizers.__file__), Path(pretrained.__file__))
 
 

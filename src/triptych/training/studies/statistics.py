@@ -67,7 +67,7 @@ class Comparison:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether `exact` is computed from drawn sign flips instead of all flips."""
+        """True if `exact` is computed from drawn sign flips instead of all flips."""
         return len(self.differences) > MOST_EXACT
 
     @property
@@ -80,7 +80,7 @@ class Comparison:
 
     @property
     def is_seen(self) -> bool:
-        """Whether the difference is significant by the exact test after correction."""
+        """True if the difference is significant by the exact test after correction."""
         return self.exact_corrected < 1 - CONFIDENCE
 
 
