@@ -18,7 +18,7 @@ from triptych.core.models.storage import OwnModel
 
 @final
 class NarrowTwin:
-    """Copy of a model that computes in bfloat16, with weights rounded from the model's."""
+    """Twin of a model for computing in bfloat16, with weights rounded from the model's."""
 
     def __init__(self, model: OwnModel) -> None:
         """Make the twin; `follow` copies the model's weights into it."""

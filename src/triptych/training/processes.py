@@ -142,7 +142,7 @@ class World:
     def on_all(self, action: Callable[[], T]) -> T:
         """Call `action` in every process, wait for all, and return this process's result.
 
-        If a call fails, every process raises: its own error, or the first failure of another process.
+        If a call fails, every process raises an error.
         """
         if self._store is None:
             return action()

@@ -53,7 +53,7 @@ _MAY_CHANGE = {
 
 @dataclass(frozen=True)
 class Summary:
-    """A finished or interrupted run."""
+    """Summary of a finished or interrupted run."""
 
     outcome: TrainingResult
     num_parameters: int  # number of the model's parameters

@@ -41,7 +41,7 @@ _OPTION_PLACES = {
 
 @final
 class CorpusSpec(BaseModel):
-    """Where a parallel corpus comes from, in exactly one of four ways.
+    """Source of a parallel corpus, of exactly one of four kinds.
 
     Attributes:
         source: text file with one source sentence per line; goes with `target`. Also .gz and .zst.

@@ -37,7 +37,7 @@ _BYTES = sorted(BYTE_OF, key=BYTE_OF.__getitem__)
 
 @final
 class TokenizerSpec(BaseModel):
-    """How to train the tokenizers.
+    """Specification of the tokenizers.
 
     Attributes:
         kind: "bpe", byte-pair encoding; "unigram", the unigram language model; for language models also

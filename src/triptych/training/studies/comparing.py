@@ -262,7 +262,7 @@ def _held(study: Study, made: Mapping[str, AnyRecipe], vocabulary: VocabularySiz
 
 
 def _timed(runner: "_Runner", study: Study, variants: Sequence[Variant]) -> list[Variant]:
-    """For a budget of seconds, set each variant's steps by the baseline's training time."""
+    """Set each variant's steps by the baseline's training time if the budget holds seconds."""
     if study.budget.hold != "seconds":
         return list(variants)
     planned = {
