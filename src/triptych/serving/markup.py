@@ -191,11 +191,7 @@ class Markup:
     """
 
     def __init__(self, document: str, most_tags: int = 10_000) -> None:
-        """Parse a document.
-
-        Raises:
-            RequestError: The document has too many tags, or too deeply nested inline elements.
-        """
+        """Parse a document; raise `RequestError` for too many tags or too deeply nested inline elements."""
         # With captured sources, the raw text of every token is known to the character.
         self.runs: list[TextRun] = []
         self._most_tags = most_tags

@@ -75,11 +75,7 @@ class ServedModel:
     """
 
     def __init__(self, name: str, model: Model, limits: Limits) -> None:
-        """Prepare a model to be served.
-
-        Raises:
-            UsageError: The model does not run, or its name is not valid.
-        """
+        """Prepare a model to be served; raise `UsageError` if it does not run, or its name is not valid."""
         if not _NAME.fullmatch(name):
             raise UsageError(
                 f"{name!r} cannot be the name of a served model: use letters, digits, '.', '_' and '-'"

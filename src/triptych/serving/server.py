@@ -296,16 +296,10 @@ class Server:
     async def compute(
         self, request: Request, job: ModelJob, given: Sequence[Any], tell: Callable[..., object] | None = None
     ) -> list[Any]:
-        """Compute a job for each item; items are dropped if the client goes away or its time is over.
+        """Compute a job for each input; returns the results in order.
 
-        Args:
-            request: request of the items.
-            job: job of all items.
-            given: inputs of the items.
-            tell: called in the event loop with the index of an item and each new part of its result.
-
-        Returns:
-            Results of the items, in order.
+        Items are dropped if the client goes away or its time is over. `tell` is called in the event loop with
+        the index of an item and each new part of its result.
         """
         # Wait for the first of two events: all results, or the client's disconnection.
         loop = asyncio.get_running_loop()

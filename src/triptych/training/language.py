@@ -88,15 +88,8 @@ def prepared_text(
 ) -> Prepared:
     """Return the inputs of a run of a text.
 
-    Args:
-        recipe: recipe with every choice made.
-        text: training and validation text.
-        tokenizer: tokenizer of the text.
-        shards: tokens of the training and of the validation text.
-        model: function that makes the model.
-        begin: function that writes the first files of the run folder.
-        config: description of the model, for its fingerprint.
-        more: other fields of `Prepared`.
+    `model` makes the model, and `begin` writes the first files of the run folder. `config` describes the
+    model for its fingerprint.
     """
     # The caller decides where `objective` allocates the model's parameters (`runs.py`).
     train, valid = shards

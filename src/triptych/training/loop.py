@@ -87,17 +87,7 @@ class Trainer:
         publish: Publish = publish_weights,
         layout: Layout = ONE_PROCESS,
     ) -> None:
-        """Prepare a run.
-
-        Args:
-            config: settings of the optimisation.
-            validate_every: number of updates between validations.
-            objective: model, texts and loss.
-            folder: run folder.
-            counters: progress of a new run, with its fingerprints.
-            publish: function that writes `model.safetensors`.
-            layout: processes, and the layout of the model on them.
-        """
+        """Prepare a run; `counters` has the fingerprints, and `publish` writes `model.safetensors`."""
         self.config = config
         self.validate_every = validate_every
         self.objective = objective

@@ -46,9 +46,7 @@ class MetricsLog:
     def forget_after(self, step: int, *, validated: bool) -> None:
         """Drop the records after the state of `step`: later steps, the end of the run, an incomplete line.
 
-        Args:
-            step: step of the state from which the run resumes.
-            validated: whether the state was saved after the validation of this step.
+        `validated` is True if the state was saved after the validation of this step.
         """
         self._forgotten_from = step + 1 if validated else step
         if self.path.exists():

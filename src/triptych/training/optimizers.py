@@ -71,11 +71,9 @@ class Optimizer:
         tensors: dict[str, Tensor],
         place: Callable[[Tensor, Tensor], Tensor] = lambda parameter, whole: whole,
     ) -> None:
-        """Load state tensors.
+        """Load state tensors by the names of `tensors()`; missing tensors are skipped.
 
-        Args:
-            tensors: tensors by the names of `tensors()`; missing tensors are skipped.
-            place: converts a whole tensor to the layout of a parameter.
+        `place` converts a whole tensor to the layout of a parameter.
         """
         for name, parameter in self._named.items():
             for word, keys in _KEPT.items():

@@ -116,9 +116,7 @@ class World:
     def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
         """Call `action` in the first process only, and return its result in all processes.
 
-        Args:
-            action: function to call.
-            patiently: wait without the time limit of the process group, up to 30 days.
+        With `patiently`, the other processes wait up to 30 days, without the process group's time limit.
         """
         store = self._store
         if store is None:

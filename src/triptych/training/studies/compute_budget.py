@@ -107,9 +107,8 @@ def solve(
 ) -> Solved:
     """Return the recipe with the integer value of a key closest to a budget.
 
-    Raises:
-        UsageError: The key is not an integer, every value is invalid, or the closest value misses the budget
-            by more than `tolerance`.
+    Raises `UsageError` if the key is not an integer, every value is invalid, or the closest value misses the
+    budget by more than `tolerance`.
     """
     found = value_at(recipe, key)
     if isinstance(found, bool) or not isinstance(found, int | None):
