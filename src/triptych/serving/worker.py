@@ -165,7 +165,7 @@ class Queue:
         return sum(len(lane.running) for lane in self.lanes)
 
     def submit(self, items: Sequence[Item]) -> None:
-        """Add items to the queue; raise `RequestError` for all if too many wait, or the server is stopping."""
+        """Add all items to the queue; raise `RequestError` if too many wait, or the server is stopping."""
         with self._changed:
             # An empty queue accepts any allowed number of items; 429 requires that other items wait.
             if not self._is_open:
