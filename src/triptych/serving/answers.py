@@ -1,4 +1,4 @@
-"""Answers as JSON, written outside the event loop and in pieces, so that no large one holds up another."""
+"""JSON answers, serialised in pieces outside the event loop: a large answer does not delay other answers."""
 
 import asyncio
 import json
@@ -9,12 +9,12 @@ from starlette.responses import Response
 
 
 async def json_answer(make: Callable[[], Mapping[str, Any]]) -> Response:
-    """Make a record and write it, both in another thread."""
+    """Make a record and serialise it in another thread."""
     return Response(await asyncio.to_thread(lambda: json_text(make())), media_type="application/json")
 
 
 def json_text(record: Mapping[str, Any]) -> str:
-    """Write a record, its lists by their items: while one value is written, no other thread runs."""
+    """Serialise a record, with lists item by item: `json.dumps` of one value blocks all other threads."""
     return "".join(_pieces(record))
 
 

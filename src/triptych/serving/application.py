@@ -1,4 +1,4 @@
-"""The ASGI application: its routes, and what happens around each request."""
+"""ASGI application: routes, and the checks, limits and figures around each request."""
 
 import asyncio
 import re
@@ -35,14 +35,15 @@ from triptych.serving.logs import log
 from triptych.serving.server import Endpoint, Server
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-# For a client to read the rest of its answer, or one that took nothing to compute.
+# Time for a client to read the end of an answer, or an answer without computation.
 _SECONDS_TO_SEND = 10.0
-# What needs no key.
+# Paths without a key.
 _OPEN = frozenset({"/", "/health", "/frontend/settings", "/spec"})
 
 
 def web_application(server: Server, *, public: bool = False) -> Starlette:
-    """An ASGI application that serves models; if `public`, under any host name."""
+    """Make the ASGI application; `public` allows any host name."""
+    # An endpoint's docstring is its summary in /spec.
     routes = [
         Route(path, Guarded(server, path, endpoint, public=public), methods=[method])
         for method, path, endpoint in (
@@ -62,7 +63,7 @@ def web_application(server: Server, *, public: bool = False) -> Starlette:
 
 @final
 class Guarded:
-    """An endpoint with a key, limits in time, errors as JSON, a line in the log, and its figures."""
+    """Endpoint with key checks, time limits, errors as JSON, a line in the log, and figures."""
 
     def __init__(self, server: Server, path: str, endpoint: Endpoint, *, public: bool) -> None:
         self._server = server
@@ -79,7 +80,7 @@ class Guarded:
                 visit.stage = "open"
             computed = self._server.limits.seconds if visit.stage == "read" else 0.0
             try:
-                # What is computed ends in time (`Server.compute`); a client that does not read ends here.
+                # `Server.compute` limits the computation; this timeout is for a client too slow to read.
                 async with asyncio.timeout(computed + _SECONDS_TO_SEND):
                     await response(scope, receive, send)
             except TimeoutError:
@@ -110,7 +111,7 @@ class Guarded:
         return response
 
     def _let_in(self, request: Request) -> None:
-        """Check all that the head of a request says."""
+        """Check the head of a request: host, origin and key."""
         server = self._server
         path = self._path
         if not self._public:
@@ -125,7 +126,7 @@ class Guarded:
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
-    """The answer where no endpoint is, or not for this method."""
+    """Answer a request for an unknown path, or with a wrong method."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     headers = error.headers or {}
@@ -136,7 +137,7 @@ async def _no_route(request: Request, error: Exception) -> Response:
 
 
 def _refusal(path: str, status: int, message: str, headers: Mapping[str, str]) -> Response:
-    """An error in the form of OpenAI or of LibreTranslate."""
+    """Format an error for OpenAI's or LibreTranslate's interface."""
     body = openai_error(status, message) if path.startswith("/v1/") else message
     return JSONResponse({"error": body}, status, headers)
 

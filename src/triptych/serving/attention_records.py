@@ -1,4 +1,4 @@
-"""Our own records as JSON: attention weights, measures of heads, and one row of a head step by step."""
+"""Triptych's records as JSON: attention weights, measures of heads, and one row of a head step by step."""
 
 import json
 from collections.abc import Callable
@@ -23,6 +23,7 @@ async def answer_attend(server: Server, request: Request) -> Response:
     heads = fields.text("heads", "*")
     target = None if fields.get("target") is None else fields.text("target")
     limits = server.limits
+    # Serialisation in pieces stops soon after the client disconnects.
 
     def ask(model: Model, item: Item) -> str:
         targets = None if target is None else [target]
@@ -44,6 +45,7 @@ async def answer_attend(server: Server, request: Request) -> Response:
 async def answer_inspect(server: Server, request: Request) -> Response:
     """Measures of the heads, from the weights: `model`, `layers`, `heads`."""
     fields = await server.fields(request)
+    # `type(one) is int` refuses true and false: bool is a subclass of int.
     for name in ("layers", "heads"):
         given = fields.get(name)
         if given is not None and not (isinstance(given, list) and all(type(one) is int for one in given)):
@@ -71,6 +73,7 @@ async def answer_steps(server: Server, request: Request) -> Response:
         raise RequestError(400, "layer, head and query: give a layer's number or name, and two numbers")
     most = server.limits.max_attended
 
+    # The model checks the values of layer, head and query.
     def ask(model: Model, item: Item) -> str:
         return _strict_json(model.attend(text, max_tokens=most).steps(layer, head, query).record())
 
@@ -81,7 +84,7 @@ async def _answered(
     server: Server, request: Request, fields: Fields, can: str, ask: Callable[[Model, Item], str]
 ) -> Response:
     served = server.model(fields.get("model"), can)
-    texts = [fields.get(name) for name in ("text", "target")]  # what is none is refused where it is read
+    texts = [fields.get(name) for name in ("text", "target")]  # `Fields.text` refuses other types
     server.check_texts([text for text in texts if isinstance(text, str)])
     (found,) = await server.compute(request, Asking(served), [lambda of, item: ask(of.model, item)])
     return Response(found, media_type="application/json")

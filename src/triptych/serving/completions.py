@@ -30,22 +30,22 @@ from triptych.serving.server import Server
 
 _MOST_SAMPLES = 16
 _MOST_LOGPROBS = 20
-# Tokens of a prompt whose logits are held at once.
+# Largest number of tokens of a prompt to score: all their logits are in memory together.
 _MOST_SCORED = 2048
-# Roles that a message may have.
+# Roles of messages.
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class _Wanted(NamedTuple):
-    """A request for completions: prompts as token ids, and what is wanted of each."""
+    """Request for completions: prompts as token ids, and options."""
 
     model: ServedModel
     prompts: list[list[int]]
-    options: GenerationOptions | None  # None for no new token
+    options: GenerationOptions | None  # None: generate 0 tokens
     echo: bool
     logprobs: int | None
     stream: bool
-    counts_usage: bool  # whether a stream ends with the number of tokens
+    counts_usage: bool  # end a stream with the number of tokens
     num_samples: int
 
 
@@ -69,6 +69,7 @@ async def complete(server: Server, request: Request) -> Response:
     def encode(text: str) -> list[int]:
         return generator.encode(text, special_tokens=special_tokens)
 
+    # Special tokens in a prompt count as tokens unless the request asks for text.
     prompts = await read_token_ids(server, fields, "prompt", encode, generator.model.vocab_size)
     wanted = None if fields.get("logprobs") is None else fields.number("logprobs", 0, _MOST_LOGPROBS)
     asked = _asked(server, model, fields, prompts, "max_tokens", 16, wanted)
@@ -87,7 +88,8 @@ async def chat(server: Server, request: Request) -> Response:
     model = server.model(fields.get("model"), "generate")
     messages = _messages(fields.get("messages"))
     server.check_texts([message["content"] for message in messages])
-    # What a message says is text: nobody can end a turn. A process of its own renders the template.
+    # Special tokens in a message are text, so that a message cannot end its turn. A separate process renders
+    # the template.
     chat_ids = partial(model.generator.tokenizer.chat_ids, special_tokens="text")
     ids = await asyncio.to_thread(chat_ids, messages)
     name = "max_tokens" if "max_tokens" in fields else "max_completion_tokens"
@@ -109,7 +111,8 @@ async def chat(server: Server, request: Request) -> Response:
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
-    """Read the messages of a conversation, each with one text: its text parts are joined."""
+    """Read the messages of a conversation; the text parts of a message are joined."""
+    # Other keys of a message are passed to the chat template.
     if not isinstance(given, list) or not given:
         raise RequestError(400, "messages: give a list of objects with role and content")
     found = list[dict[str, Any]]()
@@ -124,7 +127,7 @@ def _messages(given: Any) -> list[dict[str, Any]]:
 
 
 def _content(given: Any, where: str) -> str:
-    """Read the text of a message: a string, or text parts that are joined."""
+    """Read the text of a message: a string, or the joined text parts of a list."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list) or not given:
@@ -142,7 +145,8 @@ def _content(given: Any, where: str) -> str:
 async def read_token_ids(
     server: Server, fields: Fields, name: str, encode: Callable[[str], list[int]], vocab_size: int
 ) -> list[list[int]]:
-    """A text or token ids, or several of either, as token ids."""
+    """Read a field with one or several texts or lists of token ids; returns token ids."""
+    # Texts are encoded in another thread, after the limits of the request are checked.
     given = fields.get(name)
     most = server.limits.max_items
     if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
@@ -196,7 +200,8 @@ def _asked(
             top_p=number("top_p"),
             min_p=number("min_p"),
         )
-        # Without a seed every request draws its own; greedy requests draw nothing and are computed together.
+        # Without a seed, every request draws a seed. Greedy requests have seed 0, so that their jobs are
+        # equal and are computed together.
         given = fields.get("seed")
         drawn = random.SystemRandom().getrandbits(31) if given is None else given
         seed, num_samples = (0, 1) if sampling.is_greedy else (drawn, samples)
@@ -209,7 +214,7 @@ def _asked(
 
 
 def _stop_texts(server: Server, fields: Fields) -> tuple[str, ...]:
-    """The texts that a completion ends before: each is looked for at every token."""
+    """Read the stop texts; their number and length are limited, because every token searches for them."""
     stop = fields.get("stop") or []
     stops: list[str] = [stop] if isinstance(stop, str) else stop
     server.check_texts(stops)
@@ -223,7 +228,7 @@ async def _choices(
     head: Mapping[str, Any],
     choice: "_Choice",
 ) -> Response:
-    """Answer with what the prompts are continued by, prompt by prompt, and what it took."""
+    """Answer with the choices of all prompts, prompt by prompt, and the usage."""
     scored: list[Scored | None] = [None] * len(asked.prompts)
     if asked.echo and asked.logprobs is not None:
         most = min(asked.model.generator.model.context or _MOST_SCORED, _MOST_SCORED)
@@ -234,7 +239,7 @@ async def _choices(
     continued: list[list[Continuation]] = [[] for _ in asked.prompts]
     if asked.options is not None:
         continued = await server.compute(request, Continuing(asked.model, asked.options), asked.prompts)
-    # Greedy samples are all alike.
+    # Greedy samples are equal: they are computed once.
     chosen = [
         (ids, of_prompt[min(sample, len(of_prompt) - 1)] if of_prompt else None, score)
         for ids, of_prompt, score in zip(asked.prompts, continued, scored, strict=True)
@@ -265,7 +270,8 @@ _Choice = Callable[[_Wanted, TokenNames, Sequence[int], Continuation | None, Sco
 def _completion(
     asked: _Wanted, names: TokenNames, ids: Sequence[int], one: Continuation | None, scored: Scored | None
 ) -> dict[str, Any]:
-    """Make a choice of a completion."""
+    """Format a choice of a completion."""
+    # Log-probabilities of an echoed prompt precede the log-probabilities of new tokens.
     prompt = names.tokenizer.decode([ids])[0] if asked.echo else ""
     text = prompt + ("" if one is None else one.text)
     if asked.logprobs is None:
@@ -282,7 +288,7 @@ def _completion(
 def _answer(
     asked: _Wanted, names: TokenNames, ids: Sequence[int], one: Continuation | None, scored: Scored | None
 ) -> dict[str, Any]:
-    """Make a choice of a chat."""
+    """Format a choice of a chat completion."""
     text = "" if one is None else one.text
     logprobs = None
     if asked.logprobs is not None and one is not None:
@@ -303,9 +309,9 @@ def _streamed(
     head: dict[str, Any],
     part: Callable[[str], dict[str, Any]],
 ) -> Response:
-    """Server-sent events: the text of every choice as it comes, then why each ended.
+    """Stream server-sent events: new text of every choice, and then each choice's finish reason.
 
-    `part` gives the field of a choice that holds a text.
+    `part` returns the field of a choice with a text.
     """
     if asked.options is None:
         raise RequestError(400, "stream: give max_tokens of at least 1")
@@ -319,7 +325,7 @@ def _streamed(
         return _event({**head, "choices": [{"index": index, **part(text), "finish_reason": finish}], **usage})
 
     async def events() -> AsyncIterator[str]:
-        given: dict[tuple[int, int], int] = {}  # characters
+        given: dict[tuple[int, int], int] = {}  # number of characters sent
         computing = asyncio.ensure_future(
             server.compute(request, job, asked.prompts, lambda at, told: parts.put_nowait((at, *told)))
         )
@@ -332,9 +338,9 @@ def _streamed(
                 given[number, sample] = given.get((number, sample), 0) + len(text)
                 yield event(number, sample, text)
             found: list[list[Continuation]] = await computing
-        except Exception as error:  # noqa: BLE001 (the answer has begun, so that it says what happened)
+        except Exception as error:  # noqa: BLE001 (the answer has begun: an event reports the error)
             status, message = server.explain(error)
-            # The status of HTTP has been sent: the code stands for it.
+            # The HTTP status is sent already: the event has it as code.
             yield _event({"error": openai_error(status, message, code=status)})
             return
         finally:

@@ -1,6 +1,7 @@
-"""Connections that are closed if no request comes in time, or if they are the oldest of too many.
+"""Connections with limits for idle clients.
 
-One that is closed and whose client does not read the rest of its answer is cut off.
+A connection is closed if a request does not arrive in time, or if it is the oldest of too many idle
+connections. A closed connection is aborted if its client does not read the end of the answer.
 """
 
 import asyncio
@@ -13,14 +14,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from triptych.serving.limits import Limits
 
-# In the scope of a request: ends its connection without waiting for the client to read.
+# Key in the scope of a request: a function to abort its connection, whether or not the client reads.
 CUT_OFF = "triptych.cut_off"
-# What a client sent with its connection is read before the connection makes room for others.
+# Grace time of a new connection: a request sent at once is read before the connection may be closed.
 _SECONDS_TO_SPEAK = 0.1
 
 
 def uvicorn_config(app: ASGIApp, limits: Limits, **options: Any) -> uvicorn.Config:
-    """Make the configuration of uvicorn with such connections."""
+    """Make the configuration of uvicorn with these connections."""
     made: Any = partial(Connection, limits=limits, waiting={})
     quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
     return uvicorn.Config(app, http=made, ws="none", **quiet, **options)
@@ -28,16 +29,16 @@ def uvicorn_config(app: ASGIApp, limits: Limits, **options: Any) -> uvicorn.Conf
 
 @final
 class Connection(H11Protocol):
-    """A connection of uvicorn that is closed when the head of a request does not come.
+    """Connection of uvicorn, closed if the head of a request does not arrive in time.
 
-    uvicorn itself waits for ever before the first request, for the rest of a head, and at the end until all
-    of an answer is read.
+    uvicorn alone waits for ever for the first request, for a whole head, and for the client to read all of an
+    answer.
     """
 
     def __init__(
         self, *arguments: Any, limits: Limits, waiting: "dict[Connection, None]", **options: Any
     ) -> None:
-        """Make a connection; `waiting` has the connections without a request, the oldest first."""
+        """Make a connection; `waiting` has all connections without a request, oldest first."""
         super().__init__(*arguments, **options)
         self._limits = limits
         self._waiting = waiting
@@ -69,7 +70,7 @@ class Connection(H11Protocol):
             self._wait()
 
     def _wait(self) -> None:
-        """Wait for a request."""
+        """Start the timeout for a request, and close the oldest waiting connection if there are too many."""
         self._stop_waiting()
         self._waiting[self] = None
         self._timer = self.loop.call_later(self._limits.stranger_seconds, self._end)
@@ -95,7 +96,10 @@ class Connection(H11Protocol):
         self._look = self.loop.call_later(self._limits.stranger_seconds, look)
 
     def _cut_off_if_unread(self, before: int | None) -> None:
-        """End a closed connection if nothing was read since the last look (None: it was open)."""
+        """Abort a closing connection if its unread data has not shrunk since the last check.
+
+        `before` is the size of the unread data at the last check, or None for an open connection.
+        """
         unread = self.transport.get_write_buffer_size() if self.transport.is_closing() else None
         if unread is not None and before is not None and unread >= before:
             self.transport.abort()

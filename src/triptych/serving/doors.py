@@ -1,4 +1,4 @@
-"""Checks of who may ask: keys, hosts, origins, and limits for clients without a key."""
+"""Access checks: keys, hosts and origins."""
 
 import hmac
 import ipaddress
@@ -19,7 +19,7 @@ _NO_TYPE = ""
 
 @final
 class Keys:
-    """The keys of a server; without any, every client of this machine may ask."""
+    """Keys of a server; without keys, every client of this machine has access."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = [key.encode() for key in keys]
@@ -29,7 +29,7 @@ class Keys:
         return bool(self._keys)
 
     def check_head(self, request: Request) -> bool:
-        """Check the key in the headers of a request; whether there is one, or none is needed."""
+        """Check the key in the headers of a request; return False if a needed key is missing there."""
         key = _key_in(request)
         if not self._keys:
             return True
@@ -39,7 +39,7 @@ class Keys:
         return True
 
     def check_body(self, given: object) -> None:
-        """Check the key in the body of a request that has none in its headers."""
+        """Check the key in the body of a request without a key in its headers."""
         if given is None or given == "":
             raise RequestError(401, KEY_NEEDED)
         self._require_known(str(given))
@@ -50,7 +50,7 @@ class Keys:
 
 
 def _key_in(request: Request) -> str | None:
-    """Find the key in the headers; None if there is none."""
+    """Return the key in the headers; None if it is missing."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
@@ -58,9 +58,10 @@ def _key_in(request: Request) -> str | None:
 
 
 def check_host(request: Request) -> None:
-    """Check that a request is for this machine by one of its own names.
+    """Check that the Host header is a loopback name or address.
 
-    A page may have a name of its own that leads here (DNS rebinding): a browser takes it for the server's.
+    DNS rebinding points an attacker's host name to this machine; for a browser, page and server then have the
+    same origin.
     """
     host = request.headers.get("host", "")
     if not _is_loopback(re.sub(r":\d+$", "", host)):
@@ -68,9 +69,9 @@ def check_host(request: Request) -> None:
 
 
 def check_origin(request: Request) -> None:
-    """Check that no page of another origin asks, where no key tells who does.
+    """Refuse requests from pages of another origin, for a server without keys.
 
-    A browser lets any page send a form or plain text to any address, without asking first.
+    A browser allows any page to send a form or plain text to any address without a preflight request.
     """
     origin = request.headers.get("origin")
     host = request.headers.get("host", "")
@@ -84,7 +85,7 @@ def check_origin(request: Request) -> None:
 
 
 def _netloc(origin: str) -> str | None:
-    """The host and port of an origin in lower case; None of what is no address."""
+    """Return the host and port of an origin in lower case; None if the origin is invalid."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:
@@ -106,7 +107,7 @@ def _is_json(kind: str) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    """Return True if a name or an address always leads to this machine; names have no case."""
+    """Return True if a name or an address is always this machine's; names are compared without case."""
     if host.lower() == "localhost":
         return True
     try:

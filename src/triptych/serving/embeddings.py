@@ -46,6 +46,7 @@ async def embed(server: Server, request: Request) -> Response:
     )
     for ids in texts:
         check_length("input", len(ids), opened.language_model.max_tokens, None, LONGEST_SHOWN)
+    # Lengths are checked first, so that one long text fails the whole request before it is computed.
     vectors: list[list[float]] = await server.compute(request, Embedding(model), texts)
     read = sum(map(len, texts))
     server.count_tokens(read, 0)
@@ -68,7 +69,7 @@ async def embed(server: Server, request: Request) -> Response:
 @final
 @dataclass(frozen=True)
 class Embedding(JobOfEach):
-    """Vectors of token ids, each text by itself."""
+    """Embeddings of token ids, computed one text at a time."""
 
     @torch.inference_mode()
     def of(self, given: Sequence[int]) -> list[float]:
@@ -81,7 +82,7 @@ class Embedding(JobOfEach):
 
 
 def _base64(vector: Sequence[float]) -> str:
-    """The numbers as float32, little end first."""
+    """Encode a vector as little-endian float32 in base64."""
     return base64.b64encode(torch.tensor(vector).numpy().astype("<f4").tobytes()).decode()
 
 

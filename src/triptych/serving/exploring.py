@@ -1,7 +1,7 @@
-"""What the page at `/` asks: a model's computation of attention, and what a change of it changes.
+"""Answers for the page at `/`: a model's computation of attention, and the effects of changes.
 
-Every answer is a record of the face (`Model.attend`, `steps`, `run`, `inspect`), and every what-if one of its
-changes. The page is `seeing/reports/explore.html`.
+Every answer is a record of `Model.attend`, `steps`, `run` or `inspect`, and every what-if is a change of
+`Model`. The page is `seeing/reports/explore.html`.
 """
 
 import inspect
@@ -27,10 +27,10 @@ from triptych.seeing.attending.over import OverText
 from triptych.seeing.attending.written_tokens import OutputTable
 from triptych.seeing.chance import random_spectra
 
-# Models with what-ifs that are kept, each with what it generates with, and texts that they read.
+# Numbers of cached changed models, with their engines, and of cached results for texts.
 _MOST_MODELS = 4
 _MOST_TEXTS = 16
-# Losses of parts of the held-out text that are kept.
+# Number of cached losses of parts of the held-out text.
 _MOST_PARTS = 4096
 _MOST_KEYS = 32
 _MOST_NEXT = 8
@@ -39,12 +39,12 @@ _NUM_ALTERNATIVES = 4
 _DIRECTIONS = 6
 _NEAREST = 6
 _CALL = re.compile(r"(\w+)\(([^()]*)\)")
-# Rewrites that change no function and need no options.
+# Rewrites without options that keep the function.
 _EXACT = ("fold_value_bias", "drop_key_bias", "fold_norm", "gauge_fix")
 
 
 class WhatIf(NamedTuple):
-    """A change that the page offers: the face's call, and how a person writes it in Python."""
+    """Change offered by the page: a function of the model, and the same call in Python."""
 
     apply: Callable[..., Model]
     python: str
@@ -74,7 +74,7 @@ def _unscaled(model: Model, place: str) -> Model:
 
 
 def _summed_scores(scores: Tensor) -> Tensor:
-    """Scores of one head that has the queries and keys of all: `[batch, heads, queries, keys]`."""
+    """Sum scores over heads, the scores of one joint head: `[batch, heads, queries, keys]`."""
     joined: Tensor = scores.sum(dim=1, keepdim=True) / scores.shape[1] ** 0.5
     return joined.expand_as(scores)
 
@@ -115,7 +115,8 @@ WHAT_IFS: dict[str, WhatIf] = {
 
 
 def change_model(model: Model, call: str) -> Model:
-    """The model after a what-if, written as `tie(3, W_K, W_Q)` or `ablate(3.2 3.4)`."""
+    """Return the model after a what-if, such as `tie(3, W_K, W_Q)` or `ablate(3.2 3.4)`."""
+    # `bind` checks the number of arguments; the change itself checks their values.
     found = _CALL.fullmatch(call)
     if found is None or found[1] not in WHAT_IFS:
         raise UsageError(f"what if {call}: write one of {', '.join(WHAT_IFS)}, with a head or a layer")
@@ -138,12 +139,12 @@ def _in_python(call: str) -> str:
 
 
 class Shown(NamedTuple):
-    """A text as the page shows it.
+    """Text on the page.
 
     Attributes:
-        text: what the model reads.
-        target: of a translator the translation; of a language model its continuation, or "".
-        changes: the what-ifs, in order.
+        text: input of the model.
+        target: translation, or continuation of a language model; may be "".
+        changes: list of what-ifs in order.
     """
 
     text: str
@@ -153,12 +154,12 @@ class Shown(NamedTuple):
 
 @final
 class Explorer:
-    """Answers what the page asks of one model. Changed models and texts that were read are kept.
+    """Answers for the page about one model, with a cache of changed models and of results for texts.
 
     Attributes:
-        model: as it was opened.
-        over: what its heads do over a text, for the gallery; None to measure it on the text that is shown.
-        held_out: the text on which changes are measured; None without one.
+        model: unchanged model.
+        over: behaviour of the heads on a text, for the gallery; None to measure it on the displayed text.
+        held_out: text for the effect of changes on the loss; None to omit it.
     """
 
     def __init__(
@@ -168,7 +169,8 @@ class Explorer:
         held_out: HeldOutText | None = None,
         most_tokens: int | None = None,
     ) -> None:
-        """Answer for a model, of texts of at most a number of tokens."""
+        """Make an explorer of a model for texts of at most `most_tokens` tokens."""
+        # Only the last results of each kind are kept.
         self.model = model
         self.over = over
         self.held_out = held_out
@@ -180,7 +182,7 @@ class Explorer:
         self._held_out_losses = lru_cache(_MOST_PARTS)(self._read_held_out)
 
     def forget(self) -> None:
-        """Keep nothing."""
+        """Clear the cache."""
         kept_answers = (self._changed, self._attention, self._run, self._inspection, self._held_out_losses)
         for kept in kept_answers:
             kept.cache_clear()
@@ -190,11 +192,11 @@ class Explorer:
 
     @property
     def reads_pairs(self) -> bool:
-        """Whether a text has a target that the decoder reads."""
+        """True if the model is a translator, with a target for its decoder."""
         return self.model.reader.opened.translates
 
     def _read(self, asked: Shown) -> tuple[str, str | None]:
-        """The text and the target as the face takes them."""
+        """Return text and target as arguments of `Model.attend`; a continuation is part of the text."""
         if self.reads_pairs:
             return asked.text, asked.target or None
         return asked.text + asked.target, None
@@ -209,7 +211,7 @@ class Explorer:
             return model.run(text, target=target, max_tokens=self._most_tokens)
 
     def _inspect(self, changes: tuple[str, ...], layer: str) -> Any:
-        """The measures of all heads of a layer, which take as long as the measures of one."""
+        """Return the measures of all heads of a layer; one head would need the same time."""
         model = self._changed(changes)
         stack, _, number = layer.rpartition(".")
         is_cross = model[layer].kind == "cross"
@@ -220,7 +222,8 @@ class Explorer:
         )
 
     def about(self) -> dict[str, Any]:
-        """What the model is made of, for the controls of the page."""
+        """Describe the model for the controls of the page: layers, abilities, and the held-out text."""
+        # Heads of a layer have equal sizes: the first head describes all.
         places = []
         for layer in self.model.layers:
             head = layer[0]
@@ -245,14 +248,15 @@ class Explorer:
         }
 
     def compare(self, changes: tuple[str, ...], parts: int) -> dict[str, Any]:
-        """Measure how changes change the loss on the held-out text, once all of its parts are read.
+        """Measure the effect of changes on the held-out loss, once all `parts` are computed.
 
-        Reading all parts can take longer than one request may. Parts are kept, so a caller that asks for one
-        more each time waits for one part only.
+        All parts can need more time than a request has. Parts are cached, so that a caller can request one
+        more part at a time.
         """
         text = self.held_out
         if text is None:
             raise UsageError("there is no held-out text: triptych explore MODEL --held-out FILE gives one")
+        # The changed and the unchanged model are read part by part.
         parts = min(max(1, parts), text.num_parts)
         losses = [[self._held_out_losses(which, part) for part in range(parts)] for which in ((), changes)]
         if parts < text.num_parts:
@@ -266,7 +270,8 @@ class Explorer:
         return self.held_out.losses(self._changed(changes).reader, part)
 
     def write(self, text: str, changes: tuple[str, ...], count: int) -> dict[str, Any]:
-        """The translation or the continuation of a text, with alternatives and scores."""
+        """Translate or continue a text; returns alternatives with scores."""
+        # The list is empty if the model can neither translate nor generate.
         model = self._changed(changes)
         found: Sequence[Any] = ()
         if "translate" in self.model.can:
@@ -285,9 +290,9 @@ class Explorer:
         }
 
     def view(self, asked: Shown, *, measured: bool = False) -> dict[str, Any]:
-        """All attention weights of the text as `seeing/reports/viewer.js` draws them.
+        """Return all attention weights of the text for `seeing/reports/viewer.js`.
 
-        `measured` adds what heads do: over the text that was given at the start, or on this one.
+        `measured` adds notes on the behaviour of heads, measured on `self.over` if given, else on this text.
         """
         attention = self._attention(asked)
         data = viewer_data(attention.viewed(notes=self._notes(asked) if measured else {}))
@@ -303,13 +308,13 @@ class Explorer:
             return self.over.notes()
         text, target = self._read(asked)
         found = self.model.attend_over([text], None if target is None else [target])
-        # An interval over one short text says nothing.
+        # Omit intervals: over one short text they are meaningless.
         return {place: HeadNote(note.label) for place, note in found.notes().items()}
 
     def row(self, asked: Shown, layer: str, head: int, query: int) -> dict[str, Any]:
-        """One row of a head's attention step by step, and what the changes do to the next token.
+        """Return one row of a head's attention step by step, and the effect of the changes on the next token.
 
-        If there are more than 32 keys, it has those with the largest weights.
+        Of more than 32 keys, the keys with the largest weights are returned.
         """
         steps = self._attention(asked).steps(layer, head, query)
         record = steps.record()
@@ -326,7 +331,7 @@ class Explorer:
                 one["token"] = readable(one["token"])
         share = steps.share_of_output.tolist()
         layers = {one.name: one for one in self._changed(asked.changes).layers}
-        # A layer that runs several times has a number for each time, and one name.
+        # A layer with several uses has one name, but a number for each use.
         semantics = layers.get(layer, next(iter(layers.values()))).outline.semantics
         return {
             **record,
@@ -340,7 +345,8 @@ class Explorer:
         }
 
     def _next(self, asked: Shown, layer: str, query: int) -> dict[str, Any] | None:
-        """The next token's probabilities and the loss, with the changes and without."""
+        """Return the next token's probabilities and the loss, without and with the changes."""
+        # Tokens are the union of the most probable tokens of the two runs.
         if not self.reads_pairs and "generate" not in self.model.can:
             return None
         before = self._run(asked._replace(changes=()))
@@ -365,19 +371,20 @@ class Explorer:
         }
 
     def _loss(self, text: str, run: Run) -> float | None:
-        """The loss of a translation, or of the text without its continuation, in nats per token."""
+        """Return the loss of a translation, or of the text without its continuation, in nats per token."""
         losses = self._losses(text, run)
         return float(losses.mean()) if len(losses) else None
 
     def _losses(self, text: str, run: Run) -> Tensor:
-        """Compute the losses whose mean is `_loss`."""
+        """Return the losses of the tokens averaged in `_loss`."""
         losses = run.losses
         if not self.reads_pairs:
             losses = losses[: max(1, len(self.model.reader.encode([text])[0].ids) - 1)]
         return losses
 
     def head(self, changes: tuple[str, ...], layer: str, head: int) -> dict[str, Any]:
-        """The maps and the forms of a head: pictures, spectra with chance levels, singular directions."""
+        """Return pictures, spectra with chance levels, and singular directions of a head's maps and forms."""
+        # Chance levels are mean spectra of random forms of the same shape.
         model = self._changed(changes)
         place = _layer(model, layer)
         one = place[head]
@@ -405,7 +412,7 @@ class Explorer:
 
 
 def rounded(found: Any, digits: int = 6) -> Any:
-    """A record with numbers as a page shows them."""
+    """Round all floats of a record to `digits` significant digits."""
     if isinstance(found, float):
         return float(f"{found:.{digits}g}")
     if isinstance(found, dict):
@@ -414,8 +421,8 @@ def rounded(found: Any, digits: int = 6) -> Any:
 
 
 def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]]:
-    """The largest singular directions of the two forms, and the tokens nearest to both ends of each."""
-    with suppress(TriptychError):  # there is no norm before it, or none that can be folded
+    """Yield the largest singular directions of the two forms, with the tokens nearest to both vectors."""
+    with suppress(TriptychError):  # the head stays unchanged if its norm is missing or cannot be folded
         head = head.folded
     reader = model.reader
     stack = layer.partition(".")[0] if "." in layer else next(iter(reader.model.stacks))
@@ -424,7 +431,7 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
     frame = next(
         (site.residual for site in attention_sites(reader.model) if site.name == f"{stack}.{number}"), None
     )
-    # The half whose tokens look, and the half whose tokens are looked at.
+    # Stack of the queries' tokens, and stack of the keys' tokens.
     halves = ("decoder", "encoder") if stack == "cross" else (stack, stack)
     tokenizers = [reader.source_tokenizer if half == "encoder" else reader.tokenizer for half in halves]
     by_half = {str(half): of.embeddings.table.weight for half, of in reader.model.stacks.items()}

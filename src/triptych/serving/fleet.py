@@ -1,4 +1,4 @@
-"""The models of a server and their workers: a thread for each model here, and other processes."""
+"""Models of a server and their workers: threads of this process, and other processes."""
 
 import pickle
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ from triptych.serving.worker_processes import ServingProcess
 
 @dataclass(frozen=True)
 class PageTexts:
-    """Texts on which the page at / measures: `over` and `held_out` of `serve`."""
+    """Texts for measurements on the page at /: `over` and `held_out` of `serve`."""
 
     over: Path | None = None
     held_out: HeldOutText | None = None
@@ -28,11 +28,11 @@ NO_TEXTS = PageTexts()
 
 @final
 class Fleet:
-    """Models that are served together.
+    """Served models and their processes.
 
     Attributes:
-        models: by name.
-        processes: the other processes that compute.
+        models: served models by name.
+        processes: other worker processes.
     """
 
     def __init__(
@@ -44,9 +44,9 @@ class Fleet:
         page: PageTexts = NO_TEXTS,
         page_only: bool = False,
     ) -> None:
-        """Prepare models; `start` lets them compute. The arguments are as in `serve`."""
+        """Prepare models; `start` starts the computation. The arguments are those of `serve`."""
         self._given = dict(models), limits, workers, page, page_only
-        arguments = _pickled(models, limits) if workers > 1 else b""  # as their files, before they are built
+        arguments = _pickled(models, limits) if workers > 1 else b""  # before the models are built
         self.models = {name: ServedModel(name, model, limits) for name, model in models.items()}
         try:
             for model in self.models.values():
@@ -62,7 +62,7 @@ class Fleet:
 
     @contextmanager
     def started(self) -> Iterator[None]:
-        """Compute inside the block."""
+        """Start the fleet, and close it at the end of the block."""
         try:
             self.start()
             yield
@@ -70,14 +70,14 @@ class Fleet:
             self.close()
 
     def start(self) -> None:
-        """Build the models, before the first request comes, and wait for the other processes."""
+        """Build the models before the first request, and wait for the other processes."""
         for model in self.models.values():
             model.check_batches()
         for process in self.processes:
             process.start()
 
     def reopened(self) -> "Fleet":
-        """Open the same models anew from where they were found, and start them."""
+        """Open the same models again from their sources, and start them in a new fleet."""
         models, limits, workers, page, page_only = self._given
         fresh = {name: reopened(model) for name, model in models.items()}
         fleet = Fleet(fresh, limits, workers=workers, page=page, page_only=page_only)
@@ -89,7 +89,7 @@ class Fleet:
         return fleet
 
     def close(self) -> None:
-        """End when everything that was submitted is computed."""
+        """Close models and processes once all submitted items are computed."""
         self._close_models()
         for process in self.processes:
             process.close()
@@ -100,7 +100,7 @@ class Fleet:
 
     @property
     def num_workers(self) -> int:
-        """Number of processes that compute."""
+        """Number of processes that compute items."""
         return min(len(model.queue.lanes) for model in self.models.values())
 
 

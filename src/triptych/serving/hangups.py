@@ -1,4 +1,4 @@
-"""SIGHUP, at which a server opens its models anew once it is ready."""
+"""Handling of SIGHUP: a ready server reloads its models."""
 
 import signal
 import sys
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 
 
 def are_heard() -> bool:
-    """Return True if SIGHUP is for the server: at a terminal it ends the process, as it ends every other."""
+    """Return True if SIGHUP means a reload: at a terminal it ends the process."""
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and hasattr(signal, "SIGHUP") and not (sys.stdin and sys.stdin.isatty())
 
 
 @contextmanager
 def ignored() -> Iterator[None]:
-    """Ignore SIGHUP inside the block, while a server that listens to it is made ready."""
+    """Ignore SIGHUP inside the block, before the server handles it."""
     if not are_heard():
         yield
         return

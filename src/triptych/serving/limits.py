@@ -1,11 +1,11 @@
-"""The limits of requests, and the error of a request that is refused."""
+"""Limits of requests, and the error of a refused request."""
 
 from dataclasses import dataclass
 from typing import Any
 
 from triptych.errors import UsageError
 
-# The status of a request whose client has gone away, as nginx logs it.
+# Status of a request after its client has gone away; the same as in nginx's log.
 GONE = 499
 
 
@@ -59,7 +59,7 @@ class Limits:
 
 
 class RequestError(Exception):
-    """A request that is refused: a status of HTTP, a line, and after how many seconds to try again."""
+    """Refused request: HTTP status, message, and seconds to wait before another try."""
 
     def __init__(self, status: int, message: str, retry_after: int | None = None) -> None:
         super().__init__(message)
@@ -68,11 +68,11 @@ class RequestError(Exception):
         self.retry_after = retry_after
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Another process may refuse a request (`worker_processes.py`)."""
+        """Support pickling: another process may refuse a request (`worker_processes.py`)."""
         return RequestError, (self.status, self.message, self.retry_after)
 
 
 def openai_error(status: int, message: str, code: int | None = None) -> dict[str, Any]:
-    """Write an error in the form of OpenAI's interface."""
+    """Format an error for OpenAI's interface."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"message": message, "type": kind, "param": None, "code": code}

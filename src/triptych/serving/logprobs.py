@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens as OpenAI's interface tells them."""
+"""Log-probabilities of tokens in the format of OpenAI's interface."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, final
@@ -8,29 +8,29 @@ from triptych.running.text import StreamDecoder, Tokenizer
 from triptych.running.text.pieces import bytes_of
 from triptych.seeing.attending.attention import readable
 
-# Tokens before the first one that are decoded: they say whether it begins with a space.
+# Number of tokens decoded before the first token: they decide if its text begins with a space.
 _BEFORE = 8
 
 
 class NamedToken(NamedTuple):
-    """A token by a name that no other token in its place has."""
+    """Token with a unique name among the candidates at its position."""
 
     name: str
     log_prob: float | None
-    raw: bytes  # the bytes that it stands for
+    raw: bytes  # bytes of the token
 
 
 class ToldToken(NamedTuple):
-    """A token of a text, with the most probable ones in its place."""
+    """Token of a text, with the most probable tokens at its position."""
 
     token: NamedToken
-    tops: tuple[NamedToken, ...]  # the most probable first; the token itself is among them
-    offset: int  # characters of the text before it; those of one character have the same
+    tops: tuple[NamedToken, ...]  # most probable first; includes the token itself
+    offset: int  # number of characters before the token; tokens of one character share it
 
 
 @final
 class TokenNames:
-    """The readable names of tokens, and the bytes that they stand for, each made once."""
+    """Cache of the readable names and the bytes of tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -51,7 +51,8 @@ def told_tokens(
     log_probs: Sequence[float | None],
     tops: Sequence[Top],
 ) -> list[ToldToken]:
-    """Return the tokens of a text after the prompt, without the token that ended it."""
+    """Return the tokens of a text after the tokens `before`, without the token that ended it."""
+    # The length of each token's text depends on the tokens before it.
     decoder = StreamDecoder(names.tokenizer)
     for token in before[-_BEFORE:]:
         decoder.push(token)
@@ -69,7 +70,7 @@ def told_tokens(
 
 
 def _named(names: TokenNames, own: int, log_probs: dict[int, float]) -> dict[int, NamedToken]:
-    """Name tokens by their ids, the most probable first. A name that is taken becomes `token_id:N`."""
+    """Return named tokens by id, most probable first; a duplicate name becomes `token_id:N`."""
     taken = {names.of(own)[0]: own}
     found = dict[int, NamedToken]()
     for token, log_prob in sorted(log_probs.items(), key=lambda item: -item[1]):
@@ -81,7 +82,7 @@ def _named(names: TokenNames, own: int, log_probs: dict[int, float]) -> dict[int
 
 
 def as_completion_logprobs(told: Sequence[ToldToken], length: int) -> dict[str, Any]:
-    """Return the field `logprobs` of a completion whose text has that many characters."""
+    """Return the field `logprobs` of a completion with a text of `length` characters."""
     return {
         "tokens": [one.token.name for one in told],
         "token_logprobs": [one.token.log_prob for one in told],
@@ -91,7 +92,7 @@ def as_completion_logprobs(told: Sequence[ToldToken], length: int) -> dict[str, 
 
 
 def as_chat_logprobs(told: Sequence[ToldToken], count: int) -> list[dict[str, Any]]:
-    """Return the field `content` of a chat completion's log-probabilities, with that many tokens a place."""
+    """Return the field `content` of a chat's log-probabilities, with `count` candidates per position."""
     return [
         {**_record(one.token), "top_logprobs": [_record(top) for top in one.tops[:count]]} for one in told
     ]

@@ -1,7 +1,7 @@
-"""The log: one JSON object a line on standard error, written by a thread of its own.
+"""Log: one JSON object a line on standard error, written by a separate thread.
 
-It decides about no request. Where standard error is closed, its disk is full or its reader has stopped,
-lines are lost and counted, and nothing waits for them.
+The log never delays a request. If standard error is closed, its disk is full or its reader has stopped, lines
+are lost and counted.
 """
 
 import json
@@ -14,17 +14,17 @@ import time
 from collections.abc import Mapping
 from typing import Any, final
 
-# Lines that wait for a reader who has stopped.
+# Largest number of queued lines.
 _MOST_WAITING = 4096
 _SECONDS_TO_END = 2.0
 
 
 @final
 class Log:
-    """Lines on their way to standard error.
+    """Queue of lines for standard error.
 
     Attributes:
-        num_lost: lines that could not be written.
+        num_lost: number of lost lines.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class Log:
         self._writer: threading.Thread | None = None
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write a record as a line, soon."""
+        """Queue a record to be written as a line."""
         with self._starting:
             if self._writer is None:
                 self._writer = threading.Thread(target=self._run, name="triptych log", daemon=True)
@@ -45,7 +45,7 @@ class Log:
             self.num_lost += 1
 
     def flush(self) -> None:
-        """Wait until all lines are written, but not for a reader who has stopped."""
+        """Wait until all lines are written, at most two seconds."""
         until = time.monotonic() + _SECONDS_TO_END
         while self._lines.unfinished_tasks and time.monotonic() < until:
             time.sleep(0.005)
@@ -62,12 +62,12 @@ class Log:
 
 
 def _write_to_standard_error(text: str) -> None:
-    """Write past the buffers of `sys.stderr`: a line that fails leaves nothing behind for the next one."""
+    """Write without the buffers of `sys.stderr`, in which a failed line would stay."""
     if sys.stderr is None:
         raise OSError("standard error is closed")
     try:
         number = sys.stderr.fileno()
-    except (OSError, ValueError):  # no file, as in a notebook
+    except (OSError, ValueError):  # without a file descriptor, such as in a notebook
         sys.stderr.write(text)
         return
     rest = text.encode()
@@ -84,18 +84,18 @@ def log(record: Mapping[str, Any]) -> None:
 
 
 def flush_log() -> None:
-    """Wait until the log is written, but not for a reader who has stopped."""
+    """Wait until the log is written, at most two seconds."""
     _LOG.flush()
 
 
 def num_lost() -> int:
-    """Count the lines of the log that could not be written."""
+    """Return the number of lost lines of the log."""
     return _LOG.num_lost
 
 
 @final
 class LogHandler(logging.Handler):
-    """A handler that writes what a library logs as lines of the log."""
+    """Handler for writing a library's log records as lines of the log."""
 
     def emit(self, record: logging.LogRecord) -> None:
         found: dict[str, Any] = {record.levelname.lower(): record.getMessage()}

@@ -1,4 +1,4 @@
-"""HTML whose text is translated and whose tags stay."""
+"""Translation of the text of HTML, with its tags unchanged."""
 
 import html
 import re
@@ -14,15 +14,15 @@ from turbohtml import Token, TokenType, tokenize
 from triptych.seeing.attending.alignment import AlignedWords, Word
 from triptych.serving.limits import RequestError
 
-# Elements inside a sentence that are in each other: a word may be put into all of them.
+# Largest depth of nested elements inside a sentence: every word may be put into all of them.
 MOST_NESTED = 64
 
-# Their text is not translated.
+# Elements with untranslated text.
 _LEFT_ALONE = frozenset({"script", "style", "code", "pre", "textarea", "svg", "math"})
 _VOID = frozenset(
     {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
 )
-# Elements inside a sentence. Every other tag parts what is translated.
+# Elements inside a sentence. Every other tag separates texts.
 _INLINE = frozenset({
     *("a", "abbr", "b", "bdi", "bdo", "big", "cite", "del", "dfn", "em", "font", "i", "ins", "label", "mark"),
     *("q", "s", "small", "span", "strong", "sub", "sup", "tt", "u", "var"),
@@ -33,7 +33,7 @@ _CHARACTER = re.compile(r"\r\n|.", re.DOTALL)
 
 
 class Element(NamedTuple):
-    """An element inside a text: its tags, and the characters that it holds."""
+    """Element inside a text: its tags, and its range of characters."""
 
     opening: str
     closing: str
@@ -44,21 +44,21 @@ class Element(NamedTuple):
 @final
 @dataclass(frozen=True)
 class TextRun:
-    """A text between two tags that part sentences, and the elements inside it, outer ones first."""
+    """Text between two separating tags, and the elements inside it in order of their opening tags."""
 
     text: str
     elements: tuple[Element, ...] = ()
 
     @property
     def needs_words(self) -> bool:
-        """Whether some element holds a part of the text, so that words decide where it goes."""
+        """True if an element contains only a part of the text: its position requires aligned words."""
         return any((of.start, of.stop) != (0, len(self.text)) for of in self.elements)
 
     def html(self, translation: str, words: AlignedWords | None) -> str:
-        """The translation with the elements: each of its words is in the elements of its source word.
+        """Insert the elements into the translation: each word is in the elements of its source word.
 
-        An element may be opened several times. Without words, places decide: a word two thirds through the
-        translation lies in what is two thirds through the text.
+        An element may be opened several times. Without aligned words, relative positions decide: a word two
+        thirds through the translation gets the elements two thirds through the text.
         """
         if words is not None and words.source and words.target:
             return self._tagged(translation, _spans(translation, words.target), self._stacks(words))
@@ -69,7 +69,9 @@ class TextRun:
         return self._tagged(translation, spans, stacks)
 
     def _stacks(self, words: AlignedWords) -> list[tuple[int, ...]]:
-        """The elements that each word of the translation lies in."""
+        """Return the elements around each word of the translation."""
+        # A word takes the elements of the source word with the largest attention weight; punctuation marks
+        # are neither source words nor target words here.
         own = self._elements_of(_spans(self.text, words.source))
         is_mark = torch.tensor([_is_mark(word) for word in words.source])
         weights = words.weights.masked_fill(is_mark, -1.0)
@@ -80,11 +82,12 @@ class TextRun:
         for place, stack in enumerate(own):
             for number in stack:
                 inside.setdefault(number, []).append(place)
+        # An element without a word takes the word with the largest attention to its text.
         kept = Counter(number for stack in found for number in stack)
         for number in sorted(inside):
             if kept[number]:
                 continue
-            part = words.weights[:, inside[number]]  # no word looks at what the element holds
+            part = words.weights[:, inside[number]]  # attention to the words in the element
             target = int(part.sum(dim=1).argmax())
             kept.subtract(found[target])
             found[target] = own[inside[number][int(part[target].argmax())]]
@@ -92,7 +95,8 @@ class TextRun:
         return found
 
     def _elements_at(self, places: Sequence[float]) -> list[tuple[int, ...]]:
-        """Find the elements that hold each place, outer ones first; places are in order."""
+        """Return the elements around each position, outer before inner; positions are ascending."""
+        # One pass: an element is opened at its start and dropped at its stop.
         found = list[tuple[int, ...]]()
         open_ = list[int]()
         upcoming = 0
@@ -105,7 +109,8 @@ class TextRun:
         return found
 
     def _elements_of(self, spans: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
-        """Find the elements that hold most of each span, outer ones first; spans are in order."""
+        """Return the elements with more than half of each span, outer before inner; spans are ascending."""
+        # One pass, the same as in `_elements_at`.
         found = list[tuple[int, ...]]()
         open_ = list[int]()
         upcoming = 0
@@ -144,19 +149,19 @@ def _is_mark(word: Word) -> bool:
 
 
 def _of_mark(stacks: Sequence[tuple[int, ...] | None], place: int) -> tuple[int, ...]:
-    """The elements of a punctuation mark: the ones that the words around it share."""
+    """Return the elements of a punctuation mark: the common elements of the words around it."""
     before = next((stack for stack in reversed(stacks[:place]) if stack is not None), ())
     after = next((stack for stack in stacks[place:] if stack is not None), ())
     return _shared(before, after)
 
 
 def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
-    """The elements that both lie in."""
+    """Return the common outer elements of two words."""
     return tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _spans(text: str, words: Sequence[Word]) -> list[tuple[int, int]]:
-    """The characters of each word; none for a word that its tokens spell otherwise."""
+    """Return the range of characters of each word; empty for a word not found in the text."""
     spans = list[tuple[int, int]]()
     at = 0
     for word in words:
@@ -174,25 +179,26 @@ class _Tag(NamedTuple):
 
 class _Open(NamedTuple):
     name: str
-    stays: bool  # its text is not translated
+    stays: bool  # True if the text is not translated
 
 
 @final
 class Markup:
-    """The pieces of a document: `runs`, to be translated, and what is between them.
+    """Parsed document: `runs` of text to translate, and the unchanged pieces between them.
 
-    Text in elements such as `code`, or with `translate="no"`, stays. All that is not translated stays to the
-    letter. The tokenizer is the one of the HTML standard, and takes time in proportion to the document.
+    Text in elements such as `code`, or with `translate="no"`, is not translated. Untranslated pieces stay
+    exactly the same. The tokenizer is that of the HTML standard, with time linear in the document's length.
     """
 
     def __init__(self, document: str, most_tags: int = 10_000) -> None:
-        """Read a document; `RequestError` if it has more tags, or deeper ones, than are taken."""
+        """Parse a document; raise `RequestError` for too many tags or too deeply nested inline elements."""
+        # With captured sources, the raw text of every token is known to the character.
         self.runs: list[TextRun] = []
         self._most_tags = most_tags
         self._pieces: list[str | int] = []
         self._run: list[str | _Tag] = []
         self._open: list[_Open] = []
-        self._names: Counter[str] = Counter()  # of the open elements
+        self._names: Counter[str] = Counter()  # names of the open elements
         self._num_tags = 0
         at = 0
         for token in tokenize(document, resolve_references=False, capture_source=True):
@@ -202,10 +208,10 @@ class Markup:
             self._take(token, document[at:stop])
             at = stop
         self._end_run()
-        self._pieces.append(document[at:])  # a tag that does not end
+        self._pieces.append(document[at:])  # an incomplete tag
 
     def translated(self, runs: Sequence[str]) -> str:
-        """The document with HTML in place of its runs."""
+        """Return the document with its runs replaced by HTML."""
         return "".join(runs[piece] if isinstance(piece, int) else piece for piece in self._pieces)
 
     def _take(self, token: Token, raw: str) -> None:
@@ -264,7 +270,7 @@ class Markup:
         self._pieces.append(raw)
 
     def _end_run(self) -> None:
-        """Take the text since the last piece, in several runs where its tags do not go together."""
+        """Add the text since the last piece as runs, split at tags without a partner."""
         tokens = self._run
         self._run = []
         paired = _paired_tags(tokens)
@@ -282,7 +288,8 @@ class Markup:
         if not core:
             self._pieces.append(html.escape(raw, quote=False))
             return
-        parts, length = list[str](), 0  # white space is one space, and none is before an element's end
+        # White space becomes one space; a space before the end of an element is moved after it.
+        parts, length = list[str](), 0
         begun = list[int]()
         elements = list[Element]()
         last = " "
@@ -308,7 +315,7 @@ class Markup:
 
 
 def _end_of(document: str, start: int, data: str) -> int:
-    """Find the end of the text that begins at a place; the tokenizer gives it with line ends of one kind."""
+    """Return the end of the text `data` in the document; the tokenizer has normalised its line ends."""
     if "\r" not in document[start : start + len(data) + 1]:
         return start + len(data)
     ends = (found.end() for found in _CHARACTER.finditer(document, start))
@@ -317,16 +324,16 @@ def _end_of(document: str, start: int, data: str) -> int:
 
 @dataclass
 class _Pair:
-    """An opening tag whose end was not met yet."""
+    """Opening tag without its closing tag so far."""
 
     place: int
     name: str
     has_text: bool = False
-    is_whole: bool = True  # all tags inside are in pairs
+    is_whole: bool = True  # True if all tags inside are in pairs
 
 
 def _paired_tags(tokens: Sequence[str | _Tag]) -> set[int]:
-    """Find the tags of pairs that hold text and hold only such pairs; return their places."""
+    """Return the indices of paired tags with text, if all tags between them form such pairs too."""
     found = set[int]()
     begun = list[_Pair]()
     names = Counter[str]()

@@ -1,8 +1,8 @@
-"""Every field that OpenAI documents for completions, chats and embeddings: followed, ignored, or refused.
+"""Rules for all documented fields of OpenAI's completions, chats and embeddings.
 
-`docs/reference/openai.md` has the table. What is ignored cannot change the answer. A field that could is
-followed if its value is of the right type, or refused unless it has a value that changes nothing; so is one
-that nobody documents.
+`docs/reference/openai.md` has the table. An ignored field cannot change the answer. A followed field needs a
+value of the right type. Any other documented field is refused, except with a value equivalent to its absence.
+Undocumented fields are refused.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,24 +13,24 @@ from triptych.serving.request_fields import Fields
 
 
 class Kind(NamedTuple):
-    """A type of values. Values of another one are refused and not converted."""
+    """Type of values. Values of another type are refused, not converted."""
 
-    what: str  # what to give, in words
+    what: str  # description for error messages
     holds: Callable[[Any], bool]
 
 
 class Followed(NamedTuple):
-    """A field that does what OpenAI says of it."""
+    """Field with the effect documented by OpenAI."""
 
     kind: Kind
 
 
 class Ignored(NamedTuple):
-    """A field that cannot change the answer."""
+    """Field without an effect on the answer."""
 
 
 class Only(NamedTuple):
-    """A field with these values alone, which change nothing."""
+    """Field restricted to values without an effect."""
 
     values: tuple[Any, ...]
 
@@ -52,17 +52,17 @@ _WHOLE = Kind("a whole number", lambda value: type(value) is int)
 _NUMBER = Kind("a number", lambda value: type(value) in (int, float))
 _FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 _OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-# Checked where it is read.
+# Checked by the code that reads the field.
 _READ_LATER = Kind("", lambda value: True)
 
 _IGNORED = Ignored()
-# What all kinds of requests have; the last row is our own.
+# Fields of all kinds of requests; `api_key` is triptych's extension.
 _OF_ALL: dict[str, Rule] = {
     "model": Followed(_TEXT),
     "user": _IGNORED,
     "api_key": Followed(_TEXT),
 }
-# What both kinds of completions have; the last rows are our own.
+# Fields of completions and chats; the last two rows are triptych's extensions.
 _OF_BOTH: dict[str, Rule] = {
     **_OF_ALL,
     **dict.fromkeys(("n", "seed"), Followed(_WHOLE)),
@@ -111,7 +111,7 @@ EMBEDDINGS: Mapping[str, Rule] = {
 
 
 def check_fields(fields: Fields, rules: Mapping[str, Rule]) -> None:
-    """Refuse what a request asks for and would not get."""
+    """Refuse a request with an unsupported field or value."""
     for name, value in fields.items():
         rule = rules.get(name)
         if rule is None:
@@ -120,7 +120,7 @@ def check_fields(fields: Fields, rules: Mapping[str, Rule]) -> None:
             continue
         if isinstance(rule, Followed) and not rule.kind.holds(value):
             raise RequestError(400, f"{name}: give {rule.kind.what}")
-        # True and False are no numbers, though Python has them equal to 1 and 0.
+        # True and False are not numbers, although Python compares them equal to 1 and 0.
         if isinstance(rule, Only) and (isinstance(value, bool) or value not in rule.values):
             kind = value.get("type") if isinstance(value, dict) else None
             what = f"{name} {kind[:64]}" if isinstance(kind, str) else name
@@ -128,7 +128,7 @@ def check_fields(fields: Fields, rules: Mapping[str, Rule]) -> None:
 
 
 def flag(fields: Mapping[str, Any], name: str) -> bool:
-    """Read a field that is true or false."""
+    """Read a boolean field; a missing field is False."""
     found = fields.get(name)
     if found is not None and not _FLAG.holds(found):
         raise RequestError(400, f"{name}: give {_FLAG.what}")

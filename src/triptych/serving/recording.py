@@ -1,4 +1,4 @@
-"""The page as a file: one text, with the answers that need a server recorded."""
+"""Page as a file: one text, with recorded answers instead of a server."""
 
 import json
 from collections.abc import Iterator
@@ -16,17 +16,17 @@ from triptych.serving.exploring import Explorer, Shown, rounded
 
 _DIGITS = 4
 _NEW_TOKENS = 12
-# Ranks of W_QK that are recorded, as shares of d_k.
+# Recorded ranks of W_QK, as shares of d_k.
 _RANKS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 
 def write_page(
     model: Model, text: str, path: Path, held_out: HeldOutText | None = None, progress: Progress = untold
 ) -> None:
-    """Write the page of one text as one HTML file that needs no server.
+    """Write the page of one text as a self-contained HTML file.
 
-    It has all attention weights, one row of every head, every row of the head that tells most, the matrices
-    of every head, and the what-ifs of that head one by one, each with its loss on the held-out text.
+    The file has all attention weights, one row of every head, every row of the most informative head, the
+    matrices of every head, and the what-ifs of this head one by one, with their loss on the held-out text.
     """
     name = Path(model.name).name
     recorded = _Recording(Explorer(model, held_out=held_out), name, text, progress).answers
@@ -35,7 +35,7 @@ def write_page(
 
 
 class _Recording:
-    """The answers that the page finds by its questions, spelled as its script spells them."""
+    """Recorded answers by question, with the same spelling of questions as in the page's script."""
 
     def __init__(self, explorer: Explorer, name: str, text: str, progress: Progress) -> None:
         self.explorer = explorer
@@ -71,16 +71,16 @@ class _Recording:
                 self.view("view", (call,))
                 self.write((call,))
                 self.compare((call,))
-            except TriptychError as error:  # the model refuses it, and the page says why
+            except TriptychError as error:  # the page shows the reason of a refused what-if
                 self.answers[f"why {call}"] = str(error)
 
     def place(self, number: int, kind: dict[str, Any]) -> str:
-        """A layer as the face spells it."""
+        """Return the name of a layer in `Model`."""
         is_one_stack = "." not in self.explorer.model.layers[0].name
         return str(number) if is_one_stack else f"{kind['kind']}.{number}"
 
     def what_ifs(self, layer: str, head: int) -> Iterator[str]:
-        """The switches of the page at one head."""
+        """Yield the page's what-ifs for one head."""
         model = self.explorer.model
         place = f"{layer}.{head}"
         others = [f"{layer}.{other}" for other in range(model[layer].num_heads) if other != head]
@@ -119,7 +119,7 @@ class _Recording:
         self, changes: tuple[str, ...], kind: dict[str, Any], number: int, head: int, query: int | None = None
     ) -> None:
         last = len(kind["queries"]) - 1
-        if query is None:  # where the page looks first
+        if query is None:  # the row that the page shows first
             query = min(1, last) if kind["kind"] == "cross" else last
         layer = self.place(number, kind)
         found = self.explorer.row(Shown(self.text, self.target, changes), layer, head, query)

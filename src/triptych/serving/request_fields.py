@@ -1,4 +1,4 @@
-"""The fields of a request's body, each checked for its type."""
+"""Fields of a request's body, with checks of their types."""
 
 import gc
 import json
@@ -16,11 +16,12 @@ _MOST_FIELDS = 1000
 
 @final
 class Fields(dict[str, Any]):
-    """The fields by name; `RequestError` if one has the wrong type."""
+    """Fields by name; a field of the wrong type raises `RequestError`."""
 
     @classmethod
     async def read(cls, request: Request, max_bytes: int) -> "Fields":
-        """Read JSON, whatever type it is sent as, or a form, whose fields may come twice."""
+        """Read the body: JSON with any content type, or a form; repeated fields of a form become lists."""
+        # `json.dumps` checks that every text can be encoded in UTF-8.
         body = bytearray()
         async for part in request.stream():
             body += part
@@ -41,14 +42,14 @@ class Fields(dict[str, Any]):
         return cls(fields)
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A text, which may be empty where the default is."""
+        """Read a text; an empty text is allowed only if the default is ""."""
         found = self.get(name, default)
         if not isinstance(found, str) or (not found and default != ""):
             raise RequestError(400, f"{name}: give a text")
         return found
 
     def number(self, name: str, least: int, most: int, default: int | None = None) -> int:
-        """A whole number."""
+        """Read an integer between `least` and `most`."""
         found = default if self.get(name) is None else self[name]
         if type(found) is not int or not least <= found <= most:
             raise RequestError(400, f"{name}: give a number from {least} to {most}")
@@ -57,7 +58,7 @@ class Fields(dict[str, Any]):
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Look for no cycles inside the block: with many small lists in a body that took most of its time."""
+    """Disable garbage collection inside the block: it took most of the time of a body with many lists."""
     were_on = gc.isenabled()
     gc.disable()
     try:
@@ -68,6 +69,7 @@ def _without_collections() -> Iterator[None]:
 
 
 async def _fields_of_form(request: Request, body: bytes) -> dict[str, Any]:
+    # Separators are counted before the form is parsed.
     if content_type(request) == URL_ENCODED and body.count(b"&") >= _MOST_FIELDS:
         raise RequestError(400, f"the form has more than {_MOST_FIELDS:,} fields")
 
@@ -76,7 +78,7 @@ async def _fields_of_form(request: Request, body: bytes) -> dict[str, Any]:
 
     try:
         form = await Request(request.scope, replay).form(max_files=0, max_fields=_MOST_FIELDS)  # type: ignore[arg-type]
-    except (ValueError, LookupError):  # of another encoding, or of none
+    except (ValueError, LookupError):  # of another or an unknown encoding
         raise RequestError(400, "the form cannot be read: send UTF-8") from None
     values = {name: form.getlist(name) for name in form}
     found = {name: own[0] if len(own) == 1 else own for name, own in values.items()}

@@ -1,4 +1,4 @@
-"""Serving models over HTTP: the address and the keys."""
+"""Entry point of serving over HTTP: address and keys."""
 
 import ipaddress
 import os
@@ -39,29 +39,29 @@ def serve(
     page_only: bool = False,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve models over HTTP until the process is told to stop.
+    """Serve models over HTTP until a signal stops the process.
 
     Args:
-        models: by name; the name of a translator ends in its languages, as in de-en.
+        models: models by name; the name of a translator ends in its languages, such as de-en.
         host: address to listen at. One that other machines can reach needs a key.
         port: port to listen at.
-        workers: processes that compute, this one included; with several, each with one thread and with the
-            models in its memory. Started with `spawn`: a script guards its main part with
-            `if __name__ == "__main__"`.
+        workers: number of processes that compute, including this process. Each of several processes has one
+            thread and a copy of the models in memory. The processes start with `spawn`: a script must guard
+            its main part with `if __name__ == "__main__"`.
         keys_file: file of keys, one per line. Every request needs one of them. Default: the keys in
             TRIPTYCH_API_KEY, separated by spaces; without any, no key is needed.
-        limits: of every request.
+        limits: limits of requests. Default: `Limits()`.
         shutdown_timeout: seconds that running requests get to end when the process is told to stop.
-        over: a text on which the page at / measures what heads do. Default: the text that is on the page.
-        held_out: the text on which the page at / measures what a change does to the loss of the one model
-            that is served: `HeldOutText`. Default: none, and the page says so.
-        page_only: the page is all that is wanted, so that a translator needs no languages in its name.
-        ready: called when requests are answered.
+        over: text for the page's measurements of heads. Default: the text on the page.
+        held_out: text for the effect of changes on the loss; only with a single model. Default: None, which
+            omits this measurement.
+        page_only: serve the page only; a translator's name may then lack languages.
+        ready: function called as soon as the server answers requests.
 
     Raises:
-        UsageError: a model cannot be served; an address that other machines can reach without a key, or one
-            that cannot be listened at.
-        DataError: the file of keys holds none.
+        UsageError: A model cannot be served, other machines can reach the address without a key, or the
+            server cannot listen at the address.
+        DataError: The file of keys is unreadable or empty, or a key cannot be sent in a header.
     """
     require_extra(
         "serve",
@@ -83,7 +83,7 @@ def serve(
         raise UsageError(f"--workers {workers}: give a number from 1 to {_MOST_WORKERS}")
     if held_out is not None and len(models) != 1:
         raise UsageError(f"the held-out text is of one model, and {len(models)} are served: leave it out")
-    # More than one process has one thread each.
+    # With several processes, every process has one thread.
     with torch_threads(1 if workers > 1 else None), hangups.ignored(), ExitStack() as stack:
         page = PageTexts(over, held_out)
         fleet = running.Fleet(models, limits or Limits(), workers=workers, page=page, page_only=page_only)
@@ -124,7 +124,7 @@ def _keys(file: Path | None) -> list[str]:
 
 
 def _require_sendable(keys: Sequence[str], where: str) -> None:
-    """Check that a header can carry every key."""
+    """Check that every key can be sent in a header."""
     for number, key in enumerate(keys, start=1):
         if not _KEY.fullmatch(key):
             raise DataError(

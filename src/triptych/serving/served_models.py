@@ -1,4 +1,4 @@
-"""A model that is served: its name, its languages, and the jobs that it can do."""
+"""Served models: their names, languages and jobs."""
 
 import re
 import threading
@@ -35,46 +35,47 @@ from triptych.serving.worker import Decoding, Item, Queue, QueuedJob, Worker
 
 _LANGUAGES = re.compile(r"(?:^|[-_./])([a-z]{2,3})-([a-z]{2,3})$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-# What the page asked last is kept so long.
+# Time until the cache of the page is cleared, from its last request.
 SECONDS_KEPT = 60.0
-# Translators with other numbers of alternatives that are kept ready.
+# Number of cached translators, by number of alternatives.
 _MOST_TRANSLATORS = 4
-# Texts of different lengths, for the comparison of one text alone with the same text in a batch.
+# Texts of different lengths, to compare results alone and in a batch.
 _PROBES = ("1", "a b c", "2 + 2 = 4, and 3 + 5 = 8.", "An old man and a small dog cross the street " * 3)
-# Why batches may matter where texts are decoded elsewhere.
+# Reason given if another library decodes.
 _ANOTHER_LIBRARY = "the library that decodes"
 
-# The models of a process that computes for another (`worker_processes.py`): a job has the name of its model.
+# Models of a worker process (`worker_processes.py`), by name: a pickled job contains the name of its model.
 SERVED_HERE: dict[str, "ServedModel"] = {}
 
 
 def served_here(name: str) -> "ServedModel":
-    """The model of a job that came from another process."""
+    """Return the model of a job from another process."""
     return SERVED_HERE[name]
 
 
 @final
 class ServedModel:
-    """A model with a worker.
+    """Model with its queues and workers.
 
     Attributes:
-        name: its name in requests.
-        model: what `triptych.load` gave, under its name in requests.
-        can: what it can do.
-        languages: source and target of a translator; None where its name does not end in them.
-        queue: the items that wait for it.
-        worker: computes the items.
-        desk: the questions that wait for it: what looks at the model itself takes no time of its texts.
-        clerk: answers them one by one.
-        explorer: answers the page at `/`.
-        is_batch_invariant: whether every text has the same bits alone and in a batch, as far as
-            `check_batches` can tell; None before it, and for a model that neither translates nor generates.
-        batch_invariance: what `check_batches` found, for a reader; "" where nothing was compared.
-        alone: what `check_batches` computed of each text alone.
+        name: name in requests.
+        model: loaded model, renamed to its name in requests.
+        can: abilities of the model.
+        languages: source and target of a translator; None if its name does not end in languages.
+        queue: queue of items.
+        worker: worker of the queue.
+        desk: queue of questions about the model itself, separate so that texts do not wait for them.
+        clerk: worker of the desk, one question at a time.
+        explorer: answers for the page at `/`.
+        is_batch_invariant: True if every text has the same bits alone and in a batch, as far as
+            `check_batches` can tell; None before the check, and for a model that neither translates nor
+            generates.
+        batch_invariance: result of `check_batches` in words; "" without a comparison.
+        alone: results of `check_batches` for each text alone.
     """
 
     def __init__(self, name: str, model: Model, limits: Limits) -> None:
-        """Make a model ready to serve; `UsageError` if it does not run."""
+        """Prepare a model to be served; raise `UsageError` if it does not run, or its name is not valid."""
         if not _NAME.fullmatch(name):
             raise UsageError(
                 f"{name!r} cannot be the name of a served model: use letters, digits, '.', '_' and '-'"
@@ -97,6 +98,7 @@ class ServedModel:
         self.explorer = Explorer(self.model, most_tokens=limits.max_attended)
         self.queue = Queue(limits)
         self.desk = Queue(replace(limits, batch_items=1))
+        # Small models are faster with one thread.
         size = sum(parameter.numel() for parameter in model.opened.model.parameters())
         threads = 1 if size < thresholds.WEIGHTS_WORTH_THREADS else torch.get_num_threads()
         self.worker = Worker(name, self.queue, threads)
@@ -111,14 +113,14 @@ class ServedModel:
         return self.model.generator()
 
     def close(self) -> None:
-        """End when everything that was submitted is computed."""
+        """Close the workers once all submitted items are computed."""
         self.worker.close()
         self.clerk.close()
         if self._forgetting is not None:
             self._forgetting.cancel()
 
     def forget_soon(self) -> None:
-        """Give back the memory of what the page kept, unless it asks again before."""
+        """Clear the page's cache after a while, unless the page sends another request before."""
         if self._forgetting is not None:
             self._forgetting.cancel()
         self._forgetting = threading.Timer(SECONDS_KEPT, self._forget)
@@ -130,7 +132,7 @@ class ServedModel:
         give_memory_back()
 
     def require_same_files(self) -> None:
-        """Check that the files are those that the model was opened from."""
+        """Raise `RequestError` if the model's files have changed since it was opened."""
         try:
             require_same_files(self.model)
         except DataError as error:
@@ -141,9 +143,9 @@ class ServedModel:
             ) from error
 
     def own_weights(self) -> None:
-        """Copy the model's own weights into memory, next to what an engine made of them.
+        """Copy the model's weights into memory, besides an engine's converted weights.
 
-        The model itself stays in its mapped file until something looks at it.
+        The weights stay in their mapped file until a job first needs the model itself.
         """
         if self._owns_weights:
             return
@@ -154,12 +156,12 @@ class ServedModel:
         self._owns_weights = True
 
     def translator(self, num_best: int) -> Translator:
-        """The translator that gives this number of translations; the last ones used are kept."""
+        """Return the translator with this number of alternatives, from a cache of the last ones used."""
         if num_best not in self._translators:
             if len(self._translators) == _MOST_TRANSLATORS:
                 self._translators.popitem(last=False)[1].close()
             beam = None if num_best == 1 else max(num_best, self.translator(1).options.beam_size)
-            # What people write is text, whatever it spells.
+            # Special tokens in a request are plain text.
             self._translators[num_best] = self.model.translator(
                 num_best=num_best, beam_size=beam, special_tokens="text"
             )
@@ -167,13 +169,13 @@ class ServedModel:
         return self._translators[num_best]
 
     def check_batches(self) -> None:
-        """Find out on this machine whether texts have the same bits in batches: `is_batch_invariant`."""
+        """Set `is_batch_invariant` by a test on this machine."""
         item = Item(Checking(self), None)
         self.queue.submit([item])
         item.result.result()
 
     def compare_batches(self) -> None:
-        """Compare texts for `check_batches`, in the thread that decodes."""
+        """Compare texts alone and in batches for `check_batches`, in the decoding thread."""
         job: Translating | Continuing
         if not {"translate", "generate"} & {*self.can}:
             self.own_weights()  # without an engine
@@ -190,7 +192,7 @@ class ServedModel:
         self.is_batch_invariant = alone == job.compute([Item(job, one) for one in given])
         if (loop := job.loop()) is not None:
             asked = [job.begin(Item(job, one)) for one in given]
-            for one in asked:  # each joins when the one before has begun
+            for one in asked:  # each text joins after a step of the texts before it
                 loop.waiting.extend(one.texts)
                 loop.step()
             loop.run([])
@@ -204,13 +206,13 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ModelJob(QueuedJob):
-    """A job of a model; jobs with the same options are equal."""
+    """Job of a model; jobs with the same options are equal."""
 
     model: ServedModel
 
     @property
     def queue(self) -> Queue:
-        """The queue in which its items wait."""
+        """Queue of the job's items."""
         return self.model.queue
 
     @property
@@ -221,7 +223,7 @@ class ModelJob(QueuedJob):
 @final
 @dataclass(frozen=True)
 class Translating(ModelJob, Decoding):
-    """Translations of lines, held to a glossary: terms and their translations."""
+    """Translation of lines, constrained by a glossary of terms and their translations."""
 
     waits: ClassVar[bool] = True
     num_best: int
@@ -232,7 +234,7 @@ class Translating(ModelJob, Decoding):
         return translator.loop(self.model.limits.batch_items * translator.options.beam_size)
 
     def begin(self, item: Item) -> Asked[Translation]:
-        # The engine is that of one translation; the options are all that differs.
+        # All numbers of alternatives share the engine of one translation; only the options differ.
         options = self.model.translator(self.num_best).options
         return self._with_terms(self.model.translator(1)).begin(item.given, options)
 
@@ -247,7 +249,7 @@ class Translating(ModelJob, Decoding):
 @final
 @dataclass(frozen=True)
 class Continuing(ModelJob, Decoding):
-    """Continuations of token ids; an item is told its sample's number and text as it comes."""
+    """Continuation of token ids; an item is passed each sample's index and new text during decoding."""
 
     options: GenerationOptions
 
@@ -268,7 +270,7 @@ class Continuing(ModelJob, Decoding):
 
 
 class JobOfEach(ModelJob):
-    """A job that computes one item after the other."""
+    """Job for computing items one at a time."""
 
     def compute(self, items: Sequence[Item]) -> list[Any]:
         self.model.own_weights()
@@ -276,13 +278,13 @@ class JobOfEach(ModelJob):
 
     @abstractmethod
     def of(self, given: Any) -> Any:
-        """The result of an item."""
+        """Compute the result of an item."""
 
 
 @final
 @dataclass(frozen=True)
 class Scoring(JobOfEach):
-    """Log-probabilities of the tokens of texts, and the most probable tokens in their places."""
+    """Scoring of texts: log-probabilities of their tokens, and the most probable tokens at each position."""
 
     count: int
 
@@ -304,7 +306,7 @@ class Scoring(JobOfEach):
 @final
 @dataclass(frozen=True)
 class Aligning(JobOfEach):
-    """The words of a line and of its translation; None for a line that is too long to be read whole."""
+    """Word alignment of a line and its translation; None if the line is too long for the model."""
 
     def of(self, given: tuple[str, str]) -> AlignedWords | None:
         try:
@@ -316,7 +318,7 @@ class Aligning(JobOfEach):
 @final
 @dataclass(frozen=True)
 class Checking(ModelJob):
-    """The comparison of batches at the start."""
+    """Comparison of batches at the start."""
 
     travels: ClassVar[bool] = False
 
@@ -328,7 +330,7 @@ class Checking(ModelJob):
 @final
 @dataclass(frozen=True)
 class Asking(ModelJob):
-    """Any other job: the function that an item holds is called with the served model and the item."""
+    """Any other job: calls the function given with an item, with the served model and the item."""
 
     travels: ClassVar[bool] = False
 
@@ -341,7 +343,7 @@ class Asking(ModelJob):
         return [self._of(item) for item in items]
 
     def _of(self, item: Item) -> Any:
-        self.model.require_same_files()  # heads are read from them
+        self.model.require_same_files()  # weights of heads are read from the files
         try:
             found = item.given(self.model, item)
         finally:
@@ -351,7 +353,7 @@ class Asking(ModelJob):
 
 
 class Scored(NamedTuple):
-    """The log-probability of every token but the first, and the most probable tokens in its place."""
+    """Log-probabilities of all tokens except the first, and the most probable tokens at each position."""
 
     log_probs: tuple[float, ...]
     tops: tuple[tuple[tuple[int, float], ...], ...]

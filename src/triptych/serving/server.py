@@ -1,4 +1,4 @@
-"""What all requests share: the models, limits, keys and figures of a server."""
+"""Server state common to all requests: models, limits, keys and figures."""
 
 import asyncio
 import threading
@@ -26,15 +26,16 @@ from triptych.serving.served_models import ModelJob, ServedModel
 from triptych.serving.worker import Item
 from triptych.threads import LEFT
 
-# Old models are looked at so often, until no request has them.
+# Interval of checks whether requests still use old models.
 _SECONDS_BETWEEN_LOOKS = 0.05
 
 _Found = TypeVar("_Found")
 Endpoint = Callable[["Server", Request], Awaitable[Response]]
 
 
-# How far a request is: it takes no place as nothing is computed for it (yet, or any more); its body comes,
-# with a key in the head, or without one; all of it has come.
+# Stage of a request. "open": not counted, because its body is not being read and its result not computed.
+# "begun": its body is being read, with a key in the headers. "stranger": its body is being read, without a
+# key in the headers. "read": its body is complete.
 Stage = Literal["open", "begun", "stranger", "read"]
 _VISIT = "triptych.visit"
 
@@ -42,11 +43,11 @@ _VISIT = "triptych.visit"
 @final
 @dataclass(eq=False)
 class Visit:
-    """A request on its way.
+    """Request in progress.
 
     Attributes:
-        deadline: when its answer must have ended, on the clock of the event loop.
-        stage: how far it is.
+        deadline: latest end of the answer, on the clock of the event loop.
+        stage: stage of the request.
     """
 
     deadline: float
@@ -59,20 +60,20 @@ def _crowded(way: str = "") -> RequestError:
 
 @final
 class Server:
-    """The models that are served, their limits and their figures.
+    """Served models with limits, keys and figures.
 
     Attributes:
-        fleet: the models with what computes them.
-        limits: of every request.
-        keys: without one of them nothing is computed, if there are any.
-        is_stopping: requests are finished, and none is taken in.
-        started: when it was made, in seconds since 1970.
+        fleet: models and their workers.
+        limits: limits of requests.
+        keys: accepted keys; without keys, requests do not need a key.
+        is_stopping: True while the server finishes running requests and refuses new requests.
+        started: time of creation, in seconds since 1970.
     """
 
     def __init__(self, fleet: Fleet, limits: Limits, keys: Sequence[str]) -> None:
-        """Put a server together."""
+        """Make a server and register its figures."""
         self.fleet = fleet
-        self._fleets = [fleet]  # all that are not closed
+        self._fleets = [fleet]  # all open fleets
         self.limits = limits
         self.keys = Keys(keys)
         self.is_stopping = False
@@ -80,7 +81,7 @@ class Server:
         self._in_flight = set[Visit]()
         self._reloading: asyncio.Task[list[str]] | None = None
         self._retiring = set[asyncio.Task[None]]()
-        self._is_reload_wanted = False  # and waits for another one
+        self._is_reload_wanted = False  # True while a reload waits for another reload to end
         self.registry = of = CollectorRegistry()
         path = ("path",)
         name = ("model_name",)
@@ -108,12 +109,12 @@ class Server:
 
     @property
     def models(self) -> Mapping[str, ServedModel]:
-        """The models by name."""
+        """Served models by name."""
         return self.fleet.models
 
     @property
     def num_workers(self) -> int:
-        """Processes that compute."""
+        """Number of processes that compute items."""
         return self.fleet.num_workers
 
     @property
@@ -122,7 +123,7 @@ class Server:
 
     @contextmanager
     def answering(self, request: Request) -> Iterator[Visit]:
-        """Answer a request inside the block: the models that it may have taken stay until its end."""
+        """Register a request inside the block; the models in use stay open until its end."""
         visit = Visit(asyncio.get_running_loop().time() + self.limits.seconds)
         request.scope[_VISIT] = visit
         self._in_flight.add(visit)
@@ -133,18 +134,19 @@ class Server:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests that are being answered, including streams."""
+        """Number of requests in progress, including streams."""
         return len(self._in_flight)
 
     def _num_in(self, stage: Stage) -> int:
         return sum(visit.stage == stage for visit in self._in_flight)
 
     async def reload(self) -> list[str]:
-        """Open the models anew from where they were found, and answer with these once they are ready.
+        """Open the models again from their sources, and switch to them once they are ready.
 
-        Requests that have begun end on the models that they began with. There are never more than two
-        copies: while an earlier one still answers, a reload is refused.
+        Running requests finish on the old models. At most two sets of models are open: a reload is refused
+        while requests still use the models of an earlier reload.
         """
+        # `shield`: the disconnection of the client does not cancel the reload.
         if self.is_stopping:
             raise RequestError(503, "the server is stopping", retry_after=5)
         if self._reloading is not None:
@@ -157,7 +159,7 @@ class Server:
         reloading = self._reloading
         try:
             return await asyncio.shield(reloading)
-        except TriptychError:  # which may name paths
+        except TriptychError:  # its message may contain paths
             raise RequestError(409, "the models cannot be opened anew; the log says why") from None
         except asyncio.CancelledError:
             if not reloading.cancelled():
@@ -165,14 +167,14 @@ class Server:
             raise RequestError(503, "the server is stopping", retry_after=5) from None
 
     def give_up_reload(self) -> None:
-        """Wait for no reload any more: the server stops."""
+        """Cancel a running reload because the server stops."""
         if self._reloading is not None:
             self._reloading.cancel()
 
     async def reload_when_possible(self) -> None:
-        """Reload as soon as no other reload is under way and its old models have ended.
+        """Reload after the end of an earlier reload and of its old models.
 
-        Calls while one waits are one with it; what is wrong is in the log.
+        Further calls during the wait are ignored. Errors are in the log.
         """
         if self._is_reload_wanted:
             return
@@ -201,13 +203,13 @@ class Server:
 
     def _reopened(self) -> Fleet:
         fresh = self.fleet.reopened()
-        self._fleets.append(fresh)  # here, where nobody may wait for it any more
+        self._fleets.append(fresh)  # registered by this thread: `_reload` may have been cancelled
         if self.is_stopping:
             fresh.close()
         return fresh
 
     async def _retire(self, fleet: Fleet, requests: set[Visit]) -> None:
-        """End a fleet when the requests that may have taken its models are over."""
+        """Close a fleet after the end of all requests that began before the reload."""
         while requests & self._in_flight:
             await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
         await _in_a_thread_that_may_be_left(fleet.close)
@@ -215,22 +217,23 @@ class Server:
         await asyncio.to_thread(give_memory_back)
 
     def close(self) -> None:
-        """End when everything that was submitted is computed; also what a reload made, or has not ended."""
+        """Close all fleets, old and reloaded, once all submitted items are computed."""
         for fleet in self._fleets:
             fleet.close()
 
     def count_tokens(self, read: int, new: int) -> None:
-        """Add to the figures."""
+        """Add numbers of tokens to the figures."""
         self.prompt_tokens.inc(read)
         self.new_tokens.inc(new)
 
     async def fields(self, request: Request) -> Fields:
         """Read the fields of a request's body; a key in the headers is checked before the body is read.
 
-        A body that is still arriving does not count as a request that is answered.
+        Bodies being read and complete requests have separate limits.
         """
         visit: Visit = request.scope[_VISIT]
         most = self.limits.max_requests
+        # A client without a key in its headers gets a lower limit and less time.
         if self.keys.check_head(request):
             visit.stage = "begun"
             if self._num_in("begun") > most:
@@ -255,23 +258,23 @@ class Server:
             raise RequestError(408, f"the body did not come within {seconds:g} seconds") from None
 
     def explain(self, error: Exception) -> tuple[int, str]:
-        """The status and the line that an error is answered by, with no path of this machine."""
+        """Return the HTTP status and the message for an error, without paths of this machine."""
         match error:
             case RequestError():
                 return error.status, error.message
-            case HTTPException():  # a form that cannot be read
+            case HTTPException():  # an invalid form
                 return error.status_code, error.detail
             case TimeoutError():
                 return 503, f"no answer within {self.limits.seconds:g} seconds"
             case ClientDisconnect():
                 return GONE, "the client has gone away"
-            case TriptychError():  # of the request: its text is too long, its options do not go together
+            case TriptychError():  # an error of the request, such as a long text or contradictory options
                 return 400, str(error)
         log({"error": repr(error)[:500]})
         return 500, "the server failed; its log says why"
 
     def model(self, name: object, can: str) -> ServedModel:
-        """The model that a request names, or the only one that can do what is asked."""
+        """Return the model named in a request; without a name, the only model with the ability `can`."""
         able = [model for model in self.models.values() if can in model.can]
         if name is None and len(able) == 1:
             return able[0]
@@ -282,7 +285,7 @@ class Server:
         return self.models[name]
 
     def check_texts(self, texts: Sequence[str]) -> None:
-        """Check how many texts there are, and how long."""
+        """Check the number and the total length of texts."""
         if len(texts) > self.limits.max_items:
             raise RequestError(413, f"{len(texts):,} texts: at most {self.limits.max_items:,} in a request")
         length = sum(map(len, texts))
@@ -293,10 +296,12 @@ class Server:
     async def compute(
         self, request: Request, job: ModelJob, given: Sequence[Any], tell: Callable[..., object] | None = None
     ) -> list[Any]:
-        """What a job gives for each item; nothing is computed for a client that has gone away.
+        """Compute a job for each input; returns the results in order.
 
-        `tell` gets the number of an item and each part of its result, where it comes in parts.
+        Items are dropped if the client goes away or its time is over. `tell` is called in the event loop with
+        the index of an item and each new part of its result.
         """
+        # Wait for the first of two events: all results, or the client's disconnection.
         loop = asyncio.get_running_loop()
         items = [
             Item(job, one, None if tell is None else partial(loop.call_soon_threadsafe, tell, number))
@@ -323,13 +328,14 @@ class Server:
 
 
 async def _in_a_thread_that_may_be_left(work: Callable[[], _Found]) -> _Found:
-    """Do something in a thread for which the end of the process does not wait."""
+    """Call `work` in a daemon thread, so that it does not delay the end of the process."""
+    # `asyncio.to_thread` would use threads that the interpreter joins at exit.
     found = Future[_Found]()
 
     def run() -> None:
         try:
             value = work()
-        except Exception as error:  # noqa: BLE001 (raised where it is waited for)
+        except Exception as error:  # noqa: BLE001 (raised by the awaiting coroutine)
             if found.set_running_or_notify_cancel():
                 found.set_exception(error)
         else:
@@ -341,6 +347,6 @@ async def _in_a_thread_that_may_be_left(work: Callable[[], _Found]) -> _Found:
 
 
 async def _disconnected(request: Request) -> None:
-    """Wait until the client goes away; the body has been read."""
+    """Wait until the client disconnects, after its body has been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

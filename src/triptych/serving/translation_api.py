@@ -53,9 +53,9 @@ async def answer_translate(server: Server, request: Request) -> Response:
     if model is not None:
         found = await _translate_lines(server, request, Translating(model, 1 + alternatives, glossary), lines)
         for number, result in found.items():
-            for rank, own in enumerate(ranked):  # a line with fewer candidates repeats its last one
+            for rank, own in enumerate(ranked):  # a line with fewer candidates repeats its last candidate
                 own[number] = result.candidates[min(rank, len(result.candidates) - 1)].text
-        # Attention says which words belong together: for the answer, and for elements inside a run.
+        # Attention aligns words, for the answer and for elements inside a run.
         pairs = {
             (number, rank): (lines[number], own[number])
             for rank, own in enumerate(ranked)
@@ -73,7 +73,7 @@ async def answer_translate(server: Server, request: Request) -> Response:
         ]
         for of_rank in ranked
     ]
-    body: dict[str, list[Any]] = {"translatedText": joined[0]}  # each value has an item for each text
+    body: dict[str, list[Any]] = {"translatedText": joined[0]}  # every value is a list over texts
     if alternatives:
         body["alternatives"] = [[of_rank[text] for of_rank in joined[1:]] for text in range(len(texts))]
     if detected is not None:
@@ -89,7 +89,7 @@ async def answer_translate(server: Server, request: Request) -> Response:
 
 
 async def _documents(server: Server, texts: Sequence[str]) -> list[Markup]:
-    """Parse texts of HTML as documents, outside the event loop."""
+    """Parse HTML texts outside the event loop."""
     most = server.limits.max_tags
     return await asyncio.to_thread(lambda: [Markup(text, most) for text in texts])
 
@@ -99,7 +99,7 @@ def _with_elements(
     ranked: Sequence[Sequence[str]],
     words: Mapping[tuple[int, int], AlignedWords | None],
 ) -> list[list[str]]:
-    """Write translations of all ranks as HTML, with the elements of their runs."""
+    """Insert the elements of the runs into their translations of all ranks."""
     return [
         [
             run.html(text, words.get((number, rank)) if run.needs_words else None)
@@ -112,7 +112,7 @@ def _with_elements(
 async def _translate_lines(
     server: Server, request: Request, job: Translating, lines: Sequence[str]
 ) -> dict[int, Translation]:
-    """The translations of the lines that have text, by their numbers."""
+    """Translate the lines with text; returns translations by line index."""
     wanted = {number: line for number, line in enumerate(lines) if line.strip()}
     results = await server.compute(request, job, [*wanted.values()])
     read = await asyncio.to_thread(job.model.model.opened.tokenizers.source.encode, [*wanted.values()])
@@ -122,8 +122,8 @@ async def _translate_lines(
 
 
 def _links(words: AlignedWords | None) -> list[tuple[str, str]]:
-    """Each word of a translation with its source word."""
-    if words is None or not words.source:  # all of its tokens are unknown, or the line was too long
+    """Return pairs of each word of a translation and its source word."""
+    if words is None or not words.source:  # all tokens are unknown, or the line was too long
         return []
     return [(word.text, words.source[at].text) for word, at in zip(words.target, words.links, strict=True)]
 
@@ -153,6 +153,7 @@ async def answer_detect(server: Server, request: Request) -> Response:
 
 async def answer_settings(server: Server, request: Request) -> Response:
     """What LibreTranslate's page asks for first."""
+    # The page selects the languages of the first translator.
     first = next((model.languages for model in _translators(server)), None)
     source, target = first or ("", "")
     return JSONResponse(
@@ -196,7 +197,7 @@ def _num_alternatives(fields: Fields) -> int:
 
 
 def _glossary(server: Server, fields: Fields) -> tuple[tuple[str, str], ...]:
-    """Terms and their translations, of an object or, in a form, of its JSON."""
+    """Read terms and their translations: an object, or its JSON text in a form."""
     given = fields.get("glossary") or {}
     try:
         given = json.loads(given) if isinstance(given, str) else given
@@ -222,10 +223,11 @@ def _translator_of(server: Server, source: str, target: str) -> ServedModel:
 
 
 def _confidences(server: Server, texts: Sequence[str], target: str | None) -> dict[str, float]:
-    """A probability for each source language: the fewer tokens it needs for the texts, the higher.
+    """Return a probability for each source language, higher for fewer tokens of the texts.
 
-    A tokenizer that was learned from a language writes its text in fewer, longer tokens.
+    A tokenizer trained on a language encodes its text with fewer and longer tokens.
     """
+    # Probabilities are proportional to count⁻⁴, from the first 1,000 characters.
     able = [m for m in _translators(server) if m.languages and target in (None, m.languages[1])]
     if not able:
         raise RequestError(400, f"auto to {target} is not supported")
@@ -240,7 +242,7 @@ def _confidences(server: Server, texts: Sequence[str], target: str | None) -> di
 
 
 def _by_text(pieces: Sequence[Sequence[str]], values: Sequence[Any]) -> list[list[Any]]:
-    """Values of the lines of all texts, text by text."""
+    """Group values of lines by text."""
     taken = iter(values)
     return [[next(taken) for _ in of_text] for of_text in pieces]
 

@@ -1,4 +1,4 @@
-"""The page at `/`, and the JSON that it asks for."""
+"""Page at `/`, and its JSON endpoints."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from triptych.serving.server import Endpoint, Server
 
 _MOST_CHANGES = 64
 _LONGEST_CHANGE = 1000
-# The page is complete in itself: a browser lets it ask this server, and nothing else.
+# The page is self-contained: a browser allows it to connect only to this server.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
 _POLICY += "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
@@ -42,7 +42,7 @@ def _explorer_endpoint(ask: Callable[[Explorer, Fields], Any], about: str) -> En
         fields = await server.fields(request)
         served = server.model(fields.get("model"), "run")
         server.check_texts([fields.text("text", ""), fields.text("target", "")])
-        # The text is made where the answer is computed, not on the event loop.
+        # The JSON text is made by the thread that computes the answer, not by the event loop.
         (found,) = await server.compute(
             request, Asking(served), [lambda of, _: _as_json(ask(of.explorer, fields))]
         )
@@ -75,7 +75,7 @@ def _as_json(found: Any) -> str:
     return json.dumps(rounded(found), allow_nan=False, separators=(",", ":"))
 
 
-# What is asked of an `Explorer`, and a line for /spec, by the last part of the path.
+# Questions to an `Explorer`, with a line for /spec, by the last part of the path.
 QUESTIONS: dict[str, tuple[Callable[[Explorer, Fields], Any], str]] = {
     "write": (
         lambda of, given: of.write(given.text("text"), _changes(given), given.number("count", 1, 64)),

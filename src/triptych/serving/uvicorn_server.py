@@ -1,4 +1,4 @@
-"""Running the application on uvicorn, with a stop that loses no request."""
+"""Application on uvicorn; its shutdown waits for running requests."""
 
 import asyncio
 import logging
@@ -21,13 +21,13 @@ from triptych.serving.server import Server as Server
 
 @final
 class Serving(uvicorn.Server):
-    """A server that, once told to stop, answers 503 until the running requests have ended.
+    """Server with a graceful shutdown: after a first stop signal, it answers 503 until running requests end.
 
-    Told again, it raises KeyboardInterrupt.
+    A second signal raises KeyboardInterrupt.
     """
 
     def __init__(self, server: Server, seconds: float, ready: Callable[[], None], *, public: bool) -> None:
-        """A server that has `seconds` to stop, and calls `ready` when it listens."""
+        """Make a server with `seconds` to stop; it calls `ready` as soon as it listens."""
         app = web_application(server, public=public)
         most = max(1, round(seconds))
         super().__init__(uvicorn_config(app, server.limits, timeout_graceful_shutdown=most))
@@ -44,21 +44,22 @@ class Serving(uvicorn.Server):
         self._ready()
 
     def _listen_to_hangups(self) -> None:
-        """Reload at SIGHUP, except at a terminal, which sends it when it is closed."""
+        """Reload at SIGHUP, except at a terminal: closing a terminal sends SIGHUP."""
         if hangups.are_heard():
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
 
     def _reload(self) -> None:
         reloading = asyncio.ensure_future(self._server.reload_when_possible())
-        reloading.add_done_callback(lambda over: over.cancelled() or over.exception())  # which the log has
+        reloading.add_done_callback(lambda over: over.cancelled() or over.exception())  # errors are logged
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._server.is_stopping:
-            logging.getLogger("uvicorn.error").disabled = True  # it logs what is cut off
+            logging.getLogger("uvicorn.error").disabled = True  # it would log the aborted requests
             raise KeyboardInterrupt
         self._server.is_stopping, self._until = True, time.monotonic() + self._seconds
 
     async def on_tick(self, counter: int) -> bool:
+        # uvicorn stops listening only at `should_exit`: until then, new requests get 503.
         if self._server.is_stopping:
             self._server.give_up_reload()
         if self._server.is_stopping and (not self._server.num_requests or time.monotonic() > self._until):
@@ -76,7 +77,7 @@ class Serving(uvicorn.Server):
 
 
 def _log_of_uvicorn() -> None:
-    """Write warnings of uvicorn as lines of the log."""
+    """Route uvicorn's warnings to the log."""
     own = logging.getLogger("uvicorn")
     own.handlers = [LogHandler()]
     own.propagate = False

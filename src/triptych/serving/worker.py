@@ -1,8 +1,8 @@
-"""Jobs of requests, and a thread per model that decodes them side by side or computes them in batches.
+"""Jobs of requests, and a thread per model for decoding items together or computing them in batches.
 
-Whatever fails in a batch is computed again in halves, until what fails is alone: it fails its own request.
-The others go on unchanged, as an item is a function of its job and of what it was given. Text that was told
-already is not told twice.
+If a group of decoded items fails, its items are decoded again in halves, until a failing item is alone. Only
+its request fails. The other items are unaffected, because a result depends only on the item's job and input.
+Streamed text is sent only once.
 """
 
 import threading
@@ -20,17 +20,17 @@ import torch
 from triptych.running.decoding import Asked, Loop
 from triptych.serving.limits import GONE, Limits, RequestError
 
-# Texts that wait for others to end go on when there are so few of the others.
+# Waiting texts join the running texts once at most this many are left.
 _FEW = 2
 
 
 class QueuedJob(ABC):
-    """What is computed of items. Items of equal jobs are computed together.
+    """Kind of computation of items. Items of equal jobs are computed together.
 
     Attributes:
-        travels: whether another process may compute it.
-        waits: whether its texts wait until most of the texts that are decoded have ended. These end soon and
-            at about the same step; each time that texts join others, caches are copied.
+        travels: True if another process may compute the job.
+        waits: True if the job's texts wait until most running texts have ended. Running texts end soon and at
+            about the same step, and every join has to copy the caches.
     """
 
     travels: ClassVar[bool] = True
@@ -38,39 +38,39 @@ class QueuedJob(ABC):
 
     @property
     def repeats(self) -> bool:
-        """True if an item gets the same result when it is computed again with other items."""
+        """True if an item has the same result when computed again with other items."""
         return True
 
     @abstractmethod
     def compute(self, items: "Sequence[Item]") -> list[Any]:
-        """The result of each item."""
+        """Compute the result of each item."""
 
 
 class Decoding(QueuedJob):
-    """A job whose items join what is being decoded, each by itself."""
+    """Job with items that join the running decoding at any step."""
 
     @abstractmethod
     def loop(self) -> Loop | None:
-        """A new loop for jobs of this class; None where items are computed in batches after all."""
+        """Make a decoding loop for jobs of this class; None if the engine computes batches instead."""
 
     @abstractmethod
     def begin(self, item: "Item") -> Asked[Any]:
-        """The texts that are decoded for an item."""
+        """Return the sequences to decode for an item."""
 
 
 @dataclass(eq=False)
 class Item:
-    """One text of a request, on its way through the queue.
+    """One text of a request, in a queue or in computation.
 
     Attributes:
-        job: what is to be computed.
-        given: the text, or what else the job takes.
-        tell: called by the worker's thread with each text that a sample grows by, where somebody reads along.
-        result: what was computed, or why it was not.
-        is_left: nobody waits for it any more.
-        when_left: called when that happens while another process computes it.
-        told: characters of each sample that were told.
-        was_lost: the process that computed it has died, and it is computed once more.
+        job: job of the item.
+        given: input: the text, or another input of the job.
+        tell: called by the worker's thread with a sample's index and its new text; None without a stream.
+        result: future of the result.
+        is_left: True if the request no longer waits for the result.
+        when_left: called by `leave` while another process computes the item.
+        told: number of streamed characters, by sample.
+        was_lost: True if a process died while it computed the item; the item is then computed once more.
     """
 
     job: QueuedJob
@@ -85,16 +85,16 @@ class Item:
 
     @property
     def size(self) -> int:
-        """Characters or tokens of the text."""
+        """Number of characters or tokens of the input."""
         return len(self.given) if isinstance(self.given, Sized) else 1
 
     @property
     def can_be_repeated(self) -> bool:
-        """True if computing it again gives everything that anybody has seen of its result."""
+        """True if a repeated computation agrees with the text streamed so far."""
         return not self.told or self.job.repeats
 
     def say(self, sample: int, text: str) -> None:
-        """Tell what the text of a sample grew by, if anybody listens and has not heard it before."""
+        """Stream new text of a sample, without characters streamed by an earlier computation."""
         if self.tell is None or not text:
             return
         start = self._computed.get(sample, 0)
@@ -105,16 +105,16 @@ class Item:
             self.tell((sample, new))
 
     def require_waited_for(self) -> None:
-        """Stop where nobody waits for the result any more; `RequestError`."""
+        """Raise `RequestError` if the request no longer waits for the result."""
         if self.is_left:
             raise RequestError(GONE, "the client has gone away, or its time is over")
 
     def begin_again(self) -> None:
-        """Start the item from its beginning."""
+        """Reset the computed text before a new computation."""
         self._computed.clear()
 
     def leave(self) -> None:
-        """Nobody waits for it any more."""
+        """Mark the item as no longer needed."""
         self.is_left = True
         if self.when_left is not None and not self.result.done():
             self.when_left()
@@ -123,12 +123,12 @@ class Item:
 @final
 @dataclass(eq=False)
 class Lane:
-    """One that computes items of a queue: a thread here, or another process.
+    """Consumer of a queue: a thread of this process, or another process.
 
     Attributes:
-        is_here: whether it is a thread of this process.
-        running: items that it computes.
-        joined: when items last joined it that wait for others (`QueuedJob.waits`).
+        is_here: True if the lane is a thread of this process.
+        running: items in computation.
+        joined: time of the last start of an item with `QueuedJob.waits`.
     """
 
     is_here: bool = True
@@ -138,15 +138,15 @@ class Lane:
 
 @final
 class Queue:
-    """The items that wait for a model.
+    """Queue of the items for a model.
 
-    A lane that has room takes the item that came first, and with it those that are most like it in length:
-    a step of a batch reads as many tokens of each text as of the longest. So an item is begun at the latest
-    when as many groups have been as there were items before it.
+    A lane with capacity takes the oldest item, and the items closest to it in length, because padding makes
+    every text of a batch as long as the longest. If n items are before an item, it starts after at most n
+    groups.
 
     Attributes:
-        lanes: what computes the items.
-        patience: seconds that an item waits for others to end (`QueuedJob.waits`).
+        lanes: consumers of the queue.
+        patience: longest wait in seconds of an item with `QueuedJob.waits` for running items to end.
     """
 
     def __init__(self, limits: Limits, patience: float = 1.0) -> None:
@@ -161,12 +161,13 @@ class Queue:
 
     @property
     def num_running(self) -> int:
-        """Items that are being computed."""
+        """Number of items in computation."""
         return sum(len(lane.running) for lane in self.lanes)
 
     def submit(self, items: Sequence[Item]) -> None:
-        """Put items into the queue, all or none: `RequestError` if there are too many, or the server ends."""
+        """Add all items to the queue; raise `RequestError` if too many wait, or the server is stopping."""
         with self._changed:
+            # An empty queue accepts any allowed number of items; 429 requires that other items wait.
             if not self._is_open:
                 raise RequestError(503, "the server is stopping: try again later", retry_after=5)
             if len(items) > self._limits.max_waiting:
@@ -178,30 +179,31 @@ class Queue:
             self._changed.notify_all()
 
     def put_back(self, item: "Item") -> None:
-        """Let an item wait again, before all others."""
+        """Put an item back at the front of the queue."""
         with self._changed:
             self._waiting.appendleft(item)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Take in nothing more."""
+        """Refuse new items."""
         with self._changed:
             self._is_open = False
             self._changed.notify_all()
 
     def add(self, lane: Lane) -> None:
-        """Let a lane take items."""
+        """Add a lane, and allow it to take items."""
         with self._changed:
             self.lanes.append(lane)
 
     def remove(self, lane: Lane) -> None:
-        """Let a lane take nothing more."""
+        """Remove a lane; it does not get further items."""
         with self._changed:
             self.lanes.remove(lane)
             self._changed.notify_all()
 
     def take(self, lane: Lane, *, waits: bool) -> list[Item] | None:
-        """Items that a lane begins now; it may wait for them. None at the end."""
+        """Return the items that a lane starts now, after a wait for them if `waits`; None at the end."""
+        # Items of disconnected clients are dropped.
         with self._changed:
             while lane in self.lanes:
                 self._waiting = deque(
@@ -217,7 +219,7 @@ class Queue:
     def _begun(self, lane: Lane) -> list[Item]:
         found = list[Item]()
         size = 0
-        share = -(-(len(self._waiting) + self.num_running) // len(self.lanes))  # of what is to do
+        share = -(-(len(self._waiting) + self.num_running) // len(self.lanes))  # items per lane
         most = {True: min(share, self._limits.batch_items), False: self._limits.batch_items}
         others_end = len(lane.running) > _FEW and time.monotonic() < lane.joined + self.patience
         able = [
@@ -250,12 +252,12 @@ class Queue:
 
 @final
 class _Group:
-    """Items that are decoded together.
+    """Items decoded together.
 
     Attributes:
-        loop: decodes their texts.
-        asked: the texts of each item.
-        is_open: whether others may join: not where one of them is being looked for that fails.
+        loop: decoding loop.
+        asked: sequences of each item.
+        is_open: True if new items may join; False during the search for a failing item.
     """
 
     def __init__(self, loop: Loop, *, is_open: bool) -> None:
@@ -264,7 +266,7 @@ class _Group:
         self.asked: dict[Item, Asked[Any]] = {}
 
     def add(self, item: Item) -> None:
-        """Begin an item; what is wrong with it is its result."""
+        """Start an item; an error becomes its result."""
         assert isinstance(item.job, Decoding)
         item.begin_again()
         try:
@@ -276,14 +278,14 @@ class _Group:
         self.loop.waiting.extend(asked.texts)
 
     def step(self) -> bool:
-        """Lengthen all texts by a token; whether there is more to do."""
+        """Decode one token of all sequences; returns False once all have finished."""
         for item, asked in self.asked.items():
             for text in asked.texts if item.is_left else ():
                 text.is_over = True
         return self.loop.step()
 
     def give_results(self) -> None:
-        """Give the results of the items whose texts are over."""
+        """Set the results of finished items."""
         over = [item for item, asked in self.asked.items() if all(text.is_over for text in asked.texts)]
         for item in over:
             asked = self.asked.pop(item)
@@ -295,15 +297,15 @@ class _Group:
 
 @final
 class Worker:
-    """A thread that computes the items of a queue.
+    """Thread for computing the items of a queue.
 
-    Items of a `Decoding` job join the texts that are being decoded, between two steps. Other items are
-    computed between steps too, equal jobs together. The results do not depend on which items are computed
-    together (`ServedModel.check_batches` tries it).
+    Items of a `Decoding` job join the running sequences between two steps. Other items are computed between
+    steps, items of equal jobs together. Results should not depend on the other items of a batch
+    (`ServedModel.check_batches` tests it).
     """
 
     def __init__(self, name: str, queue: Queue, threads: int = 1) -> None:
-        """Start it; torch computes with this number of threads."""
+        """Start the thread; `threads` is torch's number of threads."""
         self._queue, self._lane, self._num_threads = queue, Lane(), threads
         queue.add(self._lane)
         self._groups: list[tuple[type[Decoding], _Group]] = []
@@ -311,12 +313,12 @@ class Worker:
         self._thread.start()
 
     def close(self) -> None:
-        """End when the queue is empty."""
+        """Close the queue, and wait until all items are computed."""
         self._queue.close()
         self._thread.join()
 
     def _run(self) -> None:
-        torch.set_num_threads(self._num_threads)  # of this thread alone
+        torch.set_num_threads(self._num_threads)  # applies to this thread only
         while (items := self._queue.take(self._lane, waits=not self._groups)) is not None:
             if batch := [item for item in items if not self._is_decoded(item)]:
                 self._compute(batch)
@@ -324,7 +326,7 @@ class Worker:
                 self._step(kind, group)
 
     def _is_decoded(self, item: Item) -> bool:
-        """Let an item join what is being decoded, or fail; False if it is to be computed in a batch."""
+        """Add an item to the running decoding, or set its error; False if it must be computed in a batch."""
         if not isinstance(item.job, Decoding):
             return False
         kind = type(item.job)
@@ -339,7 +341,7 @@ class Worker:
         return True
 
     def _new_group(self, job: Decoding, *, is_open: bool) -> _Group | None:
-        """Make a group for jobs of a class; None where they are computed in batches."""
+        """Make a group for jobs of a class; None if they are computed in batches."""
         loop = job.loop()
         if loop is None:
             return None
@@ -348,7 +350,7 @@ class Worker:
         return group
 
     def _step(self, kind: type[Decoding], group: _Group) -> None:
-        """Take a step of all texts of a group."""
+        """Decode one step of a group."""
         try:
             goes_on = group.step()
         except Exception as error:  # noqa: BLE001
@@ -360,7 +362,7 @@ class Worker:
             self._groups.remove((kind, group))
 
     def _begin_in_halves(self, items: Sequence[Item], error: Exception) -> None:
-        """Decode the items of a step that failed again, to find the one that it failed of."""
+        """Decode the items of a failed step again in two halves, to isolate the failing item."""
         open_ = [item for item in items if not item.result.done() and not item.is_left]
         for item in items:
             if not item.result.done() and (item.is_left or len(open_) == 1 or not item.can_be_repeated):
@@ -394,7 +396,7 @@ class Worker:
             self._compute_apart(batch, error)
 
     def _compute_apart(self, items: Sequence[Item], error: Exception) -> None:
-        """Compute items one by one: one of them may be to blame for an error, and the others are not."""
+        """Compute the items of a failed batch one at a time, so that only failing items have an error."""
         for item in items:
             if item.result.done():
                 continue

@@ -1,4 +1,4 @@
-"""Processes that serve the same models: each computes a share of what waits."""
+"""Worker processes with the same models; each computes a share of the items."""
 
 import contextlib
 import os
@@ -24,29 +24,29 @@ from triptych.serving.worker import Item, Lane
 
 _DIED = "the processes that computed this have ended: send it again"
 _SECONDS_TO_END = 10.0
-# A process is asked so often whether it is there; one that says nothing for so long is ended.
+# Interval of pings to a process, and the time without a message before it is killed.
 SECONDS_BETWEEN_PINGS = 2.0
 SECONDS_SILENT = 30.0
-# Before a process is started again, doubled each time that it does not come up.
+# Pause before a process is restarted, doubled after each failed start.
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 60.0
 _PING = "ping"
 
 
 class _FailedToOpenError(Exception):
-    """A failure to open the models, in the words of another process."""
+    """Error of another process that failed to open the models."""
 
 
 @final
 class ServingProcess:
     """Another process with the models.
 
-    One that dies, or no longer answers, is started again. What it had is computed once more, by it or by
-    others: a job gives an item the same result each time.
+    A dead or silent process is restarted. Its items are computed once more, by any process: a job computes
+    the same result each time.
     """
 
     def __init__(self, served: Sequence[ServedModel], arguments: bytes) -> None:
-        """Start it; `arguments` are pickled, for `_serve`."""
+        """Start the process; `arguments` are the pickled arguments of `_serve`."""
         self._served = served
         self._arguments = arguments
         self._helper = Helper(_serve, arguments)
@@ -60,21 +60,25 @@ class ServingProcess:
         return self._helper.process.pid
 
     def start(self) -> None:
-        """Wait until it can compute, and let it take what waits."""
+        """Wait until the process is ready, and let it take items."""
         lanes = self._open_until_it_stays(raises=True)
         threading.Thread(target=self._run, args=(lanes,), daemon=True).start()
 
     def close(self) -> None:
-        """End it; what it computes is lost."""
+        """End the process; results of its running items are lost."""
         self._closed.set()
-        if self._is_open:  # else it still opens the models, and would not listen
+        if self._is_open:  # otherwise the process is opening its models and does not read messages
             with contextlib.suppress(OSError):
                 self._send(self._helper, None)
             self._helper.process.join(_SECONDS_TO_END)
         self._helper.close()
 
     def _open_until_it_stays(self, *, raises: bool) -> dict[ServedModel, Lane]:
-        """Open it, and again if it dies on the way; what it says is wrong is raised at the first start."""
+        """Open the process, and restart it until it succeeds.
+
+        With `raises`, an error in the models is raised; a dead process is restarted all the same. Returns {}
+        if the process is closed meanwhile.
+        """
         pause = _FIRST_PAUSE
         while True:
             try:
@@ -94,7 +98,8 @@ class ServingProcess:
             self._helper = Helper(_serve, self._arguments)
 
     def _open(self) -> dict[ServedModel, Lane]:
-        """Compare what it computes with what is computed here, and let it take what waits."""
+        """Compare the process's results of `check_batches` with this process's, and let it take items."""
+        # A model is batch-invariant only if all processes compute the same bits.
         found = self._helper.connection.recv()
         if isinstance(found, Exception):
             raise _FailedToOpenError(repr(found)) from found
@@ -127,7 +132,8 @@ class ServingProcess:
             lanes = self._open_until_it_stays(raises=False)
 
     def _listen(self) -> None:
-        """Take what the process says until it ends, or says nothing for so long that it is ended."""
+        """Receive messages until the process ends, fails or is killed for silence."""
+        # Pings are sent only after a quiet interval.
         connection = self._helper.connection
         heard = time.monotonic()
         while True:
@@ -147,7 +153,7 @@ class ServingProcess:
                 self._ping()
 
     def _ping(self) -> None:
-        """Ask the process to answer; one that reads nothing would hold up whoever sends."""
+        """Send a ping if the connection is writable: a full connection would block the sender."""
         if self._lock.acquire(blocking=False):
             try:
                 if select.select([], [self._helper.connection], [], 0)[1]:
@@ -156,7 +162,10 @@ class ServingProcess:
                 self._lock.release()
 
     def _give(self, model: ServedModel, lane: Lane, helper: Helper) -> None:
-        """Give a process, and not one that takes its place, what the lane takes."""
+        """Send the lane's items to a process, until its lane is removed.
+
+        `helper` is fixed: a restarted process gets another thread.
+        """
         while items := model.queue.take(lane, waits=True):
             numbered = {next(self._numbers): item for item in items}
             self._items |= numbered
@@ -166,10 +175,11 @@ class ServingProcess:
             given = [(n, item.job, item.given, item.tell is not None) for n, item in numbered.items()]
             try:
                 self._send(helper, (model.name, given))
-            except OSError:  # one that has died
+            except OSError:  # the process has died
                 self._compute_elsewhere([*numbered])
-            except Exception as error:  # noqa: BLE001 (what cannot be sent)
+            except Exception as error:  # noqa: BLE001 (an item that cannot be pickled)
                 self._fail([*numbered], error)
+            # An item may have been left before `when_left` was set.
             for item in items:
                 if item.is_left:
                     item.leave()
@@ -179,7 +189,7 @@ class ServingProcess:
             helper.connection.send(message)
 
     def _leave(self, helper: Helper, number: int) -> None:
-        with contextlib.suppress(OSError):  # one that has died is noticed by who listens
+        with contextlib.suppress(OSError):  # `_listen` handles a dead process
             self._send(helper, number)
 
     def _receive(self, number: int, kind: str, found: Any) -> None:
@@ -192,7 +202,7 @@ class ServingProcess:
             self._items.pop(number).result.set_exception(found)
 
     def _compute_elsewhere(self, numbers: Sequence[int]) -> None:
-        """Let items of a process that has died wait again, once."""
+        """Put the items of a dead process back into their queue, once per item."""
         for number in numbers:
             if (item := self._items.pop(number, None)) is None:
                 continue
@@ -211,21 +221,21 @@ class ServingProcess:
 
 
 def _serve(connection: Connection, models: Mapping[str, Model], limits: Limits) -> None:
-    """What the process does: compute what comes, until the other end is closed or says so."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # which the process that asked follows for all
+    """Compute received items in the worker process, until the connection is closed or sends None."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the main process handles signals for all
         signal.signal(number, signal.SIG_IGN)
     served = dict[str, ServedModel]()
     items = dict[int, Item]()
     lock = threading.Lock()
-    limits = replace(limits, max_waiting=sys.maxsize)  # the items have been let in where they come from
+    limits = replace(limits, max_waiting=sys.maxsize)  # the main process has checked the limit
     for name, model in models.items():
         served[name] = SERVED_HERE[name] = ServedModel(name, model, limits)
-        served[name].queue.patience = 0.0  # the items have waited where they come from
+        served[name].queue.patience = 0.0  # the items have waited in the main process
         served[name].check_batches()
-        require_same_files(model)  # else it has other numbers than the first process
+        require_same_files(model)  # changed files would give other weights than in the main process
 
     def say(*message: object) -> None:
-        with lock, contextlib.suppress(OSError):  # nobody is there any more
+        with lock, contextlib.suppress(OSError):  # the main process has closed the connection
             connection.send(message)
 
     def say_ping() -> None:
@@ -251,11 +261,11 @@ def _serve(connection: Connection, models: Mapping[str, Model], limits: Limits) 
             if isinstance(message, int):
                 if (left := items.get(message)) is not None:
                     left.is_left = True
-                    left.result.cancel()  # one that waits is not computed, and is over
+                    left.result.cancel()  # an item that still waits is not computed
                 continue
             name, given = message
             for number, job, text, is_told in given:
                 items[number] = Item(job, text, partial(say, number, "part") if is_told else None)
                 items[number].result.add_done_callback(partial(tell, number))
             served[name].queue.submit([items[number] for number, *_ in given])
-    os._exit(0)  # whatever is still computed
+    os._exit(0)  # without waiting for running items

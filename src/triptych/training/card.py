@@ -1,4 +1,4 @@
-"""The model card of a run, `README.md`."""
+"""Model card of a run, `README.md`."""
 
 import hashlib
 from pathlib import Path
@@ -12,14 +12,14 @@ from triptych.training.progress import Display
 from triptych.training.sections import ContinuedModelConfig
 from triptych.untrusted import LONGEST_TEXT, read_limited
 
-# What follows on this line of a model card is the hash of the text before it.
+# Last line of a model card; it ends with the hash of the text before it.
 _CARD_END = "\n<!-- Written by triptych; if you change this page, it is left as you wrote it. sha256 "
 
 
 def write_card(
     folder: Path, recipe: AnyRecipe, outcome: TrainingResult, num_parameters: int, display: Display
 ) -> None:
-    """Write the card of a finished run, unless somebody wrote one in its place."""
+    """Write the card of a finished run, unless the present card was changed by hand."""
     path = folder / "README.md"
     text = printable(_card_text(recipe, outcome, num_parameters), lines=True)
     if path.exists():

@@ -1,12 +1,12 @@
-"""What a recipe leaves out, chosen for its text and its machine.
+"""Choices for missing keys of a recipe, by its text and its machine.
 
-A key that is given always wins. What is chosen here is printed before training and stored in the run's
-`recipe.toml`, so a resumed run does not choose again. Chosen are the size of the vocabulary, the preset of
-the model, how long it is trained and in which batches, the warm-up (a tenth of the steps) and how often it
-is validated. A recipe that gives `warmup_steps` keeps the paper's schedule. A precision of
-"auto" is settled by the device.
+A key in the recipe always wins. Choices are printed before training and stored in the run's `recipe.toml`, so
+that a resumed run does not choose again. They are the size of the vocabulary, the preset of the model, the
+number of steps, the batches, the warm-up (a tenth of a translator's steps, a twentieth of a language model's)
+and the interval of validations. A recipe of translation with `warmup_steps` keeps the paper's schedule. The
+device decides a precision of "auto".
 
-The figures come from the recipes that come along: about seven passes over 29,000 pairs, four over 160,000.
+The figures follow the built-in recipes: about seven passes over 29,000 pairs, four over 160,000.
 """
 
 import math
@@ -23,9 +23,9 @@ _OfWhole = TypeVar("_OfWhole", Recipe, LanguageRecipe)
 _OfText = TypeVar("_OfText", LanguageRecipe, ContinuedRecipe)
 _OfAny = TypeVar("_OfAny", Recipe, LanguageRecipe, ContinuedRecipe)
 
-_MOST_WARMUP_STEPS = 4000  # the paper's, of its 100,000 steps
+_MOST_WARMUP_STEPS = 4000  # the paper's warm-up for 100,000 steps
 _WARMUP_SHARE = 10
-# Passes over a text of this many target tokens; a text n times as long gets √n times fewer.
+# Passes over a text of `_OF_TOKENS` target tokens. A text n times as long gets √n times fewer passes.
 _PASSES = 10.0
 _OF_TOKENS = 400_000
 _FEWEST_PASSES = 3.0
@@ -37,7 +37,7 @@ _SMALLEST_BATCH = 512
 
 @dataclass(frozen=True)
 class _Limits:
-    """Sizes that a machine trains in reasonable time."""
+    """Limits of sizes for a reasonable training time on a machine."""
 
     # Least target tokens of a text, and the preset of the model for it; largest first.
     presets: tuple[tuple[int, str], ...]
@@ -54,16 +54,16 @@ _LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "small": {"num_layers": 6, "d_model": 256, "num_heads": 4, "context": 128},
     "base": {"num_layers": 12, "d_model": 512, "num_heads": 8, "context": 512},
 }
-# Longest text of a run that goes on with a checkpoint, if the model has as many positions.
+# Context of a run from a checkpoint, limited by the model's positions.
 _CONTINUED_CONTEXT = {"cpu": 128, "cuda": 512}
-# The learning rate of fresh weights over that of weights that were trained before.
+# Ratio of learning rates: fresh weights to pretrained weights.
 _GENTLER = 40
-# RMSNorm and SwiGLU without biases, as most of today's language models have them.
+# RMSNorm and SwiGLU without biases, the usual blocks of today's language models.
 _BLOCKS = {"norm_kind": "rms", "activation": "swish", "gated": True, "bias": False}
 
 
 def fit_tokenizer(recipe: _OfWhole, num_chars: int, device: str) -> _OfWhole:
-    """Choose the size of the vocabulary: about 3 √n for the n characters that it is learned from."""
+    """Choose the size of the vocabulary: about 3 √n for n characters of training text per vocabulary."""
     num_vocabularies = 2 if isinstance(recipe, Recipe) and not recipe.tokenizer.joint else 1
     size = min(max(3 * math.sqrt(num_chars / num_vocabularies), 500), _limits(device).vocab_size)
     return recipe.filled({"tokenizer": {"vocab_size": round(size / 100) * 100}})
@@ -72,7 +72,8 @@ def fit_tokenizer(recipe: _OfWhole, num_chars: int, device: str) -> _OfWhole:
 def fit_training(
     recipe: Recipe, num_tokens: int, device: str, steps_per_epoch: Callable[[Recipe], int]
 ) -> Recipe:
-    """Choose model and schedule."""
+    """Choose the model and the schedule of a translator."""
+    # The number of steps comes last: it depends on the batches.
     recipe = _settled(recipe, device)
     limits = _limits(device)
     preset = next(name for least, name in limits.presets if num_tokens >= least)
@@ -100,7 +101,7 @@ def _batch_tokens(total: int | float, limits: _Limits) -> int:
 
 def _schedule(steps: int, d_model: int) -> dict[str, Any]:
     warmup = min(max(steps // _WARMUP_SHARE, 1), _MOST_WARMUP_STEPS)
-    # The paper's peak is for its long warm-up; after a short one it would be too high.
+    # The paper's peak fits its long warm-up; after a short warm-up it would be too high.
     peak = min((d_model * warmup) ** -0.5, 0.002 * math.sqrt(128 / d_model))
     return {
         "warmup_steps": warmup,
@@ -111,7 +112,7 @@ def _schedule(steps: int, d_model: int) -> dict[str, Any]:
 
 
 def fit_language_training(recipe: LanguageRecipe, num_tokens: int, device: str) -> LanguageRecipe:
-    """Choose the model of a language model's run and its schedule."""
+    """Choose the model and the schedule of a language model."""
     limits = _limits(device)
     preset = next(name for least, name in limits.presets if num_tokens >= least)
     recipe = recipe.filled({"model": {**_LANGUAGE_MODELS[preset], **_BLOCKS}})
@@ -123,7 +124,7 @@ def fit_language_training(recipe: LanguageRecipe, num_tokens: int, device: str) 
 def fit_continued_training(
     recipe: ContinuedRecipe, num_tokens: int, device: str, d_model: int, max_tokens: int | None
 ) -> ContinuedRecipe:
-    """Choose the schedule of a run that goes on with a checkpoint: three passes at a low learning rate."""
+    """Choose the schedule of a run from a checkpoint: three passes at a low learning rate."""
     longest = _CONTINUED_CONTEXT["cpu" if device == "cpu" else "cuda"]
     recipe = recipe.filled(
         {"model": {"context": longest if max_tokens is None else min(longest, max_tokens)}}
@@ -134,7 +135,7 @@ def fit_continued_training(
 
 
 def _fit_schedule(recipe: _OfText, num_tokens: int, total: float, peak: float, device: str) -> _OfText:
-    """Choose batches, steps, warm-up and learning rate for a number of tokens in all."""
+    """Choose batches, steps, warm-up and learning rate for a total number of tokens."""
     recipe, limits, context = _settled(recipe, device), _limits(device), recipe.model.context
     recipe = recipe.filled({"training": {"batch_size": max(_batch_tokens(total, limits) // context, 1)}})
     of_update = recipe.training.batch_size * context * recipe.training.accumulate_batches
@@ -144,7 +145,7 @@ def _fit_schedule(recipe: _OfText, num_tokens: int, total: float, peak: float, d
 
 
 def _settled(recipe: _OfAny, device: str) -> _OfAny:
-    """The recipe with a precision that is not "auto"."""
+    """Replace a precision of "auto" by the device's precision."""
     if recipe.training.precision != "auto":
         return recipe
     precision = "bf16" if has_fast_bf16(device) else "fp32"
@@ -153,7 +154,7 @@ def _settled(recipe: _OfAny, device: str) -> _OfAny:
 
 
 def _with_steps(recipe: _OfAny, usual: float, of_epoch: int) -> tuple[_OfAny, int]:
-    """Choose `max_steps`."""
+    """Choose `max_steps`; returns the recipe and the number of steps, limited by `max_epochs`."""
     epochs = recipe.training.max_epochs
     steps = max(math.ceil(usual / 10) * 10, _FEWEST_STEPS) if epochs is None else epochs * of_epoch
     recipe = recipe.filled({"training": {"max_steps": steps}})
@@ -166,13 +167,14 @@ def _validate_every(steps: int) -> int:
 
 
 def say_choices(before: AnyRecipe, after: AnyRecipe, text: str, display: Display) -> None:
-    """Say what was chosen for a text."""
+    """Print the choices for a text."""
     if chosen := ", ".join(choices(before, after)):
         display.say(f"left out of the recipe, chosen for {text}: {chosen}")
 
 
 def choices(before: AnyRecipe, after: AnyRecipe) -> list[str]:
-    """What was chosen, as `section.key = value`; of the model the sizes alone."""
+    """List the choices as `section.key = value`; of the model only sizes and the position of norms."""
+    # A choice is a key set after the choice and missing, or "auto", before.
     language = ("num_layers", "context") if isinstance(after, TextRecipe) else ()
     told = {
         "tokenizer": ("vocab_size",),

@@ -1,4 +1,4 @@
-"""How the model computes: whole in each process, or in shards (`distributed.py`)."""
+"""Computation of losses and gradients with whole models in each process, or in shards (`distributed.py`)."""
 
 import os
 from abc import ABC, abstractmethod
@@ -24,35 +24,35 @@ from triptych.training.sections import OptimisationConfig
 
 Kind = Literal["ddp", "fsdp", "hybrid"]
 
-# Weights, gradients and two moments of Adam in float32. Muon keeps one moment less of its matrices.
+# Weights, gradients and two moments of Adam in float32. Muon has one moment less for its matrices.
 _BYTES_PER_PARAMETER = 16
-# The rest of a device is for activations.
+# Share of a device's memory for the state; activations use the remainder.
 _SHARE_FOR_STATE = 0.5
 
 
 class LazyParameters(NamedTuple):
-    """What is to become the weights of a model whose parameters are on the "meta" device."""
+    """Future weights of a model on the "meta" device."""
 
-    device: torch.device  # where they are to be
-    values: Iterable[tuple[str, Tensor]]  # name and whole value of each, made one after the other
+    device: torch.device  # device of the weights
+    values: Iterable[tuple[str, Tensor]]  # names and whole values, made one at a time
 
 
 class Layout(NamedTuple):
-    """The processes of a run, and how its model lies on them."""
+    """Layout of a model on the processes of a run."""
 
-    world: World = World()  # the processes
-    kind: Kind | None = None  # None for one process
-    parameters: LazyParameters | None = None  # the weights of a model that has none yet; None if it has
+    world: World = World()  # process group
+    kind: Kind | None = None  # kind of parallelism; None for one process
+    parameters: LazyParameters | None = None  # weights of a model on "meta"; None for a model with weights
 
 
 ONE_PROCESS = Layout()
 
 
 class LossOfBatch(nn.Module):
-    """The loss of a batch as one module, so that its one call is the model's whole forward pass."""
+    """Loss of a batch as one module: a single call is the model's whole forward pass."""
 
-    # FSDP acts where a module is called. The objectives call parts of their models, and read the output table
-    # without calling it.
+    # FSDP hooks into the call of a module. Objectives call parts of their models, and read the output table
+    # without a call.
 
     def __init__(self, objective: Objective[Any, Any], model: OwnModel) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class LossOfBatch(nn.Module):
         self._objective = objective
 
     def forward(self, batch: TrainingBatch, step: int | None) -> tuple[Tensor, Tensor]:
-        """Loss to minimise and likelihood, summed over tokens; of a validation if `step` is None."""
+        """Return training loss and likelihood, summed over tokens; the validation loss if `step` is None."""
         share = 1.0
         if isinstance(batch, NotCounted):
             batch = batch.batch
@@ -73,23 +73,23 @@ class LossOfBatch(nn.Module):
 
 
 class Computing(ABC):
-    """The model of a run as it computes losses and gradients.
+    """Computation of losses and gradients of a run's model.
 
-    The losses of all parts are divided by the tokens of all processes before their gradients are summed, so
-    that a step is that of one process on the whole batch.
+    The losses of all parts are divided by the tokens of all processes before the gradients are summed, so
+    that a step equals the step of one process on the whole batch.
     """
 
     def __init__(self, objective: Objective[Any, Any], model: OwnModel, world: World) -> None:
-        # What is learned; its model's parameters are what the optimizer changes.
+        # The optimizer updates the parameters of the objective's model.
         self.objective, self._world, self._seed = objective, world, torch.initial_seed()
-        self.model = model  # what computes; not always what is trained
+        self.model = model  # computes losses; in bfloat16, the twin of the objective's model
         self._loss = LossOfBatch(objective, model)
 
     def begin_update(self, step: int) -> None:
-        """Before the first batch of update number `step`."""
+        """Prepare update number `step` before its first batch."""
         if self._world.size == 1:
             return  # the state of the one generator is saved
-        # Dropout is drawn anew for each update and rank, so no state of a generator has to be saved.
+        # The generator is seeded for each update and rank, so that states can omit the generators.
         drawn = np.random.SeedSequence([self._seed, step, self._world.rank]).generate_state(1, np.uint64)
         torch.manual_seed(int(drawn[0]))
 
@@ -101,11 +101,11 @@ class Computing(ABC):
         """
 
     def judge(self, batch: TrainingBatch) -> Loss:
-        """The validation's loss of this process's part of a batch, without gradients."""
+        """Compute the validation loss of this process's part of a batch, without gradients."""
         return Loss(*self._loss(batch, None))
 
     def judge_all(self, batches: Iterable[TrainingBatch]) -> tuple[float, float]:
-        """The validation's loss of this process's parts of a text in nats, summed, and its tokens."""
+        """Return the validation loss of this process's batches in nats, summed, and their tokens."""
         loss = tokens = 0.0
         with torch.no_grad():
             for batch in batches:
@@ -114,28 +114,28 @@ class Computing(ABC):
         return loss, tokens
 
     def clip(self, limit: float) -> float:
-        """Scale the gradients to at most this norm, over the whole model; returns the norm before."""
+        """Clip the norm of the whole model's gradients; returns the norm before."""
         norm = torch.nn.utils.clip_grad_norm_(self.objective.model.parameters(), limit)
         return self._whole(norm).item()
 
     def set_mode(self, *, training: bool) -> None:
-        """Training or evaluation."""
+        """Set training or evaluation mode."""
         self.objective.model.train(training)
 
-    def follow(self) -> None:  # noqa: B027 - nothing more to do where what computes is what is trained
-        """After the optimizer has changed the parameters."""
+    def follow(self) -> None:  # noqa: B027 - empty for a model without a twin
+        """Update the computing model after a step of the optimizer."""
 
     @contextmanager
     def whole(self, *, on_host: bool = False) -> Iterator[Any]:
-        """A context with the whole model, in evaluation mode or training mode as it is set.
+        """Yield the whole model in the first process, and None in the other processes.
 
-        Every process must enter it. The first one gets the model, the others None.
+        Every process must enter this context. The mode, training or evaluation, stays unchanged.
         """
-        del on_host  # it is whole where it computes
+        del on_host  # only shards are gathered on another device
         yield self.objective.model if self._world.is_first else None
 
     def gathered(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors on the CPU; in the first process only, the others get nothing. All must call it."""
+        """Return whole tensors on the CPU in the first process, {} in the others; all processes call it."""
         found: dict[str, Tensor] = {}
         for name, value in named.items():
             whole = self._whole(value.detach())
@@ -144,22 +144,22 @@ class Computing(ABC):
         return found
 
     def _whole(self, value: Tensor) -> Tensor:
-        """A tensor of which every process has its part."""
+        """Return the whole tensor, gathered from the parts of all processes."""
         return value
 
     def place(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """What this process keeps of a whole tensor with the layout of a parameter."""
+        """Return this process's part of a whole tensor, in the layout of a parameter."""
         del parameter
         return whole
 
     def load(self, tensors: dict[str, Tensor], origin: str) -> None:
-        """Copy whole tensors into the parameters; every process has them all."""
+        """Copy whole tensors into the parameters; every process passes all tensors."""
         load_tensors(self.objective.model, tensors, origin, self.place)
 
 
 @final
 class Whole(Computing):
-    """The whole model in every process, or its twin in bfloat16."""
+    """Computation with the whole model in every process, or with its twin in bfloat16."""
 
     def __init__(self, objective: Objective[Any, Any], precision: str, world: World | None = None) -> None:
         self._twin = NarrowTwin(objective.model) if precision == "bf16" else None
@@ -190,20 +190,23 @@ class Whole(Computing):
 @final
 @dataclass(frozen=True, eq=False)
 class NotCounted:
-    """A batch whose loss counts as zero: a process without a row computes one, as the others wait for it."""
+    """Batch with a loss of zero, for a process without a row: all processes must run the same collectives."""
 
-    batch: TrainingBatch  # what is computed
+    batch: TrainingBatch
     num_target_tokens: int = 0  # always 0
 
     def pinned(self) -> "NotCounted":
-        """A copy in page-locked memory."""
+        """Copy the batch to page-locked memory."""
         return NotCounted(self.batch.pinned())
 
 
 def rows_of_rank(
     indices: Int64[np.ndarray, "batch"], rank: int, size: int
 ) -> tuple[Int64[np.ndarray, "part"], bool]:
-    """The rows of a batch that a process takes: every `size`-th one."""
+    """Return a process's rows of a batch, every `size`-th row, and whether they count.
+
+    A process without a row gets the first row, which does not count.
+    """
     if size == 1:
         return indices, True
     own = indices[rank::size]
@@ -211,7 +214,8 @@ def rows_of_rank(
 
 
 def choose_parallel(config: OptimisationConfig, model: OwnModel, world: World) -> tuple[Kind | None, str]:
-    """The kind of parallelism, and why; None for one process."""
+    """Return the kind of parallelism, None for one process, and a sentence for the user."""
+    # Whole models need fewer collectives: shards only if the state does not fit the memory.
     if world.size == 1:
         return None, ""
     require_kind(config, world.size)
@@ -229,7 +233,7 @@ def choose_parallel(config: OptimisationConfig, model: OwnModel, world: World) -
 
 
 def require_kind(config: OptimisationConfig, num_processes: int) -> None:
-    """Several processes can do what a recipe asks for."""
+    """Raise an error unless several processes can train by these settings."""
     if config.parallel == "none":
         raise UsageError(
             f"training.parallel = 'none' is for one process, and {num_processes} were started: use 'ddp' or "

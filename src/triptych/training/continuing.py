@@ -1,7 +1,7 @@
-"""What a run needs that goes on with the language model of a checkpoint.
+"""Inputs of a run from the language model of a checkpoint.
 
-Its folder is a checkpoint of the same family, in float32: `config.json`, `model.safetensors` and the
-tokenizer's files are what `transformers` reads. The other files of a run are next to them.
+The run folder is a checkpoint of the same family in float32: `transformers` reads `config.json`,
+`model.safetensors` and the tokenizer's files. The other files of a run lie next to them.
 """
 
 import json
@@ -37,7 +37,7 @@ from triptych.training.state import RUN_FILES, save_or_explain
 from triptych.untrusted import LONGEST_JSON, read_json, read_limited
 
 _TOKENIZER_JSON = "tokenizer.json"
-# Files of the original run that say nothing of the new one.
+# Files of the original run left out of a copy.
 _NOT_TAKEN = {*RUN_FILES["."], CERTIFICATE} - {_TOKENIZER_JSON}
 _DTYPE = ("dtype", "torch_dtype")
 
@@ -45,7 +45,7 @@ _DTYPE = ("dtype", "torch_dtype")
 def prepare_continued(
     recipe: ContinuedRecipe, base: Path, display: Display, folder: Path | None = None
 ) -> Prepared:
-    """Read what a run needs; a new one reads its checkpoint, and chooses what the recipe leaves out."""
+    """Read the inputs of a run; for a new run, read its checkpoint and choose missing keys of the recipe."""
     path = base / recipe.model.checkpoint if folder is None else folder
     loaded = _load_quietly(path if path.exists() else recipe.model.checkpoint)
     tokenizer = load_tokenizer(loaded.folder, vocab_size=loaded.model.vocab_size)
@@ -76,7 +76,7 @@ def prepare_continued(
         write_weights(wide, folder / SAFETENSORS)
 
     def model() -> LanguageModel:
-        for parameter in loaded.model.parameters():  # which are mapped from a file where they can be
+        for parameter in loaded.model.parameters():  # some are mapped from a file
             parameter.data = parameter.data.contiguous()
         tie_shared(loaded.model, checkpoint)
         return loaded.model
@@ -87,7 +87,7 @@ def prepare_continued(
 def _fit_recipe(
     recipe: ContinuedRecipe, loaded: LoadedModel, num_tokens: int, display: Display
 ) -> ContinuedRecipe:
-    """What the recipe leaves out, chosen for the text and the model."""
+    """Choose missing keys of the recipe for the text and the model."""
     given = recipe
     device = find_device(recipe.training.device).type
     longest = loaded.model.max_tokens
@@ -100,19 +100,19 @@ def _fit_recipe(
 
 
 def goes_on(folder: Path) -> bool:
-    """Whether a folder is that of a run that goes on with a checkpoint."""
+    """Return True if a folder is a run from a checkpoint."""
     return holds_run(folder) and not is_own_config(settings(folder))
 
 
 def copy_checkpoint(folder: Path, target: Path) -> None:
-    """Copy from a run's folder what is the checkpoint: weights, configuration, tokenizer."""
+    """Copy the checkpoint from a run's folder: weights, configuration, tokenizer."""
     _copy_beside(folder, target)
     for name in (CONFIG, SAFETENSORS):
         shutil.copyfile(folder / name, target / name)
 
 
 def _publish(model: OwnModel, path: Path) -> None:
-    """Write a model's weights into a run's folder, by the names of its family."""
+    """Write a model's weights into a run's folder, under the tensor names of its family."""
     assert isinstance(model, LanguageModel)
     checkpoint = _open_quietly(path.parent)
     tensors = {name: checkpoint.tensors.read(name) for name in checkpoint.tensors.infos}
@@ -120,7 +120,7 @@ def _publish(model: OwnModel, path: Path) -> None:
 
 
 def _load_quietly(path: Path | str) -> LoadedModel:
-    with warnings.catch_warnings():  # the checkpoint is opened again, which says it once more
+    with warnings.catch_warnings():  # `_open_quietly` opens the checkpoint again
         warnings.simplefilter("ignore", ConfigurationWarning)
         return load_language_model(path, dtype=torch.float32)
 
@@ -134,7 +134,7 @@ def _open_quietly(path: Path) -> Checkpoint:
 
 
 def _require_task(recipe: ContinuedRecipe, loaded: LoadedModel) -> None:
-    """The model learns what the recipe is about."""
+    """Raise an error unless the model can learn the recipe's task."""
     kind = loaded.model.architecture.kind
     head = loaded.model.head
     if kind != recipe.kind:

@@ -1,19 +1,19 @@
-"""Memory, time and communication of a training step on devices that need not be here, by formulas.
+"""Formulas for memory, time and communication of a training step on given devices.
 
-All bytes are of one device. P are the parameters, of which a device has a share of 1/s; e is 4 bytes in
-float32 and 2 in bfloat16.
+All sizes are bytes per device. P is the number of parameters, s the number of shards; e is 4 bytes in float32
+and 2 in bfloat16.
 
-    parameters    4 P/s, and a copy of the blocks in bfloat16 where whole models compute in it
+    parameters    4 P/s, and a bfloat16 copy of the blocks if whole models compute in bfloat16
     gradients     4 P/s
-    optimizer     8 P/s; Muon keeps 4 bytes less of each parameter of its matrices
-    activations   what each layer keeps for its gradients (`Step._layer`), or its input alone with activation
-                  checkpointing; the gradients of the loss, which are computed with it; parameters that are
-                  gathered
-    peak          the most of three moments: when the loss is computed (two chunks of logits), in the backward
-                  pass, and when the optimizer steps
+    optimizer     8 P/s; Muon stores 4 bytes less per parameter of its matrices
+    activations   tensors saved for the backward pass by each layer (`Step._layer`), or only the layer's input
+                  with activation checkpointing; gradients of the loss, computed in the forward pass;
+                  gathered parameters
+    peak          maximum of three moments: computing the loss (two chunks of logits), the backward pass, and
+                  the step of the optimizer
 
-Attention and dropout are counted as on a CPU. `tests/training/test_planning.py` compares the peaks with what
-torch's allocator gives out in real processes.
+Attention and dropout are counted for a CPU. `tests/training/test_planning.py` compares the peaks with
+torch's allocator in real processes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,16 +40,15 @@ from triptych.training.losses import chunk_tokens
 from triptych.training.optimizers import matrices
 from triptych.training.recipe import AnyRecipe, ContinuedRecipe, LanguageRecipe, Recipe
 
-# A simpler layout is preferred to one that is faster by less than this factor.
+# A simpler layout is preferred unless another layout is faster by more than this factor.
 _WORTH = 1.02
-# A text so long that training chooses its largest values for what a recipe leaves out.
+# Length of a text for which training chooses the largest values of missing keys.
 _LONG_TEXT = 10**12
-# Tokens of a sentence, its end included. A translator's batches have the same number of tokens for any value.
+# Tokens of a sentence with its end token. The number of tokens of a translator's batch does not depend on it.
 _SENTENCE = 32
-# How often operations other than matrix products read or write each byte that the layers keep (forwards and
-# backwards), each byte of the logits, and each byte of a device's parameters in float32; in several processes
-# also each byte of all parameters, which are gathered and summed. Fitted to steps of 48 sizes
-# (docs/contributing/log/).
+# Number of reads and writes of each byte by operations other than matrix products: the layers' saved
+# tensors (forward, backward), the logits, a device's float32 parameters, and, with several processes, all
+# float32 parameters, which are gathered and summed. Fitted to steps of 48 sizes (docs/contributing/log/).
 _PASSES_FORWARD = 12
 _PASSES_BACKWARD = 18
 _PASSES_OF_LOGITS = 27
@@ -60,24 +59,24 @@ _PASSES_OF_EXCHANGE = 30
 @final
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A recipe on devices that need not be here."""
+    """Prediction for a recipe on a cluster."""
 
-    recipe: AnyRecipe  # with what training would choose
-    cluster: Cluster  # the devices
-    num_parameters: int  # of the model
-    target_tokens: int  # that a step learns from, all devices together
-    cache: int  # bytes of keys and values of one text while the model writes
+    recipe: AnyRecipe  # recipe with the choices of training for missing keys
+    cluster: Cluster
+    num_parameters: int  # number of the model's parameters
+    target_tokens: int  # target tokens of a step, over all devices
+    cache: int  # bytes of the key-value cache of one text during decoding
     layouts: tuple[PlannedLayout, ...]  # simplest first
-    best: PlannedLayout | None  # the one to take; None if none fits
-    notes: tuple[str, ...]  # what was chosen for the recipe, and what is wrong with its batches
+    best: PlannedLayout | None  # recommended layout; None if every layout exceeds the memory
+    notes: tuple[str, ...]  # choices for missing keys, and problems of the batches
 
     @property
     def whole_model(self) -> int:
-        """Bytes of the weights, which the first process has in the memory of its host to write them."""
+        """Bytes of the whole weights in host memory while the first process writes them."""
         return 4 * self.num_parameters
 
     def figures(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the plan for JSON."""
         return {
             "recipe": self.recipe.name,
             "cluster": asdict(self.cluster),
@@ -92,19 +91,19 @@ class TrainingPlan:
 
 
 def plan(recipe: AnyRecipe, cluster: Cluster) -> TrainingPlan:
-    """Predict what a recipe needs on devices that need not be here, and choose its layout.
+    """Predict the cost of training a recipe on given devices, and choose a layout.
 
-    Text is not read.
+    The text is not read, and the devices are not needed.
 
     Args:
-        recipe: what is trained.
-        cluster: the devices.
+        recipe: recipe of a translator or a language model.
+        cluster: devices.
 
     Returns:
-        Memory, time and communication of each layout, and the one to take.
+        Memory, time and communication of each layout, and the recommended layout.
 
     Raises:
-        UsageError: a recipe that goes on with a checkpoint.
+        UsageError: The recipe starts from a checkpoint, or it has a teacher.
     """
     recipe, chosen = filled(recipe)
     notes = [f"left out of the recipe, planned as for a long text: {', '.join(chosen)}"] if chosen else []
@@ -115,6 +114,7 @@ def plan(recipe: AnyRecipe, cluster: Cluster) -> TrainingPlan:
             f"a batch has {step.num_rows:,} rows for {cluster.devices:,} devices: "
             f"{cluster.devices - step.num_rows:,} of them learn nothing; raise training.{key}"
         )
+    # `_layouts` yields simple layouts first: the first one near the fastest is the simplest.
     found = [step.planned(layout, cluster) for layout in _layouts(recipe, cluster)]
     fitting = [one for one in found if one.fits]
     fastest = min((one.seconds for one in fitting), default=0.0)
@@ -131,7 +131,8 @@ def plan(recipe: AnyRecipe, cluster: Cluster) -> TrainingPlan:
 
 
 def filled(recipe: AnyRecipe) -> tuple[AnyRecipe, list[str]]:
-    """The recipe with what training would choose for a long text, and what was chosen."""
+    """Return the recipe with training's choices for a long text, and the list of choices."""
+    # The planned device is a GPU unless the recipe names a CPU.
     device = "cpu" if recipe.training.device == "cpu" else "cuda"
     match recipe:
         case ContinuedRecipe():
@@ -155,7 +156,7 @@ def filled(recipe: AnyRecipe) -> tuple[AnyRecipe, list[str]]:
 
 
 def _layouts(recipe: AnyRecipe, cluster: Cluster) -> Iterator[LayoutSettings]:
-    """Simplest first; those that the recipe's optimizer cannot do are left out."""
+    """Yield layouts, simplest first, without layouts that the recipe's optimizer cannot use."""
     for checkpointing in (False, True):
         if cluster.devices == 1:
             yield LayoutSettings("none", 1, checkpointing)
@@ -173,7 +174,8 @@ def _layouts(recipe: AnyRecipe, cluster: Cluster) -> Iterator[LayoutSettings]:
 
 
 def _shard_sizes(cluster: Cluster) -> list[int]:
-    """A machine, and machines doubled as often as they divide all; in one machine, its halves."""
+    """Return the sizes of shard groups for hybrid parallelism, in ascending order."""
+    # One machine: halves of it. Several machines: one machine, doubled while the size divides all devices.
     size = min(cluster.devices, cluster.node_size)
     sizes: list[int] = []
     if cluster.num_nodes == 1:
@@ -188,20 +190,20 @@ def _shard_sizes(cluster: Cluster) -> list[int]:
 
 
 class _Layer(NamedTuple):
-    """A block on the tokens of one device."""
+    """Cost of a block for the tokens of one device."""
 
-    parameters: int  # how many
-    kept: int  # bytes kept for its gradients
-    at_work: int  # bytes of its largest gradients, while they are computed
-    flops: int  # forwards
-    again_flops: int  # when it is recomputed, which ends before its last map
-    backward_flops: int  # backwards
-    cached: int  # numbers cached of one text while the model writes
+    parameters: int  # number of parameters
+    kept: int  # bytes of tensors saved for the backward pass
+    at_work: int  # bytes of the largest gradients of activations during the backward pass
+    flops: int  # operations of the forward pass
+    again_flops: int  # operations of a recomputation, which stops before the last map
+    backward_flops: int  # operations of the backward pass
+    cached: int  # values cached for one text during decoding
 
 
 @final
 class Step:
-    """A training step on a number of devices: what all layouts have in common."""
+    """Training step on a number of devices, without a layout."""
 
     def __init__(self, recipe: AnyRecipe, devices: int) -> None:
         self.recipe = recipe
@@ -263,10 +265,10 @@ class Step:
             kept = kept + own_kept
             flops = flops + own_flops
             backward = backward + 2 * own_flops + again
-            # The blocks of a translator's encoder cache nothing.
+            # The blocks of a translator's encoder have no cache.
             if block.has_cross or isinstance(self.recipe, LanguageRecipe):
                 cached += self.length * cached_numbers(attention.weights())
-        # relu keeps its result, which the outer map reads; others keep what they read as well.
+        # relu saves only its result, the input of the outer map. Other activations also save their input.
         inner = 4 if config.gated else 1 if config.activation == "relu" else 2
         if config.dropout:
             inner += 2 if config.activation == "relu" else 1
@@ -286,7 +288,7 @@ class Step:
         )
 
     def _frame(self, frame: Residual) -> int:
-        """Bytes kept by a residual frame: the stream that is normalised, and what dropout keeps."""
+        """Return the bytes saved by a residual frame: the input of the norm, and dropout's tensor."""
         dropped = self.tokens * self.d_model * self.bytes if frame.dropout.p else 0
         return self._norm(frame.norm) + dropped
 
@@ -294,11 +296,11 @@ class Step:
         if isinstance(norm, nn.Identity):
             return 0
         numbers = self.tokens * self.d_model
-        # On a CPU, RMSNorm keeps what it reads and the normalised, both in float32.
+        # RMSNorm on a CPU saves its input and the normalised tensor, both in float32.
         return 8 * numbers if isinstance(norm, nn.RMSNorm) else numbers * self.bytes
 
     def _attention(self, layer: MultiHeadAttention, is_cross: bool) -> tuple[int, int, int]:
-        """Bytes kept, operations forwards, and those that the kernel does again for the gradients."""
+        """Return bytes saved, operations of the forward pass, and operations that the backward repeats."""
         weights = layer.weights()
         e = self.bytes
         semantics = weights.semantics
@@ -307,7 +309,7 @@ class Step:
         heads = weights.num_heads
         d_k, d_v = (chain[-1].d_out if chain else self.d_model for chain in (weights.q, weights.v))
         kv_heads = max((link.copies for link in weights.k), default=1)
-        # The encoder's output is one for all layers.
+        # All layers share the encoder's output: it is counted elsewhere.
         numbers = cost.kept_numbers - (length * self.d_model if is_cross else 0)
         if semantics.qk_norm:  # two float32 copies of queries and keys
             numbers += 2 * (4 // e) * length * d_k * (heads + kv_heads)
@@ -327,24 +329,27 @@ class Step:
             numbers += cost.pair_numbers * (3 if layer.dropout else 1)
         else:
             again = self._rows * 2 * cost.pair_numbers * d_k
-            # With a bias, the kernel for CPUs keeps it for each row. Without, the output lies by heads, and
-            # the map after it keeps a copy.
+            # With a bias, the CPU kernel saves the bias for each row. Without a bias, the output is laid out
+            # by heads, and the next map saves a copy.
             numbers += length * heads * d_v if semantics.bias is None else cost.pair_numbers
         return self._rows * numbers * e, self._rows * cost.flops, again
 
     def _kept_outside(self, model: OwnModel) -> tuple[int, int]:
-        """Bytes kept before the blocks, until the backward pass ends, and after them, which it uses first."""
+        """Return the bytes saved before the blocks and after them.
+
+        Tensors before the blocks stay until the end of the backward pass; tensors after them are used first.
+        """
         stacks = [*model.stacks.values()]
         norms = [norm for stack in stacks for norm in (stack.final_norm, stack.embeddings.norm)]
-        # An encoder-decoder keeps the memory too.
+        # An encoder-decoder also saves the encoder's output.
         kept = len(stacks) - 1 + sum(stack.embeddings.dropout.p > 0 for stack in stacks)
         before = kept * self._stream
-        # The gradients of the loss are computed with it.
+        # The forward pass of the loss already computes its gradients.
         of_loss = self.targets * self.d_model * self.bytes + 4 * self.vocab_size * self.d_model
         return before, of_loss + sum(map(self._norm, norms))
 
     def planned(self, layout: LayoutSettings, cluster: Cluster) -> PlannedLayout:
-        """What a layout needs of each process."""
+        """Return the cost of a layout for each process."""
         config = self.recipe.training
         e = self.bytes
         shards = layout.shards
@@ -354,23 +359,24 @@ class Step:
         if e == 2 and not gathers:
             parameters += 2 * self.in_blocks
         optimizer = 8 * own - 4 * (self._in_muon // shards)
-        # FSDP gathers what is outside the blocks for the whole step, and a block while it is used.
+        # FSDP gathers the parameters outside the blocks for the whole step, and a block only during its use.
         root = 4 * self.outside if gathers else 0
         block = e * max(layer.parameters for layer in self.layers) if gathers else 0
         saved = [self._stream if layout.checkpointing else layer.kept for layer in self.layers]
         activations = sum(saved) + self._kept_before + self._kept_after + root
         held = parameters + optimizer
-        ahead = 0  # of gradients, there before the backward pass
+        ahead = 0  # bytes of gradients that exist before the backward pass
         if config.accumulate_batches > 1:
-            ahead = 4 * self.num_parameters  # whole, until they are summed
-        # The gradient of the output table is whole until the end. What is in shards is summed block by block.
+            ahead = 4 * self.num_parameters  # unsharded until the last batch
+        # The gradient of the output table is unsharded until the end. Gradients of blocks in shards are
+        # summed block by block.
         backward = 0
         left = sum(saved) + self._kept_before
         done = 4 * self.vocab_size * self.d_model + root
         for layer, own_saved in zip(reversed(self.layers), reversed(saved), strict=True):
             made = root if ahead else done + (0 if gathers else 4 * layer.parameters)
             again = layer.kept - own_saved
-            # In shards: the block, the next one and the block's whole gradients.
+            # In shards: the block, the next block, and the block's whole gradients.
             now = left + again + self._stream + layer.at_work + made + 3 * block
             backward = max(backward, now)
             left = left - own_saved
@@ -412,10 +418,11 @@ class Step:
         )
 
     def _logits(self) -> int:
-        """Bytes of the logits that are there at a time, and of their probabilities."""
+        """Return the bytes of one chunk of logits and of its probabilities."""
         rows = min(chunk_tokens(self.vocab_size), self.targets)
         if isinstance(self.recipe, Recipe) and self.recipe.training.rdrop:
-            return 11 * 4 * rows * self.vocab_size  # both passes, their logarithms and gradients in float32
+            # Two passes, their logarithms and gradients in float32.
+            return 11 * 4 * rows * self.vocab_size
         return 2 * self.bytes * rows * self.vocab_size
 
     def _exchanges(self, layout: LayoutSettings, cluster: Cluster) -> Iterator[Exchange]:

@@ -1,7 +1,7 @@
-"""A student's text: a teacher's translations of the sources that a recipe trains on.
+"""Sequence-level distillation: a teacher translates the training sources of a recipe for a student.
 
-They vary less than people's, so that a small model learns them more easily. Interpolation keeps the
-translation that is closest to the reference. Source: Kim & Rush 2016, arXiv 1606.07947.
+A teacher's translations vary less than people's, so that a small model learns them more easily. Interpolation
+keeps the translation closest to the reference. Source: Kim & Rush 2016, arXiv 1606.07947.
 """
 
 import json
@@ -27,23 +27,23 @@ from triptych.training.progress import Display
 from triptych.training.translation import read_corpora, with_tokenizers_of
 from triptych.untrusted import read_json
 
-# Sentences of a block; what an interruption loses is the blocks in hand.
+# Sentences of a block; an interruption loses the blocks in progress.
 _BLOCK = 512
 _RECORD, _BLOCKS, _TRAIN, _VALID, _RECIPE = (
     *("distillation.json", "blocks", "train.jsonl", "valid.jsonl", "student.toml"),
 )
-_TEACHER = "teacher"  # the folder of a teacher whose probabilities are learned
+_TEACHER = "teacher"  # folder of a teacher for `teacher_weight`
 
 
 @dataclass(frozen=True)
 class Distilled:
-    """The text of a student, written.
+    """Result of a distillation.
 
     Attributes:
-        recipe: file of the recipe that trains on it.
-        sentences: number of training sources that the teacher translated.
+        recipe: file of the student's recipe.
+        sentences: number of training sources translated by the teacher.
         pairs: number of pairs of the student's text.
-        bleu: of the teacher's best translations against the references of the training text.
+        bleu: BLEU of the teacher's best translations against the references of the training text.
     """
 
     recipe: Path
@@ -66,7 +66,7 @@ def distil_text(
     teacher_weight: float,
     save_teacher: Callable[[Path], object],
 ) -> Distilled:
-    """Translate the training text into a folder, or go on with it; `known_by` tells the teacher."""
+    """Translate the training text into a folder, or resume it there; `known_by` identifies the teacher."""
     if interpolate and teacher.options.num_best == 1:
         raise UsageError("interpolate chooses among several translations: give num_best (--n-best 8)")
     if not 0 <= originals <= 1:
@@ -91,10 +91,12 @@ def distil_text(
     }
     world.require_same({name: json.dumps(value) for name, value in given.items()})
     world.on_first(lambda: _begin(folder, given))
+    # Blocks of sentences of similar length need little padding.
     order = sorted(range(len(train)), key=lambda i: len(train.source[i]))
     blocks = [order[start : start + _BLOCK] for start in range(0, len(order), _BLOCK)]
 
     def finish() -> Distilled:
+        # A repeated call after the end only checks that the written files are unchanged.
         record = read_json(folder / _RECORD)
         for name, digest in record.get("written", {}).get("sha256", {}).items():
             if not (folder / name).is_file() or file_hash(folder / name) != digest:
@@ -129,12 +131,13 @@ def distil_text(
 
 
 def _block_path(folder: Path, number: int) -> Path:
-    """The file of a block: for each of its sentences a line, the list of its translations."""
+    """Return the file of a block, with a line for each sentence: the list of its translations."""
     return folder / _BLOCKS / f"{number:06}.jsonl"
 
 
 def _begin(folder: Path, given: Mapping[str, Any]) -> None:
-    """Make the folder; one that is there must be of the same work."""
+    """Make the folder, or check that an existing folder is of the same work."""
+    # The record identifies the work: teacher, search, text, recipe and choice of translations.
     path = folder / _RECORD
     if path.is_file():
         begun = read_json(path)
@@ -161,7 +164,7 @@ def _translate(
     world: World,
     progress: Progress,
 ) -> None:
-    """Translate the blocks that are not there, each in one of the processes."""
+    """Translate the missing blocks, each block in one process."""
     turns = world.turns(len(blocks))
     taken = deque[int]()
 
@@ -181,7 +184,7 @@ def _translate(
         for first in stream:
             number = taken.popleft()
             found = [first, *islice(stream, len(blocks[number]) - 1)]
-            # Several outputs may be one text, cut into other tokens.
+            # Different tokens may decode to the same text.
             texts_of = (list(dict.fromkeys(one.text for one in line.candidates)) for line in found)
             write_text(
                 _block_path(folder, number),
@@ -199,7 +202,7 @@ def _write_student(
     interpolate: bool,
     originals: float,
 ) -> dict[str, Any]:
-    """Write the student's text and its recipe; what is said of them in the record."""
+    """Write the student's text and recipe; returns the entries of the record about them."""
     kept = translations
     if interpolate:
         import sacrebleu  # slow to import
@@ -214,13 +217,13 @@ def _write_student(
         for i, source in enumerate(train.source)
         for target, by in (
             *((text, "teacher") for text in kept[i] if text),
-            # Spread evenly over the text.
+            # The kept originals are spread evenly over the text.
             *([(train.target[i], "text")] if int((i + 1) * originals) > int(i * originals) else []),
         )
     ]
     data: dict[str, Any] = {"train": {"file": str(folder / _TRAIN)}}
     files = {_TRAIN: pairs}
-    if recipe.data.valid is None:  # the pairs that were held out are of the text, not of the teacher
+    if recipe.data.valid is None:  # the held-out pairs keep their references
         data["valid"] = {"file": str(folder / _VALID)}
         files[_VALID] = [{"source": s, "target": t} for s, t in zip(valid.source, valid.target, strict=True)]
     for name, records in files.items():

@@ -1,7 +1,7 @@
-"""The model in shards on several processes (FSDP2).
+"""Models in shards on several processes (FSDP2).
 
-Gradients are plain sums: gloo's average in a reduce-scatter is one, too (pytorch #162338), so no average is
-ever asked for.
+Gradients are summed, never averaged: with gloo, an averaging reduce-scatter returns the sum (pytorch
+#162338).
 """
 
 import copy
@@ -33,7 +33,8 @@ def spread(
     shard_size: int | None = None,
     parameters: LazyParameters | None = None,
 ) -> Computing:
-    """Lay a model on the processes in shards."""
+    """Shard a model over the processes."""
+    # A mesh of one replica is only its dimension of shards.
     device = next(objective.model.parameters()).device if parameters is None else parameters.device
     shape = mesh_shape(kind, world.size, world.num_nodes, shard_size)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copy", "shard"))
@@ -44,7 +45,7 @@ def spread(
 
 
 def mesh_shape(kind: Kind, size: int, num_nodes: int, shard_size: int | None = None) -> tuple[int, int]:
-    """Copies of the model, and shards of each."""
+    """Return the shape of the device mesh: number of replicas of the model, and shards of each."""
     if kind == "fsdp":
         return 1, size
     shards = shard_size or (2 if num_nodes == 1 else size // num_nodes)
@@ -59,11 +60,11 @@ def mesh_shape(kind: Kind, size: int, num_nodes: int, shard_size: int | None = N
 
 @final
 class Shards(Computing):
-    """Every process has a part of each parameter, and gathers a block's while it computes (FSDP2)."""
+    """Computation with a shard of each parameter in every process; blocks are gathered in use (FSDP2)."""
 
-    # A block, with all that have the same parameters, is a group. The root is another: embeddings, positions
-    # and output table are in it together, so tied tables are gathered and updated as one. In bfloat16 the
-    # blocks and norms compute narrow; the root's tables stay in float32, as in `NarrowTwin`.
+    # Blocks that share parameters are one FSDP group. Embeddings, positions and output table are in the root
+    # group, so that tied tables are gathered and updated as one parameter. In bfloat16, blocks and norms
+    # compute in bfloat16; the root's tables stay in float32, the same as in `NarrowTwin`.
 
     def __init__(
         self, objective: Objective[Any, Any], mesh: DeviceMesh, precision: str, world: World
@@ -84,12 +85,13 @@ class Shards(Computing):
         fully_shard(self._loss, mesh=mesh)
         self._parts = [module for module in self._loss.modules() if isinstance(module, FSDPModule)]
         for part in self._parts:
+            # Plain sums (see above): `Trainer` divides the loss by the tokens of all processes.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
 
     @torch.no_grad()
     def make(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Give weights to a model that has none: name and whole value of each, of which a shard is kept."""
+        """Allocate the shards of a model on "meta", and fill them from names and whole values."""
         model = self.objective.model
         device = self._mesh.device_type
         buffers = [
@@ -98,7 +100,7 @@ class Shards(Computing):
             for name, buffer in module.named_buffers(recurse=False)
         ]
         model.to_empty(device=device)
-        for module, name, buffer in buffers:  # which were made as ever
+        for module, name, buffer in buffers:  # buffers have their values: only parameters were deferred
             setattr(module, name, buffer.to(device))
         left = dict(model.named_parameters())
         for name, value in values:
@@ -127,6 +129,7 @@ class Shards(Computing):
         if not self._world.is_first:
             yield None
             return
+        # `pop` releases each gathered tensor after its copy.
         whole = copy.deepcopy(self._blank)
         for name in [*tensors]:
             parameter = nn.Parameter(tensors.pop(name).to(device), whole.get_parameter(name).requires_grad)
@@ -148,7 +151,7 @@ class Shards(Computing):
 
 
 def _without_values(model: OwnModel) -> OwnModel:
-    """A copy on the "meta" device."""
+    """Copy a model to the "meta" device."""
     held = [*model.parameters(), *model.buffers()]
     empty = {id(one): torch.empty_like(one, device="meta") for one in held}
     for one in model.parameters():
@@ -157,13 +160,13 @@ def _without_values(model: OwnModel) -> OwnModel:
 
 
 def _put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Give a model a parameter in the place of the one of this name."""
+    """Replace the parameter of this name."""
     owner, _, own = name.rpartition(".")
     setattr(model.get_submodule(owner), own, parameter)
 
 
 def _tied(model: nn.Module) -> list[tuple[str, str]]:
-    """Names of parameters that are others, and the names of those."""
+    """Return pairs of names for tied parameters: a repeated name, and the first name of the parameter."""
     first: dict[int, str] = {}
     names = [
         (name, first.setdefault(id(value), name))
@@ -173,7 +176,7 @@ def _tied(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _of_same_parameters(blocks: list[nn.Module]) -> list[list[nn.Module]]:
-    """Group blocks that have the same parameters."""
+    """Group blocks with the same parameters."""
     found: dict[tuple[int, ...], list[nn.Module]] = {}
     for block in blocks:
         found.setdefault(tuple(id(parameter) for parameter in block.parameters()), []).append(block)
@@ -181,7 +184,7 @@ def _of_same_parameters(blocks: list[nn.Module]) -> list[list[nn.Module]]:
 
 
 def _norms_outside(model: OwnModel, blocks: list[nn.Module]) -> list[nn.Module]:
-    """The norms of the stream after the blocks, which read what the blocks write."""
+    """Return the norms outside the blocks, except norms in a language model's embeddings."""
     inside = {id(module) for block in blocks for module in block.modules()}
     before = set() if isinstance(model, EncoderDecoder) else set(map(id, model.embeddings.modules()))
     return [

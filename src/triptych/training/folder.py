@@ -1,4 +1,4 @@
-"""Run folders that training makes; `running/opening/run_folder.py` has the files that lie in one."""
+"""Run folders made by training; `running/opening/run_folder.py` lists their files."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -21,14 +21,15 @@ SUMMARY = "summary.json"
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a folder is a run's: its recipe and its configuration, ours or a checkpoint's, are there."""
+    """Return True if a folder has a recipe and a configuration, triptych's or a checkpoint's."""
     return (folder / RECIPE).exists() and (
         is_own_config(record := settings(folder)) or "model_type" in record
     )
 
 
 def require_place(folder: Path, *, force: bool) -> None:
-    """A run can be made here, and nothing is lost by it."""
+    """Raise an error unless a run can be made in a folder without loss of files."""
+    # With `force`, other files may stay, but not a run, a converted model, or a folder with a file's name.
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -55,7 +56,7 @@ def require_place(folder: Path, *, force: bool) -> None:
 
 
 def settings(folder: Path) -> dict[str, Any]:
-    """What a folder's `config.json` says; nothing if it is none."""
+    """Read a folder's `config.json`; empty if the file is missing or invalid."""
     try:
         return read_json(folder / "config.json")
     except DataError:
@@ -64,23 +65,23 @@ def settings(folder: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run whose input has been read, before anything is written."""
+    """Inputs of a run, before a file is written."""
 
-    recipe: AnyRecipe  # every choice made
-    # Makes the objective, and draws the initial weights; those that are read may still be mapped from their
-    # file.
+    recipe: AnyRecipe  # recipe with every choice made
+    # Makes the objective, and draws or reads the initial weights; weights of a checkpoint may be mapped from
+    # its file.
     objective: Callable[[], Objective[Any, Any]]
-    # Writes into a folder what lies there from the start of the run: configuration and tokenizers.
+    # Writes the first files of the run into a folder: configuration, and tokenizers or checkpoint.
     begin: Callable[[OwnModel, Path], None]
-    # Hashes of what must not change before a run is resumed, by the words that name it.
+    # Hashes of all inputs that must be unchanged when the run resumes, by their description.
     fingerprints: Callable[[], dict[str, str]]
     publish: Publish = publish_weights  # writes `model.safetensors`
-    # The word vectors that each parameter begins with.
+    # Initial word vectors by parameter name.
     vectors: Mapping[str, WordVectors] = field(default_factory=dict)
 
 
 def word_vectors(base: Path, path: str, tokenizer: Tokenizer, width: int) -> WordVectors:
-    """The vectors of a recipe's file for the tokens of a tokenizer."""
+    """Return the word vectors of a recipe's file for the tokens of a tokenizer."""
     special = tokenizer.special_ids
     pieces = tokenizer.pieces(range(tokenizer.vocab_size))
     words = [None if token in special else piece for token, piece in enumerate(pieces)]
@@ -88,5 +89,5 @@ def word_vectors(base: Path, path: str, tokenizer: Tokenizer, width: int) -> Wor
 
 
 def hash_parts(parts: Mapping[str, Sequence[bytes]]) -> dict[str, str]:
-    """A hash of each part."""
+    """Return the SHA-256 of each part."""
     return {name: hashlib.sha256(b"\0".join(part)).hexdigest() for name, part in parts.items()}

@@ -1,4 +1,4 @@
-"""What a run of a language model needs: its text in shards, its tokenizer and objective."""
+"""Inputs of a language model's run: text in shards, tokenizer and objective."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -36,14 +36,15 @@ from triptych.training.folder import Prepared, hash_parts, word_vectors
 from triptych.training.objectives import LanguageObjective
 from triptych.training.progress import Display
 
-# A tokenizer learns no more from a longer text.
+# A longer text does not improve a tokenizer.
 _CHARACTERS_FOR_TOKENIZER = 100_000_000
 
 
 def prepare_language(
     recipe: LanguageRecipe, base: Path, display: Display, folder: Path | None = None
 ) -> Prepared:
-    """Read what a run needs; a new one trains its tokenizer, and chooses what the recipe leaves out."""
+    """Read the inputs of a run; for a new run, train its tokenizer and choose missing keys of the recipe."""
+    # The vocabulary is chosen by characters, the model and schedule by tokens.
     text = TextOfRun(recipe, base)
     if folder is not None:
         tokenizer: Tokenizer = read_tokenizer(folder / TOKENIZER)
@@ -85,7 +86,12 @@ def prepared_text(
     config: str,
     **more: Any,
 ) -> Prepared:
-    """A run of a text; `config` says what its model is made of."""
+    """Return the inputs of a run of a text.
+
+    `model` makes the model, and `begin` writes the first files of the run folder. `config` describes the
+    model for its fingerprint.
+    """
+    # The caller decides where `objective` allocates the model's parameters (`runs.py`).
     train, valid = shards
 
     def objective() -> LanguageObjective:
@@ -114,7 +120,7 @@ def prepared_text(
 
 
 class TextOfRun:
-    """The training and the validation text of a recipe, in parts."""
+    """Training and validation text of a recipe, in parts."""
 
     def __init__(self, recipe: TextRecipe, base: Path) -> None:
         self._data = recipe.data
@@ -127,7 +133,7 @@ class TextOfRun:
             self.num_chars = self._cut = int(self.num_chars * (1 - recipe.data.valid_share))
 
     def tokenizer(self, spec: TokenizerSpec, display: Display) -> PretrainedTokenizer:
-        """The tokenizer that the beginning of the training text gives."""
+        """Train a tokenizer on the beginning of the training text, or read it from the cache."""
 
         def train() -> list[str]:
             display.say(f"training a {spec.kind} tokenizer")
@@ -148,7 +154,7 @@ class TextOfRun:
                 return
 
     def fingerprints(self) -> tuple[str, str]:
-        """Fingerprints of the training and the validation text."""
+        """Return fingerprints of the training and the validation text."""
         data = self._data
         train = fingerprint(data.train, base=self._base)
         if data.valid is None:
@@ -156,7 +162,8 @@ class TextOfRun:
         return train, fingerprint(data.valid, base=self._base)
 
     def shards(self, tokenizer: Tokenizer, display: Display) -> tuple[TokenShards, TokenShards]:
-        """Both texts as tokens on the disk."""
+        """Tokenize the training and the validation text into shards on the disk."""
+        # Without `data.valid`, the validation text is the end of the training text.
         display.say(f"tokenizing with {tokenizer.vocab_size:,} tokens")
         data = self._data
         cache = self._base / self._data.cache
@@ -189,7 +196,7 @@ class TextOfRun:
         return parts if self._data.valid is not None else _before(parts, self._cut)
 
     def validation(self) -> Iterator[TextPart]:
-        """The validation text."""
+        """Yield the validation text in parts."""
         return self._end() if self._data.valid is None else self._read(self._data.valid)
 
     def _end(self) -> Iterator[TextPart]:
@@ -200,7 +207,7 @@ class TextOfRun:
 
 
 def _before(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
-    """The first characters. A part that goes on past them is cut."""
+    """Yield the first `num_chars` characters; the last part is cut."""
     for part in parts:
         if len(part.text) >= num_chars:
             if num_chars:
@@ -211,7 +218,7 @@ def _before(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
 
 
 def _after(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
-    """All but the first characters."""
+    """Yield the text after the first `num_chars` characters."""
     for part in parts:
         if len(part.text) <= num_chars:
             num_chars -= len(part.text)
@@ -226,7 +233,7 @@ def _language_batches(
     return PackedBatches(
         shards,
         context=context,
-        # A validation has batches of about 8,192 tokens. Larger ones are no faster.
+        # Validation batches have about 8,192 tokens. Larger batches are not faster.
         batch_size=recipe.training.batch_size if shuffle else max(8192 // context, 1),
         seed=recipe.order_seed,
         within_documents=recipe.data.within_documents,
@@ -246,7 +253,7 @@ def _sampler(recipe: TextRecipe, tokenizer: Tokenizer) -> Callable[[LanguageMode
         stop_ids=() if tokenizer.eos_id is None else (tokenizer.eos_id,),
     )
     prompt = tokenizer.encode(validation.sample_prompt)[0]
-    if not prompt:  # as a document begins: after its own mark, or after the end of another
+    if not prompt:  # the beginning of a document: after its BOS token, or after another document's EOS
         first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         if first is None:
             raise UsageError("the tokenizer has no token that begins a text: set validation.sample_prompt")
@@ -255,7 +262,7 @@ def _sampler(recipe: TextRecipe, tokenizer: Tokenizer) -> Callable[[LanguageMode
     def sample(model: LanguageModel) -> str:
         ((found,),) = generate_tokens(Engine(model), [prompt], options)
         text = tokenizer.decode([[*prompt, *found.ids]])[0]
-        # A terminal would obey what an untrained model writes.
+        # Control characters of an untrained model must not reach the terminal.
         return printable(text, lines=True)
 
     return sample

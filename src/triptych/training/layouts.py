@@ -1,4 +1,4 @@
-"""Devices, the layouts of a model on them, and what a layout needs in a training step."""
+"""Clusters of devices, layouts of a model on them, and the cost of a training step."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, final
 
 from triptych.errors import UsageError
 
-# Share of a device's memory that is planned for. An allocator cannot use all, and libraries have buffers.
+# Share of a device's memory that a plan may use: allocators fragment memory, and libraries have buffers.
 USABLE = 0.9
 Quantity = int | float  # bytes or operations; on the command line with a unit
 
@@ -14,7 +14,7 @@ Quantity = int | float  # bytes or operations; on the command line with a unit
 @final
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices in equal machines. Rates are what is reached in practice, not what a data sheet says.
+    """Equal devices in equal machines. Rates are measured in practice, not taken from a data sheet.
 
     Attributes:
         devices: number of devices, with a process on each.
@@ -28,7 +28,7 @@ class Cluster:
         link_latency: seconds until a message reaches another machine.
 
     Raises:
-        UsageError: devices that do not make machines of one size, or a figure that is not positive.
+        UsageError: The devices do not divide into machines of one size, or a figure is not positive.
     """
 
     devices: int
@@ -56,15 +56,15 @@ class Cluster:
 
 
 class LayoutSettings(NamedTuple):
-    """What a recipe says of how a model lies on devices."""
+    """Layout of a model on devices, as in a recipe."""
 
-    kind: Literal["none", "ddp", "fsdp", "hybrid"]  # as `training.parallel`
-    shards: int  # processes that share one copy of the model
-    checkpointing: bool  # as `training.activation_checkpointing`
+    kind: Literal["none", "ddp", "fsdp", "hybrid"]  # `training.parallel`
+    shards: int  # number of processes per copy of the model
+    checkpointing: bool  # `training.activation_checkpointing`
 
     @property
     def settings(self) -> dict[str, str | int | bool]:
-        """The keys of a recipe that say so."""
+        """Keys of a recipe with this layout."""
         found: dict[str, str | int | bool] = {"training.parallel": self.kind}
         if self.kind == "hybrid":
             found["training.shard_size"] = self.shards
@@ -76,16 +76,16 @@ class LayoutSettings(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """Collectives of one kind within one group of processes, in a step."""
+    """Collectives of one kind within one group of processes in a training step."""
 
     kind: str  # "allgather", "reducescatter" or "allreduce"
-    group_size: int  # processes that take part
-    num_nodes: int  # machines that they are on
-    sent_bytes: int  # by each process, as in a ring
-    calls: int  # how many
+    group_size: int  # number of processes
+    num_nodes: int  # number of machines of the group
+    sent_bytes: int  # bytes sent by each process in a ring
+    calls: int  # number of calls
 
     def seconds(self, cluster: Cluster) -> float:
-        """Time of ring collectives. Each ring leaves a machine by another device's link."""
+        """Return the time of ring collectives; each ring uses another device's link between machines."""
         if self.num_nodes == 1:
             return self.sent_bytes / cluster.node_bandwidth
         links = self.group_size / self.num_nodes * cluster.link_bandwidth
@@ -97,23 +97,23 @@ class Exchange(NamedTuple):
 @final
 @dataclass(frozen=True)
 class PlannedLayout:
-    """What a layout needs of each process in a step; bytes unless said."""
+    """Predicted cost of a layout for each process and step; sizes in bytes."""
 
-    layout: LayoutSettings  # which
-    parameters: int  # what is trained, as it lies between steps, and copies of it in bfloat16
-    gradients: int  # at the end of the step
-    optimizer: int  # its moments
-    activations: int  # what a batch's forward pass leaves for the backward pass, with what is gathered then
-    peaks: dict[str, int]  # most bytes held in each part of the step
-    moved: int  # read and written by operations that are no matrix products
-    exchanges: tuple[Exchange, ...]  # between the processes
-    flops: int  # of the matrix products
-    compute_seconds: float  # products at the devices' rate, and everything else at that of their memory
-    exchange_seconds: float  # collectives, if nothing is computed meanwhile
-    # What the first device holds while it validates, without activations: what is there after a step, and of
-    # a translator in shards the whole model, if the validation text is translated.
+    layout: LayoutSettings
+    parameters: int  # parameters, with the blocks' bfloat16 copy if there is one
+    gradients: int  # gradients at the end of the step
+    optimizer: int  # moments of the optimizer
+    activations: int  # activations kept for the backward pass, and parameters gathered for the whole step
+    peaks: dict[str, int]  # peak memory in each part of the step
+    moved: int  # bytes read and written by operations other than matrix products
+    exchanges: tuple[Exchange, ...]  # collectives
+    flops: int  # operations of the matrix products
+    compute_seconds: float  # matrix products at the devices' rate, other operations at memory bandwidth
+    exchange_seconds: float  # collectives without overlap
+    # Memory of the first device during a validation, without activations: the memory after a step, and the
+    # whole model if a translator in shards translates the validation text.
     validating: int
-    fits: bool  # whether the peak and `validating` are within the share `USABLE` of a device's memory
+    fits: bool  # True if the peak and `validating` are within the share `USABLE` of a device's memory
 
     @property
     def peak(self) -> int:
@@ -129,18 +129,19 @@ class PlannedLayout:
 
     @property
     def seconds(self) -> float:
-        """Time of a step: in shards, the exchange overlaps with the computation."""
+        """Time of a step; collectives of shards overlap with computation."""
         if self.layout.kind in ("fsdp", "hybrid"):
             return max(self.compute_seconds, self.exchange_seconds)
         return self.compute_seconds + self.exchange_seconds
 
     @property
     def needed(self) -> int:
-        """Most bytes held, in a step or a validation."""
+        """Peak memory of a step or a validation."""
         return max(self.peak, self.validating)
 
     def figures(self) -> dict[str, Any]:
-        """As JSON has it; bytes, operations and seconds of a process and a step."""
+        """Return the fields for JSON: bytes, operations and seconds per process and step."""
+        # `layout` is flattened into its three fields.
         return {
             **self.layout._asdict(),
             "parameter_bytes": self.parameters,

@@ -1,4 +1,4 @@
-"""The training loop: batches in, updates out, and a state to resume from at any step."""
+"""Training loop: updates from batches, validations, and states from which a run resumes at any step."""
 
 import json
 import math
@@ -54,28 +54,28 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# The batch that is timed on a CPU: enough for its usual rate, and over in seconds with any model.
+# Size of the batch timed on a CPU: large enough for the usual rate, and a few seconds with any model.
 _TIMED_TOKENS = 1024
 _DAY = 86400.0  # seconds
 
-# Imported by runs of several processes alone: FSDP takes torch a second to import.
+# Imported only by runs of several processes: the import of FSDP needs a second.
 _SPREADING = "triptych.training.distributed"
 _SAVING = "triptych.training.sharded_state"
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a run ended."""
+    """Result of a finished or interrupted run."""
 
-    signal_number: int | None  # of the signal that interrupted it; None if it came to its end
-    counters: Counters  # how far it is
-    chosen: str = ""  # which weights `model.safetensors` holds: "best" (of the validations) or "average"
-    scores: dict[str, float] | None = None  # validation figures of both
+    signal_number: int | None  # number of the signal that interrupted the run; None if it finished
+    counters: Counters  # progress
+    chosen: str = ""  # weights in `model.safetensors`: "best" (of the validations) or "average"
+    scores: dict[str, float] | None = None  # validation figures of the average
 
 
 @final
 class Trainer:
-    """One run: a model, its text, its folder."""
+    """Trainer of one run."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Trainer:
         publish: Publish = publish_weights,
         layout: Layout = ONE_PROCESS,
     ) -> None:
-        """Prepare a run."""
+        """Prepare a run; `counters` has the fingerprints, and `publish` writes `model.safetensors`."""
         self.config = config
         self.validate_every = validate_every
         self.objective = objective
@@ -105,15 +105,16 @@ class Trainer:
         self.optimizer = Optimizer(config, self.model)
         self.metrics = MetricsLog(folder)
         self.throughput = Throughput(self.world)
-        self._states: ShardedStates | None = None  # of several processes, once the run begins
+        self._states: ShardedStates | None = None  # set by `run` if there are several processes
         self._saved_step = -1
         self._last_figures: dict[str, float] | None = None
-        # For a target token, and by this machine in a second; known once a plan has been made.
+        # Operations for a target token, and the machine's operations a second; set by `measure_seconds`.
         self.operations_per_token: float | None = None
         self.peak: float | None = None
 
     def resume(self) -> None:
-        """Take up the saved state."""
+        """Load the saved state, after a check that the inputs are unchanged."""
+        # Metrics after the saved step are dropped: the resumed run writes them again.
         expected = self.counters.fingerprints
         begun = read_counters(self.state_folder).fingerprints
         if changed := [name for name in expected if begun.get(name) != expected[name]]:
@@ -135,7 +136,10 @@ class Trainer:
         return counters
 
     def measure_seconds(self, batch: TrainingBatch) -> float:
-        """Seconds of a second forward and backward pass of a batch; the first counts its operations."""
+        """Return the seconds of a forward and backward pass of a batch, measured in a second pass.
+
+        The first pass counts operations. The states of the random-number generators stay unchanged.
+        """
         random = torch.get_rng_state()
         on_gpu = torch.cuda.get_rng_state() if self.device.type == "cuda" else None
         self.computing.set_mode(training=True)
@@ -168,7 +172,7 @@ class Trainer:
             display,
             closing(self._updates()) as updates,
         ):
-            self._save()  # so that there is always something to resume from
+            self._save()  # the run can be resumed from now on
             clock = time.monotonic() - self.counters.seconds
             for batches in updates:
                 started = time.monotonic()
@@ -198,8 +202,8 @@ class Trainer:
             return self._finish(display)
 
     def describe_plan(self) -> str:
-        """The steps to come and about how long they take on this machine; empty if there are none."""
-        steps = self._last_step() - self.counters.step  # early stopping may end it before
+        """Describe the remaining steps and their estimated time on this machine; empty if it is finished."""
+        steps = self._last_step() - self.counters.step  # early stopping may end the run before
         if steps <= 0:
             return ""
         text = self.objective.train
@@ -220,7 +224,7 @@ class Trainer:
         )
 
     def _updates(self) -> Generator[Sequence[TrainingBatch], None, None]:
-        """The batches of each update from the counters to the end of the run."""
+        """Yield the batches of each update from the counters to the end of the run."""
         counters = self.counters
         config = self.config
         with closing(ahead(self._batches_from(counters.epoch, counters.batch))) as made:
@@ -228,7 +232,7 @@ class Trainer:
                 stops_early = 0 < config.early_stopping <= counters.validations_since_best
                 if counters.step >= config.max_steps or stops_early:
                     return
-                # What is used counts, not what is made: a resumed run goes on from here.
+                # Count the batches used, not the batches made ahead: a resumed run starts from here.
                 counters.epoch = epoch
                 counters.batch = used
                 yield batches
@@ -237,7 +241,7 @@ class Trainer:
             counters.batch = 0
 
     def _batches_from(self, epoch: int, used: int) -> Iterator[tuple[int, int, Sequence[TrainingBatch]]]:
-        """Each update's batches, with its epoch and the batches of the plan used up when it is made."""
+        """Yield each update's epoch, the number of batches of the plan used after it, and its batches."""
         limit = self.config.max_epochs
         for later in count(epoch) if limit is None else range(epoch, limit):
             plan = self.objective.train.plan(later)
@@ -250,13 +254,14 @@ class Trainer:
             used = 0
 
     def _part(self, text: Batches[Any], indices: Int64[np.ndarray, "batch"]) -> TrainingBatch:
-        """This process's rows of a batch."""
+        """Return this process's rows of a batch."""
         own, counted = rows_of_rank(indices, self.world.rank, self.world.size)
         batch: TrainingBatch = text.collate(own)
         return batch if counted else NotCounted(batch)
 
     def _update(self, batches: Sequence[TrainingBatch]) -> tuple[float, int]:
-        """One step of the optimizer; returns the loss summed over tokens, and the tokens."""
+        """Make one step of the optimizer; returns the loss summed over tokens, and the number of tokens."""
+        # Every process divides by the tokens of all, so that the gradients' sum is that of the whole batch.
         step = self.counters.step + 1
         rate = learning_rate(step, self.config, self.width)
         tokens = int(self.world.sum([float(sum(batch.num_target_tokens for batch in batches))])[0])
@@ -282,7 +287,7 @@ class Trainer:
         counters.window_tokens += tokens
         mean = counters.window_loss / counters.window_tokens
         lr = self.optimizer.rate
-        share = None  # of what the machine does in matrix products alone
+        share = None  # share of the machine's peak in matrix products
         if self.operations_per_token is not None and self.peak is not None:
             share = rate * self.operations_per_token / self.peak / self.world.size
         display.update(Moment(counters.step, self._last_step(), counters.epoch + 1, mean, lr, rate, share))
@@ -304,7 +309,7 @@ class Trainer:
             counters.window_tokens = 0
 
     def _measure_peak(self) -> None:
-        """Keep the best rate of products so far: next to other work a single one says too little."""
+        """Measure the rate of matrix products, and keep the maximum: other work slows a measurement."""
         dtype = torch.bfloat16 if self.config.precision == "bf16" else torch.float32
         self.peak = max(self.peak or 0.0, measure_peak(self.device, dtype))
 
@@ -339,7 +344,7 @@ class Trainer:
         if sample:
             display.say(sample)
         self._keep_checkpoint()
-        self._saved_step = -1  # what was saved at this step knows nothing of its validation
+        self._saved_step = -1  # a state saved at this step does not include the validation
         self._save()
 
     def _measure(self) -> dict[str, float]:
@@ -355,7 +360,7 @@ class Trainer:
         return figures
 
     def _with_model(self, action: Callable[[OwnModel], T]) -> T:
-        """Use the whole model in the first process; the result goes to all."""
+        """Call `action` with the whole model in the first process; returns the result in all processes."""
         if not self.objective.uses_whole_model:
             return self.world.on_first(lambda: action(self.model))
         self.computing.set_mode(training=False)
@@ -390,7 +395,7 @@ class Trainer:
         steps = list(self.counters.checkpoints)
 
         def saved() -> None:
-            # Only when no saved state names them any more can older checkpoints go.
+            # Remove a checkpoint only once the saved states no longer refer to it.
             named = {*steps, *self.counters.checkpoints}
             kept = {checkpoint_path(self.state_folder, step) for step in named}
             for path in own_files(self.folder):
@@ -409,11 +414,11 @@ class Trainer:
             self._states.finish()
 
     def _finish(self, display: Display) -> TrainingResult:
-        """Leave the better of the best checkpoint and the average of the last ones in the model."""
+        """Load and publish the better of two models: the best checkpoint, or the average of the last ones."""
         counters = self.counters
         paths = [checkpoint_path(self.state_folder, step) for step in counters.checkpoints]
         self.computing.load(average_checkpoints(paths), "the average of the last checkpoints")
-        # One checkpoint is its own average, and has just been measured, unless the run was resumed here.
+        # A single checkpoint equals its average. Its figures are known unless the run was resumed here.
         alone = self._last_figures if len(paths) == 1 else None
         figures = self._measure() if alone is None else alone
         judged = self.objective.judge(figures)
@@ -429,6 +434,7 @@ class Trainer:
         return TrainingResult(None, counters, chosen, figures)
 
     def _diverged(self, step: int, rate: float, loss: float, norm: float, num_batches: int) -> str:
+        # The counters already include the batches of the failed update.
         used = self.counters.batch
         text = self.objective.train
         batches = map(text.collate, text.plan(self.counters.epoch)[used - num_batches : used])
@@ -456,6 +462,7 @@ def _prepare_folder(folder: Path) -> None:
 
 
 def _computing(objective: Objective[Any, Any], config: OptimisationConfig, layout: Layout) -> Computing:
+    # The bfloat16 twin is a copy: blocks get checkpointing before the copy, and are compiled after it.
     device = (
         next(objective.model.parameters()).device if layout.parameters is None else layout.parameters.device
     )

@@ -5,14 +5,14 @@
 summed over the target tokens, so that the mean over any set of batches is a sum of losses over a
 sum of tokens. Source: Szegedy et al. 2016, arXiv 1512.00567, section 7.
 
-R-Drop penalises the divergence of two passes over the same tokens, which differ by dropout:
+R-Drop penalises the divergence of two passes over the same tokens with different dropout masks:
 
     loss = ½ (CE(p₁) + CE(p₂)) + (α / 4) Σ_t KL(p₁ ‖ p₂) + KL(p₂ ‖ p₁)
 
 It regularises: on small data sets the model overfits many steps later. A step takes twice the time. Source:
 Liang et al. 2021, R-Drop, arXiv 2106.14448, equations 1 to 3, all divided by two.
 
-A teacher's probabilities q take a share w of the loss:
+In distillation, cross-entropy against a teacher's probabilities q has the share w of the loss:
 
     loss = (1 − w) CE(p) − w Σ_t Σ_v q(v) log p(v)
 
@@ -36,8 +36,8 @@ from triptych.training.machine import in_any_order
 class Loss(NamedTuple):
     """Sums over tokens, in nats."""
 
-    smoothed: Float[Tensor, ""]  # what training minimises
-    likelihood: Float[Tensor, ""]  # −Σ log p(y), the cross-entropy without smoothing; it carries no gradient
+    smoothed: Float[Tensor, ""]  # training minimises this sum
+    likelihood: Float[Tensor, ""]  # −Σ log p(y), the cross-entropy without smoothing and without a gradient
 
 
 def output_loss(
@@ -46,7 +46,7 @@ def output_loss(
     targets: Int[Tensor, " tokens"],
     label_smoothing: float,
 ) -> Loss:
-    """The loss of the decoder's output, a chunk of tokens at a time; differentiable once."""
+    """Compute the loss of the decoder's output in chunks of tokens; differentiable once."""
     dtype = computing_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
@@ -64,13 +64,14 @@ def head_loss(
     targets: Int[Tensor, " tokens"],
     label_smoothing: float = 0.0,
 ) -> Loss:
-    """The loss of what a language model's head says, without the whole array of logits."""
+    """Compute the loss of a language model's logits without allocating all of them at a time."""
     features = head.features(x)
     weight = head.output.weight
     config = head.config
     if config.scale != 1.0:
         features = features * config.scale
     if head.output.bias is not None:
+        # The bias becomes one more column of the weight.
         scaled = torch.full_like(features[:, :1], config.scale)
         features = torch.cat([features, scaled], dim=1)
         weight = torch.cat([weight, head.output.bias[:, None]], dim=1)
@@ -78,6 +79,7 @@ def head_loss(
         return output_loss(features, weight, targets, label_smoothing)
     cap = config.soft_cap
     parts = []
+    # Checkpointing computes the logits of a chunk again in the backward pass.
     for rows in chunks(features, weight):
         parts.append(
             checkpoint(
@@ -101,13 +103,13 @@ def _capped_loss(
 
 
 def computing_dtype(x: Tensor) -> torch.dtype:
-    """What products of `x` are computed in: its dtype or, under autocast, that one's."""
+    """Return the dtype in which products of `x` are computed: autocast's if enabled, else `x.dtype`."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 class _WithGradients(torch.autograd.Function):
-    """Both sums of a loss, whose gradients are computed with it: `compute` gives them for its tensors."""
+    """Loss of which `compute` returns both sums and the gradients of its tensors in the forward pass."""
 
     @staticmethod
     def forward(
@@ -139,11 +141,11 @@ def _loss_alone(x: Tensor, weight: Tensor, targets: Tensor, epsilon: float) -> t
 def _loss_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-    """Both sums, and the gradients of the smoothed one.
+    """Return both sums of the loss, and the gradients of the smoothed sum.
 
     With p = softmax(logits), the gradient of the logits is p − (1 − ε) at the target − ε / |V|
-    everywhere. The last is the same for all, so it reaches `x` and `weight` as one vector each and
-    the array of p is passed over no more often than the three products need.
+    everywhere. The uniform term ε / |V| reaches `x` and `weight` as one vector per tensor, so that only
+    the three matrix products pass over the array of p.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     share = epsilon / weight.shape[0]
@@ -152,7 +154,7 @@ def _loss_and_gradients(
     of_weight = torch.zeros_like(weight, dtype=wide)
     top, top_p, chosen = (x.new_empty((len(x), 1)) for _ in range(3))
     pieces = chunks(x, weight)
-    # The same memory for every chunk: fresh pages would cost as much as the softmax.
+    # All chunks share this memory: fresh pages would cost as much as the softmax.
     size = pieces[0].stop if pieces else 0, weight.shape[0]
     logits_space = x.new_empty(size)
     p_space = x.new_empty(size)
@@ -163,7 +165,7 @@ def _loss_and_gradients(
         torch.amax(logits, dim=-1, keepdim=True, out=top[rows])
         torch.amax(p, dim=-1, keepdim=True, out=top_p[rows])
         torch.gather(logits, 1, targets[rows, None], out=chosen[rows])
-        # Not scatter_add_, which in bfloat16 passes through copies of all of p.
+        # scatter_add_ would copy all of p in bfloat16.
         with in_any_order():  # a row has one target
             p[torch.arange(len(p), device=p.device), targets[rows]] -= 1 - epsilon
         torch.mm(p, weight, out=of_x[rows])
@@ -172,7 +174,7 @@ def _loss_and_gradients(
         else:
             of_weight += p.T @ x[rows]
     # The largest logit and its probability give log Σ exp without another pass of exponentials. In bfloat16
-    # that carries the rounding of the probability, about 0.002 nats a token, unbiased.
+    # log Σ exp has the rounding error of the probability, about 0.002 nats a token, unbiased.
     log_total = top.to(wide) - top_p.to(wide).log()
     chosen = chosen.to(wide)
     likelihood = (log_total - chosen).sum()
@@ -185,14 +187,14 @@ def _loss_and_gradients(
 
 
 def chunk_tokens(vocab_size: int, *, on_cpu: bool = True) -> int:
-    """How many rows of logits are alive at a time."""
+    """Return the number of rows of logits in memory at a time."""
     if on_cpu:
         return min(max(CHUNK_LOGITS // vocab_size, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
     return max(CHUNK_LOGITS_ON_GPU // vocab_size, MIN_CHUNK_TOKENS)
 
 
 def chunks(x: Tensor, weight: Tensor) -> list[slice]:
-    """The rows of `x` whose logits are alive at a time."""
+    """Split the rows of `x` into chunks; the logits of one chunk are in memory at a time."""
     tokens = chunk_tokens(weight.shape[0], on_cpu=x.is_cpu)
     total = x.shape[0]
     return [slice(start, min(start + tokens, total)) for start in range(0, total, tokens)]
@@ -206,9 +208,9 @@ def teacher_loss(
     teacher: Callable[[slice], Float[Tensor, "rows vocab"]],
     share: float,
 ) -> Loss:
-    """The loss with a teacher, a chunk of tokens at a time; differentiable once.
+    """Compute the loss with a teacher in chunks of tokens; differentiable once.
 
-    `teacher` gives its logits of a range of the tokens.
+    `teacher` returns the teacher's logits for a range of tokens; `share` is w.
     """
     dtype = computing_dtype(x)
 
@@ -229,7 +231,11 @@ def _of_teacher_and_gradients(
     teacher: Callable[[slice], Tensor],
     share: float,
 ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-    """Both sums, and the gradients of the smoothed one: of the logits, p less what p is to be."""
+    """Return both sums of the loss, and the gradients of the smoothed sum.
+
+    The gradient of the logits is p minus the mixture of the teacher's probabilities and the smoothed label.
+    """
+    # Sums and the gradient of the weight are accumulated in float32.
     wide = torch.promote_types(x.dtype, torch.float32)
     smoothed = torch.zeros((), dtype=wide, device=x.device)
     likelihood = torch.zeros_like(smoothed)
@@ -257,7 +263,7 @@ def rdrop_loss(
     label_smoothing: float,
     rdrop: float,
 ) -> Loss:
-    """R-Drop, a chunk of tokens at a time; differentiable once."""
+    """Compute the R-Drop loss in chunks of tokens; differentiable once."""
     dtype = computing_dtype(first)
 
     def compute(first: Tensor, second: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
@@ -271,12 +277,12 @@ def rdrop_loss(
 def _rdrop_and_gradients(
     passes: tuple[Tensor, Tensor], weight: Tensor, targets: Tensor, epsilon: float, rdrop: float
 ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-    """Both sums, and the gradients of the smoothed one.
+    """Return both sums of the loss, and the gradients of the smoothed sum.
 
     With a = log p − log q, the sum of the divergences is Σ (p − q) a, and its gradient with respect to
-    the logits of p is p (a − Σ p a) + p − q; for q, with −a.
+    the logits of p is p (a − Σ p a) + p − q. For the logits of q, p and q change roles and a its sign.
     """
-    share = rdrop / 4
+    share = rdrop / 4  # α / 4, as in the formula of this module
     wide = torch.promote_types(weight.dtype, torch.float32)
     smoothed = torch.zeros((), dtype=wide, device=weight.device)
     likelihood = torch.zeros_like(smoothed)

@@ -1,8 +1,8 @@
-"""What training does with the machine: batches made ahead, signals, compiled blocks, rates and waiting.
+"""Machine-level parts of training: prefetching, signals, compiled blocks, peak rates and throughput.
 
-`torch.compile` generates kernels that join what lies between the matrix products, for every shape of batch
-at once. That takes about a minute at the start. On the CPUs measured it does not win
-(docs/contributing/log/); on GPUs, where launching small kernels costs most, it is meant to.
+`torch.compile` generates kernels that fuse the operations between matrix products, for every shape of batch
+at once. Compilation needs about a minute at the start. It is not faster on the CPUs measured
+(docs/contributing/log/). It is meant for GPUs, where launching small kernels costs most.
 """
 
 import os
@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 
 def ahead(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
-    """The items in their order, made in a thread of their own up to `depth` ahead of their use.
+    """Yield items in order; a thread makes them up to `depth` items ahead of their use.
 
-    The thread lives from the first item asked for until the last one is taken, an error, or `close`, which
-    waits for the item being made. Close it (`contextlib.closing`) if you may stop before the end.
+    The thread starts with the first item requested, and ends with the last item, an error, or `close`.
+    `close` waits for the item in progress. Use `contextlib.closing` if you may stop before the end.
     """
     made = Ahead(items, depth)
     try:
@@ -41,7 +41,7 @@ def ahead(items: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
 
 @final
 class StopRequest:
-    """While entered, notes the first signal; a second one of either kind interrupts at once."""
+    """Context manager for recording the first SIGINT or SIGTERM; a second signal interrupts at once."""
 
     def __init__(self, say: Callable[[str], None] = lambda message: None) -> None:
         self.signal_number: int | None = None
@@ -50,7 +50,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is not threading.main_thread():
-            return self  # Python hands signals to the main thread alone
+            return self  # only the main thread can set signal handlers
         for number in (signal.SIGINT, signal.SIGTERM):
             self._previous[number] = signal.signal(number, self._note)
         return self
@@ -63,12 +63,12 @@ class StopRequest:
         if self.signal_number is not None:
             raise KeyboardInterrupt
         self.signal_number = number
-        with suppress(RuntimeError):  # the signal came while a line was printed
+        with suppress(RuntimeError):  # the signal interrupted a print
             self._say("stopping after this step, then saving; a second Ctrl-C ends at once")
 
 
 def compile_blocks(blocks: Iterable[nn.Module], device: torch.device, backend: str = "inductor") -> None:
-    """Compile each block in place; weights and their names stay."""
+    """Compile each block in-place; weights and their names stay unchanged."""
     on_cpu = device.type == "cpu"
     if backend == "inductor" and on_cpu and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise UsageError(
@@ -81,7 +81,7 @@ def compile_blocks(blocks: Iterable[nn.Module], device: torch.device, backend: s
 
 @contextmanager
 def repeatable(device: torch.device) -> Iterator[None]:
-    """Make a GPU add up gradients in the same order every time, as a CPU does."""
+    """Make a GPU sum gradients in a fixed order inside the block, like a CPU."""
     if device.type != "cuda":
         yield
         return
@@ -89,7 +89,7 @@ def repeatable(device: torch.device) -> Iterator[None]:
     debugging: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), debugging.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
-    debugging.fill_uninitialized_memory = False  # which takes time
+    debugging.fill_uninitialized_memory = False  # filling takes time
     try:
         yield
     finally:
@@ -99,7 +99,7 @@ def repeatable(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def in_any_order() -> Iterator[None]:
-    """Let a GPU write to places that all differ as it likes: in order, `index_put_` takes ten launches."""
+    """Allow a GPU to write distinct indices in any order; a fixed order costs `index_put_` ten launches."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
     try:
@@ -109,20 +109,20 @@ def in_any_order() -> Iterator[None]:
 
 
 _aten = torch.ops.aten
-# Sizes of the matrices that are multiplied: enough for the full rate.
+# Sizes of the multiplied matrices, large enough for the full rate.
 _SIZES = {"cpu": (192, 768), "cuda": (8192,)}
 _TIMES = 4
 _LONGEST = 0.2  # seconds
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a product of two square matrices, the best of four."""
+    """Return the floating-point operations a second of a product of square matrices, best of four."""
     rate = 0.0
     for size in _SIZES.get(device.type, (1024,)):
         operations = 2 * size**3
-        if rate and _TIMES * operations / rate > _LONGEST:  # what a processor has no instructions for
+        if rate and _TIMES * operations / rate > _LONGEST:  # a dtype without fast instructions
             break
-        # A GPU multiplies equal numbers faster.
+        # Values differ because a GPU multiplies equal values faster.
         one = torch.linspace(-1, 1, size * size, device=device).view(size, size).to(dtype)
         seconds = []
         for _ in range(_TIMES):
@@ -135,14 +135,14 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def count_operations(work: Callable[[], None]) -> int:
-    """Floating-point operations of the matrix products and the attention in a piece of work."""
+    """Count the floating-point operations of matrix products and attention in `work`."""
     with FlopCounterMode(display=False, custom_mapping=_MORE) as counter:
         work()
     return int(counter.get_total_flops())
 
 
 def _product_flops(own: Sequence[int], left: Sequence[int], right: Sequence[int], **_: Any) -> int:
-    """Of `own += left @ right`."""
+    """Count the operations of `own += left @ right`."""
     return 2 * left[0] * left[1] * right[1]
 
 
@@ -156,7 +156,7 @@ def _backward_flops(gradient: Sequence[int], *given: Any, **_: Any) -> int:
     return int(sdpa_backward_flop_count(gradient, *given[:3]))  # type: ignore[no-untyped-call]
 
 
-# What torch's counter does not know: products in place, and the attention kernels of a CPU.
+# Operations unknown to torch's counter: in-place products, and the attention kernels of a CPU.
 _MORE = {
     _aten.addmm_: _product_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
@@ -177,7 +177,7 @@ class Throughput:
         self._seconds = self._for_data = self._for_others = 0.0
 
     def taken(self, items: Iterable[T]) -> Iterator[T]:
-        """The items; the time until each comes is that of waiting for data."""
+        """Yield the items, and count the time until each item as waiting for data."""
         iterator = iter(items)
         end = object()
         while True:
@@ -197,14 +197,15 @@ class Throughput:
         self._for_others += for_others
 
     def figures(self) -> dict[str, list[float]]:
-        """A figure of each process by its rank, since the last call; nothing of one process.
+        """Return the figures of each process since the last call, by rank; empty for one process.
 
-        `ranks_tokens_per_second` is of its own part of the batches; `ranks_waiting_for_data` and
-        `ranks_waiting_for_others` are shares of its time. Gradients are exchanged while others are computed,
-        which counts as computing. All processes must call it.
+        `ranks_tokens_per_second` counts the process's part of the batches. `ranks_waiting_for_data` and
+        `ranks_waiting_for_others` are shares of the process's time. The exchange of gradients overlaps with
+        the backward pass and counts as computing. All processes must call this method.
         """
         if self._world.size == 1:
             return {}
+        # Each call starts a new interval in all processes.
         seconds = max(self._seconds, 1e-9)
         own = [self._tokens / seconds, self._for_data / seconds, self._for_others / seconds]
         self._forget()

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a line, in order of steps; TensorBoard too where it is installed."""
+"""Metrics of a run: `metrics.jsonl`, one JSON object a line in order of steps, and TensorBoard's files."""
 
 import json
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ MetricsRecord = Mapping[str, float | int | str | list[float]]
 
 @final
 class MetricsLog:
-    """The figures of a run: lines of JSON in `metrics.jsonl`, and TensorBoard's files if it is installed."""
+    """Writer of a run's figures: lines of JSON in `metrics.jsonl`, and TensorBoard's files if installed."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
         self._board: Any = None
-        self._forgotten_from: int | None = None  # TensorBoard shows nothing older of this step and later ones
+        self._forgotten_from: int | None = None  # first step of which TensorBoard drops older records
 
     def add(self, record: MetricsRecord) -> None:
-        """Append a record; its "step" places it."""
+        """Append a record with its "step"."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
@@ -34,7 +34,7 @@ class MetricsLog:
         if not is_installed("tensorboard"):
             return
         if self._board is None:
-            # An optional library that is slow to import.
+            # An optional library, slow to import.
             from torch.utils.tensorboard import SummaryWriter
 
             folder = self.path.parent / "tensorboard"
@@ -44,7 +44,10 @@ class MetricsLog:
                 self._board.add_scalar(name, value, record["step"])
 
     def forget_after(self, step: int, *, validated: bool) -> None:
-        """Drop what a run wrote after the state it resumes from: later steps, its end, half a line."""
+        """Drop the records after the state of `step`: later steps, the end of the run, an incomplete line.
+
+        `validated` is True if the state was saved after the validation of this step.
+        """
         self._forgotten_from = step + 1 if validated else step
         if self.path.exists():
             records = read_metrics(self.path)
@@ -67,7 +70,7 @@ def _begins(record: Mapping[str, Any], prefix: str) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics file; a last line cut short by a crash is left out."""
+    """Read the records of a metrics file; a last line cut short by a crash is left out."""
     records: list[dict[str, Any]] = []
     try:
         lines = read_limited(path, LONGEST_METRICS).splitlines()
@@ -80,6 +83,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             record = None
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
-        elif number < len(lines):
+        elif number < len(lines):  # only the last line may be incomplete
             raise DataError(f"{path}, line {number}: not a record of a step: repair or remove the line")
     return records

@@ -1,4 +1,4 @@
-"""A recipe for a text, with the sizes that fit it and a comment on every key."""
+"""New recipes: sizes that fit a text, and a comment for every key."""
 
 import re
 import textwrap
@@ -14,7 +14,7 @@ from triptych.training.progress import Display, LineDisplay
 from triptych.training.recipe import AnyRecipe, Recipe, read_recipe, resolve, value_at
 from triptych.training.runs import prepare
 
-# What a person changes first. The defaults of all other keys are good, or follow from these.
+# Keys to change first. The defaults of all other keys are good, or follow from these keys.
 _OF_TRANSLATION = """
 data.valid_share tokenizer.kind tokenizer.vocab_size model.d_model model.d_ff model.num_heads
 model.encoder.num_layers model.decoder.num_layers model.norm model.dropout training.max_steps
@@ -40,24 +40,24 @@ def new_recipe(
     force: bool = False,
     display: Display | None = None,
 ) -> AnyRecipe:
-    """Write a recipe for a text: its sizes fit how much text there is and this machine.
+    """Write a recipe for a text, with sizes that fit the amount of text and this machine.
 
     Args:
-        path: the TOML file to write. Its name without the ending names the run.
+        path: TOML file to write. Its stem is the name of the run.
         source: for a translator, a text file with one sentence per line; needs target.
         target: the translations, line by line.
         tsv: for a translator, one file with both sides: .tsv, .jsonl or .parquet.
         text: for a language model, a text file or a folder of text files.
         force: replace an existing file.
-        display: told what is read; lines on standard error if None.
+        display: display of messages; lines on standard error if None.
 
     Returns:
-        The recipe, as it is read from the file.
+        The recipe, read from the file.
 
     Raises:
-        UsageError: no text is given, or several; the file is there, or its folder is not; or a text cannot
-                be read.
-        DataError: the text is empty, or the two files have different numbers of lines.
+        UsageError: Text is missing, or several texts are given; the file exists; the folder of the file does
+            not exist; or a text cannot be read.
+        DataError: The text is empty, or the two files have different numbers of lines.
     """
     path = Path(path)
     pair = None if source is None and target is None else (source, target)
@@ -67,6 +67,7 @@ def new_recipe(
         raise UsageError(f"{path} is there: choose another name, or add --force to replace it")
     if not path.parent.is_dir():
         raise UsageError(f"the folder of {path} does not exist: make it first")
+    # One kind of text must be given, not two or three.
     if [pair, tsv, text].count(None) != 2 or (pair is not None and None in pair):
         raise UsageError(
             "give --source and --target, or --tsv with both sides, or --text for a language model"
@@ -83,7 +84,8 @@ def new_recipe(
 
 
 def _written_recipe(recipe: AnyRecipe, tree: dict[str, Any], path: Path) -> str:
-    """The text of the recipe: what was given first, then each key with its meaning."""
+    """Format the recipe: the given keys first, then each key of the task with its meaning."""
+    # A key gets a section header when its section differs from the section before.
     lines = [
         "# Made by `triptych new`. The sizes fit the text and the machine; change what you like.",
         f"# Train it: triptych train {path}    Every other key: docs/reference/recipes.md",
@@ -111,9 +113,9 @@ def _written_recipe(recipe: AnyRecipe, tree: dict[str, Any], path: Path) -> str:
 
 
 def meanings_of(model: type[BaseModel]) -> dict[str, str]:
-    """What each key of a section means."""
+    """Return the meaning of each key of a section, from the docstrings of the section and its bases."""
     meanings: dict[str, str] = {}
-    for one in reversed(model.__mro__):  # a section says what it adds to the one that it extends
+    for one in reversed(model.__mro__):  # a subclass documents only the keys that it adds
         _, _, text = (one.__doc__ or "").partition("Attributes:\n")
         found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", text, flags=re.MULTILINE)
         meanings |= {name: re.sub(r"\s+", " ", meaning).strip() for name, meaning in found}

@@ -1,8 +1,8 @@
-"""What a run learns: the batches, the call of the model, the loss, and the figures that judge it.
+"""Training objectives: batches, the call of the model, the loss, and the figures of a validation.
 
-BLEU of a model that cannot translate yet is noise: a few n-grams that happen to match. It decides which
-validation is the best from the first one whose 95 % bootstrap interval lies above `LEAST_BLEU`; that one is
-better than all before it. Until then the loss decides.
+BLEU of a model that cannot translate yet is noise: a few n-grams match by chance. BLEU decides which
+validation is best from the first validation whose 95 % bootstrap interval lies above `LEAST_BLEU`. This
+validation is better than all before it. Until then the loss decides.
 """
 
 import math
@@ -21,22 +21,22 @@ from triptych.training.corpora.pair_batches import Batch, TokenBatches
 from triptych.training.losses import Loss, head_loss, output_loss, rdrop_loss, teacher_loss
 from triptych.training.sections import TrainingConfig, ValidationConfig
 
-# A model that says the same frequent words for every source stays below this; so does the lower end of the
-# interval of any model on a handful of sentences.
+# A model with the same frequent words for every source stays below this BLEU; so does the lower end of any
+# model's interval on a few sentences.
 LEAST_BLEU = 5.0
 
 
 class Bleu(NamedTuple):
     """BLEU of the validation text, 0 to 100."""
 
-    value: float  # of the whole text
+    value: float  # BLEU of the whole text
     low: float  # lower end of its 95 % bootstrap interval
 
 
 class Score(NamedTuple):
-    """How good a validation is. A later one must be greater to be better."""
+    """Score of a validation; higher is better, and every score by BLEU is above every score by loss."""
 
-    by: Literal["bleu", "loss"]  # what decides; "bleu" is above "loss"
+    by: Literal["bleu", "loss"]  # metric
     score: float  # BLEU, or minus the loss
 
     def better_than(self, other: "Score") -> bool:
@@ -44,7 +44,7 @@ class Score(NamedTuple):
 
 
 def judge(figures: Mapping[str, float], metric: Literal["bleu", "loss"]) -> Score:
-    """The judgement of a validation."""
+    """Return the score of a validation: BLEU if the metric allows it, else minus the loss."""
     if metric == "bleu" and figures["valid_bleu_low"] > LEAST_BLEU:
         return Score("bleu", figures["valid_bleu"])
     return Score("loss", -figures["valid_loss"])
@@ -52,13 +52,13 @@ def judge(figures: Mapping[str, float], metric: Literal["bleu", "loss"]) -> Scor
 
 @runtime_checkable
 class TrainingBatch(Protocol):
-    """Some of the text, as tensors."""
+    """Batch of the text, as tensors."""
 
     @property
     def num_target_tokens(self) -> int: ...
 
     def pinned(self) -> "TrainingBatch":
-        """A copy in page-locked memory, from which a GPU takes it while the CPU goes on."""
+        """Copy the batch to page-locked memory, which allows asynchronous transfers to a GPU."""
 
 
 ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel)
@@ -68,21 +68,21 @@ MadeT_co = TypeVar("MadeT_co", bound=TrainingBatch, covariant=True)
 
 @runtime_checkable
 class Batches(Protocol[MadeT_co]):
-    """A text dealt out in batches."""
+    """Text divided into batches."""
 
     @property
     def num_target_tokens(self) -> int:
-        """Tokens of one pass that are learned from."""
+        """Number of target tokens in one epoch."""
 
     def plan(self, epoch: int) -> list[Int64[np.ndarray, "batch"]]:
-        """The items of each batch of an epoch, a function of text, seed and epoch alone."""
+        """Return the item indices of each batch of an epoch; depends only on text, seed and epoch."""
 
     def collate(self, indices: Int64[np.ndarray, "batch"]) -> MadeT_co:
         """Make the tensors of one batch of a plan."""
 
 
 class Objective(ABC, Generic[ModelT, BatchT]):
-    """What a run learns, from which text, and how it is validated."""
+    """Training objective: the model, its training and validation texts, the loss and the metrics."""
 
     def __init__(
         self,
@@ -99,32 +99,32 @@ class Objective(ABC, Generic[ModelT, BatchT]):
         self.valid = valid
         self.bytes_per_token = bytes_per_token
         self._metric = metric
-        self.uses_whole_model = uses_whole_model  # whether `figures` or `sample` call the model
+        self.uses_whole_model = uses_whole_model  # True if `figures` or `sample` call the model
 
     def training_loss(self, model: ModelT, batch: BatchT, step: int) -> Loss:
-        """What update number `step` minimises, of the model or of its twin in bfloat16."""
+        """Compute the loss that update `step` minimises, with the model or its bfloat16 twin."""
         del step
         return self.loss(model, batch)
 
     @abstractmethod
     def loss(self, model: ModelT, batch: BatchT) -> Loss:
-        """What a validation sums up."""
+        """Compute the validation loss of a batch."""
 
     @abstractmethod
     def timed_part(self, indices: Int64[np.ndarray, "batch"], tokens: int) -> Int64[np.ndarray, "part"]:
-        """The first items of a batch of the plan, at least one, with about `tokens` tokens."""
+        """Return the first items of a batch of the plan, about `tokens` tokens and at least one item."""
 
     def lines(self, batch: BatchT) -> tuple[int, ...]:
-        """The lines of the training text that a batch is made of; empty where it has none."""
+        """Return the line numbers of a batch in the training text; empty if the text is not read by lines."""
         del batch
         return ()
 
     def padding_waste(self) -> float:
-        """Share of padding in the training batches."""
+        """Return the share of padding in the training batches."""
         return 0.0
 
     def figures(self, loss: float, model: ModelT) -> dict[str, float]:
-        """The figures of a validation with a loss in nats a token, "valid_loss" among them."""
+        """Return the figures of a validation, "valid_loss" included; `loss` is in nats per token."""
         del model
         found = {"valid_loss": loss, "valid_perplexity": math.exp(min(loss, 50))}
         if self.bytes_per_token is not None:
@@ -132,16 +132,16 @@ class Objective(ABC, Generic[ModelT, BatchT]):
         return found
 
     def judge(self, figures: Mapping[str, float]) -> Score:
-        """How good a validation is."""
+        """Return the score of a validation."""
         return judge(figures, self._metric)
 
     def describe(self, figures: Mapping[str, float]) -> str:
-        """The figures as one line of text."""
+        """Format the figures as one line of text."""
         loss = figures["valid_loss"]
         return f"loss {loss:.4f}  perplexity {math.exp(min(loss, 50)):.2f}"
 
     def sample(self, model: ModelT) -> str | None:
-        """What a model writes, for a person to look at; None for nothing."""
+        """Return a text that the model generates, to be printed; None if the recipe asks for no sample."""
         del model
         return None
 
@@ -152,7 +152,7 @@ Scorer = Callable[[EncoderDecoder], Bleu]
 
 @final
 class TranslationObjective(Objective[EncoderDecoder, Batch]):
-    """The target sentence token by token, given the source sentence."""
+    """Translation: predict each target token from the source sentence and the target tokens before it."""
 
     train: TokenBatches
 
@@ -194,9 +194,10 @@ class TranslationObjective(Objective[EncoderDecoder, Batch]):
         src, tgt_in, tgt_out = (
             side.to(device, non_blocking=True) for side in (batch.src, batch.tgt_in, batch.tgt_out)
         )
+        # Padding is left out before the output layer.
         real = tgt_out != model.pad_id
         said = tgt_out[real]
-        if rdrop:  # both passes as one batch: dropout draws for every row
+        if rdrop:  # one batch holds both passes: every row has a dropout mask
             src = src.repeat(2, 1)
             tgt_in = tgt_in.repeat(2, 1)
         x = model.decode(tgt_in, model.encode(src), model.memory_mask(src))
@@ -238,7 +239,7 @@ class TranslationObjective(Objective[EncoderDecoder, Batch]):
 
 @final
 class LanguageObjective(Objective[LanguageModel, LanguageBatch]):
-    """Tokens of a packed text: the next ones for a decoder, hidden ones for an encoder."""
+    """Language modelling of a packed text: next tokens for a decoder, masked tokens for an encoder."""
 
     def __init__(
         self,
@@ -261,6 +262,7 @@ class LanguageObjective(Objective[LanguageModel, LanguageBatch]):
         positions = None if places is None else PositionIds(places.to(device), ids.shape[1])
         x = model.hidden(ids, mask=mask, positions=positions).flatten(0, 1)
         said = targets.flatten()
+        # Only positions with a target reach the output layer.
         if batch.num_target_tokens < said.numel():
             counted = (said != NOT_COUNTED).nonzero()[:, 0]
             x = x.index_select(0, counted)

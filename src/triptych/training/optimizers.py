@@ -1,4 +1,4 @@
-"""Learning rates; Adam, AdamW with decay of matrices alone, and Muon for the matrices of blocks."""
+"""Learning rates, and optimizers: Adam, AdamW with weight decay of matrices only, Muon for matrices."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -11,16 +11,16 @@ from triptych.core.attention import LearnedPositions
 from triptych.core.models.storage import OwnModel, stored_parameters
 from triptych.training.sections import OptimisationConfig
 
-# What each optimizer keeps of a parameter, by the word its entries in a saved state begin with.
+# State tensors of each optimizer for a parameter, by the prefix of their names in a saved state.
 _KEPT = {"adam": ("step", "exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
 
 
 @final
 class Optimizer:
-    """One step of everything that is trained, whichever of torch's optimizers a parameter belongs to."""
+    """Optimizer of all parameters; combines torch's optimizers for groups of them."""
 
     def __init__(self, config: OptimisationConfig, model: OwnModel) -> None:
-        """Prepare for the parameters of a model."""
+        """Make the optimizers for the parameters of a model."""
         self._named = stored_parameters(model)
         self._parts = list(_torch_optimizers(config, model))
         self._part_of = {
@@ -32,30 +32,30 @@ class Optimizer:
 
     @property
     def rate(self) -> float:
-        """The learning rate of the last step."""
+        """Learning rate of the last step."""
         return float(self._parts[0].param_groups[0]["lr"])
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Release the gradients."""
         for part in self._parts:
             part.zero_grad()
 
     def step(self, rate: float) -> None:
-        """Change the parameters by their gradients."""
+        """Update the parameters with this learning rate."""
         for part in self._parts:
             for group in part.param_groups:
                 group["lr"] = rate
             part.step()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What a resumed run needs, by name."""
+        """Yield the state tensors with their names, for a saved state."""
         for name, parameter in self._named.items():
             held = self._part_of[parameter].state.get(parameter, {})
             for word, keys in _KEPT.items():
                 yield from ((f"{word}.{key}.{name}", held[key]) for key in keys if key in held)
 
     def empty_tensors(self) -> dict[str, Tensor]:
-        """Zeros with the names and layouts of what `tensors` gives after a step."""
+        """Return zeros with the names and layouts of the state tensors after a step."""
         found: dict[str, Tensor] = {}
         for name, parameter in self._named.items():
             if not parameter.requires_grad:
@@ -71,7 +71,10 @@ class Optimizer:
         tensors: dict[str, Tensor],
         place: Callable[[Tensor, Tensor], Tensor] = lambda parameter, whole: whole,
     ) -> None:
-        """Take up what `tensors` gave."""
+        """Load state tensors by the names of `tensors()`; missing tensors are skipped.
+
+        `place` converts a whole tensor to the layout of a parameter.
+        """
         for name, parameter in self._named.items():
             for word, keys in _KEPT.items():
                 for key in keys:
@@ -80,13 +83,13 @@ class Optimizer:
                         continue
                     if key != "step" and value.shape != parameter.shape:
                         raise ValueError(f"{word}.{key}.{name}")
-                    # The fused optimizer wants its count of steps on the device too.
+                    # The fused optimizer needs its step count on the device too.
                     held = value if key == "step" else place(parameter, value)
                     self._part_of[parameter].state[parameter][key] = held.to(parameter.device)
 
 
 def _torch_optimizers(config: OptimisationConfig, model: nn.Module) -> Iterator[torch.optim.Optimizer]:
-    """Torch's optimizers, each with its own parameters of the model."""
+    """Yield torch's optimizers with their parameters of the model."""
     # Adam: Kingma and Ba 2014, arXiv 1412.6980. AdamW: Loshchilov and Hutter 2017, arXiv 1711.05101. Muon:
     # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; updates as large as AdamW's let one rate
     # and one decay serve both (Liu et al. 2025, arXiv 2502.16982, section 2.2).
@@ -116,7 +119,7 @@ def _torch_optimizers(config: OptimisationConfig, model: nn.Module) -> Iterator[
 
 
 def matrices(model: nn.Module) -> Iterable[nn.Parameter]:
-    """The parameters that map one vector to another: no biases, norms, tables of embeddings or positions."""
+    """Return the parameters of two dimensions or more, without tables of embeddings and positions."""
     tables = {
         id(weight)
         for module in model.modules()
@@ -127,7 +130,7 @@ def matrices(model: nn.Module) -> Iterable[nn.Parameter]:
 
 
 def learning_rate(step: int, config: OptimisationConfig, d_model: int) -> float:
-    """The rate of update number `step`, counted from 1.
+    """Return the learning rate of update number `step`, counted from 1.
 
     Linear warm-up to the peak. Then, by the schedule:
 
@@ -136,7 +139,8 @@ def learning_rate(step: int, config: OptimisationConfig, d_model: int) -> float:
     - "cosine": half a cosine to the minimum at `max_steps`;
     - "wsd": the peak, and over the last `decay_share` of `max_steps` a straight line to the minimum.
 
-    With no peak given it is the paper's, `d_model^-0.5 · min(step^-0.5, step · warmup_steps^-1.5)`.
+    If `learning_rate` is not set, the peak is the paper's: the rate of "inverse_sqrt" is then
+    `d_model^-0.5 · min(step^-0.5, step · warmup_steps^-1.5)`.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762, equation 3; cosine: Loshchilov and Hutter 2016, arXiv
     1608.03983, equation 5; warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395, section 4.
@@ -147,7 +151,7 @@ def learning_rate(step: int, config: OptimisationConfig, d_model: int) -> float:
     if step <= warmup:
         return peak * step / warmup
     lowest = min(config.min_learning_rate, peak)
-    # A run shorter than its warm-up never gets past here; the last update still moves.
+    # `last - step + 1` keeps the rate of the last update above the minimum.
     match config.schedule:
         case "linear":
             return lowest + (peak - lowest) * (last - step + 1) / (last - warmup + 1)

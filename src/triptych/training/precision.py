@@ -1,8 +1,8 @@
 """Training in bfloat16 with float32 masters.
 
-The model that is trained, saved and judged stays in float32. A twin of it does the computing: its weights are
-the masters rounded to bfloat16, once an update instead of once a use as under autocast, and its gradients are
-added up in float32. Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.
+The trained, saved and validated model stays in float32. A twin computes: its weights are the masters rounded
+to bfloat16, once per update instead of once per use (autocast), and its gradients are summed in float32.
+Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.
 """
 
 import copy
@@ -18,16 +18,16 @@ from triptych.core.models.storage import OwnModel
 
 @final
 class NarrowTwin:
-    """A copy of a model that computes in bfloat16 and follows the model's weights."""
+    """Twin of a model for computing in bfloat16, with weights rounded from the model's."""
 
     def __init__(self, model: OwnModel) -> None:
-        """Make the twin; `follow` gives it the model's weights."""
-        # A frequent token's row gathers hundreds of gradients a batch, which bfloat16 could not add up, and a
-        # lookup costs the same in any dtype.
+        """Make the twin; `follow` copies the model's weights into it."""
+        # Embeddings stay shared in float32. A frequent token's row sums hundreds of gradients a batch, too
+        # many for bfloat16, and a lookup costs the same in any dtype.
         shared = {
             id(weight): weight for module in _embedding_modules(model) for weight in module.parameters()
         }
-        # What deepcopy finds in its memo it takes as it is.
+        # deepcopy does not copy the objects in its memo.
         self.model = copy.deepcopy(model, dict(shared))
         for stack in self.model.stacks.values():
             stack.embeddings.stream_dtype = torch.bfloat16
@@ -45,7 +45,7 @@ class NarrowTwin:
 
     @torch.no_grad()
     def hand_over_gradients(self) -> None:
-        """Add the twin's gradients to the model's, and forget them."""
+        """Add the twin's gradients to the model's, and release them."""
         for narrow, wide in zip(self._narrow, self._wide, strict=True):
             if narrow.grad is None:
                 continue
@@ -57,7 +57,7 @@ class NarrowTwin:
 
 
 def _embedding_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """What makes the stream of token ids, in float32."""
+    """Yield the modules between token ids and the residual stream; they stay in float32."""
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             yield module

@@ -1,7 +1,7 @@
-"""The processes that train together.
+"""The processes of a distributed training.
 
-`torchrun` starts them and says in the environment how many there are. They agree on everything that decides
-what comes next: who stops, which error ends the run, whether all have the same text and code.
+`torchrun` starts them and sets their number in the environment. They agree on every decision about the next
+step: when to stop, and which error ends the run. All must have the same text and code.
 """
 
 import hashlib
@@ -27,12 +27,12 @@ from triptych.launch import num_launched, num_on_machine, num_restarts, place_on
 T = TypeVar("T")
 
 _ERROR_KEY = "error"
-# How long the message of a process that failed is waited for.
+# Time to wait for the message of a failed process.
 _SECONDS_FOR_MESSAGE = 3.0
-_MESSAGE_BYTES = 25 * 2**20  # of gradients that are summed together
+_MESSAGE_BYTES = 25 * 2**20  # least size of a message of small tensors
 _ALL_DAY = timedelta(days=30)
 _MINUTES_OF_A_WEEK = 7 * 24 * 60.0
-_JOINS = count()  # of this process; all processes join in the same order
+_JOINS = count()  # joins so far; all processes join in the same order
 
 
 @dataclass(frozen=True)
@@ -55,30 +55,31 @@ class _Failure:
 
 @final
 class World:
-    """The processes of a run, as one of them sees them. Without a launcher there is one, and no exchange."""
+    """Process group of a run, from one process's view. Without a launcher it has one process."""
 
     def __init__(self, store: Store | None = None, timeout_minutes: float = _MINUTES_OF_A_WEEK) -> None:
         self._store = store
         self._timeout_minutes = timeout_minutes
-        self.rank, self.size, self.num_nodes = 0, 1, 1  # of this process, from 0; processes; machines
+        # Rank of this process from 0; number of processes; number of machines.
+        self.rank, self.size, self.num_nodes = 0, 1, 1
         if store is not None:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             local = num_on_machine()
             self.num_nodes = self.size // local if self.size % local == 0 else 1
-        self.seconds_waited = 0.0  # for other processes so far, before the first step of each update
+        self.seconds_waited = 0.0  # time in reductions so far
         self._num_waits = self._num_turns = 0
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes the files of the run and talks to the user."""
+        """True if this process writes the files of the run and prints messages."""
         return self.rank == 0
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Each number summed over the processes, in float64."""
+        """Sum each value over the processes, in float64."""
         return self._reduced(torch.tensor(list(numbers), dtype=torch.float64), dist.ReduceOp.SUM).tolist()
 
     def largest(self, number: int) -> int:
-        """The largest of the processes' numbers."""
+        """Return the maximum of a value over the processes."""
         return int(self._reduced(torch.tensor(number), dist.ReduceOp.MAX))
 
     def _reduced(self, values: torch.Tensor, by: Any) -> torch.Tensor:
@@ -89,7 +90,8 @@ class World:
         return values
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sum tensors over the processes, in place and on their device; many small ones are one message."""
+        """Sum tensors over the processes, in-place and on their device; small tensors share a message."""
+        # Tensors are collected up to `_MESSAGE_BYTES`, and the last message is smaller.
         piece = list[torch.Tensor]()
         size = 0
         for number, tensor in enumerate(tensors if self._store is not None else (), start=1):
@@ -105,14 +107,17 @@ class World:
                 size = 0
 
     def gathered(self, value: T) -> list[T]:
-        """What each process has, by its rank."""
+        """Gather a value from every process; returns the values by rank."""
         found = [value] * self.size
         if self._store is not None:
             dist.all_gather_object(found, value)
         return found
 
     def on_first(self, action: Callable[[], T], *, patiently: bool = False) -> T:
-        """Act in the first process alone, and give its result to all."""
+        """Call `action` in the first process only, and return its result in all processes.
+
+        With `patiently`, the other processes wait up to 30 days, without the process group's time limit.
+        """
         store = self._store
         if store is None:
             return action()
@@ -133,13 +138,16 @@ class World:
         return self.gathered(self.on_all(act))[0]  # type: ignore[return-value]
 
     def on_all(self, action: Callable[[], T]) -> T:
-        """Act in every process, and go on once all have; the result is the process's own."""
+        """Call `action` in every process, wait for all, and return this process's result.
+
+        If a call fails, every process raises an error.
+        """
         if self._store is None:
             return action()
         own: BaseException | None = None
         try:
             result = action()
-        except Exception as error:  # noqa: BLE001 - it is raised below, once the others know
+        except Exception as error:  # noqa: BLE001 - raised below, after the other processes know
             own = error
         failure = None if own is None else _Failure.of(self.rank, own)
         failures = [one for one in self.gathered(failure) if one is not None]
@@ -150,14 +158,14 @@ class World:
         return result
 
     def turns(self, count: int) -> "Turns":
-        """Numbers of pieces of work, each of which one process takes; the same call in every process."""
+        """Return indices of pieces of work for the processes to share; every process must make this call."""
         self._num_turns += 1
         store = dist.HashStore() if self._store is None else self._store  # type: ignore[attr-defined]
         key = f"turns-{self._num_turns}"
         return Turns(lambda name, more: store.add(f"{key}-{name}", more), count)
 
     def require_same(self, what: Mapping[str, str]) -> None:
-        """All processes have the same texts, recipe and code."""
+        """Raise an error unless all processes have the same digests of texts, recipe and code."""
         of_ranks = self.gathered(dict(what))
         for rank, other in enumerate(of_ranks):
             for name in of_ranks[0].keys() | other.keys():
@@ -168,12 +176,13 @@ class World:
                     )
 
     def tell(self, error: BaseException) -> None:
-        """Leave word of an error for the other processes, before this one ends."""
+        """Store an error for the other processes before this process ends."""
         if self._store is not None and not isinstance(error, ElsewhereError):
             self._store.set(_ERROR_KEY, json.dumps(vars(_Failure.of(self.rank, error))))
 
     def explained(self, error: RuntimeError) -> TriptychError | None:
-        """The error that an error of communication comes from; None if it is none of those."""
+        """Return the cause of a communication error; None if `error` is not a communication error."""
+        # torch raises RuntimeError for all of them: only the text differs.
         text = str(error)
         if "imed out" in text or "imeout" in text:
             return TriptychError(
@@ -197,36 +206,36 @@ class World:
 
 @final
 class Turns:
-    """Numbers from 0, each of which one process takes: whoever is free takes the next."""
+    """Indices from 0, shared by the processes: a free process takes the next index."""
 
     def __init__(self, add: Callable[[str, int], int], count: int) -> None:
         self._add = add
         self.count = count
 
     def take(self) -> int | None:
-        """The next number; None if there is none, or a process has given up."""
+        """Return the next index; None after the last index, or after a process has failed."""
         if self._add("given-up", 0):
             return None
         number = self._add("taken", 1) - 1
         return number if number < self.count else None
 
     def taken(self) -> Iterator[int]:
-        """The numbers that this process gets, one after the other."""
+        """Yield this process's indices."""
         while (number := self.take()) is not None:
             yield number
 
     def end_one(self) -> None:
-        """Tell that the work of a number that was taken has ended."""
+        """Count the work of one taken index as finished."""
         self._add("ended", 1)
 
     @property
     def are_over(self) -> bool:
-        """Whether the work of every number has ended, or a process has given up."""
+        """True if the work of every index is finished, or a process has failed."""
         return self._add("ended", 0) >= self.count or self._add("given-up", 0) > 0
 
     @contextmanager
     def given_up_on_error(self) -> Iterator[None]:
-        """An error inside the block ends the work of all processes after what they are at."""
+        """Stop all processes after their present piece of work if the block raises an error."""
         try:
             yield
         except BaseException:
@@ -235,7 +244,7 @@ class Turns:
 
 
 def do_each(items: Sequence[str], work: Callable[[str], T], world: World) -> list[T]:
-    """Do a piece of work for each item, each in one of the processes; all get all results."""
+    """Distribute the calls of `work` over the processes; returns the results of all items."""
     if world.size == 1:
         return [work(item) for item in items]
     said = hashlib.sha256(json.dumps(list(items)).encode()).hexdigest()
@@ -248,6 +257,7 @@ def do_each(items: Sequence[str], work: Callable[[str], T], world: World) -> lis
             for number in turns.taken():
                 own[number] = work(items[number])
 
+    # Every item was done by one process: the union has all results.
     world.on_all(do_own)
     found = dict[int, T]()
     for one in world.gathered(own):
@@ -257,7 +267,7 @@ def do_each(items: Sequence[str], work: Callable[[str], T], world: World) -> lis
 
 @contextmanager
 def launched(device: str, timeout_minutes: float = _MINUTES_OF_A_WEEK) -> Iterator[World]:
-    """The processes that `torchrun` started, joined inside the block; one alone without a launcher."""
+    """Join the processes of `torchrun` inside the block; yield a single process if there is no launcher."""
     if num_launched() == 1:
         yield World()
         return
@@ -274,7 +284,7 @@ def launched(device: str, timeout_minutes: float = _MINUTES_OF_A_WEEK) -> Iterat
         if explained is None:
             raise
         raise explained from None
-    except Exception as error:  # whatever it is, the other processes are told of it
+    except Exception as error:  # the other processes get every kind of error
         world.tell(error)
         raise
     finally:
@@ -286,8 +296,8 @@ def _take_gpu(device: str) -> None:
     found = torch.cuda.device_count()
     if device not in ("auto", "cuda"):
         raise UsageError(f"the device is {device!r}, but each process needs a GPU of its own: use 'cuda'")
-    # All processes of the machine see it, so that none waits for another to join. A launcher that does not
-    # say how many there are may have started some on other machines.
+    # Every process of the machine sees the same count, so that all raise and no process waits in a join. A
+    # launcher without LOCAL_WORLD_SIZE may have started processes on other machines.
     started = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local + 1)
     if started > found:
         raise UsageError(
@@ -305,7 +315,7 @@ def _join_world(on_gpu: bool, timeout_minutes: float) -> Store:
     try:
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-        # Processes that were started anew, or join again, must not find the addresses of those before them.
+        # Restarted or rejoining processes must not find the addresses of an earlier attempt.
         store = PrefixStore(f"attempt-{num_restarts()}-{next(_JOINS)}", store)
         joined = PrefixStore("triptych-group", store)
         dist.init_process_group(backend, store=joined, rank=rank, world_size=size, timeout=timeout)
@@ -316,7 +326,7 @@ def _join_world(on_gpu: bool, timeout_minutes: float) -> Store:
 
 
 def code_digests() -> dict[str, str]:
-    """Digests of this package and of torch's version, which all processes must have alike."""
+    """Return the digest of this package and torch's version; both must be the same in all processes."""
     digest = hashlib.sha256()
     folder = Path(__file__).parents[1]
     for path in sorted(folder.rglob("*.py")):

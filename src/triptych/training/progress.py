@@ -1,4 +1,4 @@
-"""What a person sees of a run while it trains."""
+"""Progress displays of a training run."""
 
 import sys
 import time
@@ -17,7 +17,7 @@ from triptych.printable import printable
 
 @dataclass(frozen=True)
 class Moment:
-    """How far training is. The loss is in nats per target token; the rate in target tokens per second."""
+    """Progress after a step; `loss` is in nats per target token."""
 
     step: int
     max_steps: int
@@ -25,12 +25,12 @@ class Moment:
     loss: float
     learning_rate: float
     tokens_per_second: float
-    # Share of the operations a second that the machine reaches in matrix products; None if not measured.
+    # Operations per second over the machine's peak in matrix products; None if not measured.
     peak_share: float | None = None
 
 
 class Display(ABC):
-    """Shows a run. Entered before the first step, left after the last."""
+    """Display of a run: a context entered before the first step and exited after the last step."""
 
     def __enter__(self) -> "Display":
         return self
@@ -40,16 +40,16 @@ class Display(ABC):
 
     @abstractmethod
     def update(self, moment: Moment) -> None:
-        """After every step."""
+        """Show the progress after a step."""
 
     @abstractmethod
     def say(self, message: str) -> None:
-        """A line that stays."""
+        """Print a permanent line."""
 
 
 @final
 class BarDisplay(Display):
-    """A progress bar with loss, learning rate, speed and time left, on a terminal."""
+    """Progress bar on a terminal with loss, learning rate, speed and remaining time."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -83,7 +83,7 @@ class BarDisplay(Display):
 
 @final
 class LineDisplay(Display):
-    """A line every few seconds, where there is no terminal."""
+    """Display without a terminal: a line every few seconds."""
 
     def __init__(self, every_seconds: float = 10.0) -> None:
         self._every = every_seconds
@@ -111,7 +111,7 @@ class LineDisplay(Display):
 
 @final
 class SilentDisplay(Display):
-    """Nothing."""
+    """Display that prints nothing."""
 
     def update(self, moment: Moment) -> None: ...
 
@@ -120,7 +120,7 @@ class SilentDisplay(Display):
 
 @final
 class LoggedDisplay(Display):
-    """Shows a run as another display does, and writes it into a file as well, with the time of day."""
+    """Display that forwards to another display, and appends lines with date and time to a file."""
 
     def __init__(self, path: Path, shown: Display, every_seconds: float = 10.0) -> None:
         self._path = path
@@ -150,7 +150,7 @@ class LoggedDisplay(Display):
         self._write(message)
 
     def _write(self, message: str) -> None:
-        # A log that cannot be written must not end the run.
+        # An error of the log must not end the run.
         with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
             file.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {printable(message, lines=True)}\n")
 
@@ -164,12 +164,12 @@ def _state(moment: Moment) -> str:
 
 
 def display_for(console: Console) -> Display:
-    """A bar on a terminal, lines elsewhere."""
+    """Return a progress bar on a terminal, and a line display elsewhere."""
     return BarDisplay(console) if console.is_terminal else LineDisplay()
 
 
 def duration(seconds: float) -> str:
-    """A time in the largest unit of which there are two."""
+    """Format a time in the largest unit with a value of at least 2."""
     for unit, name in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:,.0f} {name}"

@@ -1,4 +1,4 @@
-"""From a recipe to a trained model (`train`, `resume`), and what that is worth (`validate`)."""
+"""Training runs: start a run from a recipe (`train`), resume it (`resume`), score its model (`validate`)."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ from triptych.training.state import Counters, find_state, own_files, read_counte
 from triptych.training.translation import prepare_translation
 from triptych.user_code import use_code
 
-# What a resumed run may change: its end, how processes share the work, and what they keep of it.
+# Settings that a resumed run may change: its end, the distribution over processes, and memory.
 _MAY_CHANGE = {
     "training.activation_checkpointing",
     "training.early_stopping",
@@ -53,12 +53,12 @@ _MAY_CHANGE = {
 
 @dataclass(frozen=True)
 class Summary:
-    """A finished or interrupted run."""
+    """Summary of a finished or interrupted run."""
 
-    outcome: TrainingResult  # how it ended
-    num_parameters: int  # of the model
+    outcome: TrainingResult
+    num_parameters: int  # number of the model's parameters
     padding_waste: float  # share of padding in the training batches
-    task: str = "translation"  # what was learned, as the recipe has it
+    task: str = "translation"  # `task` of the recipe
 
     def figures(self) -> dict[str, Any]:
         counters = self.outcome.counters
@@ -88,15 +88,14 @@ def train(
     """Start a run.
 
     Args:
-        recipe: what to do, its file, or the name of a built-in one; relative paths in it are relative to the
+        recipe: recipe, its file, or the name of a built-in recipe; relative paths in it are relative to the
             current folder.
-        folder: the run folder, made here once the input is known to be good; new or empty.
-        display: shows how it goes; lines on standard error if None.
-        force: the folder may hold other files; those with the name of a run's are replaced.
+        folder: run folder, new or empty; made once the input is checked.
+        display: progress display; lines on standard error if None.
+        force: allow a folder with other files; files with the name of a run's file are replaced.
 
     Raises:
-        TriptychError: a folder that is taken, input that is not as it should be, a loss no longer finite, a
-            full disk.
+        TriptychError: The folder is taken, the input is invalid, the loss is not finite, or the disk is full.
     """
     if isinstance(recipe, str | Path):
         recipe = read_recipe(recipe)
@@ -104,7 +103,7 @@ def train(
     shown = display or LineDisplay()
     with launched(recipe.training.device, recipe.training.timeout_minutes) as world, ExitStack() as held:
         if world.size > 1 and num_restarts() and world.on_first(lambda: (folder / RECIPE).exists()):
-            # torchrun starts the processes of a run that failed with the arguments of the first time.
+            # torchrun restarts the processes of a failed run with the same arguments.
             return _go_on(folder, (), shown, world)
         base = Path.cwd()
         prepared: list[Prepared] = []
@@ -115,7 +114,7 @@ def train(
             if world.size > 1:
                 with _threads_and_seed(new.recipe):
                     _make_folder(folder, new, _without_memory(new)[0].model, held, force=force)
-            # What was read of a checkpoint is let go: each process maps what the folder holds of it.
+            # Release the tensors of a checkpoint: each process maps the copy in the run folder.
             if world.size == 1 or not isinstance(recipe, ContinuedRecipe):
                 prepared.append(new)
 
@@ -132,7 +131,7 @@ def train(
         with _threads_and_seed(own.recipe):
             trainer = _trainer(own, folder, base, world, shown)
             if world.size == 1:
-                # No run folder is made, and nothing replaced, before all that can be checked has been.
+                # Every check precedes the first change on disk.
                 _make_folder(folder, own, trainer.model, held, force=force)
             return _run_trainer(own.recipe, trainer, shown)
 
@@ -144,17 +143,18 @@ def resume(
     *,
     code: str | Path | None = None,
 ) -> Summary:
-    """Go on with a run from its last saved state, or from its beginning if it has none.
+    """Resume a run from its last saved state, or from its beginning if it has not saved a state.
 
     Args:
-        folder: the run folder.
-        overrides: `training.max_steps`, `max_epochs`, `early_stopping`, `parallel`, `shard_size`,
-            `timeout_minutes` and `activation_checkpointing` may change, nothing else.
-        display: shows how it goes; lines on standard error if None.
-        code: the file whose classes the run's recipe names, the very one that it began with.
+        folder: run folder.
+        overrides: changes of the recipe, `NAME=VALUE`; only `training.max_steps`, `max_epochs`,
+            `early_stopping`, `parallel`, `shard_size`, `timeout_minutes` and `activation_checkpointing`.
+        display: progress display; lines on standard error if None.
+        code: file with the classes in the run's recipe, the same as at its start.
 
     Raises:
-        TriptychError: no run there, changed text, a damaged state; and all that `train` raises.
+        TriptychError: The folder is not a run, the text changed, or the state is damaged; and all errors of
+            `train`.
     """
     folder = Path(folder)
     if code is not None:
@@ -165,12 +165,12 @@ def resume(
 
 
 def validate(folder: Path) -> dict[str, float]:
-    """The figures of a run's model on its validation text, as training measures them."""
+    """Return the figures of a run's model on its validation text, measured by the code of training."""
     recipe = read_recipe(folder / RECIPE)
     with _threads_and_seed(recipe):
         objective = prepare(recipe, Path.cwd(), SilentDisplay(), folder).objective()
         if not isinstance(recipe, ContinuedRecipe):
-            # Not of the recipe's sizes, where it was rewritten.
+            # A rewritten model may differ in size from the recipe's.
             objective.model = to_device(read_own_model(folder), find_device(recipe.training.device))
         computing = Whole(objective, recipe.training.precision)
         computing.set_mode(training=False)
@@ -183,7 +183,7 @@ def validate(folder: Path) -> dict[str, float]:
 def _go_on(folder: Path, overrides: Sequence[str], display: Display, world: World) -> Summary:
     display = _logged(display, folder, world)
     with ExitStack() as held:
-        # No other launch trains in the folder meanwhile.
+        # The lock keeps other launches out of the folder.
         world.on_first(lambda: held.enter_context(hold_folder(folder, wait=False)))
         recipe = world.on_all(lambda: _recipe_of(folder, overrides))
         has_state = world.on_first(lambda: find_state(folder / "state") is not None)
@@ -203,7 +203,8 @@ def _go_on(folder: Path, overrides: Sequence[str], display: Display, world: Worl
 
 
 def _recipe_of(folder: Path, overrides: Sequence[str]) -> AnyRecipe:
-    """The recipe of a run that can be resumed."""
+    """Read the recipe of a run, and check that the run can be resumed with `overrides`."""
+    # `holds_run` comes last: an invalid recipe has the clearer error.
     if not (folder / RECIPE).exists():
         raise UsageError(f"{folder} has no run to resume: give a folder with a {RECIPE} that train wrote")
     if (folder / CERTIFICATE).exists():
@@ -221,11 +222,11 @@ def _recipe_of(folder: Path, overrides: Sequence[str]) -> AnyRecipe:
 
 
 def _make_folder(folder: Path, prepared: Prepared, model: OwnModel, held: ExitStack, *, force: bool) -> None:
-    """Make the folder of a new run, and hold it until `held` is closed."""
+    """Make the folder of a new run, and lock it until `held` is closed."""
 
     def fill(place: Path) -> None:
         prepared.begin(model, place)
-        # The recipe comes last: a folder that has one is a run that can be resumed.
+        # Write the recipe last: a folder with a recipe is a run that `resume` accepts.
         write_text(place / RECIPE, prepared.recipe.to_toml())
 
     if not folder.exists():
@@ -239,7 +240,7 @@ def _make_folder(folder: Path, prepared: Prepared, model: OwnModel, held: ExitSt
             raise
         return
     held.enter_context(hold_folder(folder, wait=False))
-    # While the text was read, another process may have made a run here.
+    # Another process may have made a run here while this process read the text.
     require_place(folder, force=force)
     for path in own_files(folder):
         path.unlink()
@@ -247,7 +248,7 @@ def _make_folder(folder: Path, prepared: Prepared, model: OwnModel, held: ExitSt
 
 
 def _logged(display: Display, folder: Path, world: World) -> Display:
-    """The display of the first process; each of several processes has a log too."""
+    """Return the display of this process: only the first process prints; several processes write logs."""
     if world.size == 1:
         return display
     shown = display if world.is_first else SilentDisplay()
@@ -255,7 +256,7 @@ def _logged(display: Display, folder: Path, world: World) -> Display:
 
 
 def prepare(recipe: AnyRecipe, base: Path, display: Display, folder: Path | None = None) -> Prepared:
-    """Read what a run needs, a new one or that of a folder; nothing is written."""
+    """Read the inputs of a new run, or of the run in `folder`, without writing a file."""
     match recipe:
         case Recipe():
             return prepare_translation(recipe, base, display, folder)
@@ -267,7 +268,7 @@ def prepare(recipe: AnyRecipe, base: Path, display: Display, folder: Path | None
 
 @contextmanager
 def _threads_and_seed(recipe: AnyRecipe) -> Iterator[None]:
-    """Inside the block, the threads and the seed of the recipe; afterwards as before."""
+    """Set the threads and the seed of the recipe inside the block, and restore them afterwards."""
     device = find_device(recipe.training.device)
     drawn_on = [device] if device.type == "cuda" else []
     with torch_threads(recipe.training.threads), torch.random.fork_rng(drawn_on):
@@ -288,7 +289,10 @@ def _trainer(prepared: Prepared, folder: Path, base: Path, world: World, display
 
 
 def _laid_out(prepared: Prepared, world: World, display: Display) -> tuple[Objective[Any, Any], Layout]:
-    """What is learned, and how its model lies on the processes; in shards it has no memory yet."""
+    """Return the objective and the layout of its model on the processes.
+
+    In shards, the parameters are allocated later: only each process's part gets memory.
+    """
     recipe = prepared.recipe
     if world.size == 1:
         return _objective(prepared, display), ONE_PROCESS
@@ -299,6 +303,7 @@ def _laid_out(prepared: Prepared, world: World, display: Display) -> tuple[Objec
         return world.on_all(lambda: _objective(prepared, display)), Layout(world, kind)
     if deferred is None:
         return objective, Layout(world, kind)
+    # Initial values by name; pretrained vectors replace values of their tables.
     values = (
         (name, prepared.vectors[name].into(value) if name in prepared.vectors else value)
         for name, value in deferred.values(objective.model, _seed_by_name(recipe))
@@ -307,7 +312,7 @@ def _laid_out(prepared: Prepared, world: World, display: Display) -> tuple[Objec
 
 
 def _without_memory(prepared: Prepared) -> tuple[Objective[Any, Any], DeferredInit | None]:
-    """Make the objective; its model gets its values later, or maps its files if it is read."""
+    """Make the objective with a model without initial values, or mapped from the checkpoint's files."""
     if isinstance(prepared.recipe, ContinuedRecipe):
         return prepared.objective(), None
     with DeferredInit() as deferred:
@@ -315,7 +320,7 @@ def _without_memory(prepared: Prepared) -> tuple[Objective[Any, Any], DeferredIn
 
 
 def _objective(prepared: Prepared, display: Display) -> Objective[Any, Any]:
-    """Make the objective with the first values of its model, in memory of its own."""
+    """Make the objective with the initial values of its model, in memory not shared with a file."""
     objective = prepared.objective()
     by_name = _seed_by_name(prepared.recipe)
     if by_name is not None:
@@ -324,7 +329,7 @@ def _objective(prepared: Prepared, display: Display) -> Objective[Any, Any]:
         with torch.no_grad():
             for name, value in deferred.values(twin, by_name):
                 objective.model.get_parameter(name).copy_(value)
-        torch.manual_seed(by_name)  # dropout begins alike, too
+        torch.manual_seed(by_name)  # dropout begins with the same random state
     if isinstance(prepared.recipe, ContinuedRecipe):
         for parameter in objective.model.parameters():
             parameter.data = parameter.data.clone()
@@ -337,7 +342,7 @@ def _objective(prepared: Prepared, display: Display) -> Objective[Any, Any]:
 
 
 def _seed_by_name(recipe: AnyRecipe) -> int | None:
-    """The seed of values that depend on names; None if they are drawn one after the other, or read."""
+    """Return the seed of initial values by parameter name; None if values are drawn in order, or read."""
     if isinstance(recipe, ContinuedRecipe) or recipe.initial_values != "by_name":
         return None
     return recipe.seed
@@ -356,6 +361,7 @@ def _run_trainer(recipe: AnyRecipe, trainer: Trainer, display: Display) -> Summa
         display.say(plan)
     summary = Summary(trainer.run(display), num_parameters, waste, recipe.task)
     if summary.outcome.signal_number is None:
+        # An interrupted run gets its card and summary once it is resumed and finishes.
 
         def write() -> None:
             write_card(trainer.folder, recipe, summary.outcome, num_parameters, display)

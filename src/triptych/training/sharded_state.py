@@ -1,10 +1,10 @@
-"""States of a run in shards: each process writes its own part.
+"""States of a run in shards: each process writes its part.
 
-`torch.distributed.checkpoint` writes safetensors, one file for each process, in a folder of its own for every
-state. The marker `complete.json` is written last; a folder without one is no state. Tensors have the names
-of the one-file state, whole shapes and the place of each shard, so any number of processes can read them.
-Optimizer tensors are named after their parameters: numbers in a list, as in `optimizer.state_dict()`, would
-be another layout's.
+`torch.distributed.checkpoint` writes safetensors: one folder for every state, one file for each process. The
+marker `complete.json` is written last; a folder without a marker is incomplete. Tensors have the names of the
+one-file state; the files store whole shapes and the offset of each shard, so that any number of processes can
+read them. Optimizer tensors have the names of their parameters, because the indices of
+`optimizer.state_dict()` depend on the layout.
 """
 
 import json
@@ -33,7 +33,7 @@ from triptych.training.state import Counters, complete_states, read_marker, shar
 
 @final
 class ShardedStates:
-    """Saves states while training goes on."""
+    """Writer of states in the background of training."""
 
     def __init__(self, folder: Path, world: World, keep: int) -> None:
         self._folder = folder
@@ -41,12 +41,15 @@ class ShardedStates:
         self._keep = keep
         names = (path.name.removeprefix("saved-") for path in folder.glob("saved-*"))
         self._number = world.on_first(lambda: max([*(int(name) for name in names if name.isdigit()), 0]))
-        # Its collectives run in a thread while training runs others: they need a group of their own.
+        # Collectives of the saving thread overlap with those of training: they need a separate group.
         self._group = dist.new_group(backend="gloo")
         self._saving: tuple[Future[Any], Path, str, Callable[[], None]] | None = None
 
     def save(self, counters: Counters, tensors: dict[str, Tensor], saved: Callable[[], None]) -> None:
-        """Begin to save; the tensors are copied before this returns."""
+        """Start saving a state; the tensors are copied before this method returns.
+
+        `saved` is called once the state is complete.
+        """
         self.finish()
         self._number += 1
         path = shards_folder(self._folder, self._number)
@@ -57,14 +60,14 @@ class ShardedStates:
 
         self._world.on_first(make_empty)
         writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
-        # The writer copies them first, because training changes them while they are written.
+        # The writer first copies the tensors, because training changes them during the write.
         held: dict[str, Any] = {name: value.detach() for name, value in tensors.items()}
         future = async_save(held, storage_writer=writer, process_group=self._group)
         assert isinstance(future, Future)
         self._saving = future, path, json.dumps(asdict(counters)), saved
 
     def poll(self) -> None:
-        """Mark a state as complete as soon as it is."""
+        """Mark the state as complete if its tensors are written."""
         if self._saving is not None and self._saving[0].done() and self._saving[0].exception() is None:
             self._mark()
 
@@ -92,6 +95,7 @@ class ShardedStates:
     def _mark(self) -> None:
         if self._saving is None or not self._world.is_first:
             return
+        # Older states are removed only after this state has its marker.
         _, path, counters, saved = self._saving
         if read_marker(path) is None:
             write_marker(path, json.loads(counters), self._world.size)
@@ -104,11 +108,11 @@ class ShardedStates:
 
 
 def read_sharded_state(path: Path, model: OwnModel, optimizer: Optimizer, world: World) -> None:
-    """Put a state in shards into a model and its optimizer, whatever their layout."""
+    """Load a state in shards into a model and its optimizer; their layout may differ from the saved one."""
     reader = HuggingFaceStorageReader(str(path))
     try:
         held = reader.read_metadata().state_dict_metadata
-    # The reader checks nothing: what it stumbles over in a damaged header comes in many classes.
+    # The reader does not validate: a damaged header raises errors of many classes.
     except Exception as error:  # noqa: BLE001
         raise DataError(f"{path} is damaged ({_reason(error)}): resume from another state") from None
     wanted: dict[str, Any] = {f"model.{name}": value for name, value in model_tensors(model).items()}
@@ -131,7 +135,7 @@ def read_sharded_state(path: Path, model: OwnModel, optimizer: Optimizer, world:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of an error, or of the first process's that failed."""
+    """Return the first line of an error, or of the error of the first process that failed."""
     if isinstance(error, CheckpointException):
         failures = sorted(error.failures.items())
         if failures:

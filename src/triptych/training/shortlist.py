@@ -1,4 +1,4 @@
-"""Learns the shortlist of a translator from pairs, and writes it."""
+"""Shortlists of translators: learn one from sentence pairs, and write it."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def write_shortlist(
     frequent: int,
     display: Display,
 ) -> Coverage:
-    """Learn from two files of parallel lines, or without them from the text that a run was trained on."""
+    """Learn a shortlist from two files of parallel lines, or from a run's training text if none are given."""
     tokenizers, (source, target) = opened.tokenizers, text
     if (source is None) != (target is None):
         raise UsageError("source and target belong together: give both, or none for a run's own text")

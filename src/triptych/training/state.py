@@ -1,9 +1,9 @@
-"""What a run needs to go on exactly where it was.
+"""State of a run, from which training resumes exactly.
 
-In one process one file, `state/last.safetensors`, holds weights, optimizer moments and random-number states,
-and in its header the counters; one file can be replaced at once, so a state is never half old, half new.
-Several processes write a folder of shards, `state/saved-NNNNNNNN/`, whose marker `complete.json` comes last
-(`sharded_state.py`). Checkpoints to be averaged lie next to it, named in its counters.
+One process writes one file, `state/last.safetensors`: weights, optimizer moments and random-number states,
+with the counters in its header. A file is replaced atomically, so a state is never half old, half new.
+Several processes write a folder of shards, `state/saved-NNNNNNNN/`, and then its marker `complete.json`
+(`sharded_state.py`). Checkpoints for averaging lie next to the state; its counters list their steps.
 """
 
 import json
@@ -27,9 +27,9 @@ from triptych.untrusted import LONGEST_JSON, read_limited, require_regular
 _LAST = "last.safetensors"
 _MARKER = "complete.json"
 _MARKER_FORMAT = 1
-# Writes a model into a file, as those who use it read it.
+# Writes a model into a file in its published format.
 Publish = Callable[[OwnModel, Path], None]
-# Everything that a run writes, by the folder within its own; what has another name is not a run's.
+# Names of all files of a run, by subfolder of the run folder; other files are not the run's.
 RUN_FILES = {
     ".": (
         "recipe.toml",
@@ -55,30 +55,30 @@ RUN_FILES = {
 
 @dataclass
 class Counters:
-    """How far a run is."""
+    """Progress of a run."""
 
-    step: int = 0  # updates made
-    epoch: int = 0  # passes over the text finished
-    batch: int = 0  # batches of this epoch's plan that have been used
-    tokens: int = 0  # target tokens learned from
-    seconds: float = 0.0  # training time so far, over all sittings
-    # What the best validation was chosen by, "bleu" or "loss"; empty before the first.
+    step: int = 0  # number of updates
+    epoch: int = 0  # number of finished epochs
+    batch: int = 0  # batches of this epoch's plan used so far
+    tokens: int = 0  # target tokens so far
+    seconds: float = 0.0  # training time so far, over all starts of the run
+    # Metric of the best validation; empty before the first validation.
     best_by: Literal["", "bleu", "loss"] = ""
-    best_score: float | None = None  # of the best validation, higher is better; None before the first
-    best_step: int = 0  # when that was
-    validations_since_best: int = 0  # for early stopping
+    best_score: float | None = None  # score of the best validation, higher is better; None before the first
+    best_step: int = 0  # step of the best validation
+    validations_since_best: int = 0  # count for early stopping
     # Steps of the checkpoints kept for averaging, oldest first.
     checkpoints: list[int] = field(default_factory=list)
     window_loss: float = 0.0  # smoothed loss since the last line of metrics, summed over tokens
-    window_tokens: int = 0  # tokens since then
-    # By name, of the texts, the tokenizers, the model and what a validation measures; a resumed run must have
-    # the same.
+    window_tokens: int = 0  # target tokens since the last line of metrics
+    # Hashes by name: texts, tokenizers, model and settings of the validation. They must be the same when the
+    # run resumes.
     fingerprints: dict[str, str] = field(default_factory=dict)
-    started_in: str = ""  # the folder that the recipe's relative paths are relative to
+    started_in: str = ""  # base folder of the recipe's relative paths
 
 
 def own_files(folder: Path) -> list[Path]:
-    """The files of a folder that have the names of a run's."""
+    """Return the files of a folder with names of a run's files."""
     return [
         path for within, names in RUN_FILES.items() for name in names for path in (folder / within).glob(name)
     ]
@@ -88,7 +88,7 @@ _COUNTERS = TypeAdapter(Counters)
 
 
 def write_state(folder: Path, counters: Counters, tensors: dict[str, Tensor]) -> None:
-    """Save the state, whole or not at all, with that of the generators of random numbers."""
+    """Save tensors, counters and the states of the random-number generators atomically."""
     random = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         random["random.cuda"] = torch.cuda.get_rng_state()
@@ -96,7 +96,7 @@ def write_state(folder: Path, counters: Counters, tensors: dict[str, Tensor]) ->
 
 
 def save_or_explain(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write tensors atomically; a full disk becomes an error that says what is left."""
+    """Write tensors atomically; raise an error with advice if the disk is full."""
     try:
         write_bytes(path, save(tensors, metadata))
     except OSError as error:
@@ -107,12 +107,12 @@ def save_or_explain(tensors: dict[str, Tensor], path: Path, metadata: dict[str, 
 
 
 def publish_weights(model: OwnModel, path: Path) -> None:
-    """Write a model's weights by our names."""
+    """Write a model's weights under triptych's tensor names."""
     save_or_explain({name: value.cpu() for name, value in model_tensors(model).items()}, path)
 
 
 def read_counters(folder: Path) -> Counters:
-    """How far the saved run is."""
+    """Read the counters of the newest state."""
     path = find_state(folder)
     if path is None:
         raise DataError(f"{folder / _LAST} is missing: there is no state to resume from; train again")
@@ -125,7 +125,8 @@ def _counters_of(path: Path) -> Counters:
             text = json.dumps((read_marker(path) or {})["counters"])
         else:
             require_regular(path)
-            with safe_open(path, framework="numpy") as file:  # torch would open it twice; it may be replaced
+            # torch would open the file twice, and it may be replaced in between.
+            with safe_open(path, framework="numpy") as file:
                 text = file.metadata()["counters"]
         record: Any = json.loads(text)
         known = {item.name for item in fields(Counters)}
@@ -142,29 +143,29 @@ def _counters_of(path: Path) -> Counters:
 
 
 def find_state(folder: Path) -> Path | None:
-    """The newest whole state of a run: a file, or a folder of shards; None if there is none."""
+    """Return the newest complete state of a run, a file or a folder of shards; None if it is missing."""
     last = folder / _LAST
     shards = complete_states(folder)
     if not shards:
         return last if last.exists() else None
-    # One that both kinds of runs have saved: shards that are complete remove the file.
+    # Both exist only if one process resumed from shards: a complete state in shards removes the file.
     if last.exists() and _counters_of(last).step >= _counters_of(shards[-1]).step:
         return last
     return shards[-1]
 
 
 def shards_folder(folder: Path, number: int) -> Path:
-    """Where the shards of a state go."""
+    """Return the folder of shards of a state."""
     return folder / f"saved-{number:08d}"
 
 
 def complete_states(folder: Path) -> list[Path]:
-    """The folders of shards that have a marker, oldest first."""
+    """Return the folders of shards with a marker, oldest first."""
     return sorted(path for path in folder.glob("saved-*") if (path / _MARKER).exists())
 
 
 def read_marker(path: Path) -> dict[str, Any] | None:
-    """What the marker of a folder of shards says; None if it has none."""
+    """Read the marker of a folder of shards, and check the shards' sizes; None if the marker is missing."""
     marker = path / _MARKER
     if not marker.exists():
         return None
@@ -178,6 +179,7 @@ def read_marker(path: Path) -> dict[str, Any] | None:
         ) from None
     if form != _MARKER_FORMAT:
         raise DataError(f"{marker} has format {form}, this triptych reads {_MARKER_FORMAT}: train again")
+    # A missing or short shard is an error here, before its tensors are read.
     for name, size in files.items():
         shard = path / Path(name).name
         found = shard.stat().st_size if shard.exists() else None
@@ -190,7 +192,7 @@ def read_marker(path: Path) -> dict[str, Any] | None:
 
 
 def write_marker(path: Path, counters: dict[str, Any], num_ranks: int) -> None:
-    """Mark a folder of shards as complete: what belongs to it is all on the disk."""
+    """Flush the shards of a folder to the disk, and mark the folder as complete."""
     shards = sorted(path.glob("*.safetensors"))
     for shard in shards:
         sync(shard)
@@ -205,12 +207,16 @@ def read_state(
     optimizer: Optimizer,
     place: Callable[[Tensor, Tensor], Tensor] = lambda parameter, whole: whole,
 ) -> Counters:
-    """Put a saved state into model, optimizer and random-number generators."""
+    """Load a saved state into model, optimizer and random-number generators; returns the counters.
+
+    `place` converts a whole tensor to the layout of a parameter.
+    """
     path = folder / _LAST
     counters = _counters_of(path)
     try:
         require_regular(path)
         tensors = load_file(path)
+        # One file has weights, moments and random states, told apart by prefixes.
         weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
         load_tensors(model, weights, str(path), place)
         optimizer.load(tensors, place)
@@ -227,7 +233,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def average_checkpoints(paths: Sequence[Path]) -> dict[str, Tensor]:
-    """The mean of every tensor over several checkpoints, summed in float64."""
+    """Return the mean of every tensor over several checkpoints, summed in float64."""
     total: dict[str, Tensor] = {}
     for path in paths:
         try:

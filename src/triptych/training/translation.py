@@ -1,4 +1,4 @@
-"""What a run that learns to translate needs: its texts, tokenizers and objective."""
+"""Inputs of a translation run: texts, tokenizers and objective."""
 
 import json
 from collections.abc import Mapping
@@ -32,7 +32,8 @@ from triptych.training.recipe import merge
 
 
 def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Path | None = None) -> Prepared:
-    """Read what a run needs; a new one trains its tokenizers, and chooses what the recipe leaves out."""
+    """Read the inputs of a run; for a new run, train its tokenizers and choose missing keys of the recipe."""
+    # A run folder has the tokenizers; with a teacher, they are the teacher's.
     cache = base / recipe.data.cache if recipe.data.cache else None
     teacher = None if recipe.training.teacher is None else _Teacher.read(base / recipe.training.teacher)
     if folder is not None:
@@ -95,7 +96,7 @@ def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Pa
 
 
 def with_tokenizers_of(teacher: TokenizerPair, recipe: Recipe, training: Mapping[str, Any] = {}) -> Recipe:
-    """The recipe of a student that has its teacher's tokenizers, with these keys of `[training]`."""
+    """Return a student's recipe with its teacher's tokenizers, and with these keys of `[training]`."""
     kept = {"joint": teacher.joint, "vocab_size": teacher.target.vocab_size}
     tree = merge(
         recipe.model_dump(mode="json", exclude_unset=True), {"tokenizer": kept, "training": dict(training)}
@@ -106,7 +107,7 @@ def with_tokenizers_of(teacher: TokenizerPair, recipe: Recipe, training: Mapping
 
 @dataclass(frozen=True)
 class _Teacher:
-    """A model whose probabilities are learned, its tokenizers, and a hash of its weights."""
+    """Teacher of a student: model, tokenizers, and a hash of its weights."""
 
     model: EncoderDecoder
     tokenizers: TokenizerPair
@@ -119,7 +120,7 @@ class _Teacher:
                 f"training.teacher: {folder} has no translator in triptych's format: give the folder that "
                 "`triptych distil --teacher-weight` wrote, or a run"
             )
-        with torch.random.fork_rng(devices=[]):  # a model is made with values of its own first
+        with torch.random.fork_rng(devices=[]):  # making a model draws random values first
             model = read_own_model(folder)
         if not isinstance(model, EncoderDecoder):
             raise UsageError(f"training.teacher: {folder} is a language model: give a translator")
@@ -155,7 +156,7 @@ def read_corpora(recipe: Recipe, base: Path, display: Display) -> tuple[Parallel
 
 @dataclass(frozen=True)
 class _Texts:
-    """The training text, the validation text for the loss, and the validation text to translate."""
+    """Training text, validation text for the loss, and validation text to translate."""
 
     train: EncodedCorpus
     valid: EncodedCorpus
@@ -171,6 +172,7 @@ def _encode_texts(
     display: Display,
 ) -> _Texts:
     display.say(f"tokenizing with {tokenizers.target.vocab_size:,} tokens")
+    # Pairs with too many tokens are left out of both losses, but not of the translated text.
     encoded = encode_corpus(train_text, tokenizers, cache_folder=cache)
     kept, num_long = encoded.within(recipe.data.max_sentence_tokens)
     if num_long:
@@ -208,7 +210,7 @@ def _train_tokenizers(
 
 
 def _bytes_per_token(texts: _Texts) -> float:
-    """Bytes per token of the target sentences whose loss is measured; each has a token for its end."""
+    """Return bytes per token of the target sentences with a loss; each sentence has an end token."""
     judged = set(texts.valid.line_numbers.tolist())
     lines = zip(texts.translated.line_numbers, texts.translated.target, strict=True)
     num_bytes = sum(len(line.encode()) for number, line in lines if number in judged)
@@ -231,6 +233,7 @@ def _batches(
 
 
 def _scorer(recipe: Recipe, tokenizers: TokenizerPair, valid: ParallelCorpus) -> Scorer:
+    # Only the first `max_sentences` are translated; None translates all.
     count = recipe.validation.max_sentences
     sources = valid.source[:count]
     references = valid.target[:count]
@@ -251,13 +254,13 @@ def _scorer(recipe: Recipe, tokenizers: TokenizerPair, valid: ParallelCorpus) ->
 def _fingerprints(
     recipe: Recipe, texts: _Texts, tokenizers: TokenizerPair, teacher: _Teacher | None
 ) -> dict[str, str]:
-    """What a resumed run must find as it was, by the words that name it."""
+    """Return hashes of the inputs that must be unchanged when the run resumes, by their description."""
     ids = [
         array
         for s in (texts.train.source, texts.train.target)
         for array in (s.ids.tobytes(), s.offsets.tobytes())
     ]
-    # As read, not as tokens: pairs too long for the loss are translated all the same.
+    # Hash lines, not tokens: pairs too long for the loss are translated too.
     lines = [json.dumps(list(side)).encode() for side in (texts.translated.source, texts.translated.target)]
     both = [tokenizer.to_json().encode() for tokenizer in (tokenizers.source, tokenizers.target)]
     judged = [

@@ -1,4 +1,4 @@
-"""The text that a run was validated on, read again from where its recipe says."""
+"""Validation text of a run, read again from the files in its recipe."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,24 +8,24 @@ from triptych.training.corpora.corpora import ParallelCorpus, read_parallel
 from triptych.training.language import TextOfRun
 from triptych.training.recipe import AnyRecipe, Recipe, TextRecipe
 
-# What a page or a measure needs at most of a text.
+# Limit of characters that a page or a measure reads.
 _MOST_CHARACTERS = 1 << 20
 
 
 def validation_pairs(recipe: Recipe, base: Path) -> ParallelCorpus:
-    """Read the sentence pairs that a run is validated on; paths of the recipe are relative to `base`."""
+    """Read the validation pairs of a run; paths of the recipe are relative to `base`."""
     data = recipe.data
     pairs = read_parallel(data.valid or data.train, max_line_chars=data.max_line_chars, base=base)
     return pairs if data.valid is not None else pairs.split(data.valid_share)[1]
 
 
 def validation_parts(recipe: TextRecipe, base: Path) -> Iterator[TextPart]:
-    """Yield the text that a run is validated on, in parts; paths of the recipe are relative to `base`."""
+    """Yield the validation text of a run in parts; paths of the recipe are relative to `base`."""
     return TextOfRun(recipe, base).validation()
 
 
 def validation_text(recipe: AnyRecipe, base: Path) -> tuple[list[str], list[str] | None]:
-    """Return the beginning of that text: documents, or sentences with their translations."""
+    """Return the beginning of the validation text: documents, or all sentences with their translations."""
     if isinstance(recipe, Recipe):
         pairs = validation_pairs(recipe, base)
         return pairs.source, pairs.target

@@ -1,4 +1,4 @@
-"""Text to learn from: corpora, their token ids on the disk, and batches of them.
+"""Training text: corpora, their token ids on the disk, and batches.
 
 Parallel corpora are read from files, datasets of Hugging Face or the corpus that the package generates
 (`corpora.py`, `generated.py`). Tokenizers are trained (`tokenizer_training.py`). The ids of pairs are

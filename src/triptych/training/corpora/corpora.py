@@ -1,4 +1,4 @@
-"""Parallel corpora: what a recipe says of one, and its sentence pairs."""
+"""Parallel corpora: their specification in a recipe, and their sentence pairs."""
 
 import hashlib
 from collections import Counter
@@ -27,7 +27,7 @@ DEFAULT_MAX_LINE_CHARS = 10_000
 _MOST_HELD_OUT = 2000
 
 _FILE_ENDINGS = (".tsv", ".tsv.gz", ".tsv.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-# Which ways to give a corpus each further option goes with.
+# Kinds of source allowed with each option.
 _OPTION_PLACES = {
     "source_field": ("file", "hub"),
     "target_field": ("file", "hub"),
@@ -41,7 +41,7 @@ _OPTION_PLACES = {
 
 @final
 class CorpusSpec(BaseModel):
-    """Where a parallel corpus comes from, in exactly one of four ways.
+    """Source of a parallel corpus, of exactly one of four kinds.
 
     Attributes:
         source: text file with one source sentence per line; goes with `target`. Also .gz and .zst.
@@ -93,7 +93,7 @@ class CorpusSpec(BaseModel):
         return self
 
     def _place(self) -> str:
-        """Which of the four ways is used."""
+        """Return the given kind of source; raise an error unless exactly one kind is given."""
         if (self.source is None) != (self.target is None):
             given, missing = ("source", "target") if self.target is None else ("target", "source")
             raise ValueError(f"{given} is given without {missing}; a corpus of two files needs both")
@@ -111,7 +111,7 @@ class CorpusSpec(BaseModel):
         return used[0]
 
     def _check_sides(self) -> None:
-        """Each of two files holds lines: one of records has both sides, and goes elsewhere."""
+        """Raise an error if `source` or `target` is a file of records: such a file belongs in `file`."""
         for name, side in (("source", self.source), ("target", self.target)):
             if side is not None and record_ending(side) is not None:
                 number = "column number" if record_ending(side) == ".tsv" else "name"
@@ -136,15 +136,15 @@ class CorpusSpec(BaseModel):
 @final
 @dataclass(frozen=True)
 class CorpusCounts:
-    """How many pairs were read and dropped."""
+    """Counts of pairs read and dropped."""
 
     lines_read: int  # pairs found
-    empty_dropped: int  # pairs with nothing but white space on a side
-    too_long_dropped: int  # pairs with a side past `max_line_chars`
-    max_line_chars: int  # the limit, in characters
+    empty_dropped: int  # pairs with an empty source or target after stripping
+    too_long_dropped: int  # pairs with a source or target longer than `max_line_chars`
+    max_line_chars: int  # limit in characters
 
     def describe(self) -> str:
-        """Say it in one line, such as "29,000 pairs (12 with an empty side dropped)"."""
+        """Format the counts in one line, such as "29,000 pairs (12 with an empty side dropped)"."""
         num_pairs = self.lines_read - self.empty_dropped - self.too_long_dropped
         drops = []
         if self.empty_dropped:
@@ -158,23 +158,25 @@ class CorpusCounts:
 @final
 @dataclass(frozen=True)
 class ParallelCorpus:
-    """Sentence pairs, stripped of white space at both ends, none of them empty."""
+    """Sentence pairs, stripped of white space at the ends; sentences are not empty."""
 
     source: list[str]  # source sentences
-    target: list[str]  # their translations; `target[i]` belongs to `source[i]`
-    line_numbers: list[int]  # 1-based line or row of every pair where it was read
-    name: str  # what messages call the corpus
-    counts: CorpusCounts  # what was read and dropped
+    target: list[str]  # target sentences; `target[i]` translates `source[i]`
+    line_numbers: list[int]  # 1-based line or row of every pair in its file
+    name: str  # name of the corpus in messages
+    counts: CorpusCounts  # counts of pairs read and dropped
 
     def __len__(self) -> int:
         return len(self.source)
 
     def split(self, share: float) -> tuple["ParallelCorpus", "ParallelCorpus"]:
-        """Hold out this share of the pairs, 2,000 at most; the held-out ones come second.
+        """Split the corpus into training and validation pairs: this share, at most 2,000 pairs.
 
-        Equal sources stay together. Which ones are held out depends on their texts and not on their order;
-        a source with more pairs than are still wanted is not, unless all have more: then the rarest is.
+        Pairs with equal sources stay together. The choice depends on the texts, not on their order. A source
+        with more pairs than the remaining number is skipped; if every source is skipped, the rarest source is
+        used for validation.
         """
+        # The order of hashes is random, but the same for the same texts. The first source always trains.
         times = Counter(self.source)
         if len(times) == 1:
             raise DataError(
@@ -205,7 +207,8 @@ class ParallelCorpus:
 def read_parallel(
     spec: CorpusSpec, *, max_line_chars: int = DEFAULT_MAX_LINE_CHARS, base: Path = Path()
 ) -> ParallelCorpus:
-    """Read a corpus; drop and count the pairs with an empty or an overlong side."""
+    """Read a corpus; drop and count the pairs with an empty or too long sentence."""
+    # Line numbers count dropped pairs too.
     name, pairs = _find_pairs(spec, base)
     sources: list[str] = []
     targets: list[str] = []
@@ -230,7 +233,8 @@ def read_parallel(
 
 
 def _find_pairs(spec: CorpusSpec, base: Path) -> tuple[str, Iterable[NumberedTexts]]:
-    """Name of the corpus, and its pairs as they are in it."""
+    """Return the name of the corpus, and its pairs unchanged."""
+    # `CorpusSpec` has checked that exactly one kind of source is given.
     if spec.source is not None and spec.target is not None:
         name = f"{spec.source.name} and {spec.target.name}"
         return name, _read_two_files(base / spec.source, base / spec.target)
@@ -275,17 +279,16 @@ def _read_two_files(source_path: Path, target_path: Path) -> Iterator[NumberedTe
     return zip(numbers, zip(source, target, strict=True), strict=True)
 
 
-# Between the mean gap of lines that are translations of each other and that of unrelated lines: on the way
-# from the first to the second, measured as a share of the second.
+# Threshold between the mean gap of translations and that of unrelated lines, as a share of the second gap.
 _UNRELATED_SHARE = 0.6
 
 
 def locate_slip(source: Sequence[str], target: Sequence[str]) -> int:
-    """Guess the first line at which the sides are no longer translations of each other.
+    """Estimate the first line from which source and target are misaligned.
 
-    Translations have lengths of about one ratio (Gale & Church), so the gap
-    g_i = |log s_i/t_i - median| is small up to the slip and, after it, as large as between unrelated lines.
-    The slip is where Σ_{j<i} (g_j - threshold) is least: it falls while the lines agree and rises after.
+    Lengths of translations have a nearly constant ratio (Gale & Church). The gap g_i = |log s_i/t_i - median|
+    is therefore small before the slip, and as large as between unrelated lines after it. The slip minimises
+    Σ_{j<i} (g_j - threshold): the sum falls while the lines agree, and rises after.
 
     Source: Gale & Church 1993, aclanthology.org/J93-1004.
     """
@@ -298,6 +301,6 @@ def locate_slip(source: Sequence[str], target: Sequence[str]) -> int:
     gaps = np.abs(log_source - log_target - ratio)
     unrelated = np.abs(log_source - np.roll(log_target, num_lines // 2) - ratio).mean()
     drift = np.concatenate([[0.0], np.cumsum(gaps - _UNRELATED_SHARE * unrelated)])
-    # Among equals the last: where lengths say nothing, the slip is the first line without a partner.
+    # The last of equal minima: if all lengths agree, the slip is the first line without a partner.
     least = np.flatnonzero(drift == drift.min())[-1]
     return int(least) + 1

@@ -1,4 +1,4 @@
-"""A corpus as token ids: compact arrays, kept on disk between runs."""
+"""Corpora as token ids: compact arrays, cached on disk between runs."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -19,26 +19,29 @@ from triptych.training.corpora.corpora import ParallelCorpus
 
 _FORMAT = b"triptych token cache 1"
 _SIDES = "source", "target"
-# Lists of Python integers take up to nine times the room of the array; only this many are lists at once.
+# Number of texts tokenized at a time: lists of Python integers need up to nine times an array's memory.
 _TEXTS_AT_ONCE = 10_000
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class EncodedCorpus:
-    """A parallel corpus as token ids, without `<bos>` and `<eos>`."""
+    """Parallel corpus as token ids, without `<bos>` and `<eos>`."""
 
     source: TokenSequences  # ids of the source sentences
     target: TokenSequences  # ids of the target sentences
-    # 1-based line of every pair where it was read, `[num_pairs]`.
+    # 1-based line of every pair in its file, `[num_pairs]`.
     line_numbers: Int64[np.ndarray, "num_pairs"]
-    name: str  # what messages call the corpus
+    name: str  # name of the corpus in messages
 
     def __len__(self) -> int:
         return len(self.line_numbers)
 
     def within(self, max_tokens: int) -> tuple["EncodedCorpus", int]:
-        """Drop the pairs with a side longer than `max_tokens`, `<bos>` and `<eos>` not counted."""
+        """Drop pairs with a sentence longer than `max_tokens` without `<bos>` and `<eos>`.
+
+        Returns the remaining pairs, and the number of dropped pairs.
+        """
         keep = np.maximum(self.source.lengths, self.target.lengths) <= max_tokens
         rest = EncodedCorpus(
             self.source.where(keep), self.target.where(keep), self.line_numbers[keep], self.name
@@ -49,7 +52,8 @@ class EncodedCorpus:
 def encode_corpus(
     corpus: ParallelCorpus, tokenizers: TokenizerPair, *, cache_folder: Path | None
 ) -> EncodedCorpus:
-    """Tokenize a corpus, or find it tokenized from an earlier run."""
+    """Tokenize a corpus, or read its tokens from the cache."""
+    # The name of a cache file is a hash of texts and tokenizers.
     if cache_folder is None:
         arrays = _encode_sides(corpus, tokenizers)
     else:
@@ -88,7 +92,7 @@ def _key_of(corpus: ParallelCorpus, tokenizers: TokenizerPair) -> str:
 
 
 def add_texts(digest: "hashlib._Hash", texts: Iterable[str]) -> None:
-    """Put texts into a digest, which then tells them from all others."""
+    """Add texts to a digest; different lists of texts give different input."""
     for text in texts:
         content = text.encode("utf-8")
         # Lengths keep ["ab", "c"] apart from ["a", "bc"].
@@ -97,7 +101,7 @@ def add_texts(digest: "hashlib._Hash", texts: Iterable[str]) -> None:
 
 
 def _read_cache(path: Path) -> dict[str, np.ndarray] | None:
-    """The arrays of a file that was written; None where there is nothing, or nothing sound."""
+    """Read the arrays of a cache file; None if the file is missing or damaged."""
     if not path.is_file():
         return None
     try:
@@ -106,7 +110,7 @@ def _read_cache(path: Path) -> dict[str, np.ndarray] | None:
             expected = (file.metadata() or {}).get("sha256")
     except (SafetensorError, OSError):
         return None
-    # A flipped bit would pass as another token; only the digest shows it.
+    # Only the digest detects a flipped bit: it would be another token.
     return arrays if _digest_of_arrays(arrays) == expected else None
 
 

@@ -1,11 +1,11 @@
-"""An endless German → English corpus of numbers, dates, times of day and sums of money in words.
+"""Endless German → English corpus of numbers, dates, times of day and sums of money in words.
 
-It needs no download, is the same on every machine, and still asks for what attention is for: German
-puts the units before the tens ("dreiundzwanzig", "twenty-three"), the coming hour before the half
-("halb vier", "half past three") and the verb last ("…, dass der Zug um halb vier ankommt").
+The corpus is generated, the same on every machine, and requires attention: German puts the units before the
+tens ("dreiundzwanzig", "twenty-three"), names the next hour with the half ("halb vier", "half past three"),
+and puts the verb last ("…, dass der Zug um halb vier ankommt").
 
 Every German sentence has exactly one English translation, so exact match is a fair measure. A hash of
-the German sentence alone decides its part, so a test sentence can never be a training sentence.
+the German sentence alone decides its part, so a test sentence is never a training sentence.
 """
 
 import hashlib
@@ -38,18 +38,18 @@ from triptych.training.corpora.tasks import TASKS
 PARTS = ("train", "valid", "test")
 GERMAN_ENGLISH = "german-english"
 
-# Tenths of the hash space; the rest is train.
+# Tenths of the hash space; the other tenths are training pairs.
 _VALID_TENTH = 8
 _TEST_TENTH = 9
 
-# A tenth of all draws belongs to each evaluation part. When forty draws for every sentence wanted do
-# not suffice, the part is running out of new sentences.
+# A tenth of all draws belongs to each evaluation part. If forty draws per requested sentence are too few, the
+# part is nearly exhausted.
 _DRAWS_PER_SENTENCE = 40
 _MIN_DRAWS = 1000
 
 
 def generate_pairs(count: int, part: str, seed: int, task: str = GERMAN_ENGLISH) -> list[TextPair]:
-    """Draw sentence pairs of one part of a corpus."""
+    """Draw sentence pairs of one part of a corpus; sentences of the evaluation parts are distinct."""
     if task == GERMAN_ENGLISH:
         require_extra("demo", "num2words", what="generated text")
         return _collect_pairs(_draw_pair, count, part, seed)
@@ -59,14 +59,14 @@ def generate_pairs(count: int, part: str, seed: int, task: str = GERMAN_ENGLISH)
 
 
 def part_of(source: str) -> str:
-    """The part a source sentence belongs to, whatever the seed."""
+    """Return the part of a source sentence; it does not depend on the seed."""
     digest = hashlib.blake2b(source.encode("utf-8"), digest_size=8).digest()
     tenth = int.from_bytes(digest, "big") % 10
     return {_VALID_TENTH: "valid", _TEST_TENTH: "test"}.get(tenth, "train")
 
 
 def example_pairs() -> list[TextPair]:
-    """A few fixed test pairs, one for each thing that is hard about this corpus."""
+    """Return a few fixed test pairs, one for each difficulty of this corpus."""
     return [*pairs_of("examples")]
 
 
@@ -109,13 +109,13 @@ _WARES = rows_of("wares")
 
 
 def _fill_sentence(template: TextPair, pieces: Mapping[str, TextPair]) -> TextPair:
-    """A template with its places filled, begun with a capital."""
+    """Fill a template, and begin with a capital letter."""
     german, english = fill_in(template, pieces)
     return _tidy_sentence(german), _tidy_sentence(english)
 
 
 def _tidy_sentence(text: str) -> str:
-    """Begin with a capital, and end the apposition of a date where the clause ends anyway."""
+    """Begin with a capital letter, and drop an apposition's closing comma before other punctuation."""
     for doubled in (",.", ",?", ",,"):
         text = text.replace(doubled, doubled[1])
     return text[0].upper() + text[1:]
@@ -148,7 +148,7 @@ def _draw_calendar(rng: Random) -> TextPair:
         "weekday": WEEKDAYS[when.weekday()],
         "year": spell_year(when.year),
     }
-    # The first three have few sentences to give, the last one very many.
+    # The first three templates have few sentences, the last template very many.
     (template,) = rng.choices(pairs_of("calendars"), (1, 1, 1, 3, 6))
     return _fill_sentence(template, pieces)
 
@@ -204,7 +204,7 @@ def _draw_price(rng: Random) -> TextPair:
 
 
 def _draw_phrase(rng: Random) -> TextPair:
-    """No sentence at all: the bare number, time, day or sum, in lower case and without a full stop."""
+    """Draw a phrase: a bare number, time, day or sum, in lower case and without a full stop."""
     kind = rng.random()
     if kind < 0.45:
         return spell_cardinal(draw_number(rng))
@@ -216,7 +216,7 @@ def _draw_phrase(rng: Random) -> TextPair:
     return f"der {day_de}", f"the {day_en}"
 
 
-# How often each kind is drawn, in hundredths.
+# Weight of each kind of sentence, in hundredths.
 _KINDS: dict[Callable[[Random], TextPair], int] = {
     _draw_phrase: 14,
     _draw_event: 28,
@@ -230,6 +230,6 @@ _KINDS: dict[Callable[[Random], TextPair], int] = {
 
 
 def _draw_pair(rng: Random) -> TextPair:
-    """Draw from the whole corpus, whatever the part."""
+    """Draw a pair of any part of the corpus."""
     (draw,) = rng.choices(tuple(_KINDS), tuple(_KINDS.values()))
     return draw(rng)

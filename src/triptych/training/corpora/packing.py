@@ -1,4 +1,4 @@
-"""Batches for language models: documents end to end, cut into rows of one length."""
+"""Batches for language models: concatenated documents, cut into rows of equal length."""
 
 from dataclasses import dataclass, replace
 from typing import final
@@ -20,13 +20,12 @@ NOT_COUNTED = -1
 class LanguageBatch:
     """Rows of tokens and their targets."""
 
-    ids: Int[Tensor, "batch context"]  # what the model reads
-    # The token to predict at each position; -1 where the loss leaves it out.
+    ids: Int[Tensor, "batch context"]  # input ids
+    # Token to predict at each position; -1 for positions without a loss.
     targets: Int[Tensor, "batch context"]
-    # For attention within documents, the position in the row at which each token's document begins; None for
-    # attention across documents.
+    # Position in the row of the first token of each token's document; None for attention across documents.
     starts: Int[Tensor, "batch context"] | None
-    num_target_tokens: int  # targets that the loss counts
+    num_target_tokens: int  # number of targets with a loss
 
     @property
     def positions(self) -> Int[Tensor, "batch context"] | None:
@@ -37,20 +36,20 @@ class LanguageBatch:
 
     @property
     def mask(self) -> Bool[Tensor, "batch 1 context context"] | None:
-        """Pairs of tokens of one document; None for attention across documents. Causality is the model's."""
+        """Mask, True within a document, without causality; None for attention across documents."""
         if self.starts is None:
             return None
         return (self.starts[:, :, None] == self.starts[:, None, :])[:, None]
 
     def pinned(self) -> "LanguageBatch":
-        """A copy in page-locked memory, from which a GPU takes it while the CPU goes on."""
+        """Copy the batch to page-locked memory for asynchronous transfers to a GPU."""
         starts = None if self.starts is None else self.starts.pin_memory()
         return replace(self, ids=self.ids.pin_memory(), targets=self.targets.pin_memory(), starts=starts)
 
 
 @final
 class PackedBatches:
-    """Cuts a corpus into rows of `context` tokens; targets are the tokens that follow, or that are hidden."""
+    """Batches of a corpus in rows of `context` tokens; targets are the next tokens, or masked tokens."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class PackedBatches:
         shuffle: bool = True,
         masking: Masking | None = None,
     ) -> None:
-        self._ahead = 1 if masking is None else 0  # tokens behind a row that its targets need
+        self._ahead = 1 if masking is None else 0  # tokens after a row needed for its targets
         if shards.num_tokens < 1 + self._ahead:
             state = "is empty" if masking else "has fewer than two tokens"
             raise UsageError(f"the corpus in {shards.folder} {state}; give more text")
@@ -74,11 +73,12 @@ class PackedBatches:
         self._shuffle = shuffle
         self._within_documents = within_documents
         self._masking = masking
-        # With a masking, an index is the number of the epoch and of the place, as one.
+        # With masking, an index encodes epoch and start: the masked tokens differ in every epoch.
         self._stride = shards.num_tokens + context
 
     def plan(self, epoch: int) -> list[Int64[np.ndarray, "batch"]]:
-        """What `collate` makes each batch of an epoch of: the places at which its rows begin."""
+        """Return the start positions of the rows of each batch of an epoch, as indices for `collate`."""
+        # Shuffled epochs shift all rows by a random offset, so that rows differ between epochs.
         starts = np.arange(0, self._shards.num_tokens - self._ahead, self._context)
         if self._shuffle:
             generator = np.random.default_rng([self._seed, epoch])
@@ -96,7 +96,7 @@ class PackedBatches:
         ids = np.full(shape, 0 if masking is None else masking.fill_id, dtype=np.int64)
         targets = np.full(shape, NOT_COUNTED, dtype=np.int64)
         starts = np.zeros(shape, dtype=np.int64)
-        # Nothing may attend to what fills a row up; where tokens follow one another, causality sees to it.
+        # Tokens must not attend to padding at the end of a row. Causality ensures it for next-token targets.
         has_starts = self._within_documents
         for row, index in enumerate(indices.tolist()):
             epoch, place = (0, index) if masking is None else divmod(index, self._stride)
@@ -125,7 +125,7 @@ class PackedBatches:
 
     @property
     def num_target_tokens(self) -> int:
-        """Tokens of one pass that are learned from; with a masking, about how many."""
+        """Number of target tokens of one epoch; with masking, the expected number."""
         if self._masking is not None:
             return max(1, round(self._masking.share * self._shards.num_tokens))
         return self._shards.num_tokens - (self._shards.num_documents if self._within_documents else 1)
@@ -134,6 +134,6 @@ class PackedBatches:
 def _starts_of(
     inside: Int64[np.ndarray, "num_inside"], length: int, context: int
 ) -> Int64[np.ndarray, "context"]:
-    """Where the document of each place of a row begins; what fills it up is one of its own."""
+    """Return the start of each position's document in a row; padding counts as a separate document."""
     bounds = np.concatenate([[0], inside, [length] if length < context else []]).astype(np.int64)
     return bounds[np.searchsorted(bounds, np.arange(context), side="right") - 1]

@@ -13,9 +13,9 @@ from triptych.errors import UsageError
 from triptych.running.text.sequences import TokenSequences
 from triptych.training.corpora.encoded import EncodedCorpus
 
-# What one more batch may cost in padding, as a share of the budget. On Multi30k and 4,096 tokens, shares of
-# 1/16, 1/14, 1/8 and 1 leave 2.3, 2.4, 2.6 and 3.1 % of padding in 130, 128, 123 and 119 batches; 128 is what
-# full batches in order of the target come to. Fewer batches are fewer updates, and an epoch teaches less.
+# Cost of one more batch in tokens of padding, as a share of the budget. On Multi30k with 4,096 tokens, shares
+# of 1/16, 1/14, 1/8 and 1 give 2.3, 2.4, 2.6 and 3.1 % of padding in 130, 128, 123 and 119 batches. Full
+# batches in order of target length are 128. Fewer batches mean fewer updates, and an epoch trains less.
 _PRICE_OF_A_BATCH = 1 / 14
 
 
@@ -25,20 +25,20 @@ class Batch:
     """Sentence pairs as padded tensors for teacher forcing."""
 
     src: Int[Tensor, "batch src_len"]  # source ids, then `<eos>`
-    tgt_in: Int[Tensor, "batch tgt_len"]  # `<bos>`, then target ids: what the decoder reads
-    tgt_out: Int[Tensor, "batch tgt_len"]  # target ids, then `<eos>`: what it should predict
-    line_numbers: tuple[int, ...]  # 1-based line of each pair where it was read
-    num_target_tokens: int  # entries of `tgt_out` that are not padding
+    tgt_in: Int[Tensor, "batch tgt_len"]  # `<bos>`, then target ids: input of the decoder
+    tgt_out: Int[Tensor, "batch tgt_len"]  # target ids, then `<eos>`: labels
+    line_numbers: tuple[int, ...]  # 1-based line of each pair in its file
+    num_target_tokens: int  # number of entries of `tgt_out` without padding
 
     def pinned(self) -> "Batch":
-        """A copy in page-locked memory, from which a GPU takes it while the CPU goes on."""
+        """Copy the batch to page-locked memory for asynchronous transfers to a GPU."""
         src, tgt_in, tgt_out = (side.pin_memory() for side in (self.src, self.tgt_in, self.tgt_out))
         return replace(self, src=src, tgt_in=tgt_in, tgt_out=tgt_out)
 
 
 @final
 class TokenBatches:
-    """Cuts a corpus into batches whose padded size on each side stays within a budget."""
+    """Batches of a corpus; the padded sizes of source and target stay within a budget of tokens."""
 
     def __init__(
         self,
@@ -60,6 +60,7 @@ class TokenBatches:
         self._eos_id = eos_id
         self._src_lengths = corpus.source.lengths + 1
         self._tgt_lengths = corpus.target.lengths + 1
+        # Sorting by these keys brings pairs of similar lengths together.
         self._places = _places(self._src_lengths, self._tgt_lengths)
         longest = np.maximum(self._src_lengths, self._tgt_lengths)
         past = np.flatnonzero(longest > max_tokens)
@@ -72,17 +73,21 @@ class TokenBatches:
             )
 
     def plan(self, epoch: int) -> list[Int64[np.ndarray, "batch"]]:
-        """Which pairs make up each batch of an epoch: a function of corpus, budget, seed and epoch alone."""
+        """Return the indices of the pairs in each batch of an epoch.
+
+        The plan depends only on corpus, budget, seed and epoch.
+        """
         if not self._shuffle:
             return self._cut(np.argsort(self._places, kind="stable"))
         generator = np.random.default_rng([self._seed, epoch])
         shuffled = generator.permutation(len(self._corpus))
-        # A stable sort leaves pairs of equal lengths in shuffled order.
+        # A stable sort keeps pairs of equal lengths in shuffled order.
         batches = self._cut(shuffled[np.argsort(self._places[shuffled], kind="stable")])
         return [batches[index] for index in generator.permutation(len(batches))]
 
     def collate(self, indices: Int64[np.ndarray, "batch"]) -> Batch:
         """Make the tensors of one batch of a plan."""
+        # Lengths include the end token, which replaces the last entry of padding in each row.
         src = self._pad(self._corpus.source, self._src_lengths, indices, start=0)
         tgt_out = self._pad(self._corpus.target, self._tgt_lengths, indices, start=0)
         tgt_in = self._pad(self._corpus.target, self._tgt_lengths, indices, start=1)
@@ -100,11 +105,11 @@ class TokenBatches:
 
     @property
     def num_target_tokens(self) -> int:
-        """Tokens of one pass that are learned from, ends of sentence included."""
+        """Number of target tokens of one epoch, `<eos>` included."""
         return int(self._tgt_lengths.sum())
 
     def padding_waste(self, epoch: int) -> float:
-        """Share of padding among the entries of `src` and `tgt_out` over an epoch, from 0 up to 1."""
+        """Return the share of padding in `src` and `tgt_out` over an epoch, in [0, 1)."""
         num_slots = sum(
             len(batch) * int(self._src_lengths[batch].max() + self._tgt_lengths[batch].max())
             for batch in self.plan(epoch)
@@ -112,7 +117,8 @@ class TokenBatches:
         return 1.0 - int(self._src_lengths.sum() + self._tgt_lengths.sum()) / num_slots
 
     def _cut(self, order: Int64[np.ndarray, "num_pairs"]) -> list[Int64[np.ndarray, "batch"]]:
-        """Cut the order into batches, each where it costs the least per token that is no padding."""
+        """Cut the sorted pairs into batches, greedily with the least cost per real token."""
+        # cost = (padded source + padded target + price of a batch) / real tokens, for every size of the batch
         src_lengths = self._src_lengths[order]
         tgt_lengths = self._tgt_lengths[order]
         price = self._max_tokens * _PRICE_OF_A_BATCH
@@ -127,7 +133,7 @@ class TokenBatches:
             sizes = np.arange(1, len(src) + 1)
             costs = (sizes * (src_width + tgt_width) + price) / np.cumsum(src + tgt)
             costs[sizes * np.maximum(src_width, tgt_width) > self._max_tokens] = np.inf
-            bounds.append(start + len(src) - int(np.argmin(costs[::-1])))  # the largest of equals
+            bounds.append(start + len(src) - int(np.argmin(costs[::-1])))  # the last minimum
         return [order[start:end] for start, end in pairwise(bounds)]
 
     def _pad(
@@ -138,24 +144,24 @@ class TokenBatches:
         *,
         start: int,
     ) -> Int64[np.ndarray, "batch length"]:
-        """The sequences as rows of padding, each begun at column `start`."""
+        """Return the sequences as padded rows; ids begin at column `start`."""
         width = int(lengths[indices].max())
         padded = np.full((len(indices), width), self._pad_id, dtype=np.int64)
         num_ids = lengths[indices] - 1
         ends = np.cumsum(num_ids)
-        # The ids of all rows, end to end, as a mask over the rows takes them.
+        # Positions of all rows' ids in one array, in the row-major order of the mask below.
         flat = np.arange(ends[-1]) + np.repeat(sequences.offsets[indices] - (ends - num_ids), num_ids)
         padded[:, start : start + width - 1][np.arange(width - 1) < num_ids[:, None]] = sequences.ids[flat]
         return padded
 
 
-# The longer side counts first, since it uses up the budget; among pairs alike in it, the difference of the
-# sides, upwards and downwards by turns.
+# The first key is the longer of the two lengths, since it uses the budget. The second key is the difference
+# of the lengths, ascending for odd and descending for even first keys.
 def _places(
     src_lengths: Int64[np.ndarray, "num_pairs"], tgt_lengths: Int64[np.ndarray, "num_pairs"]
 ) -> Int64[np.ndarray, "num_pairs"]:
-    """A number for each pair of lengths; in order of it, neighbours are alike in both."""
+    """Return a sort key for each pair of lengths; neighbours in its order are similar in both lengths."""
     longer = np.maximum(src_lengths, tgt_lengths)
     difference = src_lengths - tgt_lengths
-    spacing = 2 * int(longer.max(initial=0))  # a difference is less than half of it
+    spacing = 2 * int(longer.max(initial=0))  # absolute differences are less than half of the spacing
     return np.asarray(longer * spacing + np.where(longer % 2, difference, -difference))

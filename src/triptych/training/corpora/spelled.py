@@ -1,7 +1,7 @@
-"""Numbers, times of day, dates and sums of money in words, German and English side by side.
+"""German and English words for numbers, times of day, dates and sums of money.
 
-Cardinals, ordinals and years are spelled by num2words, of the extra `[demo]`; other words and the templates
-of sentences are in `german_english.toml`.
+num2words, of the extra `[demo]`, spells cardinals, ordinals and years. Other words and the templates of
+sentences are in `german_english.toml`.
 """
 
 import tomllib
@@ -12,14 +12,14 @@ from pathlib import Path
 from random import Random
 
 TextPair = tuple[str, str]
-"""A German text and its English translation."""
+"""German text and its English translation."""
 
 _TABLES = tomllib.loads(Path(__file__).with_name("german_english.toml").read_text(encoding="utf-8"))
 
 
 @cache
 def rows_of(table: str) -> tuple[tuple[str, ...], ...]:
-    """The cells of a table, by rows."""
+    """Return the cells of a table by rows."""
     return tuple(tuple(map(str.strip, line.split("|"))) for line in _TABLES[table].strip().splitlines())
 
 
@@ -29,7 +29,7 @@ def pairs_of(table: str) -> tuple[TextPair, ...]:
 
 
 def fill_in(template: TextPair, pieces: Mapping[str, TextPair]) -> TextPair:
-    """A template with its places filled; both sides of it name them alike."""
+    """Fill a template; German and English use the same field names."""
     german = template[0].format_map({name: piece[0] for name, piece in pieces.items()})
     english = template[1].format_map({name: piece[1] for name, piece in pieces.items()})
     return german, english
@@ -50,8 +50,8 @@ def spell_cardinal(number: int) -> TextPair:
     thousands, rest = divmod(number, 1000)
     if not thousands:
         return _spell(rest, "cardinal")
-    # num2words writes "einhunderteinstausend" for 101,000 and an English comma after the thousands that
-    # would look like the end of a clause; joining the halves here settles both and keeps the cache small.
+    # num2words writes "einhunderteinstausend" for 101,000, and in English a comma after the thousands, as at
+    # the end of a clause. Joining the two halves here avoids these forms, and keeps the cache small.
     german, english = _spell(thousands, "cardinal")
     if german.endswith("eins"):
         german = german.removesuffix("s")
@@ -63,17 +63,17 @@ def spell_cardinal(number: int) -> TextPair:
 
 
 def spell_year(year: int) -> TextPair:
-    """A year as a date has it: 1984 is nineteen eighty-four."""
+    """Spell a year of a date: 1984 is nineteen eighty-four."""
     return _spell(year, "year")
 
 
 def spell_ordinal(number: int) -> TextPair:
-    """Spell an ordinal; the German one in the nominative after an article ("dritte")."""
+    """Spell an ordinal; the German ordinal is in the nominative after an article ("dritte")."""
     return _spell(number, "ordinal")
 
 
 def draw_number(rng: Random, low: int = 1, max_digits: int = 6) -> int:
-    """Draw a number whose length is drawn first: uniform numbers would nearly all have six digits."""
+    """Draw a number, beginning with its length: nearly all uniform integers would have six digits."""
     (num_digits,) = rng.choices(range(1, max_digits + 1), (3, 6, 5, 3, 2, 2)[:max_digits])
     number = rng.randrange(10 ** (num_digits - 1), 10**num_digits)
     if num_digits >= 3 and rng.random() < 0.15:
@@ -82,7 +82,7 @@ def draw_number(rng: Random, low: int = 1, max_digits: int = 6) -> int:
 
 
 def draw_amount(rng: Random, low: int = 1, max_digits: int = 6) -> int:
-    """Draw a number before a noun; German is undecided about 101, 201 …, which are left out."""
+    """Draw a number before a noun, without 101, 201 …: their German form varies."""
     number = draw_number(rng, low, max_digits)
     return number + 1 if number > 1 and number % 100 == 1 else number
 
@@ -101,7 +101,8 @@ _BEFORE = ("{count} vor {next}", "{count} to {next}")
 
 
 def spell_clock(hour: int, minute: int) -> TextPair:
-    """The time as people say it. 1 ≤ hour ≤ 12; "Minuten" appears unless minute is a round one."""
+    """Spell a time in colloquial form, 1 ≤ hour ≤ 12; "Minuten" is left out for multiples of five."""
+    # German counts from the half hour near it, and names the next hour: "fünf vor halb vier" is 3:25.
     this = spell_cardinal(hour)
     if minute == 0:
         return f"{'ein' if hour == 1 else this[0]} Uhr", f"{this[1]} o'clock"
@@ -116,7 +117,7 @@ def spell_clock(hour: int, minute: int) -> TextPair:
 
 
 def spell_timetable(hour: int, minute: int) -> TextPair:
-    """The time as a timetable has it. 1 ≤ hour ≤ 23; a full hour only from 13, as below it is a clock's."""
+    """Spell a time in timetable form, 1 ≤ hour ≤ 23; full hours only from 13 (else `spell_clock`)."""
     hour_de, hour_en = spell_cardinal(hour)
     if hour % 10 == 1 and hour != 11:
         hour_de = hour_de.removesuffix("s")
@@ -127,7 +128,7 @@ def spell_timetable(hour: int, minute: int) -> TextPair:
 
 
 def draw_time(rng: Random) -> TextPair:
-    """A time of day, in one of the ways people say it."""
+    """Draw a time of day in a random form."""
     kind = rng.random()
     if kind < 0.35:
         return spell_clock(rng.randint(1, 12), rng.choice((0, 15, 25, 30, 30, 35, 45)))
@@ -160,13 +161,16 @@ def month_of(when: date) -> TextPair:
 
 
 def spell_day(when: date, case: str) -> TextPair:
-    """Day and month: ("dritte Mai", "third of May"); the German ordinal takes -n unless nominative."""
+    """Spell day and month ("dritte Mai", "third of May"); the German ordinal ends in -n unless nominative."""
     german = "{day} {month}" if case == "nominative" else "{day}n {month}"
     return fill_in((german, "{day} of {month}"), {"day": spell_ordinal(when.day), "month": month_of(when)})
 
 
 def spell_on_day(when: date, *, weekday: int | None = None, year: bool = False) -> TextPair:
-    """A day after its preposition; with a weekday an apposition, whose closing comma `_tidy` may drop."""
+    """Spell a day after its preposition.
+
+    With a weekday, the day is an apposition; `_tidy_sentence` may drop its closing comma.
+    """
     day = spell_day(when, "dative")
     if year:
         day = fill_in(("{day} {year}", "{day} {year}"), {"day": day, "year": spell_year(when.year)})
@@ -177,19 +181,19 @@ def spell_on_day(when: date, *, weekday: int | None = None, year: bool = False) 
 
 
 def draw_day_of_year(rng: Random) -> date:
-    """Any day of a leap year."""
+    """Draw a day of a leap year."""
     return date.fromordinal(date(_LEAP_YEAR, 1, 1).toordinal() + rng.randrange(366))
 
 
 def draw_date(rng: Random, first_year: int = 1700, last_year: int = 2025) -> date:
-    """Any day from the first year to the last."""
+    """Draw a day from the first year to the last."""
     first = date(first_year, 1, 1)
     last = date(last_year, 12, 31)
     return date.fromordinal(rng.randint(first.toordinal(), last.toordinal()))
 
 
 def draw_past(rng: Random) -> TextPair:
-    """A date with its year; the weekday, if any, is the true one."""
+    """Draw a past date with its year; a weekday is correct for the date."""
     when = draw_date(rng)
     kind = rng.random()
     if kind < 0.4:
@@ -199,7 +203,7 @@ def draw_past(rng: Random) -> TextPair:
 
 
 def draw_when(rng: Random) -> TextPair:
-    """A time, a day, or both: the German day comes first, the English one last."""
+    """Draw a time, a day, or a time and a day; the day is first in German and last in English."""
     time = draw_time(rng)
     when = draw_day_of_year(rng)
     weekday = rng.randrange(7)
@@ -215,9 +219,9 @@ def draw_when(rng: Random) -> TextPair:
 
 # --- money -------------------------------------------------------------------------------------------
 
-Unit = tuple[str, ...]  # a row of the table
+Unit = tuple[str, ...]  # row of the table
 _UNITS = rows_of("units")
-# The larger unit of each, and its hundredth.
+# Pairs of a currency's unit and its hundredth.
 EURO, DOLLAR, POUND, FRANC = _CURRENCIES = tuple(zip(_UNITS[::2], _UNITS[1::2], strict=True))
 
 
@@ -244,7 +248,7 @@ def spell_money(
 
 
 def draw_money(rng: Random, case: str) -> TextPair:
-    """A sum of money, in the German case given: nominative or accusative."""
+    """Draw a sum of money in a German case, nominative or accusative."""
     currency = rng.choice(_CURRENCIES) if rng.random() < 0.6 else EURO
     kind = rng.random()
     if kind < 0.5:

@@ -1,19 +1,19 @@
-"""Small synthetic tasks as sentence pairs, each of which asks one thing of attention.
+"""Small synthetic tasks as sentence pairs; each task tests one ability of attention.
 
-Words are parted by spaces, and a tokenizer with room for all of them has a token for each. What a source
-asks has one answer, so exact match is a fair measure.
+Words are separated by spaces, and a large enough tokenizer has a token for every word. A source has exactly
+one answer, so exact match is a fair measure.
 
 | task | source | target |
 |---|---|---|
-| copy | letters | the same |
-| reverse | letters | from the last to the first |
-| sort | letters | in the order of the alphabet |
+| copy | letters | the same letters |
+| reverse | letters | the letters in reverse order |
+| sort | letters | the letters in alphabetical order |
 | recall | six words of a key and a value, then the keys in another order | the value of each of these keys |
 | ring | six names in two rings of three, each with a content | for each name, what its successor carries |
 | modular-addition | two residues modulo 59 | their sum |
 
-Recall is associative recall with several questions (Arora et al. 2023, arXiv 2312.04927); modular addition is
-from Power et al. 2022 (arXiv 2201.02177); the ring is that of `docs/explanation/questions/one-matrix.md`.
+Recall is associative recall with several questions (Arora et al. 2023, arXiv 2312.04927). Modular addition is
+from Power et al. 2022 (arXiv 2201.02177). The ring is from `docs/explanation/questions/one-matrix.md`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -51,7 +51,7 @@ def _draw_recall(rng: Random) -> TextPair:
 
 
 def _draw_ring(rng: Random) -> TextPair:
-    """Names come in random order: the place of a name says nothing of its successor's."""
+    """Draw a ring with names in random order: a name's position is independent of its successor's."""
     names = rng.sample(range(len(_NAMES)), len(_NAMES))
     contents = dict(zip(names, rng.sample(_CONTENTS, len(names)), strict=True))
     successors = [name - name % _RING + (name + 1) % _RING for name in names]
@@ -65,9 +65,9 @@ def _draw_modular_addition(rng: Random) -> TextPair:
     return f"{one} {other}", str((one + other) % _MODULUS)
 
 
-# The names that a recipe uses; a test compares the two.
+# Names of the tasks in a recipe; a test compares them with `TASKS`.
 Task = Literal["copy", "reverse", "sort", "recall", "ring", "modular-addition"]
-# What draws a pair, by name.
+# Functions that draw a pair, by name of the task.
 TASKS: Mapping[str, Callable[[Random], TextPair]] = {
     "copy": _of_letters(list),
     "reverse": _of_letters(reversed),

@@ -1,4 +1,4 @@
-"""Tokens of a corpus on the disk, mapped into memory: a corpus may be larger than memory."""
+"""Tokens of a corpus in memory-mapped files on the disk; a corpus may be larger than memory."""
 
 import hashlib
 from bisect import bisect_right
@@ -27,7 +27,7 @@ from triptych.running.text.tokenizers import Tokenizer
 TOKENS_PER_SHARD = 1 << 24
 
 _INDEX = "shards.json"
-# What goes to the tokenizer at once. Its threads share it out by parts.
+# Size of a call of the tokenizer; its threads divide the call by parts.
 _CHARACTERS_AT_ONCE = 1 << 21
 _PARTS_AT_ONCE = 10_000
 _MOST_MAPPED = 16
@@ -41,45 +41,45 @@ class _FrozenModel(BaseModel):
 
 @final
 class ShardRecord(_FrozenModel):
-    """What is in a shard."""
+    """Record of a shard."""
 
-    num_tokens: int = Field(ge=0)  # in it
-    num_documents: int = Field(ge=0)  # that begin in it
-    num_bytes: int = Field(ge=0)  # of the text, in UTF-8
-    num_parts: int = Field(ge=0)  # parts of documents that this shard and those before it are made of
-    ends_document: bool  # whether the next shard begins with another document
+    num_tokens: int = Field(ge=0)  # number of tokens
+    num_documents: int = Field(ge=0)  # number of documents with their first token in the shard
+    num_bytes: int = Field(ge=0)  # size of the text in UTF-8
+    num_parts: int = Field(ge=0)  # parts of documents up to the end of this shard, from the first shard
+    ends_document: bool  # True if the next shard begins with another document
 
 
 @final
 class ShardIndex(_FrozenModel):
-    """What is in a folder of shards; written last."""
+    """Index of a folder of shards, written last."""
 
-    format: Literal["triptych token shards 1"] = _FORMAT  # of the folder
-    dtype: Literal["<u2", "<u4"]  # how a token is stored
-    vocab_size: int = Field(ge=1)  # of the tokenizer; every token is below it
-    shards: tuple[ShardRecord, ...]  # in order
+    format: Literal["triptych token shards 1"] = _FORMAT  # format of the folder
+    dtype: Literal["<u2", "<u4"]  # dtype of the stored tokens
+    vocab_size: int = Field(ge=1)  # size of the tokenizer's vocabulary; tokens are below it
+    shards: tuple[ShardRecord, ...]  # records in order
 
 
 @final
 class TokenShards:
-    """The tokens of a corpus, document behind document, each with its special tokens and its end."""
+    """Tokens of a corpus: concatenated documents with their special tokens and end tokens."""
 
     def __init__(self, index: ShardIndex, folder: Path) -> None:
         self.index = index
         self.folder = folder
-        self.num_tokens = sum(record.num_tokens for record in index.shards)  # special ones included
-        self.num_documents = sum(record.num_documents for record in index.shards)  # that have a token
-        self.num_bytes = sum(record.num_bytes for record in index.shards)  # of the text in UTF-8
+        self.num_tokens = sum(record.num_tokens for record in index.shards)  # with special tokens
+        self.num_documents = sum(record.num_documents for record in index.shards)  # without empty documents
+        self.num_bytes = sum(record.num_bytes for record in index.shards)  # size of the text in UTF-8
         self._ends = list(accumulate(record.num_tokens for record in index.shards))
         self._mapped = lru_cache(_MOST_MAPPED)(self._map)
 
     @property
     def bytes_per_token(self) -> float:
-        """Size of the text over the number of tokens: nats per token over this and ln 2 are bits per byte."""
+        """Bytes of text per token. Bits per byte are nats per token / (bytes per token · ln 2)."""
         return self.num_bytes / self.num_tokens
 
     def share_of(self, token: int | None, most: int = 1 << 24) -> float:
-        """Return the share of a token among the first ones, at most this many; 0 for None."""
+        """Return the share of a token among the first `most` tokens; 0 for None."""
         count = 0
         seen = min(self.num_tokens, most)
         for start in range(0, 0 if token is None else seen, _COUNTED_AT_A_TIME):
@@ -88,12 +88,12 @@ class TokenShards:
         return count / max(1, seen)
 
     def tokens(self, start: int, stop: int) -> Int32[np.ndarray, "length"]:
-        """A copy of the tokens from `start` up to `stop`."""
+        """Return a copy of the tokens from `start` up to `stop`."""
         parts = (self._mapped(shard)[0][low:high] for shard, low, high in self._cut(start, stop))
         return np.concatenate([np.zeros(0, np.int32), *(part.astype(np.int32) for part in parts)])
 
     def starts_within(self, start: int, stop: int) -> Int64[np.ndarray, "num_starts"]:
-        """The starts of documents from `start` up to `stop`, in order."""
+        """Return the starts of documents from `start` up to `stop`, ascending."""
         found = [np.zeros(0, np.int64)]
         for shard, low, high in self._cut(start, stop):
             starts = self._mapped(shard)[1]
@@ -102,7 +102,7 @@ class TokenShards:
         return np.concatenate(found)
 
     def _cut(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The shards that a range is in, with its part of each."""
+        """Yield shard, start and stop within the shard for each shard of a range."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise ValueError(f"{start} to {stop} is not within the {self.num_tokens} tokens of {self.folder}")
         shard = bisect_right(self._ends, start)
@@ -117,7 +117,7 @@ class TokenShards:
         return self._ends[shard] - self.index.shards[shard].num_tokens
 
     def _map(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and starts of a shard, mapped into memory."""
+        """Map tokens and starts of a shard into memory."""
         record = self.index.shards[shard]
         return (
             _map_file(_path(self.folder, shard, "tokens"), self.index.dtype, record.num_tokens),
@@ -128,7 +128,7 @@ class TokenShards:
 def tokenize_corpus(
     spec: LanguageCorpusSpec, tokenizer: Tokenizer, *, cache_folder: Path, base: Path = Path()
 ) -> TokenShards:
-    """Tokenize a corpus, or find it tokenized from an earlier run."""
+    """Tokenize a corpus, or open its tokens in the cache."""
     digest = hashlib.sha256(_FORMAT.encode())
     for part in (fingerprint(spec, base=base), tokenizer.to_json()):
         digest.update(f"{len(part)} {part}".encode())
@@ -147,7 +147,8 @@ def write_shards(
     *,
     tokens_per_shard: int = TOKENS_PER_SHARD,
 ) -> TokenShards:
-    """Tokenize documents into shards; called again after a kill, it goes on after the last whole one."""
+    """Tokenize documents into shards; a repeated call resumes after the last complete shard."""
+    # The lock lets one process write; other processes then read the finished shards.
     folder.mkdir(parents=True, exist_ok=True)
     with hold_folder(folder):
         try:
@@ -159,7 +160,7 @@ def write_shards(
         records = _complete_shards(folder, dtype)
         num_done = records[-1].num_parts if records else 0
         parts = islice((TextPart(text) if isinstance(text, str) else text for text in texts), num_done, None)
-        frame = Frame.of(tokenizer)  # the tokens around every document
+        frame = Frame.of(tokenizer)  # special tokens around every document
         if not frame.after and tokenizer.eos_id is not None:
             frame = frame._replace(after=(tokenizer.eos_id,))
         groups = _grouped(parts)
@@ -173,7 +174,7 @@ def write_shards(
 
 
 def read_shards(folder: Path) -> TokenShards:
-    """The shards that `write_shards` wrote."""
+    """Open the shards of a folder, and check the sizes of their files."""
     path = folder / _INDEX
     try:
         index = ShardIndex.model_validate_json(path.read_bytes())
@@ -189,7 +190,7 @@ def read_shards(folder: Path) -> TokenShards:
 
 @final
 class _Shard:
-    """A shard while it is written."""
+    """Writer of a shard."""
 
     def __init__(self, tokenizer: Tokenizer, frame: Frame, dtype: str, before: ShardRecord | None) -> None:
         self._tokenizer = tokenizer
@@ -212,7 +213,8 @@ class _Shard:
     def write(
         self, folder: Path, number: int, groups: Iterable[list[TextPart]], tokens_per_shard: int
     ) -> None:
-        """Take groups until it is full, and write it; its record last."""
+        """Write groups of parts until the shard is full, and then its record."""
+        # A shard without a record is incomplete.
 
         def write_tokens(temporary: Path) -> None:
             with temporary.open("wb") as file:
@@ -226,6 +228,7 @@ class _Shard:
         write_text(_path(folder, number, "json"), self.record.model_dump_json())
 
     def _encode(self, group: list[TextPart]) -> np.ndarray:
+        # A document may consist of parts in several groups and shards: `_is_between` persists.
         sequences = []
         for part, ids in zip(group, self._tokenizer.encode([part.text for part in group]), strict=True):
             if self._is_between:
@@ -258,7 +261,7 @@ def _grouped(parts: Iterable[TextPart]) -> Iterator[list[TextPart]]:
 
 
 def _complete_shards(folder: Path, dtype: str) -> list[ShardRecord]:
-    """The shards from the first on that a process finished before it was killed."""
+    """Return the records of the complete shards before the first incomplete shard."""
     records: list[ShardRecord] = []
     while True:
         try:
@@ -271,7 +274,8 @@ def _complete_shards(folder: Path, dtype: str) -> list[ShardRecord]:
 
 
 def _damage(folder: Path, shard: int, record: ShardRecord, dtype: str) -> str | None:
-    """What is wrong with the files of a shard."""
+    """Describe missing or truncated files of a shard; None if they are complete."""
+    # Only sizes are compared: reading a large corpus would need minutes.
     wanted = {
         _path(folder, shard, "tokens"): record.num_tokens * np.dtype(dtype).itemsize,
         _path(folder, shard, "starts"): record.num_documents * 8,

@@ -1,4 +1,4 @@
-"""Training of tokenizers: of a translator's pair, and of a language model's."""
+"""Training of tokenizers for translators and language models."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ _BYTES = sorted(BYTE_OF, key=BYTE_OF.__getitem__)
 
 @final
 class TokenizerSpec(BaseModel):
-    """How to train the tokenizers.
+    """Specification of the tokenizers.
 
     Attributes:
         kind: "bpe", byte-pair encoding; "unigram", the unigram language model; for language models also
@@ -65,7 +65,7 @@ class TokenizerSpec(BaseModel):
 def train_tokenizers(
     spec: TokenizerSpec, source_texts: Iterable[str], target_texts: Iterable[str]
 ) -> TokenizerPair:
-    """Train the tokenizers of both sides; the same texts give the same tokenizers."""
+    """Train the tokenizers of source and target; the same texts give the same tokenizers."""
     if spec.kind not in ("bpe", "unigram"):
         raise UsageError(f'tokenizer.kind = "{spec.kind}" goes with language models; set "bpe" or "unigram"')
 
@@ -80,8 +80,8 @@ def train_tokenizers(
 
 def train_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> PretrainedTokenizer:
     """Train the tokenizer of a language model; the same texts give the same tokenizer."""
-    # All kinds but "characters" know every text. A character that the texts lack, or that `vocab_size` leaves
-    # out, becomes `<unk>`, which `decode` skips. `<eos>` ends a document, and begins a text (`bos_id`).
+    # All kinds except "characters" encode every text. A character outside the vocabulary becomes `<unk>`;
+    # `decode` skips it. `<eos>` ends a document, and begins a text (`bos_id`).
     special = _SPECIAL
     match spec.kind:
         case "bytes":
@@ -96,7 +96,7 @@ def train_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> PretrainedToke
             inner.decoder = decoders.Fuse()
         case _:
             inner = _train_pieces(spec, texts, _gpt2_like, _SPECIAL)
-    # A piece has the space before it, and so has the mask that replaces one.
+    # A piece includes the space before it, and so does the mask token in place of a piece (`lstrip`).
     mask = tokenizers.AddedToken(_MASK, lstrip=spec.kind in ("bpe", "unigram"))
     inner.add_special_tokens([mask if token == _MASK else token for token in special])
     names = {"pad_token": _PAD, "bos_token": _EOS, "eos_token": _EOS, "mask_token": _MASK}
@@ -107,7 +107,7 @@ def train_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> PretrainedToke
 
 
 def _gpt2_like(model: models.Model, *, use_regex: bool = True) -> tokenizers.Tokenizer:
-    """As GPT-2's: every text is left as it is, and cut into words, each with the space before it."""
+    """Return a tokenizer like GPT-2's: text is not normalised, and words include the space before them."""
     inner = tokenizers.Tokenizer(model)
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     inner.decoder = decoders.ByteLevel()
@@ -115,7 +115,7 @@ def _gpt2_like(model: models.Model, *, use_regex: bool = True) -> tokenizers.Tok
 
 
 def _characters(texts: Iterable[str], most: int) -> list[str]:
-    """The most frequent characters, in the order of their numbers."""
+    """Return the most frequent characters in order of code points."""
     if most < 1:
         raise UsageError("vocab_size is too small: the special tokens and one character need at least 5")
     counts: Counter[str] = Counter()
@@ -136,8 +136,9 @@ def _train_pieces(
     assemble: Callable[[models.Model], tokenizers.Tokenizer],
     special_tokens: Sequence[str],
 ) -> tokenizers.Tokenizer:
-    """Train byte-level pieces; the same texts give the same ones."""
-    # BPE fits the bytes and specials exactly; the unigram trainer overshoots its size unless one more fits.
+    """Train a tokenizer of byte-level pieces; the same texts give the same pieces."""
+    # BPE can have exactly the bytes and special tokens. The unigram trainer needs one more token, or exceeds
+    # its size.
     smallest = len(special_tokens) + len(BYTE_ALPHABET) + (spec.kind == "unigram")
     if spec.vocab_size < smallest:
         raise UsageError(
@@ -162,9 +163,9 @@ def _train_pieces(
 
 
 def _settle_scores(scores: dict[str, float], special_tokens: Sequence[str]) -> list[tuple[str, float]]:
-    """The vocabulary in an order, and with scores, that training again gives again."""
-    # The trainer goes through its words in an order that changes from run to run, and the last digits of the
-    # scores change with it, and the scores of the bytes it adds at the end: the lowest plus 0, 0.0001, …
+    """Return the vocabulary with reproducible order and scores."""
+    # The trainer's order of words changes from run to run. So do the last digits of the scores, and the
+    # scores of the bytes added at the end: the lowest score plus 0, 0.0001, …
     lowest = min(scores.values())
     highest_added = lowest + 0.0001 * len(BYTE_ALPHABET)
     settled = {
@@ -177,7 +178,7 @@ def _settle_scores(scores: dict[str, float], special_tokens: Sequence[str]) -> l
 
 
 _FORMAT = f"triptych tokenizer cache 1, tokenizers {tokenizers.__version__}"
-# The code that decides, besides text and specification, what a trained tokenizer is.
+# Code with an influence on a trained tokenizer, besides text and specification.
 _CODE = (Path(__file__), Path(sentence_tokenizers.__file__), Path(pretrained.__file__))
 
 
@@ -189,7 +190,8 @@ def trained_once(
     purpose: str,
     cache_folder: Path | None,
 ) -> list[str]:
-    """Train tokenizers, or find them trained by an earlier run."""
+    """Train tokenizers, or read them from the cache."""
+    # The key is a hash of library version, specification, purpose, code and text.
     if cache_folder is None:
         return list(train())
     digest = hashlib.sha256(f"{_FORMAT}\n{spec.model_dump_json()}\n{purpose}\n".encode())
@@ -206,14 +208,14 @@ def trained_once(
 
 
 def _read_cached(path: Path) -> list[str] | None:
-    """What was written there; None where there is nothing, or nothing sound."""
+    """Read tokenizers of a cache file; None if the file is missing or damaged."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         found = [str(text) for text in record["tokenizers"]]
         expected = record["sha256"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    # A flipped bit would pass as another piece; only the digest shows it.
+    # Only the digest detects a flipped bit: it would be another piece.
     return found if _digest_of_texts(found) == expected else None
 
 

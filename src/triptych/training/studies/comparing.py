@@ -1,4 +1,4 @@
-"""`compare`: make the runs of a study, or go on with them, and collect what came of them."""
+"""Comparison of a study's variants: make or resume its runs, and collect their results."""
 
 import math
 import shutil
@@ -33,10 +33,10 @@ from triptych.training.studies.statistics import too_few
 from triptych.training.studies.study import Study, recipes_of, rewrites_of
 from triptych.training.studies.study_job import Result, StudyJob, TrainedRun
 
-# The baseline once more, with other initial values and dropout, on the same text in the same order.
+# Name of the repeated baseline: other initial values and dropout, the same text in the same order.
 NOISE = "(baseline again)"
 _OTHER_SEED = 1_000_000
-# Updates whose time is measured where seconds are held equal; the first half warms up.
+# Updates of a timing run for a budget of seconds; the first half warms up.
 _TIMED_STEPS = 40
 
 Tell = Callable[[str, StudyProgress], None]
@@ -46,37 +46,37 @@ Say = Callable[[str], None]
 @final
 @dataclass(frozen=True)
 class Variant:
-    """A variant with everything chosen but its seed."""
+    """Variant with every choice except the seed."""
 
-    name: str  # of the variant
-    # Held to the budget, at its learning rate; of the runs that are rewritten, where they are.
+    name: str
+    # Recipe with budget and learning rate; of a rewritten variant, the recipe of its trained variant.
     recipe: AnyRecipe
-    solved: Solved | None = None  # how it was held to the budget; None if nothing was
-    # Validation loss by learning rate, where a sweep chose it; NaN where training failed.
+    solved: Solved | None = None  # solution of the budget; None without a budget
+    # Validation loss by learning rate of a sweep; NaN if training failed.
     swept: Mapping[float, float] = field(default_factory=dict)
-    # Operations of training, a token of the target; None where they are not counted.
+    # Operations of training per target token; None for a checkpoint's model.
     flops: float | None = None
 
 
 @final
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a study."""
+    """Results of a study."""
 
-    study: Study  # what was asked
-    folder: Path  # where its runs are
-    variants: dict[str, Variant]  # by name, in order; the baseline too
-    results: dict[str, dict[int, Result]]  # by variant and seed; `NOISE` is the baseline again
-    failed: dict[str, str]  # by the name of the run, what went wrong
-    sweep_seconds: float  # of training while learning rates were chosen
+    study: Study
+    folder: Path  # folder of the runs
+    variants: dict[str, Variant]  # variants by name, in order, with the baseline
+    results: dict[str, dict[int, Result]]  # results by variant and seed; `NOISE` is the repeated baseline
+    failed: dict[str, str]  # error messages by name of the run
+    sweep_seconds: float  # training time of the sweep of learning rates
 
     @property
     def trained(self) -> dict[str, dict[int, Result]]:
-        """The results of those that are not rewritten from others."""
+        """Results of the trained variants."""
         return {name: one for name, one in self.results.items() if name not in self.study.rewritten}
 
     def values(self, metric: str) -> dict[str, dict[int, float]]:
-        """A figure by variant and seed, of the runs that have it."""
+        """Return a metric by variant and seed, for runs with this metric."""
         found = {
             name: {seed: float(one.figures[metric]) for seed, one in results.items() if metric in one.figures}
             for name, results in self.results.items()
@@ -84,7 +84,7 @@ class Outcome:
         return {name: values for name, values in found.items() if values}
 
     def run_folder(self, variant: str, seed: int) -> Path:
-        """The run folder of a variant and a seed."""
+        """Return the run folder of a variant and a seed."""
         return self.folder / "runs" / _run_name(variant, seed)
 
 
@@ -97,20 +97,20 @@ def compare_study(
     say: Say = lambda line: None,
     world: World = ALONE,
 ) -> Outcome:
-    """Make the runs of a study that have not been made, and collect all of them.
+    """Make the missing runs of a study, and collect the results of all runs.
 
     Args:
-        study: the study; relative paths of its recipes are relative to the current folder.
-        folder: for its runs and results; a study that was stopped goes on here.
-        origin: the folder that `study.base` is relative to.
-        tell: is told how far the runs of a stage are.
-        say: is told what was chosen.
-        world: processes that share the runs; all of them see the folder, and get the same outcome.
+        study: study; relative paths of its recipes are relative to the current folder.
+        folder: folder for runs and results; a stopped study resumes here.
+        origin: base folder of `study.base`.
+        tell: called with the stage and its progress.
+        say: called with messages about choices.
+        world: processes that share the runs. All of them see the folder, and return the same outcome.
 
     Raises:
-        UsageError: the folder is another study's, a recipe is not valid, the budget cannot be met, or a
+        UsageError: The folder belongs to another study, a recipe is not valid, the budget cannot be met, or a
             library is missing.
-        StudyStoppedError: a signal came; the same call goes on.
+        StudyStoppedError: A signal stopped the study; the same call resumes it.
     """
     require_extra("studies", "scipy", what="a study")
     if world.size > 1:
@@ -136,7 +136,7 @@ def compare_study(
     sizes, choices = world.on_first(begin, patiently=True)
     vocabulary = VocabularySizes(*sizes)
     made = {name: recipe.filled(choices) for name, recipe in made.items()}
-    variants = _held(study, made, vocabulary)  # most mistakes show here, before a folder is made
+    variants = _held(study, made, vocabulary)  # finds most mistakes before a folder is made
     if warning := too_few(len(study.seed_list), len(study.variants) - 1):
         say(warning)
     with ExitStack() as held:
@@ -160,7 +160,8 @@ def compare_study(
 def _make_runs(
     runner: "_Runner", trained: Sequence[Variant], rewrites: Mapping[str, RewriteRecipe]
 ) -> tuple[dict[str, dict[int, Result]], dict[str, str]]:
-    """Train all runs, and rewrite those that are to be; results by variant and seed, and what went wrong."""
+    """Make all trained and all rewritten runs; returns results by variant and seed, and failures by run."""
+    # A run is rewritten only if its training succeeded.
     planned = {
         (name, seed): runner.planned("runs", recipe, name, _run_name(name, seed))
         for name, seed, recipe in _seeded(runner.study, trained)
@@ -183,7 +184,7 @@ def _make_runs(
 
 
 def _claim(folder: Path, study: Study, held: ExitStack) -> None:
-    """Make the folder, or check that it is this study's; hold it until `held` is closed."""
+    """Make the folder of a study, or check an existing folder; lock it until `held` is closed."""
     taken = UsageError(f"{folder} is taken, and holds no study: name another folder")
     if folder.exists() and not folder.is_dir():
         raise taken
@@ -191,7 +192,7 @@ def _claim(folder: Path, study: Study, held: ExitStack) -> None:
     held.enter_context(hold_folder(folder, wait=False))
     place = folder / "study.json"
     if place.exists():
-        # More seeds, other metrics or workers need no run to be made again; other learning rates need some.
+        # Finished runs stay valid with other seeds, metrics or workers; other learning rates repeat some.
         kept_free = ("name", "seeds", "metrics", "jobs", "noise")
         free: dict[str, Any] = {**dict.fromkeys(kept_free, True), "sweep": {"learning_rates"}}
         then = Study.model_validate_json(place.read_text(encoding="utf-8"))
@@ -205,7 +206,7 @@ def _claim(folder: Path, study: Study, held: ExitStack) -> None:
 
 
 def _with_other_texts(base: AnyRecipe, made: Mapping[str, AnyRecipe]) -> list[str]:
-    """List variants so that each text and tokenizer other than the base's is there once."""
+    """List one variant for each combination of text and tokenizer other than the base's."""
     keys = {"task", "data", "tokenizer"}
     texts = [base.model_dump(include=keys)]
     found = []
@@ -218,10 +219,11 @@ def _with_other_texts(base: AnyRecipe, made: Mapping[str, AnyRecipe]) -> list[st
 
 
 def _prepared(study: Study, recipe: AnyRecipe, of: str = "") -> tuple[VocabularySizes, AnyRecipe]:
-    """Read the text of a recipe: its vocabulary, and the recipe with what it leaves out chosen for the text.
+    """Read the text of a recipe; returns the vocabulary sizes, and the recipe with its missing keys chosen.
 
-    `of` names a variant in the message if the text has no bits per byte and the study asks for them.
+    `of` names a variant in the message about undefined bits per byte.
     """
+    # Random states are restored: making the model draws values.
     prepared = prepare(recipe, Path.cwd(), SilentDisplay())
     with torch.random.fork_rng(devices=[]):
         objective = prepared.objective()
@@ -238,7 +240,8 @@ def _prepared(study: Study, recipe: AnyRecipe, of: str = "") -> tuple[Vocabulary
 
 
 def _held(study: Study, made: Mapping[str, AnyRecipe], vocabulary: VocabularySizes) -> list[Variant]:
-    """The variants, each with the free width that gives it the baseline's budget."""
+    """Set the free key of each variant to meet the budget; returns the variants."""
+    # The baseline defines the budget and stays unchanged.
     budget = study.budget
     what = budget.hold
     if what == "none" or what == "seconds":
@@ -259,7 +262,7 @@ def _held(study: Study, made: Mapping[str, AnyRecipe], vocabulary: VocabularySiz
 
 
 def _timed(runner: "_Runner", study: Study, variants: Sequence[Variant]) -> list[Variant]:
-    """Where seconds are held equal: the variants with as many steps as fit the baseline's time."""
+    """Set each variant's steps by the baseline's training time if the budget holds seconds."""
     if study.budget.hold != "seconds":
         return list(variants)
     planned = {
@@ -294,7 +297,7 @@ _TIMING = {
 
 
 def _steps_a_second(job: StudyJob) -> float:
-    """Steps a second in the second half of a run, by the median step."""
+    """Return the steps a second in the second half of a run, from the median time of a step."""
     records = [r for r in read_metrics(job.folder / "metrics.jsonl") if "tokens_per_second" in r]
     tokens = [after - earlier for earlier, after in pairwise([0, *(r["tokens"] for r in records)])]
     seconds = [n / r["tokens_per_second"] for n, r in zip(tokens, records, strict=True)]
@@ -302,7 +305,8 @@ def _steps_a_second(job: StudyJob) -> float:
 
 
 def _sweep_learning_rates(runner: "_Runner", variants: Sequence[Variant], say: Say) -> list[Variant]:
-    """Each variant at the learning rate with the lowest validation loss, if several are tried."""
+    """Set each variant's learning rate to the rate with the lowest validation loss of the sweep, if any."""
+    # A rate with a failed run has a loss of NaN, and is never chosen.
     sweep = runner.study.sweep
     if not sweep.learning_rates:
         return list(variants)
@@ -344,7 +348,7 @@ def _at_best_rate(variant: Variant, losses: Mapping[float, float], say: Say) -> 
 
 
 def _seeded(study: Study, variants: Sequence[Variant]) -> Iterator[tuple[str, int, AnyRecipe]]:
-    """Every run, the baseline's first; all variants of a seed one after the other."""
+    """Yield variant, seed and recipe of every run, seed by seed."""
     for seed in study.seed_list:
         for one in variants:
             yield one.name, seed, _seed(one.recipe, seed)
@@ -362,7 +366,7 @@ def _run_name(variant: str, seed: int) -> str:
 
 @final
 class _Runner:
-    """Makes runs of a study, in the folder of their stage."""
+    """Maker of a study's runs, in the folder of their stage."""
 
     def __init__(self, study: Study, folder: Path, tell: Tell, world: World) -> None:
         self.study = study
@@ -370,13 +374,13 @@ class _Runner:
         self.tell = tell
         self.world = world
         self.sweep_seconds = 0.0
-        self._begun_anew: set[Path] = set()  # folders of runs whose learning rates have changed
+        self._begun_anew: set[Path] = set()  # folders of runs with a changed learning rate
 
     def planned(self, stage: str, recipe: AnyRecipe, variant: str, name: str) -> StudyJob:
-        """A run, whose recipe is kept."""
+        """Write the recipe of a run; returns its job."""
         threads = self.study.jobs.threads
         steps = recipe.training.max_steps
-        # A line of metrics at every validation, so that curves know their tokens and seconds.
+        # A line of metrics at every validation gives the curves their tokens and seconds.
         log_every = min(recipe.training.log_every_steps, recipe.validation.every_steps)
         recipe = with_values(
             recipe, {"name": name, "training.threads": threads, "training.log_every_steps": log_every}
@@ -384,7 +388,7 @@ class _Runner:
         return self._job(self.folder / stage / name, recipe, variant, steps, whole=stage == "runs")
 
     def planned_rewrite(self, recipe: RewriteRecipe, variant: str, name: str, of: StudyJob) -> StudyJob:
-        """A run that is another's, rewritten; the recipe is kept."""
+        """Write the recipe of a rewrite of the run `of`; returns its job."""
         trained = TrainedRun(folder=of.folder, result=of.result)
         return self._job(of.folder.parent / name, recipe, variant, 1, whole=True, rewrite_of=trained)
 
@@ -398,14 +402,14 @@ class _Runner:
         whole: bool,
         rewrite_of: TrainedRun | None = None,
     ) -> StudyJob:
-        """What is to be done for a run, with its recipe and its result, which lie next to its folder."""
+        """Return the job of a run; its recipe and its result lie next to its folder."""
         file, result = (folder.parent / f"{folder.name}{ending}" for ending in (".toml", ".result.json"))
 
         def keep() -> None:
             file.parent.mkdir(exist_ok=True)
             changed = rewrite_of is not None and rewrite_of.folder in self._begun_anew
             if not isinstance(recipe, RewriteRecipe) and file.exists():
-                # All else is as it was (`_claim`), but for what another release or a timing writes.
+                # `_claim` checked the study: only a learning rate requires a new run.
                 before = read_toml(file, "the recipe").get("training", {}).get("learning_rate")
                 changed = before != recipe.training.learning_rate
             if changed:
@@ -433,7 +437,7 @@ class _Runner:
     def run(
         self, stage: str, planned: Sequence[StudyJob], workers: int | None = None, *, must: bool = False
     ) -> tuple[dict[str, Result], dict[str, str]]:
-        """Make them; with `must`, one that fails is an error."""
+        """Make the runs; returns results and failures by name. With `must`, a failure is an error."""
         most = workers or self.study.jobs.workers or self._room()
         found, failed = run_all(planned, self.folder, most, lambda made: self.tell(stage, made), self.world)
         if must and failed:
@@ -442,7 +446,7 @@ class _Runner:
         return found, failed
 
     def _room(self) -> int:
-        """Processes that the processors and GPUs have room for."""
+        """Return the number of runs at a time: one per GPU, or as many as the cores allow."""
         if torch.cuda.is_available():
             return torch.cuda.device_count()
         return max(num_cores() // self.study.jobs.threads, 1)

@@ -1,4 +1,4 @@
-"""What a recipe costs, counted without training it, and the width that makes two cost the same."""
+"""Cost of a recipe, counted without training, and the search for a width of equal cost."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ from triptych.training.recipe import AnyRecipe, ContinuedRecipe, Recipe, value_a
 
 Quantity = Literal["parameters", "flops", "cache"]
 
-# Tokens of the sequences whose operations are counted; of translation on either side.
+# Length of the sequences for counting operations; for translation, of source and target.
 _LENGTH = 32
 _LARGEST_WIDTH = 1 << 20
-# From one value that goes with the rest of a recipe to the next: an even width for each of the heads.
+# Largest distance between neighbouring valid values: every head needs an even width.
 _FARTHEST = 130
 
 
 @final
 @dataclass(frozen=True)
 class VocabularySizes:
-    """Sizes of the vocabularies; both are one number for a language model."""
+    """Sizes of the vocabularies; source and target are equal for a language model."""
 
     source: int
     target: int
@@ -35,22 +35,22 @@ class VocabularySizes:
 @final
 @dataclass(frozen=True)
 class Solved:
-    """A recipe that was brought to a budget."""
+    """Recipe adjusted to a budget."""
 
-    recipe: AnyRecipe  # with the free key adjusted
-    key: str | None  # that was adjusted; None if nothing was
-    value: int | None  # that it got
-    amount: float  # of what is held, with it
+    recipe: AnyRecipe  # recipe with the adjusted key
+    key: str | None  # adjusted key; None for an unchanged recipe
+    value: int | None  # value of the key
+    amount: float  # resulting amount of the held quantity
     missed: float  # `amount` over the budget, minus 1
 
     def describe(self, what: str) -> str:
-        """The budget in words."""
+        """Format the key, its value, the amount and its deviation from the budget."""
         chosen = "" if self.key is None else f"{self.key} = {self.value:,}: "
         return f"{chosen}{in_words(what, self.amount)} ({self.missed:+.2%})"
 
 
 def amount(recipe: AnyRecipe, vocabulary: VocabularySizes, what: Quantity) -> float:
-    """How much of something a recipe's model has or its training takes."""
+    """Count the parameters or the cache bytes of a recipe's model, or the FLOPs of its training."""
     with shapes_only():
         model = _build_on_meta(recipe, vocabulary)
     if what == "parameters":
@@ -61,14 +61,14 @@ def amount(recipe: AnyRecipe, vocabulary: VocabularySizes, what: Quantity) -> fl
 
 
 def training_flops(recipe: AnyRecipe, vocabulary: VocabularySizes) -> float | None:
-    """Operations of the matrix products of training, a token of the target; None for a checkpoint's model."""
+    """Count the training operations of matrix products per target token; None for a checkpoint's model."""
     if isinstance(recipe, ContinuedRecipe):
         return None
     return amount(recipe, vocabulary, "flops") / _tokens(recipe)
 
 
 def cache_bytes(model: EncoderDecoder | LanguageModel) -> int:
-    """Bytes in float32 kept of a token while decoding, over all self-attention layers of the decoder."""
+    """Count the bytes cached per token in float32, over all self-attention layers of the decoder."""
     *_, stack = model.stacks
     layers = (block.self_attention for block in blocks_of(model, stack))
     return sum(4 * cached_numbers(layer.weights()) for layer in layers)
@@ -83,7 +83,7 @@ def _build_on_meta(recipe: AnyRecipe, vocabulary: VocabularySizes) -> EncoderDec
 
 
 def _forward_flops(model: EncoderDecoder | LanguageModel) -> float:
-    """Operations of the matrix products of one pass, for each token of the target."""
+    """Count the operations of matrix products of one forward pass, per target token."""
     ids = torch.zeros(1, _LENGTH, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         if isinstance(model, EncoderDecoder):
@@ -105,7 +105,11 @@ def _tokens(recipe: AnyRecipe) -> int:
 def solve(
     recipe: AnyRecipe, key: str, budget: float, measure: Callable[[AnyRecipe], float], tolerance: float
 ) -> Solved:
-    """The whole number of a key with which a recipe comes closest to a budget."""
+    """Return the recipe with the integer value of a key closest to a budget.
+
+    Raises `UsageError` if the key is not an integer, every value is invalid, or the closest value misses the
+    budget by more than `tolerance`.
+    """
     found = value_at(recipe, key)
     if isinstance(found, bool) or not isinstance(found, int | None):
         raise UsageError(f"budget.free {key}: it is {found!r}: a whole number is needed")
@@ -116,7 +120,7 @@ def solve(
             try:
                 measured[value] = measure(with_values(recipe, {key: value}))
             except UsageError:
-                measured[value] = None  # not every width goes with every number of heads
+                measured[value] = None  # a width may not fit the number of heads
         return measured[value]
 
     low, high = _bracket(of, budget)
@@ -143,7 +147,7 @@ def solve(
 
 
 def _bracket(of: Callable[[int], float | None], budget: float) -> tuple[int, int]:
-    """Two values, the lower of which has at most the budget (or is 0) and the other more, if there is one."""
+    """Return two values around the budget: at most the budget (or 0), and above it if such a value exists."""
     low = 0
     high = 1
     while high < _LARGEST_WIDTH:
@@ -157,7 +161,7 @@ def _bracket(of: Callable[[int], float | None], budget: float) -> tuple[int, int
 
 
 def _near(of: Callable[[int], float | None], middle: int, low: int, high: int) -> int | None:
-    """The valid value strictly between two others that is closest to the middle; None if there is none."""
+    """Return the valid value closest to the middle, strictly between `low` and `high`; None if missing."""
     for away in range(min(high - low, _FARTHEST)):
         for value in dict.fromkeys((middle - away, middle + away)):
             if low < value < high and of(value) is not None:
@@ -166,6 +170,6 @@ def _near(of: Callable[[int], float | None], middle: int, low: int, high: int) -
 
 
 def in_words(what: str, number: float) -> str:
-    """An amount for people."""
+    """Format an amount with its unit."""
     unit = {"flops": " FLOPs", "cache": " bytes a token", "seconds": " s", "parameters": " parameters"}[what]
     return f"{number:.3g}{unit}" if what in ("flops", "seconds") else f"{number:,.0f}{unit}"

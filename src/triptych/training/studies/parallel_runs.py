@@ -1,4 +1,4 @@
-"""Runs of a study side by side, each in a process of its own."""
+"""Parallel runs of a study, one process per run."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from triptych.training.metrics import read_metrics
 from triptych.training.processes import Turns, World
 from triptych.training.studies.study_job import Result, StudyJob, read_result
 
-# The process that does a job; it gets the job's file.
+# Command of a job's process; its argument is the job's file.
 _COMMAND = (sys.executable, "-m", "triptych.cli.job")
 _LOOK_EVERY = 0.2  # seconds
 ALONE = World()
@@ -29,21 +29,21 @@ ALONE = World()
 @final
 @dataclass
 class StudyProgress:
-    """How far the runs of a study are."""
+    """Progress of the runs of a study."""
 
-    variants: dict[str, str]  # by the name of a run, the variant; of all runs
-    # Results by name, an earlier call's too.
+    variants: dict[str, str]  # variant of each run, by the run's name
+    # Results by name, including results of earlier calls.
     done: dict[str, Result] = field(default_factory=dict)
-    earlier: frozenset[str] = frozenset()  # names of those
-    failed: dict[str, str] = field(default_factory=dict)  # by name, what went wrong
-    # The share of its steps that a run has made, by its name.
+    earlier: frozenset[str] = frozenset()  # names of runs finished by earlier calls
+    failed: dict[str, str] = field(default_factory=dict)  # error messages by name
+    # Finished share of the steps of each running run, by name.
     running: dict[str, float] = field(default_factory=dict)
-    seconds_left: float | None = None  # an estimate; None before the first steps
+    seconds_left: float | None = None  # estimate of the remaining time; None before the first steps
 
 
 @final
 class StudyStoppedError(TriptychError):
-    """A signal stopped a study; what its runs have learned is saved."""
+    """Error after a signal stopped a study; the states of its runs are saved."""
 
     def __init__(self, signal_number: int, folder: Path) -> None:
         super().__init__(f"stopped; everything is saved: the same command goes on in {folder}")
@@ -57,7 +57,7 @@ def run_all(
     tell: Callable[[StudyProgress], None],
     world: World = ALONE,
 ) -> tuple[dict[str, Result], dict[str, str]]:
-    """Make all runs that have no result yet."""
+    """Make all runs without a result; returns the results of all runs, and failures, by name."""
     places = own_places(workers)
     turns = world.turns(len(planned))
     if not any(world.gathered(len(places))):
@@ -70,6 +70,7 @@ def run_all(
         with turns.given_up_on_error():
             return _make(planned, folder, places, tell, turns)
 
+    # Every process returns the results of all processes.
     found, failed = world.on_all(make_own)
     results = dict[str, Result]()
     for records, complaints in world.gathered((found, failed)):
@@ -79,7 +80,7 @@ def run_all(
 
 
 def own_places(workers: int) -> range:
-    """The runs that this process makes of those that this machine makes at a time."""
+    """Return this process's share of the slots for parallel runs on its machine."""
     number = place_on_machine()
     count = num_on_machine()
     return range(workers * number // count, workers * (number + 1) // count)
@@ -92,9 +93,9 @@ def _make(
     tell: Callable[[StudyProgress], None],
     turns: Turns,
 ) -> tuple[dict[str, Result], dict[str, str]]:
-    """Make the runs that this process takes, and wait for the others' runs; results and failures."""
+    """Make runs in this process's slots until all processes are done; returns results and failures."""
     held = {one.name: found for one in planned if (found := read_result(one.result)) is not None}
-    waiting = {one.name: one for one in planned if one.name not in held}  # not taken here
+    waiting = {one.name: one for one in planned if one.name not in held}  # runs not started by this process
     variants = {one.name: one.variant for one in planned}
     progress = StudyProgress(variants, {**held}, frozenset(held))
     results = dict[str, Result]()
@@ -133,7 +134,7 @@ def _make(
                 for one in [*waiting.values()]:
                     if (found := read_result(one.result)) is None:
                         continue
-                    del waiting[one.name]  # another process has made it
+                    del waiting[one.name]  # made by another process
                     progress.done[one.name] = found
                     finished += one.steps
                 progress.running = {one.job.name: one.share_done() for one in running}
@@ -142,7 +143,7 @@ def _make(
                     rate = made / (time.monotonic() - started)
                     progress.seconds_left = max(to_make - made, 0.0) / rate
                 tell(progress)
-        finally:  # let processes save and end
+        finally:  # running processes save their state and end
             for process in running:
                 process.popen.send_signal(signal.SIGTERM)
             for process in running:
@@ -152,7 +153,7 @@ def _make(
 
 @final
 class _Process:
-    """A process that does a job; what it prints goes to a file."""
+    """Process of a job; its output goes to a file."""
 
     def __init__(self, job: StudyJob, place: int) -> None:
         self.job = job
@@ -162,7 +163,7 @@ class _Process:
         job_file = jobs / f"{job.name}.json"
         write_text(job_file, job.model_dump_json(indent=2) + "\n")
         self.log = jobs / f"{job.name}.log"
-        # One thread a core and no more, also in libraries that do not ask torch.
+        # Limit the threads of libraries other than torch too.
         environment = {**environment_alone(), "OMP_NUM_THREADS": str(job.threads), **_own_gpu(place)}
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
@@ -171,7 +172,7 @@ class _Process:
                 stdout=log,
                 stderr=log,
                 env=environment,
-                process_group=0,  # Ctrl-C reaches us, and we tell them
+                process_group=0,  # Ctrl-C reaches only this process, which then stops its jobs
             )
 
     def share_done(self) -> float:
@@ -183,7 +184,7 @@ class _Process:
         return min(last / self.job.steps, 1.0)
 
     def complaint(self) -> str:
-        """What the process said at its end."""
+        """Return the exit code or signal of the process, and its last line of output."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         last = lines[-1].removeprefix("triptych: ") if lines else "it printed nothing"
         code = self.popen.returncode
@@ -192,7 +193,7 @@ class _Process:
 
 
 def _own_gpu(place: int) -> dict[str, str]:
-    """The variable that shows a process one GPU and no other; nothing where there are none."""
+    """Return the environment variable that limits a process to one GPU; empty on a machine without GPUs."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         return {}

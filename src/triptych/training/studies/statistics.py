@@ -1,11 +1,12 @@
-"""What a difference between variants is worth: intervals, paired tests, how many seeds it would need.
+"""Statistics of differences between variants: intervals, paired tests, and the number of seeds needed.
 
-Runs are paired by seed: two variants of a seed saw the same text in the same order from the same initial
-values wherever they have the same parameters, so the difference of a pair varies less than either figure.
+Runs are paired by seed: two variants of a seed train on the same text in the same order, and parameters of
+the same name and shape begin with the same values. The difference of a pair therefore varies less than either
+figure.
 
-Two tests are made. Student's t assumes normal differences. The sign-flip test assumes only that a difference
-is as likely to be d as −d if the variants are equal; it decides whether a difference is seen. It is exact
-for at most 40 pairs.
+Two tests are made. Student's t assumes normal differences. The sign-flip test assumes only that d and −d are
+equally likely if the variants are equal; this test decides if a difference is seen. It is exact for at most
+40 pairs.
 """
 
 import math
@@ -19,13 +20,13 @@ from jaxtyping import Float
 
 # The confidence of every interval, and of every test after correction.
 CONFIDENCE = 0.95
-# The power with which a difference would be found again.
+# The power of the test for `seeds_needed`.
 _POWER = 0.8
 _MOST_SEEDS = 10_000
-# All sign flips of at most this many differences are counted; of more, some are drawn.
+# Number of differences up to which all sign flips are counted; above it, flips are drawn.
 MOST_EXACT = 40
 _DRAWN_FLIPS = 1 << 16
-# Up to this many seeds the power of the sign-flip test is simulated; with more it is close to Student's.
+# Number of seeds up to which the power of the sign-flip test is simulated; above it, Student's is close.
 _SIMULATED_SEEDS = 12
 _SIMULATIONS = 2000
 
@@ -36,28 +37,28 @@ ANYTHING: Range = (-math.inf, math.inf)
 @final
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds."""
+    """Mean over seeds."""
 
-    mean: float  # of the seeds
-    low: float  # lower end of its 95 % interval (Student's t); NaN for one seed
-    high: float  # upper end of it
-    deviation: float  # standard deviation of the seeds; NaN for one
+    mean: float  # mean of the seeds
+    low: float  # lower end of the mean's 95 % interval (Student's t); NaN for one seed
+    high: float  # upper end of the interval; NaN for one seed
+    deviation: float  # standard deviation of the seeds; NaN for one seed
     count: int  # number of seeds
 
 
 @final
 @dataclass(frozen=True)
 class Comparison:
-    """A variant against the baseline, paired by seed."""
+    """Comparison of a variant with the baseline, paired by seed."""
 
     difference: Estimate  # mean of variant − baseline, with its interval
-    p_value: float  # of the paired t-test, two-sided; NaN where no test is possible
-    corrected: float  # the same, corrected for the number of variants (Holm)
-    # p-value of the sign-flip test, two-sided; NaN where no test is possible. Of over 40 pairs it is drawn.
+    p_value: float  # p-value of the two-sided paired t-test; NaN for fewer than two pairs
+    corrected: float  # `p_value` corrected for the number of variants (Holm)
+    # p-value of the two-sided sign-flip test, from drawn flips for over 40 pairs; NaN for less than two.
     exact: float
-    exact_corrected: float  # the same, corrected for the number of variants (Holm)
-    num_tests: int  # that number
-    differences: dict[int, float]  # of each pair, by seed
+    exact_corrected: float  # `exact` corrected for the number of variants (Holm)
+    num_tests: int  # number of variants compared
+    differences: dict[int, float]  # differences of the pairs, by seed
 
     @property
     def effect(self) -> float:
@@ -66,22 +67,26 @@ class Comparison:
 
     @property
     def is_drawn(self) -> bool:
-        """True if `exact` is computed from drawn sign flips, not from all."""
+        """True if `exact` is computed from drawn sign flips instead of all flips."""
         return len(self.differences) > MOST_EXACT
 
     @property
     def seeds_needed(self) -> int | None:
-        """Seeds that show this difference in four of five studies; None for 0, one pair, or over 10,000."""
+        """Number of seeds that show this difference in four of five studies.
+
+        None for a difference of 0, for one pair, and for more than 10,000 seeds.
+        """
         return seeds_needed(list(self.differences.values()), self.num_tests)
 
     @property
     def is_seen(self) -> bool:
-        """Whether the exact test, after correction, says that the difference is more than chance explains."""
+        """True if the difference is significant by the exact test after correction."""
         return self.exact_corrected < 1 - CONFIDENCE
 
 
 def estimate(values: Sequence[float], possible: Range = ANYTHING) -> Estimate:
-    """The mean of independent values, with its 95 % interval."""
+    """Return the mean of independent values with its 95 % interval, cut to the `possible` values."""
+    # mean ± t · deviation / √count, with Student's quantile t.
     from scipy.stats import t
 
     if not values:
@@ -100,7 +105,8 @@ def estimate(values: Sequence[float], possible: Range = ANYTHING) -> Estimate:
 def compare(
     variants: Mapping[str, Mapping[int, float]], baseline: Mapping[int, float], possible: Range = ANYTHING
 ) -> dict[str, Comparison]:
-    """Each variant against the baseline, on the seeds that both have."""
+    """Compare each variant with the baseline, on their common seeds."""
+    # Holm's correction covers all variants with a pair.
     pairs = {
         name: {seed: values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())}
         for name, values in variants.items()
@@ -120,7 +126,10 @@ def compare(
 
 
 def paired_p_value(differences: Sequence[float]) -> float:
-    """The p of a two-sided t-test of a mean of 0; NaN for fewer than two, 0 for equal ones that are not 0."""
+    """Return p of a two-sided t-test that the mean is 0.
+
+    NaN for fewer than two differences. Equal differences have p = 1 if they are 0, and p = 0 otherwise.
+    """
     from scipy.stats import t
 
     found = estimate(differences)
@@ -133,10 +142,10 @@ def paired_p_value(differences: Sequence[float]) -> float:
 
 
 def exact_p_value(differences: Sequence[float]) -> float:
-    """The p of a two-sided sign-flip test that differences are symmetric about 0; NaN for fewer than two.
+    """Return p of a two-sided sign-flip test that differences are symmetric about 0; NaN for fewer than two.
 
-    p is the share of all 2ⁿ ways to flip their signs that give a sum at least as far from 0. It is at least
-    2/2ⁿ. For more than 40 differences p is not exact: 65,536 ways are drawn, the same ones every time.
+    p is the share of all 2ⁿ sign flips with a sum at least as far from 0. It is at least 2/2ⁿ. For more than
+    40 differences p is approximate: 65,536 flips are drawn, the same flips in every call.
 
     Source: Fisher 1935, The Design of Experiments, section 21.
     """
@@ -149,12 +158,12 @@ def exact_p_value(differences: Sequence[float]) -> float:
 
 
 def least_seeds(num_tests: int) -> int:
-    """The fewest seeds with which the exact test can see a difference after Holm's correction."""
+    """Return the least number of seeds for a significant exact test after Holm's correction."""
     return math.floor(math.log2(2 * num_tests / (1 - CONFIDENCE))) + 1
 
 
 def too_few(seeds: int, num_tests: int) -> str:
-    """A warning that no difference can be seen with these seeds; empty if one can."""
+    """Return a warning if the seeds are too few for a significant difference, else ""."""
     needed = least_seeds(num_tests)
     if seeds >= needed:
         return ""
@@ -165,9 +174,10 @@ def too_few(seeds: int, num_tests: int) -> str:
 
 
 def _exact_share(sample: Float[np.ndarray, " count"]) -> float:
-    """Compute the share of all sign flips whose sum is at least as far from 0 as the sample's.
+    """Compute the share of all sign flips with a sum at least as far from 0 as the sample's sum.
 
-    The sums of both halves of the sample are added in pairs: for 40 differences each half has 2²⁰.
+    A sum of the whole sample is a sum of its first half plus a sum of its second half. For 40 differences
+    each half has 2²⁰ sums; sorting one half counts pairs without making them.
     """
     middle = len(sample) // 2
     one, other = (_all_flips(len(half)) @ half for half in (sample[:middle], sample[middle:]))
@@ -176,39 +186,39 @@ def _exact_share(sample: Float[np.ndarray, " count"]) -> float:
     above = len(other) - np.searchsorted(other, far - one, side="left")
     below = np.searchsorted(other, -far - one, side="right")
     ways = len(one) * len(other)
-    return min(int(above.sum() + below.sum()), ways) / ways  # all are both where the sum is 0
+    return min(int(above.sum() + below.sum()), ways) / ways  # a sum of 0 counts in both tails
 
 
 def _share_as_far(
     samples: Float[np.ndarray, "count studies"], flips: Float[np.ndarray, "flips count"]
 ) -> Float[np.ndarray, " studies"]:
-    """Compute, for each column, the share of the given flips whose sum is at least as far from 0."""
+    """Compute, for each column, the share of the given flips with a sum at least as far from 0."""
     shares: Float[np.ndarray, " studies"] = (np.abs(flips @ samples) >= _far_enough(samples)).mean(axis=0)
     return shares
 
 
 def _far_enough(samples: Float[np.ndarray, "count *studies"]) -> Any:
-    """Return the least distance from 0 that counts; sums that are equal on paper differ by rounding."""
+    """Return the least distance from 0 that counts, with a tolerance for rounding errors of equal sums."""
     return np.maximum(np.abs(samples.sum(axis=0)) - 1e-12 * np.abs(samples).sum(axis=0), 0.0)
 
 
 @lru_cache(maxsize=4)
 def _all_flips(count: int) -> Float[np.ndarray, "flips count"]:
-    """Make all ways to flip signs; the first changes none."""
+    """Return all sign flips of `count` values as rows of ±1; the first row is +1."""
     ways = np.arange(2**count)[:, None]
     return 1.0 - 2.0 * (ways >> np.arange(count) & 1)
 
 
 @lru_cache(maxsize=4)
 def _drawn_flips(count: int) -> Float[np.ndarray, "flips count"]:
-    """Draw ways to flip signs; the first changes none."""
+    """Draw sign flips of `count` values as rows of ±1; the first row is +1."""
     signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(_DRAWN_FLIPS, count))
     signs[0] = 1.0
     return signs
 
 
 def effect_size(differences: Sequence[float]) -> float:
-    """Their mean over their standard deviation (Cohen's d_z); NaN where that is not defined."""
+    """Return the mean over the standard deviation (Cohen's d_z); NaN if it is undefined."""
     found = estimate(differences)
     if found.count < 2 or (found.deviation == 0 and found.mean == 0):
         return math.nan
@@ -216,7 +226,11 @@ def effect_size(differences: Sequence[float]) -> float:
 
 
 def seeds_needed(differences: Sequence[float], num_tests: int = 1) -> int | None:
-    """The fewest seeds with which the exact test finds their mean in four of five studies."""
+    """Return the least number of seeds for which the exact test finds this effect in four of five studies.
+
+    None if the effect is undefined, or more than 10,000 seeds are needed.
+    """
+    # Power rises with the number of seeds: bisect. The level is Bonferroni's, the strictest of Holm's.
     level = (1 - CONFIDENCE) / num_tests
     effect = abs(effect_size(differences))
     low = least_seeds(num_tests)
@@ -238,7 +252,7 @@ def seeds_needed(differences: Sequence[float], num_tests: int = 1) -> int | None
 
 @lru_cache(maxsize=256)
 def _power(effect: float, count: int, level: float) -> float:
-    """The chance that a test on this number of pairs finds a normal effect of this size at a level."""
+    """Return the probability that a test on `count` pairs finds a normal effect of this size at a level."""
     from scipy.stats import nct, t
 
     if count <= _SIMULATED_SEEDS:
@@ -246,14 +260,14 @@ def _power(effect: float, count: int, level: float) -> float:
         return float((_share_as_far(studies, _all_flips(count)) < level).mean())
     critical = float(t.isf(level / 2, count - 1))
     shift = effect * math.sqrt(count)
-    if shift > 30:  # far past certainty, where the distribution is slow to work out
+    if shift > 30:  # the power is 1 up to rounding, and the distribution is slow to compute
         return 1.0
-    other_side = float(nct.cdf(-critical, count - 1, shift))  # NaN where it is too small for a number
+    other_side = float(nct.cdf(-critical, count - 1, shift))  # NaN on underflow
     return float(nct.sf(critical, count - 1, shift)) + (0.0 if math.isnan(other_side) else other_side)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """P-values corrected so that the chance of any false finding stays what it is for one test."""
+    """Correct p-values for multiple tests: the probability of any false finding stays that of one test."""
     # Source: Holm 1979, Scandinavian Journal of Statistics 6, 65-70.
     tested = sorted((p, place) for place, p in enumerate(p_values) if not math.isnan(p))
     corrected = list(p_values)

@@ -1,25 +1,25 @@
-"""Studies: a recipe, its variants, what is held equal, and over how many seeds.
+"""Studies: a recipe, its variants, a common budget, and the seeds.
 
 A study is TOML:
 
     name = "sharing"
-    base = "shakespeare-char-cpu"       # a recipe: a file, or one that comes with the package
-    seeds = 8                           # or a list of them
+    base = "shakespeare-char-cpu"       # a recipe: a file, or the name of a built-in recipe
+    seeds = 8                           # or a list of seeds
     metrics = ["loss"]                  # the first decides
 
-    [set]                               # changes of the base that all variants have
+    [set]                               # changes of the base, for all variants
     training.max_steps = 500
 
     [budget]
     hold = "parameters"
-    free = "model.d_ff"                 # what is adjusted until a variant holds the baseline's budget
+    free = "model.d_ff"                 # key adjusted to give a variant the baseline's budget
 
     [variants.factored]                 # the first is the baseline
 
     [variants.shared]
     model.attention.projections = "shared"
 
-    [variants.cut]                      # trains nothing: the runs of another variant, rewritten
+    [variants.cut]                      # not trained: rewrites the runs of another variant
     rewrite_of = "factored"
     rewrite.do = ["truncate(rank=4)"]
 """
@@ -50,11 +50,11 @@ Metric = Literal[
     "parameters",
     "cache_bytes",
 ]
-# Better is higher of these; of all others, lower.
+# Metrics for which higher is better; for all other metrics, lower is better.
 HIGHER_IS_BETTER = {"bleu", "chrf", "exact_match", "tokens_per_second"}
-# These need translations of a test text.
+# Metrics of translations of a test text.
 OF_TRANSLATIONS = {"bleu", "chrf", "exact_match"}
-# The least and the largest value that each of these can have.
+# Range of possible values of each metric.
 POSSIBLE = {
     "loss": (0.0, math.inf),
     "bits_per_byte": (0.0, math.inf),
@@ -63,12 +63,12 @@ POSSIBLE = {
     "chrf": (0.0, 100.0),
     "exact_match": (0.0, 1.0),
 }
-# These are no random figures: a seed does not change them, or only the machine does.
+# Metrics of cost: they do not depend on the seed, or only the machine changes them.
 OF_COST = {"tokens_per_second", "memory", "parameters", "cache_bytes"}
 
-# A name of a variant is that of a folder.
+# Names of variants are also names of folders.
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-# With fewer there is no interval worth its name.
+# With fewer seeds an interval is too wide to be useful.
 LEAST_SEEDS = 3
 
 
@@ -77,14 +77,14 @@ class _Section(BaseModel):
 
 
 class BudgetConfig(_Section):
-    """What all variants have as much of as the baseline."""
+    """Budget: a quantity with the same value for all variants."""
 
     # "parameters" of the model; "flops" of training; "seconds" of training on this machine; "cache", bytes
-    # kept of a token while decoding; or "none".
+    # cached per token during decoding; or "none".
     hold: Literal["parameters", "flops", "seconds", "cache", "none"] = "none"
-    free: str | None = None  # the key of the recipe, an integer, that is adjusted until they have
-    free_of: dict[str, str] = {}  # by variant, another key
-    # A variant that misses the budget by more than this share of it is an error.
+    free: str | None = None  # key of the recipe, an integer, adjusted to meet the budget
+    free_of: dict[str, str] = {}  # keys that replace `free`, by variant
+    # Largest deviation from the budget, as a share of it; a larger deviation is an error.
     tolerance: float = Field(0.02, gt=0, lt=1)
 
     @model_validator(mode="after")
@@ -99,14 +99,14 @@ class BudgetConfig(_Section):
 
 
 class SweepConfig(_Section):
-    """How the learning rate of each variant is chosen."""
+    """Choice of the learning rate of each variant."""
 
-    learning_rates: tuple[float, ...] = ()  # those that are tried; the variant's own if there are none
-    # Share of the steps that each of them trains. Below 1 the sweep is cheaper, and prefers higher rates than
-    # the whole runs want.
+    learning_rates: tuple[float, ...] = ()  # rates to try; empty: the recipe's learning rate
+    # Share of the steps of a whole run. Below 1 the sweep is cheaper, and prefers higher
+    # rates than are best for whole runs.
     steps_share: float = Field(1.0, gt=0, le=1)
-    seeds: int = Field(1, ge=1)  # how many runs each rate has; the mean of their losses decides
-    # The seed of the first of these runs, and of no other run; the next has one more.
+    seeds: int = Field(1, ge=1)  # number of runs per rate; the mean of their losses decides
+    # Seed of the first run of a rate; the next run has the next seed. Other runs do not use these seeds.
     seed: int = Field(1_000_003, ge=0, lt=2**62)
 
     @field_validator("learning_rates")
@@ -118,38 +118,37 @@ class SweepConfig(_Section):
 
 
 class JobsConfig(_Section):
-    """How runs share the machine."""
+    """Runs at a time and their threads."""
 
-    threads: int = Field(1, ge=1)  # CPU threads of each run
-    # Runs at a time; as many as the cores and GPUs have room for if None.
+    threads: int = Field(1, ge=1)  # CPU threads per run
+    # Number of runs at a time; None: one per GPU, or as many as the cores allow.
     workers: int | None = Field(None, ge=1)
 
 
 class Study(_Section):
-    """A study, as its file has it."""
+    """Study, parsed from its file."""
 
-    name: str = Field(pattern=_NAME)  # of the study; its folder is `studies/NAME` unless another is given
-    base: str  # a recipe, by file (relative to the study's) or by the name of one that comes with the package
-    # How many seeds, from 1, or which. With eight the exact test can see how up to six variants differ from a
-    # baseline; with five it can see nothing.
+    name: str = Field(pattern=_NAME)  # name; the default folder is `studies/NAME`
+    base: str  # recipe: a file, relative to the study's file, or the name of a built-in recipe
+    # Number of seeds, counted from 1, or a list of seeds. With eight seeds the exact test can compare up to
+    # six variants with a baseline; five seeds are too few for any difference to be significant.
     seeds: int | tuple[int, ...] = 8
-    metrics: tuple[Metric, ...] = ("loss",)  # what is compared; the first decides
-    baseline: str | None = None  # the variant that the others are compared with; the first if None
-    # Whether the baseline is also trained with other initial values and dropout on the same text, to show how
-    # far two runs of one recipe lie apart.
+    metrics: tuple[Metric, ...] = ("loss",)  # metrics to compare; the first decides
+    baseline: str | None = None  # variant to compare with; the first variant if None
+    # Also train the baseline with other initial values and dropout on the same text: the noise floor.
     noise: bool = True
-    set: dict[str, Any] = {}  # changes of the base that every variant has
-    # By name, the keys of the recipe that differ; or, of one that trains nothing, `rewrite_of`, the variant
-    # whose runs are rewritten, and `rewrite`, the keys of a recipe of `triptych rewrite`, in which a
-    # calibration text is relative to the study's file.
+    set: dict[str, Any] = {}  # changes of the base, for every variant
+    # Changed keys of the recipe, by variant. A rewritten variant has two keys instead: `rewrite_of`, the
+    # variant to rewrite, and `rewrite`, the keys of a recipe of `triptych rewrite`. Paths of a calibration
+    # text are relative to the study's file.
     variants: dict[str, dict[str, Any]]
-    budget: BudgetConfig = BudgetConfig()  # what is held equal
-    sweep: SweepConfig = SweepConfig()  # how learning rates are chosen
-    jobs: JobsConfig = JobsConfig()  # how runs share the machine
-    # Pairs whose source is translated for BLEU, chrF and exact matches, given as a recipe gives a corpus.
+    budget: BudgetConfig = BudgetConfig()  # common budget
+    sweep: SweepConfig = SweepConfig()  # choice of learning rates
+    jobs: JobsConfig = JobsConfig()  # runs at a time
+    # Pairs for BLEU, chrF and exact matches, with the keys of a corpus in a recipe.
     test: CorpusSpec | None = None
-    test_sentences: int | None = Field(None, ge=1)  # how many of them, from the start; all if None
-    # A text that chooses nothing, on which `test_loss` of language models is measured.
+    test_sentences: int | None = Field(None, ge=1)  # number of pairs, from the start; all if None
+    # Text for `test_loss` of language models, not used for any choice.
     test_text: LanguageCorpusSpec | None = None
 
     @field_validator("seeds")
@@ -162,6 +161,7 @@ class Study(_Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Study":
+        # Errors of keys that are valid one by one, but not together.
         if len(self.variants) < 2:
             raise ValueError("a study compares two variants or more")
         for name in self.variants:
@@ -186,21 +186,21 @@ class Study(_Section):
 
     @property
     def trained(self) -> dict[str, dict[str, Any]]:
-        """The changes of the variants that are trained."""
+        """Changed keys of the trained variants."""
         return {name: keys for name, keys in self.variants.items() if not _is_rewritten(keys)}
 
     @property
     def rewritten(self) -> dict[str, dict[str, Any]]:
-        """The keys of the variants that are rewritten from others."""
+        """Keys of the rewritten variants."""
         return {name: keys for name, keys in self.variants.items() if _is_rewritten(keys)}
 
     def parent_of(self, variant: str) -> str:
-        """The variant whose runs are rewritten to get another's."""
+        """Return the variant from which `variant` is rewritten."""
         return str(self.variants[variant]["rewrite_of"])
 
     @property
     def seed_list(self) -> tuple[int, ...]:
-        """The seeds of the runs."""
+        """Seeds of the runs."""
         if isinstance(self.seeds, int):
             return tuple(range(1, self.seeds + 1))
         return tuple(dict.fromkeys(self.seeds))
@@ -215,7 +215,7 @@ def _is_rewritten(keys: Mapping[str, Any]) -> bool:
 
 
 def _check_rewritten(trained: Mapping[str, Any], rewritten: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that each rewritten variant says how, and of which that is trained, and nothing else."""
+    """Check that each rewritten variant has only `rewrite_of`, a trained variant, and `rewrite`."""
     for number, (name, keys) in enumerate(rewritten.items()):
         if missing := {"rewrite_of", "rewrite"} - keys.keys():
             raise ValueError(f"variants.{name}: {missing.pop()} is missing: give rewrite_of and rewrite")
@@ -229,6 +229,7 @@ def _check_rewritten(trained: Mapping[str, Any], rewritten: Mapping[str, Mapping
         if keys["rewrite_of"] not in list(trained):
             what = f"variants.{name}: rewrite_of is {keys['rewrite_of']!r}"
             raise ValueError(f"{what}, which is none of those trained: {', '.join(trained)}")
+        # Each pair of variants is compared once.
         if twin := next((one for one in list(rewritten)[:number] if rewritten[one] == keys), None):
             raise ValueError(f"variants {twin} and {name} are equal: leave one of them out")
 
@@ -236,10 +237,10 @@ def _check_rewritten(trained: Mapping[str, Any], rewritten: Mapping[str, Mapping
 def read_study(path: Path | str) -> Study:
     """Read a study.
 
-    A study with `like = "OTHER.toml"`, a file in the same folder, takes its keys where it gives none.
+    A study with `like = "OTHER.toml"` inherits the keys of this other study, a file in the same folder.
 
     Raises:
-        UsageError: the file is missing or not TOML, or a key or value is not valid.
+        UsageError: The file is missing or not TOML, or a key or value is not valid.
     """
     tree = _study_tree(Path(path), ())
     try:
@@ -249,7 +250,7 @@ def read_study(path: Path | str) -> Study:
 
 
 def _study_tree(path: Path, before: tuple[str, ...]) -> dict[str, Any]:
-    """The keys of a study, including the keys of the study that it is like."""
+    """Read the keys of a study, merged with the keys of its `like`."""
     tree = read_toml(path, "study", f"there is no study {path}{near_path(path)}")
     like = tree.pop("like", None)
     if like is None:
@@ -263,7 +264,8 @@ def _study_tree(path: Path, before: tuple[str, ...]) -> dict[str, Any]:
 
 
 def recipes_of(study: Study, folder: Path) -> tuple[AnyRecipe, dict[str, AnyRecipe]]:
-    """The base, and every variant that is trained, before budget, seeds and learning rate are known."""
+    """Return the recipes of the base and of every trained variant, before budget, seeds and learning rate."""
+    # A file next to the study has priority over a built-in recipe of the same name.
     near = folder / study.base
     path = near if near.is_file() else find_recipe(study.base)
     base = merge(read_toml(path, "recipe"), study.set)
@@ -282,7 +284,7 @@ def recipes_of(study: Study, folder: Path) -> tuple[AnyRecipe, dict[str, AnyReci
 
 
 def rewrites_of(study: Study, folder: Path) -> dict[str, RewriteRecipe]:
-    """How each variant that is not trained is rewritten."""
+    """Return the rewrite recipe of each rewritten variant."""
     found = {}
     for name, keys in study.rewritten.items():
         origin = f"variant {name}: rewrite"

@@ -1,7 +1,7 @@
-"""One run of a study, which has a process of its own (`cli/job.py`).
+"""One run of a study, in a separate process (`cli/job.py`).
 
-The process trains, or goes on where it was stopped, or rewrites a run that is trained; it measures, and
-writes its result last: a result that is there is whole.
+The process trains, resumes training, or rewrites a trained run. It measures the model and writes the result
+last, so that an existing result is complete.
 """
 
 import json
@@ -35,53 +35,53 @@ from triptych.training.studies.compute_budget import cache_bytes
 
 @final
 class TrainedRun(BaseModel):
-    """A run that another one is rewritten from."""
+    """Trained run, the source of a rewritten run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    folder: Path  # of the run
-    result: Path  # its file
+    folder: Path  # run folder
+    result: Path  # file of the result
 
 
 @final
 class StudyJob(BaseModel):
-    """What a process is told."""
+    """Job of a process: one run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    recipe: Path  # file of the recipe, with every choice made; of rewriting if `rewrite_of` is given
-    rewrite_of: TrainedRun | None = None  # the run that is rewritten; None to train one
-    folder: Path  # of the run; its name is that of the run
-    result: Path  # the file that is written at the end
-    variant: str = ""  # whose run it is
-    steps: int = 1  # updates that it makes
-    threads: int = 1  # CPU threads that it gets
-    test: CorpusSpec | None = None  # pairs whose source is translated; None for nothing
-    test_sentences: int | None = None  # how many of them, from the start; all if None
-    test_text: LanguageCorpusSpec | None = None  # on which a language model is measured; None for nothing
-    heads: bool = True  # whether the heads of the trained model are measured
-    code: tuple[Path, ...] = ()  # files of classes that recipes name
+    recipe: Path  # file of the recipe with every choice made; a rewrite recipe if `rewrite_of` is given
+    rewrite_of: TrainedRun | None = None  # run to rewrite; None to train
+    folder: Path  # run folder; its name is the name of the run
+    result: Path  # file of the result, written at the end
+    variant: str = ""  # name of the variant
+    steps: int = 1  # number of updates
+    threads: int = 1  # number of CPU threads
+    test: CorpusSpec | None = None  # pairs to translate; None to skip
+    test_sentences: int | None = None  # number of pairs, from the start; all if None
+    test_text: LanguageCorpusSpec | None = None  # text for a language model's test loss; None to skip
+    heads: bool = True  # measure the heads of the trained model
+    code: tuple[Path, ...] = ()  # files of custom classes in recipes
 
     @property
     def name(self) -> str:
-        """The name of the run: variant and seed, for people; also the name of its files."""
+        """Name of the run and of its files: variant and seed."""
         return self.folder.name
 
 
 @final
 @dataclass(frozen=True)
 class Result:
-    """What came of a run."""
+    """Result of a run; of a rewritten run, `seconds`, `steps` and `tokens` are of the trained run."""
 
-    figures: dict[str, float]  # by metric
-    heads: dict[str, float]  # means over the heads of measures of `inspect`, by the measure's name
-    seconds: float  # of training; where a run was rewritten, these three are of that run
-    steps: int  # updates made
-    tokens: int  # target tokens learned from
+    figures: dict[str, float]  # values by metric
+    heads: dict[str, float]  # means over heads of measures of `inspect`, by measure
+    seconds: float  # training time
+    steps: int  # number of updates
+    tokens: int  # target tokens of training
 
 
 def read_result(path: Path) -> Result | None:
-    """A result; None if the run has not come to its end."""
+    """Read a result; None if the run has not finished."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         return Result(**record)
@@ -92,7 +92,7 @@ def read_result(path: Path) -> Result | None:
 
 
 def do_job(job: StudyJob) -> int:
-    """Train or rewrite, and measure."""
+    """Train or rewrite, and measure; returns an exit code."""
     for path in job.code:
         user_code.use_code(path)
     return _train_and_measure(job) if job.rewrite_of is None else _rewrite(job, job.rewrite_of)
@@ -103,6 +103,7 @@ def _train_and_measure(job: StudyJob) -> int:
         summary = resume(job.folder)
     else:
         summary = train(read_recipe(job.recipe), job.folder)
+    # The exit code of a process ended by a signal; the run resumes later.
     if summary.outcome.signal_number is not None:
         return 128 + summary.outcome.signal_number
     figures = {
@@ -135,7 +136,7 @@ def _write_result(job: StudyJob, result: Result) -> int:
 
 
 def _measure_model(job: StudyJob) -> dict[str, Any]:
-    """What is counted of a model, and measured on the test text."""
+    """Count parameters and cache bytes of a model, and measure it on the test text."""
     model = read_own_model(job.folder)
     figures: dict[str, Any] = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
     if isinstance(model, EncoderDecoder) or model.causal:
@@ -151,7 +152,7 @@ def _measure_model(job: StudyJob) -> dict[str, Any]:
 
 
 def _validation_figures(folder: Path) -> dict[str, float]:
-    """Figures of the model that the run chose: the best validation, or the average of the last ones."""
+    """Return the figures with the lower loss: the best validation's, or those of the averaged checkpoints."""
     records = read_metrics(folder / "metrics.jsonl")
     (last,) = [r for r in records if "average_valid_loss" in r][-1:]
     validations = [r for r in records if "valid_loss" in r]
@@ -162,7 +163,7 @@ def _validation_figures(folder: Path) -> dict[str, float]:
 
 
 def _as_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics, of the figures of a validation."""
+    """Convert figures of a validation to metrics of a study."""
     names = {"loss": "valid_loss", "bits_per_byte": "valid_bits_per_byte"}
     return {name: figures[key] for name, key in names.items() if key in figures}
 
@@ -177,7 +178,7 @@ def _translations(folder: Path, test: CorpusSpec, count: int | None) -> dict[str
     return {"bleu": scores["BLEU"], "chrf": scores["chrF2"], "exact_match": exact}
 
 
-# Measures that tell what became of the heads.
+# Measures of the heads in a study's table.
 HEAD_MEASURES = (
     "qk_effective_rank",
     "ov_effective_rank",
@@ -189,7 +190,7 @@ HEAD_MEASURES = (
 
 
 def _heads(folder: Path) -> dict[str, float]:
-    """Means over all heads; a measure that some head does not have is left out."""
+    """Return means over all heads; measures undefined for a head are left out."""
     rows = inspect(folder).rows()
     figures = {name: [row[name] for row in rows] for name in HEAD_MEASURES}
     return {
@@ -200,6 +201,6 @@ def _heads(folder: Path) -> dict[str, float]:
 
 
 def _peak_memory() -> int:
-    """Bytes of memory that this process has held at once."""
+    """Return the peak memory of this process in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak

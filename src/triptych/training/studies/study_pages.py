@@ -1,4 +1,4 @@
-"""The page of a study: curves, quality against cost, tables."""
+"""Page of a study: curves, quality against cost, tables."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +48,7 @@ def write_study_page(outcome: Outcome, path: Path) -> None:
 
 
 def write_study_pictures(outcome: Outcome, folder: Path) -> list[Path]:
-    """Write what a report of the study shows first as SVG files: differences, and a curve against updates."""
+    """Write the first pictures of a study's report as SVG files: differences, and a curve against updates."""
     charts: list[tuple[str, Sequence[Plot]]] = [
         ("differences.svg", _differences(outcome)[:1]),
         ("curves.svg", _loss_curves(outcome)[:1]),
@@ -57,7 +57,8 @@ def write_study_pictures(outcome: Outcome, folder: Path) -> list[Path]:
 
 
 def _differences(outcome: Outcome) -> list[IntervalChart]:
-    """Each variant minus the baseline, a chart for each metric of quality; the noise floor among them."""
+    """Return a chart for each metric of quality: each variant, and the noise floor, minus the baseline."""
+    # Metrics of cost are in `_scatters`.
     charts = []
     for metric in outcome.study.metrics:
         if metric in OF_COST:
@@ -78,6 +79,7 @@ def _differences(outcome: Outcome) -> list[IntervalChart]:
 
 
 def _study_facts(outcome: Outcome) -> list[tuple[str, str]]:
+    # Training time counts trained runs only: rewritten runs repeat the figures of their trained run.
     study = outcome.study
     runs = [one for results in outcome.results.values() for one in results.values()]
     seconds = sum(one.seconds for results in outcome.trained.values() for one in results.values())
@@ -97,7 +99,8 @@ def _study_facts(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def _loss_curves(outcome: Outcome) -> list[CurveChart]:
-    """Validation loss against `_AXES`, a line a trained variant with the interval over seeds."""
+    """Return charts of validation loss against `_AXES`: a line per trained variant with its interval."""
+    # A chart without points is left out: operations of a checkpoint's model are unknown.
     histories = {
         name: [
             history(
@@ -118,7 +121,7 @@ def _loss_curves(outcome: Outcome) -> list[CurveChart]:
 
 
 def _line(histories: list[list[dict[str, float]]], key: str) -> tuple[Interval, ...]:
-    """Means over seeds of validations at the same update; their place is the mean of their places."""
+    """Return means over seeds of validations at the same update, at the mean of their x values."""
     by_step: dict[float, list[dict[str, float]]] = {}
     for run in histories:
         for one in run:
@@ -134,7 +137,8 @@ def _line(histories: list[list[dict[str, float]]], key: str) -> tuple[Interval, 
 
 
 def _scatters(outcome: Outcome) -> list[ScatterChart]:
-    """The metric that decides against each cost that is not the same for all."""
+    """Return charts of the deciding metric against each cost that differs between variants."""
+    # The cost of a variant is the median over its seeds.
     metric = outcome.study.metrics[0]
     quality = outcome.values(metric)
     assert metric not in OF_COST

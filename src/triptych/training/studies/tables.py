@@ -1,4 +1,4 @@
-"""What a study shows, as tables, sentences and rows."""
+"""Tables, conclusions and CSV rows of a study."""
 
 import csv
 import io
@@ -35,7 +35,7 @@ DIGITS = {
 
 
 def compared(outcome: Outcome, metric: str) -> dict[str, Comparison]:
-    """Each variant against the baseline, by one metric; the baseline again is not among them."""
+    """Compare each variant with the baseline by one metric, without the repeated baseline."""
     values = outcome.values(metric)
     baseline = values.pop(outcome.study.baseline_name, {})
     values.pop(NOISE, None)
@@ -43,12 +43,12 @@ def compared(outcome: Outcome, metric: str) -> dict[str, Comparison]:
 
 
 def mean(values: Mapping[int, float], metric: str) -> Estimate:
-    """The mean of a metric over seeds; its interval ends at the largest and least value that there can be."""
+    """Return the mean of a metric over seeds, with an interval cut to the metric's possible values."""
     return estimate(list(values.values()), POSSIBLE[metric])
 
 
 def noise_floor(outcome: Outcome, metric: str) -> Estimate | None:
-    """The baseline again minus the baseline, on the same text; None if it was not trained again."""
+    """Return the repeated baseline minus the baseline, on the same text; None if it was not repeated."""
     values = outcome.values(metric)
     baseline = values.get(outcome.study.baseline_name, {})
     pairs = compare({NOISE: values.get(NOISE, {})}, baseline, POSSIBLE[metric])
@@ -56,7 +56,8 @@ def noise_floor(outcome: Outcome, metric: str) -> Estimate | None:
 
 
 def quality_table(outcome: Outcome, metric: str) -> Table:
-    """The means of a metric, and each variant's difference to the baseline."""
+    """Return the table of a metric: means, and each variant's difference to the baseline."""
+    # The baseline's row has empty cells for differences; the noise floor has no tests.
     baseline = outcome.study.baseline_name
     differences = compared(outcome, metric)
     rows = []
@@ -93,7 +94,8 @@ def quality_table(outcome: Outcome, metric: str) -> Table:
 
 
 def _what_is_corrected(differences: Sequence[Comparison]) -> str:
-    """What one correction covers, and whether the seeds are enough to see anything."""
+    """Return the caption about Holm's correction, drawn sign flips, and too few seeds."""
+    # The number of tests is the same for all variants of a table.
     if not differences:
         return ""
     num_tests = differences[0].num_tests
@@ -109,7 +111,8 @@ def _what_is_corrected(differences: Sequence[Comparison]) -> str:
 
 
 def costs_table(outcome: Outcome) -> Table:
-    """Medians of what the variants cost, their budget and their learning rate."""
+    """Return the table of costs: medians over seeds, learning rate and budget of each variant."""
+    # An actual run has each value of a median (`median_high`).
     rows = []
     metrics = [metric for metric in DIGITS if metric in OF_COST]
     for name, variant in outcome.variants.items():
@@ -128,7 +131,8 @@ def costs_table(outcome: Outcome) -> Table:
 
 
 def sweep_table(outcome: Outcome) -> Table:
-    """The losses by which learning rates were chosen."""
+    """Return the table of the sweep: validation losses by learning rate, and the chosen rates."""
+    # Rewritten variants are not swept: the table omits them.
     rates = sorted({rate for one in outcome.variants.values() for rate in one.swept})
     rows = [
         (
@@ -164,7 +168,8 @@ def _at_end(variant: Variant) -> str:
 
 
 def heads_table(outcome: Outcome) -> Table:
-    """What the heads became: means over heads and seeds."""
+    """Return the table of measures of the heads: means over heads and seeds."""
+    # An undefined measure has an empty cell.
     rows = []
     for name, results in outcome.results.items():
         cells = []
@@ -182,7 +187,8 @@ def heads_table(outcome: Outcome) -> Table:
 
 
 def conclusions(outcome: Outcome) -> list[str]:
-    """A sentence for each variant, by the metric that decides."""
+    """Return a sentence for each variant about the deciding metric."""
+    # The deciding metric is the first; the exact test decides if a difference is seen.
     metric = outcome.study.metrics[0]
     found = []
     for name, one in compared(outcome, metric).items():
@@ -206,7 +212,7 @@ def _p_values(one: Comparison) -> str:
 
 
 def runs_csv(outcome: Outcome) -> str:
-    """Every run in a row, all its figures."""
+    """Return CSV with all figures of every run, one run a row."""
     metrics = list(DIGITS)
     rows: list[list[Any]] = [["variant", "seed", *metrics, "seconds", "steps", "tokens", *HEAD_MEASURES]]
     for name, results in outcome.results.items():
@@ -218,13 +224,13 @@ def runs_csv(outcome: Outcome) -> str:
 
 
 def sweep_csv(outcome: Outcome) -> str:
-    """The mean loss of each variant at each learning rate of the sweep."""
+    """Return CSV with the mean loss of each variant at each learning rate of the sweep."""
     rows = [(name, *tried) for name, one in outcome.variants.items() for tried in one.swept.items()]
     return _csv([["variant", "learning_rate", "loss"], *rows])
 
 
 def curves_csv(outcome: Outcome) -> str:
-    """Every validation of every trained run in a row."""
+    """Return CSV with every validation of every trained run, one validation a row."""
     columns = ("step", "tokens", "seconds", "loss")
     rows = [
         [name, seed, *(one[column] for column in columns)]
@@ -236,7 +242,8 @@ def curves_csv(outcome: Outcome) -> str:
 
 
 def history(folder: Path, flops: float | None = None) -> list[dict[str, float]]:
-    """Every validation of a run, with the steps, tokens, seconds and operations before it."""
+    """Return every validation of a run, with the steps, tokens, seconds and operations before it."""
+    # Tokens and seconds come from the last line of metrics before the validation.
     try:
         records = read_metrics(folder / "metrics.jsonl")
     except (OSError, TriptychError):
@@ -267,7 +274,7 @@ def _csv(rows: Iterable[Sequence[Any]]) -> str:
 
 
 def markdown(outcome: Outcome) -> str:
-    """The whole report as Markdown."""
+    """Return the whole report as Markdown."""
     parts = headed(outcome, tables(outcome))
     if outcome.failed:
         parts += ["## Failed", "", *(f"- {name}: {what}" for name, what in outcome.failed.items()), ""]
@@ -275,7 +282,7 @@ def markdown(outcome: Outcome) -> str:
 
 
 def headed(outcome: Outcome, shown: Sequence[Table]) -> list[str]:
-    """Lines of a report: its conclusions, and some of its tables."""
+    """Return the lines of a report: conclusions, and the given tables."""
     parts = [f"# {outcome.study.name}", "", *(f"- {line}" for line in conclusions(outcome)), ""]
     for table in shown:
         rule = ["---:" if i in table.numeric else "---" for i in range(len(table.columns))]
@@ -286,24 +293,25 @@ def headed(outcome: Outcome, shown: Sequence[Table]) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """Write a text as a cell of Markdown: one that ends in a backslash would take the bar after it along."""
+    """Format a text as a Markdown cell: backslashes and bars, which could end the cell, are escaped."""
     return _ENDS_A_CELL.sub(r"\\\g<0>", printable(text))
 
 
 def quality_tables(outcome: Outcome) -> list[Table]:
-    """A table for each metric of quality."""
+    """Return a table for each metric of quality."""
     return [quality_table(outcome, metric) for metric in outcome.study.metrics if metric not in OF_COST]
 
 
 def tables(outcome: Outcome) -> list[Table]:
-    """All tables of a report."""
+    """Return all tables of a report."""
     found = quality_tables(outcome)
     found += [costs_table(outcome), *([sweep_table(outcome)] if outcome.study.sweep.learning_rates else [])]
     return [*found, *([heads_table(outcome)] if outcome.results else [])]
 
 
 def figures(outcome: Outcome) -> dict[str, Any]:
-    """Everything, for machines; figures that are not defined are null."""
+    """Return all figures for JSON; undefined figures are None."""
+    # `_finite` maps NaN and infinity to None, because JSON lacks both values.
     metrics = [metric for metric in outcome.study.metrics if metric not in OF_COST]
     return {
         "study": outcome.study.name,
@@ -364,12 +372,12 @@ def _difference(found: Comparison, metric: str) -> tuple[str, ...]:
 
 
 def title(metric: str) -> str:
-    """A metric's name for people."""
+    """Return the displayed name of a metric."""
     return metric.replace("_", " ")
 
 
 def number(value: float, metric: str) -> str:
-    """A figure with as many digits as its metric deserves."""
+    """Format a value with the number of digits of its metric."""
     return f"{value:,.{DIGITS[metric]}f}"
 
 
