@@ -277,6 +277,7 @@ def test_a_run_is_measured_on_its_validation_text(triptych: Command, small_run: 
         assert (refused.code, says in refused.err, refused.err.count("\n")) == (2, True, 1), refused
 
 
+@pytest.mark.slow
 def test_a_run_whose_text_has_gone_is_explored_without_it(
     triptych: Command, small_run: Path, tmp_path: Path
 ) -> None:

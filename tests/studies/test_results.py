@@ -6,6 +6,7 @@ import pytest
 from benchmarks.study_results import RESULTS, by_size, difference, report
 
 
+@pytest.mark.slow
 def test_the_reports_in_the_documentation_are_what_their_raw_runs_give() -> None:
     for folder in RESULTS.iterdir():
         assert (folder / "README.md").read_text(encoding="utf-8") == report(folder.name), folder.name

@@ -181,8 +181,7 @@ def position_table(stack: LanguageModel, length: int) -> Tensor:
 def require_plain(model: LanguageModel, refused: Refused) -> tuple[NormConfig, FeedForwardConfig]:
     """Check that a model has only features of GPT-2 or Llama, apart from attention layers.
 
-    Returns:
-        The common norm and feed-forward layer.
+    Returns the common norm and feed-forward layer.
     """
     # `reasons` maps each unsupported feature to True if the model has it.
     made = model.architecture

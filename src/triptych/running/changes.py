@@ -179,8 +179,7 @@ class Steering(Change):
     def into_weights(self, model: LanguageModel | EncoderDecoder) -> None:
         """Add the direction to the bias right before it in the residual stream, in a copy of a model.
 
-        Raises:
-            UsageError: the model lacks this bias.
+        Raises UsageError if the model lacks this bias.
         """
         block = blocks_of(model, self.stack)[self.block - 1]
         frame = block.feed_forward_residual

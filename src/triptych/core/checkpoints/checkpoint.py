@@ -465,15 +465,12 @@ def open_checkpoint(
 ) -> AttentionSource:
     """Open the attention layers of a source.
 
-    Args:
-        source: source, path, or name on the Hub.
-        family: family to read the checkpoint with, instead of the family of its `model_type`.
-        mapped: map local files into memory instead of copying from them.
+    `source`: source, path, or name on the Hub. `family`: family to read the checkpoint with, instead of the
+    family of its `model_type`. `mapped`: map local files into memory instead of copying from them.
 
-    Raises:
-        DataError: the checkpoint is of an unknown family, or contradicts its family or configuration.
-        UsageError: the source does not exist, or `family` is given for a run, or the source is strict and its
-            configuration has fields without effect.
+    Raises DataError if the checkpoint is of an unknown family, or contradicts its family or configuration.
+    Raises UsageError if the source does not exist, or `family` is given for a run, or the source is strict
+    and its configuration has fields without effect.
     """
     found = find_source(source)
     opened = _open(found, family or found.family, mapped)

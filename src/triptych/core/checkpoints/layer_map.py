@@ -122,8 +122,7 @@ def queries_and_gates(heads: int) -> TensorMap:
 def head_rows(*copies: int) -> TensorMap:
     """Return the map of weights to `[copies, d_in, width]`, and of biases to `[copies, width]`.
 
-    Args:
-        copies: number of heads or key-value heads of each tensor, `[copies · width, d_in]` or a bias.
+    `copies`: number of heads or key-value heads of each tensor, `[copies · width, d_in]` or a bias.
     """
 
     def read(parts: Parts) -> Parts:

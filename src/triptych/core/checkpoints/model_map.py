@@ -51,8 +51,7 @@ class ModelMap(Generic[_Architecture]):
 def model_map(checkpoint: Checkpoint) -> ModelMap[LanguageModelArchitecture]:
     """Return the architecture and tensors of a checkpoint's language model.
 
-    Raises:
-        DataError: the model cannot be run, or a tensor is missing, unknown or of a wrong shape.
+    Raises DataError if the model cannot be run, or a tensor is missing, unknown or of a wrong shape.
     """
     spec = checkpoint.family.model
     if checkpoint.others:
@@ -77,8 +76,7 @@ def model_map(checkpoint: Checkpoint) -> ModelMap[LanguageModelArchitecture]:
 def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchitecture]:
     """Return the architecture and tensors of a checkpoint's encoder and decoder.
 
-    Raises:
-        DataError: the model cannot be run, or a tensor is missing, unknown or of a wrong shape.
+    Raises DataError if the model cannot be run, or a tensor is missing, unknown or of a wrong shape.
     """
     spec = checkpoint.family.model
     if spec is None or spec.encoder is None:

@@ -29,10 +29,8 @@ class LayerReader:
     def __init__(self, place: Place, tensors: Tensors, *, outline: bool = False) -> None:
         """Prepare to read a layer.
 
-        Args:
-            place: the layer.
-            tensors: tensors of the checkpoint.
-            outline: make maps and norms on the "meta" device, without reading them.
+        `place`: the layer. `tensors`: tensors of the checkpoint. `outline`: make maps and norms on the "meta"
+        device, without reading them.
         """
         self.place = place
         self.tensors = tensors

@@ -160,8 +160,7 @@ class Source:
     def tensors(self, *, mapped: bool = False) -> Tensors:
         """Open the weights, to be read one at a time; from the Hub by range, unless they were fetched.
 
-        Args:
-            mapped: map local files into memory instead of copying from them.
+        `mapped`: map local files into memory instead of copying from them.
         """
         self.require_same()
         if isinstance(self.found, Path):
@@ -260,16 +259,13 @@ def find_source(
 ) -> Source:
     """Find a model by its path, by its name on the Hub, or in memory.
 
-    Args:
-        source: path, name on the Hub (an existing path takes precedence), model of `transformers`, or source.
-        tokenizer: tokenizer of `transformers`, or a tokenizer's folder.
-        offline: use only cached files of the Hub.
-        family: family to read the checkpoint with, instead of the family of its `model_type`.
-        strict: raise an error for fields of the configuration without effect instead of a warning.
+    `source`: path, name on the Hub (an existing path takes precedence), model of `transformers`, or source.
+    `tokenizer`: tokenizer of `transformers`, or a tokenizer's folder. `offline`: use only cached files of the
+    Hub. `family`: family to read the checkpoint with, instead of the family of its `model_type`. `strict`:
+    raise an error for fields of the configuration without effect instead of a warning.
 
-    Raises:
-        UsageError: the source or the tokenizer does not exist, or is of another type.
-        DataError: the Hub cannot be reached or lacks the repository, or the configuration cannot be read.
+    Raises UsageError if the source or the tokenizer does not exist, or is of another type. Raises DataError
+    if the Hub cannot be reached or lacks the repository, or the configuration cannot be read.
     """
     if isinstance(source, Source):
         return source

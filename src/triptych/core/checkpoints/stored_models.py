@@ -59,10 +59,8 @@ def load_language_model(
     Weights are memory-mapped from safetensors files where dtype and layout allow: the files must not change
     while the model is in use.
 
-    Args:
-        path: source, path, or name on the Hub.
-        device: device of the model.
-        dtype: floating-point dtype of the model; None for the checkpoint's most common dtype.
+    `path`: source, path, or name on the Hub. `device`: device of the model. `dtype`: floating-point dtype of
+    the model; None for the checkpoint's most common dtype.
     """
     checkpoint, folder = _open_mapped(path, dtype)
     model = read_language_model(checkpoint, dtype).to(device)
@@ -198,12 +196,9 @@ def new_tensors(
 ) -> dict[str, Tensor]:
     """Return the tensors of a model in a family's format.
 
-    Args:
-        model: the model.
-        layers: weights of its attention layers, sorted like `in_order`.
-        settings: contents of `config.json`.
-        shapes: shapes of all tensors of the new file, by name.
-        given: further tensors besides the model's parameters, by names in the model.
+    `model`: the model. `layers`: weights of its attention layers, sorted like `in_order`. `settings`:
+    contents of `config.json`. `shapes`: shapes of all tensors of the new file, by name. `given`: further
+    tensors besides the model's parameters, by names in the model.
     """
     name = "the new checkpoint"
     family = family_of(settings["model_type"])

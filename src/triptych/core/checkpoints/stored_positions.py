@@ -58,15 +58,11 @@ def frequencies(
 ) -> Frequencies:
     """Compute the frequencies of rotary channels.
 
-    Args:
-        scaling: record of RoPE scaling.
-        width: number of rotary channels.
-        base: b of the frequencies b^(−2i/n).
-        max_positions: context length in tokens.
-        share: rotated share of the pairs, for "proportional" scaling.
+    `scaling`: record of RoPE scaling. `width`: number of rotary channels. `base`: b of the frequencies
+    b^(−2i/n). `max_positions`: context length in tokens. `share`: rotated share of the pairs, for
+    "proportional" scaling.
 
-    Raises:
-        ValueError: the scaling is not supported, or its record is incomplete.
+    Raises ValueError if the scaling is not supported, or its record is incomplete.
     """
     plain = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     match rope_type(scaling):

@@ -97,8 +97,7 @@ class FolderCopy:
     def write_beside(self, settings: Mapping[str, Any]) -> None:
         """Copy all files but tensors, with some entries of the configuration changed.
 
-        Args:
-            settings: new entries of the configuration, by dotted path.
+        `settings`: new entries of the configuration, by dotted path.
         """
         for name in self._beside:
             place = self.folder / name

@@ -96,10 +96,8 @@ def is_hub_id(text: str) -> bool:
 def open_hub(hub_id: str, endpoint: str | None = None, *, offline: bool = False) -> "Repository":
     """Open one commit of a repository on the Hub.
 
-    Args:
-        hub_id: name on the Hub (owner/name), optionally with @revision.
-        endpoint: address of the Hub; None for the default.
-        offline: use only cached files.
+    `hub_id`: name on the Hub (owner/name), optionally with @revision. `endpoint`: address of the Hub; None
+    for the default. `offline`: use only cached files.
     """
     parts = _parts(hub_id)
     if parts is None:
@@ -138,8 +136,7 @@ class Repository:
     def tensors(self, *, mapped: bool = False) -> Tensors:
         """Open the tensors: cached files from the disk, further files by ranges of bytes.
 
-        Args:
-            mapped: map cached files into memory instead of copying from them.
+        `mapped`: map cached files into memory instead of copying from them.
         """
 
         def opened(file: str) -> Safetensors:

@@ -124,8 +124,7 @@ def copy_shard(
 ) -> tuple[dict[str, TensorInfo], dict[str, TensorHash]]:
     """Copy one file, several tensors at a time.
 
-    Returns:
-        The tensors written, and the hashes of all tensors read or written.
+    Returns the tensors written, and the hashes of all tensors read or written.
     """
     shard: _Shard = (_SafetensorsShard if path.suffix == ".safetensors" else _PickledShard)(path)
     written = dict[str, TensorInfo]()

@@ -305,9 +305,7 @@ class Tensors:
 def open_tensors(path: Path, *, mapped: bool = False) -> Tensors:
     """Open the tensors of a folder in Hugging Face's layout, or of one file.
 
-    Args:
-        path: the folder or file.
-        mapped: map safetensors files into memory instead of copying from them.
+    `path`: the folder or file. `mapped`: map safetensors files into memory instead of copying from them.
     """
     if not path.exists():
         raise DataError(f"{path}: there is no such file or folder")

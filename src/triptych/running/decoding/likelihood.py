@@ -116,8 +116,7 @@ def score_continuations(
 ) -> list[tuple[float, bool]]:
     """Compute the log-probability of each continuation given its context, in nats.
 
-    Returns:
-        The log-probability of each continuation, and True if greedy decoding would give the continuation.
+    Returns the log-probability of each continuation, and True if greedy decoding would give the continuation.
     """
     texts = [[*before, *after][-max_tokens - 1 :] for before, after in pairs]
     found = [(0.0, True)] * len(pairs)

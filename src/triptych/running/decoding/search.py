@@ -182,8 +182,7 @@ class BeamText(Text):
     def take(self, candidates: Sequence[tuple[float, int, int, float]]) -> list[tuple[int, int]]:
         """Continue with the best candidates: totals, rows, tokens and log-probabilities by falling total.
 
-        Returns:
-            The parent row and the token of each row.
+        Returns the parent row and the token of each row.
         """
         kind = self.kind
         length = self.length + 1

@@ -25,8 +25,7 @@ class GivenTexts(NamedTuple):
 def as_texts(given: Any, what: str = "text") -> GivenTexts:
     """Convert one text or several texts to a list: strings, or token ids in a list, tensor or array.
 
-    Raises:
-        UsageError: the value is not a text; the message names its type.
+    Raises UsageError if the value is not a text; the message names its type.
     """
     given = _plain(given)
     if isinstance(given, str) or _are_ids(given):
@@ -41,8 +40,7 @@ def as_texts(given: Any, what: str = "text") -> GivenTexts:
 def as_lines(given: Any, what: str = "text") -> list[str]:
     """Convert one string or several strings to a list.
 
-    Raises:
-        UsageError: the value is not a string; the message names its type.
+    Raises UsageError if the value is not a string; the message names its type.
     """
     if isinstance(given, str):
         return [str(_one(given, f"the {what}"))]
