@@ -266,7 +266,9 @@ def test_every_command_but_the_demo_and_the_server_is_given_odd_values() -> None
     assert {*BASES, "demo", "serve"} == {*COMMANDS}
 
 
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "explore" else ()) for name in BASES]
+)
 def test_odd_values_end_in_one_line_or_a_result(
     name: str, folders: dict[str, Path], triptych: Command
 ) -> None:

@@ -347,7 +347,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(changes, id=name, marks=() if name == "as most are" else pytest.mark.slow)
+        for name, changes in VARIANTS.items()
+    ],
+)
 def test_a_marian_checkpoint_comes_back_tensor_for_tensor(tmp_path: Path, changes: dict[str, Any]) -> None:
     heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
     tensors = write_marian(tmp_path, dtype=torch.float32, **heads, **changes)

@@ -64,7 +64,9 @@ def test_each_token_is_chosen_by_the_mean_of_the_probabilities(
     assert expected != plain_search(models[0], pad(SOURCES), options, BOS, EOS)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "precision", [pytest.param(one, marks=() if one == "bf16" else pytest.mark.slow) for one in PRECISIONS]
+)
 def test_neighbours_change_no_sentence_and_texts_join(precision: Precision) -> None:
     models = [make_model(seed=seed).float() for seed in (6, 7)]
     engine = EnsembleEngine([Engine(model, precision, never=RULES.never) for model in models])
