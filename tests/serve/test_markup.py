@@ -111,6 +111,7 @@ def test_tags_are_limited_in_number_and_in_depth(document: str, status: int) -> 
     assert Markup("<li>a" * 900).runs[-1].text == "a"  # elements whose end is left out are not deep
 
 
+@pytest.mark.slow  # `test_attack.py` sends such markup beside honest clients, for eight seconds
 def test_a_server_answers_others_while_it_reads_markup(translator: Model) -> None:
     fields = {"source": "en", "target": "de", "format": "html"}
     with Served({"en-de": translator}) as served, ThreadPoolExecutor(4) as pool:
