@@ -72,7 +72,7 @@ def limit_kernel_cache(kept: int = _KERNELS_KEPT) -> None:
 
 
 def keep_libraries() -> None:
-    """Let Python look for cycles no more in what is imported: a server stands still meanwhile.
+    """Let Python look for cycles no more in what is imported: a collection stops a server.
 
     torch and its like have 400,000 objects, through which a collection takes a tenth of a second.
     """

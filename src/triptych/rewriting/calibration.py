@@ -40,7 +40,7 @@ def gather_moments(
 ) -> dict[str, Moments]:
     """Gather the moments of layers over a text, in float64, after the previous steps of a recipe.
 
-    Inputs are those of the original model; queries, keys and values are computed by the layer after the
+    Inputs come from the original model; queries, keys and values are computed by the layer after the
     previous steps. `served` also gathers the moments for a latent. Layers sharing weights contribute equally.
     """
     found: dict[str, Moments] = {}

@@ -44,7 +44,7 @@ class Fleet:
         page: PageTexts = NO_TEXTS,
         page_only: bool = False,
     ) -> None:
-        """Prepare models; `start` starts the computation. The arguments are those of `serve`."""
+        """Prepare models; `start` starts the computation. The arguments match `serve`."""
         self._given = dict(models), limits, workers, page, page_only
         arguments = _pickled(models, limits) if workers > 1 else b""  # before the models are built
         self.models = {name: ServedModel(name, model, limits) for name, model in models.items()}

@@ -216,7 +216,7 @@ def read_state(
     try:
         require_regular(path)
         tensors = load_file(path)
-        # One file has weights, moments and random states, told apart by prefixes.
+        # One file has weights, moments and random states, distinguished by prefixes.
         weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
         load_tensors(model, weights, str(path), place)
         optimizer.load(tensors, place)

@@ -445,7 +445,7 @@ class Semantics:
         return replace(self, **found) if found else self
 
     def require_heads(self, num_heads: int, sides: Mapping[HeadSide, tuple[int, int]]) -> None:
-        """Raise ValueError unless the parameters fit these heads; arguments are those of `select_copies`."""
+        """Raise ValueError unless the parameters fit these heads; with the arguments of `select_copies`."""
         for name, part in self._parts_of_heads().items():
             if isinstance(part, HeadNorm):
                 copies, width = sides[HEADS_OF[name]]

@@ -139,11 +139,5 @@ def alike(signs: Sequence[tuple[int, Tensor | None]]) -> RowCounts:
     return RowCounts(best[0], dense[-1], tuple(best[: len(dense) - 1 : -1]))
 
 
-def found_here() -> dict[ProductShape, RowCounts]:
-    """Return the results for the present number of threads."""
-    threads = torch.get_num_threads()
-    return {shape: counts for (shape, of), counts in _FOUND.items() if of == threads}
-
-
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is not None and b is not None and torch.equal(a, b)

@@ -1,6 +1,6 @@
 """Token rules of a checkpoint, which forbid next tokens whatever their probability.
 
-The rules are those of `transformers`: `NoRepeatNGram`, `NoBadWords`, `SuppressTokens`,
+The rules match `transformers`: `NoRepeatNGram`, `NoBadWords`, `SuppressTokens`,
 `SuppressTokensAtBegin`, `MinNewTokensLength` and `MinLength` of `generation/logits_process.py`, version
 5.23.0.
 """
