@@ -332,6 +332,7 @@ def test_attention_and_measures_of_heads_are_the_models(served: Served, language
     assert served.ask("/v1/attend", {"model": "gpt", "text": text, "heads": "99.0"}).status == 400
 
 
+@pytest.mark.slow  # starts a command of several processes
 def test_processes_share_the_work_and_one_that_dies_is_replaced(
     translator: Model, language_model: Model, capfd: pytest.CaptureFixture[str]
 ) -> None:

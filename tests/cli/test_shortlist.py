@@ -46,6 +46,7 @@ def test_a_run_is_listed_from_its_own_text_or_another_and_translates_within_the_
         assert set(line.candidates[0].pieces) <= allowed
 
 
+@pytest.mark.slow  # translates four times
 def test_a_list_of_all_tokens_changes_no_text_in_either_engine(triptych: Command, small_run: Path) -> None:
     write_all_tokens(small_run)
     for engine in ("triptych", "ctranslate2"):

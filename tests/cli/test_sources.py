@@ -59,7 +59,16 @@ def home(tmp_path_factory: pytest.TempPathFactory, small_run: Path) -> Iterator[
         yield home
 
 
-@pytest.mark.parametrize("source", TRANSLATORS + DECODERS + ENCODERS)
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("translator", "marian", "gpt2", "masked"),
+        *(
+            pytest.param(source, marks=pytest.mark.slow)
+            for source in ("converted", "language", *DECODERS[2:])
+        ),
+    ],
+)
 @pytest.mark.parametrize("verb", CALLS)
 def test_a_command_does_it_or_refuses_in_one_line(
     verb: str, source: str, home: Path, triptych: Command

@@ -325,7 +325,9 @@ def test_a_figure_that_is_no_number_is_no_json() -> None:
             json_text({"loss": [figure]})
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    "shell", ["bash", *(pytest.param(shell, marks=pytest.mark.slow) for shell in ("zsh", "fish"))]
+)
 def test_commands_and_options_are_completed(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {**os.environ, "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
 

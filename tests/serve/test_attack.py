@@ -41,7 +41,7 @@ def served(
 @pytest.mark.parametrize(
     ("path", "share"),
     [
-        *((path, 8) for path in REQUESTS),
+        *((path, 24) for path in REQUESTS),
         *(pytest.param(path, 1, marks=pytest.mark.slow) for path in REQUESTS),
     ],
 )

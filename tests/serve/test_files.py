@@ -104,6 +104,7 @@ def test_another_process_opens_the_files_that_the_first_one_opened(
         require_same_files(pickle.loads(theirs))
 
 
+@pytest.mark.slow  # starts a server of its own
 def test_every_model_of_an_ensemble_is_looked_at(tmp_path: Path) -> None:
     for name in ("first", "second"):
         write_run("run of an encoder-decoder", tmp_path / name)

@@ -46,6 +46,7 @@ def process_of(served: Served) -> ServingProcess:
     return process
 
 
+@pytest.mark.slow  # starts processes again
 def test_a_process_that_is_killed_while_it_opens_its_models_is_started_again(served: Served) -> None:
     first = process_of(served).pid
     assert first is not None
@@ -61,6 +62,7 @@ def test_a_process_that_is_killed_while_it_opens_its_models_is_started_again(ser
     assert process_of(served).pid not in killed
 
 
+@pytest.mark.slow  # waits for a process that does not answer
 def test_what_a_process_had_that_does_not_answer_is_computed_by_others(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
