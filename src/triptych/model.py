@@ -7,16 +7,12 @@ heads, `rewriting` and `converting` write models to files, and `training` distil
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final, overload
 
-from triptych.errors import DataError, TriptychError, UsageError
+from triptych.errors import UsageError
 from triptych.literals import (
     Activation,
     By,
@@ -33,7 +29,6 @@ from triptych.literals import (
     TargetFormat,
     check_choices,
 )
-from triptych.printable import table_html
 from triptych.progress import Progress, untold
 
 if TYPE_CHECKING:
@@ -45,17 +40,14 @@ if TYPE_CHECKING:
 
     from triptych.converting.conversion import Conversion
     from triptych.core.checkpoints.family import Family
-    from triptych.core.checkpoints.source import Source
-    from triptych.core.checkpoints.stored_layers import AttentionSource
     from triptych.core.heads import Head, Layer, Layers, Stack
-    from triptych.core.places import Heads, PlaceNames
+    from triptych.core.places import Heads
     from triptych.keywords import GenerationKeywords, SearchKeywords
     from triptych.rewriting.against_transformers import Check
     from triptych.rewriting.certificate import Certificate
     from triptych.rewriting.functions import Rewrite
     from triptych.rewriting.planning import Plan
     from triptych.rewriting.recipe import RewriteRecipe
-    from triptych.running.changes import Change
     from triptych.running.decoding import (
         Continuation,
         Evaluation,
@@ -82,9 +74,6 @@ if TYPE_CHECKING:
 
     # A rewrite as a call or a record, a recipe of several, or the file of one.
     Step: TypeAlias = str | Rewrite | RewriteRecipe | Path
-
-# Maps missing in KV-sharing layers.
-_OF_KEYS = ("W_K", "W_V")
 
 
 @check_choices
@@ -140,42 +129,27 @@ def load(
         UsageError: nothing of that name here, or something that is not a model.
         DataError: nothing of that name on the Hub, or no way there.
     """
-    import torch
+    from triptych.running.loading import open_source
 
-    from triptych.core.checkpoints.family import read_family
-    from triptych.core.checkpoints.source import find_source, tokenizer_folder
-    from triptych.core.models import EncoderDecoder, LanguageModel
-    from triptych.running.opened_source import Opened
-    from triptych.running.opening.options import Options, require_ctranslate2
-    from triptych.running.opening.translators import Languages
-    from triptych.user_code import use_code
-
-    if code is not None:
-        use_code(code)
-    if engine != "triptych" and dtype is not None:
-        raise UsageError(f"--engine {engine} rounds by --precision: leave out --dtype")
-    if engine == "ctranslate2":
-        require_ctranslate2()
-    options = Options(
-        device,
-        getattr(torch, dtype) if isinstance(dtype, str) else dtype,
-        tokenizer_folder(tokenizer) if isinstance(source, LanguageModel | EncoderDecoder) else None,
-        None if languages is None else Languages(*languages),
-        engine,
-        precision,
-        None if shortlist is None else Path(shortlist),
-        tuple(find_source(one, offline=offline) for one in ensemble),
-    )
-    described = read_family(Path(family)) if isinstance(family, str | Path) else family
-    if isinstance(source, LanguageModel | EncoderDecoder):
-        of_files = {"family": family, "strict": strict, "languages": languages, "offline": offline}
-        if stray := next((name for name, value in of_files.items() if value), None):
-            raise UsageError(f"{stray} is for a model in files: leave it out for one in memory")
-        return Model(Opened(f"a module ({type(source).__name__})", None, options, module=source))
     if isinstance(source, Model):
         raise UsageError(f"{source.name} is opened already: use it, or load what it was opened from")
-    found = find_source(source, tokenizer=tokenizer, offline=offline, family=described, strict=strict)
-    return Model(Opened(found.name, found, options))
+    return Model(
+        open_source(
+            source,
+            device=device,
+            dtype=dtype,
+            tokenizer=tokenizer,
+            languages=languages,
+            engine=engine,
+            precision=precision,
+            offline=offline,
+            family=family,
+            strict=strict,
+            shortlist=shortlist,
+            ensemble=ensemble,
+            code=code,
+        )
+    )
 
 
 @final
@@ -188,11 +162,9 @@ class Model:
 
     _opened: Opened
 
-    _changes: tuple[Change, ...]
-
-    def __init__(self, opened: Opened, changes: Sequence[Change] = ()) -> None:
+    def __init__(self, opened: Opened) -> None:
         """Use `load`."""
-        self._opened, self._changes = opened, tuple(changes)
+        self._opened = opened
 
     @property
     def name(self) -> str:
@@ -204,7 +176,7 @@ class Model:
         """What works: read, run, rewrite, translate, generate, fill, convert."""
         from triptych.converting.capabilities import capabilities
 
-        return capabilities(self._opened, self._changes)
+        return capabilities(self._opened)
 
     @property
     def why_not_run(self) -> str:
@@ -214,7 +186,7 @@ class Model:
     @property
     def changes(self) -> tuple[str, ...]:
         """What was changed, in order: `ablate(3.2)`."""
-        return tuple(change.words for change in self._changes)
+        return tuple(change.words for change in self._opened.changes)
 
     @property
     def num_parameters(self) -> int:
@@ -224,31 +196,14 @@ class Model:
     @cached_property
     def certificate(self) -> Certificate | None:
         """What is claimed of a rewritten model; None for others."""
-        from triptych.core.storage.copying import CERTIFICATE
-        from triptych.rewriting.certificate import read_certificate
+        from triptych.rewriting.opened_models import certificate_of
 
-        if self._opened.module is not None or self._changes:
-            return None
-        path = self._opened.files.file(CERTIFICATE)
-        return None if path is None else read_certificate(path)
+        return certificate_of(self._opened)
 
     @cached_property
     def layers(self) -> Layers:
         """All attention layers, in order; their weights are read when they are first used."""
-        from triptych.core.heads import Layer, Layers
-
-        source = self._attention
-        names = self._places.names
-        own = {
-            place.site: name for place, name in zip(source.layers, names, strict=True) if not place.is_shared
-        }
-        found = []
-        for place, name in zip(source.layers, names, strict=True):
-            lender = source.lender(place.site)
-            borrows = None if lender is None else own[lender]
-            shares = own[place.site] if place.is_shared else None
-            found.append(Layer(name, source, place.site, borrows, shares))
-        return Layers(found)
+        return self._opened.layers
 
     @property
     def encoder(self) -> Stack:
@@ -257,17 +212,17 @@ class Model:
         Raises:
             UsageError: there is none.
         """
-        return self._stack("encoder")
+        return self._opened.stack("encoder")
 
     @property
     def decoder(self) -> Stack:
         """The self-attention layers of the decoder."""
-        return self._stack("decoder")
+        return self._opened.stack("decoder")
 
     @property
     def cross(self) -> Stack:
         """The layers that attend to the encoder's output."""
-        return self._stack("cross")
+        return self._opened.stack("cross")
 
     @overload
     def __getitem__(self, place: int) -> Layer: ...
@@ -284,8 +239,7 @@ class Model:
         Raises:
             UsageError: there is no such place, or several; the message lists them.
         """
-        number, head = self._places.find(place)
-        return self.layers[number] if head is None else self.layers[number][head]
+        return self._opened.find(place)
 
     def __iter__(self) -> Iterator[Layer]:
         """The layers, in order."""
@@ -302,13 +256,9 @@ class Model:
         Raises:
             UsageError: positions or norms, which the message names, make the scores wrong; or several stacks.
         """
-        from triptych.seeing.composition import compose
+        from triptych.seeing.composition import compose_stack
 
-        stacks = self._places.stacks
-        chosen = stack or stacks[0]
-        if len(stacks) > 1 and stack is None:
-            raise UsageError(f"{self.name} has {', '.join(stacks)}: composition({into!r}, stack=…) is of one")
-        return compose(self._stack(chosen).layers, into)
+        return compose_stack(self._opened, into, stack)
 
     def inspect(
         self,
@@ -333,63 +283,28 @@ class Model:
         from triptych.seeing.inspection import inspect
 
         return inspect(
-            self._attention, layers=layers, heads=heads, ignore_rotary=ignore_rotary, progress=progress
+            self._opened.attention,
+            layers=layers,
+            heads=heads,
+            ignore_rotary=ignore_rotary,
+            progress=progress,
         )
 
     def cost(self) -> ModelCost:
         """Parameters, FLOPs per token and cache bytes of the attention, layer by layer."""
         from triptych.seeing.model_cost import cost_of
 
-        return cost_of(self.name, self.layers, self._attention)
-
-    @cached_property
-    def _places(self) -> PlaceNames:
-        from triptych.core.places import PlaceNames
-        from triptych.running.opened_source import stack_of
-
-        layers = self._opened.attention.layers
-        return PlaceNames([(stack_of(place.site), place.number) for place in layers], self.name)
-
-    @cached_property
-    def _attention(self) -> AttentionSource:
-        """The attention layers, changes made."""
-        from triptych.running.opened_source import ChangedSource
-
-        source = self._opened.attention
-        return ChangedSource(source, self._changes) if self._changes else source
-
-    def _stack(self, name: str) -> Stack:
-        from triptych.core.heads import Layers, Stack
-        from triptych.running.opened_source import stack_of
-
-        found = [
-            layer
-            for layer, place in zip(self.layers, self._opened.attention.layers, strict=True)
-            if stack_of(place.site) == name
-        ]
-        if not found:
-            raise UsageError(f"{self.name} has no {name}: it has {', '.join(self._places.stacks)}")
-        return Stack(name, self.name, Layers(found))
-
-    @property
-    def _summary(self) -> str:
-        from triptych.running.opened_source import summary_of
-
-        return summary_of(self._opened, self.layers, self._places)
+        return cost_of(self._opened)
 
     def __repr__(self) -> str:
-        source = self._opened.attention
-        rows = [f"Model {self.name}: {self._summary}"]
-        rows += [f"  changed: {', '.join(self.changes)}"] if self._changes else []
-        rows += [f"  {note}" for note in (source.others, *source.warnings[:2]) if note]
-        if source.absent:
-            rows.append(f"  absent from the files: {', '.join(source.absent)}")
-        return "\n".join(rows)
+        from triptych.running.opened_source import describe
+
+        return describe(self._opened)
 
     def _repr_html_(self) -> str:
-        rows = [("model", self._summary), ("found at", self._opened.where)]
-        rows += [("changed", ", ".join(self.changes))] if self._changes else []
-        return table_html(self.name, rows)
+        from triptych.running.opened_source import describe_as_html
+
+        return describe_as_html(self._opened)
 
     @overload
     def translate(  # type: ignore[overload-overlap]
@@ -447,7 +362,7 @@ class Model:
         Raises:
             UsageError: the model does not translate, or options that do not go together.
         """
-        from triptych.running.text import as_lines
+        from triptych.converting.engine_verbs import translate_with
 
         translator = self.translator(
             beam_size=beam_size,
@@ -460,10 +375,7 @@ class Model:
             workers=workers,
             special_tokens=special_tokens,
         )
-        if stream:
-            return translator.translate_stream(as_lines(text))
-        with translator:
-            return translator.translate(text)
+        return translate_with(translator, text, stream=stream)
 
     @check_choices
     def translator(
@@ -538,38 +450,22 @@ class Model:
             UsageError: the model or the recipe does not translate, options that do not go together, or the
                 folder has other files or was begun in another way.
         """
-        from triptych.converting.engines import identify
-        from triptych.training import Recipe, read_recipe, require_translation
-        from triptych.training.distilling import distil_text
-        from triptych.training.processes import launched
-        from triptych.training.progress import LineDisplay
+        from triptych.converting.teachers import distil
 
-        if not isinstance(recipe, Recipe):
-            recipe = require_translation(read_recipe(recipe), recipe)
-        options = self._opened.options
-        if teacher_weight:
-            if self.changes:
-                raise UsageError(
-                    "teacher_weight needs a teacher without changes: save the changed model first"
-                )
-            self.opened.require_recipe()
-        with (
-            launched(options.device) as world,
-            self.translator(beam_size=beam_size, alpha=alpha, num_best=num_best, workers=workers) as teacher,
-        ):
-            return distil_text(
-                teacher,
-                identify(teacher, self.name, self.changes, options),
-                recipe,
-                Path(out),
-                world,
-                display or LineDisplay(),
-                progress,
-                interpolate=interpolate,
-                originals=originals,
-                teacher_weight=teacher_weight,
-                save_teacher=self.opened.save,
-            )
+        return distil(
+            self._opened,
+            recipe,
+            Path(out),
+            display,
+            progress,
+            beam_size=beam_size,
+            alpha=alpha,
+            num_best=num_best,
+            interpolate=interpolate,
+            originals=originals,
+            teacher_weight=teacher_weight,
+            workers=workers,
+        )
 
     def shortlist(
         self,
@@ -601,11 +497,11 @@ class Model:
         Raises:
             UsageError: the model does not translate, or one text is given without the other.
         """
-        from triptych.training.progress import LineDisplay
         from triptych.training.shortlist import write_shortlist
 
-        text = None if source is None else Path(source), None if target is None else Path(target)
-        return write_shortlist(self.opened, Path(out), text, most, frequent, display or LineDisplay())
+        return write_shortlist(
+            self.opened, out, source, target, most=most, frequent=frequent, display=display
+        )
 
     @overload
     def generate(
@@ -694,48 +590,23 @@ class Model:
         Raises:
             UsageError: the model continues no text, or options that do not go together.
         """
-        from triptych.running.changes import continue_changed
-        from triptych.running.decoding import GenerationOptions
-        from triptych.running.opening.generation_config import Asked, GenerationConfig
-        from triptych.running.text import as_texts
-        from triptych.seeing.attending.over import refuse_file_name
+        from triptych.converting.engine_verbs import Asked, generate
 
-        asked = Asked(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, beam_size)
-        generator = self.generator()
-        settings = self.opened.generation if generation_config == "follow" else GenerationConfig()
-        settings.require_followed(asked)
-        if beam_size == 1:
-            _refuse_given("beam_size above 1", alpha=alpha or None)
-        try:
-            sampling = settings.sampling(asked)
-            options = GenerationOptions(
-                sampling=sampling,
-                seed=seed,
-                num_samples=num_samples,
-                beam_size=beam_size,
-                alpha=alpha,
-                stop_texts=(stop,) if isinstance(stop, str) else tuple(stop),
-                max_prompt_tokens=max_prompt_tokens,
-                **settings.lengths(asked),
-            )
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-        if sampling.temperature == 0:
-            _refuse_given("temperature above 0", top_k=top_k, top_p=top_p, min_p=min_p)
-        given = as_texts(refuse_file_name(text))
-        settings.say(asked, sampling)
-        if stream:
-            if not given.is_one:
-                raise UsageError("stream=True continues one text: give a string, or its token ids")
-            if beam_size > 1 or num_samples > 1:
-                raise UsageError(
-                    "stream=True gives one text without a beam: leave out beam_size and num_samples"
-                )
-            return generator.stream(given.texts[0], options, chat=chat, special_tokens=special_tokens)
-        ids = generator.encode_prompts(given.texts, chat=chat, special_tokens=special_tokens)
-        continued = continue_changed(ids, generator, options, self._changes)
-        found = [one[0] if num_samples == 1 else one for one in continued]
-        return found[0] if given.is_one else found
+        return generate(
+            self._opened,
+            self.generator(),
+            text,
+            Asked(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, beam_size),
+            generation_config,
+            stream=stream,
+            seed=seed,
+            num_samples=num_samples,
+            alpha=alpha,
+            stop=stop,
+            max_prompt_tokens=max_prompt_tokens,
+            chat=chat,
+            special_tokens=special_tokens,
+        )
 
     def generator(self) -> TextGenerator:
         """What `generate` continues texts with, made once."""
@@ -760,12 +631,9 @@ class Model:
             UsageError: the model fills no masks, or there is none in the text.
         """
         from triptych.running.decoding import fill_masks
-        from triptych.running.text import as_lines
 
-        opened = self.opened
-        (line,) = as_lines([text])
-        self._opened.own_weights()
-        return fill_masks(opened.language_model, opened.tokenizer, line, count, max_tokens)
+        opened = self.reader.opened
+        return fill_masks(opened.language_model, opened.tokenizer, text, count, max_tokens)
 
     @overload
     def evaluate(
@@ -832,28 +700,21 @@ class Model:
             UsageError: the model does not do it, or options that do not go together.
             DataError: there is nothing to score.
         """
-        from triptych.converting.engines import evaluate_text
-        from triptych.running.decoding import evaluate_translations
-        from triptych.seeing.attending.over import given_lines, given_texts
+        from triptych.converting.engine_verbs import evaluate
 
-        if references is not None:
-            _refuse_given("a text to predict, without references", context=context, stride=stride)
-            translator = self.translator(
-                beam_size=beam_size,
-                alpha=alpha,
-                stop=stop,
-                workers=workers,
-                special_tokens=special_tokens,
-            )
-            sources = given_texts(self.reader, text)
-            right = given_lines(references)
-            return evaluate_translations(translator, sources, right, partial(progress, "translating"))
-        searched = {"beam_size": beam_size, "alpha": alpha, "stop": stop}
-        _refuse_given("references", **searched, workers=None if workers == 1 else workers)
-        documents = given_texts(self.reader, text)
-        scoring = partial(progress, "scoring")
-        options = self._opened.options
-        return evaluate_text(self.opened, documents, options, context, stride, scoring, special_tokens)
+        return evaluate(
+            self._opened,
+            text,
+            references,
+            context=context,
+            stride=stride,
+            beam_size=beam_size,
+            alpha=alpha,
+            stop=stop,
+            workers=workers,
+            special_tokens=special_tokens,
+            progress=progress,
+        )
 
     @check_choices
     def score(
@@ -875,23 +736,9 @@ class Model:
         Raises:
             UsageError: the model predicts no next token.
         """
-        import torch
+        from triptych.running.run import score_text
 
-        from triptych.running.text import as_texts
-        from triptych.seeing.attending.over import refuse_file_name
-
-        given = as_texts(refuse_file_name(text))
-        if not given.is_one:
-            raise UsageError("score takes one text: a string, or its token ids")
-        with torch.no_grad():
-            run = self.run(
-                given.texts[0], target=target, max_tokens=max_tokens, special_tokens=special_tokens
-            )
-        losses = run.losses.tolist()
-        return [
-            (token, -loss)
-            for token, loss in zip(run.tokens[len(run.tokens) - len(losses) :], losses, strict=True)
-        ]
+        return score_text(self._opened, text, target, max_tokens=max_tokens, special_tokens=special_tokens)
 
     @overload
     def attend(  # type: ignore[overload-overlap]
@@ -942,10 +789,8 @@ class Model:
                 something that the model does not do.
         """
         from triptych.seeing.attending import attend
-        from triptych.seeing.attending.over import refuse_file_name
 
-        texts = refuse_file_name(text)
-        return attend(self.reader, texts, target, max_new_tokens, max_tokens, special_tokens)
+        return attend(self.reader, text, target, max_new_tokens, max_tokens, special_tokens)
 
     @check_choices
     def attend_over(
@@ -1042,16 +887,11 @@ class Model:
         Raises:
             UsageError: a text past the model's positions, or an empty one where no token begins a text.
         """
-        from triptych.running.run import run_texts
-        from triptych.running.text import as_texts
-        from triptych.seeing.attending.over import refuse_file_name
+        from triptych.running.run import run_given
 
-        given = as_texts(refuse_file_name(text))
-        targets = None if target is None else as_texts(target, "target").texts
-        ids = self.reader.encode(given.texts, targets, 0, max_tokens, special_tokens)
-        sites = self._opened.sites_of(self.reader.model)
-        found = run_texts(self.reader, self._places, sites, ids, grad, max_tokens)
-        return found[0] if given.is_one else found
+        return run_given(
+            self._opened, text, target, grad=grad, max_tokens=max_tokens, special_tokens=special_tokens
+        )
 
     @cached_property
     def opened(self) -> OpenedModel:
@@ -1060,32 +900,12 @@ class Model:
         Raises:
             TriptychError: the model cannot be run; the message says why.
         """
-        from triptych.running.changes import changed_copy
-
-        try:
-            opened = self._opened.ready
-        except DataError as error:
-            if self._has_heads():
-                raise DataError(f"{error}; triptych inspect can read its heads") from None
-            raise
-        if not self._changes:
-            return opened
-        return opened.with_model(changed_copy(opened.model, self._changes, self._opened.sites_of))
-
-    def _has_heads(self) -> bool:
-        try:
-            return bool(self.layers)
-        except TriptychError:
-            return False
+        return self._opened.to_run
 
     @cached_property
     def reader(self) -> Reader:
         """What reads texts, with the weights in memory."""
-        from triptych.running.opening import Reader
-
-        opened = self.opened
-        self._opened.own_weights()
-        return Reader(opened)
+        return self._opened.reader
 
     @check_choices
     def ablate(self, heads: Heads, by: By = "zero", *, text: str | Sequence[str] | None = None) -> Model:
@@ -1102,31 +922,9 @@ class Model:
         Raises:
             UsageError: there is no such head, or a text is missing.
         """
-        import torch
+        from triptych.running.changing import ablate
 
-        from triptych.core.places import in_words
-        from triptych.running.changes import Edit, Part, ValueChange, ablation, resampled
-
-        if by == "zero" and text is not None:
-            raise UsageError('a text goes with by="mean" or by="resample"')
-        if by != "zero" and text is None:
-            raise UsageError(f'by="{by}" needs a text: ablate({in_words(heads)!r}, by="{by}", text=…)')
-        chosen = self._heads(heads)
-        words = f"ablate({in_words(heads)}{'' if by == 'zero' else f', by={by}'})"
-        if text is None:
-            return self._changed(ablation(words, chosen))
-        runs = self.run([text] if isinstance(text, str) else list(text))
-        values = {
-            number: {head: torch.cat([run[f"{name}.{head}"].z.detach() for run in runs]) for head in own}
-            for number, own in chosen.items()
-            for name in [self._places.names[number]]
-        }
-        if by == "mean":
-            return self._changed(ablation(words, values))
-        edits: dict[int, dict[Part, Edit]] = {
-            number: {head: resampled(z) for head, z in own.items()} for number, own in values.items()
-        }
-        return self._changed(ValueChange(words, "z", edits))
+        return Model(ablate(self._opened, heads, by, text))
 
     @check_choices
     def patch(
@@ -1150,28 +948,9 @@ class Model:
         Raises:
             UsageError: there is no such head or position; when the model runs, the lengths do not fit.
         """
-        from triptych.core.places import in_words
-        from triptych.running.changes import Edit, Part, Patch, ValueChange
-        from triptych.running.run import Run
+        from triptych.running.changing import patch
 
-        if not isinstance(run, Run):
-            raise UsageError(f"patch takes one run, of run(text): a {type(run).__name__} is none")
-        names = self._places.names
-        edits = dict[int, dict[Part, Edit]]()
-        is_pair = len(self._places.stacks) > 1
-        for number, own in self._heads(heads).items():
-            stack = names[number].partition(".")[0]
-            take = partial(
-                Patch,
-                what,
-                positions=positions,
-                queries_grow=is_pair and stack != "encoder",
-                keys_grow=is_pair and stack == "decoder",
-            )
-            edits[number] = {
-                head: take(values=getattr(run[f"{names[number]}.{head}"], what).detach()) for head in own
-            }
-        return self._changed(ValueChange(f"patch({in_words(heads)}, {what})", what, edits))
+        return Model(patch(self._opened, heads, run, what, positions))
 
     @check_choices
     def edit(
@@ -1194,16 +973,9 @@ class Model:
         Raises:
             UsageError: there is no such head or value.
         """
-        from triptych.core.places import in_words
-        from triptych.running.changes import Edit, Part, ValueChange
+        from triptych.running.changing import edit
 
-        if not callable(with_):
-            raise UsageError(f"edit takes a function of the value: a {type(with_).__name__} is none")
-        edits: dict[int, dict[Part, Edit]] = {
-            number: dict.fromkeys([tuple(own)] if together else own, lambda value, first: with_(value))
-            for number, own in self._heads(heads).items()
-        }
-        return self._changed(ValueChange(f"edit({in_words(heads)}, {what})", what, edits))
+        return Model(edit(self._opened, heads, what, with_, together=together))
 
     def steer(self, place: str, vector: Float[Tensor, " d_model"], scale: float = 1.0) -> Model:
         """The model with a direction added to its residual stream.
@@ -1217,19 +989,9 @@ class Model:
         Raises:
             UsageError: there is no such place, or the vector has another width.
         """
-        import torch
+        from triptych.running.changing import steer
 
-        from triptych.running.changes import Steering
-
-        stack, block = self._places.residual(place)
-        width = self.layers[0].d_model
-        vector = torch.as_tensor(vector)
-        if vector.shape != (width,):
-            raise UsageError(f"the vector has shape {list(vector.shape)}, and the stream is [{width}]")
-        if any(half.streams is not None for half in self.opened.model.stacks.values()):
-            raise UsageError(f"{self.name} has several residual streams, and steer changes one")
-        direction = scale * vector.detach().to(self.opened.model.parameters().__next__().device)
-        return self._changed(Steering(f"steer({place}, {scale:g})", stack, block, direction))
+        return Model(steer(self._opened, place, vector, scale))
 
     def replace(self, place: str | int, **maps: Tensor) -> Model:
         """The model with other maps in a layer or a head: `model.replace("3.2", W_Q=…)`.
@@ -1243,31 +1005,9 @@ class Model:
         Raises:
             UsageError: another shape, a map that heads share, or no such place.
         """
-        import torch
+        from triptych.running.changing import replace_maps
 
-        from triptych.core.places import head_of
-        from triptych.running.changes import SIDE_OF, WeightChange, with_map
-
-        number, head = self._places.find(place)
-        if head is not None:
-            head = head_of(head, self.layers[number].num_heads, f"layer {self._places.names[number]}")
-        if unknown := [name for name in maps if name not in SIDE_OF]:
-            raise UsageError(f"{unknown[0]} is not one of {', '.join(SIDE_OF)}")
-        self._require_own_maps(number, maps)
-        numbers, where = self._sharing([number])
-        changed = self._changed(
-            *(
-                WeightChange(
-                    f"replace({place}, {name}){where}",
-                    dict.fromkeys(
-                        numbers, partial(with_map, name=name, given=torch.as_tensor(given), head=head)
-                    ),
-                )
-                for name, given in maps.items()
-            )
-        )
-        changed.layers[number].weights  # noqa: B018 (a shape that does not fit is an error now)
-        return changed
+        return Model(replace_maps(self._opened, place, maps))
 
     def tie(self, place: str | int, name: str, to: str) -> Model:
         """The model with one map of a layer in the place of another: `model.tie("3", "W_K", "W_Q")`.
@@ -1282,22 +1022,9 @@ class Model:
         Raises:
             UsageError: the maps do not fit each other.
         """
-        from triptych.running.changes import SIDE_OF, WeightChange, tied_map
+        from triptych.running.changing import tie
 
-        if unknown := [map_ for map_ in (name, to) if map_ not in SIDE_OF]:
-            raise UsageError(f"{unknown[0]} is not one of {', '.join(SIDE_OF)}")
-        named = [*range(len(self.layers))] if str(place) == "*" else [self._places.layer(place)]
-        if str(place) == "*" and name in _OF_KEYS:  # what layers borrow is tied where it is
-            named = [number for number in named if self.layers[number].borrows is None]
-        for number in named:
-            self._require_own_maps(number, [name])
-        numbers, where = self._sharing(named)
-        tied = partial(tied_map, name=name, to=to)
-        words = f"tie({place}, {name}, {to}){where}"
-        changed = self._changed(WeightChange(words, dict.fromkeys(numbers, tied)))
-        for number in numbers:
-            changed.layers[number].weights  # noqa: B018
-        return changed
+        return Model(tie(self._opened, place, name, to))
 
     def without_positions(self) -> Model:
         """The model without positions: nothing turns queries and keys, or is added to scores or embeddings.
@@ -1305,18 +1032,9 @@ class Model:
         Raises:
             UsageError: the model has no positions besides the causal mask.
         """
-        from triptych.core.attention import LearnedPositions, SinusoidalPositions
-        from triptych.running.changes import PositionsOff, without_positions
+        from triptych.running.changing import turn_positions_off
 
-        own = tuple(
-            number for number, layer in enumerate(self.layers) if layer.outline.semantics.positions != "none"
-        )
-        added = any(
-            isinstance(part, LearnedPositions | SinusoidalPositions) for part in self.opened.model.modules()
-        )
-        if not own and not added:
-            raise UsageError(f"{self.name} has no positions to leave out")
-        return self._changed(PositionsOff("without_positions()", dict.fromkeys(own, without_positions)))
+        return Model(turn_positions_off(self._opened))
 
     @check_choices
     def sweep(
@@ -1345,17 +1063,7 @@ class Model:
         """
         from triptych.seeing.sweep import sweep_heads
 
-        texts = [[one] if isinstance(one, str) else list(one) for one in (clean, corrupted)]
-        run = self._opened.sites_of(self.reader.model)
-        return sweep_heads(
-            [f"{layer.name}.{head}" for layer in self.layers[: len(run)] for head in range(layer.num_heads)],
-            self.run,
-            lambda head, run, text: self.patch(head, run, what).run(text),
-            (texts[0], texts[1]),
-            metric,
-            what,
-            progress,
-        )
+        return sweep_heads(self._opened, clean, corrupted, metric, what, progress)
 
     def plan(
         self,
@@ -1365,12 +1073,9 @@ class Model:
         skip_refused: bool = False,
     ) -> Plan:
         """What a rewrite would do, without doing it; arguments and errors as in `rewrite`."""
-        from triptych.rewriting.planning import plan_rewrite
-        from triptych.rewriting.recipe import to_recipe
+        from triptych.rewriting.opened_models import plan_opened
 
-        recipe = to_recipe(steps, calibration, layers=layers, skip_refused=skip_refused)
-        with self._files() as source:
-            return plan_rewrite(source, recipe)
+        return plan_opened(self._opened, steps, calibration, layers=layers, skip_refused=skip_refused)
 
     def rewrite(
         self,
@@ -1406,34 +1111,20 @@ class Model:
             RewriteRefusedError: a layer refuses a step, with the reason.
             UsageError: an unknown rewrite, or the folder exists.
         """
-        from triptych.rewriting.recipe import to_recipe
-        from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
-        from triptych.running.opened_source import Opened
+        from triptych.rewriting.opened_models import rewrite_opened
 
-        temporary = Path(mkdtemp(prefix="triptych-")) if out is None else None
-        name = str(out) if temporary is None else f"{self.name}, rewritten"
-        target = Path(name) if temporary is None else temporary / "rewritten"
-        try:
-            with self._files() as source:
-                certificate = rewrite_checkpoint(
-                    source,
-                    target,
-                    to_recipe(steps, calibration, layers=layers, skip_refused=skip_refused),
-                    text=None if text is None else Path(text),
-                    compare=compare,
-                    progress=progress,
-                )
-                files = source.at(target)
-            files.name = name
-            if temporary is None:
-                files.where = str(target / "config.json")
-        except BaseException:  # an interruption too leaves nothing behind
-            if temporary is not None:
-                shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        # A model in memory has its tokenizer among its files now.
-        options = replace(self._opened.options, tokenizer=None)
-        rewritten = Model(Opened(name, files, options, temporary=temporary))
+        opened, certificate = rewrite_opened(
+            self._opened,
+            steps,
+            out,
+            calibration,
+            layers=layers,
+            skip_refused=skip_refused,
+            text=text,
+            compare=compare,
+            progress=progress,
+        )
+        rewritten = Model(opened)
         rewritten.certificate = certificate
         return rewritten
 
@@ -1448,10 +1139,9 @@ class Model:
             UsageError: a run of triptych, or a change that weights cannot express; or no `transformers`.
             DataError: one of the two does not run it.
         """
-        from triptych.rewriting.against_transformers import check_against_transformers
+        from triptych.rewriting.opened_models import check_opened
 
-        with self._files() as source:
-            return check_against_transformers(source, text, target)
+        return check_opened(self._opened, text, target)
 
     def save(self, path: str | Path) -> Path:
         """Write the model in the format that it came from; returns the folder.
@@ -1466,17 +1156,10 @@ class Model:
             UsageError: the folder exists, or weights cannot express a change, which is named.
             RewriteRefusedError: the format has no place for it.
         """
-        from triptych.rewriting.saving import save_changed, save_unchanged
-        from triptych.running.opened_source import why_not_saved
+        from triptych.rewriting.saving import save
 
         target = Path(path)
-        for change in self._changes:
-            if reason := why_not_saved(change, self._opened.attention):
-                raise UsageError(f"{change.words} cannot be saved: {reason}")
-        if self._changes:
-            save_changed(self._opened, self._attention, self._changes, target)
-        else:
-            save_unchanged(self._opened, target)
+        save(self._opened, target)
         return target
 
     @check_choices
@@ -1493,70 +1176,9 @@ class Model:
         Raises:
             UsageError: the model does not fit the format, or it was changed.
         """
-        from triptych.converting.conversion import convert
+        from triptych.converting.conversion import convert_opened
 
-        if self._opened.options.shortlist is not None and to != "ctranslate2":
-            raise UsageError(f"{to} has no place for a shortlist: leave it out, or convert to ctranslate2")
-        if self._changes:
-            raise UsageError(
-                f"{self.name} was changed ({', '.join(self.changes)}): save it, and convert what was saved"
-            )
-        return convert(self.opened, Path(path), to, quantization)
-
-    def _require_own_maps(self, number: int, names: Iterable[str]) -> None:
-        """Check that a layer has the maps that are to change, and does not borrow them."""
-        layer = self.layers[number]
-        borrowed = [name for name in names if name in _OF_KEYS]
-        if borrowed and layer.borrows is not None:
-            raise UsageError(
-                f"layer {layer.name} has keys and values of layer {layer.borrows}: change {borrowed[0]} there"
-            )
-
-    def _sharing(self, numbers: Collection[int]) -> tuple[list[int], str]:
-        """Add all layers that share weights with the given ones; also return words on the added ones."""
-        from triptych.core.checkpoints.stored_layers import in_ranges
-
-        layers = self._opened.attention.layers
-        sites = {layers[number].site for number in numbers}
-        found = [number for number, layer in enumerate(layers) if layer.site in sites]
-        if len(found) == len(numbers):
-            return found, ""
-        shared = ", ".join(in_ranges(site.numbers) for site in self._opened.attention.sites if site in sites)
-        return found, f" in layers {shared}, which share their weights"
-
-    def _heads(self, heads: Heads) -> dict[int, tuple[int, ...]]:
-        from triptych.core.places import in_words
-
-        return self._places.heads(in_words(heads), [layer.num_heads for layer in self.layers])
-
-    def _changed(self, *changes: Change) -> Model:
-        return Model(self._opened, (*self._changes, *changes))
-
-    @contextmanager
-    def _files(self) -> Iterator[Source]:
-        """The files that a rewrite reads; a changed model, and a module in memory, are saved to be read."""
-        from triptych.core.checkpoints.source import find_source
-
-        if not self._changes and self._opened.module is None:
-            yield self._opened.files
-            return
-        with TemporaryDirectory(prefix="triptych-") as place:
-            saved = self.save(Path(place, "model"))
-            if self._opened.module is None:
-                source = self._opened.files.at(saved)
-            else:
-                if self._opened.options.tokenizer is not None and not self._opened.why_not_run:
-                    self._opened.model.save_tokenizers(saved)
-                source = find_source(saved)
-                source.where = f"{self.name}/config.json"
-            source.name = ", ".join((self.name, *self.changes))
-            yield source
-
-
-def _refuse_given(with_what: str, **options: Any) -> None:
-    """Raise where one of these was given, which counts only with something else."""
-    if found := next((name for name, value in options.items() if value is not None), None):
-        raise UsageError(f"{found} goes with {with_what}: leave it out")
+        return convert_opened(self._opened, Path(path), to, quantization)
 
 
 def renamed(model: Model, name: str, *, is_mapped: bool = True) -> Model:
@@ -1565,12 +1187,12 @@ def renamed(model: Model, name: str, *, is_mapped: bool = True) -> Model:
     Weights that are looked at are mapped from their files, or else (`is_mapped` is False) read, so that no
     change of a file can end the process.
     """
-    return Model(model._opened.named(name, is_mapped=is_mapped), model._changes)
+    return Model(model._opened.named(name, is_mapped=is_mapped))
 
 
 def reopened(model: Model) -> Model:
     """Open the model that is now where one was found, with the same options and changes."""
-    return Model(model._opened.reopened(), model._changes)
+    return Model(model._opened.reopened())
 
 
 def require_same_files(model: Model) -> None:

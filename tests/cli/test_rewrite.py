@@ -354,7 +354,7 @@ def test_an_interruption_leaves_nothing_behind(
 
         return rewrite_checkpoint(*arguments, progress=interrupt, **options)
 
-    monkeypatch.setattr("triptych.rewriting.whole_checkpoint.rewrite_checkpoint", stopped)
+    monkeypatch.setattr("triptych.rewriting.opened_models.rewrite_checkpoint", stopped)
     answer = triptych("rewrite", source, "-o", tmp_path / "out", "--exact")
     assert answer.code == 130
     assert sorted(tmp_path.iterdir()) == before

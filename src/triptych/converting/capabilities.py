@@ -1,36 +1,34 @@
 """Verbs available for a model with its changes."""
 
-from collections.abc import Sequence
-
 from triptych.converting.conversion import can_convert
 from triptych.core.checkpoints.checkpoint import Checkpoint
 from triptych.core.models import LanguageModel
-from triptych.running.changes import Change
-from triptych.running.opened_source import Opened, why_not_saved
+from triptych.running.changed_source import why_not_saved
+from triptych.running.opened_source import Opened
 from triptych.running.opening import OpenedModel
 
 
-def capabilities(source: Opened, changes: Sequence[Change]) -> tuple[str, ...]:
+def capabilities(source: Opened) -> tuple[str, ...]:
     """List the available verbs: read, rewrite, run, translate, generate, fill, convert."""
     found = ["read"]
-    if _is_writable(source, changes):
+    if _is_writable(source):
         found.append("rewrite")
     if source.why_not_run:
         return tuple(found)
     found.append("run")
-    opened = source.ready
+    opened = source.unchanged.ready
     if verb := _verb_of_outputs(opened):
         found.append(verb)
-    if not changes and opened.has_tokenizer and can_convert(opened):
+    if not source.changes and opened.has_tokenizer and can_convert(opened):
         found.append("convert")
     return tuple(found)
 
 
-def _is_writable(opened: Opened, changes: Sequence[Change]) -> bool:
-    source = opened.attention
+def _is_writable(opened: Opened) -> bool:
+    source = opened.unchanged.attention
     if isinstance(source, Checkpoint) and all(source.place(site).spec.why_kept for site in source.sites):
         return False
-    return not any(why_not_saved(change, source) for change in changes)
+    return not any(why_not_saved(change, source) for change in opened.changes)
 
 
 def _verb_of_outputs(opened: OpenedModel) -> str:

@@ -19,6 +19,7 @@ from triptych.errors import DataError, UsageError
 from triptych.files import write_folder
 from triptych.literals import Quantization, TargetFormat
 from triptych.printable import printable
+from triptych.running.opened_source import Opened, changes_in_words
 from triptych.running.opening import OpenedModel
 from triptych.running.text import TokenizerPair
 from triptych.training.continuing import goes_on
@@ -48,6 +49,17 @@ def can_convert(opened: OpenedModel) -> bool:
     if opened.translates:
         return opened.encoder_decoder.recipe is not None
     return opened.language_model.causal or goes_on(opened.folder)
+
+
+def convert_opened(source: Opened, target: Path, to: TargetFormat, quantization: Quantization) -> Conversion:
+    """Convert a model without changes."""
+    if source.options.shortlist is not None and to != "ctranslate2":
+        raise UsageError(f"{to} has no place for a shortlist: leave it out, or convert to ctranslate2")
+    if source.changes:
+        raise UsageError(
+            f"{source.name} was changed ({changes_in_words(source)}): save it, and convert what was saved"
+        )
+    return convert(source.to_run, target, to, quantization)
 
 
 def convert(

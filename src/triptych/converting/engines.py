@@ -459,19 +459,6 @@ def _note_slow_precision(model: nn.Module, precision: Precision) -> None:
         )
 
 
-def identify(translator: Translator, name: str, changes: Sequence[str], options: Options) -> dict[str, Any]:
-    """Return a fingerprint of a translator: weights, tokenizers and engine."""
-    sides = translator.tokenizers.source, translator.tokenizers.target
-    first, *others = (hash_of(model, [side.to_json() for side in sides]) for model in translator.models)
-    return {
-        "name": name,
-        "sha256": first,
-        "changes": list(changes),
-        "engine": translator.engine,
-        "precision": options.precision,
-    } | ({"ensemble": others} if others else {})
-
-
 def make_generator(opened: OpenedModel, options: Options) -> TextGenerator:
     if options.engine == "auto":
         warnings.warn("engine auto: triptych generates", EngineNote, stacklevel=3)

@@ -1,17 +1,18 @@
-"""Saving of a changed model in its original format, with the changes in its weights."""
+"""Saving of a model in its original format, with its changes in its weights."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from triptych.core.checkpoints.checkpoint import Checkpoint, OwnModel
-from triptych.core.checkpoints.source import Source
-from triptych.core.checkpoints.stored_layers import AttentionSource
+from triptych.core.checkpoints.source import Source, find_source
 from triptych.core.checkpoints.stored_models import changed_tensors
 from triptych.core.models import EncoderDecoder, write_model
 from triptych.core.models.sites import attention_sites, with_attention
@@ -20,12 +21,45 @@ from triptych.errors import UsageError
 from triptych.files import write_folder
 from triptych.rewriting.folder_formats import FolderFormat
 from triptych.rewriting.whole_checkpoint import copy_run, leave_out_certificate
-from triptych.running.changes import Change, Steering, changed_copy
+from triptych.running.changed_source import why_not_saved
+from triptych.running.changes import Steering, changed_copy
 from triptych.running.opened_source import Opened
 from triptych.running.text.pretrained import copy_tokenizer
 
 
-def save_unchanged(opened: Opened, target: Path) -> None:
+def save(opened: Opened, target: Path) -> None:
+    """Write a model, with its changes in its weights, in the format that it was read from."""
+    for change in opened.changes:
+        if reason := why_not_saved(change, opened.unchanged.attention):
+            raise UsageError(f"{change.words} cannot be saved: {reason}")
+    if opened.changes:
+        _save_changed(opened, target)
+    else:
+        _save_unchanged(opened, target)
+
+
+@contextmanager
+def files_of(opened: Opened) -> Iterator[Source]:
+    """Yield the files that a rewrite reads; a changed model, or a module in memory, is saved to be read."""
+    before = opened.unchanged
+    if before is opened and opened.module is None:
+        yield opened.files
+        return
+    with TemporaryDirectory(prefix="triptych-") as place:
+        saved = Path(place, "model")
+        save(opened, saved)
+        if opened.module is None:
+            source = before.files.at(saved)
+        else:
+            if opened.options.tokenizer is not None and not opened.why_not_run:
+                before.model.save_tokenizers(saved)
+            source = find_source(saved)
+            source.where = f"{opened.name}/config.json"
+        source.name = ", ".join((opened.name, *(change.words for change in opened.changes)))
+        yield source
+
+
+def _save_unchanged(opened: Opened, target: Path) -> None:
     """Copy a model's files, including the certificate of a rewritten model."""
     module = opened.module
     if module is not None:
@@ -62,13 +96,15 @@ def save_unchanged(opened: Opened, target: Path) -> None:
         made.finish()
 
 
-def save_changed(opened: Opened, changed: AttentionSource, changes: Sequence[Change], target: Path) -> None:
+def _save_changed(opened: Opened, target: Path) -> None:
     """Write a changed model."""
     if opened.module is not None:
         raise UsageError(
             f"{opened.name} is a module in memory, and its changes have no files to be written into"
         )
-    source = opened.attention
+    changed = opened.attention
+    changes = opened.changes
+    source = opened.unchanged.attention
     # Layers sharing weights have equal changes (`why_not_saved`).
     touched = dict.fromkeys(
         place.site

@@ -1,8 +1,7 @@
-"""The source of a `Model`: its files or its module, each part opened on first use."""
+"""The source of a `Model` with its changes: files or a module, each part opened on first use."""
 
 import shutil
 import weakref
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,25 +9,20 @@ from typing import final
 
 import torch
 
-from triptych.core.algebra.weights import Link, Side
 from triptych.core.checkpoints.checkpoint import Checkpoint, OwnModel, open_checkpoint
 from triptych.core.checkpoints.source import ModuleOfOthers, Source
-from triptych.core.checkpoints.stored_layers import (
-    AttentionLayer,
-    AttentionSource,
-    LayerPlace,
-    Site,
-    in_ranges,
-)
-from triptych.core.heads import Layer
+from triptych.core.checkpoints.stored_layers import AttentionSource
+from triptych.core.heads import Head, Layer, Layers, Stack
 from triptych.core.models import EncoderDecoder, LanguageModel
 from triptych.core.models.device import find_device
 from triptych.core.models.sites import AttentionSite, attention_sites
-from triptych.core.places import PlaceNames
-from triptych.errors import TriptychError, UsageError
-from triptych.running.changes import Change, Steering
+from triptych.core.places import Heads, PlaceNames, in_words
+from triptych.errors import DataError, TriptychError, UsageError
+from triptych.printable import table_html
+from triptych.running.changed_source import ChangedSource, stack_of
+from triptych.running.changes import Change, changed_copy
 from triptych.running.decoding.linear_maps import own_memory
-from triptych.running.opening import OpenedModel, open_model
+from triptych.running.opening import OpenedModel, Reader, open_model
 from triptych.running.opening.options import Options
 from triptych.running.text import Tokenizer, TokenizerPair, load_tokenizer
 
@@ -36,7 +30,7 @@ from triptych.running.text import Tokenizer, TokenizerPair, load_tokenizer
 @final
 @dataclass(eq=False)
 class Opened:
-    """A source with its parts opened so far.
+    """A source with its parts opened so far, and changes made to the model that it has.
 
     Attributes:
         name: source as given, or name of a module.
@@ -45,6 +39,7 @@ class Opened:
         module: triptych model in memory, instead of files.
         temporary: folder of a rewritten model, removed together with this object.
         is_mapped: True if weights are memory-mapped from their files rather than read.
+        changes: changes of the model, in order.
     """
 
     name: str
@@ -53,34 +48,95 @@ class Opened:
     module: LanguageModel | EncoderDecoder | None = None
     temporary: Path | None = None
     is_mapped: bool = True
+    changes: tuple[Change, ...] = ()
+    _before: "Opened | None" = field(default=None, init=False)
     _owns_weights: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if self.temporary is not None:
             weakref.finalize(self, shutil.rmtree, self.temporary, ignore_errors=True)
 
-    def named(self, name: str, *, is_mapped: bool) -> "Opened":
-        """Return the same source, and its opened model if any, under another name."""
-        source = None if self.source is None else self.source.named(name)
-        made = replace(self, name=name, source=source, temporary=None, is_mapped=is_mapped)
-        made.__dict__["named_after"] = self  # a reference, so that its temporary folder is not removed
-        if "model" in self.__dict__:
-            made.__dict__["model"] = self.model.named(name)
+    def changed(self, *changes: Change) -> "Opened":
+        """Return the source with further changes; weights without a change are shared."""
+        made = replace(self, temporary=None, changes=(*self.changes, *changes))
+        made._before = self.unchanged
         return made
 
+    @property
+    def unchanged(self) -> "Opened":
+        """The source without changes; models changed from it share its files and weights."""
+        return self if self._before is None else self._before
+
+    def named(self, name: str, *, is_mapped: bool = True) -> "Opened":
+        """Return the same source, and its opened model if any, under another name.
+
+        Weights not run by the model are mapped from their files, or read if `is_mapped` is False: then no
+        change of a file can end the process.
+        """
+        before = self.unchanged
+        source = None if before.source is None else before.source.named(name)
+        made = replace(before, name=name, source=source, temporary=None, is_mapped=is_mapped)
+        made.__dict__["named_after"] = before  # a reference, so that its temporary folder is not removed
+        if "model" in before.__dict__:
+            made.__dict__["model"] = before.model.named(name)
+        return made.changed(*self.changes) if self.changes else made
+
     def reopened(self) -> "Opened":
-        """Return the same source, opened again from its files."""
+        """Return the source with its changes, opened again from its files."""
         if self.source is None or self.source.is_in_memory:
             raise UsageError(f"{self.name} is in memory: it has no files that could be opened anew")
         others = tuple(one.reopened() for one in self.options.ensemble)
-        return Opened(self.name, self.source.reopened(), replace(self.options, ensemble=others))
+        made = Opened(self.name, self.source.reopened(), replace(self.options, ensemble=others))
+        return made.changed(*self.changes) if self.changes else made
 
     @cached_property
     def attention(self) -> AttentionSource:
-        """The attention layers, with weights read on first use."""
+        """The attention layers with all changes; weights are read on first use."""
+        if self.changes:
+            return ChangedSource(self.unchanged.attention, self.changes)
         if self.module is not None:
             return OwnModel(self.module, self.name)
         return open_checkpoint(self.files, mapped=self.is_mapped)
+
+    @cached_property
+    def places(self) -> PlaceNames:
+        """The names of the attention layers."""
+        return PlaceNames([(stack_of(one.site), one.number) for one in self.attention.layers], self.name)
+
+    @cached_property
+    def layers(self) -> Layers:
+        """The attention layers under their names."""
+        source = self.attention
+        named = [*zip(source.layers, self.places.names, strict=True)]
+        # A site has the name of the first layer with its weights.
+        first = {layer.site: name for layer, name in named if not layer.is_shared}
+        found = []
+        for layer, name in named:
+            lender = source.lender(layer.site)
+            borrows = None if lender is None else first[lender]
+            shares = first[layer.site] if layer.is_shared else None
+            found.append(Layer(name, source, layer.site, borrows, shares))
+        return Layers(found)
+
+    def stack(self, name: str) -> Stack:
+        """Return the layers of one stack: "encoder", "decoder" or "cross"."""
+        found = [
+            layer
+            for layer, one in zip(self.layers, self.attention.layers, strict=True)
+            if stack_of(one.site) == name
+        ]
+        if not found:
+            raise UsageError(f"{self.name} has no {name}: it has {', '.join(self.places.stacks)}")
+        return Stack(name, self.name, Layers(found))
+
+    def find(self, place: int | str | tuple[int | str, int]) -> Layer | Head:
+        """Return a layer or a head by its name."""
+        number, head = self.places.find(place)
+        return self.layers[number] if head is None else self.layers[number][head]
+
+    def find_heads(self, heads: Heads) -> dict[int, tuple[int, ...]]:
+        """Return the heads of names and patterns, by layer number in model order."""
+        return self.places.heads(in_words(heads), [layer.num_heads for layer in self.layers])
 
     @property
     def files(self) -> Source:
@@ -104,7 +160,9 @@ class Opened:
 
     @cached_property
     def model(self) -> OpenedModel:
-        """The model with its tokenizers, opened by the options."""
+        """The model with its tokenizers as opened by the options, without changes."""
+        if self.changes:
+            return self.unchanged.model
         options = self.options
         if self.module is None:
             # CTranslate2 runs its own copy, so the module stays on the CPU.
@@ -126,7 +184,10 @@ class Opened:
 
     @cached_property
     def ready(self) -> OpenedModel:
-        """The model with its shortlist and ensemble, ready to run on texts."""
+        """The model with its changes, shortlist and ensemble, ready to run on texts."""
+        if self.changes:
+            opened = self.unchanged.ready
+            return opened.with_model(changed_copy(opened.model, self.changes, self.sites_of))
         opened = self.model
         options = self.options
         found = None if self.source is None else self.source.found
@@ -143,14 +204,40 @@ class Opened:
             opened = opened.with_ensemble([*others])
         return opened
 
+    @cached_property
+    def to_run(self) -> OpenedModel:
+        """The model as in `ready`; the error for a model that cannot be run names what can be read."""
+        try:
+            return self.ready
+        except DataError as error:
+            if self._has_heads():
+                raise DataError(f"{error}; triptych inspect can read its heads") from None
+            raise
+
+    def _has_heads(self) -> bool:
+        try:
+            return bool(self.layers)
+        except TriptychError:
+            return False
+
+    @cached_property
+    def reader(self) -> Reader:
+        """The reader of texts, with the weights in memory."""
+        opened = self.to_run
+        self.own_weights()
+        return Reader(opened)
+
     def own_weights(self) -> None:
         """Copy the module's weights from their mapped files into memory if there is enough free memory.
 
         A truncated file would end the process during a long job.
         """
+        if self.changes:
+            self.unchanged.own_weights()  # changed models share these parameters
+            return
         if self._owns_weights or self.source is None or self.source.is_in_memory:
             return
-        own_memory([self.model.model])  # changed models share these parameters
+        own_memory([self.model.model])
         self.require_same()
         self._owns_weights = True
 
@@ -158,7 +245,7 @@ class Opened:
     def why_not_run(self) -> str:
         """The reason why the model cannot be run; "" if it can."""
         try:
-            assert self.ready
+            assert self.unchanged.ready
         except TriptychError as error:
             return str(error)
         return ""
@@ -166,7 +253,7 @@ class Opened:
     @property
     def num_parameters(self) -> int:
         """The number of parameters in all tensors of the files, or of the module."""
-        source = self.attention
+        source = self.unchanged.attention
         if isinstance(source, Checkpoint):
             return sum(torch.Size(info.shape).numel() for info in source.tensors.infos.values())
         assert isinstance(source, OwnModel)
@@ -181,136 +268,18 @@ class Opened:
         return [by_place[stack_of(place.site), place.number] for place in self.attention.layers]
 
 
-@final
-class ChangedSource(AttentionSource):
-    """The attention layers of a source with changed weights.
-
-    Layers with shared weights keep sharing them if all changes have the same effect on them.
-    """
-
-    def __init__(self, source: AttentionSource, changes: Sequence[Change]) -> None:
-        self._source = source
-        self._changes = changes
-        self.name = source.name
-        self.written_as = source.written_as
-        self.known_by = source.known_by
-        self.num_tensors = source.num_tensors
-        self.left_over = source.left_over
-        self.unread = source.unread
-        self.absent = source.absent
-        self.warnings = source.warnings
-        self.others = source.others
-        self._places = dict[Site, tuple[Site, int]]()  # site of the source, and number in model order
-        self._site_of_layer = dict[int, Site]()
-        # Split the layers of a site into groups with equal changes; each group becomes a site.
-        for site in source.sites:
-            for layers in _still_together(source, site, changes):
-                first, *others = (source.layers[layer].number for layer in layers)
-                own = replace(site, layer=first, also=tuple(others))
-                self._places[own] = site, layers[0]
-                self._site_of_layer |= dict.fromkeys(layers, own)
-        self.sites = tuple(self._places)
-
-    @cached_property
-    def layers(self) -> tuple[LayerPlace, ...]:
-        return tuple(
-            LayerPlace(self._site_of_layer[layer], place.number)
-            for layer, place in enumerate(self._source.layers)
-        )
-
-    @property
-    def source(self) -> Source | None:
-        return self._source.source
-
-    def read(self, site: Site) -> AttentionLayer:
-        stored, number = self._places[site]
-        layer = replace(self._source.read(stored), site=site)
-        for change in self._changes:
-            if number in change.layers:
-                layer = replace(layer, weights=change.of_weights(number, layer.weights))
-        lender = self.lender(site)
-        if lender is not None and self._is_changed(lender):
-            lent = self.read(lender).weights
-            layer = replace(layer, weights=replace(layer.weights, k=lent.k, v=lent.v))
-        return layer
-
-    def outline(self, site: Site) -> AttentionLayer:
-        return self.read(site) if self._is_changed(site) else self._source.outline(self._stored(site))
-
-    def lender(self, site: Site) -> Site | None:
-        lender = self._source.lender(self._stored(site))
-        return None if lender is None else next(own for own in self.sites if self._stored(own) == lender)
-
-    def read_map(self, site: Site, side: Side, head: int) -> Link | None:
-        return None if self._is_changed(site) else self._source.read_map(self._stored(site), side, head)
-
-    def _stored(self, site: Site) -> Site:
-        return self._places[site][0]
-
-    def _is_changed(self, site: Site) -> bool:
-        lender = self.lender(site)
-        number = self._places[site][1]
-        return any(number in change.layers for change in self._changes) or (
-            lender is not None and self._is_changed(lender)
-        )
-
-    def bytes_of(self, site: Site) -> int:
-        return self._source.bytes_of(self._stored(site))
-
-    def longest_text(self, site: Site) -> int:
-        return self._source.longest_text(self._stored(site))
-
-    def input_modules(self, site: Site) -> tuple[str, str]:
-        return self._source.input_modules(self._stored(site))
-
-    def broken(self, layer: AttentionLayer) -> Mapping[str, int]:
-        return self._source.broken(layer)
-
-
-def _still_together(source: AttentionSource, site: Site, changes: Sequence[Change]) -> list[list[int]]:
-    """Group the layers of a site by their changes; each group lists layer numbers in model order."""
-    found: dict[tuple[object, ...], list[int]] = {}
-    for layer, place in enumerate(source.layers):
-        if place.site == site:
-            found.setdefault(tuple(change.layers.get(layer) for change in changes), []).append(layer)
-    return list(found.values())
-
-
-def why_not_saved(change: Change, source: AttentionSource) -> str:
-    """Return the reason why a change cannot be written into the weights of a source; "" if it can."""
-    if change.unsayable:
-        return change.unsayable
-    # Files store shared weights once, so a change has to be the same for all layers with these weights.
-    for site in source.sites:
-        shared = f"layers {in_ranges(site.numbers)} share their weights"
-        if len(parts := _still_together(source, site, [change])) > 1:
-            changed = [layer for part in parts for layer in part if layer in change.layers]
-            some = in_ranges(sorted(source.layers[layer].number for layer in changed))
-            if len(changed) == len(site.numbers):
-                return f"{shared}, and it makes something else of each of them"
-            return f"{shared}, and it changes {'layer' if len(changed) == 1 else 'layers'} {some} alone"
-        last = change.block - 1 if isinstance(change, Steering) and change.stack == site.stack else None
-        if site.also and last in site.numbers:
-            return f"{shared}, and with them the bias that would take the direction in after layer {last}"
-    return ""
-
-
-def stack_of(site: Site) -> str:
-    """Return the stack in the name of a layer: "cross" for cross-attention."""
-    return "cross" if site.kind == "cross" else site.stack
-
-
-def summary_of(opened: Opened, layers: Sequence[Layer], places: PlaceNames) -> str:
+def summary_of(opened: Opened) -> str:
     """Describe a model in a line: family, layers, heads, widths, parameters."""
     # Cross-attention is not listed: it is part of every decoder layer.
     source = opened.attention
+    layers = opened.layers
     stacks = dict[str, list[Layer]]()
     for layer, place in zip(layers, source.layers, strict=True):
         stacks.setdefault(stack_of(place.site), []).append(layer)
     parts = []
     for stack, own in stacks.items():
         if stack != "cross":
-            name = stack if len(places.stacks) > 1 else ""
+            name = stack if len(opened.places.stacks) > 1 else ""
             weights = len([layer for layer in own if layer.shares is None])
             of = "" if weights == len(own) else f" with the weights of {weights}"
             parts.append(f"{name} {len(own)} layers{of} × {own[0].num_heads} heads".strip())
@@ -323,3 +292,27 @@ def summary_of(opened: Opened, layers: Sequence[Layer], places: PlaceNames) -> s
         f"{source.written_as}{kind}, {', '.join(parts)}, d_model {first.d_model}, "
         f"d_k {first.outline.multiplied('q').d_out}, {size} parameters ({dtype})"
     )
+
+
+def describe(opened: Opened) -> str:
+    """Describe a model in lines: summary, changes, parts without attention, warnings, absent weights."""
+    source = opened.unchanged.attention
+    rows = [f"Model {opened.name}: {summary_of(opened)}"]
+    if opened.changes:
+        rows.append(f"  changed: {changes_in_words(opened)}")
+    rows += [f"  {note}" for note in (source.others, *source.warnings[:2]) if note]
+    if source.absent:
+        rows.append(f"  absent from the files: {', '.join(source.absent)}")
+    return "\n".join(rows)
+
+
+def describe_as_html(opened: Opened) -> str:
+    """Describe a model as an HTML table, for notebooks."""
+    rows = [("model", summary_of(opened)), ("found at", opened.where)]
+    if opened.changes:
+        rows.append(("changed", changes_in_words(opened)))
+    return table_html(opened.name, rows)
+
+
+def changes_in_words(opened: Opened) -> str:
+    return ", ".join(change.words for change in opened.changes)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -18,9 +18,11 @@ from triptych.core.models.blocks import Residual
 from triptych.core.models.sites import AttentionSite
 from triptych.core.places import PlaceNames, head_of
 from triptych.errors import UsageError
-from triptych.literals import Activation, check_choices
+from triptych.literals import Activation, SpecialTokens, check_choices
 from triptych.printable import table_html
+from triptych.running.opened_source import Opened
 from triptych.running.opening import LayerCall, Reader, Recording, TextIds
+from triptych.running.text.given import Text, as_texts, refuse_file_name
 
 
 @final
@@ -246,21 +248,59 @@ class Run:
         return table_html(f"Run of {self.model}", rows)
 
 
+def run_given(
+    opened: Opened,
+    text: Any,
+    target: Any = None,
+    *,
+    grad: bool = False,
+    max_tokens: int | None = None,
+    special_tokens: SpecialTokens = "tokens",
+) -> Run | list[Run]:
+    """Run a model on one text or several, strings or token ids; return one run or a list of runs."""
+    given = as_texts(refuse_file_name(text))
+    targets = None if target is None else as_texts(target, "target").texts
+    found = run_texts(
+        opened, given.texts, targets, grad=grad, max_tokens=max_tokens, special_tokens=special_tokens
+    )
+    return found[0] if given.is_one else found
+
+
 def run_texts(
-    reader: Reader,
-    places: PlaceNames,
-    sites: Sequence[AttentionSite],
-    ids: Sequence[TextIds],
-    grad: bool,
-    max_tokens: int | None,
+    opened: Opened,
+    texts: Sequence[Text],
+    targets: Sequence[Text] | None = None,
+    *,
+    grad: bool = False,
+    max_tokens: int | None = None,
+    special_tokens: SpecialTokens = "tokens",
 ) -> list[Run]:
-    """Run texts as one padded batch; `sites` are the named layers, in the order of their names."""
+    """Run a model on texts, as one padded batch."""
+    reader = opened.reader
+    ids = reader.encode(texts, targets, 0, max_tokens, special_tokens)
     reader.check(ids, max_tokens)
+    sites = opened.sites_of(reader.model)
     order = {number: site.name for number, site in enumerate(sites)}
     recorded = _recorded_graph(sites) if grad else nullcontext()
     with torch.set_grad_enabled(grad), recorded as graph:
         recording = reader.run(ids, residuals=True)
-        return [Run(reader, places, order, one, recording, row, graph) for row, one in enumerate(ids)]
+        return [Run(reader, opened.places, order, one, recording, row, graph) for row, one in enumerate(ids)]
+
+
+@torch.no_grad()
+def score_text(
+    opened: Opened, text: Any, target: Any, *, max_tokens: int | None, special_tokens: SpecialTokens
+) -> list[tuple[str, float]]:
+    """Return the predicted tokens of one text with their log-probabilities in nats."""
+    given = as_texts(refuse_file_name(text))
+    if not given.is_one:
+        raise UsageError("score takes one text: a string, or its token ids")
+    targets = None if target is None else as_texts(target, "target").texts
+    (run,) = run_texts(opened, given.texts, targets, max_tokens=max_tokens, special_tokens=special_tokens)
+    losses = run.losses.tolist()
+    # The first token of a text without a source is not predicted.
+    predicted = run.tokens[len(run.tokens) - len(losses) :]
+    return [(token, -loss) for token, loss in zip(predicted, losses, strict=True)]
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 from triptych.core.heads import Head, Layer
 from triptych.errors import UsageError
 from triptych.literals import Into
+from triptych.running.opened_source import Opened
 
 
 @final
@@ -56,6 +57,14 @@ class Composition:
             f"Composition into {self.into}: scores {list(self.scores.shape)}, chance {self.chance:.3f}\n"
             f"  highest: {best}"
         )
+
+
+def compose_stack(opened: Opened, into: Into, stack: str | None) -> Composition:
+    """Compute composition scores within one stack of a model; `stack` may be None if there is one stack."""
+    stacks = opened.places.stacks
+    if len(stacks) > 1 and stack is None:
+        raise UsageError(f"{opened.name} has {', '.join(stacks)}: composition({into!r}, stack=…) is of one")
+    return compose(opened.stack(stack or stacks[0]).layers, into)
 
 
 def compose(layers: Sequence[Layer], into: Into) -> Composition:

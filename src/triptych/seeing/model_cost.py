@@ -1,13 +1,11 @@
 """Cost of a model's attention per layer."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
 from triptych.core.algebra.cost import writing_cost
-from triptych.core.checkpoints.stored_layers import AttentionSource
-from triptych.core.heads import Layer
 from triptych.literals import check_choices
+from triptych.running.opened_source import Opened
 
 Figure = Literal["parameters", "flops_per_token", "flops_per_pair", "cache_bytes_per_token"]
 
@@ -65,10 +63,11 @@ class ModelCost:
         )
 
 
-def cost_of(name: str, layers: Sequence[Layer], source: AttentionSource) -> ModelCost:
+def cost_of(opened: Opened) -> ModelCost:
     """Count the cost of each layer; shared weights count once, the work of each layer always."""
+    source = opened.attention
     found = []
-    for layer, place in zip(layers, source.layers, strict=True):
+    for layer, place in zip(opened.layers, source.layers, strict=True):
         read = source.outline(place.site)
         cost = writing_cost(layer.outline)
         if read.borrows is not None:  # its keys and values belong to another layer
@@ -84,4 +83,4 @@ def cost_of(name: str, layers: Sequence[Layer], source: AttentionSource) -> Mode
                 layer.shares,
             )
         )
-    return ModelCost(name, tuple(found))
+    return ModelCost(opened.name, tuple(found))

@@ -12,7 +12,10 @@ from triptych.core.algebra.resampling import ratio_intervals
 from triptych.errors import UsageError
 from triptych.literals import Activation
 from triptych.progress import Progress
-from triptych.running.run import Run
+from triptych.running.changing import patch
+from triptych.running.opened_source import Opened
+from triptych.running.run import Run, run_texts
+from triptych.running.text.given import as_texts, refuse_file_name
 
 
 @final
@@ -64,22 +67,26 @@ class Sweep:
 
 
 def sweep_heads(
-    heads: Sequence[str],
-    run: Callable[[str], Run],
-    patched: Callable[[str, Run, str], Run],
-    texts: tuple[Sequence[str], Sequence[str]],
+    opened: Opened,
+    clean: str | Sequence[str],
+    corrupted: str | Sequence[str],
     metric: Callable[[Run], float | Tensor],
     what: Activation,
     progress: Progress,
 ) -> Sweep:
     """Patch each head separately."""
-    clean, corrupted = texts
-    if len(clean) != len(corrupted) or not clean:
+    texts = [[one] if isinstance(one, str) else list(one) for one in (clean, corrupted)]
+    if len(texts[0]) != len(texts[1]) or not texts[0]:
         raise UsageError(
-            f"there are {len(clean)} clean and {len(corrupted)} corrupted texts: give one for each"
+            f"there are {len(texts[0])} clean and {len(texts[1])} corrupted texts: give one for each"
         )
+
+    def run(model: Opened, text: str) -> Run:
+        (found,) = run_texts(model, as_texts(refuse_file_name(text)).texts)
+        return found
+
     # Patched positions must exist in both texts.
-    before = [(run(one), run(other)) for one, other in zip(clean, corrupted, strict=True)]
+    before = [(run(opened, one), run(opened, other)) for one, other in zip(*texts, strict=True)]
     for number, (one, other) in enumerate(before, start=1):
         if len(one.ids) != len(other.ids):
             raise UsageError(
@@ -95,11 +102,16 @@ def sweep_heads(
                 f"the metric of pair {number} is {pair.tolist()}, and has to be a number: the loss of a text "
                 "needs two tokens"
             )
+    heads = [
+        f"{layer.name}.{head}"
+        for layer in opened.layers[: len(opened.sites_of(opened.reader.model))]
+        for head in range(layer.num_heads)
+    ]
     values = torch.empty(len(heads), len(before), dtype=torch.float64)
     for place, head in enumerate(heads):
         progress(head, place, len(heads))
-        for text, ((one, _), other_text) in enumerate(zip(before, corrupted, strict=True)):
-            values[place, text] = float(metric(patched(head, one, other_text)))
+        for text, ((one, _), other_text) in enumerate(zip(before, texts[1], strict=True)):
+            values[place, text] = float(metric(run(patch(opened, head, one, what), other_text)))
     by_text = values.T
     low, high = ratio_intervals(by_text, torch.ones_like(by_text))
     return Sweep(what, tuple(heads), values, of_clean, of_corrupted, low, high)

@@ -12,25 +12,27 @@ from triptych.running.text import TokenSequences
 from triptych.running.text.shortlists import Coverage, learn_shortlist
 from triptych.training import read_recipe, require_translation
 from triptych.training.corpora.corpora import CorpusSpec, read_parallel
-from triptych.training.progress import Display
+from triptych.training.progress import Display, LineDisplay
 from triptych.training.translation import read_corpora
 
 
 def write_shortlist(
     opened: OpenedModel,
-    out: Path,
-    text: tuple[Path | None, Path | None],
+    out: str | Path,
+    source: str | Path | None,
+    target: str | Path | None,
+    *,
     most: int,
     frequent: int,
-    display: Display,
+    display: Display | None,
 ) -> Coverage:
     """Learn a shortlist from two files of parallel lines, or from a run's training text if none are given."""
-    tokenizers, (source, target) = opened.tokenizers, text
+    tokenizers = opened.tokenizers
     if (source is None) != (target is None):
         raise UsageError("source and target belong together: give both, or none for a run's own text")
     if source is not None and target is not None:
         try:
-            corpus = CorpusSpec(source=source, target=target)
+            corpus = CorpusSpec(source=Path(source), target=Path(target))
         except ValidationError:
             raise UsageError(
                 f"{source} and {target} must be files of lines, a sentence on each: a file of records holds "
@@ -39,11 +41,11 @@ def write_shortlist(
         pairs = read_parallel(corpus)
     elif (opened.folder / RECIPE).exists():
         recipe = require_translation(read_recipe(opened.folder / RECIPE), opened.folder)
-        pairs, _ = read_corpora(recipe, Path.cwd(), display)
+        pairs, _ = read_corpora(recipe, Path.cwd(), display or LineDisplay())
     else:
         raise UsageError(f"{opened.name} is not a run whose text is known: give source and target")
     src = TokenSequences.pack(tokenizers.source.encode(pairs.source))
     tgt = TokenSequences.pack(tokenizers.target.encode(pairs.target))
     found, coverage = learn_shortlist(src, tgt, tokenizers, most, frequent)
-    write_text(out, found.as_text(tokenizers))
+    write_text(Path(out), found.as_text(tokenizers))
     return coverage

@@ -12,7 +12,7 @@ from triptych.core.models.overflow import require_finite_logits
 from triptych.errors import UsageError
 from triptych.running.decoding.batches import LONGEST_SHOWN, check_length
 from triptych.running.decoding.text_generator import check_vocabulary
-from triptych.running.text import Tokenizer, encode_texts
+from triptych.running.text import Tokenizer, as_lines, encode_texts
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ def fill_masks(
     """Return the `count` most probable tokens for each mask of a text; masks are predicted independently."""
     if model.causal or model.head is None:
         raise UsageError("this model predicts no masked tokens: give one that does, such as BERT")
+    (text,) = as_lines([text])
     mask_id = tokenizer.mask_id
     if mask_id is None:
         raise UsageError("the tokenizer of this model has no mask token: give a masked language model")

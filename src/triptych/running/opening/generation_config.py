@@ -197,7 +197,7 @@ class GenerationConfig:
                 "count then)"
             )
         if parts:
-            warnings.warn(f"{FILE}: {'; '.join(parts)}", GenerationNote, stacklevel=4)
+            warnings.warn(f"{FILE}: {'; '.join(parts)}", GenerationNote, stacklevel=5)
 
 
 def _matters(name: str, value: Any) -> bool:

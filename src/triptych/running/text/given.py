@@ -1,5 +1,6 @@
 """Texts given by users: strings or token ids. All other values are refused with a one-line message."""
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +47,14 @@ def as_lines(given: Any, what: str = "text") -> list[str]:
         return [str(_one(given, f"the {what}"))]
     items = [*_items(_plain(given), what)]
     return [str(_one(one, which_of(what, number, items))) for number, one in enumerate(items, start=1)]
+
+
+def refuse_file_name(text: Any, *, or_path: bool = False) -> Any:
+    """Return a text unchanged; refuse the name of a file."""
+    if isinstance(text, str) and os.path.isfile(text):  # noqa: PTH113 - Path raises where a name is too long
+        instead = f'Path("{text}")' if or_path else "what is in it"
+        raise UsageError(f'"{text}" is a file, and a string is the text itself: give {instead}')
+    return text
 
 
 def require_ids(ids: Sequence[int], vocab_size: int, which: str) -> None:

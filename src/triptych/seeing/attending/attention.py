@@ -18,7 +18,7 @@ from triptych.printable import shortened
 from triptych.progress import Progress, untold
 from triptych.running.measuring.stack_attention import LayerAttention, Part, StackAttention, read_stacks
 from triptych.running.opening import AttentionKind, Reader, TextIds
-from triptych.running.text import as_texts
+from triptych.running.text.given import as_texts, refuse_file_name
 from triptych.seeing.attending.alignment import AlignedWords, word_weights, words_of
 from triptych.seeing.attending.attention_files import Saved, json_pieces, write_attention_csv, write_npz
 from triptych.seeing.attending.attention_page import (
@@ -502,7 +502,7 @@ def attend(
     Row i of a language model is the attention of token i when it was read. Row i of an encoder-decoder's
     decoder is the attention used to produce target token i.
     """
-    given = as_texts(text)
+    given = as_texts(refuse_file_name(text))
     # One text has one target; a batch has a target per text.
     targets = None
     if target is not None:

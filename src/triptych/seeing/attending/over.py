@@ -1,6 +1,5 @@
 """Behaviour of a model's heads over a text: `attend_over(reader, documents)`, as rows, tables and a page."""
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +13,7 @@ from triptych.running.measuring.windows import MOST_TOKENS, HeadFigures, cut_win
 from triptych.running.measuring.worth import MOST_TOKENS as MOST_TOKENS_OF_WORTH
 from triptych.running.measuring.worth import Worth, measure_worth, require_worth
 from triptych.running.opening import Reader
-from triptych.running.text import as_lines, read_lines
-from triptych.running.text.documents import LanguageCorpusSpec, read_documents, whole_documents
+from triptych.running.opening.text_arguments import given_lines, given_texts
 from triptych.seeing.attending.attention_page import HeadNote
 from triptych.seeing.attending.behaviour import FIGURES, Figure, LayerFigures, figures_of, measure_behaviour
 from triptych.seeing.attending.explaining import explain_text
@@ -237,38 +235,6 @@ def attend_over(
         windows.context,
         found,
     )
-
-
-def read_texts(reader: Reader, path: Path, documents: Documents = "file") -> list[str]:
-    """Read the documents of a file or a folder; for an encoder-decoder the lines of a file."""
-    if reader.opened.translates:
-        if documents != "file":
-            raise UsageError("documents is for language models: of a translator each line is a sentence")
-        return read_lines(path)
-    spec = LanguageCorpusSpec(files=(str(path),), documents=documents)
-    return [*whole_documents(read_documents(spec))]
-
-
-def given_texts(reader: Reader, text: Any, documents: Documents = "file") -> Sequence[str]:
-    """Return the documents of a file, a text, or several documents."""
-    if isinstance(text, Path):
-        return read_texts(reader, text, documents)
-    if documents != "file":
-        raise UsageError("documents says what a document is in a file: give Path(FILE), or leave it out")
-    return as_lines(refuse_file_name(text, or_path=True))
-
-
-def given_lines(lines: Any) -> Sequence[str]:
-    """Return the lines of a file, one line, or several lines."""
-    return read_lines(lines) if isinstance(lines, Path) else as_lines(refuse_file_name(lines, or_path=True))
-
-
-def refuse_file_name(text: Any, *, or_path: bool = False) -> Any:
-    """Return a text unchanged; refuse the name of a file."""
-    if isinstance(text, str) and os.path.isfile(text):  # noqa: PTH113 - Path raises where a name is too long
-        instead = f'Path("{text}")' if or_path else "what is in it"
-        raise UsageError(f'"{text}" is a file, and a string is the text itself: give {instead}')
-    return text
 
 
 def _worth_table(worth: Worth) -> Table:

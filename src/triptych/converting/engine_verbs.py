@@ -1,0 +1,124 @@
+"""Translation, generation and evaluation of a model, by the engine that its options name."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from triptych.converting.engines import evaluate_text, make_translator
+from triptych.errors import UsageError
+from triptych.literals import FileSettings, SpecialTokens, Stop
+from triptych.progress import Progress
+from triptych.running.changes import continue_changed
+from triptych.running.decoding import (
+    Evaluation,
+    GenerationOptions,
+    Likelihood,
+    TextGenerator,
+    Translation,
+    Translator,
+    evaluate_translations,
+)
+from triptych.running.opened_source import Opened
+from triptych.running.opening.generation_config import Asked as Asked
+from triptych.running.opening.generation_config import GenerationConfig
+from triptych.running.opening.text_arguments import given_lines, given_texts
+from triptych.running.text import as_lines
+from triptych.running.text.given import as_texts, refuse_file_name
+
+
+def translate_with(
+    translator: Translator, text: str | Sequence[str], *, stream: bool
+) -> Translation | list[Translation] | Iterator[Translation]:
+    """Translate with a translator and stop its processes, unless translations are streamed."""
+    if stream:
+        return translator.translate_stream(as_lines(text))
+    with translator:
+        return translator.translate(text)
+
+
+def generate(
+    opened: Opened,
+    generator: TextGenerator,
+    text: Any,
+    asked: Asked,
+    settings: FileSettings,
+    *,
+    stream: bool,
+    seed: int,
+    num_samples: int,
+    alpha: float,
+    stop: str | Sequence[str],
+    max_prompt_tokens: int | None,
+    chat: bool,
+    special_tokens: SpecialTokens,
+) -> Any:
+    """Continue a text, or several; `asked` are the arguments that override settings of the files."""
+    file = opened.to_run.generation if settings == "follow" else GenerationConfig()
+    file.require_followed(asked)
+    if asked.beam_size == 1:
+        _refuse_given("beam_size above 1", alpha=alpha or None)
+    try:
+        sampling = file.sampling(asked)
+        options = GenerationOptions(
+            sampling=sampling,
+            seed=seed,
+            num_samples=num_samples,
+            beam_size=asked.beam_size,
+            alpha=alpha,
+            stop_texts=(stop,) if isinstance(stop, str) else tuple(stop),
+            max_prompt_tokens=max_prompt_tokens,
+            **file.lengths(asked),
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if sampling.temperature == 0:
+        _refuse_given("temperature above 0", top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p)
+    given = as_texts(refuse_file_name(text))
+    file.say(asked, sampling)
+    if stream:
+        if not given.is_one:
+            raise UsageError("stream=True continues one text: give a string, or its token ids")
+        if options.beam_size > 1 or num_samples > 1:
+            raise UsageError("stream=True gives one text without a beam: leave out beam_size and num_samples")
+        return generator.stream(given.texts[0], options, chat=chat, special_tokens=special_tokens)
+    ids = generator.encode_prompts(given.texts, chat=chat, special_tokens=special_tokens)
+    continued = continue_changed(ids, generator, options, opened.changes)
+    found = [one[0] if num_samples == 1 else one for one in continued]
+    return found[0] if given.is_one else found
+
+
+def evaluate(
+    opened: Opened,
+    text: str | Path | Sequence[str],
+    references: str | Path | Sequence[str] | None,
+    *,
+    context: int | None,
+    stride: int | None,
+    beam_size: int | None,
+    alpha: float | None,
+    stop: Stop | None,
+    workers: int,
+    special_tokens: SpecialTokens,
+    progress: Progress,
+) -> Likelihood | Evaluation:
+    """Score the prediction of a text, or its translation if there are references."""
+    if references is not None:
+        _refuse_given("a text to predict, without references", context=context, stride=stride)
+        translator = make_translator(
+            opened.to_run, opened.options, workers, None, stop, beam_size=beam_size, alpha=alpha
+        ).with_special_tokens(special_tokens)
+        sources = given_texts(opened.reader, text)
+        right = given_lines(references)
+        return evaluate_translations(translator, sources, right, partial(progress, "translating"))
+    searched: Mapping[str, Any] = {"beam_size": beam_size, "alpha": alpha, "stop": stop}
+    _refuse_given("references", **searched, workers=None if workers == 1 else workers)
+    documents = given_texts(opened.reader, text)
+    scoring = partial(progress, "scoring")
+    return evaluate_text(opened.to_run, documents, opened.options, context, stride, scoring, special_tokens)
+
+
+def _refuse_given(with_what: str, **options: Any) -> None:
+    """Raise UsageError if an option was given that counts only with another one."""
+    if found := next((name for name, value in options.items() if value is not None), None):
+        raise UsageError(f"{found} goes with {with_what}: leave it out")
