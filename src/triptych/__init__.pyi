@@ -36,7 +36,6 @@ from triptych.seeing.attending import Attention as Attention
 from triptych.seeing.composition import Composition as Composition
 from triptych.seeing.costing import CostSpec as CostSpec
 from triptych.seeing.costing import cost as cost
-from triptych.seeing.costing import measure_times as measure_times
 from triptych.seeing.inspection import Inspection as Inspection
 from triptych.seeing.sweep import Sweep as Sweep
 from triptych.serving.serve import serve as serve

@@ -6,15 +6,8 @@ import pytest
 
 from command import Command
 from triptych.core.attention import PARAMETERISATIONS
-from triptych.seeing.costing import timing
 
 SMALL = ("--d-model", 16, "--num-heads", 2, "--length", 4, "--context", 6)
-
-
-@pytest.fixture
-def _small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(timing._GEMM_WIDTH, "cpu", 64)
-    monkeypatch.setitem(timing._COPIED_BYTES, "cpu", 2**16)
 
 
 @pytest.fixture(autouse=True)
@@ -91,22 +84,6 @@ def test_json_holds_the_counts_the_size_and_what_was_left_out(triptych: Command)
     assert rows["factored"]["parameters"] == 4 * 512**2 + 4 * 512
     assert rows["factored"]["cache_bytes"] == 2 * 2048 * 1024 * 2
     assert rows["factored"]["formulas"]["num_parameters"] == 4 * 512**2
-    assert "times" not in record
-
-
-@pytest.mark.usefixtures("_small_machine")
-def test_times_are_measured_and_compared_with_the_prediction(triptych: Command) -> None:
-    options = (*SMALL, "--only", "factored", "--only", "direct", "--measure", "--seconds", 0)
-    answer = triptych("cost", *options)
-    assert answer.code == 0, answer.err
-    assert re.search(r"cpu, \d+ threads?, fp32, torch 2\..*: a large product .* [MGT]FLOP/s", answer.out)
-    assert "÷ pred." in answer.out
-    assert len(re.findall(r"^ direct .*%.*%.*%", answer.out, re.MULTILINE)) == 1
-    record = json.loads(triptych("cost", *options, "--json").out)
-    times = record["times"]
-    assert [row["name"] for row in times["rows"]] == ["factored", "direct"]
-    assert times["rows"][0]["decode"]["rounds"] == 5
-    assert times["machine"]["gemm_flops_per_second"] > 0
 
 
 def test_a_page_is_written_beside_what_is_printed(triptych: Command, tmp_path: Path) -> None:
@@ -127,12 +104,6 @@ def test_a_page_is_written_beside_what_is_printed(triptych: Command, tmp_path: P
     [
         (("--num-heads", 7), "num_heads 7 does not divide d_model 512: give both d_k and d_v"),
         (("--html", "no/such/folder/page.html"), "the folder of no/such/folder/page.html does not exist"),
-        (("--measure", "--device", "tpu"), "device 'tpu' is not known"),
-        (("--measure", "--device", "cuda:99"), "torch sees"),
-        (("--measure", "--seconds", "nan"), "--seconds is nan: it must be 0 or more"),
-        (("--measure", "--seconds", -1), "--seconds is -1.0"),
-        (("--seconds", 2), "--seconds needs --measure: add it"),
-        (("--device", "cuda"), "--device needs --measure: add it"),
     ],
 )
 def test_a_request_that_cannot_be_met_is_one_line_and_exit_code_2(

@@ -44,7 +44,8 @@ ON_TINY_SLOW = (
 )
 # Pages whose blocks other tests run.
 ELSEWHERE = (
-    *("how-to/planning", "how-to/serving", "reference/parameterisations", "tutorials/by-hand"),  # below
+    *("how-to/planning", "how-to/serving", "how-to/timing"),  # below
+    *("reference/parameterisations", "tutorials/by-hand"),  # below
     *("reference/model", "how-to/own-attention"),  # tests/face/test_page.py, tests/test_own_attention.py
     "reference/commands",  # test_help_examples.py
     *("explanation/questions", "explanation/questions/*"),  # tests/test_questions.py
@@ -239,10 +240,16 @@ def test_the_plans_are_those_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(plans) == 2
 
 
+def test_layers_are_timed_beside_the_counts_shown() -> None:
+    times, counts = run_blocks(DOCS / "how-to/timing.md", names={})
+    rows = [line.split() for line in times.printed.splitlines() if "|" in line]
+    assert [row[0] for row in rows[1:]] == ["stacked", "factored"]
+    assert counts.printed == counts.shown
+
+
 def test_the_layers_shown_run_and_the_rewrites_do_what_is_said_beside_them() -> None:
     names: dict[str, Any] = {}
-    # `--measure` takes a minute; test_cost.py runs it.
-    ran = list(run_blocks(ATTENTION, typed=lambda line: line.replace("--measure", ""), names=names))
+    ran = list(run_blocks(ATTENTION, names=names))
     assert list(names["output"].shape) == [2, 4, 5, 12]
     assert list(names["weights"].shape) == [2, 4, 5, 7]
     assert list(names["cross_attention"].shape) == [2, 5, 32]

@@ -71,7 +71,7 @@ VERBS = {
     "verify": ("verify",),
     "compare": ("compare_study",),
     "plan": ("plan",),
-    "cost": ("cost", "measure_times"),
+    "cost": ("cost",),
     "serve": ("serve",),
     "explore": ("serve",),
 }

@@ -1,4 +1,4 @@
-"""What is counted, against the real modules; what is timed, against how it should be."""
+"""What is counted, against the real modules."""
 
 import copy
 import re
@@ -12,9 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from triptych.core.algebra.cost import cached_numbers, pass_cost
 from triptych.core.attention import PARAMETERISATIONS, LayerCache, MultiHeadAttention
 from triptych.seeing.costing import cost_pages as pages
-from triptych.seeing.costing import timing
 from triptych.seeing.costing.counting import CostReport, CostRow, CostSpec, LeftOut, cost, evaluate_formula
-from triptych.seeing.costing.timing import Machine, measure_times
 
 BATCH, LENGTH, CONTEXT, MEMORY = 2, 6, 9, 5
 WORK: dict[str, int] = {"batch": BATCH, "length": LENGTH, "context": CONTEXT}
@@ -228,137 +226,6 @@ def test_formulas_are_readable() -> None:
     assert not any(re.search(r"\*", f.parameters + f.cache) for f in rows.values())
 
 
-# What follows is timed.
-
-TIMED = CostSpec(
-    d_model=16,
-    num_heads=2,
-    length=4,
-    context=7,
-    batch=3,
-    biases=True,
-    d_latent=1,
-    parameterisations=("latent", "factored", "direct"),
-)
-
-
-@pytest.fixture
-def _small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates from a product and a copy that take no time."""
-    monkeypatch.setitem(timing._GEMM_WIDTH, "cpu", 64)
-    monkeypatch.setitem(timing._COPIED_BYTES, "cpu", 2**16)
-
-
-class Call:
-    """One call of a layer, as it was made."""
-
-    def __init__(self, layer: MultiHeadAttention, x: torch.Tensor, cache: LayerCache | None) -> None:
-        self.name = layer.parameterisation.name
-        self.shape = tuple(x.shape)
-        self.learns = torch.is_grad_enabled() and x.requires_grad
-        self.cached = None if cache is None else cache.length
-        self.cache = cache
-        self.store = self.store_now()
-
-    def store_now(self) -> int | None:
-        """Where the cache lies."""
-        return None if self.cache is None else self.cache.entries[0].data_ptr()
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
-    """Every call of a layer, in order."""
-    found: list[Call] = []
-    forward = MultiHeadAttention.forward
-
-    def spy(self: MultiHeadAttention, x: torch.Tensor, **options: Any) -> Any:
-        call = Call(self, x, options.get("cache"))
-        output = forward(self, x, **options)
-        found.append(call)
-        assert call.store_now() == call.store
-        return output
-
-    monkeypatch.setattr(MultiHeadAttention, "forward", spy)
-    return found
-
-
-@pytest.mark.usefixtures("_small_machine")
-def test_every_round_runs_all_in_turn(calls: list[Call]) -> None:
-    timed = measure_times(cost(TIMED), seconds=0.0)
-    assert [row.name for row in timed.rows] == list(TIMED.parameterisations)
-    assert [call.name for call in calls] == list(TIMED.parameterisations) * (len(calls) // 3)
-    kinds = [("decode" if call.cached else "training" if call.learns else "forward") for call in calls]
-    each = len(calls) // 3
-    assert kinds == ["forward"] * each + ["training"] * each + ["decode"] * each
-    assert {call.shape for call in calls if not call.cached} == {(3, 4, 16)}
-
-
-@pytest.mark.usefixtures("_small_machine")
-def test_a_decode_step_always_sees_the_context_and_copies_none_of_it(calls: list[Call]) -> None:
-    measure_times(cost(TIMED), seconds=0.0)
-    steps = [call for call in calls if call.cached]
-    assert {(call.shape, call.cached) for call in steps} == {((3, 1, 16), TIMED.context - 1)}
-    # Every step of a layer starts from the same store, and adds to it in place (the spy looked).
-    assert len({call.store for call in steps}) == len(TIMED.parameterisations)
-
-
-@pytest.mark.usefixtures("_small_machine")
-def test_times_have_quartiles_rounds_and_a_prediction() -> None:
-    shares: list[float] = []
-    report = cost(TIMED)
-    timed = measure_times(report, seconds=0.0, progress=lambda what, done, total: shares.append(done / total))
-    assert shares == sorted(shares)
-    assert shares[-1] == 1.0
-    machine = timed.machine
-    assert machine.threads == torch.get_num_threads()
-    assert (machine.device, machine.dtype, machine.torch) == ("cpu", "fp32", torch.__version__)
-    for row, counts in zip(timed.rows, report.rows, strict=True):
-        for found in (row.forward, row.training, row.decode):
-            assert found.rounds == 5
-            assert 0 < found.low_seconds <= found.seconds <= found.high_seconds
-            assert found.ratio == found.seconds / found.predicted_seconds
-        tokens = TIMED.batch * TIMED.length
-        assert row.forward.predicted_seconds == machine.predicted_seconds(
-            counts.prefill_flops * tokens, counts.prefill_bytes
-        )
-        assert row.training.predicted_seconds == machine.predicted_seconds(
-            counts.training_flops * tokens, 3 * counts.prefill_bytes
-        )
-        assert row.decode.predicted_seconds == machine.predicted_seconds(
-            counts.decode_flops * TIMED.batch, counts.decode_bytes
-        )
-
-
-@pytest.mark.usefixtures("_small_machine")
-def test_more_time_gives_more_rounds() -> None:
-    spec = CostSpec(d_model=16, num_heads=2, length=4, context=1, parameterisations=("direct",))
-    (row,) = measure_times(cost(spec), seconds=0.05).rows
-    assert row.forward.rounds > 5
-
-
-@pytest.mark.usefixtures("_small_machine")
-def test_timing_leaves_the_random_numbers_of_others_alone() -> None:
-    spec = CostSpec(d_model=8, num_heads=2, length=2, context=2, parameterisations=("direct",))
-    before = torch.get_rng_state()
-    measure_times(cost(spec), seconds=0.0)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.gpu
-def test_times_are_taken_on_a_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU here")
-    timed = measure_times(cost(CostSpec(dtype="bf16")), seconds=0.05, device="cuda")
-    assert timed.machine.device == torch.cuda.get_device_name()
-    assert all(row.training.seconds > 0 for row in timed.rows)
-
-
-def test_a_prediction_is_the_slower_of_arithmetic_and_memory() -> None:
-    machine = Machine("cpu", 1, "fp32", "2", gemm_flops_per_second=1e9, bytes_per_second=1e6)
-    assert machine.predicted_seconds(2e9, 1e6) == 2.0
-    assert machine.predicted_seconds(2e9, 3e6) == 3.0
-
-
 # What follows is for people.
 
 
@@ -389,11 +256,6 @@ def test_sizes_are_powers_of_1024(number: float, text: str) -> None:
     assert pages.format_bytes(float(number)) == text
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(2.0, "2.00 s"), (0.0123, "12.3 ms"), (4.1e-5, "41.0 µs")])
-def test_durations_have_their_unit(seconds: float, text: str) -> None:
-    assert pages.format_seconds(seconds) == text
-
-
 def test_notes_tell_what_was_absorbed_and_what_left_out() -> None:
     report = cost(SPECS["small latent"])
     report = CostReport(report.spec, report.rows, (LeftOut("direct", "it does not fit"),))
@@ -404,7 +266,6 @@ def test_notes_tell_what_was_absorbed_and_what_left_out() -> None:
     ]
 
 
-@pytest.mark.usefixtures("_small_machine")
 def test_the_page_holds_a_bar_and_a_row_for_each() -> None:
     report = cost(CostSpec(parameterisations=("factored", "latent")))
     page = pages.cost_page(report, command="triptych cost")
@@ -416,10 +277,3 @@ def test_the_page_holds_a_bar_and_a_row_for_each() -> None:
     assert [table.title for table in page.tables] == ["Cost", "Formulas"]
     assert page.tables[0].rows[0][:4] == ("factored", "1.05M", "1,024", "8.00 MiB")
     assert page.commands == ("triptych cost",)
-    timed = measure_times(
-        cost(CostSpec(d_model=8, num_heads=2, length=2, context=2, parameterisations=("direct",))),
-        seconds=0.0,
-    )
-    page = pages.cost_page(report, timed)
-    assert [table.title for table in page.tables] == ["Cost", "Time on this machine", "Formulas"]
-    assert len(page.tables[1].rows[0]) == 10

@@ -1,6 +1,5 @@
 """`triptych cost`."""
 
-import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -8,16 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 import triptych
-from triptych.cli.options import refuse_options
 from triptych.cli.outputs import Output, require_free
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import Terminal, print_json, print_whole, progress_bar
-from triptych.core.models.device import find_device
+from triptych.cli.terminal import Terminal, print_json, print_whole
 from triptych.errors import UsageError
 from triptych.seeing.costing import cost_pages as pages
 from triptych.seeing.costing.counting import CostReport, CostSpec
-from triptych.seeing.costing.timing import TimingReport
-from triptych.seeing.reports import is_page, render_table, require_charts, write_report
+from triptych.seeing.reports import is_page, render_table, write_report
 
 
 def cost(
@@ -30,9 +26,6 @@ def cost(
     ],
     only: Sequence[str] = (),
     formulas: bool = False,
-    measure: bool = False,
-    seconds: float | None = None,
-    device: str | None = None,
     html: Path | None = None,
     force: bool = False,
     as_json: bool = False,
@@ -40,11 +33,6 @@ def cost(
     """Compare the costs of the parameterisations of attention.
 
     Reports parameters, FLOPs, bytes and cache of each at one size.
-
-    Speed:
-        measure: Also measure their speed on this machine.
-        seconds: With --measure: seconds per figure, roughly. Default: 1.
-        device: With --measure: cpu, cuda or cuda:N. Default: cpu.
 
     Options:
         only: A parameterisation to show. May be repeated. Default: all.
@@ -55,10 +43,6 @@ def cost(
         triptych cost --d-model 1024 --num-heads 16
         triptych cost --only factored --only grouped --num-kv-heads 2 --formulas
     """
-    if not measure:
-        refuse_options({"seconds": seconds, "device": device}, "needs --measure: add it, or leave this out")
-    if seconds is not None and not 0 <= seconds < math.inf:
-        raise UsageError(f"--seconds is {seconds}: it must be 0 or more")
     if only:
         sizes["parameterisations"] = tuple(only)
     try:
@@ -67,28 +51,17 @@ def cost(
         raise UsageError(str(error)) from None
     require_free([Output(html, is_page)], (), force=force)
     if html is not None:
-        require_charts()  # before anything is measured
-    timed = None
-    if measure:
-        with progress_bar("timing {task.description}", of_bytes=False) as tell:
-            timed = triptych.measure_times(
-                report,
-                seconds=1.0 if seconds is None else seconds,
-                device=find_device(device or "cpu"),
-                progress=tell,
-            )
-    if html is not None:
         command = shlex.join(["triptych", *sys.argv[1:]])
-        write_report(pages.cost_page(report, timed, command), html)
+        write_report(pages.cost_page(report, command), html)
     if as_json:
-        print_json({**report.figures(), **({} if timed is None else {"times": timed.figures()})})
+        print_json(report.figures())
         return
-    _print_cost(report, timed, formulas)
+    _print_cost(report, formulas)
     if html is not None:
         Terminal().print(f"page: {html}", soft_wrap=True)
 
 
-def _print_cost(report: CostReport, timed: TimingReport | None, formulas: bool) -> None:
+def _print_cost(report: CostReport, formulas: bool) -> None:
     console = Terminal()
     console.print(pages.describe_layer(report.spec))
     console.print(pages.describe_work(report.spec))
@@ -101,10 +74,4 @@ def _print_cost(report: CostReport, timed: TimingReport | None, formulas: bool) 
         console.print()
         console.print(render_table(pages.formula_table(report)))
         for line in pages.FORMULA_LEGEND:
-            console.print(line, soft_wrap=True)
-    if timed is not None:
-        console.print()
-        console.print(pages.describe_machine(timed))
-        print_whole(pages.timing_table(timed), console)
-        for line in pages.TIMING_LEGEND:
             console.print(line, soft_wrap=True)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from triptych.seeing.costing.counting import CostReport, CostRow, CostSpec
-from triptych.seeing.costing.timing import Timing, TimingReport
 from triptych.seeing.reports import Bar, BarChart, Report, Table
 
 LEGEND = (
@@ -16,10 +15,6 @@ FORMULA_LEGEND = (
     "W_i: one map per head, W_g: one per group, W: one for all; the superscript names its sides.",
     "I_i: the i-th slice of the input; diag(m_i): a learned factor per channel; c: a constant.",
     "Parameters without biases.",
-)
-TIMING_LEGEND = (
-    "Medians of rounds in which each ran once; ±: half the distance of the quartiles, of the median.",
-    "÷ pred.: by the larger of FLOPs and bytes moved, each at its rate above.",
 )
 
 
@@ -37,14 +32,6 @@ def format_bytes(number: float | int) -> str:
         if number >= 0.9995 * 1024**power:
             return f"{_three_digits(number / 1024**power)} {unit}"
     return f"{number:.0f} B"
-
-
-def format_seconds(seconds: float) -> str:
-    """Format a duration with three digits: 41.2 µs, 1.30 ms, 2.05 s."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 0.9995:
-            return f"{_three_digits(seconds * factor)} {unit}"
-    return f"{_three_digits(seconds * 1e6)} µs"
 
 
 def _three_digits(number: float) -> str:
@@ -155,41 +142,8 @@ def formula_table(report: CostReport) -> Table:
     )
 
 
-def timing_table(timed: TimingReport) -> Table:
-    """Return a table of medians, half interquartile ranges in percent, and measured ÷ predicted."""
-    return Table(
-        title="Time on this machine",
-        columns=("", *(f"{name}\n{kind}" for name in _PASSES for kind in ("median", "±", "÷ pred."))),
-        rows=tuple(
-            (row.name, *(cell for one in (row.forward, row.training, row.decode) for cell in _cells(one)))
-            for row in timed.rows
-        ),
-        caption=" ".join((describe_machine(timed), *TIMING_LEGEND)),
-        numeric=tuple(range(1, 1 + 3 * len(_PASSES))),
-    )
-
-
-_PASSES = ("forward", "fwd+bwd", "decode")
-
-
-def describe_machine(timed: TimingReport) -> str:
-    """Describe the machine of the timings and its rates in one line."""
-    found = timed.machine
-    threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
-    product = format_count(found.gemm_flops_per_second)
-    return (
-        f"{found.device}, {threads}, {found.dtype}, torch {found.torch}: a large product "
-        f"{product[:-1]} {product[-1]}FLOP/s, a large copy {format_bytes(found.bytes_per_second)}/s."
-    )
-
-
-def _cells(timing: Timing) -> tuple[str, str, str]:
-    spread = (timing.high_seconds - timing.low_seconds) / 2 / timing.seconds
-    return format_seconds(timing.seconds), f"{spread:.0%}", f"{timing.ratio:.2f}"
-
-
-def cost_page(report: CostReport, timed: TimingReport | None = None, command: str = "") -> Report:
-    """Make the page of a count, with times if available; `command` is shown as its origin."""
+def cost_page(report: CostReport, command: str = "") -> Report:
+    """Make the page of a count; `command` is shown as its origin."""
     spec = report.spec
     rows = report.rows
     # All charts have the order of the rows.
@@ -231,8 +185,6 @@ def cost_page(report: CostReport, timed: TimingReport | None = None, command: st
         ("decoding at", f"{spec.context:,} tokens"),
     ]
     tables = [counts_table(report), formula_table(report)]
-    if timed is not None:
-        tables.insert(1, timing_table(timed))
     said = [f"Other sizes: {own_sizes(report)}."] if own_sizes(report) else []
     said += [f"{note[0].upper()}{note[1:]}." for note in notes(report)]
     return Report(
