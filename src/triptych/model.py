@@ -129,7 +129,7 @@ def load(
         UsageError: nothing of that name here, or something that is not a model.
         DataError: nothing of that name on the Hub, or no way there.
     """
-    from triptych.running.loading import open_source
+    from triptych.running.opened_source import open_source
 
     if isinstance(source, Model):
         raise UsageError(f"{source.name} is opened already: use it, or load what it was opened from")

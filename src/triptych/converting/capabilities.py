@@ -3,7 +3,6 @@
 from triptych.converting.conversion import can_convert
 from triptych.core.checkpoints.checkpoint import Checkpoint
 from triptych.core.models import LanguageModel
-from triptych.running.changed_source import why_not_saved
 from triptych.running.opened_source import Opened
 from triptych.running.opening import OpenedModel
 
@@ -28,7 +27,7 @@ def _is_writable(opened: Opened) -> bool:
     source = opened.unchanged.attention
     if isinstance(source, Checkpoint) and all(source.place(site).spec.why_kept for site in source.sites):
         return False
-    return not any(why_not_saved(change, source) for change in opened.changes)
+    return not opened.why_not_saved
 
 
 def _verb_of_outputs(opened: OpenedModel) -> str:

@@ -19,10 +19,10 @@ from triptych.running.decoding import (
     Translator,
     evaluate_translations,
 )
+from triptych.running.measuring.text_arguments import given_lines, given_texts
 from triptych.running.opened_source import Opened
 from triptych.running.opening.generation_config import Asked as Asked
 from triptych.running.opening.generation_config import GenerationConfig
-from triptych.running.opening.text_arguments import given_lines, given_texts
 from triptych.running.text import as_lines
 from triptych.running.text.given import as_texts, refuse_file_name
 

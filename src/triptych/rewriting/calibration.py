@@ -10,8 +10,7 @@ from triptych.errors import UsageError
 from triptych.rewriting.functions.moments import Moments, MomentsGatherer
 from triptych.rewriting.inputs import before_gain
 from triptych.running.measuring.windows import cut_windows
-from triptych.running.measuring.worth import MOST_TOKENS as MOST_TOKENS_OF_LOSSES
-from triptych.running.measuring.worth import measure_worth
+from triptych.running.measuring.worth import MOST_TOKENS_OF_WORTH, measure_worth
 from triptych.running.opening import (
     Reader,
     TextModel,
@@ -108,5 +107,5 @@ def measure_head_losses(
         windows = cut_windows(reader, [read_whole_text(text)])
     places = {site.name: reader.layers_of(site) for site in sites}
     together = [[place.name for place in own] for own in places.values()]
-    worth = measure_worth(reader, windows.within(MOST_TOKENS_OF_LOSSES), "zero", together=together)
+    worth = measure_worth(reader, windows.within(MOST_TOKENS_OF_WORTH), "zero", together=together)
     return {name: worth.of(first.stack, first.block) for name, (first, *_) in places.items()}

@@ -21,7 +21,6 @@ from triptych.errors import UsageError
 from triptych.files import write_folder
 from triptych.rewriting.folder_formats import FolderFormat
 from triptych.rewriting.whole_checkpoint import copy_run, leave_out_certificate
-from triptych.running.changed_source import why_not_saved
 from triptych.running.changes import Steering, changed_copy
 from triptych.running.opened_source import Opened
 from triptych.running.text.pretrained import copy_tokenizer
@@ -29,9 +28,8 @@ from triptych.running.text.pretrained import copy_tokenizer
 
 def save(opened: Opened, target: Path) -> None:
     """Write a model, with its changes in its weights, in the format that it was read from."""
-    for change in opened.changes:
-        if reason := why_not_saved(change, opened.unchanged.attention):
-            raise UsageError(f"{change.words} cannot be saved: {reason}")
+    if opened.why_not_saved:
+        raise UsageError(opened.why_not_saved)
     if opened.changes:
         _save_changed(opened, target)
     else:

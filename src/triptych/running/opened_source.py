@@ -2,15 +2,17 @@
 
 import shutil
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import torch
 
 from triptych.core.checkpoints.checkpoint import Checkpoint, OwnModel, open_checkpoint
-from triptych.core.checkpoints.source import ModuleOfOthers, Source
+from triptych.core.checkpoints.family import Family, read_family
+from triptych.core.checkpoints.source import ModuleOfOthers, Source, find_source, tokenizer_folder
 from triptych.core.checkpoints.stored_layers import AttentionSource
 from triptych.core.heads import Head, Layer, Layers, Stack
 from triptych.core.models import EncoderDecoder, LanguageModel
@@ -18,13 +20,16 @@ from triptych.core.models.device import find_device
 from triptych.core.models.sites import AttentionSite, attention_sites
 from triptych.core.places import Heads, PlaceNames, in_words
 from triptych.errors import DataError, TriptychError, UsageError
+from triptych.literals import EngineName, Precision
 from triptych.printable import table_html
-from triptych.running.changed_source import ChangedSource, stack_of
+from triptych.running.changed_source import ChangedSource, stack_of, why_not_saved
 from triptych.running.changes import Change, changed_copy
 from triptych.running.decoding.linear_maps import own_memory
 from triptych.running.opening import OpenedModel, Reader, open_model
-from triptych.running.opening.options import Options
+from triptych.running.opening.options import Options, require_ctranslate2
+from triptych.running.opening.translators import Languages
 from triptych.running.text import Tokenizer, TokenizerPair, load_tokenizer
+from triptych.user_code import use_code
 
 
 @final
@@ -251,6 +256,15 @@ class Opened:
         return ""
 
     @property
+    def why_not_saved(self) -> str:
+        """The reason why the files cannot store the changes; "" if they can."""
+        source = self.unchanged.attention
+        for change in self.changes:
+            if reason := why_not_saved(change, source):
+                return f"{change.words} cannot be saved: {reason}"
+        return ""
+
+    @property
     def num_parameters(self) -> int:
         """The number of parameters in all tensors of the files, or of the module."""
         source = self.unchanged.attention
@@ -266,6 +280,50 @@ class Opened:
             return sites
         by_place = {(str(site.stack), site.block): site for site in sites}
         return [by_place[stack_of(place.site), place.number] for place in self.attention.layers]
+
+
+def open_source(
+    source: object,
+    *,
+    device: str,
+    dtype: torch.dtype | str | None,
+    tokenizer: Any,
+    languages: tuple[str, str] | None,
+    engine: EngineName,
+    precision: Precision,
+    offline: bool,
+    family: Family | str | Path | None,
+    strict: bool,
+    shortlist: str | Path | None,
+    ensemble: Sequence[str | Path],
+    code: str | Path | None,
+) -> Opened:
+    """Find a source: files, a name on the Hub, or a model in memory; nothing is run."""
+    if code is not None:
+        use_code(code)
+    if engine != "triptych" and dtype is not None:
+        raise UsageError(f"--engine {engine} rounds by --precision: leave out --dtype")
+    if engine == "ctranslate2":
+        require_ctranslate2()
+    is_module = isinstance(source, LanguageModel | EncoderDecoder)
+    options = Options(
+        device,
+        getattr(torch, dtype) if isinstance(dtype, str) else dtype,
+        tokenizer_folder(tokenizer) if is_module else None,
+        None if languages is None else Languages(*languages),
+        engine,
+        precision,
+        None if shortlist is None else Path(shortlist),
+        tuple(find_source(one, offline=offline) for one in ensemble),
+    )
+    described = read_family(Path(family)) if isinstance(family, str | Path) else family
+    if isinstance(source, LanguageModel | EncoderDecoder):
+        of_files = {"family": family, "strict": strict, "languages": languages, "offline": offline}
+        if stray := next((name for name, value in of_files.items() if value), None):
+            raise UsageError(f"{stray} is for a model in files: leave it out for one in memory")
+        return Opened(f"a module ({type(source).__name__})", None, options, module=source)
+    found = find_source(source, tokenizer=tokenizer, offline=offline, family=described, strict=strict)
+    return Opened(found.name, found, options)
 
 
 def summary_of(opened: Opened) -> str:

@@ -29,7 +29,7 @@ from triptych.running.text import Tokenizer
 from triptych.running.text.masking import MaskingSpec
 
 # Every token is run once per head of the model.
-MOST_TOKENS = 1 << 13
+MOST_TOKENS_OF_WORTH = 1 << 13
 # Tokens of a batch, including the copies of its rows for each head.
 _TOKENS_AT_A_TIME = 1 << 13
 _LOGITS_AT_A_TIME = 1 << 25

@@ -9,11 +9,10 @@ from typing import Any, final
 from triptych.errors import UsageError
 from triptych.literals import Documents, Instead, SpecialTokens
 from triptych.progress import Progress, untold
+from triptych.running.measuring.text_arguments import given_lines, given_texts
 from triptych.running.measuring.windows import MOST_TOKENS, HeadFigures, cut_windows
-from triptych.running.measuring.worth import MOST_TOKENS as MOST_TOKENS_OF_WORTH
-from triptych.running.measuring.worth import Worth, measure_worth, require_worth
+from triptych.running.measuring.worth import MOST_TOKENS_OF_WORTH, Worth, measure_worth, require_worth
 from triptych.running.opening import Reader
-from triptych.running.opening.text_arguments import given_lines, given_texts
 from triptych.seeing.attending.attention_page import HeadNote
 from triptych.seeing.attending.behaviour import FIGURES, Figure, LayerFigures, figures_of, measure_behaviour
 from triptych.seeing.attending.explaining import explain_text

@@ -1,6 +1,7 @@
 """Training of tokenizers for translators and language models."""
 
 import hashlib
+import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,6 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
-from triptych.running.text import pretrained, sentence_tokenizers
 from triptych.running.text.pretrained import PretrainedRecord, PretrainedTokenizer
 from triptych.running.text.sentence_tokenizers import (
     BYTE_ALPHABET,
@@ -179,7 +179,7 @@ def _settle_scores(scores: dict[str, float], special_tokens: Sequence[str]) -> l
 
 _FORMAT = f"triptych tokenizer cache 1, tokenizers {tokenizers.__version__}"
 # Code with an influence on a trained tokenizer, besides text and specification.
-_CODE = (Path(__file__), Path(sentence_tokenizers.__file__), Path(pretrained.__file__))
+_CODE = (Path(__file__), *map(Path, map(inspect.getfile, (ByteLevelTokenizer, PretrainedTokenizer))))
 
 
 def trained_once(
