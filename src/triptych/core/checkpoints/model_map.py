@@ -65,7 +65,8 @@ def model_map(checkpoint: Checkpoint) -> ModelMap[LanguageModelArchitecture]:
             f"{checkpoint.name}: a model of {checkpoint.family.name} has an encoder and a decoder, and is no "
             "language model"
         )
-    mapping = _Mapping(checkpoint, spec, checkpoint.sites)
+    sites = tuple(site for site in checkpoint.sites if site.stack not in spec.aside)
+    mapping = _Mapping(checkpoint, spec, sites)
     architecture = mapping.architecture()  # also fills the entries
     entries = mapping.entries
     found = ModelMap(architecture, mapping.sites, LayerMap(dict(entries.found)), entries.copies)
@@ -95,7 +96,8 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchit
     source = read.architecture()
     target = write.architecture()
     head = target.head
-    assert head is not None
+    if head is None:
+        write.entries.refuse("its decoder has no output table and predicts no tokens: it cannot be run")
     if source.d_model != target.d_model:
         write.entries.refuse(
             f"its encoder is {source.d_model} wide and its decoder {target.d_model}: it cannot be run"

@@ -72,12 +72,16 @@ class Entries:
         """Enter a duplicate of a tensor, if the file has it; refuse it if its values differ."""
         if name not in self.tensors.infos or name == original:
             return
-        if not torch.equal(self.tensors.read(name), self.tensors.read(original)):
+        if not self.are_equal(name, original):
             self.refuse(
                 f"{name} is not {original}{why}: set tie_word_embeddings to false in config.json, as "
                 "transformers runs two tensors that differ"
             )
         self.copies[name] = original
+
+    def are_equal(self, name: str, other: str) -> bool:
+        """Return True if two stored tensors have the same values."""
+        return torch.equal(self.tensors.read(name), self.tensors.read(other))
 
     def refuse(self, why: str) -> Never:
         raise DataError(f"{self.name}: {why}")
@@ -105,6 +109,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }  # fmt: skip
 
 
+# Ends of names of classes that are called models and have a head.
+_CLASSES_WITH_A_HEAD = ("LMHeadModel", "DoubleHeadsModel", "MTModel")
 _OF_XIELU = (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
 
 
@@ -300,8 +306,31 @@ class OutputHeadMap:
         self.table_width = table_width
         self.settings = place.settings
         self.infos = entries.tensors.infos
-        heads = [spec.head] if spec.kind == "decoder" else filter(self._is_there, spec.heads)
-        self.config = next(map(self._config, heads), None)
+        heads = filter(self._is_there, spec.heads) if spec.kind == "encoder" else [spec.head]
+        self.config = None if self._is_left_out() else next(map(self._config, heads), None)
+
+    def _is_left_out(self) -> bool:
+        """Return True for a decoder of a class without a head: its file has no output table."""
+        spec = self.spec.head
+        if self.spec.kind == "encoder" or self._is_tied(spec):
+            return False
+        # A class with a head has a file with its table; a file without it is incomplete.
+        named = self.settings.outermost.value("architectures")
+        name = str(named[0]) if isinstance(named, list) and named else ""
+        has_head = not name.endswith("Model") or name.endswith(_CLASSES_WITH_A_HEAD)
+        return not has_head and f"{self._above(spec.at)}.weight" not in self.infos
+
+    def _is_tied(self, spec: HeadSpec) -> bool:
+        """Return True if the output table is the table of tokens."""
+        own = f"{self._above(spec.at)}.weight"
+        if spec.outputs:  # another number of outputs than tokens
+            return False
+        if own not in self.infos:
+            return spec.tied_if_missing or self.settings.holds(spec.tied)
+        if spec.tied_if_missing or not self.settings.holds(spec.tied):
+            return False
+        # As in `transformers`, two tables with different values are both used, whatever the flag.
+        return own == self.table or self.entries.are_equal(own, self.table)
 
     def _is_there(self, spec: HeadSpec) -> bool:
         first = self._above(spec.transform or spec.at)
@@ -326,15 +355,13 @@ class OutputHeadMap:
         # A head with its own number of outputs cannot be tied to the table of tokens.
         outputs = settings.count(spec.outputs) if spec.outputs else None
         count = outputs or infos[self.table].shape[0]
-        is_missing = f"{module}.weight" not in infos
-        tied = outputs is None and (is_missing if spec.tied_if_missing else settings.holds(spec.tied))
+        tied = self._is_tied(spec)
         if tied and width != self.table_width:
             self.entries.refuse(
                 f"{self.table} is {self.table_width} wide, and what reads it as output table {width}"
             )
         if tied:  # the file may contain the output map as well
-            why = f", though {self.spec.head.tied} says so"
-            self.entries.require_copy(f"{module}.weight", self.table, why)
+            self.entries.require_copy(f"{module}.weight", self.table, "")
         else:
             enter("head.output.weight", f"{module}.weight", (count, width))
         cap = settings.value(spec.soft_cap) if spec.soft_cap else None
