@@ -1,8 +1,12 @@
 """`load` and `Model`: a model with its attention layers and heads, for reading, running and changing.
 
-A `Model` stores its source and its changes. Each verb imports the package for its work when it is called, so
-this module can be read and imported without the other packages: `running` runs a model, `seeing` measures
-heads, `rewriting` and `converting` write models to files, and `training` distils models.
+A `Model` holds a source as opened so far, with its changes (`Opened`). Each verb imports the package for its
+work when it is called and calls one function of it, so this module can be read and imported without the other
+packages: `running` runs and changes a model, `seeing` measures heads, `rewriting` and `converting` write
+models to files, and `training` distils models.
+
+Overloads stand where the type of a result depends on an argument: one text gives one result, several a list,
+`stream` an iterator. An editor then completes `model.translate("Guten Tag.").text`. A union would not.
 """
 
 from __future__ import annotations
@@ -1158,9 +1162,7 @@ class Model:
         """
         from triptych.rewriting.saving import save
 
-        target = Path(path)
-        save(self._opened, target)
-        return target
+        return save(self._opened, Path(path))
 
     @check_choices
     def convert(

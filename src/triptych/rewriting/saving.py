@@ -26,7 +26,7 @@ from triptych.running.opened_source import Opened
 from triptych.running.text.pretrained import copy_tokenizer
 
 
-def save(opened: Opened, target: Path) -> None:
+def save(opened: Opened, target: Path) -> Path:
     """Write a model, with its changes in its weights, in the format that it was read from."""
     if opened.why_not_saved:
         raise UsageError(opened.why_not_saved)
@@ -34,6 +34,7 @@ def save(opened: Opened, target: Path) -> None:
         _save_changed(opened, target)
     else:
         _save_unchanged(opened, target)
+    return target
 
 
 @contextmanager
