@@ -6,7 +6,7 @@
 # make bench TABLE=training OPTIONS="--rounds 5": install the peers into .bench and measure; all if no table is named.
 # make release-check: build the wheel, install it in a clean environment, try it there (OPTIONS=lowest or newest).
 # make reading: how much there is to read, how dense it is, and turns of prose to mend; each with its ceiling.
-# make mutants OPTIONS="--mutants 200 --seed 1": which small changes of the source no test notices; hours.
+# make mutants OPTIONS="triptych.core.algebra.bounds*": which small changes of a module no test notices (mutmut; without OPTIONS, days).
 
 PYTHON ?= python3
 VENV := .venv
@@ -71,7 +71,7 @@ reading:
 	$(PYTHON) tests/reading.py $(OPTIONS)
 
 mutants: $(STAMP)
-	$(BIN)/python benchmarks/mutants.py $(OPTIONS)
+	OMP_NUM_THREADS=1 $(BIN)/mutmut run $(OPTIONS)
 
 release-check:
 	$(PYTHON) .ci/release.py $(OPTIONS)

@@ -89,15 +89,9 @@ def draw_amount(rng: Random, low: int = 1, max_digits: int = 6) -> int:
 
 # --- times of day ------------------------------------------------------------------------------------
 
-_ROUND_TIMES = {
-    15: ("Viertel nach {this}", "quarter past {this}"),
-    25: ("fünf vor halb {next}", "twenty-five past {this}"),
-    30: ("halb {next}", "half past {this}"),
-    35: ("fünf nach halb {next}", "twenty-five to {next}"),
-    45: ("Viertel vor {next}", "quarter to {next}"),
-}
-_AFTER = ("{count} nach {this}", "{count} past {this}")
-_BEFORE = ("{count} vor {next}", "{count} to {next}")
+# Templates of the minutes with a name of their own: quarters, and what is near the half hour.
+_ROUND_TIMES = {int(minute): (german, english) for minute, german, english in rows_of("round_times")}
+_AFTER, _BEFORE = pairs_of("other_times")
 
 
 def spell_clock(hour: int, minute: int) -> TextPair:
@@ -143,10 +137,10 @@ def draw_time(rng: Random) -> TextPair:
     return spell_timetable(hour, minute) if hour > 12 or minute else spell_clock(hour, 0)
 
 
-_TIMES_OF_DAY = (
-    (range(5, 12), "morgens", "in the morning"),
-    (range(1, 6), "nachmittags", "in the afternoon"),
-    (range(6, 12), "abends", "in the evening"),
+# Full hours, and what is said after them.
+_TIMES_OF_DAY = tuple(
+    (range(int(first), int(last) + 1), german, english)
+    for first, last, german, english in rows_of("times_of_day")
 )
 
 # --- dates -------------------------------------------------------------------------------------------

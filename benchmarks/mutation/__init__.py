@@ -1,1 +1,0 @@
-"""Mutation testing: which small changes of the source no test notices."""
