@@ -28,7 +28,6 @@ def refusal(path: Path) -> str:
     [
         ("adapter_config.json", "an adapter of PEFT .*adapter_config.json, of me/base.*merge_and_unload"),
         ("model_index.json", "a pipeline of diffusers.*give the folder of one of them"),
-        ("tiny.gguf", "a GGUF file, .*not read .tiny.gguf.: give the checkpoint that it was made of"),
         ("consolidated.00.pth", "under the names of their authors.*in Hugging Face's format"),
         ("shared_vocabulary.json", "CTranslate2 converted .*give the checkpoint that it was converted from"),
         ("model.onnx", "a model in ONNX, .*exported from"),

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from triptych.core.checkpoints.checkpoint import open_checkpoint
 from triptych.core.checkpoints.family import Family, read_family
+from triptych.core.checkpoints.source import find_source
 from triptych.core.checkpoints.stored_layers import AttentionSource
 from triptych.core.storage.copying import CERTIFICATE, is_own
+from triptych.core.storage.gguf import SUFFIX as GGUF
 from triptych.core.storage.shards import tensor_hash
 from triptych.core.storage.tensors import SAFETENSORS, SAFETENSORS_INDEX, Tensors, open_tensors
 from triptych.errors import DataError, TriptychError, UsageError, first_line
@@ -75,9 +77,12 @@ def verify(
         if given is not None:
             read_whole_text(given)
     certificate = read_certificate(folder)
-    original = None if against is None else local_folder(str(against))
-    if original is None and Path(certificate.source).is_dir():
-        original = Path(certificate.source)
+    # The source is held until the end: it may have made a temporary folder.
+    found = None if against is None else find_source(str(against))
+    named = Path(certificate.source)
+    if found is None and (named.is_dir() or (named.is_file() and named.suffix == GGUF)):
+        found = find_source(certificate.source)
+    original = None if found is None else local_folder(found)
     if text is not None:
         if original is None:
             raise UsageError("--text needs the original: give it with --against")

@@ -12,7 +12,8 @@ import torch
 
 from triptych.core.checkpoints.checkpoint import Checkpoint, OwnModel, open_checkpoint
 from triptych.core.checkpoints.family import Family, read_family
-from triptych.core.checkpoints.source import ModuleOfOthers, Source, find_source, tokenizer_folder
+from triptych.core.checkpoints.made_files import MadeFiles
+from triptych.core.checkpoints.source import Source, find_source, tokenizer_folder
 from triptych.core.checkpoints.stored_layers import AttentionSource
 from triptych.core.heads import Head, Layer, Layers, Stack
 from triptych.core.models import EncoderDecoder, LanguageModel
@@ -196,8 +197,8 @@ class Opened:
         opened = self.model
         options = self.options
         found = None if self.source is None else self.source.found
-        # A module of another library without a tokenizer runs on token ids only.
-        if isinstance(found, ModuleOfOthers) and not found.has_tokenizer:
+        # A model of another form without a tokenizer runs on token ids only.
+        if isinstance(found, MadeFiles) and not found.has_tokenizer:
             why = UsageError(f"{self.name} has no tokenizer: load(model, tokenizer=…) reads texts")
             opened = opened.without_tokenizer(why)
         if options.shortlist is not None:

@@ -13,6 +13,9 @@ from typing import Any, final
 from torch import nn
 
 from triptych.core.checkpoints.family import Family
+from triptych.core.checkpoints.gguf.gguf_model import GgufModel, find_gguf
+from triptych.core.checkpoints.made_files import MadeFiles
+from triptych.core.storage.gguf import SUFFIX
 from triptych.core.storage.hub import Repository, is_hub_id, open_hub
 from triptych.core.storage.tensors import (
     INDEX_AND_WHOLE,
@@ -35,7 +38,7 @@ class Source:
         name: path or name on the Hub, as given by the user.
         record: configuration.
         where: path of the configuration for messages.
-        found: path, repository on the Hub, or model in memory.
+        found: path, repository on the Hub, or model in another form, such as in memory.
         family: family given by the user; None to choose it by the configuration.
         tokenizer: folder of a tokenizer given by the user; None for the tokenizer among the files.
         strict: true if fields of the configuration without effect are an error instead of a warning.
@@ -46,7 +49,7 @@ class Source:
         name: str,
         record: Mapping[str, Any],
         where: str,
-        found: "Path | Repository | ModuleOfOthers",
+        found: "Path | Repository | MadeFiles",
     ) -> None:
         self.name = name
         self.record = record
@@ -61,7 +64,7 @@ class Source:
     def require_same(self) -> None:
         """Check that configuration and weights on this machine are unchanged since they were found."""
         self._stamps.require_same()
-        if isinstance(self.found, ModuleOfOthers):
+        if isinstance(self.found, MadeFiles):
             self.found.require_same()
 
     def _weight_files(self) -> Iterator[Path]:
@@ -94,8 +97,9 @@ class Source:
 
     def reopened(self) -> "Source":
         """Return the source found again at the same path or name on the Hub, with the same options."""
-        if isinstance(self.found, Path):
-            found = _find(self.found, None, offline=False)
+        if isinstance(self.found, Path | GgufModel):
+            path = self.found if isinstance(self.found, Path) else self.found.path
+            found = _find(path, None, offline=False)
         else:
             offline = isinstance(self.found, Repository) and self.found.offline
             found = _find(self.name, None, offline)
@@ -116,8 +120,8 @@ class Source:
 
     @property
     def settings_folder(self) -> Path:
-        """Folder of configuration and tokenizer; weights of a model in memory are not written to it."""
-        return self.found.folder if isinstance(self.found, ModuleOfOthers) else self.folder
+        """Folder of configuration and tokenizer; weights of a model in another form are not written to it."""
+        return self.found.folder if isinstance(self.found, MadeFiles) else self.folder
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -169,14 +173,14 @@ class Source:
 
 
 @final
-class ModuleOfOthers:
+class ModuleOfOthers(MadeFiles):
     """A model of `transformers` in memory; its weights are written to files only when a path is needed."""
 
     def __init__(self, module: Any, tokenizer: Path | None) -> None:
         self._module, self._version = module, _version_of(module)
         self.has_tokenizer = tokenizer is not None
-        self.folder = Path(mkdtemp(prefix="triptych-"))
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        self._folder = Path(mkdtemp(prefix="triptych-"))
+        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         parts = [module.config, getattr(module, "generation_config", None)]
         if tokenizer is not None:
             from transformers import AutoTokenizer
@@ -184,7 +188,11 @@ class ModuleOfOthers:
             parts.append(AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True))
         for part in parts:
             if part is not None:
-                part.save_pretrained(self.folder)
+                part.save_pretrained(self._folder)
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
 
     def require_same(self) -> None:
         """Check that the parameters were not written to since the model was opened."""
@@ -278,6 +286,15 @@ def find_source(
     return found
 
 
+def _gguf_at(path: Path) -> Path | None:
+    """Return the GGUF file that a path is, or the one in a folder without other weights; else None."""
+    if path.is_file():
+        return path if path.suffix == SUFFIX else None
+    if any((path / name).exists() for pair in INDEX_AND_WHOLE for name in pair):
+        return None
+    return find_gguf(path)
+
+
 def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
     if isinstance(source, nn.Module) and hasattr(source, "save_pretrained"):
         name = str(getattr(source, "name_or_path", "") or type(source).__name__)
@@ -298,6 +315,9 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
             )
         repository = open_hub(name, offline=offline)
         return Source(name, repository.record, f"{name}/config.json", repository)
+    if (file := _gguf_at(path)) is not None:
+        model = GgufModel(file, name)
+        return Source(name, model.record, name, model)
     # A tensor file is read with the configuration next to it.
     config = (path if path.is_dir() else path.parent) / "config.json"
     if not config.exists():

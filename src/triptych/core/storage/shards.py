@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from triptych.core.storage.tensors import STORED_DTYPES, Pickled, Safetensors, TensorInfo
+from triptych.core.storage.tensors import STORED_DTYPES, Pickled, Safetensors, TensorInfo, Tensors
 from triptych.errors import DataError
+from triptych.files import write_atomically
 from triptych.untrusted import LocalBytes
 
 # Returns the replacement of a tensor, in its dtype: a tensor with its name, tensors by name, or None to copy
@@ -117,6 +118,23 @@ class _PickledShard:
 
 
 _Shard = _SafetensorsShard | _PickledShard
+
+
+def write_tensors(tensors: Tensors, target: Path) -> None:
+    """Write tensors to a new safetensors file, one at a time."""
+    infos = {
+        name: TensorInfo(info.dtype, info.shape, prod(info.shape) * info.dtype.itemsize)
+        for name, info in tensors.infos.items()
+    }
+
+    def save(path: Path) -> None:
+        with path.open("wb") as file:
+            file.write(_header_of(infos, {"format": "pt"}))
+            for name in infos:
+                for block in _blocks_of(tensors.read(name)):
+                    file.write(block)
+
+    write_atomically(target, save)
 
 
 def copy_shard(

@@ -30,12 +30,6 @@ KINDS = (
         "give the folder of one of them, such as text_encoder",
     ),
     Kind(
-        ("*.gguf",),
-        "a GGUF file, the format of llama.cpp, which is not read",
-        "give the checkpoint that it was made of, or let transformers convert it: "
-        "AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME), then save_pretrained",
-    ),
-    Kind(
         ("consolidated*.safetensors", "consolidated*.pth"),
         "weights under the names of their authors, not those of transformers",
         "fetch the same model in Hugging Face's format (model*.safetensors)",

@@ -1,0 +1,86 @@
+"""Architectures of llama.cpp as data (`architectures.toml`)."""
+
+import tomllib
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal, final
+
+from pydantic import Field
+
+from triptych.core.checkpoints.specs import Spec
+from triptych.core.storage.settings import Settings
+
+_FILE = files("triptych.core.checkpoints.gguf") / "architectures.toml"
+
+
+@final
+class Architecture(Spec):
+    """An architecture of llama.cpp; the file documents the fields."""
+
+    name: str  # `general.architecture`
+    when: str = ""  # condition over the metadata
+    types: dict[str, str]  # classes of `transformers` by model type; files are read as the first type
+    prefix: str = "model."  # what `transformers` puts before all names but the head's
+    left_out: tuple[str, ...] = ()  # ends of names of the family that these models do not use
+    fields: dict[str, str] = Field(default_factory=dict)
+    derived: dict[str, str] = Field(default_factory=dict)
+    config: dict[str, str] = Field(default_factory=dict)
+    there: dict[str, str] = Field(default_factory=dict)
+    rotary: str = ""  # "" if all channels are rotated, or there are no rotary positions
+    has_rotary: bool = True
+    # True if rotary channels i and i + n/2 of queries and keys are stored as neighbours
+    permuted: bool = False
+    fused: Literal["", "by group"] = (
+        ""  # order of a fused map in `transformers`; its rows are q, k, v in a file
+    )
+    transposed: tuple[str, ...] = ()  # maps that `transformers` stores `[in, out]`
+    gains_from_one: bool = False  # True if `transformers` stores gains of norms less 1
+    rope_factors: bool = False  # True if a tensor with a divisor for each rotary frequency is followed
+    windows: bool = False  # True if the metadata say which layers have a window
+
+    @property
+    def model_type(self) -> str:
+        """The model type that files are read as."""
+        return next(iter(self.types))
+
+
+@cache
+def _all() -> tuple[tuple[Architecture, ...], dict[str, str]]:
+    record = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    entries: list[dict[str, Any]] = record["architecture"]
+    found = []
+    for entry in entries:
+        if (like := entry.pop("like", None)) is not None:
+            other = next(one for one in entries if one["name"] == like and "types" in one)
+            entry = {**other, **entry, "config": {**other["config"], **entry["config"]}}
+        common = entry.pop("common", None)
+        fields = dict(record["common"]) if common is None else dict(common)
+        derived = dict(record["derived"]) if common is None else {}
+        entry["fields"] = _without_empty({**fields, **entry.get("fields", {})})
+        entry["derived"] = _without_empty({**derived, **entry.get("derived", {})})
+        found.append(Architecture(has_rotary="rope.freq_base" in entry["fields"], **entry))
+    return tuple(found), dict(record["defaults"])
+
+
+def _without_empty(fields: dict[str, str]) -> dict[str, str]:
+    return {key: expression for key, expression in fields.items() if expression}
+
+
+def architectures() -> tuple[Architecture, ...]:
+    """Return all known architectures; one may have several entries for different metadata."""
+    return _all()[0]
+
+
+def defaults() -> dict[str, str]:
+    """Return what llama.cpp takes for missing keys, as expressions over the metadata."""
+    return _all()[1]
+
+
+def architecture_of(name: str, metadata: Settings) -> Architecture | None:
+    """Return the architecture of a file; None for an unknown one."""
+    return next((one for one in architectures() if one.name == name and metadata.holds(one.when)), None)
+
+
+def architectures_of_type(model_type: str) -> tuple[Architecture, ...]:
+    """Return the architectures in which models of a type of `transformers` can be written."""
+    return tuple(one for one in architectures() if model_type in one.types)

@@ -1,0 +1,211 @@
+"""A GGUF file as a checkpoint: its configuration, tokenizer and tensors in the format of `transformers`."""
+
+import shutil
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any, final
+
+from torch import Tensor
+
+from triptych.core.checkpoints.family import Family, family_of
+from triptych.core.checkpoints.gguf.architectures import Architecture
+from triptych.core.checkpoints.gguf.metadata import find_architecture, read_configuration, unfollowed
+from triptych.core.checkpoints.gguf.names import expert_name, names_in_transformers
+from triptych.core.checkpoints.gguf.row_orders import Heads, Layout, layout_of
+from triptych.core.checkpoints.gguf.token_lists import Vocabulary, has_vocabulary, token_ids
+from triptych.core.checkpoints.made_files import MadeFiles
+from triptych.core.storage.gguf import SHARD, SUFFIX, Gguf, shards_of
+from triptych.core.storage.shards import write_tensors
+from triptych.core.storage.tensors import SAFETENSORS, TensorFile, TensorInfo, Tensors, of_one
+from triptych.errors import ConfigurationWarning, DataError, UsageError
+from triptych.extras import require_extra
+from triptych.files import write_json, write_text
+from triptych.untrusted import LocalBytes, MappedBytes, Stamps, shown
+
+# Tensors that the configuration says in its own way.
+_OF_POSITIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_STACKED = "_exps."
+
+
+@final
+class GgufModel(MadeFiles):
+    """A model in a GGUF file, or in several; its files for `transformers` are made when they are needed."""
+
+    has_tokenizer: bool
+
+    def __init__(self, path: Path, name: str) -> None:
+        require_extra("gguf", "gguf", what="a GGUF file")
+        self.path = path
+        self.name = name
+        self._paths = _present(path)
+        self._stamps = Stamps(self._paths)
+        self._files = {one: Gguf(LocalBytes(one)) for one in self._paths}
+        first = next(iter(self._files.values()))
+        self.metadata = first.metadata
+        self._tensors = of_several(list(self._files.values()), name)
+        self.has_tokenizer = has_vocabulary(self.metadata)
+        self.architecture, settings = find_architecture(self.metadata, name, frozenset(self._tensors.infos))
+        shapes = {own: info.shape for own, info in self._tensors.infos.items()}
+        self.record = read_configuration(self.architecture, settings, shapes, self._vector)
+        self.record |= token_ids(self.metadata)
+        if strange := unfollowed(self.architecture, settings):
+            warnings.warn(
+                f"{name}: its metadata has {', '.join(strange)} of {self.architecture.name}, which is not "
+                "followed",
+                ConfigurationWarning,
+                stacklevel=2,
+            )
+
+    def require_same(self) -> None:
+        """Check that the files are those that were opened."""
+        self._stamps.require_same()
+
+    def tensors(self, *, mapped: bool = False) -> Tensors:
+        """Open the tensors under their names in `transformers`; each is unpacked when it is read."""
+        self.require_same()
+        files = self._files.items()
+        read = [file.through(MappedBytes(path)) if mapped else file for path, file in files]
+        return in_transformers(of_several(read, self.name), self.architecture, self.record, self.name)
+
+    @cached_property
+    def folder(self) -> Path:
+        """Folder of the configuration and the tokenizer; weights are written to it by `fetch`."""
+        folder = Path(mkdtemp(prefix="triptych-"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        write_json(folder / "config.json", self.record)
+        if self.has_tokenizer:
+            for name, content in Vocabulary(self.metadata, self.name).files().items():
+                write_text(folder / name, content)
+        return folder
+
+    def fetch(self) -> Path:
+        """Write the model in the format of `transformers`, once, a tensor at a time; return the folder."""
+        target = self.folder / SAFETENSORS
+        if not target.exists():
+            write_tensors(self.tensors(), target)
+        return self.folder
+
+    def _vector(self, name: str) -> list[float]:
+        if len(self._tensors.infos[name].shape) != 1:
+            raise DataError(f"{self.name}: tensor {name} is no vector")
+        return [float(number) for number in self._tensors.read(name).tolist()]
+
+
+def of_several(files: list[Gguf], name: str) -> Tensors:
+    """Return the tensors of the files of a model."""
+    found: dict[str, TensorFile] = {}
+    for file in files:
+        for tensor in file.infos:
+            if tensor in found:
+                raise DataError(f"{file.name}: tensor {shown(tensor)} is in another file of the model, too")
+            found[tensor] = file
+    return Tensors(name, found)
+
+
+def _present(path: Path) -> list[Path]:
+    found = list(shards_of(path))
+    if missing := [one.name for one in found if not one.is_file()]:
+        raise DataError(f"{path}: of its {len(found)} files {missing[0]} is missing: fetch it, too")
+    return found
+
+
+def find_gguf(folder: Path) -> Path | None:
+    """Return the GGUF file of a folder; None if it has none. Raises UsageError if it has several models."""
+    found = sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith("mmproj"))
+    firsts = [
+        path for path in found if (shard := SHARD.fullmatch(path.name)) is None or int(shard["number"]) == 1
+    ]
+    if len(firsts) > 1:
+        names = ", ".join(shown(path.name) for path in firsts[:4])
+        raise UsageError(f"{folder}: it holds {len(firsts)} models in GGUF ({names}): give the file of one")
+    return firsts[0] if firsts else None
+
+
+def in_transformers(
+    tensors: Tensors, architecture: Architecture, record: Mapping[str, Any], name: str
+) -> Tensors:
+    """Return the tensors of a GGUF file under the names, and in the layouts, of `transformers`."""
+    family = family_of(architecture.model_type)
+    assert family is not None, architecture.model_type
+    return of_one(_Renamed(tensors, architecture, record, family, name))
+
+
+@final
+class _Renamed(TensorFile):
+    """Tensors of a GGUF file by their names in `transformers`."""
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        architecture: Architecture,
+        record: Mapping[str, Any],
+        family: Family,
+        name: str,
+    ) -> None:
+        self.name = name
+        self._tensors = tensors
+        self._places: dict[str, tuple[str, int | None, Layout]] = {}
+        self.infos = {}
+        heads = _heads(record)
+        layers = next(record[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in record)
+        stored = [own for own in tensors.infos if own not in _OF_POSITIONS]
+        names = names_in_transformers(architecture, int(layers), family, stored)
+        for own in stored:
+            if own not in names:
+                raise DataError(
+                    f"{name}: tensor {shown(own)} is none that {family.name} has: such models of "
+                    f"{architecture.name} "
+                    "are not read"
+                )
+            layout = layout_of(architecture, own, heads)
+            for there, expert, info in self._infos(own, names[own]):
+                if layout.transposed:
+                    info = TensorInfo(info.dtype, tuple(reversed(info.shape)), info.num_bytes)
+                self._places[there] = own, expert, layout
+                self.infos[there] = info
+
+    def _infos(self, own: str, there: str) -> Iterator[tuple[str, int | None, TensorInfo]]:
+        info = self._tensors.infos[own]
+        if _STACKED not in own:
+            yield there, None, info
+            return
+        experts, *rest = info.shape
+        for expert in range(experts):
+            yield (
+                expert_name(there, expert),
+                expert,
+                TensorInfo(info.dtype, tuple(rest), info.num_bytes // experts),
+            )
+
+    def read(self, name: str) -> Tensor:
+        own, expert, layout = self._places[name]
+        found = self._tensors.read(own) if expert is None else self._tensors.read_part(own, 0, [expert])[0]
+        try:
+            return layout.read(found)
+        except RuntimeError:
+            raise DataError(
+                f"{self.name}: tensor {own} of shape {list(found.shape)} does not fit the heads of its "
+                "metadata"
+            ) from None
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        own, expert, layout = self._places[name]
+        if expert is None and layout.keeps_rows:
+            return layout.read(
+                self._tensors.read_part(own, 0, range(start, min(stop, self.infos[name].shape[0])))
+            )
+        return self.read(name)[start:stop]
+
+
+def _heads(record: Mapping[str, Any]) -> Heads:
+    queries = next((record[key] for key in ("num_attention_heads", "n_head", "n_heads") if key in record), 1)
+    keys = next((record[key] for key in ("num_key_value_heads", "num_kv_heads") if key in record), None)
+    if keys is None:
+        keys = 1 if record.get("multi_query") else queries
+    if not all(isinstance(count, int) and 1 <= count <= 1 << 20 for count in (queries, keys)):
+        raise DataError(f"its metadata have {shown(queries)} heads and {shown(keys)} of keys")
+    return Heads(queries, keys)

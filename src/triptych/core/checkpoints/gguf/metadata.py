@@ -1,0 +1,269 @@
+"""The metadata of a GGUF file as a configuration of `transformers`, and the reverse."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from triptych.core.checkpoints.gguf.architectures import (
+    Architecture,
+    architecture_of,
+    architectures,
+    defaults,
+)
+from triptych.core.storage.copying import set_entry
+from triptych.core.storage.gguf import nested
+from triptych.core.storage.settings import Settings
+from triptych.errors import DataError
+from triptych.untrusted import shown
+
+# Keys that change no number: sizes that the tensors have as well, and notes for programs.
+_HARMLESS = frozenset(
+    {
+        "vocab_size",
+        "rope.dimension_count",
+        "rope.scaling.finetuned",
+        "attention.causal",
+        "tensor_data_layout",
+        "attention.key_length",
+        "attention.value_length",
+        "attention.head_count_kv",
+        "pooling_type",
+        "expert_group_count",
+        "expert_group_used_count",
+    }
+)
+_OF_SCALING = ("type", "factor", "attn_factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow")
+_FACTORS = "rope_freqs.weight"
+_LONG = "rope_factors_long.weight"
+_SHORT = "rope_factors_short.weight"
+
+
+def find_architecture(
+    metadata: Mapping[str, Any], where: str, tensors: Collection[str]
+) -> tuple[Architecture, Settings]:
+    """Return the architecture of a file, and its metadata as nested records.
+
+    Raises DataError if it is unknown.
+    """
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise DataError(
+            f"{where}: general.architecture is missing in its metadata: it is no model of llama.cpp"
+        )
+    if metadata.get("general.type") not in (None, "model"):
+        kind = shown(metadata["general.type"])
+        raise DataError(
+            f"{where}: it holds no model of texts, but one of the type {kind}: give the model's file"
+        )
+    settings = Settings({key: _plain(value) for key, value in nested(metadata, name).items()}, where)
+    settings = settings.over(_missing(settings))
+    # Conditions may ask which tensors the first layer has.
+    first = {one.split(".")[2]: True for one in tensors if one.startswith("blk.0.")}
+    settings = settings.over({"there": first})
+    found = architecture_of(name, settings)
+    if found is None:
+        known = ", ".join(sorted({one.name for one in architectures()}))
+        raise DataError(
+            f"{where}: its architecture {shown(name)} is not read: {known} are; give the checkpoint that "
+            "it was "
+            "made of"
+        )
+    return found, settings
+
+
+def _plain(value: Any) -> Any:
+    """Return a value, and for a list with the same number for every layer that number."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list) and value and all(one == value[0] for one in value):
+        return value[0]
+    return value
+
+
+def _missing(settings: Settings) -> dict[str, Any]:
+    """Return what llama.cpp takes for missing keys."""
+    record: dict[str, Any] = {}
+    for key, expression in defaults().items():
+        value = settings.value(key)
+        value = settings.value(expression) if value is None else value
+        if value is not None:
+            set_entry(record, key, value)
+    # Records are laid over whole: keep the entries that are there.
+    for name, value in record.items():
+        held = settings.record.get(name)
+        if isinstance(value, dict) and isinstance(held, dict):
+            held.update(value)
+    return record
+
+
+def read_configuration(
+    architecture: Architecture, settings: Settings, tensors: Mapping[str, tuple[int, ...]], factors: Any
+) -> dict[str, Any]:
+    """Return the configuration that says what llama.cpp computes.
+
+    `tensors`: shapes by their names in the file. `factors`: reads a vector of the file by its name.
+    """
+    record: dict[str, Any] = {
+        "architectures": [architecture.types[architecture.model_type]],
+        "model_type": architecture.model_type,
+        "dtype": "float32",
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
+    if "token_embd.weight" not in tensors:
+        raise DataError(f"{settings.where}: there is no tensor token_embd.weight: it is no whole model")
+    record["vocab_size"] = tensors["token_embd.weight"][0]
+    for key, expression in architecture.fields.items():
+        path = _first(expression)
+        value = settings.value(key)
+        if isinstance(value, list):
+            raise DataError(f"{settings.where}: {key} differs between its layers, which is not read")
+        if value is not None:
+            set_entry(record, path, value)
+    for path, expression in architecture.config.items():
+        value = settings.value(expression)
+        if value is not None:
+            set_entry(record, path, value)
+    for path, name in architecture.there.items():
+        set_entry(record, path, f"blk.0.{name}" in tensors)
+    _read_positions(record, architecture, settings, tensors, factors)
+    if architecture.windows:
+        record["layer_types"] = _layer_types(settings)
+    _require_derived(record, architecture, settings)
+    return record
+
+
+def unfollowed(architecture: Architecture, settings: Settings) -> list[str]:
+    """Return the keys of the architecture's metadata that nothing here follows."""
+    known = {*architecture.fields, *architecture.derived, *_HARMLESS}
+    known |= {f"rope.scaling.{name}" for name in _OF_SCALING}
+    if architecture.windows:
+        known.add("attention.sliding_window_pattern")
+    found = [key for key in _keys(settings.record) if key not in known and not key.startswith("there.")]
+    return [key for key in found if settings.value(key) not in (0, 0.0, False)]
+
+
+def _keys(record: Mapping[str, Any], above: str = "") -> list[str]:
+    found = []
+    for name, value in record.items():
+        found += _keys(value, f"{above}{name}.") if isinstance(value, dict) else [above + name]
+    return found
+
+
+def _first(expression: str) -> str:
+    return expression.split("|")[0].strip()
+
+
+def _read_positions(
+    record: dict[str, Any],
+    architecture: Architecture,
+    settings: Settings,
+    tensors: Mapping[str, tuple[int, ...]],
+    factors: Any,
+) -> None:
+    if not architecture.has_rotary:
+        return
+    width = settings.count("attention.key_length")
+    rotated = settings.value("rope.dimension_count")
+    if architecture.rotary and rotated is not None:
+        set_entry(record, _first(architecture.rotary), settings.count("rope.dimension_count") / width)
+    elif rotated not in (None, width):
+        raise DataError(
+            f"{settings.where}: rope.dimension_count is {shown(rotated)} of {width} channels, which its "
+            "architecture does not do"
+        )
+    scaling = _scaling(settings)
+    length = settings.value("context_length")
+    if _FACTORS in tensors:
+        if not architecture.rope_factors or scaling:
+            raise DataError(
+                f"{settings.where}: {_FACTORS} is in the file, which {architecture.name} does not follow here"
+            )
+        scaling = _factors_as_scaling(factors(_FACTORS), length)
+    if _LONG in tensors and _SHORT in tensors:
+        attention = settings.value("rope.scaling.attn_factor")
+        original = settings.value("rope.scaling.original_context_length | context_length")
+        scaling = {
+            "rope_type": "longrope",
+            "long_factor": factors(_LONG),
+            "short_factor": factors(_SHORT),
+            "original_max_position_embeddings": original,
+        }
+        if attention is not None:
+            scaling["attention_factor"] = attention
+        record["original_max_position_embeddings"] = original
+    if scaling:
+        record["rope_scaling"] = scaling
+
+
+def _scaling(settings: Settings) -> dict[str, Any]:
+    kind = settings.value("rope.scaling.type")
+    if kind in (None, "none") or kind == "longrope":
+        return {}
+    factor = settings.value("rope.scaling.factor")
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise DataError(f"{settings.where}: rope.scaling.type is {shown(kind)}: linear and yarn are read")
+    found = {"rope_type": "yarn", "factor": factor}
+    for key, name in (
+        ("original_context_length", "original_max_position_embeddings"),
+        ("yarn_beta_fast", "beta_fast"),
+        ("yarn_beta_slow", "beta_slow"),
+    ):
+        if (value := settings.value(f"rope.scaling.{key}")) is not None:
+            found[name] = value
+    return found
+
+
+def _factors_as_scaling(factors: list[float], length: Any) -> dict[str, Any]:
+    """Return the scaling with these divisors of the frequencies, the same for all lengths."""
+    return {
+        "rope_type": "longrope",
+        "long_factor": factors,
+        "short_factor": factors,
+        "attention_factor": 1.0,
+        "factor": 1.0,
+        "original_max_position_embeddings": length,
+    }
+
+
+def _layer_types(settings: Settings) -> list[str]:
+    pattern = settings.value("attention.sliding_window_pattern")
+    layers = settings.count("block_count")
+    if isinstance(pattern, bool):
+        pattern = [pattern] * layers
+    if not isinstance(pattern, list) or len(pattern) != layers:
+        raise DataError(
+            f"{settings.where}: attention.sliding_window_pattern is {shown(pattern)}: a truth for each of "
+            f"{layers} layers is needed"
+        )
+    return ["sliding_attention" if window else "full_attention" for window in pattern]
+
+
+def _require_derived(record: dict[str, Any], architecture: Architecture, settings: Settings) -> None:
+    """Check that keys of the metadata that follow from others are what follows from them."""
+    made = Settings(record, settings.where)
+    for key, expression in architecture.derived.items():
+        said = settings.value(key)
+        follows = made.value(expression)
+        if said is not None and follows is not None and said != follows:
+            raise DataError(
+                f"{settings.where}: {key} is {shown(said)}, and {shown(follows)} follows from the rest: "
+                "such models "
+                "are not read"
+            )
+
+
+def written_metadata(architecture: Architecture, settings: Settings, width: int) -> dict[str, Any]:
+    """Return the metadata of a configuration, without the architecture's name and without RoPE scaling.
+
+    `width`: width of a head.
+    """
+    found = {}
+    for key, expression in {**architecture.fields, **architecture.derived}.items():
+        value = settings.value(expression)
+        if value is not None:
+            found[key] = value
+    if architecture.has_rotary:
+        share = settings.number(architecture.rotary) if architecture.rotary else 1.0
+        found["rope.dimension_count"] = int(share * width)
+    return found

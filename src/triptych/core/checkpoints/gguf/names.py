@@ -1,0 +1,123 @@
+"""Names of tensors in GGUF files and in `transformers`, from the table of the package `gguf`.
+
+The table leads from a name in `transformers` to one in a file. Several families share a name in a file: the
+family's own is the one that its family file names.
+"""
+
+import re
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from triptych.core.checkpoints.family import Family
+from triptych.core.checkpoints.gguf.architectures import Architecture
+
+_SUFFIXES = (".weight", ".bias")
+_PREFIXES = ("model.language_model.", "model.", "transformer.", "gpt_neox.")
+# Experts of `transformers` have tensors of their own, those of a file are stacked.
+_EXPERTS = re.compile(r"(?P<start>.*\bexperts)\.(?P<end>[^.]+)")
+_EXPERT = re.compile(r"(?P<start>.*\bexperts)\.(?P<expert>\d+)\.(?P<end>.+)")
+
+
+@cache
+def _table(name: str, layers: int) -> Any:
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    architecture = next(key for key, value in MODEL_ARCH_NAMES.items() if value == name)
+    return get_tensor_name_map(architecture, layers)
+
+
+def name_in_gguf(architecture: str, layers: int, name: str) -> tuple[str, int | None] | None:
+    """Return the name of a tensor of `transformers` in a file, and the number of its expert, if it is one's.
+
+    Returns None for a name that the table does not have.
+    """
+    expert = None
+    if (found := _EXPERT.fullmatch(name)) is not None:
+        name = f"{found['start']}.{found['end']}"
+        name = re.sub(r"^model\.(.*)\.block_sparse_moe\.(experts\.w\d)", r"\1.feed_forward.\2", name)
+        expert = int(found["expert"])
+    table = _table(architecture, layers)
+    # Half of the names are listed with the prefix of a whole model, half without it.
+    for own in (
+        name,
+        *(name.removeprefix(f"{prefix}.") for prefix in ("transformer", "model.language_model")),
+    ):
+        for candidate in (own, f"transformer.{own}", f"model.{own}"):
+            if (there := table.get_name(candidate, try_suffixes=_SUFFIXES)) is not None:
+                return str(there), expert
+    return None
+
+
+def names_in_transformers(
+    architecture: Architecture, layers: int, family: Family, names: Iterable[str]
+) -> dict[str, str]:
+    """Return the family's own names of tensors by their names in a file; names without one are left out."""
+    templates = _templates(family)
+    assert family.model is not None
+    head = family.model.head.at
+    own: dict[str, str] = {}
+    for name, (_, there) in _table(architecture.name, layers).mapping.items():
+        bare = _bare(name)
+        left_out = any(bare.endswith(end) for end in architecture.left_out)
+        if name == there or left_out or not _is_of_family(bare, templates):
+            continue
+        # A name that the family file has whole comes before one of a module within a named one.
+        if there not in own or _numbered(bare) in templates:
+            own[there] = bare if bare == head else f"{architecture.prefix}{bare}"
+    found = {}
+    for name in names:
+        base, _, suffix = name.rpartition(".")
+        if base in own and f".{suffix}" in _SUFFIXES:
+            found[name] = f"{own[base]}.{suffix}"
+    return found
+
+
+def _bare(name: str) -> str:
+    """Return a name without what a whole model is called."""
+    prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
+    return name.removeprefix(prefix)
+
+
+def expert_name(merged: str, expert: int) -> str:
+    """Return the name of one expert's tensor, from the name of all experts' tensor."""
+    found = _EXPERTS.search(merged)
+    assert found is not None, merged
+    return f"{found['start']}.{expert}.{merged[found.end('start') + 1 :]}"
+
+
+def _templates(family: Family) -> frozenset[str]:
+    """Return all names of modules and tensors in a family file, with "#" for numbers of layers."""
+    found: set[str] = set()
+
+    def collect(held: Any) -> None:
+        match held:
+            case str():
+                found.add(held.replace("{layer}", "#").replace(".{expert}", ""))
+            case dict():
+                for one in held.values():
+                    collect(one)
+            case list() | tuple():
+                for one in held:
+                    collect(one)
+
+    assert family.model is not None
+    for spec in family.attention:
+        if spec.stack == family.model.stack:
+            collect(spec.model_dump())
+    collect(family.model.model_dump())
+    return frozenset(found)
+
+
+def _numbered(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "#", name)
+
+
+def _is_of_family(name: str, templates: frozenset[str]) -> bool:
+    """Return True for a module of the family: named whole, or as a module within a named one."""
+    name = _numbered(name)
+    parts = name.split(".")
+    return name in templates or any(
+        ".".join(parts[:cut]) in templates and ".".join(parts[cut:]) in templates
+        for cut in range(1, len(parts))
+    )

@@ -1,0 +1,98 @@
+"""Layouts of tensors: how llama.cpp stores what `transformers` stores, both ways."""
+
+from dataclasses import dataclass
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from triptych.core.checkpoints.gguf.architectures import Architecture
+
+
+@final
+@dataclass(frozen=True)
+class Heads:
+    """Numbers of heads of a model's attention layers."""
+
+    queries: int
+    keys: int
+
+
+@final
+@dataclass(frozen=True)
+class Layout:
+    """The difference between the two ways to store a tensor."""
+
+    permuted: int = 0  # number of heads whose rotary channels are interleaved; 0 for none
+    fused: Heads | None = None  # heads of a fused map that `transformers` orders by group
+    transposed: bool = False
+    from_one: bool = False  # True for gains, which `transformers` stores less 1
+
+    @property
+    def keeps_rows(self) -> bool:
+        """True if a row of one is a row of the other."""
+        return not (self.permuted or self.fused or self.transposed)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of llama.cpp as `transformers` stores it."""
+        if self.permuted:
+            tensor = _swapped(tensor, self.permuted, "pairs")
+        if self.fused is not None:
+            tensor = _by_group(tensor, self.fused)
+        if self.transposed:
+            tensor = tensor.mT.contiguous()
+        return tensor - 1 if self.from_one else tensor
+
+    def write(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of `transformers` as llama.cpp stores it."""
+        if self.permuted:
+            tensor = _swapped(tensor, self.permuted, "halves")
+        if self.fused is not None:
+            tensor = _apart(tensor, self.fused)
+        if self.transposed:
+            tensor = tensor.mT.contiguous()
+        return tensor.float() + 1 if self.from_one else tensor
+
+
+def layout_of(architecture: Architecture, name: str, heads: Heads) -> Layout:
+    """Return the layout of a tensor by its name in a GGUF file."""
+    own = name.split(".", 2)[2] if name.startswith("blk.") else name
+    permuted = 0
+    if architecture.permuted and own.startswith(("attn_q.", "attn_k.")):
+        permuted = heads.queries if own.startswith("attn_q.") else heads.keys
+    return Layout(
+        permuted=permuted,
+        fused=heads if architecture.fused and own.startswith("attn_qkv.") else None,
+        transposed=own in architecture.transposed,
+        from_one=architecture.gains_from_one and own.endswith("norm.weight"),
+    )
+
+
+def _swapped(tensor: Tensor, heads: int, stored: Literal["halves", "pairs"]) -> Tensor:
+    """Exchange the two orders of the rotary channels of each head: halves after each other, or pairs."""
+    width = len(tensor) // heads
+    shape = (heads, 2, width // 2) if stored == "halves" else (heads, width // 2, 2)
+    return tensor.reshape(*shape, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _by_group(tensor: Tensor, heads: Heads) -> Tensor:
+    """Order rows "all queries, all keys, all values" by group: its queries, its key, its value."""
+    width = len(tensor) // (heads.queries + 2 * heads.keys)
+    rows = tensor.shape[1:]
+    num_rows = [heads.queries * width, heads.keys * width, heads.keys * width]
+    queries, keys, values = torch.split(tensor, num_rows)
+    parts = [
+        queries.reshape(heads.keys, -1, width, *rows),
+        keys.reshape(heads.keys, 1, width, *rows),
+        values.reshape(heads.keys, 1, width, *rows),
+    ]
+    return torch.cat(parts, dim=1).reshape(tensor.shape)
+
+
+def _apart(tensor: Tensor, heads: Heads) -> Tensor:
+    """Undo `_by_group`."""
+    width = len(tensor) // (heads.queries + 2 * heads.keys)
+    rows = tensor.shape[1:]
+    grouped = tensor.reshape(heads.keys, -1, width, *rows)
+    parts = [grouped[:, :-2], grouped[:, -2], grouped[:, -1]]
+    return torch.cat([part.reshape(-1, *rows) for part in parts])

@@ -1,0 +1,29 @@
+"""Models whose files in the format of `transformers` are made when they are needed."""
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from triptych.core.storage.tensors import Tensors
+
+
+class MadeFiles(ABC):
+    """A model in another form: its configuration and tokenizer are written to a temporary folder."""
+
+    has_tokenizer: bool
+
+    @property
+    @abstractmethod
+    def folder(self) -> Path:
+        """Folder of the configuration and the tokenizer."""
+
+    @abstractmethod
+    def require_same(self) -> None:
+        """Check that the model is the one that was opened."""
+
+    @abstractmethod
+    def tensors(self, *, mapped: bool = False) -> Tensors:
+        """Return the tensors under their names in `transformers`."""
+
+    @abstractmethod
+    def fetch(self) -> Path:
+        """Write the weights to the folder, once; return the folder."""

@@ -1,0 +1,210 @@
+"""Reading GGUF files: hostile headers, quantised tensors, pieces of tensors."""
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from triptych.core.storage.gguf import Gguf
+from triptych.errors import DataError
+from triptych.untrusted import LocalBytes
+
+gguf = pytest.importorskip("gguf")
+
+# Types that the package quantises and unpacks; further types are only unpacked, from random bytes.
+_WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "BF16", "F16", "F32")
+_UNPACKED = (
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+    "IQ3_XXS",
+    "IQ3_S",
+    "IQ1_S",
+)
+_UNPACKED_TOO = ("IQ1_M", "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4")
+_STRING = 8
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<Q", len(text.encode())) + text.encode()
+
+
+def _file(*, tensors: int = 0, entries: int = 0, rest: bytes = b"", version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, entries) + rest
+
+
+def _tensor(name: str = "a", sides: tuple[int, ...] = (4,), kind: int = 0, offset: int = 0) -> bytes:
+    numbers = struct.pack(f"<{len(sides)}Q", *sides)
+    return _text(name) + struct.pack("<I", len(sides)) + numbers + struct.pack("<IQ", kind, offset)
+
+
+def _padded(header: bytes, data: int = 16) -> bytes:
+    return header + b"\0" * (-len(header) % 32 + data)
+
+
+def _opened(path: Path, content: bytes) -> Gguf:
+    path.write_bytes(content)
+    return Gguf(LocalBytes(path))
+
+
+_HOSTILE: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "no GGUF file"),
+    "other magic": (b"GGML" + b"\0" * 40, "no GGUF file"),
+    "too new": (_file(version=9), "of version 9: versions 2 and 3"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "written for big-endian machines"),
+    "many tensors": (
+        _file(tensors=1 << 60),
+        "claims 1,152,921,504,606,846,976 tensors, and 8 bytes are left",
+    ),
+    "many entries": (_file(entries=1 << 63), "entries of metadata, and"),
+    "a long key": (_file(entries=1, rest=struct.pack("<Q", 1 << 60) + b"x" * 64), "characters for a key"),
+    "a long text": (
+        _file(entries=1, rest=_text("k") + struct.pack("<IQ", _STRING, 1 << 60) + b"x" * 64),
+        "claims 1,152,921,504,606,846,976 characters for k",
+    ),
+    "a long list of texts": (
+        _file(entries=1, rest=_text("k") + struct.pack("<IIQ", 9, _STRING, 1 << 60) + b"x" * 64),
+        "texts of k",
+    ),
+    "a long list of numbers": (
+        _file(entries=1, rest=_text("k") + struct.pack("<IIQ", 9, 4, 1 << 61) + b"x" * 64),
+        "numbers of k",
+    ),
+    "lists within lists": (
+        _file(entries=1, rest=_text("k") + struct.pack("<IIQ", 9, 9, 1) + b"x" * 64),
+        "k is an array of arrays",
+    ),
+    "a type that is none": (_file(entries=1, rest=_text("k") + struct.pack("<IQ", 77, 0)), "k is of type 77"),
+    "no UTF-8": (
+        _file(entries=1, rest=struct.pack("<Q", 2) + b"\xff\xfe" + struct.pack("<IQ", 4, 0)),
+        "no UTF-8",
+    ),
+    "a key twice": (
+        _file(entries=2, rest=2 * (_text("k") + struct.pack("<II", 4, 1)) + b"\0" * 16),
+        "k is in its metadata twice",
+    ),
+    "many dimensions": (
+        _padded(_file(tensors=1, rest=_tensor(sides=(1,) * 9))),
+        "it has 9 dimensions",
+    ),
+    "a huge side": (_padded(_file(tensors=1, rest=_tensor(sides=(1 << 60,)))), "not a valid shape"),
+    "a huge tensor": (
+        _padded(_file(tensors=1, rest=_tensor(sides=(1 << 40, 1 << 40)))),
+        "the file is truncated",
+    ),
+    "an offset past the end": (
+        _padded(_file(tensors=1, rest=_tensor(offset=1 << 40))),
+        "tensor a: it ends at byte .* the file is truncated",
+    ),
+    "an odd offset": (_padded(_file(tensors=1, rest=_tensor(offset=7)), 64), "7 is no multiple of 32"),
+    "shared bytes": (
+        _padded(_file(tensors=2, rest=_tensor("a", (16,)) + _tensor("b", (4,), offset=32)), 96),
+        "tensors a and b share bytes",
+    ),
+    "a tensor twice": (
+        _padded(_file(tensors=2, rest=_tensor() + _tensor(offset=32)), 96),
+        "tensor a is there twice",
+    ),
+    "an unknown type": (_padded(_file(tensors=1, rest=_tensor(kind=4000))), "its type 4,000 is none"),
+    "no whole blocks": (
+        _padded(_file(tensors=1, rest=_tensor(sides=(33,), kind=2))),
+        "rows of 33 numbers are no blocks of 32",
+    ),
+    "an odd alignment": (
+        _padded(_file(tensors=0, entries=1, rest=_text("general.alignment") + struct.pack("<II", 4, 48))),
+        "general.alignment is 48",
+    ),
+    "a name that is not printed": (
+        _padded(_file(tensors=1, rest=_tensor("a\x1b[31m"))),
+        "unprintable",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", _HOSTILE)
+def test_a_hostile_header_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
+    content, said = _HOSTILE[case]
+    with pytest.raises(DataError, match=said) as error:
+        _opened(tmp_path / "x.gguf", content)
+    assert "\n" not in str(error.value)
+
+
+def test_every_truncation_of_a_file_is_refused(tmp_path: Path) -> None:
+    rest = _text("a.b") + struct.pack("<IQ", _STRING, 3) + b"xyz" + _tensor(sides=(4, 2))
+    whole = _padded(_file(tensors=1, entries=1, rest=rest), 32)
+    assert _opened(tmp_path / "whole.gguf", whole).read("a").shape == (2, 4)
+    for length in range(len(whole)):
+        with pytest.raises(DataError):
+            _opened(tmp_path / "x.gguf", whole[:length])
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., Path]:
+    def write(**tensors: tuple[np.ndarray, str]) -> Path:
+        path = tmp_path / "some.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+        for name, (data, kind) in tensors.items():
+            writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[kind])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("kind", _WRITTEN)
+def test_a_quantised_tensor_is_read_as_the_package_unpacks_it(
+    kind: str, written: Callable[..., Path]
+) -> None:
+    numbers = np.random.default_rng(0).standard_normal((3, 5, 256), dtype=np.float32)
+    as_kind = gguf.GGMLQuantizationType[kind]
+    packed = gguf.quantize(numbers, as_kind)
+    file = Gguf(LocalBytes(written(a=(packed, kind))))
+    expected = torch.from_numpy(np.array(gguf.dequantize(packed, as_kind)))
+    assert file.infos["a"].shape == (3, 5, 256)
+    assert torch.equal(file.read("a").float(), expected)
+    assert torch.equal(file.read_rows("a", 1, 3).float(), expected[1:3])
+    # The stored float32 is shown as the shortest number that it is.
+    assert file.metadata["llama.attention.layer_norm_rms_epsilon"] == 1e-5
+
+
+@pytest.mark.parametrize("kind", _UNPACKED + _UNPACKED_TOO)
+def test_blocks_of_further_types_are_unpacked(kind: str, written: Callable[..., Path]) -> None:
+    as_kind = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[as_kind]
+    blocks = np.random.default_rng(0).integers(0, 256, (6, 512 // block * size), dtype=np.uint8)
+    file = Gguf(LocalBytes(written(a=(blocks, kind))))
+    with np.errstate(all="ignore"):
+        expected = torch.from_numpy(np.array(gguf.dequantize(blocks, as_kind)))
+    assert torch.equal(file.read("a").nan_to_num(), expected.nan_to_num())
+
+
+def test_a_large_tensor_is_unpacked_in_pieces(
+    written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = np.random.default_rng(0).standard_normal((64, 256), dtype=np.float32)
+    packed = gguf.quantize(numbers, gguf.GGMLQuantizationType.Q8_0)
+    path = written(a=(packed, "Q8_0"))
+    whole = Gguf(LocalBytes(path)).read("a")
+    seen: list[int] = []
+    unpack = gguf.dequantize
+
+    def counted(data: np.ndarray, kind: object) -> np.ndarray:
+        seen.append(len(data))
+        return np.array(unpack(data, kind))
+
+    monkeypatch.setattr("triptych.core.storage.gguf._NUMBERS_AT_A_TIME", 256 * 10)
+    monkeypatch.setattr(gguf, "dequantize", counted)
+    assert torch.equal(Gguf(LocalBytes(path)).read("a"), whole)
+    assert seen == [10] * 6 + [4]
