@@ -27,14 +27,14 @@ Instead = Literal["zero", "mean", "even"]
 # Maps of a later head that read the output of an earlier head.
 Into = Literal["Q", "K", "V"]
 Precision = Literal["fp32", "bf16", "int8"]
-# Types of the matrices of a CTranslate2 model.
-Quantization = Literal["float32", "int8"]
+# Types of the matrices of a CTranslate2 or GGUF model.
+Quantization = Literal["float32", "float16", "int8"]
 # Treatments of special tokens spelled out in a text (`<|endoftext|>`): as tokens, as in `transformers`, or as
 # plain text.
 SpecialTokens = Literal["tokens", "text"]
 # Criteria for the end of a beam search.
 Stop = Literal["certain", "full"]
-TargetFormat = Literal["hf", "ctranslate2", "onnx", "triptych"]
+TargetFormat = Literal["hf", "ctranslate2", "onnx", "gguf", "triptych"]
 
 _WORDS = {name: value for name, value in globals().items() if get_origin(value) is Literal}
 

@@ -1168,12 +1168,12 @@ class Model:
     def convert(
         self, path: str | Path, to: TargetFormat, quantization: Quantization = "float32"
     ) -> Conversion:
-        """Write the model in another format: "hf", "ctranslate2", "onnx" or "triptych".
+        """Write the model in another format: "hf", "ctranslate2", "onnx", "gguf" or "triptych".
 
         Args:
-            path: the folder to make.
+            path: the folder to make, or for gguf the file.
             to: the format.
-            quantization: type of the weights, for ctranslate2.
+            quantization: type of the matrices, for ctranslate2 and gguf.
 
         Raises:
             UsageError: the model does not fit the format, or it was changed.

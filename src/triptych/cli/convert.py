@@ -15,7 +15,7 @@ def convert(
     model: str,
     *,
     out: Path,
-    to: Literal["hf", "ctranslate2", "onnx"] | None = None,
+    to: Literal["hf", "ctranslate2", "onnx", "gguf"] | None = None,
     origin: Literal["hf"] | None = None,
     converting: Annotated[Options, "Options", Model.convert, "quantization"],
     opening: Annotated[Options, "Options", load, "offline strict shortlist"],
@@ -27,16 +27,17 @@ def convert(
     is exact. For a model that the format cannot hold, the error says why.
 
     Options:
-        out: The output folder; it must not exist.
-        to: The output format: hf (transformers), ctranslate2 or onnx.
+        out: The output folder, or for gguf the file; it must not exist.
+        to: The output format: hf (transformers), ctranslate2, onnx or gguf (llama.cpp).
         origin: The input format, if not a run: hf (a Marian checkpoint).
 
     Examples:
         triptych convert runs/mine --to hf --out mine-hf
         triptych convert mine-hf --from hf --out mine-again
+        triptych convert mine-hf --to gguf --quantization float16 --out mine.gguf
     """
     if (to is None) == (origin is None):
-        raise UsageError("give either --to FORMAT (hf, ctranslate2 or onnx) or --from hf")
+        raise UsageError("give either --to FORMAT (hf, ctranslate2, onnx or gguf) or --from hf")
     opened = load_model(model, opening={"device": "cpu", **opening})
     conversion = opened.convert(out, to or "triptych", **converting)
     if as_json:

@@ -1,4 +1,4 @@
-"""Conversion of models: triptych's to Hugging Face, CTranslate2 and ONNX, and Marian's to triptych.
+"""Conversion of models to Hugging Face, CTranslate2, ONNX and GGUF, and of Marian's to triptych.
 
 The result is written to a temporary folder, read again and compared with the original model. Only then is
 the folder renamed to its final name.
@@ -11,6 +11,7 @@ from typing import Any, final
 import torch
 
 from triptych.converting import ctranslate2, hugging_face
+from triptych.converting.gguf import write_gguf
 from triptych.converting.onnx import write_onnx
 from triptych.converting.output_checks import ConversionCheck, WrittenModel
 from triptych.core.checkpoints.source import is_own_config
@@ -59,6 +60,9 @@ def convert_opened(source: Opened, target: Path, to: TargetFormat, quantization:
         raise UsageError(
             f"{source.name} was changed ({changes_in_words(source)}): save it, and convert what was saved"
         )
+    if to == "gguf":
+        _require_free(target)
+        return Conversion(source.name, str(target), to, *write_gguf(source, target, quantization))
     return convert(source.to_run, target, to, quantization)
 
 
@@ -67,26 +71,34 @@ def convert(
 ) -> Conversion:
     """Convert a model and write it to `target` in another format."""
     # Check options before any work is done.
+    if quantization == "float16":
+        raise UsageError("--quantization float16 goes with --to gguf alone")
     if quantization != "float32" and to != "ctranslate2":
         other = "--from hf" if to == "triptych" else f"--to {to}"
-        raise UsageError(f"--quantization {quantization} goes with --to ctranslate2, not with {other}")
+        raise UsageError(
+            f"--quantization {quantization} goes with --to ctranslate2 or gguf, not with {other}"
+        )
     if opened.translates:
         opened.require_recipe()
         if to == "triptych" and is_own_config(read_json(opened.folder / "config.json")):
             raise UsageError(f"{opened.folder} is a run already: give a folder in Hugging Face's format")
     elif to not in ("hf", "ctranslate2"):
         raise UsageError(
-            f"{opened.folder} is a model of one text, which is converted --to hf or ctranslate2 alone"
+            f"{opened.folder} is a model of one text, which is converted --to hf, ctranslate2 or gguf alone"
         )
     elif to == "hf" and opened.language_model.config is None and not goes_on(opened.folder):
         raise UsageError(f"{opened.folder} is in Hugging Face's format already: copy the folder")
+    _require_free(target)
+    written: list[WrittenModel] = []
+    write_folder(target, lambda folder: written.append(_write_format(opened, folder, to, quantization)))
+    return Conversion(str(opened.folder), str(target), "run" if to == "triptych" else to, *written[0])
+
+
+def _require_free(target: Path) -> None:
     if target.exists() or target.is_symlink():
         raise UsageError(f"{target} exists: choose another name for the output, nothing is overwritten")
     if not target.absolute().parent.is_dir():
         raise UsageError(f"the folder of {target} does not exist: make it first")
-    written: list[WrittenModel] = []
-    write_folder(target, lambda folder: written.append(_write_format(opened, folder, to, quantization)))
-    return Conversion(str(opened.folder), str(target), "run" if to == "triptych" else to, *written[0])
 
 
 def _write_format(
@@ -105,6 +117,8 @@ def _write_format(
             return write_onnx(opened, folder)
         case "triptych":
             return _write_ours(opened, folder)
+        case "gguf":
+            raise UsageError(f"{opened.name}: a model in GGUF is one file, and no folder")
 
 
 def _write_ours(run: OpenedModel, folder: Path) -> WrittenModel:

@@ -159,6 +159,22 @@ class PretrainedTokenizer(Tokenizer):
             origin=self._origin,
         )
 
+    @property
+    def inner_json(self) -> str:
+        """The tokenizer in the format of the tokenizers library."""
+        return self._record.inner
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template; None without one, or with several and no default."""
+        return self._record.chat_templates.get("default")
+
+    @property
+    def named_ids(self) -> dict[str, int]:
+        """Ids of named special tokens, such as `eos_token`."""
+        ids = {name: self._inner.token_to_id(token) for name, token in self._record.tokens.items()}
+        return {name: token for name, token in ids.items() if token is not None}
+
     def to_json(self) -> str:
         """Serialize the tokenizer in triptych's format."""
         return self._record.model_dump_json()

@@ -1,5 +1,6 @@
 """The metadata of a GGUF file as a configuration of `transformers`, and the reverse."""
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -177,7 +178,9 @@ def _read_positions(
             raise DataError(
                 f"{settings.where}: {_FACTORS} is in the file, which {architecture.name} does not follow here"
             )
-        scaling = _factors_as_scaling(factors(_FACTORS), length)
+        divisors = factors(_FACTORS)
+        base = settings.positive("rope.freq_base")
+        scaling = _as_llama3(divisors, base) or _factors_as_scaling(divisors, length)
     if _LONG in tensors and _SHORT in tensors:
         attention = settings.value("rope.scaling.attn_factor")
         original = settings.value("rope.scaling.original_context_length | context_length")
@@ -212,6 +215,37 @@ def _scaling(settings: Settings) -> dict[str, Any]:
         if (value := settings.value(f"rope.scaling.{key}")) is not None:
             found[name] = value
     return found
+
+
+def _as_llama3(divisors: list[float], base: float) -> dict[str, Any]:
+    """Return the scaling of Llama 3 with these divisors of the frequencies; {} if there is none.
+
+    Frequencies of wavelengths below O / 4 are kept, above O divided by the largest divisor F, and between
+    them divided by `1 / ((1 − s) / F + s)`, where `s = (O / wavelength − 1) / 3`. One of these tells O.
+    """
+    most = max(divisors, default=1.0)
+    waves = [2 * math.pi * base ** (place / len(divisors)) for place in range(len(divisors))]
+    pairs = [pair for pair in zip(waves, divisors, strict=True) if 1 < pair[1] < most]
+    if most <= 1 or not pairs:
+        return {}
+    wave, divisor = pairs[0]
+    share = (1 / divisor - 1 / most) / (1 - 1 / most)
+    original = round(wave * (3 * share + 1))
+
+    def expected(wave: float) -> float:
+        share = min(1.0, max(0.0, (original / wave - 1) / 3))
+        return 1 / ((1 - share) / most + share)
+
+    found = zip(waves, divisors, strict=True)
+    if not all(math.isclose(expected(wave), divisor, rel_tol=1e-5) for wave, divisor in found):
+        return {}
+    return {
+        "rope_type": "llama3",
+        "factor": most,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": original,
+    }
 
 
 def _factors_as_scaling(factors: list[float], length: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from triptych.core.checkpoints.family import Family
 from triptych.core.checkpoints.gguf.architectures import Architecture
 
 _SUFFIXES = (".weight", ".bias")
+_WITHIN = ("transformer.", "model.language_model.", "language_model.model.", "language_model.")
 _PREFIXES = ("model.language_model.", "model.", "transformer.", "gpt_neox.")
 # Experts of `transformers` have tensors of their own, those of a file are stacked.
 _EXPERTS = re.compile(r"(?P<start>.*\bexperts)\.(?P<end>[^.]+)")
@@ -39,10 +40,7 @@ def name_in_gguf(architecture: str, layers: int, name: str) -> tuple[str, int | 
         expert = int(found["expert"])
     table = _table(architecture, layers)
     # Half of the names are listed with the prefix of a whole model, half without it.
-    for own in (
-        name,
-        *(name.removeprefix(f"{prefix}.") for prefix in ("transformer", "model.language_model")),
-    ):
+    for own in (name, *(name.removeprefix(prefix) for prefix in _WITHIN)):
         for candidate in (own, f"transformer.{own}", f"model.{own}"):
             if (there := table.get_name(candidate, try_suffixes=_SUFFIXES)) is not None:
                 return str(there), expert
@@ -63,7 +61,7 @@ def names_in_transformers(
         if name == there or left_out or not _is_of_family(bare, templates):
             continue
         # A name that the family file has whole comes before one of a module within a named one.
-        if there not in own or _numbered(bare) in templates:
+        if own.get(there) != head and (there not in own or _numbered(bare) in templates):
             own[there] = bare if bare == head else f"{architecture.prefix}{bare}"
     found = {}
     for name in names:
