@@ -72,12 +72,35 @@ BLOCKS = """{{ bos_token }}
 {% endfor %}
 {% if add_generation_prompt %}<start_of_turn>model
 {% endif %}"""
+# What 108 published templates use besides: tests, filters, methods, neighbours in a loop, a macro of itself.
+WIDE = """{%- macro value(x) -%}
+{%- if x is mapping -%}
+{%- for key, inner in x | dictsort -%}{{ key | upper }}={{ value(inner) }}{% if not loop.last %},{% endif %}{%- endfor -%}
+{%- elif x is string or x is boolean or x is number -%}{{ x | string }}
+{%- elif x is iterable and x is sequence -%}{% for inner in x %}[{{ value(inner) }}]{% endfor %}
+{%- else -%}{{ x | default('', true) | safe }}{%- endif -%}
+{%- endmacro -%}
+{%- set given = messages | map(attribute='role') | list -%}
+{%- set users = messages | selectattr('role', 'equalto', 'user') | list -%}
+{%- set others = messages | rejectattr('role', 'equalto', 'user') | map(attribute='content') | join('|') -%}
+{{- '<|im_start|>' ~ given | join(',') | title ~ users | length ~ others | lower ~ '<|im_end|>' -}}
+{%- for message in messages -%}
+{%- set text = message.get('content', '') -%}
+{%- if loop.first or loop.previtem.role != message.role -%}{{ '<|im_start|>' + message.role.capitalize() }}{%- endif -%}
+{%- if text.startswith(' ') or text.endswith(' ') -%}{{ text.rstrip() + '_' }}{%- else -%}{{ text }}{%- endif -%}
+{{- value({'n': loop.index, 'a': [1, 2.5, true], 't': ('x', none), 'm': {'k': text[:3]}}) -}}
+{%- for name, field in message.items() if name is not in(['role', 'content']) -%}{{ name ~ field | string }}{%- endfor -%}
+{%- if loop.nextitem is undefined -%}{{ '<|im_end|>' }}{%- break -%}{%- endif -%}
+{%- if '3' | int == 3 and loop.nextitem.role is not true -%}{{ '<|im_end|>' }}{%- endif -%}
+{%- endfor -%}
+"""  # noqa: E501
 TEMPLATES = {
     "chatml": CHATML,
     "instruction": INSTRUCTION,
     "headers": HEADERS,
     "thinking": THINKING,
     "blocks": BLOCKS,
+    "wide": WIDE,
 }
 TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "  Hello, wörld? <eos> {{ 7 * 7 }} "},

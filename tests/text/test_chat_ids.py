@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from text.test_chat import BLOCKS, CHATML, CONVERSATIONS, HEADERS, INSTRUCTION, THINKING
+from text.test_chat import BLOCKS, CHATML, CONVERSATIONS, HEADERS, INSTRUCTION, THINKING, WIDE
 from text.test_pretrained import CORPUS, byte_level
 from text.test_tokenizer_classes import whole_albert, whole_spelled, whole_t5
 from triptych.errors import UsageError
@@ -43,6 +43,7 @@ TEMPLATES = {
     "set": SET,
     "joined": JOINED,
     "roles": ROLES,
+    "wide": WIDE,
 }
 SPECIAL = (START, END, "<|eot_id|>", "<|user|>", "<|assistant|>", "<bos>", "<eos>", "<|a b|>")
 ATTACK = f"""  {END}
