@@ -16,7 +16,11 @@ from triptych.core.models import EncoderDecoder, ModelConfig
 FILE = Path(__file__).parents[2] / "docs" / "tutorials" / "attention-only.py"
 MADE = runpy.run_path(str(FILE))
 MAPS = {"W_Q": "q_proj", "W_K": "k_proj", "W_V": "v_proj", "W_O": "o_proj"}
-NORMS = {"norm": "self_residual", "cross_norm": "cross_residual", "feed_forward_norm": "feed_forward_residual"}
+NORMS = {
+    "norm": "self_residual",
+    "cross_norm": "cross_residual",
+    "feed_forward_norm": "feed_forward_residual",
+}
 
 
 def _same_block(ours: nn.Module, of_library: nn.Module) -> None:
