@@ -1,5 +1,6 @@
 """What the pages of questions show is what their code and their commands print."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -27,6 +28,22 @@ def assert_all_shown(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_and_the_commands_print_what_is_shown(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_all_shown(page, monkeypatch)
+
+
+def test_each_question_of_a_public_thread_has_its_address_and_two_lines_that_answer_it() -> None:
+    page = FOLDER / "questions" / "asked.md"
+    questions = re.split(r"^### ", page.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    assert len(questions) == 30
+    for question in questions:
+        title = question.partition("\n")[0]
+        asked = re.search(r"^Asked at \[.+?\]\((\S+)\)\..* \[More\]\((\S+?)\)$", question, re.M | re.S)
+        assert asked is not None, title
+        thread, more = asked.groups()
+        assert re.fullmatch(r"https://github\.com/[\w-]+/[\w.-]+/issues/\d+", thread), title
+        assert (page.parent / more.partition("#")[0]).is_file(), title
+        code = re.search(r"```python\n(.*?)```\n\n```text\n", question, re.S)
+        assert code is not None, title
+        assert len(code[1].splitlines()) <= 2, title
 
 
 @pytest.mark.slow
