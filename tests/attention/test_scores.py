@@ -25,9 +25,10 @@ from triptych.core.models.site_configuration import AttentionConfig
 from triptych.errors import UsageError
 from triptych.rewriting.functions.rank import truncate
 from triptych.running.decoding import SearchOptions
-from triptych.running.decoding.batches import BatchSearcher
+from triptych.running.decoding.batch_searcher import BatchSearcher
 from triptych.running.decoding.engine import Engine
-from triptych.running.decoding.generation import GenerationOptions, generate_tokens
+from triptych.running.decoding.generation import generate_tokens
+from triptych.running.decoding_options import GenerationOptions
 from triptych.running.text.tokenizers import OutputRules
 
 D, H, WIDTH, N = 24, 4, 6, 7

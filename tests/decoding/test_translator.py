@@ -6,8 +6,8 @@ import torch
 from decoding.plain_search import search
 from triptych.core.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
 from triptych.running.decoding import Candidate, Engine, SearchOptions, Translation, Translator
-from triptych.running.decoding.batches import LONGEST_LINE
 from triptych.running.decoding.translator import split_line
+from triptych.running.limits import LONGEST_LINE
 from triptych.running.text import TokenizerPair
 from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
 

@@ -12,9 +12,9 @@ from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.errors import UsageError
 from triptych.files import cache_folder
 from triptych.running.decoding.engine import Engine
-from triptych.running.decoding.generation import GenerationOptions, generate_tokens
-from triptych.running.decoding.sampling import SamplingOptions
+from triptych.running.decoding.generation import generate_tokens
 from triptych.running.decoding.search import Hypothesis
+from triptych.running.decoding_options import GenerationOptions, SamplingOptions
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"
 PROMPTS = [[1, 2, 3, 4, 5], [7], [8, 9, 3], [4, 4], [11, 2, 7, 7, 1, 0, 3], [6, 1, 2]]

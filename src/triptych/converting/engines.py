@@ -34,6 +34,7 @@ from triptych.core.models.sites import require_lengths
 from triptych.errors import DataError, EngineNote, TriptychError, UsageError
 from triptych.files import cache_folder, write_folder
 from triptych.literals import EngineName, Precision, SpecialTokens, Stop
+from triptych.running.batching import batches_of_like_length
 from triptych.running.changes import is_patched
 from triptych.running.decoding import (
     Hypothesis,
@@ -44,19 +45,17 @@ from triptych.running.decoding import (
     length_penalty,
     measure_likelihood,
 )
-from triptych.running.decoding.batches import batches_of_like_length
 from triptych.running.decoding.generation import (
-    GenerationOptions,
     NewToken,
     OtherEngine,
     check_prompts,
     collected,
     limit_of_prompt,
 )
-from triptych.running.decoding.sampling import SamplingOptions
 from triptych.running.decoding.search import Finish, best_first, limit_of
-from triptych.running.decoding.text_generator import check_vocabulary
 from triptych.running.decoding.workers import Hypotheses, Sentences
+from triptych.running.decoding_options import GenerationOptions, SamplingOptions
+from triptych.running.limits import check_vocabulary
 from triptych.running.opening import OpenedModel
 from triptych.running.opening.options import Options, require_ctranslate2
 

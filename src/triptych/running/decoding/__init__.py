@@ -16,16 +16,12 @@ from triptych.running.decoding.evaluation import score_bleu as score_bleu
 from triptych.running.decoding.evaluation import score_translations as score_translations
 from triptych.running.decoding.filling import Filling as Filling
 from triptych.running.decoding.filling import fill_masks as fill_masks
-from triptych.running.decoding.generation import GenerationOptions as GenerationOptions
 from triptych.running.decoding.generation import generate_tokens as generate_tokens
 from triptych.running.decoding.likelihood import Likelihood as Likelihood
 from triptych.running.decoding.likelihood import measure_likelihood as measure_likelihood
 from triptych.running.decoding.likelihood import score_continuations as score_continuations
 from triptych.running.decoding.linear_maps import PRECISIONS as PRECISIONS
-from triptych.running.decoding.rules import TokenRules as TokenRules
-from triptych.running.decoding.sampling import SamplingOptions as SamplingOptions
 from triptych.running.decoding.search import Hypothesis as Hypothesis
-from triptych.running.decoding.search import SearchOptions as SearchOptions
 from triptych.running.decoding.search import Top as Top
 from triptych.running.decoding.search import length_penalty as length_penalty
 from triptych.running.decoding.text_generator import Continuation as Continuation
@@ -35,3 +31,7 @@ from triptych.running.decoding.token_loop import Loop as Loop
 from triptych.running.decoding.translator import Candidate as Candidate
 from triptych.running.decoding.translator import Translation as Translation
 from triptych.running.decoding.translator import Translator as Translator
+from triptych.running.decoding_options import GenerationOptions as GenerationOptions
+from triptych.running.decoding_options import SamplingOptions as SamplingOptions
+from triptych.running.decoding_options import SearchOptions as SearchOptions
+from triptych.running.token_rules import TokenRules as TokenRules

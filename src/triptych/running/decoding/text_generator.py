@@ -6,13 +6,16 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from triptych.core.models import LanguageModel
-from triptych.errors import DataError, UsageError
+from triptych.errors import UsageError
 from triptych.literals import Precision, SpecialTokens
 from triptych.printable import shortened
+from triptych.running.changes import Change, ValueChange
 from triptych.running.decoding.engine import Engine
-from triptych.running.decoding.generation import GenerationOptions, OtherEngine, begin, generate_tokens
+from triptych.running.decoding.generation import OtherEngine, begin, generate_tokens
 from triptych.running.decoding.search import Finish, Hypothesis, Top
 from triptych.running.decoding.token_loop import Asked, Loop
+from triptych.running.decoding_options import GenerationOptions
+from triptych.running.limits import check_vocabulary
 from triptych.running.text import StreamDecoder, Text, Tokenizer, encode_texts
 from triptych.running.text.given import which_of
 
@@ -274,6 +277,19 @@ class TextGenerator:
         return continuations
 
 
+def continue_changed(
+    ids: Sequence[list[int]], by: TextGenerator, options: GenerationOptions, changes: Sequence[Change]
+) -> list[list[Continuation]]:
+    """Continue texts; if activations are edited by position, only texts of equal length share a batch."""
+    if not any(isinstance(change, ValueChange) for change in changes):
+        return by.continue_tokens(ids, options)
+    found: dict[int, list[Continuation]] = {}
+    for length in sorted({len(own) for own in ids}):
+        places = [place for place, own in enumerate(ids) if len(own) == length]
+        found |= dict(zip(places, by.continue_tokens([ids[i] for i in places], options), strict=True))
+    return [found[place] for place in range(len(ids))]
+
+
 def _cut_at_stop(found: Hypothesis, text: TextStream) -> Hypothesis:
     """Cut a hypothesis of a beam at a stop string, which beam search ignores."""
     for count, token in enumerate(found.ids, start=1):
@@ -281,12 +297,3 @@ def _cut_at_stop(found: Hypothesis, text: TextStream) -> Hypothesis:
         if text.is_over:
             return found._replace(ids=found.ids[:count], log_probs=found.log_probs[:count])
     return found
-
-
-def check_vocabulary(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Check that a tokenizer has no more tokens than the model."""
-    if tokenizer.vocab_size > model.vocab_size:
-        raise DataError(
-            f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model {model.vocab_size:,}: take "
-            "both from one checkpoint"
-        )

@@ -13,12 +13,15 @@ from triptych import thresholds
 from triptych.core.models import EncoderDecoder
 from triptych.errors import UsageError
 from triptych.literals import Precision, SpecialTokens
-from triptych.running.decoding.batches import LONGEST_LINE, BatchSearcher, batches_of_like_length
+from triptych.running.batching import batches_of_like_length
+from triptych.running.decoding.batch_searcher import BatchSearcher
 from triptych.running.decoding.glossary import Glossary
 from triptych.running.decoding.linear_maps import unsupported_precision
-from triptych.running.decoding.search import Hypothesis, SearchOptions
+from triptych.running.decoding.search import Hypothesis
 from triptych.running.decoding.token_loop import Asked, Loop
 from triptych.running.decoding.workers import Searcher, WorkerPool
+from triptych.running.decoding_options import SearchOptions
+from triptych.running.limits import LONGEST_LINE
 from triptych.running.text import OutputRules, TokenizerPair, as_lines
 from triptych.running.text.shortlists import Shortlist
 from triptych.threads import Ahead, torch_threads
