@@ -18,7 +18,6 @@ from urllib.request import urlopen
 import pytest
 import torch
 from torch.nn import functional as F
-from triptych.training.validation import validation_pairs
 
 from browser import Page
 from command import Command
@@ -28,6 +27,7 @@ from triptych.model import Model, load
 from triptych.seeing.attending.held_out import HeldOutText
 from triptych.serving.exploring import Explorer, Shown, change_model, rounded
 from triptych.training import Recipe, read_recipe
+from triptych.training.translation import validation_pairs
 
 TEXT = "The cat sat on the mat"
 CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"

@@ -1,13 +1,15 @@
 """Translations and continuations: search and sampling over a cache, text in, text out.
 
-A `Translator` or `TextGenerator` encodes texts to token ids, batches them (`batches.py`) and decodes ids to
-text. A `Loop` (`token_loop.py`) decodes their requests; the results are `Hypothesis` records. An `Engine`
-(`engine.py`) is a model prepared for decoding: its maps are fused (`fused.py`) and converted to a precision
+A `Translator` or `TextGenerator` is a front end: it encodes texts to token ids and decodes ids to text. Its
+`Decoder` (`decoder.py`) turns ids into `Hypothesis` records: `SentenceDecoder` by beam search,
+`PromptDecoder` by continuing. Both run requests in a `Loop` (`token_loop.py`) with an `Engine` (`engine.py`),
+a model prepared for decoding: its maps are fused (`fused.py`) and converted to a precision
 (`linear_maps.py`), and a step computes all rows of a batch. `search.py` implements beam search, `glossary.py`
 forces terms into the beam, `generation.py` and `sampling.py` draw tokens. `plain_engine.py` is the slow
-reference. Start with `translator.py` and `search.py`.
+reference. Start with `decoder.py` and `search.py`.
 """
 
+from triptych.running.decoding.decoder import Decoder as Decoder
 from triptych.running.decoding.engine import Engine as Engine
 from triptych.running.decoding.evaluation import Evaluation as Evaluation
 from triptych.running.decoding.evaluation import evaluate_translations as evaluate_translations

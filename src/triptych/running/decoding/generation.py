@@ -1,7 +1,6 @@
 """Text generation with a language model, in token ids."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from triptych.running.decoding.cache import TextCache
+from triptych.running.decoding.decoder import Ends, never_ends
 from triptych.running.decoding.engine import Engine
 from triptych.running.decoding.sampling import RowState, choose
 from triptych.running.decoding.search import BeamKind, BeamText, Finish, Hypothesis, Top
@@ -29,31 +29,6 @@ class NewToken(NamedTuple):
     log_prob: float
     finish: Finish | None  # reason why the continuation ends here (it excludes a stop token), or None
     top: Top = ()  # most probable tokens at this position
-
-
-class OtherEngine(ABC):
-    """Base class for text generation by another library instead of an `Engine`."""
-
-    @abstractmethod
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        options: GenerationOptions,
-        ends: Callable[[int, int], bool],
-        batch_rows: int = 32,
-    ) -> list[list[Hypothesis]]:
-        """Continue prompts; see `generate_tokens`."""
-
-    @abstractmethod
-    def stream(
-        self, prompt: Sequence[int], options: GenerationOptions, ends: Callable[[int, int], bool]
-    ) -> Iterator[NewToken]:
-        """Continue a prompt without a beam and yield each new token."""
-
-
-def _never_ends(row: int, token: int) -> bool:
-    del row, token
-    return False
 
 
 def check_prompts(
@@ -99,7 +74,7 @@ class Sample(Text):
         prompt: Sequence[int],
         options: GenerationOptions,
         row: int,
-        ends: Callable[[int, int], bool],
+        ends: Ends,
     ) -> None:
         """Start; `row` is the number of the prompt times `num_samples`, plus the number of the sample."""
         self.row, self.new = row, list[NewToken]()
@@ -214,7 +189,7 @@ def begin(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
-    ends: Callable[[int, int], bool] = _never_ends,
+    ends: Ends = never_ends,
 ) -> list[Asked[list[Hypothesis]]]:
     """Check prompts and return their requests for a `Loop`."""
     check_prompts(prompts, engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
@@ -226,7 +201,7 @@ def _begin_prompt(
     prompt: Sequence[int],
     number: int,
     options: GenerationOptions,
-    ends: Callable[[int, int], bool],
+    ends: Ends,
 ) -> Asked[list[Hypothesis]]:
     """Build the request of prompt `number`.
 
@@ -255,7 +230,7 @@ def generate_tokens(
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     *,
-    ends: Callable[[int, int], bool] = _never_ends,
+    ends: Ends = never_ends,
     batch_rows: int = 32,
 ) -> list[list[Hypothesis]]:
     """Continue prompts in order of falling length, at most `batch_rows` texts at a time."""
