@@ -21,7 +21,7 @@ from triptych.seeing.reports import (
 from triptych.training import AnyRecipe, read_recipe
 from triptych.training.folder import SUMMARY, holds_run
 from triptych.training.metrics import read_metrics
-from triptych.training.tasks import task_of
+from triptych.training.task_table import task_of
 from triptych.untrusted import read_json
 
 _NUM_SAMPLES = 10

@@ -20,7 +20,7 @@ from triptych.running.decoding.linear_maps import PRECISIONS, Maps
 from triptych.running.decoding.search import Hypothesis
 from triptych.running.decoding.token_loop import Loop
 from triptych.running.decoding_options import GenerationOptions, SamplingOptions
-from triptych.running.limits import LONGEST_PROMPT
+from triptych.running.input_limits import LONGEST_PROMPT
 
 VOCAB = 29
 SCHEMES = ["none", "learned", "sinusoidal", "rotary", "alibi"]

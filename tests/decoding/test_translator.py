@@ -8,7 +8,7 @@ from triptych.core.models import DecoderConfig, EncoderConfig, EncoderDecoder, M
 from triptych.running.decoding import Candidate, Engine, SearchOptions, Translation, Translator
 from triptych.running.decoding.sentence_decoder import SentenceDecoder
 from triptych.running.decoding.translator import split_line
-from triptych.running.limits import LONGEST_LINE
+from triptych.running.input_limits import LONGEST_LINE
 from triptych.running.text import TokenizerPair
 from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
 

@@ -19,7 +19,7 @@ from triptych.seeing.attending.held_out import HeldOutText
 from triptych.seeing.reports import is_page
 from triptych.serving.recording import write_page
 from triptych.training import read_recipe
-from triptych.training.tasks import task_of
+from triptych.training.task_table import task_of
 
 
 def explore(

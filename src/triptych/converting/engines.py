@@ -55,7 +55,7 @@ from triptych.running.decoding.generation import (
 from triptych.running.decoding.search import Finish, best_first, limit_of
 from triptych.running.decoding.workers import Sentences
 from triptych.running.decoding_options import GenerationOptions, SamplingOptions
-from triptych.running.limits import check_vocabulary
+from triptych.running.input_limits import check_vocabulary
 from triptych.running.opening import OpenedModel
 from triptych.running.opening.options import Options, require_ctranslate2
 

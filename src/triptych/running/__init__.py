@@ -4,5 +4,5 @@
 runs it on texts with a `Reader`. `decoding/` translates and generates, by the options of
 `decoding_options.py`. `changes.py` has the changes of a model, `run.py` the record of a run, and
 `opened_source.py` the opened parts of a model's source. `measuring/` runs a model over the windows of a text,
-with all heads or without some. `batching.py`, `limits.py` and `memory.py` serve all of them.
+with all heads or without some. `batching.py`, `input_limits.py` and `memory.py` serve all of them.
 """

@@ -45,7 +45,7 @@ tags: [{words.tag}]
 
 # {task.recipe.name}
 
-{words.about} with triptych: {task.describe_model()},
+{words.about} with triptych: {words.model},
 {num_parameters:,} parameters.
 
 - Training: {counters.step:,} steps, {counters.tokens:,} {words.tokens}, {counters.seconds / 60:.1f} minutes.

@@ -89,7 +89,7 @@ class ContinuedTask(TextTask[ContinuedRecipe]):
             return loaded.model
 
         return prepared_text(
-            *(recipe, self.prediction, text, tokenizer, shards),
+            *(recipe, self.prediction.masks, text, tokenizer, shards),
             model,
             begin,
             config,
@@ -109,7 +109,7 @@ class ContinuedTask(TextTask[ContinuedRecipe]):
     def step_shape(self) -> StepShape:
         raise AssertionError("`fitted_to` refuses a recipe with a checkpoint before its step is counted")
 
-    def describe_model(self) -> str:
+    def _describe_model(self) -> str:
         model = self.recipe.model
         return f"begun as\n`{printable(model.checkpoint)}`, in its format, context {model.context}"
 

@@ -38,7 +38,7 @@ from triptych.training.layouts import USABLE, Cluster, Exchange, LayoutSettings,
 from triptych.training.losses import chunk_tokens
 from triptych.training.optimizers import matrices
 from triptych.training.recipe import AnyRecipe
-from triptych.training.tasks import task_of
+from triptych.training.task_table import task_of
 
 # A simpler layout is preferred unless another layout is faster by more than this factor.
 _WORTH = 1.02

@@ -1,11 +1,11 @@
 """The tasks of texts, next tokens or masked tokens: text, tokenizer, model and objective of a run."""
 
 import hashlib
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 from triptych.core.models import LanguageModel
 from triptych.core.models.device import find_device, to_device
@@ -47,80 +47,17 @@ _MOST_CHARACTERS = 1 << 20
 TextRecipeT = TypeVar("TextRecipeT", bound=TextRecipe)
 
 
-class Prediction(ABC):
-    """The tokens of a text that a model learns to predict.
+class Prediction(NamedTuple):
+    """The predicted tokens of a text."""
 
-    Attributes:
-        command: command that runs the finished model.
-        tag: tag of the Hub.
-    """
-
-    command: str
-    tag: str
-
-    def __init__(self, recipe: TextRecipe) -> None:
-        self.recipe = recipe
-
-    @property
-    @abstractmethod
-    def share(self) -> float:
-        """Share of the tokens with a loss."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Describe the predicted tokens."""
-
-    @abstractmethod
-    def masking(self, tokenizer: Tokenizer) -> Masking | None:
-        """Return what masks the tokens of a batch; None if no token is masked."""
-
-    @abstractmethod
-    def sampler(self, tokenizer: Tokenizer) -> Callable[[LanguageModel], str] | None:
-        """Return what writes the sample of a validation; None if the recipe asks for no sample."""
+    command: str  # command for the finished model
+    tag: str  # tag of the Hub
+    masks: bool  # True for masked tokens and an encoder, False for the next token and a decoder
 
 
-@final
-class NextTokens(Prediction):
-    """Each token from the tokens before it, with a decoder."""
-
-    command = "generate"
-    tag = "text-generation"
-    share = 1.0
-
-    def describe(self) -> str:
-        return "the next token"
-
-    def masking(self, tokenizer: Tokenizer) -> None:
-        return None
-
-    def sampler(self, tokenizer: Tokenizer) -> Callable[[LanguageModel], str] | None:
-        return _sampler(self.recipe, tokenizer)
-
-
-@final
-class MaskedTokens(Prediction):
-    """Masked tokens from all other tokens, with an encoder."""
-
-    command = "fill"
-    tag = "fill-mask"
-
-    @property
-    def share(self) -> float:
-        return self.recipe.masking.share
-
-    def describe(self) -> str:
-        return f"masked tokens ({self.share:.0%} of the text)"
-
-    def masking(self, tokenizer: Tokenizer) -> Masking:
-        return Masking(tokenizer, self.recipe.masking)
-
-    def sampler(self, tokenizer: Tokenizer) -> None:
-        return None
-
-
-_PREDICTIONS: dict[str, type[Prediction]] = {
-    "language-model": NextTokens,
-    "masked-language-model": MaskedTokens,
+_PREDICTIONS = {
+    "language-model": Prediction("generate", "text-generation", masks=False),
+    "masked-language-model": Prediction("fill", "fill-mask", masks=True),
 }
 
 
@@ -138,11 +75,8 @@ class TextTask(Task[TextRecipeT]):
 
     def __init__(self, recipe: TextRecipeT) -> None:
         super().__init__(recipe)
-        self.prediction = _PREDICTIONS[recipe.task](recipe)
+        self.prediction = _PREDICTIONS[recipe.task]
         self.command = self.prediction.command
-
-    def vocabulary_sizes(self, model: LanguageModel) -> tuple[int, int]:
-        return model.vocab_size, model.vocab_size
 
     @property
     def tokens_of_batch(self) -> int:
@@ -156,14 +90,21 @@ class TextTask(Task[TextRecipeT]):
             yield part.text, None
 
     def card(self, outcome: TrainingResult, best: str) -> CardWords:
-        predicted = self.prediction.describe()
+        predicted = "the next token"
+        if self.prediction.masks:
+            predicted = f"masked tokens ({self.recipe.masking.share:.0%} of the text)"
         return CardWords(
             tag=self.prediction.tag,
             about=f"A Transformer {self.recipe.kind} that predicts {predicted}, trained",
             tokens="tokens",
             judged=f": {best} nats per token",
             use=f"sh\ntriptych {self.command} path/to/this/folder",
+            model=self._describe_model(),
         )
+
+    @abstractmethod
+    def _describe_model(self) -> str:
+        """Describe the recipe's model in the card's sentence."""
 
 
 @final
@@ -196,7 +137,7 @@ class LanguageTask(TextTask[LanguageRecipe]):
         path = recipe.model.embeddings.vectors
         table = "embeddings.table.weight"
         return prepared_text(
-            *(recipe, self.prediction, text, tokenizer, shards),
+            *(recipe, self.prediction.masks, text, tokenizer, shards),
             lambda: LanguageModel.of(config, recipe.kind, tokenizer.vocab_size),
             begin,
             config.model_dump_json(),
@@ -212,18 +153,19 @@ class LanguageTask(TextTask[LanguageRecipe]):
     def step_shape(self) -> StepShape:
         recipe = self.recipe
         config = recipe.model
+        share = recipe.masking.share if self.prediction.masks else 1.0
         # Equal layers are counted once.
         times = 1 if config.attention_in_layer else config.num_layers
         one = config.model_copy(update={"num_layers": config.num_layers // times})
         return StepShape(
             length=config.context,
             num_rows=recipe.training.batch_size,
-            targets_of_row=max(round(self.prediction.share * config.context), 1),
+            targets_of_row=max(round(share * config.context), 1),
             model=LanguageModel.of(one, recipe.kind, recipe.tokenizer.vocab_size),
             times=times,
         )
 
-    def describe_model(self) -> str:
+    def _describe_model(self) -> str:
         model = self.recipe.model
         return (
             f"{model.num_layers} layers, d_model\n{model.d_model}, {model.num_heads} heads, context "
@@ -233,7 +175,7 @@ class LanguageTask(TextTask[LanguageRecipe]):
 
 def prepared_text(
     recipe: LanguageRecipe | ContinuedRecipe,
-    prediction: Prediction,
+    masks: bool,
     text: "TextOfRun",
     tokenizer: Tokenizer,
     shards: tuple[TokenShards, TokenShards],
@@ -252,9 +194,10 @@ def prepared_text(
 
     def objective() -> LanguageObjective:
         own = to_device(model(), find_device(recipe.training.device))
-        learned = _language_batches(recipe, prediction, tokenizer, train, shuffle=True)
-        judged = _language_batches(recipe, prediction, tokenizer, valid, shuffle=False)
-        sample = prediction.sampler(tokenizer)
+        masking = Masking(tokenizer, recipe.masking) if masks else None
+        learned = _language_batches(recipe, masking, train, shuffle=True)
+        judged = _language_batches(recipe, masking, valid, shuffle=False)
+        sample = _sampler(recipe, tokenizer)
         too_many = why_no_bits(valid.share_of(unknown_token(tokenizer)))
         bytes_per_token = None if too_many else valid.bytes_per_token
         return LanguageObjective(own, learned, judged, bytes_per_token, sample)
@@ -394,7 +337,7 @@ def _after(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
 
 
 def _language_batches(
-    recipe: TextRecipe, prediction: Prediction, tokenizer: Tokenizer, shards: TokenShards, *, shuffle: bool
+    recipe: TextRecipe, masking: Masking | None, shards: TokenShards, *, shuffle: bool
 ) -> PackedBatches:
     context = recipe.model.context
     return PackedBatches(
@@ -405,7 +348,7 @@ def _language_batches(
         seed=recipe.order_seed,
         within_documents=recipe.data.within_documents,
         shuffle=shuffle,
-        masking=prediction.masking(tokenizer),
+        masking=masking,
     )
 
 

@@ -12,7 +12,7 @@ from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.training.progress import Display, LineDisplay
 from triptych.training.recipe import AnyRecipe, read_recipe, resolve, value_at
-from triptych.training.tasks import task_of
+from triptych.training.task_table import task_of
 
 _SAMPLE_TOKENS = 50
 _WIDTH = 100

@@ -148,7 +148,7 @@ class Recipe(_AnyRecipe):
 
     @property
     def num_vocabularies(self) -> int:
-        """The number of vocabularies: one for both languages, or one for each."""
+        """The number of vocabularies, 1 or 2."""
         return 1 if self.tokenizer.joint else 2
 
     @model_validator(mode="after")

@@ -31,7 +31,7 @@ from triptych.training.objectives import Objective
 from triptych.training.processes import World, code_digests, launched
 from triptych.training.progress import Display, LineDisplay, LoggedDisplay, SilentDisplay
 from triptych.training.state import Counters, find_state, own_files, read_counters
-from triptych.training.tasks import task_of
+from triptych.training.task_table import task_of
 from triptych.user_code import use_code
 
 # Settings that a resumed run may change: its end, the distribution over processes, and memory.
@@ -54,7 +54,7 @@ class Summary:
     num_parameters: int  # number of the model's parameters
     padding_waste: float  # share of padding in the training batches
     task: str = "translation"  # `task` of the recipe
-    command: str = "translate"  # command that runs the finished model
+    command: str = "translate"  # command for the finished model
 
     def figures(self) -> dict[str, Any]:
         counters = self.outcome.counters

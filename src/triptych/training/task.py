@@ -1,15 +1,15 @@
-"""Tasks: what a run learns, and all that depends on the kind of its recipe.
+"""Tasks: the answers to every question about a kind of recipe.
 
-A `Task` turns a recipe into the inputs of a run (`prepare`), whose objective computes the loss. It also
-answers what other modules need of a kind of recipe: its model, the size of its steps, its validation text,
-the words of its model card. The tasks are in `translation.py`, `language.py` and `continuing.py`; `tasks.py`
+A `Task` makes the inputs of a run from a recipe (`prepare`); their objective computes the loss. The other
+methods give the model of a recipe, the size of its steps, its validation text, the words of its model card.
+The tasks are in `translation.py`, `language.py` and `continuing.py`; `task_table.py`
 finds the task of a recipe.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from triptych.core.models.storage import OwnModel
 from triptych.training.folder import Prepared
@@ -27,7 +27,7 @@ class StepShape(NamedTuple):
     num_rows: int  # rows of a batch, over all devices
     targets_of_row: int  # tokens of a row with a loss
     model: OwnModel  # model without memory; equal blocks are there once
-    times: int = 1  # number of copies of its blocks in the recipe's model
+    times: int = 1  # how often the recipe's model repeats its blocks
     passes: int = 1  # passes of each row through the model
     gathers_to_validate: bool = False  # True if a validation runs the whole model in one process
 
@@ -39,14 +39,15 @@ class CardWords(NamedTuple):
     about: str  # beginning of the first sentence
     tokens: str  # counted tokens
     judged: str  # metric and value of the best validation
-    use: str  # language and text of the code block that runs the model
+    use: str  # code block for using the model, with its language
+    model: str  # sizes of the model
 
 
 class Task(ABC, Generic[RecipeT]):
     """A task with its recipe.
 
     Attributes:
-        command: command that runs the finished model.
+        command: command for the finished model.
         first_keys: keys that a new recipe lists, by their paths.
         batch_key: key of `[training]` with the size of a batch.
         from_checkpoint: True if the model begins with the weights of a checkpoint.
@@ -69,19 +70,15 @@ class Task(ABC, Generic[RecipeT]):
 
     @abstractmethod
     def fitted_to(self, length: int, device: str) -> RecipeT:
-        """Choose missing keys of the recipe for a text of `length` characters and tokens that is not read."""
+        """Choose missing keys of the recipe for an unread text of `length` characters and tokens."""
 
     @abstractmethod
     def make_model(self, source_size: int, target_size: int) -> OwnModel:
         """Make the recipe's model for vocabularies of these sizes."""
 
     @abstractmethod
-    def vocabulary_sizes(self, model: Any) -> tuple[int, int]:
-        """Return the sizes of the source and the target vocabulary of a model of this task."""
-
-    @abstractmethod
     def step_shape(self) -> StepShape:
-        """Return the shape of a training step; called where tensors have no memory."""
+        """Return the shape of a training step; call it within `shapes_only`."""
 
     @property
     @abstractmethod
@@ -99,7 +96,3 @@ class Task(ABC, Generic[RecipeT]):
     @abstractmethod
     def card(self, outcome: TrainingResult, best: str) -> CardWords:
         """Return the words of the model card; `best` is the value of the best validation."""
-
-    @abstractmethod
-    def describe_model(self) -> str:
-        """Describe the recipe's model in the card's sentence."""

@@ -130,9 +130,6 @@ class TranslationTask(Task[Recipe]):
     def make_model(self, source_size: int, target_size: int) -> EncoderDecoder:
         return EncoderDecoder.of(self.recipe.model, source_size, target_size, 0)
 
-    def vocabulary_sizes(self, model: EncoderDecoder) -> tuple[int, int]:
-        return model.src_vocab_size, model.tgt_vocab_size
-
     def step_shape(self) -> StepShape:
         recipe = self.recipe
         length = min(_SENTENCE, recipe.training.batch_tokens, recipe.data.max_sentence_tokens + 1)
@@ -162,6 +159,7 @@ class TranslationTask(Task[Recipe]):
         by = outcome.counters.best_by
         is_noise = self.recipe.validation.metric == "bleu" and by == "loss"
         why = f" (BLEU decides once its 95 % interval lies above {LEAST_BLEU:g})" if is_noise else ""
+        model = self.recipe.model
         load = 'load("path/to/this/folder").translate(["A sentence."])[0].text'
         return CardWords(
             tag="translation",
@@ -169,13 +167,8 @@ class TranslationTask(Task[Recipe]):
             tokens="target tokens",
             judged=f", chosen by {by}{why}: {best}",
             use=f"python\nfrom triptych import load\n\n{load}",
-        )
-
-    def describe_model(self) -> str:
-        model = self.recipe.model
-        return (
-            f"d_model {model.d_model}, d_ff {model.d_ff},\n{model.num_heads} heads, "
-            f"{model.encoder.num_layers}+{model.decoder.num_layers} layers, {model.norm}-norm"
+            model=f"d_model {model.d_model}, d_ff {model.d_ff},\n{model.num_heads} heads, "
+            f"{model.encoder.num_layers}+{model.decoder.num_layers} layers, {model.norm}-norm",
         )
 
 

@@ -1,7 +1,7 @@
 """Translations and continuations: search and sampling over a cache, text in, text out.
 
 A `Translator` or `TextGenerator` is a front end: it encodes texts to token ids and decodes ids to text. Its
-`Decoder` (`decoder.py`) turns ids into `Hypothesis` records: `SentenceDecoder` by beam search,
+`Decoder` (`decoder.py`) maps ids to `Hypothesis` records: `SentenceDecoder` by beam search,
 `PromptDecoder` by continuing. Both run requests in a `Loop` (`token_loop.py`) with an `Engine` (`engine.py`),
 a model prepared for decoding: its maps are fused (`fused.py`) and converted to a precision
 (`linear_maps.py`), and a step computes all rows of a batch. `search.py` implements beam search, `glossary.py`

@@ -1,7 +1,7 @@
 """Decoders: token ids in, hypotheses out.
 
-A front end (`Translator`, `TextGenerator`) encodes texts, has them decoded by a `Decoder`, and turns
-hypotheses into texts. `EngineDecoder` decodes with an engine of triptych; decoders of other libraries are in
+A front end (`Translator`, `TextGenerator`) encodes texts for a `Decoder`, and makes texts of its hypotheses.
+`EngineDecoder` decodes with an engine of triptych; decoders of other libraries are in
 `converting/engines.py`.
 """
 
@@ -19,22 +19,22 @@ from triptych.running.decoding_options import GenerationOptions, SearchOptions
 
 OptionsT = TypeVar("OptionsT", SearchOptions, GenerationOptions)
 Hypotheses = list[list[Hypothesis]]
-# Told the number of a text and its new token; returns True to end the text there.
+# Function of the number of a text and its new token: True to end the text there.
 Ends = Callable[[int, int], bool]
 
 
 def never_ends(row: int, token: int) -> bool:
-    """Let every text go on; see `Ends`."""
+    """End no text; see `Ends`."""
     del row, token
     return False
 
 
 @dataclass
 class Group:
-    """Texts that are decoded together.
+    """A group of texts to decode together.
 
     Attributes:
-        given: what the front end was given.
+        given: the front end's record of the texts.
         texts: token ids of each text.
         found: hypotheses of each text, empty until it is decoded.
         missing: number of texts not decoded yet.
@@ -54,8 +54,8 @@ class Decoder(ABC, Generic[OptionsT]):
     """Base class of decoders.
 
     Attributes:
-        library: library that decodes.
-        options: options of texts, unless a call gives others.
+        library: decoding library.
+        options: default options.
         workers: number of processes, or of the library's threads, that decode batches at the same time.
     """
 
@@ -67,7 +67,7 @@ class Decoder(ABC, Generic[OptionsT]):
     def decode(
         self, texts: Sequence[Sequence[int]], options: OptionsT | None = None, ends: Ends = never_ends
     ) -> Hypotheses:
-        """Decode texts, given as token ids; return the hypotheses of each text, best first.
+        """Decode texts, given as token ids; return the hypotheses of each text by falling score.
 
         Unless a beam is searched, `ends` is called after each token.
         """
@@ -85,7 +85,7 @@ class Decoder(ABC, Generic[OptionsT]):
         yield self.decode([ids], options, ends)
 
     def loop(self, most_rows: int, most_tokens: int) -> Loop | None:
-        """Return a loop for requests of `begin`; None for a library that decodes whole batches only."""
+        """Return a loop for requests of `begin`; None for a library without one."""
         del most_rows, most_tokens
         return None
 
@@ -120,11 +120,11 @@ class EngineDecoder(Decoder[OptionsT]):
 
     @property
     def engine(self) -> Any:
-        """The engine of the models as they are now."""
+        """The engine of the current weights."""
         self._forget_what_is_stale()
         if self._engine is None:
             self._engine = self._make_engine()
-            self._made_of = self._version()  # an engine may move weights into memory of its own
+            self._made_of = self._version()  # making an engine may move weights to other memory
         return self._engine
 
     def loop(self, most_rows: int, most_tokens: int) -> Loop:

@@ -17,7 +17,7 @@ from triptych.running.decoding_options import (
     GenerationOptions,
     SamplingOptions,
 )
-from triptych.running.limits import LONGEST_PROMPT, check_length
+from triptych.running.input_limits import LONGEST_PROMPT, check_length
 
 
 class NewToken(NamedTuple):

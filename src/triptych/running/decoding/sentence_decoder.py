@@ -54,6 +54,7 @@ class SentenceDecoder(EngineDecoder[SearchOptions]):
         if reason := unsupported_precision(precision, device):
             raise UsageError(f"this model cannot be run in {precision}: {reason}")
         self.models = tuple(models)
+        # Processes share the cores of a CPU; on a GPU they would compete for one device.
         self.workers = workers if device.type == "cpu" else 1
         self._src_eos_id = src_eos_id
         self._rules = rules
@@ -91,7 +92,7 @@ class SentenceDecoder(EngineDecoder[SearchOptions]):
         return self._decode_side_by_side(given, begin)
 
     def batches(self, sentences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Yield the batches in which sentences are searched, as lists of their numbers."""
+        """Yield batches of similar lengths, as lists of sentence indices."""
         return batches_of_like_length(sentences, self._batch_tokens, self.batch_sentences)
 
     def start_workers(self) -> None:
@@ -170,6 +171,7 @@ def make_searcher(
     shortlist: Shortlist | None,
 ) -> Searcher:
     """Make the search of a worker: one batch at a time, as it comes."""
+    # The pool hands out batches: they are not divided again.
     decoder = SentenceDecoder(models, src_eos_id, rules, options, precision, shortlist=shortlist)
     engine = decoder.engine
 

@@ -15,7 +15,7 @@ from triptych.running.decoding.prompt_decoder import PromptDecoder
 from triptych.running.decoding.search import Finish, Hypothesis, Top
 from triptych.running.decoding.token_loop import Asked, Loop
 from triptych.running.decoding_options import GenerationOptions
-from triptych.running.limits import check_vocabulary
+from triptych.running.input_limits import check_vocabulary
 from triptych.running.text import StreamDecoder, Text, Tokenizer, encode_texts
 from triptych.running.text.given import which_of
 

@@ -17,7 +17,7 @@ from triptych.running.decoding.search import Hypothesis
 from triptych.running.decoding.sentence_decoder import SentenceDecoder
 from triptych.running.decoding.token_loop import Asked, Loop
 from triptych.running.decoding_options import SearchOptions
-from triptych.running.limits import LONGEST_LINE
+from triptych.running.input_limits import LONGEST_LINE
 from triptych.running.text import TokenizerPair, as_lines
 from triptych.running.text.shortlists import Shortlist
 

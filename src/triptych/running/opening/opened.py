@@ -18,7 +18,7 @@ from triptych.errors import DataError, TriptychError, UsageError
 from triptych.files import write_text
 from triptych.literals import Precision, Stop
 from triptych.running.decoding_options import SearchOptions
-from triptych.running.limits import check_vocabulary
+from triptych.running.input_limits import check_vocabulary
 from triptych.running.opening.generation_config import GenerationConfig
 from triptych.running.opening.run_folder import DECODING, TOKENIZER, DecodingConfig, read_decoding
 from triptych.running.opening.translators import Languages, read_translator

@@ -23,7 +23,7 @@ from triptych.errors import UsageError
 from triptych.literals import SpecialTokens
 from triptych.running.batching import EvaluationMode, batches_of_like_length, padded_alike
 from triptych.running.decoding_options import GenerationOptions
-from triptych.running.limits import LONGEST_SHOWN, check_length, check_vocabulary
+from triptych.running.input_limits import LONGEST_SHOWN, check_length, check_vocabulary
 from triptych.running.opening.opened import OpenedModel
 from triptych.running.opening.text_model import (
     RANDOM_TOKENS,

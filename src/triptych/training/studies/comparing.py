@@ -31,7 +31,7 @@ from triptych.training.studies.parallel_runs import ALONE, StudyProgress, run_al
 from triptych.training.studies.statistics import too_few
 from triptych.training.studies.study import Study, recipes_of, rewrites_of
 from triptych.training.studies.study_job import Result, StudyJob, TrainedRun
-from triptych.training.tasks import task_of
+from triptych.training.task_table import task_of
 
 # Name of the repeated baseline: other initial values and dropout, the same text in the same order.
 NOISE = "(baseline again)"
@@ -233,8 +233,8 @@ def _prepared(study: Study, recipe: AnyRecipe, of: str = "") -> tuple[Vocabulary
             f"{MOST_UNKNOWN:.1%} of the validation text is unknown to the tokenizer (<unk>): take "
             "bits_per_byte out, or give the tokenizer a larger vocab_size"
         )
-    sizes = task_of(recipe).vocabulary_sizes(objective.model)
-    return VocabularySizes(*sizes), prepared.recipe
+    stacks = [*objective.model.stacks.values()]
+    return VocabularySizes(stacks[0].vocab_size, stacks[-1].vocab_size), prepared.recipe
 
 
 def _held(study: Study, made: Mapping[str, AnyRecipe], vocabulary: VocabularySizes) -> list[Variant]:

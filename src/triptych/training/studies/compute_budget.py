@@ -13,7 +13,7 @@ from triptych.core.models import EncoderDecoder, LanguageModel
 from triptych.core.models.sites import blocks_of
 from triptych.errors import UsageError
 from triptych.training.recipe import AnyRecipe, value_at, with_values
-from triptych.training.tasks import task_of
+from triptych.training.task_table import task_of
 
 Quantity = Literal["parameters", "flops", "cache"]
 

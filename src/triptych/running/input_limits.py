@@ -1,4 +1,4 @@
-"""Limits of what a model reads: the length of its texts, and the tokens of its tokenizer."""
+"""Limits of a model's input: the length of texts, and the size of the vocabulary."""
 
 from triptych.core.models import LanguageModel
 from triptych.errors import DataError, UsageError
