@@ -4,7 +4,7 @@ from benchmarks.workers import decoding
 from benchmarks.workers.decoding import Engine
 from benchmarks.workers.decoding_triptych import Ours
 from benchmarks.workers.protocol import Options, serve
-from triptych.running.decoding import translator
+from triptych.running.decoding.sentence_decoder import SentenceDecoder
 
 IN_BF16, IN_FP32 = "int8 (bf16)", "int8 (fp32)"
 WORKERS, STOP, ORDER = "workers (one thread)", "stop when full (certain)", "lines of like length together"
@@ -21,11 +21,11 @@ def build(options: Options) -> Engine:
         "stop": "certain" if off == STOP else "full",
     }
     if off == ORDER:
-        translator.Translator._batches = _as_they_come  # type: ignore[method-assign, assignment]
+        SentenceDecoder.batches = _as_they_come  # type: ignore[method-assign, assignment]
     return Ours(changed)
 
 
-def _as_they_come(self: translator.Translator, sentences: list[list[int]]) -> list[list[int]]:
+def _as_they_come(self: SentenceDecoder, sentences: list[list[int]]) -> list[list[int]]:
     size = self.batch_sentences or len(sentences)
     return [[*range(i, min(i + size, len(sentences)))] for i in range(0, len(sentences), size)]
 

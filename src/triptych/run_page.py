@@ -8,7 +8,6 @@ from pathlib import Path
 from triptych.errors import DataError, UsageError, near_path
 from triptych.model import Model, load
 from triptych.running.opening.run_folder import RECIPE
-from triptych.running.text import Tokenizer
 from triptych.seeing.attending.attention_page import AttentionPage, join_pages, viewer_data
 from triptych.seeing.inspection.record import averages, findings
 from triptych.seeing.reports import (
@@ -19,11 +18,10 @@ from triptych.seeing.reports import (
     require_charts,
     write_report,
 )
-from triptych.training import AnyRecipe, Recipe, read_recipe
+from triptych.training import AnyRecipe, read_recipe
 from triptych.training.folder import SUMMARY, holds_run
 from triptych.training.metrics import read_metrics
-from triptych.training.recipe import TextRecipe
-from triptych.training.validation import validation_pairs, validation_parts
+from triptych.training.task_table import task_of
 from triptych.untrusted import read_json
 
 _NUM_SAMPLES = 10
@@ -75,7 +73,7 @@ def report(run: str | Path, path: str | Path | None = None) -> Path:
             summary="\n\n".join([*findings(inspected)[:3], *why_none]),
             facts=_facts_of_run(folder, recipe, model),
             metrics=tuple(points(folder)),
-            samples=_translated(model, texts) if isinstance(recipe, Recipe) else (),
+            samples=_translated(model, texts) if "translate" in model.can else (),
             tables=(*_continued_table(model, texts), averages(inspected)),
             viewer=viewer_data(join_pages(seen)) if seen else None,
             commands=_commands(model, folder),
@@ -105,19 +103,19 @@ def _validation_texts(recipe: AnyRecipe, model: Model) -> tuple[list[tuple[str, 
     The reference is the translation, or the text that follows the input.
     """
     try:
-        if isinstance(recipe, Recipe):
-            pairs = validation_pairs(recipe, Path())
-            return list(islice(zip(pairs.source, pairs.target, strict=True), _NUM_SAMPLES)), ()
-        # A prompt takes at most half of the context, and the continuation the other half.
-        most = (model.opened.language_model.context or 2 * _MOST_CHARACTERS) // 2
-        parts = islice(validation_parts(recipe, Path()), _NUM_SAMPLES)
-        return [_beginning_and_rest(part.text, model.opened.tokenizer, most) for part in parts], ()
+        samples = islice(task_of(recipe).validation_samples(Path()), _NUM_SAMPLES)
+        return [
+            _beginning_and_rest(text, model) if translation is None else (text, translation)
+            for text, translation in samples
+        ], ()
     except (DataError, UsageError) as error:
         return [], (f"The validation text cannot be read, so there are no samples: {error}",)
 
 
-def _beginning_and_rest(text: str, tokenizer: Tokenizer, most: int) -> tuple[str, str]:
-    """Split a text into a prompt of at most `most` tokens and the following text."""
+def _beginning_and_rest(text: str, model: Model) -> tuple[str, str]:
+    """Split a text into a prompt of at most half of the model's context and the following text."""
+    tokenizer = model.opened.tokenizer
+    most = (model.opened.language_model.context or 2 * _MOST_CHARACTERS) // 2
     (ids,) = tokenizer.encode([text[:_MOST_CHARACTERS]])
     begin = text[:_MOST_CHARACTERS] if len(ids) <= most else tokenizer.decode([ids[:most]])[0]
     return begin, text[len(begin) :]
@@ -160,7 +158,7 @@ def _continued_table(model: Model, texts: Sequence[tuple[str, str]]) -> list[Tab
 
 def _facts_of_run(folder: Path, recipe: AnyRecipe, model: Model) -> tuple[tuple[str, str], ...]:
     found = [("Run", str(folder)), ("Model", repr(model).partition(": ")[2])]
-    if isinstance(recipe, TextRecipe):
+    if "translate" not in model.can:
         found.append(("Task", recipe.task))
     if not (folder / SUMMARY).exists():
         return (*found, ("Training", "not finished"))

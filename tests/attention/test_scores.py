@@ -25,9 +25,10 @@ from triptych.core.models.site_configuration import AttentionConfig
 from triptych.errors import UsageError
 from triptych.rewriting.functions.rank import truncate
 from triptych.running.decoding import SearchOptions
-from triptych.running.decoding.batches import BatchSearcher
 from triptych.running.decoding.engine import Engine
-from triptych.running.decoding.generation import GenerationOptions, generate_tokens
+from triptych.running.decoding.generation import generate_tokens
+from triptych.running.decoding.sentence_decoder import SentenceDecoder
+from triptych.running.decoding_options import GenerationOptions
 from triptych.running.text.tokenizers import OutputRules
 
 D, H, WIDTH, N = 24, 4, 6, 7
@@ -209,8 +210,8 @@ def test_translators_search_as_their_logits_say(kind: dict[str, str]) -> None:
     )
     model = EncoderDecoder.of(config, 40, 40).eval()
     rules = OutputRules((1,), 2)
-    search = BatchSearcher([model], 2, SearchOptions(beam_size=1, max_extra_tokens=6), "fp32", rules)
-    ((best,),) = search([[5, 6, 7]])
+    decoder = SentenceDecoder([model], 2, rules, SearchOptions(beam_size=1, max_extra_tokens=6))
+    ((best,),) = decoder.decode([[5, 6, 7]])
     src, tgt = torch.tensor([[5, 6, 7, 2]]), [1]
     for token in best.ids:
         logits = model(src, torch.tensor([tgt]))[0, -1]

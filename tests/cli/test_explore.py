@@ -27,7 +27,7 @@ from triptych.model import Model, load
 from triptych.seeing.attending.held_out import HeldOutText
 from triptych.serving.exploring import Explorer, Shown, change_model, rounded
 from triptych.training import Recipe, read_recipe
-from triptych.training.validation import validation_pairs
+from triptych.training.translation import validation_pairs
 
 TEXT = "The cat sat on the mat"
 CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"

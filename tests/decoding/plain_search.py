@@ -13,7 +13,6 @@ from triptych.core.models import EncoderDecoder
 from triptych.running.decoding.engine import DecodingEngine
 from triptych.running.decoding.search import (
     Hypothesis,
-    SearchOptions,
     best_first,
     enough_finished,
     length_penalty,
@@ -21,6 +20,7 @@ from triptych.running.decoding.search import (
     sentence_text,
 )
 from triptych.running.decoding.token_loop import Loop
+from triptych.running.decoding_options import SearchOptions
 from triptych.running.text import OutputRules
 
 

@@ -14,13 +14,13 @@ from triptych.core.attention import MultiHeadAttention
 from triptych.core.models import LanguageModel, LanguageModelConfig, PositionsConfig
 from triptych.errors import UsageError
 from triptych.literals import Precision
-from triptych.running.decoding.batches import LONGEST_PROMPT
 from triptych.running.decoding.engine import Engine
-from triptych.running.decoding.generation import GenerationOptions, begin, generate_tokens
+from triptych.running.decoding.generation import begin, generate_tokens
 from triptych.running.decoding.linear_maps import PRECISIONS, Maps
-from triptych.running.decoding.sampling import SamplingOptions
 from triptych.running.decoding.search import Hypothesis
 from triptych.running.decoding.token_loop import Loop
+from triptych.running.decoding_options import GenerationOptions, SamplingOptions
+from triptych.running.input_limits import LONGEST_PROMPT
 
 VOCAB = 29
 SCHEMES = ["none", "learned", "sinusoidal", "rotary", "alibi"]

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from triptych.core.storage.tensors import open_tensors
-from triptych.running.decoding.linear_maps import MappedFiles
+from triptych.running.memory import MappedFiles
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems give nothing back")
 _NUMBERS = 1 << 22  # of 4 bytes

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from triptych.running.decoding.sampling import (
     RowState,
-    SamplingOptions,
     choose,
     draw,
     filtered,
@@ -18,6 +17,7 @@ from triptych.running.decoding.sampling import (
     keep_top_p,
     penalise_repeats,
 )
+from triptych.running.decoding_options import SamplingOptions
 
 # Eighths: logits that differ, differ by more than rounding, so no sum of probabilities meets `p` by rounding.
 ROW = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=2, max_size=12, unique=True)

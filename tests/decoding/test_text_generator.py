@@ -167,3 +167,14 @@ def test_a_chat_goes_through_the_template(letters: Tokenizer, monkeypatch: pytes
 
     monkeypatch.setattr(type(letters), "_written", written)
     assert TextGenerator(model(), letters).encode("Hi", chat=True) == [*ids(letters, "[user]Hi"), 256]
+
+
+def test_weights_that_change_between_two_calls_are_noticed(letters: Tokenizer) -> None:
+    changing = model()
+    generator, options = TextGenerator(changing, letters), GenerationOptions(12)
+    before = generator.generate(["Hello"], options)
+    with torch.no_grad():
+        changing.blocks[0].feed_forward.outer.weight.mul_(-4)
+    after = generator.generate(["Hello"], options)
+    assert after == TextGenerator(changing, letters).generate(["Hello"], options)
+    assert after != before

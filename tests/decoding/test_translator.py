@@ -6,8 +6,9 @@ import torch
 from decoding.plain_search import search
 from triptych.core.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
 from triptych.running.decoding import Candidate, Engine, SearchOptions, Translation, Translator
-from triptych.running.decoding.batches import LONGEST_LINE
+from triptych.running.decoding.sentence_decoder import SentenceDecoder
 from triptych.running.decoding.translator import split_line
+from triptych.running.input_limits import LONGEST_LINE
 from triptych.running.text import TokenizerPair
 from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
 
@@ -106,7 +107,8 @@ def test_batches_hold_as_many_tokens_as_they_may(
     one = Translator(
         translator.model, translator.tokenizers, translator.options, tokens, batch_sentences=most
     )
-    assert list(one._batches([[7] * length for length in (3, 1, 5, 5, 2, 2, 2)])) == expected
+    assert isinstance(one.decoder, SentenceDecoder)
+    assert list(one.decoder.batches([[7] * length for length in (3, 1, 5, 5, 2, 2, 2)])) == expected
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 20, 2048])

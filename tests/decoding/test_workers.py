@@ -11,7 +11,9 @@ import torch
 
 from triptych.core.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
 from triptych.running.decoding import Hypothesis, SearchOptions, Translator
-from triptych.running.decoding.workers import Hypotheses, Searcher, Sentences, WorkerPool
+from triptych.running.decoding.decoder import Hypotheses
+from triptych.running.decoding.sentence_decoder import SentenceDecoder
+from triptych.running.decoding.workers import Searcher, Sentences, WorkerPool
 from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
 
 LINES = [f"{'Der Hund schläft. ' * (1 + i % 4)}Zeile {i}" for i in range(260)]
@@ -41,6 +43,11 @@ def alone(translator: Translator) -> Translator:
     return Translator(translator.model, translator.tokenizers, translator.options, translator.batch_tokens)
 
 
+def decoder_of(translator: Translator) -> SentenceDecoder:
+    assert isinstance(translator.decoder, SentenceDecoder)
+    return translator.decoder
+
+
 def groups() -> Iterator[list[str]]:
     for start in range(0, len(LINES), 50):
         yield LINES[start : start + 50]
@@ -56,7 +63,7 @@ def test_two_workers_translate_as_one_does_and_in_order(translator: Translator) 
 
 def test_the_workers_are_given_batches(translator: Translator, monkeypatch: pytest.MonkeyPatch) -> None:
     translator.start_workers()
-    pool, here = translator._ready_pool(), list[Sentences]()
+    pool, here = decoder_of(translator)._ready_pool(), list[Sentences]()
     own = pool._make_searcher(*pool._arguments)
 
     def noted(sentences: Sentences) -> Hypotheses:
@@ -65,9 +72,8 @@ def test_the_workers_are_given_batches(translator: Translator, monkeypatch: pyte
 
     monkeypatch.setattr(pool, "_own", noted)
     list(translator.translate_stream([LINES]))
-    everywhere = len(
-        list(translator._batches([translator.tokenizers.source.encode([line])[0] for line in LINES]))
-    )
+    sentences = [translator.tokenizers.source.encode([line])[0] for line in LINES]
+    everywhere = len(list(decoder_of(translator).batches(sentences)))
     # Two at once before this process takes one, and more as they come back.
     assert 1 <= len(here) <= everywhere - 2
 
@@ -98,11 +104,12 @@ def test_changed_weights_reach_the_workers(translator: Translator) -> None:
 
 def test_a_worker_that_is_killed_is_made_up_for(translator: Translator) -> None:
     translator.start_workers()
-    assert translator._pool is not None
-    assert [worker.ready for worker in translator._pool._workers] == [True]  # besides this process
+    pool = decoder_of(translator)._pool
+    assert pool is not None
+    assert [worker.ready for worker in pool._workers] == [True]  # besides this process
     stream = translator.translate_stream(groups())
     first = next(stream)
-    for worker in translator._pool._workers:
+    for worker in pool._workers:
         assert worker.helper.process.pid is not None
         os.kill(worker.helper.process.pid, signal.SIGKILL)
     texts = [first.text, *(one.text for one in stream)]
@@ -112,8 +119,9 @@ def test_a_worker_that_is_killed_is_made_up_for(translator: Translator) -> None:
 
 def test_a_stream_left_early_leaves_no_process(translator: Translator) -> None:
     translator.start_workers()
-    assert translator._pool is not None
-    processes = [worker.helper.process for worker in translator._pool._workers]
+    pool = decoder_of(translator)._pool
+    assert pool is not None
+    processes = [worker.helper.process for worker in pool._workers]
     stream = translator.translate_stream(groups())
     next(stream)
     stream.close()  # type: ignore[attr-defined]

@@ -12,9 +12,9 @@ from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.errors import UsageError
 from triptych.files import cache_folder
 from triptych.running.decoding.engine import Engine
-from triptych.running.decoding.generation import GenerationOptions, generate_tokens
-from triptych.running.decoding.sampling import SamplingOptions
+from triptych.running.decoding.generation import generate_tokens
 from triptych.running.decoding.search import Hypothesis
+from triptych.running.decoding_options import GenerationOptions, SamplingOptions
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"
 PROMPTS = [[1, 2, 3, 4, 5], [7], [8, 9, 3], [4, 4], [11, 2, 7, 7, 1, 0, 3], [6, 1, 2]]
@@ -57,8 +57,8 @@ def test_greedy_texts_are_those_of_our_own_engine(options: dict[str, Any]) -> No
     model.config = None  # as of another library's checkpoint: no text is read again
     free = GenerationOptions(max_new_tokens=10)
     ours = generate_tokens(Engine(model), PROMPTS, free)
-    theirs = CTranslate2Generator(model)
-    assert_alike(theirs.generate(PROMPTS, free, batch_rows=2), ours)
+    theirs = CTranslate2Generator(model, batch_rows=2)
+    assert_alike(theirs.decode(PROMPTS, free), ours)
     # Stop tokens, one of them 0, and the end of a text that the caller sees.
     stops = (0, ours[0][0].ids[4])
     ending = GenerationOptions(max_new_tokens=10, stop_ids=stops)
@@ -70,14 +70,14 @@ def test_greedy_texts_are_those_of_our_own_engine(options: dict[str, Any]) -> No
 
     expected = generate_tokens(Engine(model), PROMPTS, ending, ends=ends)
     seen = dict.fromkeys(range(len(PROMPTS)), 0)
-    found = theirs.generate(PROMPTS, ending, ends)
+    found = theirs.decode(PROMPTS, ending, ends)
     assert {one.finish for (one,) in expected} >= {"token", "text"}
     assert_alike(found, expected)
 
 
 def test_a_text_of_a_run_ends_at_the_context_of_its_training() -> None:
     model, options = make(), GenerationOptions(max_new_tokens=20)  # a context of 12
-    ((found,),) = CTranslate2Generator(model).generate([[1, 2, 3]], options)
+    ((found,),) = CTranslate2Generator(model).decode([[1, 2, 3]], options)
     ((ours,),) = generate_tokens(Engine(model), [[1, 2, 3]], options)
     assert found.ids == ours.ids[:10]
     assert found.finish == "positions"
@@ -87,7 +87,7 @@ def test_no_token_ends_a_text_unless_it_is_asked_to() -> None:
     model = make()
     with torch.no_grad():
         model.final_norm.bias.copy_(model.embeddings.table.weight[0])
-    ((found,),) = CTranslate2Generator(model).generate([[1, 2]], GenerationOptions(max_new_tokens=5))
+    ((found,),) = CTranslate2Generator(model).decode([[1, 2]], GenerationOptions(max_new_tokens=5))
     assert found.ids == (0,) * 5
 
 
@@ -96,7 +96,7 @@ def test_beams_find_the_texts_of_our_own_engine(stops: tuple[int, ...]) -> None:
     model = make()
     options = GenerationOptions(max_new_tokens=6, beam_size=3, num_samples=2, alpha=0.7, stop_ids=stops)
     ours = generate_tokens(Engine(model), PROMPTS, options)
-    assert_alike(CTranslate2Generator(model).generate(PROMPTS, options), ours)
+    assert_alike(CTranslate2Generator(model).decode(PROMPTS, options), ours)
 
 
 def test_a_stream_gives_the_tokens_of_the_whole() -> None:
@@ -104,7 +104,7 @@ def test_a_stream_gives_the_tokens_of_the_whole() -> None:
     options = GenerationOptions(max_new_tokens=8, stop_ids=(5,))
     generator = CTranslate2Generator(model)
     for prompt in PROMPTS:
-        ((whole,),) = generator.generate([prompt], options)
+        ((whole,),) = generator.decode([prompt], options)
         new = list(generator.stream(prompt, options, lambda row, token: False))
         assert tuple(one.token for one in new if one.finish != "token") == whole.ids
         assert [one.log_prob for one in new] == pytest.approx(whole.log_probs, abs=1e-5)
@@ -123,11 +123,11 @@ def test_options_of_sampling_and_bad_prompts_are_refused() -> None:
     generator = CTranslate2Generator(model)
     for sampling in (SamplingOptions(temperature=1.0), SamplingOptions(repetition_penalty=1.2)):
         with pytest.raises(UsageError, match="--engine ctranslate2 takes the most probable tokens"):
-            generator.generate([[1]], GenerationOptions(sampling=sampling))
+            generator.decode([[1]], GenerationOptions(sampling=sampling))
     with pytest.raises(UsageError, match="the prompt is empty"):
-        generator.generate([[]], GenerationOptions())
+        generator.decode([[]], GenerationOptions())
     with pytest.raises(UsageError, match="the prompt has 15 tokens, but the model has positions for 14"):
-        generator.generate([[1] * 15], GenerationOptions())
+        generator.decode([[1] * 15], GenerationOptions())
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
@@ -139,7 +139,7 @@ def test_trained_checkpoints_continue_as_our_own_engine_does(name: str) -> None:
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(30, 1000, (8,), generator=draw).tolist() for _ in range(8)]
     ours = generate_tokens(Engine(model), prompts, options)
-    found = CTranslate2Generator(model).generate(prompts, options)
+    found = CTranslate2Generator(model).decode(prompts, options)
     assert sum(one[0].ids == other[0].ids for one, other in zip(found, ours, strict=True)) >= 7
-    rounded = CTranslate2Generator(model, "int8").generate(prompts, options)
+    rounded = CTranslate2Generator(model, "int8").decode(prompts, options)
     assert {one.finish for (one,) in rounded} == {"length"}

@@ -71,7 +71,7 @@ def run(tokenizers: TokenizerPair, tmp_path: Path) -> OpenedModel:
 
 def both(run: OpenedModel, options: SearchOptions) -> tuple[list[Translation], list[Translation]]:
     searcher = CTranslate2Searcher(run, options, "fp32", 1, "cpu")
-    theirs = Translator(run.model, run.tokenizers, options, searcher=searcher)
+    theirs = Translator(run.model, run.tokenizers, options, decoder=searcher)
     return run.translator(options).translate(LINES), theirs.translate(LINES)
 
 

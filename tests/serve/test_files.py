@@ -21,7 +21,7 @@ from triptych.core.models.sites import attention_sites
 from triptych.core.storage.tensors import open_tensors
 from triptych.errors import DataError
 from triptych.model import Model, load, require_same_files
-from triptych.running.decoding.linear_maps import MappedFiles, own_memory
+from triptych.running.memory import MappedFiles, own_memory
 
 WIDTH, NUM_TOKENS = 256, 30
 

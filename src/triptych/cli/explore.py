@@ -19,7 +19,7 @@ from triptych.seeing.attending.held_out import HeldOutText
 from triptych.seeing.reports import is_page
 from triptych.serving.recording import write_page
 from triptych.training import read_recipe
-from triptych.training.validation import validation_text
+from triptych.training.task_table import task_of
 
 
 def explore(
@@ -98,7 +98,7 @@ def _held_out(model: Model, text: Path | None, targets: Path | None) -> HeldOutT
     if not (folder / RECIPE).is_file():
         return None
     try:
-        found = HeldOutText(model.reader, *validation_text(read_recipe(folder / RECIPE), Path()))
+        found = HeldOutText(model.reader, *task_of(read_recipe(folder / RECIPE)).validation_text(Path()))
     except (DataError, UsageError) as error:
         say(f"no held-out text: the validation text of {model.name} cannot be read ({error})")
         return None

@@ -17,7 +17,6 @@ from triptych.training.recipe import shipped_recipes
 from triptych.training.runs import Summary
 
 # The command that uses what a run has learned.
-_USES = {"translation": "translate", "language-model": "generate", "masked-language-model": "fill"}
 
 
 def train(
@@ -80,5 +79,5 @@ def report_training(summary: Summary, folder: Path, *, as_json: bool) -> None:
         say(
             f"done: {outcome.counters.step:,} steps, {outcome.counters.tokens:,} target tokens in "
             f"{outcome.counters.seconds / 60:.1f} min; {folder} holds the {outcome.chosen} model. "
-            f"Try it: triptych {_USES[summary.task]} {folder}"
+            f"Try it: triptych {summary.command} {folder}"
         )

@@ -9,7 +9,6 @@ from triptych.converting.engines import evaluate_text, make_translator
 from triptych.errors import UsageError
 from triptych.literals import FileSettings, SpecialTokens, Stop
 from triptych.progress import Progress
-from triptych.running.changes import continue_changed
 from triptych.running.decoding import (
     Evaluation,
     GenerationOptions,
@@ -19,6 +18,7 @@ from triptych.running.decoding import (
     Translator,
     evaluate_translations,
 )
+from triptych.running.decoding.text_generator import continue_changed
 from triptych.running.measuring.text_arguments import given_lines, given_texts
 from triptych.running.opened_source import Opened
 from triptych.running.opening.generation_config import Asked as Asked

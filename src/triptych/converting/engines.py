@@ -34,6 +34,7 @@ from triptych.core.models.sites import require_lengths
 from triptych.errors import DataError, EngineNote, TriptychError, UsageError
 from triptych.files import cache_folder, write_folder
 from triptych.literals import EngineName, Precision, SpecialTokens, Stop
+from triptych.running.batching import batches_of_like_length
 from triptych.running.changes import is_patched
 from triptych.running.decoding import (
     Hypothesis,
@@ -44,23 +45,20 @@ from triptych.running.decoding import (
     length_penalty,
     measure_likelihood,
 )
-from triptych.running.decoding.batches import batches_of_like_length
+from triptych.running.decoding.decoder import Decoder, Ends, Hypotheses, never_ends
 from triptych.running.decoding.generation import (
-    GenerationOptions,
     NewToken,
-    OtherEngine,
     check_prompts,
     collected,
     limit_of_prompt,
 )
-from triptych.running.decoding.sampling import SamplingOptions
 from triptych.running.decoding.search import Finish, best_first, limit_of
-from triptych.running.decoding.text_generator import check_vocabulary
-from triptych.running.decoding.workers import Hypotheses, Sentences
+from triptych.running.decoding.workers import Sentences
+from triptych.running.decoding_options import GenerationOptions, SamplingOptions
+from triptych.running.input_limits import check_vocabulary
 from triptych.running.opening import OpenedModel
 from triptych.running.opening.options import Options, require_ctranslate2
 
-_Ends = Callable[[int, int], bool]
 _BATCH_TOKENS = 2048
 _COMPUTE_TYPES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8_float32"}
 
@@ -156,8 +154,10 @@ def hash_of(model: nn.Module, texts: Iterable[str]) -> str:
 
 
 @final
-class CTranslate2Searcher:
-    """A `Searcher` with CTranslate2, for any number of sentences."""
+class CTranslate2Searcher(Decoder[SearchOptions]):
+    """Beam search of sentences with CTranslate2."""
+
+    library = "ctranslate2"
 
     # If a hypothesis reaches the length limit, its sentence is searched again by triptych in fp32, on the
     # CPU: CTranslate2 cuts such outputs off without an end of sentence.
@@ -195,8 +195,11 @@ class CTranslate2Searcher:
         )
         self.workers: int = self._translator.num_translators  # 1 on a GPU
 
-    def __call__(self, sentences: Sentences) -> Hypotheses:
-        """Search sentences, token ids without the end of sentence; return hypotheses in the same order."""
+    def decode(
+        self, texts: Sentences, options: SearchOptions | None = None, ends: Ends = never_ends
+    ) -> Hypotheses:
+        assert options in (None, self.options), "the model is converted for the options of its searcher"
+        sentences = texts
         batches = list(batches_of_like_length(sentences, _BATCH_TOKENS))
         found: list[list[Hypothesis]] = [[] for _ in sentences]
         pending = [self._begin([sentences[i] for i in batch]) for batch in batches]
@@ -251,8 +254,10 @@ class CTranslate2Searcher:
 
 
 @final
-class CTranslate2Generator(OtherEngine):
+class CTranslate2Generator(Decoder[GenerationOptions]):
     """Greedy decoding and beam search of a decoder-only model with CTranslate2."""
+
+    library = "ctranslate2"
 
     max_tokens: int | None  # maximum length of a text (`LanguageModel.context`); texts are never read again
 
@@ -262,9 +267,12 @@ class CTranslate2Generator(OtherEngine):
         precision: Precision = "fp32",
         device: str = "auto",
         num_tokens: int | None = None,
+        batch_rows: int = 32,
     ) -> None:
         """Load a model, after converting it unless it is in the cache folder."""
+        self.options = GenerationOptions()
         self.max_tokens = model.context
+        self._batch_rows = batch_rows
         never = range(model.vocab_size if num_tokens is None else num_tokens, model.vocab_size)
         self._never = [[str(token)] for token in never] or None
         texts = [str(model.architecture), *(_in_full(block) for block in model.blocks)]
@@ -273,31 +281,30 @@ class CTranslate2Generator(OtherEngine):
             "Generator", model, texts, partial(write_generator, model), precision, device, threads
         )
 
-    def generate(
+    def decode(
         self,
-        prompts: Sequence[Sequence[int]],
-        options: GenerationOptions,
-        ends: _Ends = lambda row, token: False,
-        batch_rows: int = 32,
-    ) -> list[list[Hypothesis]]:
-        """Continue prompts, in batches of equal length."""
-        self._check(prompts, options)
+        texts: Sequence[Sequence[int]],
+        options: GenerationOptions | None = None,
+        ends: Ends = never_ends,
+    ) -> Hypotheses:
+        options = options or self.options
+        self._check(texts, options)
         if options.beam_size > 1:
-            return [self._beam_search(ids, options) for ids in prompts]
-        found: list[list[Hypothesis]] = [[] for _ in prompts]
+            return [self._beam_search(ids, options) for ids in texts]
+        found: Hypotheses = [[] for _ in texts]
         # If prompts differ in length, CTranslate2 counts the ends of the longer prompts as new tokens.
-        for batch in batches_of_like_length(prompts, None, batch_rows, pads=False):
-            grown = self._greedy([(i, prompts[i]) for i in batch], options, ends)
+        for batch in batches_of_like_length(texts, None, self._batch_rows, pads=False):
+            grown = self._greedy([(i, texts[i]) for i in batch], options, ends)
             for i in batch:
                 found[i] = [collected(grown[i])]
         return found
 
-    def stream(self, prompt: Sequence[int], options: GenerationOptions, ends: _Ends) -> Iterator[NewToken]:
+    def stream(self, ids: Sequence[int], options: GenerationOptions, ends: Ends) -> Iterator[NewToken]:
         """Continue a prompt without a beam and yield each new token."""
-        self._check([prompt], options)
-        limit = limit_of_prompt(len(prompt), options.max_new_tokens, self.max_tokens)
+        self._check([ids], options)
+        limit = limit_of_prompt(len(ids), options.max_new_tokens, self.max_tokens)
         steps = self._generator.generate_tokens(
-            [str(token) for token in prompt],
+            [str(token) for token in ids],
             max_length=limit,
             end_token=list(options.stop_ids),
             suppress_sequences=self._never,
@@ -316,6 +323,8 @@ class CTranslate2Generator(OtherEngine):
         return torch.as_tensor(numpy.asarray(found))
 
     def _check(self, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
+        if options.num_top:
+            raise UsageError("this engine tells no other tokens of a place: ask for none, or take triptych's")
         if options.sampling != SamplingOptions():
             raise UsageError(
                 "--engine ctranslate2 takes the most probable tokens and draws none: leave out temperature, "
@@ -330,7 +339,7 @@ class CTranslate2Generator(OtherEngine):
         check_prompts(prompts, self.max_tokens, options.max_prompt_tokens)
 
     def _greedy(
-        self, prompts: Sequence[tuple[int, Sequence[int]]], options: GenerationOptions, ends: _Ends
+        self, prompts: Sequence[tuple[int, Sequence[int]]], options: GenerationOptions, ends: Ends
     ) -> dict[int, list[NewToken]]:
         limits = [limit_of_prompt(len(ids), options.max_new_tokens, self.max_tokens) for _, ids in prompts]
         grown: dict[int, list[NewToken]] = {number: [] for number, _ in prompts}
@@ -389,7 +398,7 @@ def _in_full(block: nn.Module) -> str:
 
 
 def _new_token(
-    row: int, step: Any, length: int, limit: int, options: GenerationOptions, ends: _Ends
+    row: int, step: Any, length: int, limit: int, options: GenerationOptions, ends: Ends
 ) -> NewToken:
     token = step.token_id
     finish: Finish | None = None
@@ -446,8 +455,7 @@ def make_translator(
             opened.tokenizers,
             wanted,
             precision=options.precision,
-            workers=searcher.workers,
-            searcher=searcher,
+            decoder=searcher,
         )
     return found if glossary is None else found.with_glossary(glossary)
 
@@ -469,14 +477,14 @@ def make_generator(opened: OpenedModel, options: Options) -> TextGenerator:
     model = opened.language_model
     tokenizer = opened.tokenizer
     check_vocabulary(model, tokenizer)
-    other = CTranslate2Generator(model, options.precision, options.device, tokenizer.vocab_size)
+    decoder = CTranslate2Generator(model, options.precision, options.device, tokenizer.vocab_size)
     return TextGenerator(
         model,
         tokenizer,
         precision=options.precision,
         end_ids=opened.end_ids,
         begin_id=opened.begin_id,
-        other=other,
+        decoder=decoder,
     )
 
 

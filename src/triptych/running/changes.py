@@ -21,7 +21,6 @@ from triptych.core.models.blocks import sharing_copy
 from triptych.core.models.sites import AttentionSite, attention_sites, blocks_of
 from triptych.errors import UsageError
 from triptych.literals import Activation
-from triptych.running.decoding import Continuation, GenerationOptions, TextGenerator
 
 Map = Literal["W_Q", "W_K", "W_V", "W_O"]
 SIDE_OF: dict[str, Side] = {"W_Q": "q", "W_K": "k", "W_V": "v", "W_O": "o"}
@@ -238,19 +237,6 @@ def is_patched(model: LanguageModel | EncoderDecoder) -> bool:
     """Return True if a layer has patched values of another run, valid for texts of one length only."""
     taps = [site.layer.tap for site in attention_sites(model)]
     return any(isinstance(tap, HeadTap) and tap.has_patches for tap in taps)
-
-
-def continue_changed(
-    ids: Sequence[list[int]], by: TextGenerator, options: GenerationOptions, changes: Sequence[Change]
-) -> list[list[Continuation]]:
-    """Continue texts; if activations are edited by position, only texts of equal length share a batch."""
-    if not any(isinstance(change, ValueChange) for change in changes):
-        return by.continue_tokens(ids, options)
-    found: dict[int, list[Continuation]] = {}
-    for length in sorted({len(own) for own in ids}):
-        places = [place for place, own in enumerate(ids) if len(own) == length]
-        found |= dict(zip(places, by.continue_tokens([ids[i] for i in places], options), strict=True))
-    return [found[place] for place in range(len(ids))]
 
 
 # Weights.

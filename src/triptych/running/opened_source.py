@@ -25,7 +25,7 @@ from triptych.literals import EngineName, Precision
 from triptych.printable import table_html
 from triptych.running.changed_source import ChangedSource, stack_of, why_not_saved
 from triptych.running.changes import Change, changed_copy
-from triptych.running.decoding.linear_maps import own_memory
+from triptych.running.memory import own_memory
 from triptych.running.opening import OpenedModel, Reader, open_model
 from triptych.running.opening.options import Options, require_ctranslate2
 from triptych.running.opening.translators import Languages

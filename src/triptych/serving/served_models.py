@@ -26,7 +26,7 @@ from triptych.running.decoding import (
     Translation,
     Translator,
 )
-from triptych.running.decoding.linear_maps import give_memory_back, own_memory
+from triptych.running.memory import give_memory_back, own_memory
 from triptych.running.text import NumberedTokens
 from triptych.seeing.attending.alignment import AlignedWords
 from triptych.serving.exploring import Explorer

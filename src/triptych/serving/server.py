@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from triptych.errors import TriptychError
-from triptych.running.decoding.linear_maps import give_memory_back
+from triptych.running.memory import give_memory_back
 from triptych.serving.doors import Keys
 from triptych.serving.fleet import Fleet
 from triptych.serving.limits import GONE, Limits, RequestError

@@ -10,14 +10,14 @@ The figures follow the built-in recipes: about seven passes over 29,000 pairs, f
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from triptych.core.models import PRESETS
 from triptych.core.models.device import has_fast_bf16
 from triptych.training.progress import Display
-from triptych.training.recipe import AnyRecipe, ContinuedRecipe, LanguageRecipe, Recipe, TextRecipe
+from triptych.training.recipe import AnyRecipe, ContinuedRecipe, LanguageRecipe, Recipe
 
 _OfWhole = TypeVar("_OfWhole", Recipe, LanguageRecipe)
 _OfText = TypeVar("_OfText", LanguageRecipe, ContinuedRecipe)
@@ -64,8 +64,7 @@ _BLOCKS = {"norm_kind": "rms", "activation": "swish", "gated": True, "bias": Fal
 
 def fit_tokenizer(recipe: _OfWhole, num_chars: int, device: str) -> _OfWhole:
     """Choose the size of the vocabulary: about 3 √n for n characters of training text per vocabulary."""
-    num_vocabularies = 2 if isinstance(recipe, Recipe) and not recipe.tokenizer.joint else 1
-    size = min(max(3 * math.sqrt(num_chars / num_vocabularies), 500), _limits(device).vocab_size)
+    size = min(max(3 * math.sqrt(num_chars / recipe.num_vocabularies), 500), _limits(device).vocab_size)
     return recipe.filled({"tokenizer": {"vocab_size": round(size / 100) * 100}})
 
 
@@ -175,33 +174,23 @@ def say_choices(before: AnyRecipe, after: AnyRecipe, text: str, display: Display
 def choices(before: AnyRecipe, after: AnyRecipe) -> list[str]:
     """List the choices as `section.key = value`; of the model only sizes and the position of norms."""
     # A choice is a key set after the choice and missing, or "auto", before.
-    language = ("num_layers", "context") if isinstance(after, TextRecipe) else ()
-    told = {
-        "tokenizer": ("vocab_size",),
-        "model": ("d_model", "d_ff", "num_heads", "norm", *language),
-        "training": (
-            *("max_steps", "batch_tokens", "batch_size"),
-            *("warmup_steps", "learning_rate", "schedule", "clip_norm", "precision"),
-        ),
-        "validation": ("every_steps",),
-    }
     found = []
-    for section, keys in told.items():
-        if not hasattr(before, section):
+    for path in after.chosen_keys:
+        *sections, key = path.split(".")
+        given = _section(before, sections)
+        chosen = _section(after, sections)
+        if given is None or key not in chosen.model_fields_set:
             continue
-        given = getattr(before, section)
-        chosen = getattr(after, section)
-        found += [
-            f"{section}.{key} = {getattr(chosen, key)}"
-            for key in keys
-            if key in chosen.model_fields_set
-            and (key not in given.model_fields_set or getattr(given, key) == "auto")
-        ]
-    if not (isinstance(before, Recipe) and isinstance(after, Recipe)):
-        return found
-    for side in ("encoder", "decoder"):
-        if "num_layers" not in getattr(before.model, side).model_fields_set:
-            found.append(f"model.{side}.num_layers = {getattr(after.model, side).num_layers}")
+        if key not in given.model_fields_set or getattr(given, key) == "auto":
+            found.append(f"{path} = {getattr(chosen, key)}")
+    return found
+
+
+def _section(recipe: AnyRecipe, path: Sequence[str]) -> Any:
+    """Return a section of a recipe by its path; None if this kind of recipe does not have it."""
+    found: Any = recipe
+    for name in path:
+        found = getattr(found, name, None)
     return found
 
 

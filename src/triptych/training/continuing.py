@@ -1,4 +1,4 @@
-"""Inputs of a run from the language model of a checkpoint.
+"""The task of a text for the language model of a checkpoint.
 
 The run folder is a checkpoint of the same family in float32: `transformers` reads `config.json`,
 `model.safetensors` and the tokenizer's files. The other files of a run lie next to them.
@@ -8,6 +8,7 @@ import json
 import shutil
 import warnings
 from pathlib import Path
+from typing import final
 
 import torch
 
@@ -27,13 +28,15 @@ from triptych.core.storage.copying import CERTIFICATE, CONFIG, names_beside
 from triptych.core.storage.tensors import SAFETENSORS
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.files import write_text
+from triptych.printable import printable
 from triptych.running.text import load_tokenizer
 from triptych.training import ContinuedRecipe
 from triptych.training.choices import fit_continued_training, say_choices
 from triptych.training.folder import Prepared, holds_run, settings
-from triptych.training.language import TextOfRun, prepared_text
+from triptych.training.language import TextOfRun, TextTask, prepared_text
 from triptych.training.progress import Display
 from triptych.training.state import RUN_FILES, save_or_explain
+from triptych.training.task import StepShape
 from triptych.untrusted import LONGEST_JSON, read_json, read_limited
 
 _TOKENIZER_JSON = "tokenizer.json"
@@ -42,46 +45,73 @@ _NOT_TAKEN = {*RUN_FILES["."], CERTIFICATE} - {_TOKENIZER_JSON}
 _DTYPE = ("dtype", "torch_dtype")
 
 
-def prepare_continued(
-    recipe: ContinuedRecipe, base: Path, display: Display, folder: Path | None = None
-) -> Prepared:
-    """Read the inputs of a run; for a new run, read its checkpoint and choose missing keys of the recipe."""
-    path = base / recipe.model.checkpoint if folder is None else folder
-    loaded = _load_quietly(path if path.exists() else recipe.model.checkpoint)
-    tokenizer = load_tokenizer(loaded.folder, vocab_size=loaded.model.vocab_size)
-    if folder is None:
-        _require_task(recipe, loaded)
-    checkpoint = _open_quietly(path if path.is_file() else loaded.folder)
-    if folder is None:
-        if why := why_not_written(checkpoint):
-            raise DataError(f"{loaded.name} cannot be trained further: {why}")
-        display.say(f"going on with {loaded.name}: {loaded.family}, {tokenizer.vocab_size:,} tokens")
-    text = TextOfRun(recipe, base)
-    shards = text.shards(tokenizer, display)
-    if folder is None:
-        recipe = _fit_recipe(recipe, loaded, shards[0].num_tokens, display)
-        record = read_json(loaded.folder / CONFIG)
-        config = (
-            json.dumps({**record, **{key: "float32" for key in _DTYPE if key in record}}, indent=2) + "\n"
+@final
+class ContinuedTask(TextTask[ContinuedRecipe]):
+    """Prediction of tokens by the model of a checkpoint, whose tokenizer reads the text."""
+
+    from_checkpoint = True
+
+    def prepare(self, base: Path, display: Display, folder: Path | None = None) -> Prepared:
+        recipe = self.recipe
+        path = base / recipe.model.checkpoint if folder is None else folder
+        loaded = _load_quietly(path if path.exists() else recipe.model.checkpoint)
+        tokenizer = load_tokenizer(loaded.folder, vocab_size=loaded.model.vocab_size)
+        if folder is None:
+            _require_task(recipe, loaded)
+        checkpoint = _open_quietly(path if path.is_file() else loaded.folder)
+        if folder is None:
+            if why := why_not_written(checkpoint):
+                raise DataError(f"{loaded.name} cannot be trained further: {why}")
+            display.say(f"going on with {loaded.name}: {loaded.family}, {tokenizer.vocab_size:,} tokens")
+        text = TextOfRun(recipe, base)
+        shards = text.shards(tokenizer, display)
+        if folder is None:
+            recipe = _fit_recipe(recipe, loaded, shards[0].num_tokens, display)
+            record = read_json(loaded.folder / CONFIG)
+            config = (
+                json.dumps({**record, **{key: "float32" for key in _DTYPE if key in record}}, indent=2) + "\n"
+            )
+        else:
+            config = read_limited(folder / CONFIG, LONGEST_JSON).decode()
+
+        def begin(model: OwnModel, folder: Path) -> None:
+            del model
+            _copy_beside(loaded.folder, folder)
+            write_text(folder / CONFIG, config)
+            read = {name: checkpoint.tensors.read(name) for name in checkpoint.tensors.infos}
+            wide = {name: t.float() if t.is_floating_point() else t for name, t in read.items()}
+            write_weights(wide, folder / SAFETENSORS)
+
+        def model() -> LanguageModel:
+            for parameter in loaded.model.parameters():  # some are mapped from a file
+                parameter.data = parameter.data.contiguous()
+            tie_shared(loaded.model, checkpoint)
+            return loaded.model
+
+        return prepared_text(
+            *(recipe, self.prediction.masks, text, tokenizer, shards),
+            model,
+            begin,
+            config,
+            publish=_publish,
+            from_checkpoint=True,
         )
-    else:
-        config = read_limited(folder / CONFIG, LONGEST_JSON).decode()
 
-    def begin(model: OwnModel, folder: Path) -> None:
-        del model
-        _copy_beside(loaded.folder, folder)
-        write_text(folder / CONFIG, config)
-        read = {name: checkpoint.tensors.read(name) for name in checkpoint.tensors.infos}
-        wide = {name: t.float() if t.is_floating_point() else t for name, t in read.items()}
-        write_weights(wide, folder / SAFETENSORS)
+    def fitted_to(self, length: int, device: str) -> ContinuedRecipe:
+        raise UsageError(
+            "plan makes the model of a recipe, and model.checkpoint names one that exists: write its "
+            "sizes under [model] in its place"
+        )
 
-    def model() -> LanguageModel:
-        for parameter in loaded.model.parameters():  # some are mapped from a file
-            parameter.data = parameter.data.contiguous()
-        tie_shared(loaded.model, checkpoint)
-        return loaded.model
+    def make_model(self, source_size: int, target_size: int) -> LanguageModel:
+        raise UsageError("a model that goes on from a checkpoint has its sizes: hold seconds, or nothing")
 
-    return prepared_text(recipe, text, tokenizer, shards, model, begin, config, publish=_publish)
+    def step_shape(self) -> StepShape:
+        raise AssertionError("`fitted_to` refuses a recipe with a checkpoint before its step is counted")
+
+    def _describe_model(self) -> str:
+        model = self.recipe.model
+        return f"begun as\n`{printable(model.checkpoint)}`, in its format, context {model.context}"
 
 
 def _fit_recipe(

@@ -27,25 +27,23 @@ from triptych.core.algebra.cost import cached_numbers, pass_cost
 from triptych.core.attention import MultiHeadAttention
 from triptych.core.attention.routes import Inputs, make_plan
 from triptych.core.attention.shapes import shapes_only
-from triptych.core.models import EncoderDecoder, LanguageModel
 from triptych.core.models.blocks import Block, Residual
 from triptych.core.models.feed_forward import FeedForward
 from triptych.core.models.sites import blocks_of
 from triptych.core.models.storage import OwnModel
 from triptych.errors import UsageError
-from triptych.training.choices import choices, fit_language_training, fit_tokenizer, fit_training
+from triptych.training.choices import choices
 from triptych.training.computing import require_kind
 from triptych.training.layouts import USABLE, Cluster, Exchange, LayoutSettings, PlannedLayout
 from triptych.training.losses import chunk_tokens
 from triptych.training.optimizers import matrices
-from triptych.training.recipe import AnyRecipe, ContinuedRecipe, LanguageRecipe, Recipe
+from triptych.training.recipe import AnyRecipe
+from triptych.training.task_table import task_of
 
 # A simpler layout is preferred unless another layout is faster by more than this factor.
 _WORTH = 1.02
 # Length of a text for which training chooses the largest values of missing keys.
 _LONG_TEXT = 10**12
-# Tokens of a sentence with its end token. The number of tokens of a translator's batch does not depend on it.
-_SENTENCE = 32
 # Number of reads and writes of each byte by operations other than matrix products: the layers' saved
 # tensors (forward, backward), the logits, a device's float32 parameters, and, with several processes, all
 # float32 parameters, which are gathered and summed. Fitted to steps of 48 sizes (docs/contributing/log/).
@@ -106,13 +104,13 @@ def plan(recipe: AnyRecipe, cluster: Cluster) -> TrainingPlan:
         UsageError: The recipe starts from a checkpoint, or it has a teacher.
     """
     recipe, chosen = filled(recipe)
+    task = task_of(recipe)
     notes = [f"left out of the recipe, planned as for a long text: {', '.join(chosen)}"] if chosen else []
     step = Step(recipe, cluster.devices)
     if step.num_rows < cluster.devices:
-        key = "batch_size" if isinstance(recipe, LanguageRecipe) else "batch_tokens"
         notes.append(
             f"a batch has {step.num_rows:,} rows for {cluster.devices:,} devices: "
-            f"{cluster.devices - step.num_rows:,} of them learn nothing; raise training.{key}"
+            f"{cluster.devices - step.num_rows:,} of them learn nothing; raise training.{task.batch_key}"
         )
     # `_layouts` yields simple layouts first: the first one near the fastest is the simplest.
     found = [step.planned(layout, cluster) for layout in _layouts(recipe, cluster)]
@@ -134,24 +132,7 @@ def filled(recipe: AnyRecipe) -> tuple[AnyRecipe, list[str]]:
     """Return the recipe with training's choices for a long text, and the list of choices."""
     # The planned device is a GPU unless the recipe names a CPU.
     device = "cpu" if recipe.training.device == "cpu" else "cuda"
-    match recipe:
-        case ContinuedRecipe():
-            raise UsageError(
-                "plan makes the model of a recipe, and model.checkpoint names one that exists: write its "
-                "sizes under [model] in its place"
-            )
-        case LanguageRecipe():
-            of_text = fit_tokenizer(recipe, _LONG_TEXT, device)
-            whole: AnyRecipe = fit_language_training(of_text, _LONG_TEXT, device)
-        case Recipe():
-            if recipe.training.teacher is not None:
-                raise UsageError(
-                    "plan counts no teacher: leave out training.teacher, and add its memory and time"
-                )
-            of_pairs = fit_tokenizer(recipe, _LONG_TEXT, device)
-            whole = fit_training(
-                of_pairs, _LONG_TEXT, device, lambda recipe: _LONG_TEXT // recipe.training.batch_tokens
-            )
+    whole = task_of(recipe).fitted_to(_LONG_TEXT, device)
     return whole, choices(recipe, whole)
 
 
@@ -210,45 +191,37 @@ class Step:
         self.devices = devices
         config = recipe.training
         self.bytes = 2 if config.precision == "bf16" else 4
-        passes = 1
         with shapes_only():
-            if isinstance(recipe, Recipe):
-                of_batch = recipe.training.batch_tokens
-                self.length = min(_SENTENCE, of_batch, recipe.data.max_sentence_tokens + 1)
-                self.num_rows = max(of_batch // self.length, 1)
-                self.targets_of_row = self.length
-                passes = 2 if recipe.training.rdrop else 1
-                size = recipe.tokenizer.vocab_size
-                model: OwnModel = EncoderDecoder.of(recipe.model, size, size)
-                times = 1
-            else:
-                assert isinstance(recipe, LanguageRecipe), "filled() refuses others"
-                self.length = recipe.model.context
-                self.num_rows = recipe.training.batch_size
-                share = recipe.masking.share if recipe.kind == "encoder" else 1.0
-                self.targets_of_row = max(round(share * self.length), 1)
-                # Equal layers are counted once.
-                times = 1 if recipe.model.attention_in_layer else recipe.model.num_layers
-                one = recipe.model.model_copy(update={"num_layers": recipe.model.num_layers // times})
-                model = LanguageModel.of(one, recipe.kind, recipe.tokenizer.vocab_size)
-        self._rows = passes * -(-self.num_rows // devices)
-        self.vocab_size = recipe.tokenizer.vocab_size
-        self.d_model = recipe.model.d_model
+            shape = task_of(recipe).step_shape()
+        model = shape.model
+        times = shape.times
+        self.length = shape.length
+        self.num_rows = shape.num_rows
+        self.targets_of_row = shape.targets_of_row
+        self._num_passes = shape.passes
+        self._gathers_to_validate = shape.gathers_to_validate
+        self._rows = shape.passes * -(-self.num_rows // devices)
+        *_, last = model.stacks.values()
+        self.vocab_size = last.vocab_size
+        self.d_model = last.architecture.d_model
         self.tokens = self._rows * self.length
         self.targets = self._rows * self.targets_of_row
-        blocks = (block for stack in model.stacks for block in blocks_of(model, stack))
-        self.layers = [self._layer(block) for block in blocks] * times
+        # Only the last stack, if it is a decoder, keeps a cache.
+        layers = []
+        for name, stack in model.stacks.items():
+            writes = name == [*model.stacks][-1] and stack.causal
+            layers += [self._layer(block, writes) for block in blocks_of(model, name)]
+        self.layers = layers * times
         self.in_blocks = sum(layer.parameters for layer in self.layers)
         self.outside = _num_parameters(model.parameters()) - self.in_blocks // times
         self.num_parameters = self.in_blocks + self.outside
         muon = config.optimizer == "muon"
         self._in_muon = times * _num_parameters(w for w in matrices(model) if w.ndim == 2) if muon else 0
-        writes = isinstance(recipe, Recipe) or recipe.kind == "decoder"
-        self.cache = 4 * sum(layer.cached for layer in self.layers) if writes else 0
+        self.cache = 4 * sum(layer.cached for layer in self.layers)
         self._stream = self.tokens * self.d_model * self.bytes
         self._kept_before, self._kept_after = self._kept_outside(model)
 
-    def _layer(self, block: Block) -> _Layer:
+    def _layer(self, block: Block, keeps_cache: bool) -> _Layer:
         assert isinstance(block.feed_forward, FeedForward), "recipes have no experts"
         attentions = [(block.self_attention, False)]
         if block.has_cross:
@@ -265,8 +238,7 @@ class Step:
             kept = kept + own_kept
             flops = flops + own_flops
             backward = backward + 2 * own_flops + again
-            # The blocks of a translator's encoder have no cache.
-            if block.has_cross or isinstance(self.recipe, LanguageRecipe):
+            if keeps_cache:
                 cached += self.length * cached_numbers(attention.weights())
         # relu saves only its result, the input of the outer map. Other activations also save their input.
         inner = 4 if config.gated else 1 if config.activation == "relu" else 2
@@ -399,7 +371,7 @@ class Step:
         moved += 0 if layout.kind == "none" else 4 * _PASSES_OF_EXCHANGE * self.num_parameters
         exchanges = tuple(self._exchanges(layout, cluster))
         validating = parameters + gradients + optimizer
-        if isinstance(self.recipe, Recipe) and self.recipe.validation.bleu and gathers:
+        if self._gathers_to_validate and gathers:
             validating += 4 * self.num_parameters
         return PlannedLayout(
             layout=layout,
@@ -420,7 +392,7 @@ class Step:
     def _logits(self) -> int:
         """Return the bytes of one chunk of logits and of its probabilities."""
         rows = min(chunk_tokens(self.vocab_size), self.targets)
-        if isinstance(self.recipe, Recipe) and self.recipe.training.rdrop:
+        if self._num_passes > 1:
             # Two passes, their logarithms and gradients in float32.
             return 11 * 4 * rows * self.vocab_size
         return 2 * self.bytes * rows * self.vocab_size

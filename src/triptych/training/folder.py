@@ -78,6 +78,7 @@ class Prepared:
     publish: Publish = publish_weights  # writes `model.safetensors`
     # Initial word vectors by parameter name.
     vectors: Mapping[str, WordVectors] = field(default_factory=dict)
+    from_checkpoint: bool = False  # True if the weights are a checkpoint's, mapped from its file
 
 
 def word_vectors(base: Path, path: str, tokenizer: Tokenizer, width: int) -> WordVectors:

@@ -1,10 +1,11 @@
-"""Inputs of a language model's run: text in shards, tokenizer and objective."""
+"""The tasks of texts, next tokens or masked tokens: text, tokenizer, model and objective of a run."""
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, final
 
 from triptych.core.models import LanguageModel
 from triptych.core.models.device import find_device, to_device
@@ -12,8 +13,8 @@ from triptych.core.models.storage import OwnModel, write_config
 from triptych.errors import DataError, UsageError
 from triptych.printable import printable
 from triptych.running.decoding.engine import Engine
-from triptych.running.decoding.generation import GenerationOptions, generate_tokens
-from triptych.running.decoding.sampling import SamplingOptions
+from triptych.running.decoding.generation import generate_tokens
+from triptych.running.decoding_options import GenerationOptions, SamplingOptions
 from triptych.running.opening.run_folder import TOKENIZER
 from triptych.running.text import (
     LanguageCorpusSpec,
@@ -25,7 +26,7 @@ from triptych.running.text import (
     read_tokenizer,
     require_kept_file,
 )
-from triptych.running.text.documents import find_files, fingerprint, require_documents
+from triptych.running.text.documents import find_files, fingerprint, require_documents, whole_documents
 from triptych.running.text.unknown_characters import unknown_token, why_no_bits
 from triptych.training import ContinuedRecipe, LanguageRecipe, TextRecipe
 from triptych.training.choices import fit_language_training, fit_tokenizer, say_choices
@@ -33,51 +34,148 @@ from triptych.training.corpora.packing import PackedBatches
 from triptych.training.corpora.token_shards import TokenShards, tokenize_corpus, write_shards
 from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizer, trained_once
 from triptych.training.folder import Prepared, hash_parts, word_vectors
+from triptych.training.loop import TrainingResult
 from triptych.training.objectives import LanguageObjective
 from triptych.training.progress import Display
+from triptych.training.task import CardWords, StepShape, Task
 
 # A longer text does not improve a tokenizer.
 _CHARACTERS_FOR_TOKENIZER = 100_000_000
+# Limit of characters of a validation text that a page or a measure reads.
+_MOST_CHARACTERS = 1 << 20
+
+TextRecipeT = TypeVar("TextRecipeT", bound=TextRecipe)
 
 
-def prepare_language(
-    recipe: LanguageRecipe, base: Path, display: Display, folder: Path | None = None
-) -> Prepared:
-    """Read the inputs of a run; for a new run, train its tokenizer and choose missing keys of the recipe."""
-    # The vocabulary is chosen by characters, the model and schedule by tokens.
-    text = TextOfRun(recipe, base)
-    if folder is not None:
-        tokenizer: Tokenizer = read_tokenizer(folder / TOKENIZER)
-        shards = text.shards(tokenizer, display)
-    else:
-        device = find_device(recipe.training.device).type
-        given = recipe
-        recipe = fit_tokenizer(recipe, text.num_chars, device)
-        display.say(f"text: {text.num_chars:,} characters")
-        tokenizer = text.tokenizer(recipe.tokenizer, display)
-        shards = text.shards(tokenizer, display)
-        num_tokens = shards[0].num_tokens
-        recipe = fit_language_training(recipe, num_tokens, device)
-        say_choices(given, recipe, f"{num_tokens:,} tokens on {device}", display)
+class Prediction(NamedTuple):
+    """The predicted tokens of a text."""
 
-    def begin(model: OwnModel, folder: Path) -> None:
-        tokenizer.save(folder / TOKENIZER)
-        write_config(model, folder)
+    command: str  # command for the finished model
+    tag: str  # tag of the Hub
+    masks: bool  # True for masked tokens and an encoder, False for the next token and a decoder
 
-    config = recipe.model
-    path = recipe.model.embeddings.vectors
-    table = "embeddings.table.weight"
-    return prepared_text(
-        *(recipe, text, tokenizer, shards),
-        lambda: LanguageModel.of(config, recipe.kind, tokenizer.vocab_size),
-        begin,
-        config.model_dump_json(),
-        vectors={table: word_vectors(base, path, tokenizer, config.d_model)} if path else {},
+
+_PREDICTIONS = {
+    "language-model": Prediction("generate", "text-generation", masks=False),
+    "masked-language-model": Prediction("fill", "fill-mask", masks=True),
+}
+
+
+class TextTask(Task[TextRecipeT]):
+    """Prediction of the tokens of a text, with a model of one stack."""
+
+    batch_key = "batch_size"
+    # Keys to change first. The defaults of all other keys are good, or follow from these keys.
+    first_keys = (
+        *("data.valid_share", "data.train.documents", "tokenizer.kind", "tokenizer.vocab_size"),
+        *("model.num_layers", "model.d_model", "model.num_heads", "model.context", "model.dropout"),
+        *("training.max_steps", "training.batch_size", "training.learning_rate", "training.warmup_steps"),
+        *("training.precision", "validation.every_steps", "validation.sample_tokens"),
     )
+
+    def __init__(self, recipe: TextRecipeT) -> None:
+        super().__init__(recipe)
+        self.prediction = _PREDICTIONS[recipe.task]
+        self.command = self.prediction.command
+
+    @property
+    def tokens_of_batch(self) -> int:
+        return self.recipe.training.batch_size * self.recipe.model.context
+
+    def validation_text(self, base: Path) -> tuple[list[str], list[str] | None]:
+        return [*whole_documents(_first_parts(TextOfRun(self.recipe, base).validation()))], None
+
+    def validation_samples(self, base: Path) -> Iterator[tuple[str, str | None]]:
+        for part in TextOfRun(self.recipe, base).validation():
+            yield part.text, None
+
+    def card(self, outcome: TrainingResult, best: str) -> CardWords:
+        predicted = "the next token"
+        if self.prediction.masks:
+            predicted = f"masked tokens ({self.recipe.masking.share:.0%} of the text)"
+        return CardWords(
+            tag=self.prediction.tag,
+            about=f"A Transformer {self.recipe.kind} that predicts {predicted}, trained",
+            tokens="tokens",
+            judged=f": {best} nats per token",
+            use=f"sh\ntriptych {self.command} path/to/this/folder",
+            model=self._describe_model(),
+        )
+
+    @abstractmethod
+    def _describe_model(self) -> str:
+        """Describe the recipe's model in the card's sentence."""
+
+
+@final
+class LanguageTask(TextTask[LanguageRecipe]):
+    """Prediction of tokens by a model with fresh weights and a tokenizer of its text."""
+
+    def prepare(self, base: Path, display: Display, folder: Path | None = None) -> Prepared:
+        recipe = self.recipe
+        # The vocabulary is chosen by characters, the model and schedule by tokens.
+        text = TextOfRun(recipe, base)
+        if folder is not None:
+            tokenizer: Tokenizer = read_tokenizer(folder / TOKENIZER)
+            shards = text.shards(tokenizer, display)
+        else:
+            device = find_device(recipe.training.device).type
+            given = recipe
+            recipe = fit_tokenizer(recipe, text.num_chars, device)
+            display.say(f"text: {text.num_chars:,} characters")
+            tokenizer = text.tokenizer(recipe.tokenizer, display)
+            shards = text.shards(tokenizer, display)
+            num_tokens = shards[0].num_tokens
+            recipe = fit_language_training(recipe, num_tokens, device)
+            say_choices(given, recipe, f"{num_tokens:,} tokens on {device}", display)
+
+        def begin(model: OwnModel, folder: Path) -> None:
+            tokenizer.save(folder / TOKENIZER)
+            write_config(model, folder)
+
+        config = recipe.model
+        path = recipe.model.embeddings.vectors
+        table = "embeddings.table.weight"
+        return prepared_text(
+            *(recipe, self.prediction.masks, text, tokenizer, shards),
+            lambda: LanguageModel.of(config, recipe.kind, tokenizer.vocab_size),
+            begin,
+            config.model_dump_json(),
+            vectors={table: word_vectors(base, path, tokenizer, config.d_model)} if path else {},
+        )
+
+    def fitted_to(self, length: int, device: str) -> LanguageRecipe:
+        return fit_language_training(fit_tokenizer(self.recipe, length, device), length, device)
+
+    def make_model(self, source_size: int, target_size: int) -> LanguageModel:
+        return LanguageModel.of(self.recipe.model, self.recipe.kind, target_size)
+
+    def step_shape(self) -> StepShape:
+        recipe = self.recipe
+        config = recipe.model
+        share = recipe.masking.share if self.prediction.masks else 1.0
+        # Equal layers are counted once.
+        times = 1 if config.attention_in_layer else config.num_layers
+        one = config.model_copy(update={"num_layers": config.num_layers // times})
+        return StepShape(
+            length=config.context,
+            num_rows=recipe.training.batch_size,
+            targets_of_row=max(round(share * config.context), 1),
+            model=LanguageModel.of(one, recipe.kind, recipe.tokenizer.vocab_size),
+            times=times,
+        )
+
+    def _describe_model(self) -> str:
+        model = self.recipe.model
+        return (
+            f"{model.num_layers} layers, d_model\n{model.d_model}, {model.num_heads} heads, context "
+            f"{model.context}, {model.norm}-norm ({model.norm_kind}),\n{model.positions.scheme} positions"
+        )
 
 
 def prepared_text(
     recipe: LanguageRecipe | ContinuedRecipe,
+    masks: bool,
     text: "TextOfRun",
     tokenizer: Tokenizer,
     shards: tuple[TokenShards, TokenShards],
@@ -96,9 +194,10 @@ def prepared_text(
 
     def objective() -> LanguageObjective:
         own = to_device(model(), find_device(recipe.training.device))
-        learned = _language_batches(recipe, tokenizer, train, shuffle=True)
-        judged = _language_batches(recipe, tokenizer, valid, shuffle=False)
-        sample = _sampler(recipe, tokenizer) if recipe.task == "language-model" else None
+        masking = Masking(tokenizer, recipe.masking) if masks else None
+        learned = _language_batches(recipe, masking, train, shuffle=True)
+        judged = _language_batches(recipe, masking, valid, shuffle=False)
+        sample = _sampler(recipe, tokenizer)
         too_many = why_no_bits(valid.share_of(unknown_token(tokenizer)))
         bytes_per_token = None if too_many else valid.bytes_per_token
         return LanguageObjective(own, learned, judged, bytes_per_token, sample)
@@ -206,6 +305,17 @@ class TextOfRun:
         return require_documents(read_documents(spec, base=self._base), spec.describe())
 
 
+def _first_parts(parts: Iterator[TextPart]) -> Iterator[TextPart]:
+    """Yield parts of at most `_MOST_CHARACTERS` characters in all."""
+    left = _MOST_CHARACTERS
+    for part in parts:
+        if left <= 0:
+            return
+        text = part.text[:left]
+        left -= len(part.text)
+        yield TextPart(text, ends_document=part.ends_document or left <= 0)
+
+
 def _before(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
     """Yield the first `num_chars` characters; the last part is cut."""
     for part in parts:
@@ -227,7 +337,7 @@ def _after(parts: Iterator[TextPart], num_chars: int) -> Iterator[TextPart]:
 
 
 def _language_batches(
-    recipe: TextRecipe, tokenizer: Tokenizer, shards: TokenShards, *, shuffle: bool
+    recipe: TextRecipe, masking: Masking | None, shards: TokenShards, *, shuffle: bool
 ) -> PackedBatches:
     context = recipe.model.context
     return PackedBatches(
@@ -238,7 +348,7 @@ def _language_batches(
         seed=recipe.order_seed,
         within_documents=recipe.data.within_documents,
         shuffle=shuffle,
-        masking=None if recipe.task == "language-model" else Masking(tokenizer, recipe.masking),
+        masking=masking,
     )
 
 

@@ -11,21 +11,9 @@ from pydantic import BaseModel
 from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.training.progress import Display, LineDisplay
-from triptych.training.recipe import AnyRecipe, Recipe, read_recipe, resolve, value_at
-from triptych.training.runs import prepare
+from triptych.training.recipe import AnyRecipe, read_recipe, resolve, value_at
+from triptych.training.task_table import task_of
 
-# Keys to change first. The defaults of all other keys are good, or follow from these keys.
-_OF_TRANSLATION = """
-data.valid_share tokenizer.kind tokenizer.vocab_size model.d_model model.d_ff model.num_heads
-model.encoder.num_layers model.decoder.num_layers model.norm model.dropout training.max_steps
-training.batch_tokens training.learning_rate training.warmup_steps training.schedule training.clip_norm
-training.label_smoothing training.precision validation.every_steps decoding.beam_size
-"""
-_OF_TEXT = """
-data.valid_share data.train.documents tokenizer.kind tokenizer.vocab_size model.num_layers model.d_model
-model.num_heads model.context model.dropout training.max_steps training.batch_size training.learning_rate
-training.warmup_steps training.precision validation.every_steps validation.sample_tokens
-"""
 _SAMPLE_TOKENS = 50
 _WIDTH = 100
 
@@ -78,7 +66,7 @@ def new_recipe(
     tree: dict[str, Any] = {"data": {"train": corpus}, "training": {"precision": "auto"}}
     if text is not None:
         tree |= {"task": "language-model", "validation": {"sample_tokens": _SAMPLE_TOKENS}}
-    fitted = prepare(resolve(tree), Path.cwd(), display or LineDisplay()).recipe
+    fitted = task_of(resolve(tree)).prepare(Path.cwd(), display or LineDisplay()).recipe
     write_text(path, _written_recipe(fitted, tree, path))
     return read_recipe(path)
 
@@ -94,8 +82,8 @@ def _written_recipe(recipe: AnyRecipe, tree: dict[str, Any], path: Path) -> str:
         lines += ['task = "language-model"']
     lines += ["", "[data.train]", tomli_w.dumps(tree["data"]["train"]).strip()]
     section = "data.train"
-    keys = _OF_TRANSLATION if isinstance(recipe, Recipe) else _OF_TEXT
-    for key in sorted(keys.split(), key=lambda key: key.split(".")[:2] != ["data", "train"]):
+    keys = task_of(recipe).first_keys
+    for key in sorted(keys, key=lambda key: key.split(".")[:2] != ["data", "train"]):
         value = value_at(recipe, key)
         if value is None:
             continue

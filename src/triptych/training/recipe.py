@@ -10,7 +10,7 @@ import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, final, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, final, get_args, get_origin
 
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -38,6 +38,13 @@ RecipeT = TypeVar("RecipeT", bound="_AnyRecipe")
 _SHIPPED = Path(__file__).parents[1] / "recipes"
 # A string of JSON that holds half of a surrogate pair, as which Python reads bytes that are not UTF-8.
 _NOT_UTF8 = re.compile('"([^"]*[\ud800-\udfff][^"]*)"')
+
+
+# Keys that training chooses for every task where a recipe leaves them out.
+_CHOSEN = (
+    *("training.warmup_steps", "training.learning_rate", "training.schedule", "training.clip_norm"),
+    *("training.precision", "validation.every_steps"),
+)
 
 
 def shipped_recipes() -> list[str]:
@@ -133,6 +140,16 @@ class Recipe(_AnyRecipe):
     training: TrainingConfig = TrainingConfig()
     validation: ValidationConfig = ValidationConfig()
     decoding: DecodingConfig = DecodingConfig()
+    chosen_keys: ClassVar[tuple[str, ...]] = (
+        *("tokenizer.vocab_size", "model.d_model", "model.d_ff", "model.num_heads", "model.norm"),
+        *("training.max_steps", "training.batch_tokens", *_CHOSEN),
+        *("model.encoder.num_layers", "model.decoder.num_layers"),
+    )
+
+    @property
+    def num_vocabularies(self) -> int:
+        """The number of vocabularies, 1 or 2."""
+        return 1 if self.tokenizer.joint else 2
 
     @model_validator(mode="after")
     def _embeddings_fit_tokenizer(self) -> "Recipe":
@@ -192,6 +209,11 @@ class TextRecipe(_AnyRecipe):
     training: LanguageTrainingConfig = LanguageTrainingConfig()
     masking: MaskingSpec = MaskingSpec()
     validation: LanguageValidationConfig = LanguageValidationConfig()
+    chosen_keys: ClassVar[tuple[str, ...]] = (
+        *("tokenizer.vocab_size", "model.d_model", "model.d_ff", "model.num_heads", "model.norm"),
+        *("model.num_layers", "model.context", "training.max_steps", "training.batch_size", *_CHOSEN),
+    )
+    num_vocabularies: ClassVar[int] = 1
 
     @property
     def kind(self) -> Literal["decoder", "encoder"]:

@@ -20,23 +20,18 @@ from triptych.running.opening.run_folder import RECIPE
 from triptych.threads import torch_threads
 from triptych.training import (
     AnyRecipe,
-    ContinuedRecipe,
-    LanguageRecipe,
-    Recipe,
     Trainer,
     TrainingResult,
     read_recipe,
 )
 from triptych.training.card import write_card
 from triptych.training.computing import ONE_PROCESS, Layout, LazyParameters, Whole, choose_parallel
-from triptych.training.continuing import prepare_continued
 from triptych.training.folder import SUMMARY, Prepared, holds_run, require_place
-from triptych.training.language import prepare_language
 from triptych.training.objectives import Objective
 from triptych.training.processes import World, code_digests, launched
 from triptych.training.progress import Display, LineDisplay, LoggedDisplay, SilentDisplay
 from triptych.training.state import Counters, find_state, own_files, read_counters
-from triptych.training.translation import prepare_translation
+from triptych.training.task_table import task_of
 from triptych.user_code import use_code
 
 # Settings that a resumed run may change: its end, the distribution over processes, and memory.
@@ -59,6 +54,7 @@ class Summary:
     num_parameters: int  # number of the model's parameters
     padding_waste: float  # share of padding in the training batches
     task: str = "translation"  # `task` of the recipe
+    command: str = "translate"  # command for the finished model
 
     def figures(self) -> dict[str, Any]:
         counters = self.outcome.counters
@@ -115,7 +111,7 @@ def train(
                 with _threads_and_seed(new.recipe):
                     _make_folder(folder, new, _without_memory(new)[0].model, held, force=force)
             # Release the tensors of a checkpoint: each process maps the copy in the run folder.
-            if world.size == 1 or not isinstance(recipe, ContinuedRecipe):
+            if world.size == 1 or not new.from_checkpoint:
                 prepared.append(new)
 
         world.on_first(begin, patiently=True)
@@ -168,8 +164,9 @@ def validate(folder: Path) -> dict[str, float]:
     """Return the figures of a run's model on its validation text, measured by the code of training."""
     recipe = read_recipe(folder / RECIPE)
     with _threads_and_seed(recipe):
-        objective = prepare(recipe, Path.cwd(), SilentDisplay(), folder).objective()
-        if not isinstance(recipe, ContinuedRecipe):
+        prepared = prepare(recipe, Path.cwd(), SilentDisplay(), folder)
+        objective = prepared.objective()
+        if not prepared.from_checkpoint:
             # A rewritten model may differ in size from the recipe's.
             objective.model = to_device(read_own_model(folder), find_device(recipe.training.device))
         computing = Whole(objective, recipe.training.precision)
@@ -257,13 +254,7 @@ def _logged(display: Display, folder: Path, world: World) -> Display:
 
 def prepare(recipe: AnyRecipe, base: Path, display: Display, folder: Path | None = None) -> Prepared:
     """Read the inputs of a new run, or of the run in `folder`, without writing a file."""
-    match recipe:
-        case Recipe():
-            return prepare_translation(recipe, base, display, folder)
-        case LanguageRecipe():
-            return prepare_language(recipe, base, display, folder)
-        case ContinuedRecipe():
-            return prepare_continued(recipe, base, display, folder)
+    return task_of(recipe).prepare(base, display, folder)
 
 
 @contextmanager
@@ -313,7 +304,7 @@ def _laid_out(prepared: Prepared, world: World, display: Display) -> tuple[Objec
 
 def _without_memory(prepared: Prepared) -> tuple[Objective[Any, Any], DeferredInit | None]:
     """Make the objective with a model without initial values, or mapped from the checkpoint's files."""
-    if isinstance(prepared.recipe, ContinuedRecipe):
+    if prepared.from_checkpoint:
         return prepared.objective(), None
     with DeferredInit() as deferred:
         return prepared.objective(), deferred
@@ -330,7 +321,7 @@ def _objective(prepared: Prepared, display: Display) -> Objective[Any, Any]:
             for name, value in deferred.values(twin, by_name):
                 objective.model.get_parameter(name).copy_(value)
         torch.manual_seed(by_name)  # dropout begins with the same random state
-    if isinstance(prepared.recipe, ContinuedRecipe):
+    if prepared.from_checkpoint:
         for parameter in objective.model.parameters():
             parameter.data = parameter.data.clone()
     for name, vectors in prepared.vectors.items():
@@ -343,9 +334,7 @@ def _objective(prepared: Prepared, display: Display) -> Objective[Any, Any]:
 
 def _seed_by_name(recipe: AnyRecipe) -> int | None:
     """Return the seed of initial values by parameter name; None if values are drawn in order, or read."""
-    if isinstance(recipe, ContinuedRecipe) or recipe.initial_values != "by_name":
-        return None
-    return recipe.seed
+    return recipe.seed if recipe.initial_values == "by_name" else None
 
 
 def _run_trainer(recipe: AnyRecipe, trainer: Trainer, display: Display) -> Summary:
@@ -359,12 +348,12 @@ def _run_trainer(recipe: AnyRecipe, trainer: Trainer, display: Display) -> Summa
         display.say("this device has no products in bfloat16: training.precision = 'fp32' is faster here")
     if plan := trainer.describe_plan():
         display.say(plan)
-    summary = Summary(trainer.run(display), num_parameters, waste, recipe.task)
+    summary = Summary(trainer.run(display), num_parameters, waste, recipe.task, task_of(recipe).command)
     if summary.outcome.signal_number is None:
         # An interrupted run gets its card and summary once it is resumed and finishes.
 
         def write() -> None:
-            write_card(trainer.folder, recipe, summary.outcome, num_parameters, display)
+            write_card(trainer.folder, task_of(recipe), summary.outcome, num_parameters, display)
             write_json(trainer.folder / SUMMARY, summary.figures())
 
         trainer.world.on_first(write)

@@ -1,11 +1,11 @@
-"""Inputs of a translation run: texts, tokenizers and objective."""
+"""The task of translation: texts, tokenizers, model and objective of a run."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 
@@ -26,73 +26,157 @@ from triptych.training.corpora.encoded import EncodedCorpus, encode_corpus
 from triptych.training.corpora.pair_batches import TokenBatches
 from triptych.training.corpora.tokenizer_training import train_tokenizers, trained_once
 from triptych.training.folder import Prepared, hash_parts, settings, word_vectors
-from triptych.training.objectives import Bleu, Scorer, TranslationObjective
+from triptych.training.loop import TrainingResult
+from triptych.training.objectives import LEAST_BLEU, Bleu, Scorer, TranslationObjective
 from triptych.training.progress import Display
 from triptych.training.recipe import merge
+from triptych.training.task import CardWords, StepShape, Task
+
+# Tokens of a sentence with its end token, in predictions; the tokens of a batch do not depend on it.
+_SENTENCE = 32
 
 
-def prepare_translation(recipe: Recipe, base: Path, display: Display, folder: Path | None = None) -> Prepared:
-    """Read the inputs of a run; for a new run, train its tokenizers and choose missing keys of the recipe."""
-    # A run folder has the tokenizers; with a teacher, they are the teacher's.
-    cache = base / recipe.data.cache if recipe.data.cache else None
-    teacher = None if recipe.training.teacher is None else _Teacher.read(base / recipe.training.teacher)
-    if folder is not None:
-        tokenizers = TokenizerPair.load(folder)
-        check_tokenizers(tokenizers, folder, joint=recipe.tokenizer.joint)
-        texts = _encode_texts(recipe, cache, tokenizers, *read_corpora(recipe, base, display), display)
-    else:
-        train_text, valid_text = read_corpora(recipe, base, display)
-        device = find_device(recipe.training.device).type
-        num_chars = sum(map(len, train_text.source)) + sum(map(len, train_text.target))
-        given = recipe
-        if teacher is not None:
-            tokenizers = teacher.tokenizers
-            recipe = with_tokenizers_of(tokenizers, recipe)
-        else:
-            recipe = fit_tokenizer(recipe, num_chars, device)
-            tokenizers = _train_tokenizers(recipe, train_text, cache, display)
-        texts = _encode_texts(recipe, cache, tokenizers, train_text, valid_text, display)
-        num_tokens = int((texts.train.target.lengths + 1).sum())
+@final
+class TranslationTask(Task[Recipe]):
+    """Translation of sentences, with an encoder-decoder."""
 
-        def steps_per_epoch(recipe: Recipe) -> int:
-            batches = len(_batches(recipe, texts.train, tokenizers, shuffle=True).plan(0))
-            return -(-batches // recipe.training.accumulate_batches)
-
-        recipe = fit_training(recipe, num_tokens, device, steps_per_epoch)
-        say_choices(given, recipe, f"{num_tokens:,} target tokens on {device}", display)
-
-    def objective() -> TranslationObjective:
-        sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
-        model = EncoderDecoder.of(recipe.model, *sizes, tokenizers.target.pad_id)
-        where = find_device(recipe.training.device)
-        return TranslationObjective(
-            to_device(model, where),
-            _batches(recipe, texts.train, tokenizers, shuffle=True),
-            _batches(recipe, texts.valid, tokenizers, shuffle=False),
-            recipe.training,
-            recipe.validation,
-            _scorer(recipe, tokenizers, texts.translated) if recipe.validation.bleu else None,
-            _bytes_per_token(texts),
-            None if teacher is None else teacher.model.to(where),
-        )
-
-    def begin(model: OwnModel, folder: Path) -> None:
-        tokenizers.save(folder)
-        write_config(model, folder)
-
-    embeddings = recipe.model.embeddings
-    shared = recipe.model.tie_embeddings == "all"
-    vectors = {
-        f"{half}.embeddings.table.weight": word_vectors(base, path, tokenizer, recipe.model.d_model)
-        for half, path, tokenizer in (
-            ("decoder" if shared else "encoder", embeddings.vectors, tokenizers.source),
-            ("decoder", embeddings.target_vectors, tokenizers.target),
-        )
-        if path
-    }
-    return Prepared(
-        recipe, objective, begin, lambda: _fingerprints(recipe, texts, tokenizers, teacher), vectors=vectors
+    command = "translate"
+    batch_key = "batch_tokens"
+    # Keys to change first. The defaults of all other keys are good, or follow from these keys.
+    first_keys = (
+        *("data.valid_share", "tokenizer.kind", "tokenizer.vocab_size"),
+        *("model.d_model", "model.d_ff", "model.num_heads"),
+        *("model.encoder.num_layers", "model.decoder.num_layers", "model.norm", "model.dropout"),
+        *("training.max_steps", "training.batch_tokens", "training.learning_rate", "training.warmup_steps"),
+        *("training.schedule", "training.clip_norm", "training.label_smoothing", "training.precision"),
+        *("validation.every_steps", "decoding.beam_size"),
     )
+
+    def prepare(self, base: Path, display: Display, folder: Path | None = None) -> Prepared:
+        recipe = self.recipe
+        # A run folder has the tokenizers; with a teacher, they are the teacher's.
+        cache = base / recipe.data.cache if recipe.data.cache else None
+        teacher = None if recipe.training.teacher is None else _Teacher.read(base / recipe.training.teacher)
+        if folder is not None:
+            tokenizers = TokenizerPair.load(folder)
+            check_tokenizers(tokenizers, folder, joint=recipe.tokenizer.joint)
+            texts = _encode_texts(recipe, cache, tokenizers, *read_corpora(recipe, base, display), display)
+        else:
+            train_text, valid_text = read_corpora(recipe, base, display)
+            device = find_device(recipe.training.device).type
+            num_chars = sum(map(len, train_text.source)) + sum(map(len, train_text.target))
+            given = recipe
+            if teacher is not None:
+                tokenizers = teacher.tokenizers
+                recipe = with_tokenizers_of(tokenizers, recipe)
+            else:
+                recipe = fit_tokenizer(recipe, num_chars, device)
+                tokenizers = _train_tokenizers(recipe, train_text, cache, display)
+            texts = _encode_texts(recipe, cache, tokenizers, train_text, valid_text, display)
+            num_tokens = int((texts.train.target.lengths + 1).sum())
+
+            def steps_per_epoch(recipe: Recipe) -> int:
+                batches = len(_batches(recipe, texts.train, tokenizers, shuffle=True).plan(0))
+                return -(-batches // recipe.training.accumulate_batches)
+
+            recipe = fit_training(recipe, num_tokens, device, steps_per_epoch)
+            say_choices(given, recipe, f"{num_tokens:,} target tokens on {device}", display)
+
+        def objective() -> TranslationObjective:
+            sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
+            model = EncoderDecoder.of(recipe.model, *sizes, tokenizers.target.pad_id)
+            where = find_device(recipe.training.device)
+            return TranslationObjective(
+                to_device(model, where),
+                _batches(recipe, texts.train, tokenizers, shuffle=True),
+                _batches(recipe, texts.valid, tokenizers, shuffle=False),
+                recipe.training,
+                recipe.validation,
+                _scorer(recipe, tokenizers, texts.translated) if recipe.validation.bleu else None,
+                _bytes_per_token(texts),
+                None if teacher is None else teacher.model.to(where),
+            )
+
+        def begin(model: OwnModel, folder: Path) -> None:
+            tokenizers.save(folder)
+            write_config(model, folder)
+
+        embeddings = recipe.model.embeddings
+        shared = recipe.model.tie_embeddings == "all"
+        vectors = {
+            f"{half}.embeddings.table.weight": word_vectors(base, path, tokenizer, recipe.model.d_model)
+            for half, path, tokenizer in (
+                ("decoder" if shared else "encoder", embeddings.vectors, tokenizers.source),
+                ("decoder", embeddings.target_vectors, tokenizers.target),
+            )
+            if path
+        }
+        return Prepared(
+            recipe,
+            objective,
+            begin,
+            lambda: _fingerprints(recipe, texts, tokenizers, teacher),
+            vectors=vectors,
+        )
+
+    def fitted_to(self, length: int, device: str) -> Recipe:
+        if self.recipe.training.teacher is not None:
+            raise UsageError(
+                "plan counts no teacher: leave out training.teacher, and add its memory and time"
+            )
+        recipe = fit_tokenizer(self.recipe, length, device)
+        return fit_training(recipe, length, device, lambda one: length // one.training.batch_tokens)
+
+    def make_model(self, source_size: int, target_size: int) -> EncoderDecoder:
+        return EncoderDecoder.of(self.recipe.model, source_size, target_size, 0)
+
+    def step_shape(self) -> StepShape:
+        recipe = self.recipe
+        length = min(_SENTENCE, recipe.training.batch_tokens, recipe.data.max_sentence_tokens + 1)
+        size = recipe.tokenizer.vocab_size
+        return StepShape(
+            length=length,
+            num_rows=max(recipe.training.batch_tokens // length, 1),
+            targets_of_row=length,
+            model=EncoderDecoder.of(recipe.model, size, size),
+            passes=2 if recipe.training.rdrop else 1,
+            gathers_to_validate=recipe.validation.bleu,
+        )
+
+    @property
+    def tokens_of_batch(self) -> int:
+        return self.recipe.training.batch_tokens
+
+    def validation_text(self, base: Path) -> tuple[list[str], list[str] | None]:
+        pairs = validation_pairs(self.recipe, base)
+        return pairs.source, pairs.target
+
+    def validation_samples(self, base: Path) -> Iterator[tuple[str, str | None]]:
+        pairs = validation_pairs(self.recipe, base)
+        yield from zip(pairs.source, pairs.target, strict=True)
+
+    def card(self, outcome: TrainingResult, best: str) -> CardWords:
+        by = outcome.counters.best_by
+        is_noise = self.recipe.validation.metric == "bleu" and by == "loss"
+        why = f" (BLEU decides once its 95 % interval lies above {LEAST_BLEU:g})" if is_noise else ""
+        model = self.recipe.model
+        load = 'load("path/to/this/folder").translate(["A sentence."])[0].text'
+        return CardWords(
+            tag="translation",
+            about="An encoder-decoder Transformer trained",
+            tokens="target tokens",
+            judged=f", chosen by {by}{why}: {best}",
+            use=f"python\nfrom triptych import load\n\n{load}",
+            model=f"d_model {model.d_model}, d_ff {model.d_ff},\n{model.num_heads} heads, "
+            f"{model.encoder.num_layers}+{model.decoder.num_layers} layers, {model.norm}-norm",
+        )
+
+
+def validation_pairs(recipe: Recipe, base: Path) -> ParallelCorpus:
+    """Read the validation pairs of a run; paths of the recipe are relative to `base`."""
+    data = recipe.data
+    pairs = read_parallel(data.valid or data.train, max_line_chars=data.max_line_chars, base=base)
+    return pairs if data.valid is not None else pairs.split(data.valid_share)[1]
 
 
 def with_tokenizers_of(teacher: TokenizerPair, recipe: Recipe, training: Mapping[str, Any] = {}) -> Recipe:

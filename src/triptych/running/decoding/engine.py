@@ -28,15 +28,10 @@ from triptych.running.decoding.fused import (
     evaluating_copy,
     fuse,
 )
-from triptych.running.decoding.linear_maps import (
-    MappedFiles,
-    Maps,
-    has_room_for_another,
-    own_memory,
-    unsupported_precision,
-)
+from triptych.running.decoding.linear_maps import Maps, unsupported_precision
 from triptych.running.decoding.neighbours import why_batches_matter
 from triptych.running.decoding.token_loop import Read
+from triptych.running.memory import MappedFiles, has_room_for_another, own_memory
 
 # The top tokens are searched in groups of this size: first the maximum of each group, then only groups
 # with the largest maxima.

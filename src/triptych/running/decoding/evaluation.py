@@ -9,8 +9,8 @@ import numpy as np
 
 from triptych.errors import DataError
 from triptych.literals import Precision
-from triptych.running.decoding.search import SearchOptions
 from triptych.running.decoding.translator import Translator
+from triptych.running.decoding_options import SearchOptions
 from triptych.running.text import as_lines
 
 

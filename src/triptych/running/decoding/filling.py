@@ -10,8 +10,7 @@ from triptych.core.algebra.forms import at_least_float32
 from triptych.core.models import LanguageModel
 from triptych.core.models.overflow import require_finite_logits
 from triptych.errors import UsageError
-from triptych.running.decoding.batches import LONGEST_SHOWN, check_length
-from triptych.running.decoding.text_generator import check_vocabulary
+from triptych.running.input_limits import LONGEST_SHOWN, check_length, check_vocabulary
 from triptych.running.text import Tokenizer, as_lines, encode_texts
 
 

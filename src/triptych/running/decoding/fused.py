@@ -43,7 +43,8 @@ from triptych.core.models.blocks import Block, OffsetNorm
 from triptych.core.models.experts import Experts
 from triptych.core.models.feed_forward import FeedForward
 from triptych.running.decoding.cache import EVEN_KEYS, EVEN_ROWS, SlotCache, even_length, hidden_score
-from triptych.running.decoding.linear_maps import ACTIVATIONS, MappedFiles, Maps, constant
+from triptych.running.decoding.linear_maps import ACTIVATIONS, Maps, constant
+from triptych.running.memory import MappedFiles
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | LanguageModel)

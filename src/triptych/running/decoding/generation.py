@@ -1,81 +1,23 @@
 """Text generation with a language model, in token ids."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from triptych.errors import UsageError
-from triptych.running.decoding.batches import LONGEST_PROMPT, check_length
 from triptych.running.decoding.cache import TextCache
+from triptych.running.decoding.decoder import Ends, never_ends
 from triptych.running.decoding.engine import Engine
-from triptych.running.decoding.sampling import RowState, SamplingOptions, choose
-from triptych.running.decoding.search import (
-    LARGEST_BEAM,
-    MOST_TOKENS,
-    BeamKind,
-    BeamText,
-    Finish,
-    Hypothesis,
-    Top,
-    require_alpha,
-    require_count,
-)
+from triptych.running.decoding.sampling import RowState, choose
+from triptych.running.decoding.search import BeamKind, BeamText, Finish, Hypothesis, Top
 from triptych.running.decoding.token_loop import Asked, DecodingBatch, Loop, Read, Text, require_finite_best
-
-
-@dataclass(frozen=True)
-class GenerationOptions:
-    """Options of text generation."""
-
-    max_new_tokens: int = 128  # maximum number of tokens of a continuation
-    sampling: SamplingOptions = field(default_factory=SamplingOptions)  # choice of each token
-    seed: int = 0  # seed of sampling
-    num_samples: int = 1  # continuations of each prompt; with a beam, the best hypotheses
-    beam_size: int = 1  # hypotheses of a deterministic beam search; 1 for no beam
-    alpha: float = 0.0  # exponent of the beam's length penalty, `((5 + length) / 6)^alpha`; 0 for no penalty
-    stop_ids: tuple[int, ...] = ()  # a continuation ends before any of these tokens
-    stop_texts: tuple[str, ...] = ()  # a continuation ends before any of these strings
-    num_top: int = 0  # most probable tokens reported for each position; 0 with a beam
-    # maximum length of a prompt; None for the model's number of positions, or 32,768 if the model is
-    # unlimited and reads a prompt whole
-    max_prompt_tokens: int | None = None
-    max_length: int | None = None  # maximum length of a text, prompt included
-
-    def __post_init__(self) -> None:
-        if self.max_prompt_tokens is not None:
-            require_count("max_prompt_tokens", self.max_prompt_tokens, MOST_TOKENS)
-        require_count("max_new_tokens", self.max_new_tokens, MOST_TOKENS)
-        if self.max_length is not None:
-            require_count("max_length", self.max_length, MOST_TOKENS)
-        require_count("num_samples", self.num_samples, LARGEST_BEAM)
-        require_count("beam_size", self.beam_size, LARGEST_BEAM)
-        require_alpha(self.alpha)
-        if "" in self.stop_texts:
-            raise ValueError("a stop string is empty: it would end every text before it begins")
-        if self.beam_size > 1:
-            if self.sampling != SamplingOptions():
-                raise ValueError("beam search takes the most probable texts: give no sampling option with it")
-            if self.num_samples > self.beam_size:
-                raise ValueError(
-                    f"num_samples is {self.num_samples}, but a beam of {self.beam_size} holds fewer texts"
-                )
-        elif self.sampling.is_greedy and self.num_samples > 1:
-            raise ValueError("the samples of temperature 0 are all alike: give a temperature above 0")
-
-    def most_new(self, num_prompt: int) -> int:
-        """Return the number of tokens that a prompt may grow by."""
-        if self.max_length is None:
-            return self.max_new_tokens
-        if num_prompt >= self.max_length:
-            raise UsageError(
-                f"the prompt has {num_prompt:,} tokens, and max_length of generation_config.json allows "
-                f"{self.max_length:,} in all: give max_new_tokens"
-            )
-        return min(self.max_new_tokens, self.max_length - num_prompt)
+from triptych.running.decoding_options import (
+    GenerationOptions,
+    SamplingOptions,
+)
+from triptych.running.input_limits import LONGEST_PROMPT, check_length
 
 
 class NewToken(NamedTuple):
@@ -87,31 +29,6 @@ class NewToken(NamedTuple):
     log_prob: float
     finish: Finish | None  # reason why the continuation ends here (it excludes a stop token), or None
     top: Top = ()  # most probable tokens at this position
-
-
-class OtherEngine(ABC):
-    """Base class for text generation by another library instead of an `Engine`."""
-
-    @abstractmethod
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        options: GenerationOptions,
-        ends: Callable[[int, int], bool],
-        batch_rows: int = 32,
-    ) -> list[list[Hypothesis]]:
-        """Continue prompts; see `generate_tokens`."""
-
-    @abstractmethod
-    def stream(
-        self, prompt: Sequence[int], options: GenerationOptions, ends: Callable[[int, int], bool]
-    ) -> Iterator[NewToken]:
-        """Continue a prompt without a beam and yield each new token."""
-
-
-def _never_ends(row: int, token: int) -> bool:
-    del row, token
-    return False
 
 
 def check_prompts(
@@ -157,7 +74,7 @@ class Sample(Text):
         prompt: Sequence[int],
         options: GenerationOptions,
         row: int,
-        ends: Callable[[int, int], bool],
+        ends: Ends,
     ) -> None:
         """Start; `row` is the number of the prompt times `num_samples`, plus the number of the sample."""
         self.row, self.new = row, list[NewToken]()
@@ -272,7 +189,7 @@ def begin(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
-    ends: Callable[[int, int], bool] = _never_ends,
+    ends: Ends = never_ends,
 ) -> list[Asked[list[Hypothesis]]]:
     """Check prompts and return their requests for a `Loop`."""
     check_prompts(prompts, engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
@@ -284,7 +201,7 @@ def _begin_prompt(
     prompt: Sequence[int],
     number: int,
     options: GenerationOptions,
-    ends: Callable[[int, int], bool],
+    ends: Ends,
 ) -> Asked[list[Hypothesis]]:
     """Build the request of prompt `number`.
 
@@ -313,7 +230,7 @@ def generate_tokens(
     prompts: Sequence[Sequence[int]],
     options: GenerationOptions,
     *,
-    ends: Callable[[int, int], bool] = _never_ends,
+    ends: Ends = never_ends,
     batch_rows: int = 32,
 ) -> list[list[Hypothesis]]:
     """Continue prompts in order of falling length, at most `batch_rows` texts at a time."""

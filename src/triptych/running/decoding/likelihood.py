@@ -16,7 +16,7 @@ from triptych.core.models import LanguageModel
 from triptych.core.models.overflow import require_finite_logits, require_finite_values
 from triptych.errors import DataError, UsageError
 from triptych.literals import SpecialTokens
-from triptych.running.decoding.batches import padded_alike
+from triptych.running.batching import padded_alike
 from triptych.running.text import Tokenizer, encode_texts
 from triptych.running.text.unknown_characters import count_unknown, why_no_bits
 

@@ -7,7 +7,6 @@ the most probable token of a row.
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -15,57 +14,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from triptych.errors import DataError
-from triptych.running.decoding.rules import NO_RULES, TokenRules
-
-# A lower temperature makes logits too large for float32; a higher one makes all tokens equally probable.
-_LEAST_TEMPERATURE = 1e-6
-_LARGEST_TEMPERATURE = 1e6
-# A factor of 100 decides every choice; a larger one drives logits out of the range of float32.
-_LEAST_PENALTY = 0.01
-_LARGEST_PENALTY = 100.0
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """Options for choosing the next token. The filters apply in this order."""
-
-    # factor p for tokens already in the text or its prompt: positive logits are divided by p, negative logits
-    # multiplied by p; 1 for no penalty. It also affects greedy choices. Source: Keskar et al. 2019,
-    # arXiv 1909.05858, section 4.1
-    repetition_penalty: float = 1.0
-    temperature: float = 0.0  # divisor of logits; 0 chooses the most probable token
-    top_k: int | None = None  # keep the k most probable tokens; None for all
-    # keep the smallest set of most probable tokens with a total probability ≥ p. Source: Holtzman et al.
-    # 2020, arXiv 1904.09751
-    top_p: float | None = None
-    # keep tokens with a probability ≥ p times the largest probability. Source: Nguyen et al. 2024,
-    # arXiv 2407.01082
-    min_p: float | None = None
-    # keep the tokens with information nearest to the entropy, up to a total probability ≥ p. Source: Meister
-    # et al. 2023, arXiv 2202.00666
-    typical_p: float | None = None
-    rules: TokenRules = NO_RULES  # forbidden next tokens, also for greedy choices
-
-    def __post_init__(self) -> None:
-        if self.temperature != 0 and not _LEAST_TEMPERATURE <= self.temperature <= _LARGEST_TEMPERATURE:
-            raise ValueError(
-                f"temperature is {self.temperature}: it must be 0, or from {_LEAST_TEMPERATURE} to "
-                f"{_LARGEST_TEMPERATURE:g}"
-            )
-        if not _LEAST_PENALTY <= self.repetition_penalty <= _LARGEST_PENALTY:
-            raise ValueError(
-                f"repetition_penalty is {self.repetition_penalty}: it must be from {_LEAST_PENALTY} to "
-                f"{_LARGEST_PENALTY:g}"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}: it must be at least 1")
-        for name, value in (("top_p", self.top_p), ("min_p", self.min_p), ("typical_p", self.typical_p)):
-            if value is not None and not 0 < value <= 1:
-                raise ValueError(f"{name} is {value}: it must be above 0 and at most 1")
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
+from triptych.running.decoding_options import SamplingOptions
+from triptych.running.token_rules import NO_RULES
 
 
 def penalise_repeats(

@@ -20,59 +20,14 @@ from torch.nn import functional as F
 
 from triptych import thresholds
 from triptych.errors import UsageError
-from triptych.literals import Stop
 from triptych.running.decoding.engine import GROUP, DecodingEngine
 from triptych.running.decoding.glossary import Terms
 from triptych.running.decoding.token_loop import DecodingBatch, Read, Text, require_finite_best
+from triptych.running.decoding_options import SearchOptions
 from triptych.running.text import OutputRules
 
 # Reason for an end: an end "token", a stop "text", the requested "length" or the model's "positions".
 Finish = Literal["token", "text", "length", "positions"]
-
-# Limits far above practical values; much larger values overflow integers or memory.
-LARGEST_BEAM = 10_000
-MOST_TOKENS = 10**9
-_LARGEST_ALPHA = 10.0
-
-
-def require_count(name: str, value: int, most: int) -> None:
-    """Raise `ValueError` for a number below 1 or above `most`."""
-    if not 1 <= value <= most:
-        raise ValueError(f"{name} is {value}: it must be at least 1, and at most {most:,}")
-
-
-def require_alpha(alpha: float) -> None:
-    """Raise `ValueError` for a negative or too large exponent of the length penalty."""
-    if not 0 <= alpha <= _LARGEST_ALPHA:
-        raise ValueError(f"alpha is {alpha}: it must be at least 0, and at most {_LARGEST_ALPHA:g}")
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """Options of beam search."""
-
-    beam_size: int = 4  # hypotheses kept at every step; 1 is greedy
-    alpha: float = 0.6  # exponent of the length penalty; 0 for no penalty
-    max_extra_tokens: int = 50  # maximum length of an output, minus the length of its source
-    num_best: int = 1  # number of returned hypotheses, at most beam_size
-    # end of the search for a sentence. "certain": open hypotheses cannot overtake the num_best-th finished
-    # hypothesis any more. "full": beam_size hypotheses have finished; most toolkits use this criterion, which
-    # takes about half the steps. Greedy search ends at the first finished hypothesis
-    stop: Stop = "certain"
-    # maximum length of a sentence read at once; None for the model's limit, or 1,024 if it is unlimited
-    max_source_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        require_count("beam_size", self.beam_size, LARGEST_BEAM)
-        require_count("max_extra_tokens", self.max_extra_tokens, MOST_TOKENS)
-        require_alpha(self.alpha)
-        if not 1 <= self.num_best <= self.beam_size:
-            raise ValueError(
-                f"num_best is {self.num_best}: it must be between 1 and beam_size ({self.beam_size})"
-            )
-        if self.max_source_tokens is not None:
-            require_count("max_source_tokens", self.max_source_tokens, MOST_TOKENS)
-
 
 # Tokens and natural logarithms of their probabilities, in descending order.
 Top = tuple[tuple[int, float], ...]

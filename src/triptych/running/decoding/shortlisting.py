@@ -14,7 +14,8 @@ from triptych.errors import UsageError
 from triptych.literals import Precision
 from triptych.running.decoding.cache import TextCache
 from triptych.running.decoding.engine import GROUP, DecodingEngine, Engine
-from triptych.running.decoding.linear_maps import Maps, has_room_for_another
+from triptych.running.decoding.linear_maps import Maps
+from triptych.running.memory import has_room_for_another
 from triptych.running.text import OutputRules
 from triptych.running.text.shortlists import Shortlist
 

@@ -6,13 +6,16 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from triptych.core.models import LanguageModel
-from triptych.errors import DataError, UsageError
+from triptych.errors import UsageError
 from triptych.literals import Precision, SpecialTokens
 from triptych.printable import shortened
-from triptych.running.decoding.engine import Engine
-from triptych.running.decoding.generation import GenerationOptions, OtherEngine, begin, generate_tokens
+from triptych.running.changes import Change, ValueChange
+from triptych.running.decoding.decoder import Decoder, Ends
+from triptych.running.decoding.prompt_decoder import PromptDecoder
 from triptych.running.decoding.search import Finish, Hypothesis, Top
 from triptych.running.decoding.token_loop import Asked, Loop
+from triptych.running.decoding_options import GenerationOptions
+from triptych.running.input_limits import check_vocabulary
 from triptych.running.text import StreamDecoder, Text, Tokenizer, encode_texts
 from triptych.running.text.given import which_of
 
@@ -98,23 +101,17 @@ class TextGenerator:
         end_ids: Sequence[int] = (),
         begin_id: int | None = None,
         batch_rows: int = 32,
-        other: OtherEngine | None = None,
+        decoder: Decoder[GenerationOptions] | None = None,
     ) -> None:
+        """Continue texts by `decoder`, or else by triptych's, with at most `batch_rows` texts at a time."""
         check_vocabulary(model, tokenizer)
         self.model = model
         self.tokenizer = tokenizer
         self.precision = precision
-        self._batch_rows = batch_rows
         self._begin_id = begin_id
         usual = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
         self.end_ids = tuple(dict.fromkeys(end_ids)) or usual
-        self._other = other
-        if other is not None:
-            return
-        try:
-            self._engine = Engine(model, precision, tokenizer.vocab_size)
-        except ValueError as error:
-            raise UsageError(f"this model cannot be run: {error}") from None
+        self.decoder = decoder or PromptDecoder(model, tokenizer.vocab_size, precision, batch_rows=batch_rows)
 
     def encode(
         self, prompt: Text, *, chat: bool = False, special_tokens: SpecialTokens = "tokens"
@@ -173,14 +170,10 @@ class TextGenerator:
         Unless a beam is searched, `tell` is called after each token with a row and the newly certain text.
         The row is the number of the text times `num_samples`, plus the number of the sample.
         """
-        if self._other is not None and options.num_top:
-            raise UsageError("this engine tells no other tokens of a place: ask for none, or take triptych's")
-        options, count = self._with_ends(options), options.num_samples
+        options = self._with_ends(options)
+        count = options.num_samples
         streams, ends = self._streams(texts, options, tell)
-        if self._other is not None:
-            found = self._other.generate(texts, options, ends, self._batch_rows)
-        else:
-            found = generate_tokens(self._engine, texts, options, ends=ends, batch_rows=self._batch_rows)
+        found = self.decoder.decode(texts, options, ends)
         return [
             self._continuations(of_prompt, streams[i * count : (i + 1) * count], options)
             for i, of_prompt in enumerate(found)
@@ -188,7 +181,7 @@ class TextGenerator:
 
     def loop(self, most_rows: int, most_tokens: int) -> Loop | None:
         """Return a loop for incoming requests of `begin`; None for another library."""
-        return None if self._other else Loop(self._engine, most_rows=most_rows, most_tokens=most_tokens)
+        return self.decoder.loop(most_rows, most_tokens)
 
     def begin(
         self,
@@ -199,7 +192,7 @@ class TextGenerator:
         """Return a request to continue a text; `tell` is called with a sample's number and its new text."""
         options = self._with_ends(options)
         streams, ends = self._streams([ids], options, tell)
-        (asked,) = begin(self._engine, [ids], options, ends)
+        asked = self.decoder.begin(ids, options, ends)
         return Asked(asked.texts, lambda: self._continuations(asked.result(), streams, options))
 
     def stream(
@@ -217,13 +210,8 @@ class TextGenerator:
         options = self._with_ends(options)
         new = deque[str]()
         (text,), ends = self._streams([ids], options, lambda row, text: new.append(text))
-        if self._other is not None:
-            steps: Iterator[object] = self._other.stream(ids, options, ends)
-        else:
-            (asked,) = begin(self._engine, [ids], options, ends)
-            steps = Loop(self._engine).steps(asked.texts)
         # A step fills `new` through the callback above.
-        for _ in steps:
+        for _ in self.decoder.stream(ids, options, ends):
             while new:
                 if part := new.popleft():
                     yield part
@@ -238,7 +226,7 @@ class TextGenerator:
 
     def _streams(
         self, texts: Sequence[Sequence[int]], options: GenerationOptions, tell: Callable[[int, str], None]
-    ) -> tuple[list[TextStream], Callable[[int, int], bool]]:
+    ) -> tuple[list[TextStream], Ends]:
         """Return the text stream of each sample, and a callback to append a token and detect the end."""
         every = [ids for ids in texts for _ in range(options.num_samples)]
         streams = [TextStream(self.tokenizer, ids, options.stop_texts) for ids in every]
@@ -274,6 +262,19 @@ class TextGenerator:
         return continuations
 
 
+def continue_changed(
+    ids: Sequence[list[int]], by: TextGenerator, options: GenerationOptions, changes: Sequence[Change]
+) -> list[list[Continuation]]:
+    """Continue texts; if activations are edited by position, only texts of equal length share a batch."""
+    if not any(isinstance(change, ValueChange) for change in changes):
+        return by.continue_tokens(ids, options)
+    found: dict[int, list[Continuation]] = {}
+    for length in sorted({len(own) for own in ids}):
+        places = [place for place, own in enumerate(ids) if len(own) == length]
+        found |= dict(zip(places, by.continue_tokens([ids[i] for i in places], options), strict=True))
+    return [found[place] for place in range(len(ids))]
+
+
 def _cut_at_stop(found: Hypothesis, text: TextStream) -> Hypothesis:
     """Cut a hypothesis of a beam at a stop string, which beam search ignores."""
     for count, token in enumerate(found.ids, start=1):
@@ -281,12 +282,3 @@ def _cut_at_stop(found: Hypothesis, text: TextStream) -> Hypothesis:
         if text.is_over:
             return found._replace(ids=found.ids[:count], log_probs=found.log_probs[:count])
     return found
-
-
-def check_vocabulary(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Check that a tokenizer has no more tokens than the model."""
-    if tokenizer.vocab_size > model.vocab_size:
-        raise DataError(
-            f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model {model.vocab_size:,}: take "
-            "both from one checkpoint"
-        )

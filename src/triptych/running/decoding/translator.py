@@ -1,7 +1,6 @@
 """Translation of lines of text."""
 
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -9,19 +8,18 @@ from functools import partial
 from itertools import islice
 from typing import Literal, final, overload
 
-from triptych import thresholds
 from triptych.core.models import EncoderDecoder
 from triptych.errors import UsageError
 from triptych.literals import Precision, SpecialTokens
-from triptych.running.decoding.batches import LONGEST_LINE, BatchSearcher, batches_of_like_length
+from triptych.running.decoding.decoder import Decoder, Group
 from triptych.running.decoding.glossary import Glossary
-from triptych.running.decoding.linear_maps import unsupported_precision
-from triptych.running.decoding.search import Hypothesis, SearchOptions
+from triptych.running.decoding.search import Hypothesis
+from triptych.running.decoding.sentence_decoder import SentenceDecoder
 from triptych.running.decoding.token_loop import Asked, Loop
-from triptych.running.decoding.workers import Searcher, WorkerPool
-from triptych.running.text import OutputRules, TokenizerPair, as_lines
+from triptych.running.decoding_options import SearchOptions
+from triptych.running.input_limits import LONGEST_LINE
+from triptych.running.text import TokenizerPair, as_lines
 from triptych.running.text.shortlists import Shortlist
-from triptych.threads import Ahead, torch_threads
 
 # Maximum number of groups of lines read ahead, and of groups in translation.
 _GROUPS_READ_AHEAD = 2
@@ -74,39 +72,45 @@ class Translator:
         batch_sentences: int | None = None,
         precision: Precision = "fp32",
         workers: int = 1,
-        searcher: Searcher | None = None,
+        decoder: Decoder[SearchOptions] | None = None,
         shortlist: Shortlist | None = None,
         ensemble: Sequence[EncoderDecoder] = (),
     ) -> None:
-        """Prepare translation; with an `ensemble`, probabilities are averaged over it and `model`.
+        """Prepare translation by `decoder`, or else by triptych's with the other arguments.
 
-        Models of an ensemble must have the vocabulary of `model`.
+        With an `ensemble`, probabilities are averaged over it and `model`; its models must have the
+        vocabulary of `model`.
         """
-        if workers < 1:
-            raise UsageError(f"workers is {workers}: at least 1 is needed")
         self.model = model
         self.models = (model, *ensemble)
         self.tokenizers = tokenizers
-        self.options = options or SearchOptions()
+        self.decoder = decoder or SentenceDecoder(
+            self.models,
+            tokenizers.source.eos_id,
+            tokenizers.target.rules,
+            options or SearchOptions(),
+            precision,
+            shortlist=shortlist,
+            batch_tokens=batch_tokens,
+            batch_sentences=batch_sentences,
+            workers=workers,
+        )
+        self.options = self.decoder.options
         self.batch_tokens = batch_tokens
-        self.batch_sentences = batch_sentences
         self.precision: Precision = precision
         self.shortlist = shortlist
-        device = next(model.parameters()).device
-        self.workers = workers if searcher is not None or device.type == "cpu" else 1
-        self._other_searcher = searcher
-        self._pool: WorkerPool | None = None
-        self._searcher: BatchSearcher | None = None
-        self._made_of: object = None
         self._glossary: Glossary | None = None
         self._special_tokens: SpecialTokens = "tokens"
-        if searcher is None and (reason := unsupported_precision(precision, device)):
-            raise UsageError(f"this model cannot be run in {precision}: {reason}")
 
     @property
     def engine(self) -> Literal["triptych", "ctranslate2"]:
         """Decoding library."""
-        return "triptych" if self._other_searcher is None else "ctranslate2"
+        return self.decoder.library
+
+    @property
+    def workers(self) -> int:
+        """Number of processes that translate, or of CTranslate2's threads."""
+        return self.decoder.workers
 
     @property
     def max_source_tokens(self) -> int:
@@ -132,29 +136,22 @@ class Translator:
     def translate_stream(self, batches: Iterable[str | Sequence[str]]) -> Iterator[Translation]:
         """Translate batches of lines and yield translations in order, without waiting for later batches."""
         several = (as_lines(batch) for batch in ([batches] if isinstance(batches, str) else batches))
-        if self.workers > 1 and self._other_searcher is None:
-            yield from self._translated_side_by_side(several)
-        else:
-            for group in map(self._group, several):
-                group.found = self.search_tokens(group.sentences)
-                yield from self._finished(group)
+        for group in self.decoder.decode_groups(several, self._group):
+            yield from self._finished(group)
 
     def loop(self, most_rows: int) -> Loop | None:
         """Return a loop for incoming requests of `begin`; None for another library."""
-        if self._other_searcher is not None:
-            return None
-        return Loop(self._ready_searcher().engine, most_rows=most_rows, most_tokens=self.batch_tokens)
+        return self.decoder.loop(most_rows, self.batch_tokens)
 
     def begin(self, line: str, options: SearchOptions) -> Asked[Translation]:
         """Return a request to translate a line, for a loop."""
-        # Changed weights are detected only when a loop is created: the check costs as much as a small step.
-        searcher = self._searcher or self._ready_searcher()
-        texts = [searcher.text(ids, options) for ids in self._pieces(line)]
-        return Asked(texts, lambda: self._assemble(line, [text.best[: options.num_best] for text in texts]))
+        pieces = [self.decoder.begin(ids, options) for ids in self._pieces(line)]
+        texts = [text for piece in pieces for text in piece.texts]
+        return Asked(texts, lambda: self._assemble(line, [piece.result() for piece in pieces]))
 
     def with_glossary(self, terms: Mapping[str, str]) -> "Translator":
         """Return a copy of the translator with a glossary of source terms and required translations."""
-        if self._other_searcher is not None or self.shortlist is not None:
+        if self.engine != "triptych" or self.shortlist is not None:
             raise UsageError("a glossary goes with --engine triptych, and without a shortlist")
         own = copy(self)
         own._glossary = Glossary(terms, self.tokenizers.target)
@@ -168,16 +165,11 @@ class Translator:
 
     def start_workers(self) -> None:
         """Start the other workers and wait until they are ready, instead of starting them on demand."""
-        if self.workers > 1 and self._other_searcher is None:
-            pool = self._ready_pool()
-            pool.start(self.workers - 1)
-            pool.wait_until_ready()
+        self.decoder.start_workers()
 
     def close(self) -> None:
         """Stop the other workers; they restart on demand."""
-        if self._pool is not None:
-            self._pool.close()
-            self._pool = None
+        self.decoder.close()
 
     def __enter__(self) -> "Translator":
         return self
@@ -185,83 +177,14 @@ class Translator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _translated_side_by_side(self, batches: Iterable[Sequence[str]]) -> Iterator[Translation]:
-        pool = self._ready_pool()
-        arriving = Ahead(batches, depth=_GROUPS_READ_AHEAD)
-        groups: deque[_Group] = deque()
-        failure: Exception | None = None
-        try:
-            while True:
-                with torch_threads(1):
-                    # Wait for new lines only if no group is in translation.
-                    while len(groups) < _GROUPS_IN_HAND and (not groups or arriving.has_more):
-                        try:
-                            lines = next(arriving, None)
-                        except Exception as error:  # noqa: BLE001 (raised when the lines before it are done)
-                            failure = error
-                            lines = None
-                        if lines is None:
-                            break
-                        groups.append(self._group(lines))
-                        for part in self._batches(groups[-1].sentences):
-                            pool.submit((groups[-1], part), [groups[-1].sentences[i] for i in part])
-                    if not groups:
-                        if failure is not None:
-                            raise failure
-                        return
-                    if sum(group.missing for group in groups) >= thresholds.SENTENCES_WORTH_A_WORKER:
-                        pool.start(self.workers - 1)
-                    while groups[0].missing:
-                        (group, part), results = pool.next()
-                        for i, hypotheses in zip(part, results, strict=True):
-                            group.found[i] = hypotheses
-                        group.missing -= len(part)
-                        if arriving.has_more and len(groups) < _GROUPS_IN_HAND:
-                            break
-                while groups and not groups[0].missing:
-                    yield from self._finished(groups.popleft())
-        finally:
-            arriving.close(waits=False)  # the next line may never arrive
-            if any(group.missing for group in groups):
-                self.close()  # the caller stopped early: cancel the workers' batches
-
-    def _group(self, lines: Sequence[str]) -> "_Group":
+    def _group(self, lines: Sequence[str]) -> Group:
         pieces = [self._pieces(line) for line in lines]
         sentences = [ids for of_line in pieces for ids in of_line]
-        return _Group(lines, [*map(len, pieces)], sentences, [[] for _ in sentences], len(sentences))
+        return Group([*zip(lines, map(len, pieces), strict=True)], sentences)
 
-    def _finished(self, group: "_Group") -> list[Translation]:
+    def _finished(self, group: Group) -> list[Translation]:
         found = iter(group.found)
-        return [
-            self._assemble(line, [*islice(found, count)])
-            for line, count in zip(group.lines, group.num_pieces, strict=True)
-        ]
-
-    def _ready_pool(self) -> WorkerPool:
-        self._forget_what_is_stale()
-        if self._pool is None:
-            self._pool = WorkerPool(BatchSearcher, self._searcher_arguments())
-        return self._pool
-
-    def _ready_searcher(self) -> BatchSearcher:
-        self._forget_what_is_stale()
-        if self._searcher is None:
-            self._searcher = BatchSearcher(*self._searcher_arguments())
-        return self._searcher
-
-    def _forget_what_is_stale(self) -> None:
-        """Discard searcher and workers if the model's weights have changed."""
-        if self._made_of != (version := _version(self.models)):
-            self.close()
-            self._searcher = None
-            self._made_of = version
-
-    def _searcher_arguments(
-        self,
-    ) -> tuple[Sequence[EncoderDecoder], int, SearchOptions, Precision, OutputRules, Shortlist | None]:
-        src = self.tokenizers.source
-        tgt = self.tokenizers.target
-        return self.models, src.eos_id, self.options, self.precision, tgt.rules, self.shortlist
+        return [self._assemble(line, [*islice(found, num_pieces)]) for line, num_pieces in group.given]
 
     def _pieces(self, line: str) -> list[list[int]]:
         glossary = self._glossary
@@ -283,17 +206,7 @@ class Translator:
 
     def search_tokens(self, sentences: Sequence[list[int]]) -> list[list[Hypothesis]]:
         """Search sentences given as token ids; return hypotheses of each sentence by falling score."""
-        if self._other_searcher is not None:
-            return self._other_searcher(sentences) if sentences else []
-        searcher = self._ready_searcher()
-        results: list[list[Hypothesis]] = [[] for _ in sentences]
-        for batch in self._batches(sentences):
-            for i, hypotheses in zip(batch, searcher([sentences[i] for i in batch]), strict=True):
-                results[i] = hypotheses
-        return results
-
-    def _batches(self, sentences: Sequence[list[int]]) -> Iterator[list[int]]:
-        return batches_of_like_length(sentences, self.batch_tokens, self.batch_sentences)
+        return self.decoder.decode(sentences)
 
     def _assemble(self, line: str, found: list[list[Hypothesis]]) -> Translation:
         # The n-th best translation of a split line joins the n-th best of every piece. An empty line has one
@@ -314,23 +227,6 @@ class Translator:
             score=sum((h.score for h in hypotheses), start=0.0),
             log_prob=sum((h.log_prob for h in hypotheses), start=0.0),
         )
-
-
-@dataclass
-class _Group:
-    """A batch of lines in translation."""
-
-    lines: Sequence[str]
-    num_pieces: list[int]  # number of pieces of each line
-    sentences: list[list[int]]
-    found: list[list[Hypothesis]]
-    missing: int
-
-
-def _version(models: Sequence[EncoderDecoder]) -> object:
-    """Return a fingerprint of the weights: addresses and version counters of all parameters."""
-    parameters = (parameter for model in models for parameter in model.parameters())
-    return tuple((parameter.data_ptr(), parameter._version) for parameter in parameters)
 
 
 # Split points in order of preference: ends of sentences, ends of clauses, spaces. Punctuation is kept.

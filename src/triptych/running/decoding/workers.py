@@ -21,10 +21,9 @@ from typing import Any, final
 import torch
 
 from triptych import user_code
-from triptych.running.decoding.search import Hypothesis
+from triptych.running.decoding.decoder import Hypotheses
 
 Sentences = Sequence[Sequence[int]]
-Hypotheses = list[list[Hypothesis]]
 # Search of a batch of sentences.
 Searcher = Callable[[Sentences], Hypotheses]
 

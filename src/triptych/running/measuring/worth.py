@@ -22,7 +22,7 @@ from triptych.core.models.overflow import require_finite_values
 from triptych.core.models.sites import AttentionSite, attention_sites
 from triptych.errors import UsageError
 from triptych.literals import Instead
-from triptych.running.decoding.batches import EvaluationMode, batches_of_like_length, padded_alike
+from triptych.running.batching import EvaluationMode, batches_of_like_length, padded_alike
 from triptych.running.measuring.windows import DocumentWindow, HeadFigures, Place, Told, Windows
 from triptych.running.opening import LayerCall, Reader, Recording, TextIds
 from triptych.running.text import Tokenizer

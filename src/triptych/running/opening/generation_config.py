@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, final
 
 from triptych.errors import DataError, GenerationNote, UsageError
-from triptych.running.decoding import GenerationOptions, SamplingOptions, TokenRules
+from triptych.running.decoding_options import GenerationOptions, SamplingOptions
+from triptych.running.token_rules import TokenRules
 from triptych.untrusted import read_json, shown
 
 FILE = "generation_config.json"

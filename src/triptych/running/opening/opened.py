@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import tomli_w
 import torch
@@ -17,14 +17,17 @@ from triptych.core.models.storage import read_own_model
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.files import write_text
 from triptych.literals import Precision, Stop
-from triptych.running.decoding import SearchOptions, TextGenerator, Translator
-from triptych.running.decoding.text_generator import check_vocabulary
+from triptych.running.decoding_options import SearchOptions
+from triptych.running.input_limits import check_vocabulary
 from triptych.running.opening.generation_config import GenerationConfig
 from triptych.running.opening.run_folder import DECODING, TOKENIZER, DecodingConfig, read_decoding
 from triptych.running.opening.translators import Languages, read_translator
 from triptych.running.text import NumberedTokens, Tokenizer, TokenizerPair, load_tokenizer, read_tokenizer
 from triptych.running.text.shortlists import Shortlist, read_shortlist
 from triptych.untrusted import read_json, shown
+
+if TYPE_CHECKING:
+    from triptych.running.decoding import TextGenerator, Translator
 
 
 @final
@@ -213,8 +216,10 @@ class OpenedModel:
 
     def translator(
         self, options: SearchOptions | None = None, *, precision: Precision = "fp32", workers: int = 1
-    ) -> Translator:
+    ) -> "Translator":
         """Build a translator; the default is the model's search options."""
+        from triptych.running.decoding.translator import Translator
+
         options = options or self.search_options()
         return Translator(
             self.encoder_decoder,
@@ -226,7 +231,10 @@ class OpenedModel:
             ensemble=self.ensemble,
         )
 
-    def generator(self, *, precision: Precision = "fp32", batch_rows: int = 32) -> TextGenerator:
+    def generator(self, *, precision: Precision = "fp32", batch_rows: int = 32) -> "TextGenerator":
+        """Build a generator of continuations."""
+        from triptych.running.decoding.text_generator import TextGenerator
+
         return TextGenerator(
             self.language_model,
             self.tokenizer,

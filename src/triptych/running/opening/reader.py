@@ -21,15 +21,9 @@ from triptych.core.models.sites import AnyModel, AttentionSite, attention_sites,
 from triptych.core.places import PlaceNames
 from triptych.errors import UsageError
 from triptych.literals import SpecialTokens
-from triptych.running.decoding import GenerationOptions
-from triptych.running.decoding.batches import (
-    LONGEST_SHOWN,
-    EvaluationMode,
-    batches_of_like_length,
-    check_length,
-    padded_alike,
-)
-from triptych.running.decoding.text_generator import check_vocabulary
+from triptych.running.batching import EvaluationMode, batches_of_like_length, padded_alike
+from triptych.running.decoding_options import GenerationOptions
+from triptych.running.input_limits import LONGEST_SHOWN, check_length, check_vocabulary
 from triptych.running.opening.opened import OpenedModel
 from triptych.running.opening.text_model import (
     RANDOM_TOKENS,

@@ -25,13 +25,13 @@ from triptych.training.corpora.corpora import read_parallel
 from triptych.training.metrics import read_metrics
 from triptych.training.processes import World, code_digests
 from triptych.training.progress import SilentDisplay
-from triptych.training.recipe import AnyRecipe, Recipe, with_values
-from triptych.training.runs import prepare
+from triptych.training.recipe import AnyRecipe, with_values
 from triptych.training.studies.compute_budget import Solved, VocabularySizes, amount, solve, training_flops
 from triptych.training.studies.parallel_runs import ALONE, StudyProgress, run_all
 from triptych.training.studies.statistics import too_few
 from triptych.training.studies.study import Study, recipes_of, rewrites_of
 from triptych.training.studies.study_job import Result, StudyJob, TrainedRun
+from triptych.training.task_table import task_of
 
 # Name of the repeated baseline: other initial values and dropout, the same text in the same order.
 NOISE = "(baseline again)"
@@ -224,7 +224,7 @@ def _prepared(study: Study, recipe: AnyRecipe, of: str = "") -> tuple[Vocabulary
     `of` names a variant in the message about undefined bits per byte.
     """
     # Random states are restored: making the model draws values.
-    prepared = prepare(recipe, Path.cwd(), SilentDisplay())
+    prepared = task_of(recipe).prepare(Path.cwd(), SilentDisplay())
     with torch.random.fork_rng(devices=[]):
         objective = prepared.objective()
     if "bits_per_byte" in study.metrics and objective.bytes_per_token is None:
@@ -233,10 +233,8 @@ def _prepared(study: Study, recipe: AnyRecipe, of: str = "") -> tuple[Vocabulary
             f"{MOST_UNKNOWN:.1%} of the validation text is unknown to the tokenizer (<unk>): take "
             "bits_per_byte out, or give the tokenizer a larger vocab_size"
         )
-    model = objective.model
-    if isinstance(recipe, Recipe):
-        return VocabularySizes(model.src_vocab_size, model.tgt_vocab_size), prepared.recipe
-    return VocabularySizes(model.vocab_size, model.vocab_size), prepared.recipe
+    stacks = [*objective.model.stacks.values()]
+    return VocabularySizes(stacks[0].vocab_size, stacks[-1].vocab_size), prepared.recipe
 
 
 def _held(study: Study, made: Mapping[str, AnyRecipe], vocabulary: VocabularySizes) -> list[Variant]:

@@ -12,7 +12,8 @@ from triptych.core.attention.shapes import shapes_only
 from triptych.core.models import EncoderDecoder, LanguageModel
 from triptych.core.models.sites import blocks_of
 from triptych.errors import UsageError
-from triptych.training.recipe import AnyRecipe, ContinuedRecipe, Recipe, value_at, with_values
+from triptych.training.recipe import AnyRecipe, value_at, with_values
+from triptych.training.task_table import task_of
 
 Quantity = Literal["parameters", "flops", "cache"]
 
@@ -52,7 +53,7 @@ class Solved:
 def amount(recipe: AnyRecipe, vocabulary: VocabularySizes, what: Quantity) -> float:
     """Count the parameters or the cache bytes of a recipe's model, or the FLOPs of its training."""
     with shapes_only():
-        model = _build_on_meta(recipe, vocabulary)
+        model = task_of(recipe).make_model(vocabulary.source, vocabulary.target)
     if what == "parameters":
         return float(sum(parameter.numel() for parameter in model.parameters()))
     if what == "cache":
@@ -62,7 +63,7 @@ def amount(recipe: AnyRecipe, vocabulary: VocabularySizes, what: Quantity) -> fl
 
 def training_flops(recipe: AnyRecipe, vocabulary: VocabularySizes) -> float | None:
     """Count the training operations of matrix products per target token; None for a checkpoint's model."""
-    if isinstance(recipe, ContinuedRecipe):
+    if task_of(recipe).from_checkpoint:
         return None
     return amount(recipe, vocabulary, "flops") / _tokens(recipe)
 
@@ -72,14 +73,6 @@ def cache_bytes(model: EncoderDecoder | LanguageModel) -> int:
     *_, stack = model.stacks
     layers = (block.self_attention for block in blocks_of(model, stack))
     return sum(4 * cached_numbers(layer.weights()) for layer in layers)
-
-
-def _build_on_meta(recipe: AnyRecipe, vocabulary: VocabularySizes) -> EncoderDecoder | LanguageModel:
-    if isinstance(recipe, Recipe):
-        return EncoderDecoder.of(recipe.model, vocabulary.source, vocabulary.target, 0)
-    if isinstance(recipe, ContinuedRecipe):
-        raise UsageError("a model that goes on from a checkpoint has its sizes: hold seconds, or nothing")
-    return LanguageModel.of(recipe.model, recipe.kind, vocabulary.target)
 
 
 def _forward_flops(model: EncoderDecoder | LanguageModel) -> float:
@@ -95,11 +88,7 @@ def _forward_flops(model: EncoderDecoder | LanguageModel) -> float:
 
 def _tokens(recipe: AnyRecipe) -> int:
     training = recipe.training
-    if isinstance(recipe, Recipe):
-        a_batch = recipe.training.batch_tokens
-    else:
-        a_batch = recipe.training.batch_size * recipe.model.context
-    return training.max_steps * training.accumulate_batches * a_batch
+    return training.max_steps * training.accumulate_batches * task_of(recipe).tokens_of_batch
 
 
 def solve(

@@ -1,0 +1,152 @@
+"""Decoders: token ids in, hypotheses out.
+
+A front end (`Translator`, `TextGenerator`) encodes texts for a `Decoder`, and makes texts of its hypotheses.
+`EngineDecoder` decodes with an engine of triptych; decoders of other libraries are in
+`converting/engines.py`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+from torch import nn
+
+from triptych.literals import Precision
+from triptych.running.decoding.search import Hypothesis
+from triptych.running.decoding.token_loop import Asked, Loop
+from triptych.running.decoding_options import GenerationOptions, SearchOptions
+
+OptionsT = TypeVar("OptionsT", SearchOptions, GenerationOptions)
+Hypotheses = list[list[Hypothesis]]
+# Function of the number of a text and its new token: True to end the text there.
+Ends = Callable[[int, int], bool]
+
+
+def never_ends(row: int, token: int) -> bool:
+    """End no text; see `Ends`."""
+    del row, token
+    return False
+
+
+@dataclass
+class Group:
+    """A group of texts to decode together.
+
+    Attributes:
+        given: the front end's record of the texts.
+        texts: token ids of each text.
+        found: hypotheses of each text, empty until it is decoded.
+        missing: number of texts not decoded yet.
+    """
+
+    given: Any
+    texts: list[list[int]]
+    found: Hypotheses = field(init=False)
+    missing: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.found = [[] for _ in self.texts]
+        self.missing = len(self.texts)
+
+
+class Decoder(ABC, Generic[OptionsT]):
+    """Base class of decoders.
+
+    Attributes:
+        library: decoding library.
+        options: default options.
+        workers: number of processes, or of the library's threads, that decode batches at the same time.
+    """
+
+    library: Literal["triptych", "ctranslate2"]
+    options: OptionsT
+    workers: int = 1
+
+    @abstractmethod
+    def decode(
+        self, texts: Sequence[Sequence[int]], options: OptionsT | None = None, ends: Ends = never_ends
+    ) -> Hypotheses:
+        """Decode texts, given as token ids; return the hypotheses of each text by falling score.
+
+        Unless a beam is searched, `ends` is called after each token.
+        """
+
+    def decode_groups(self, given: Iterable[Any], begin: Callable[[Any], Group]) -> Iterator[Group]:
+        """Begin and decode groups; yield them in order, without waiting for what is given later."""
+        for one in given:
+            group = begin(one)
+            group.found = self.decode(group.texts)
+            group.missing = 0
+            yield group
+
+    def stream(self, ids: Sequence[int], options: OptionsT, ends: Ends) -> Iterator[object]:
+        """Decode one text, and yield after each step; `ends` is called after each token."""
+        yield self.decode([ids], options, ends)
+
+    def loop(self, most_rows: int, most_tokens: int) -> Loop | None:
+        """Return a loop for requests of `begin`; None for a library without one."""
+        del most_rows, most_tokens
+        return None
+
+    def begin(
+        self, ids: Sequence[int], options: OptionsT, ends: Ends = never_ends
+    ) -> Asked[list[Hypothesis]]:
+        """Return a request to decode a text, for a loop of this decoder."""
+        raise NotImplementedError(f"{self.library} has no loop that could run a request")
+
+    def start_workers(self) -> None:
+        """Start other processes now, instead of on demand, and wait until they are ready."""
+
+    def close(self) -> None:
+        """Stop other processes; they start again on demand."""
+
+
+class EngineDecoder(Decoder[OptionsT]):
+    """Decoding with an engine, made on first use, and made anew when the models' weights have changed."""
+
+    library = "triptych"
+
+    def __init__(self, models: Sequence[nn.Module], precision: Precision, options: OptionsT) -> None:
+        self.precision: Precision = precision
+        self.options = options
+        self._models = tuple(models)
+        self._engine: Any = None
+        self._made_of: object = None
+
+    @abstractmethod
+    def _make_engine(self) -> Any:
+        """Prepare the models for decoding."""
+
+    @property
+    def engine(self) -> Any:
+        """The engine of the current weights."""
+        self._forget_what_is_stale()
+        if self._engine is None:
+            self._engine = self._make_engine()
+            self._made_of = self._version()  # making an engine may move weights to other memory
+        return self._engine
+
+    def loop(self, most_rows: int, most_tokens: int) -> Loop:
+        return Loop(self.engine, most_rows=most_rows, most_tokens=most_tokens)
+
+    def stream(self, ids: Sequence[int], options: OptionsT, ends: Ends) -> Iterator[object]:
+        engine = self.engine
+        return Loop(engine).steps(self.begin(ids, options, ends).texts)
+
+    @property
+    def _last_engine(self) -> Any:
+        """The engine of the last loop: comparing the weights costs as much as a small step."""
+        return self.engine if self._engine is None else self._engine
+
+    def _forget_what_is_stale(self) -> None:
+        """Discard what was made of other weights."""
+        if self._made_of != (version := self._version()):
+            self.close()
+            self._engine = None
+            self._made_of = version
+
+    def _version(self) -> object:
+        """Return a fingerprint of the weights: addresses and version counters of all parameters."""
+        parameters = (parameter for model in self._models for parameter in model.parameters())
+        return tuple((parameter.data_ptr(), parameter._version) for parameter in parameters)
