@@ -1,11 +1,18 @@
-"""Configurations as people publish them, odd keys and all, and models of `transformers` of small sizes of them."""
+"""Configurations as people publish them, odd keys and all, and small models of `transformers` made of them.
+
+The file has a line for each: the repository, what becomes of such a model here ("run", or why not), and its
+`config.json`, of which long lists are cut. They were written down from public sources; a value may be off,
+the keys are theirs.
+"""
 
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import transformers
+from torch import Tensor
 
 from checkpoints.oracle import has_experts, saved
 
@@ -52,6 +59,16 @@ _HEAD_COUNTS = (
     "decoder_attention_heads", "attention_heads",
 )  # fmt: skip
 _KEPT = ("task_specific_params", "id2label", "label2id")
+# Of files in narrow or packed numbers, and of kernels that this machine lacks.
+_OF_MACHINES = ("torch_dtype", "dtype", "quantization_config", "attn_implementation")
+# Models whose files have other names of sizes than the class that `transformers` has made of them since.
+_OTHER_NAMES = {
+    "nomic_bert": {
+        "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+        "n_inner": "intermediate_size", "n_positions": "max_position_embeddings",
+        "layer_norm_epsilon": "layer_norm_eps",
+    },
+}  # fmt: skip
 _TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 
 
@@ -59,8 +76,8 @@ class Published(NamedTuple):
     """A configuration, and what becomes of a model of it here."""
 
     source: str  # repository on the Hub
-    config: Mapping[str, Any]
     outcome: str  # "run", or why such a model is not
+    config: Mapping[str, Any]
 
 
 def published() -> Iterator[Published]:
@@ -113,11 +130,79 @@ def _small(key: str, value: Any, record: Mapping[str, Any], heads: int, share: f
     return value
 
 
-def class_of(record: Mapping[str, Any], configuration: Any) -> Any:
-    """The class of a model; where the file's has a head for a task, that without it."""
+def for_transformers(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as `transformers` is given it: what it cannot do without on this machine left out."""
+    found = {key: value for key, value in record.items() if key not in _OF_MACHINES}
+    found = {key: for_transformers(of) if isinstance(of, dict) else of for key, of in found.items()}
+    renamed = _OTHER_NAMES.get(str(record.get("model_type")), {})
+    return found | {new: record[old] for old, new in renamed.items() if old in record}
+
+
+class Built(NamedTuple):
+    """A small model of `transformers` with random numbers, saved under its configuration as published."""
+
+    model: Any
+    folder: Path
+    pairs: bool  # with an encoder and a decoder
+    ids: tuple[Tensor, ...]  # what it is given
+
+
+def built(of: Published, folder: Path) -> Built:
+    record = shrunk(of.config)
+    # The oldest files leave out the type, which `transformers` then takes from the name of the folder.
+    given = {"model_type": "bert", **for_transformers(record)}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(given))
+
+    def configure() -> Any:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        if config.model_type == "gemma3n":  # whose parts for pictures need a library of their own
+            config = config.text_config
+        # Falcon's "eager" adds the bias of ALiBi twice (transformers 5.23).
+        config._attn_implementation = "sdpa" if config.model_type == "falcon" else "eager"
+        if has_experts(config):
+            config._experts_implementation = "eager"
+        return config
+
+    config = configure()
+    leave = "embed_positions" if config.model_type in ("marian", "roformer") else ""
+    model = saved(_class_of(record, config), configure, folder / "model", leave=leave)
+    (folder / "model" / "config.json").write_text(json.dumps(record))
+    length = 7 if config.is_encoder_decoder else 11
+    ids = (_ids(record, 11), _ids(record, length)) if config.is_encoder_decoder else (_ids(record, 11),)
+    return Built(model, folder / "model", bool(config.is_encoder_decoder), ids)
+
+
+def _class_of(record: Mapping[str, Any], config: Any) -> Any:
+    """The class of a model; where the file's has a head for a task or none, that for tokens."""
     named = (record.get("architectures") or [""])[0]
-    if named.endswith(_TASKS) or not hasattr(transformers, named):
-        generated = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-        other = generated if named.endswith("CausalLM") else transformers.MODEL_FOR_MASKED_LM_MAPPING
-        return other[type(configuration)]
-    return getattr(transformers, named)
+    has_class = hasattr(transformers, named) and not named.endswith(_TASKS)
+    # With the output tied to the table of tokens, a file of a class without a head has all of one with it.
+    ends_early = named.endswith("Model") and "LMHead" not in named and config.tie_word_embeddings
+    mappings = (
+        transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
+        transformers.MODEL_FOR_MASKED_LM_MAPPING,
+    )
+    with_heads = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
+    generates = [made for made in with_heads if "MaskedLM" not in made.__name__]
+    is_bert = hasattr(config, "type_vocab_size") or "MaskedLM" in named or named.endswith(_TASKS)
+    if has_class and not (ends_early and generates and not is_bert):
+        return getattr(transformers, named)
+    masked = [made for made in with_heads if "MaskedLM" in made.__name__]
+    return ((masked or generates) if is_bert else (generates or masked))[0]
+
+
+def _ids(record: Mapping[str, Any], length: int) -> Tensor:
+    """Tokens without a meaning of their own: paddings, pictures and the like."""
+    special = {*_special(record)}
+    free = torch.tensor([number for number in range(4, VOCABULARY - 1) if number not in special])
+    return free[torch.randint(len(free), (2, length), generator=torch.Generator().manual_seed(1))]
+
+
+def _special(record: Mapping[str, Any]) -> Iterator[int]:
+    for key, value in record.items():
+        if isinstance(value, dict):
+            yield from _special(value)
+        elif key.endswith(("token_id", "token_index")) and isinstance(value, int):
+            yield value

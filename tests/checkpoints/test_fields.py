@@ -106,10 +106,10 @@ def test_keys_of_an_earlier_layer_need_one_of_the_same_kind(
         ("mpt", {"attn_config.alibi": False}, "attn_config.alibi is false"),
         ("mpt", {"attn_config.alibi_bias_max": 4}, "attn_config.alibi_bias_max is 4"),
         ("gemma3, text", {"attn_logit_softcapping": 0.02}, "attn_logit_softcapping is 0.02"),
-        ("llama", {"clip_qkv": 0.01}, "clip_qkv is no field of Llama in transformers"),
-        ("llama", {"attention_multiplier": 9.0, "sliding_window": 2}, "attention_multiplier is no field"),
+        ("llama", {"clip_qkv": 0.01}, "clip_qkv is not read by Llama in transformers"),
+        ("llama", {"attention_multiplier": 9.0, "sliding_window": 2}, "attention_multiplier is not read"),
         ("llama", {"rope_parameters.partial_rotary_factor": 0.5}, ""),
-        ("gpt2", {"attn_scale": 9.0, "use_alibi": True}, "attn_scale, use_alibi are no fields of GPT-2"),
+        ("gpt2", {"attn_scale": 9.0, "use_alibi": True}, "attn_scale, use_alibi are not read by GPT-2"),
     ],
 )
 def test_what_transformers_does_not_follow_is_not_followed_and_said(

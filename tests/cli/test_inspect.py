@@ -141,7 +141,7 @@ def test_a_field_that_is_not_followed_is_one_line_of_warning_and_in_the_json(
     assert answer.code == 0
     assert answer.err.count("\n") == 1
     assert answer.err.startswith("triptych: warning: ")
-    assert "clip_qkv is no field of GPT-2 in transformers" in answer.err
+    assert "clip_qkv is not read by GPT-2 in transformers" in answer.err
     assert json.loads(answer.out)["warnings"] == [answer.err.removeprefix("triptych: warning: ").rstrip()]
 
 

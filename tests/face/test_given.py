@@ -92,11 +92,11 @@ def test_a_key_that_transformers_does_not_know_is_one_line_and_strict_refuses_it
     record = json.loads((gpt2 / "config.json").read_text())
     strange = {f"note_{number}": number for number in range(9)}
     (gpt2 / "config.json").write_text(json.dumps({**record, **strange}))
-    said = r"config\.json: note_0, .*, note_8 are no fields of GPT-2 in transformers: they change nothing"
+    said = r"config\.json: note_0, .*, note_8 are not read by GPT-2 in transformers: they change nothing"
     with pytest.warns(UserWarning, match=said):
         found = load(gpt2).run(TEXT).logits
     assert torch.equal(found, wanted)
-    with pytest.raises(UsageError, match=r"note_8 are no fields .*; strict takes this for an error"):
+    with pytest.raises(UsageError, match=r"note_8 are not read .*; strict takes this for an error"):
         load(gpt2, strict=True).run(TEXT)
 
 

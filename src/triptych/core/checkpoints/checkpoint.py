@@ -166,7 +166,8 @@ class Checkpoint(AttentionSource):
         # Finding the layers also sets `absent` and `others`.
         self._places = {place.site: place for place in self._find()}
         self.not_followed = self._not_followed()
-        self.warnings = (*self.not_followed, *self._further_layers())
+        notes = () if source is None else source.notes
+        self.warnings = (*notes, *self.not_followed, *self._further_layers())
         self.sites = tuple(self._places)
         self.unread = {}
         self.num_tensors = len(tensors.infos)

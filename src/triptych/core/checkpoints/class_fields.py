@@ -1,4 +1,4 @@
-"""Keys of configurations known to configuration classes of `transformers`, or read by code of its models.
+"""Keys of configurations read by configuration classes of `transformers`, or by code of its models.
 
 The keys are data (`class_fields.json`, made by `tests/checkpoints/class_fields.py`), so `transformers` need
 not be installed.
@@ -14,7 +14,7 @@ from triptych.core.storage.settings import Settings
 
 
 def known_keys(settings: Settings) -> Collection[str] | None:
-    """Return the keys known to a record's class, or None if `transformers` lacks such a class."""
+    """Return the keys read from a record of a class, or None if `transformers` lacks such a class."""
     kind = _kind_of(settings)
     if kind is None:
         return None

@@ -1,8 +1,8 @@
 """Unread fields of a configuration, sorted by whether they can change a model's output.
 
 `transformers` is the reference. A family reads the fields of its class in `transformers`, or lists them as
-ignored (`ignored`); all further fields of the class are errors when the model is run. Fields unknown to the
-class (`class_fields.py`) are without effect there, and here.
+ignored (`ignored`); all further fields of the class are errors when the model is run. Fields that neither
+the class nor its models read (`class_fields.py`) are without effect there, and here.
 """
 
 import re
@@ -85,9 +85,9 @@ def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Ite
             )
     # Fields unknown to the class are reported once, here, and not again among the unread fields of attention.
     if strange := unknown_to_class(family, settings):
-        are, they = ("is no field", "it changes") if len(strange) == 1 else ("are no fields", "they change")
+        are, they = ("is", "it changes") if len(strange) == 1 else ("are", "they change")
         yield (
-            f"{settings.where}: {list_names(strange)} {are} of {family.name} in transformers: "
+            f"{settings.where}: {list_names(strange)} {are} not read by {family.name} in transformers: "
             f"{they} nothing, there or here"
         )
     unread = [
@@ -103,7 +103,7 @@ def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Ite
 
 
 def unknown_to_class(family: Family, settings: Settings) -> list[str]:
-    """Return the set fields unknown to the family's class in `transformers`; empty without such a class.
+    """Return the set fields that `transformers` does not read for a family; empty for remote code.
 
     Fields unrelated to the computation are left out.
     """
@@ -111,10 +111,12 @@ def unknown_to_class(family: Family, settings: Settings) -> list[str]:
     keys = known_keys(settings) if family.model_types and not family.remote else None
     if keys is None:
         return []
+    harmless = {*_NAMES["harmless_to_models"], *(family.model.harmless if family.model else ())}
     return [
         path
         for path in overlooked(settings.record, fields_read(family))
         if not is_known(path, keys)
+        and path.rpartition(".")[2] not in harmless
         and not _speaks_of_no_computation(path)
         and settings.value(path) not in _AS_USUAL.get(path, ())
     ]

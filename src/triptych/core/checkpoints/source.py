@@ -15,6 +15,7 @@ from torch import nn
 from triptych.core.checkpoints.family import Family
 from triptych.core.checkpoints.gguf.gguf_model import GgufModel, find_gguf
 from triptych.core.checkpoints.made_files import MadeFiles
+from triptych.core.checkpoints.model_types import model_type_of_class, model_types_of_tensors
 from triptych.core.storage.gguf import SUFFIX
 from triptych.core.storage.hub import Repository, is_hub_id, open_hub
 from triptych.core.storage.tensors import (
@@ -27,7 +28,7 @@ from triptych.core.storage.tensors import (
 )
 from triptych.core.storage.unreadable import what_is
 from triptych.errors import DataError, UsageError, near_path
-from triptych.untrusted import Stamps, read_json
+from triptych.untrusted import Stamps, read_json, shown
 
 
 @final
@@ -42,6 +43,7 @@ class Source:
         family: family given by the user; None to choose it by the configuration.
         tokenizer: folder of a tokenizer given by the user; None for the tokenizer among the files.
         strict: true if fields of the configuration without effect are an error instead of a warning.
+        notes: sentences on assumptions about the configuration.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Source:
         self.family: Family | None = None
         self.tokenizer: Path | None = None
         self.strict = False
+        self.notes: tuple[str, ...] = ()
         # Stamps of the files, to refuse files replaced after this point.
         self._stamps = Stamps(self._weight_files())
 
@@ -279,6 +282,8 @@ def find_source(
         return source
     given = tokenizer_folder(tokenizer)
     found = _find(source, given, offline)
+    if family is None and not found.is_own and found.record.get("model_type") is None:
+        _work_out_model_type(found)
     found.family = family
     found.strict = strict
     if not isinstance(found.found, ModuleOfOthers):  # its folder already contains the tokenizer
@@ -293,6 +298,33 @@ def _gguf_at(path: Path) -> Path | None:
     if any((path / name).exists() for pair in INDEX_AND_WHOLE for name in pair):
         return None
     return find_gguf(path)
+
+
+def _work_out_model_type(source: Source) -> None:
+    """Add the model type to a configuration without one, if its class or its tensors determine it."""
+    record = source.record
+    found = model_type_of_class(record)
+    how = f"architectures ({shown(record['architectures'][0])})" if found else "the names of its tensors"
+    if found is None:
+        try:
+            of_tensors = _model_types_with_all_tensors(source)
+        except DataError:  # reported when the tensors are opened for reading
+            return
+        found = of_tensors[0] if len(of_tensors) == 1 else None
+    if found is not None:
+        source.record = {**record, "model_type": found}
+        source.notes = (f"{source.where}: there is no model_type; read as {found}, by {how}",)
+
+
+def _model_types_with_all_tensors(source: Source) -> list[str]:
+    """Return the model types with the names of the tensors; of several, those with exactly these tensors."""
+    from triptych.core.checkpoints.stored_models import has_all_tensors
+
+    tensors = source.tensors()
+    found = model_types_of_tensors(tensors)
+    if len(found) < 2:
+        return found
+    return [kind for kind in found if has_all_tensors({**source.record, "model_type": kind}, tensors)]
 
 
 def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:

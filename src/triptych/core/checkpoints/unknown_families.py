@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Never
 
-from triptych.core.checkpoints.family import families
+from triptych.core.checkpoints.model_types import model_types_of_tensors
 from triptych.core.storage.settings import Settings
 from triptych.core.storage.tensors import Tensors
 from triptych.errors import DataError
@@ -47,8 +47,12 @@ def refuse_unknown(settings: Settings, tensors: Tensors, name: str) -> Never:
     seen = [f"{module} ({', '.join(maps)})" for module, maps in modules.items()]
     path, record = _record_with_heads(settings)
     if settings.value("model_type") is None:
-        hint = _model_type_of_classes(settings)
-        raise DataError(f"{settings.where}: there is no model_type, which says the architecture{hint}")
+        fitting = model_types_of_tensors(tensors)
+        several = f" ({', '.join(fitting)} have such tensors)" if fitting else ""
+        raise DataError(
+            f"{settings.where}: there is no model_type, which says the architecture{several}: add it, or "
+            "give a family file (triptych inspect --family my.toml)"
+        )
     error = DataError(
         f"{name}: no family file knows model_type {shown(settings.value('model_type'))!r}, and what looks "
         f"like attention is {shown('; '.join(seen) or 'nothing')}: describe it in a family file (triptych "
@@ -61,18 +65,6 @@ def refuse_unknown(settings: Settings, tensors: Tensors, name: str) -> Never:
     listed = "".join(["# Tensors of a layer, with the shape of the first:\n", *names, more])
     error.add_note("\n".join([_HEADER, *(tables or [_attention_table("?", [], path, record)]), listed]))
     raise error
-
-
-def _model_type_of_classes(settings: Settings) -> str:
-    """Return advice on adding a `model_type`, with the type if `architectures` determines it."""
-    classes = settings.value("architectures")
-    named = str(classes[0]) if isinstance(classes, list) and classes else ""
-    known = [kind for family in families() for kind in family.model_types]
-    fitting = [kind for kind in known if named.lower().startswith(re.sub(r"[-_]", "", kind))]
-    if not fitting:
-        return ": add it, or give a family file (triptych inspect --family my.toml)"
-    longest = max(fitting, key=len)
-    return f': add "model_type": "{longest}", as architectures ({shown(named)}) tells'
 
 
 def _kinds_of_tensors(tensors: Tensors) -> dict[str, list[int]]:

@@ -8,6 +8,7 @@ from typing import Any, final
 
 from tokenizers import AddedToken
 
+from triptych.core.checkpoints.source import find_source
 from triptych.errors import DataError
 from triptych.running.text.lines import SURROGATE
 from triptych.untrusted import read_json
@@ -83,6 +84,8 @@ class TokenizerSettings:
             if (value and name in NAMED_TOKENS) or (name.endswith("_token") and isinstance(value, str))
         }
         name = record.get("tokenizer_class") or config.get("tokenizer_class")
+        if config and config.get("model_type") is None:
+            config = find_source(folder).record  # with the model type that its tensors tell
         model_type = config.get("model_type")
         return cls(
             record=record,
