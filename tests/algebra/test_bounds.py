@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from heads import D_MODEL, NUM_HEADS, make, with_semantics
-from triptych.core.algebra.function import channels, for_heads
+from triptych.core.algebra.function import channels
 from triptych.core.algebra.positions import OtherFrequencies, RotaryEmbedding
 from triptych.core.algebra.rewritten import RewriteRefusedError
 from triptych.core.algebra.semantics import Semantics
 from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.core.attention.steps import for_heads
 from triptych.rewriting.functions import drop_key_bias, gauge_fix, truncate
 from triptych.rewriting.functions.bounds import output_bound, score_bound
 

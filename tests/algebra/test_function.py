@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from heads import NUM_HEADS, make_layer, random_input, with_semantics
-from triptych.core.algebra.function import channels, for_heads, probabilities, run_layer
+from triptych.core.algebra.function import channels, probabilities, run_layer
 from triptych.core.algebra.positions import (
     ALiBi,
     DisentangledBias,
@@ -19,6 +19,7 @@ from triptych.core.algebra.positions import (
     RotaryEmbedding,
 )
 from triptych.core.algebra.semantics import HeadGate, HeadNorm, Semantics, Temperature
+from triptych.core.attention.steps import for_heads
 
 Array = NDArray[np.float64]
 B, H, N, M, W = 2, 4, 5, 7, 6

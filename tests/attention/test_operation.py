@@ -160,7 +160,7 @@ def test_a_mask_that_blinds_no_query_gives_the_bits_that_filling_gives(
         return output, weights, *gradients(output, torch.randn_like(output), inputs)
 
     ours = attend()
-    monkeypatch.setattr("triptych.core.attention.written_out._every_query_sees_a_key", lambda allowed: False)
+    monkeypatch.setattr("triptych.core.attention.steps._every_query_sees_a_key", lambda allowed: False)
     for one, filled in zip(ours, attend(), strict=True):
         assert_same(one, filled, kind="exact")
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from checkpoints.test_families import in_batch, made, overheard
 from checkpoints.tiny_models import TINY
-from triptych.core.algebra.function import channels, for_heads
+from triptych.core.algebra.function import channels
 from triptych.core.algebra.weights import Norm
+from triptych.core.attention.steps import for_heads
 from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.core.checkpoints.stored_layers import AttentionLayer
 from triptych.rewriting.certificate import Certificate, Measured

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from heads import D_MODEL, NUM_HEADS, make_layer, turned_by, with_semantics
-from triptych.core.algebra.function import channels, for_heads
+from triptych.core.algebra.function import channels
 from triptych.core.algebra.positions import RotaryEmbedding
 from triptych.core.algebra.rewritten import RewriteRefusedError
 from triptych.core.algebra.weights import AttentionWeights
 from triptych.core.attention.projections import PARAMETERISATIONS
+from triptych.core.attention.steps import for_heads
 from triptych.rewriting.functions import LayerToRewrite, Truncate
 from triptych.rewriting.functions.moments import MomentsGatherer
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from heads import D_MODEL, NUM_HEADS, Form, Untouched, assert_same_function, gathered, make, with_semantics
-from triptych.core.algebra.function import channels, for_heads, probabilities, run_layer
+from triptych.core.algebra.function import channels, probabilities, run_layer
 from triptych.core.algebra.rewritten import RewriteRefusedError
 from triptych.core.algebra.semantics import HeadGate
 from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.core.attention.steps import for_heads
 from triptych.rewriting.functions.rank import measure_energies, truncate
 
 NAMES = ("factored", "grouped", "stacked", "latent", "bilinear", "shared", "collaborative", "direct")

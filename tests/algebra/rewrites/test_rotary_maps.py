@@ -10,10 +10,11 @@ from torch import Tensor
 
 from algebra.rewrites.rotary_layers import moments_of, rotation_of
 from heads import D_MODEL, NUM_HEADS, Untouched, make_layer, turned_by, with_semantics
-from triptych.core.algebra.function import channels, for_heads
+from triptych.core.algebra.function import channels
 from triptych.core.algebra.positions import RotaryEmbedding
 from triptych.core.algebra.rewritten import RewriteRefusedError
 from triptych.core.algebra.weights import AttentionWeights, Link
+from triptych.core.attention.steps import for_heads
 from triptych.rewriting.functions.moves import measure_move
 from triptych.rewriting.functions.rank import measure_energies, truncate
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from algebra.rewrites.rotary_layers import moments_of, rotation_of
 from heads import NUM_HEADS, Untouched, make_layer, random_input, turned_by, with_semantics
-from triptych.core.algebra.function import channels, for_heads
+from triptych.core.algebra.function import channels
 from triptych.core.algebra.positions import OtherFrequencies, RotaryEmbedding
 from triptych.core.algebra.rewritten import RewriteRefusedError
 from triptych.core.algebra.weights import AttentionWeights
+from triptych.core.attention.steps import for_heads
 from triptych.rewriting.functions.rank import measure_energies, truncate
 from triptych.rewriting.functions.rotary_pairs import RotaryHeads, pair_scores
 from triptych.seeing.layer_measures import RotaryPairs, measure_heads

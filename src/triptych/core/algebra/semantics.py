@@ -378,10 +378,6 @@ class Semantics:
         """True if queries see only nearby keys, by a window or chunks."""
         return self.window is not None or self.chunk is not None
 
-    def compare(self, q: Tensor, k: Tensor) -> Tensor:
-        """Compute the scores of queries and keys of every head, without a position bias."""
-        return q @ k.mT * self.scale if self.scores is None else self.scores(q, k)
-
     def beyond(self, held: Collection[str]) -> list[str]:
         """Describe in words the fields outside `held` with values other than their defaults.
 

@@ -13,7 +13,6 @@ from triptych.core.attention.layer import Kept as Kept
 from triptych.core.attention.layer import LayerOutput as LayerOutput
 from triptych.core.attention.layer import LayerSteps as LayerSteps
 from triptych.core.attention.layer import MultiHeadAttention as MultiHeadAttention
-from triptych.core.attention.layer import Tap as Tap
 from triptych.core.attention.layer_cache import AttentionCache as AttentionCache
 from triptych.core.attention.layer_cache import DecoderCache as DecoderCache
 from triptych.core.attention.layer_cache import LayerCache as LayerCache
@@ -62,5 +61,6 @@ from triptych.core.attention.requirements import check_qk_norm as check_qk_norm
 from triptych.core.attention.requirements import check_sizes as check_sizes
 from triptych.core.attention.requirements import scores_class as scores_class
 from triptych.core.attention.requirements import scores_name as scores_name
-from triptych.core.attention.written_out import causal_mask as causal_mask
-from triptych.core.attention.written_out import padding_mask as padding_mask
+from triptych.core.attention.steps import Tap as Tap
+from triptych.core.attention.steps import causal_mask as causal_mask
+from triptych.core.attention.steps import padding_mask as padding_mask

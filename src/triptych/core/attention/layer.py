@@ -1,15 +1,13 @@
-"""The attention layer: projections around the operation."""
+"""The attention layer: the maps around the steps of attention."""
 
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple, Protocol, final, runtime_checkable
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from triptych.core.algebra.cost import Route
-from triptych.core.algebra.function import for_heads
 from triptych.core.algebra.positions import RotaryEmbedding
 from triptych.core.algebra.semantics import HeadGate, HeadNorm, Kind, Semantics
 from triptych.core.algebra.weights import AttentionWeights, HeadForms, standard_scale
@@ -30,22 +28,26 @@ from triptych.core.attention.requirements import (
 )
 from triptych.core.attention.routes import Inputs, Path
 from triptych.core.attention.shapes import shapes_only
-from triptych.core.attention.written_out import by_position, causal_mask, prepared, tempered, to_weights
+from triptych.core.attention.steps import (
+    GATE,
+    KERNEL_STEPS,
+    LOCATE,
+    ROTATE,
+    Step,
+    Tap,
+    both,
+    for_heads,
+    is_causal,
+    prepare,
+    steps_on,
+    visible_keys,
+    walk,
+    watch_with,
+)
 from triptych.literals import Activation
 from triptych.printable import shown_fields
 
 ACTIVATIONS: tuple[Activation, ...] = ("q", "k", "v", "scores", "weights", "z")
-
-
-@runtime_checkable
-class Tap(Protocol):
-    """A hook on the activations of a layer: queries, keys, values, scores, weights and the input of W_O."""
-
-    def __call__(self, name: Activation, value: Tensor, first: int | None) -> Tensor:
-        """Return the activation with which the layer continues.
-
-        `first` is the position of the first query among the keys; None in cross-attention.
-        """
 
 
 class Kept(NamedTuple):
@@ -90,6 +92,16 @@ class LayerSteps:
     output: Float[Tensor, "batch query_len d_model"]
     kept: Kept  # keys and values of the call in cached form
 
+    def of_query(self, row: int) -> "LayerSteps":
+        """Select one query; keys, values and their cached form stay whole."""
+        own = slice(row, row + 1)
+        names = ("q", "products", "scaled", "biased", "scores", "visible", "weights", "gate", "z")
+        values = {name: getattr(self, name) for name in names}
+        found: dict[str, Any] = {
+            name: None if value is None else value[:, :, own] for name, value in values.items()
+        }
+        return replace(self, **found, output=self.output[:, own])
+
     def __repr__(self) -> str:
         return shown_fields(type(self).__name__, {one.name: getattr(self, one.name) for one in fields(self)})
 
@@ -97,6 +109,11 @@ class LayerSteps:
 _FROM_THE_START = TokenPlaces(0)
 # Epsilon of QK-norm, the value of most families.
 _EPS = 1e-6
+# Fields of `Semantics` that leave the absorbed route exact: they change neither keys nor values after their
+# maps, and a value added to all scores of a query changes no weight.
+_ABSORBED = frozenset(
+    {"scale", "kind", "q_norm", "rotary", "temperature", "bias", "window", "chunk", "dropout", "gate"}
+)
 
 
 class LayerOutput(NamedTuple):
@@ -269,26 +286,24 @@ class MultiHeadAttention(nn.Module):
         # Flags that every call reads.
         semantics = self._semantics
         projections = self.projections
-        changed = semantics.k_norm is not None or semantics.clip is not None
-        late = semantics.rotary is None or (changed and not projections.caches_keys)
-        self._rotate_cached_keys: RotaryEmbedding | None = (
-            None if late or semantics.rotary is None else projections.rotate_cached_keys(semantics.rotary)
-        )
-        self._late_rotation = semantics.rotary if self._rotate_cached_keys is None else None
+        self._on_queries = steps_on("q", semantics)
+        self._on_keys = steps_on("k", semantics)
+        self._on_values = steps_on("v", semantics)
+        # Keys are cached rotated, if they are cached as keys, or if the rotation passes the key map.
+        self._rotate_latents: RotaryEmbedding | None = None
+        if semantics.rotary is not None and self._on_keys == (ROTATE,) and not projections.caches_keys:
+            self._rotate_latents = projections.rotate_cached_keys(semantics.rotary)
+        rotates_late = semantics.rotary is not None and not projections.caches_keys
+        rotates_late = rotates_late and self._rotate_latents is None
         # Past the rotary limit, new keys are rotated by other frequencies. Old keys keep their rotation, so
         # the cache stores rotated keys as well.
-        self._keeps_keys = self._late_rotation is not None and self._late_rotation.long is not None
+        self._keeps_keys = rotates_late and semantics.rotary is not None and semantics.rotary.long is not None
         # Later queries need the positions of cached keys.
         self._compares_positions = semantics.bias is not None or semantics.is_local
-        self._compares_positions |= self._late_rotation is not None and not self._keeps_keys
-        # Norms, clipping, rotation or temperature apply between maps and products.
-        between = semantics.k_norm, semantics.v_norm, semantics.clip
-        of_queries = semantics.q_norm, semantics.rotary, semantics.temperature
-        self._changes_qkv = any(part is not None for part in (*between, *of_queries))
+        self._compares_positions |= rotates_late and not self._keeps_keys
         # The absorbed route would be wrong: keys or values change after their map, scores need the keys
         # themselves, or the key bias (which the absorbed route drops) changes the weights.
-        on_scores = self._late_rotation, semantics.soft_cap, semantics.sinks, semantics.scores
-        self._needs_expanded = any(part is not None for part in (*between, *on_scores))
+        self._needs_expanded = rotates_late or bool(semantics.beyond(_ABSORBED))
         self._needs_expanded |= semantics.bias is not None and semantics.bias.reads_content
 
     @property
@@ -368,18 +383,25 @@ class MultiHeadAttention(nn.Module):
         """
         self._check_inputs(x, memory, value_memory)
         semantics = self.semantics
-        causal = semantics.kind == "causal" if causal is None else causal
-        dropout = self.dropout if self.training else 0.0
-        # Kernels do not expose the activations for a tap, so `steps` computes the call instead.
-        if self.tap is not None:
-            steps = self.steps(
-                x, memory=memory, mask=mask, causal=causal, cache=cache, positions=positions, lent=lent
-            )
-            return LayerOutput(steps.output, steps.weights if need_weights else None, steps.kept)
+        causal = is_causal(semantics, causal)
+        # project; keys and values in cached form
         q, places, cached = self._project(semantics, x, memory, value_memory, cache, positions, lent)
+        # norm, clip, rotate, gain, temper
+        q = prepare(q, "q", semantics, places, self._on_queries)
+        # Kernels do not expose the activations for a tap, so the watched steps compute the call instead.
+        if self.tap is not None:
+            first = _first_query(q, cached, memory)
+            steps = self._watched(semantics, x, q, places, cached, mask, causal, first, self.tap, None)
+            return LayerOutput(steps.output, steps.weights if need_weights else None, steps.kept)
+        # The same for keys and values; then locate.
+        dropout = self.dropout if self.training else 0.0
         inputs, route = self._inputs(semantics, q, places, cached, mask, causal, dropout, path)
+        # products, scale, bias, cap, softmax, mix: by a kernel
         attended = compute_attention(inputs, need_weights, path)
-        mixed = attended.output if semantics.gate is None else attended.output * semantics.gate(x)
+        # gate
+        factors = GATE.run(x, semantics)
+        mixed = attended.output if factors is None else attended.output * factors
+        # output
         z = self.before_output(self.projections.values(mixed, route))
         output = self.projections.output(z)
         return LayerOutput(output, attended.weights, Kept(places, cached))
@@ -398,47 +420,76 @@ class MultiHeadAttention(nn.Module):
     ) -> LayerSteps:
         """Compute the call step by step and return all intermediate values; arguments as in `forward`.
 
-        A tap changes each value before the next value is computed. `row` restricts the computation to one
-        query; a layer with a tap ignores `row`.
+        A tap changes each value before the next value is computed. `row` returns the values of one query;
+        without a tap, only this query is computed.
         """
         self._check_inputs(x, memory, None)
         semantics = self.semantics
-        tap = self.tap or _untouched
-        causal = semantics.kind == "causal" if causal is None else causal
+        causal = is_causal(semantics, causal)
         q, places, cached = self._project(semantics, x, memory, None, cache, positions, lent)
-        q = self._finish_queries(semantics, q, places)
-        k, v = self._finish_keys(semantics, places, cached)
-        # Queries are the last positions of the keys; a memory has positions of another sequence.
-        first = None if memory is not None else k.shape[2] - q.shape[2]
+        q = prepare(q, "q", semantics, places, self._on_queries)
+        first = _first_query(q, cached, memory)
+        tap = self.tap or _untouched
+        return self._watched(semantics, x, q, places, cached, mask, causal, first, tap, row)
+
+    def _watched(
+        self,
+        semantics: Semantics,
+        x: Tensor,
+        q: Tensor,
+        places: TokenPlaces,
+        cached: tuple[Tensor, ...],
+        mask: Tensor | None,
+        causal: bool,
+        first: int | None,
+        tap: Tap,
+        row: int | None,
+    ) -> LayerSteps:
+        """Walk the steps from prepared queries to the output; a tap sees and replaces activations."""
+        k, v = self._keys_values(semantics, places, cached)
         q = tap("q", q, first)
         k = tap("k", for_heads(k, self.num_heads), first)
         v = tap("v", for_heads(v, self.num_heads), first)
         queries, keys = _query_and_key_positions(places, q, k)
-        order = causal_mask(q.shape[2], k.shape[2], q.device) if causal else None
-        if row is not None and self.tap is None:
+        visible = visible_keys(mask, causal, q.shape[2], k.shape[2], q.device)
+        # A tap may read and change any query, so the row is selected at the end.
+        if row is not None and tap is _untouched:
             own = slice(row, row + 1)
             q = q[:, :, own]
             x = x[:, own]
             queries = queries[..., own]
-            order = None if order is None else order[..., own, :]
-            mask = mask if mask is None or mask.shape[-2] == 1 else mask[..., own, :]
-        # Equation 1 of the paper, step by step.
-        products = q @ k.mT if semantics.scores is None else semantics.scores(q, k)
-        scaled = products if semantics.scores is not None else products * semantics.scale
-        near, bias = by_position(semantics, q, k, queries, keys)
-        biased = scaled if bias is None else scaled + bias.to(scaled.dtype)
-        cap = semantics.soft_cap
-        scores = tap("scores", biased if cap is None else cap * torch.tanh(biased / cap), first)
-        seen = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-        for part in (near, mask, order):
-            seen = seen if part is None else seen & part
-        weights = tap("weights", to_weights(scores, seen, semantics.sinks, False), first)
-        mixed = F.dropout(weights, self.dropout, self.training) @ v
-        gate = None if semantics.gate is None else semantics.gate(x)
-        z = self.before_output(tap("z", mixed if gate is None else mixed * gate, first))
-        output = self.projections.output(z)
-        kept = Kept(places, cached)
-        return LayerSteps(q, k, v, products, scaled, biased, scores, seen, weights, gate, z, output, kept)
+            visible = visible[:, :, own]
+            row = None
+        near, bias = LOCATE.run(q, k, semantics, queries, keys)
+        visible = visible if near is None else visible & near
+        given = Inputs(q, k, v, visible, bias, False, semantics, self.dropout if self.training else 0.0)
+        found = dict[str, Tensor]()
+        watched = watch_with(tap, first)
+
+        def watch(step: Step, value: Tensor) -> Tensor:
+            found[step.name] = watched(step, value)
+            return found[step.name]
+
+        mixed = walk(KERNEL_STEPS, q, given, watch)
+        factors = GATE.run(x, semantics)
+        gated = mixed if factors is None else mixed * factors
+        z = self.before_output(watched(GATE, gated))
+        steps = LayerSteps(
+            q=q,
+            k=k,
+            v=v,
+            products=found["products"],
+            scaled=found["scale"],
+            biased=found["bias"],
+            scores=found["cap"],
+            visible=visible,
+            weights=found["softmax"],
+            gate=factors,
+            z=z,
+            output=self.projections.output(z),
+            kept=Kept(places, cached),
+        )
+        return steps if row is None else steps.of_query(row)
 
     def queries_and_keys(
         self,
@@ -450,17 +501,26 @@ class MultiHeadAttention(nn.Module):
         positions: PositionIds | None = None,
         lent: Kept | None = None,
     ) -> QueriesAndKeys:
-        """Compute queries and keys of a call, for weights without outputs; arguments as in `forward`."""
+        """Compute queries and keys of a call, for weights without outputs; arguments as in `forward`.
+
+        A tap of the layer changes queries and keys, and later the scores and weights.
+        """
         self._check_inputs(x, memory, None)
         semantics = self.semantics
         q, places, cached = self._project(semantics, x, memory, None, None, positions, lent)
-        q = self._finish_queries(semantics, q, places)
-        k, _ = self._finish_keys(semantics, places, cached)
+        q = prepare(q, "q", semantics, places, self._on_queries)
+        k, _ = self._keys_values(semantics, places, cached)
+        first = _first_query(q, cached, memory)
+        watch = None
+        if self.tap is not None:
+            q = self.tap("q", q, first)
+            k = self.tap("k", for_heads(k, self.num_heads), first)
+            watch = watch_with(self.tap, first)
         # Half precision would round the weights.
         wide = torch.promote_types(q.dtype, torch.float32)
-        causal = semantics.kind == "causal" if causal is None else causal
         where = _query_and_key_positions(places, q, k)
-        return QueriesAndKeys(q.to(wide), k.to(wide), semantics, *where, mask, causal)
+        causal = is_causal(semantics, causal)
+        return QueriesAndKeys(q.to(wide), k.to(wide), semantics, *where, mask, causal, watch)
 
     def explain(
         self,
@@ -488,13 +548,14 @@ class MultiHeadAttention(nn.Module):
             The route of the parameterisation, and the explanation of the operation.
         """
         semantics = self.semantics
-        causal = semantics.kind == "causal" if causal is None else causal
+        causal = is_causal(semantics, causal)
         dropout = self.dropout if self.training else 0.0
         # The choice depends on sizes, dtypes and gradients, not on values: zeros suffice.
         y = self._zeros(batch, key_len, self.projections.memory_width)
         q = self.projections.queries(self._zeros(batch, query_len, self.d_model))
-        cached = self._to_keep(semantics, self.projections.project_kv(y, y), None)
         places = TokenPlaces(max(0, key_len - query_len))
+        q = prepare(q, "q", semantics, places, self._on_queries)
+        cached = self._to_cache(semantics, self.projections.project_kv(y, y), _FROM_THE_START)
         inputs, route = self._inputs(semantics, q, places, cached, mask, causal, dropout, path)
         return route, explain_inputs(inputs, need_weights, path)
 
@@ -549,28 +610,42 @@ class MultiHeadAttention(nn.Module):
             )
             q = self.projections.queries(x)
         places = _FROM_THE_START if memory is not None else TokenPlaces.after(cache, positions)
-        if self._changes_qkv:
-            added = self._to_keep(semantics, added, places)
+        added = self._to_cache(semantics, added, places)
         if cache is None:
             return q, places, added
         if memory is not None or not self._compares_positions:
             return q, places, cache.append(added)
         return q, *places.add(cache, added)
 
-    def _to_keep(
-        self, semantics: Semantics, added: tuple[Tensor, ...], places: TokenPlaces | None
+    def _to_cache(
+        self, semantics: Semantics, added: tuple[Tensor, ...], places: TokenPlaces
     ) -> tuple[Tensor, ...]:
-        """Apply the steps before caching to projected keys and values: norms, clipping, early rotation."""
-        k, *values = added
+        """Walk the steps before the cache, on projected keys and values of new tokens."""
         if self.projections.caches_keys:
-            k = prepared(k, semantics, semantics.k_norm)
-            values = [prepared(v, semantics, semantics.v_norm) for v in values]
-        if self._rotate_cached_keys is not None and places is not None:
-            k = places.rotate(k, self._rotate_cached_keys)
-        if self._keeps_keys and self._late_rotation is not None and places is not None:
-            made, _ = self._make_keys(semantics, (k,))
-            values = [places.rotate(made, self._late_rotation)]
-        return k, *values
+            k, v = added
+            k = prepare(k, "k", semantics, places, self._on_keys)
+            return k, prepare(v, "v", semantics, places, self._on_values)
+        if self._rotate_latents is not None:
+            (latents,) = added
+            return (places.rotate(latents, self._rotate_latents),)
+        if self._keeps_keys:
+            k, _ = self.projections.keys_values(added)
+            return *added, prepare(k, "k", semantics, places, self._on_keys)
+        return added
+
+    def _keys_values(
+        self, semantics: Semantics, places: TokenPlaces, cached: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values from their cached form: walk the steps after the cache."""
+        k, v = self.projections.keys_values(cached)
+        if self.projections.caches_keys:
+            return k, v
+        v = prepare(v, "v", semantics, places, self._on_values)
+        if self._keeps_keys:
+            return cached[1], v
+        if self._on_keys and self._rotate_latents is None:
+            k = prepare(k, "k", semantics, places.of_keys(k), self._on_keys)
+        return k, v
 
     def _inputs(
         self,
@@ -591,40 +666,20 @@ class MultiHeadAttention(nn.Module):
         whole = sums_to_one and semantics.gate is None  # weights then leave a bias of the values unchanged
         if path == "reference" or self._needs_expanded or not (whole or self.projections.absorbs_biases):
             route = "expanded"
-        if self._changes_qkv:
-            q = self._finish_queries(semantics, q, places)
         if route == "absorbed":
             q, k, v = self.projections.absorbed(q, cached)
         else:
-            k, v = self._finish_keys(semantics, places, cached)
-        added = None
+            k, v = self._keys_values(semantics, places, cached)
+        bias = None
         if semantics.bias is not None or semantics.is_local:
-            near, added = by_position(semantics, q, k, *_query_and_key_positions(places, q, k))
-            mask = near if mask is None else mask if near is None else mask & near
-        return Inputs(q, k, v, mask, added, causal, semantics, dropout), route
+            near, bias = LOCATE.run(q, k, semantics, *_query_and_key_positions(places, q, k))
+            mask = both(mask, near)
+        return Inputs(q, k, v, mask, bias, causal, semantics, dropout), route
 
-    def _finish_queries(self, semantics: Semantics, q: Tensor, places: TokenPlaces) -> Tensor:
-        """Apply norm, clipping, rotary embedding and temperature to projected queries."""
-        return tempered(prepared(q, semantics, semantics.q_norm, semantics.rotary, places), semantics, places)
 
-    def _finish_keys(
-        self, semantics: Semantics, places: TokenPlaces, cached: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor]:
-        """Make keys, with norms and rotation, and values from their cached form."""
-        k, v = self._make_keys(semantics, cached)
-        if self._keeps_keys and len(cached) == 2:
-            k = cached[1]
-        elif self._late_rotation is not None:
-            k = places.rotate_keys(k, self._late_rotation)
-        return k, v
-
-    def _make_keys(self, semantics: Semantics, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Make keys, before a late rotation, and values from their cached form."""
-        k, v = self.projections.keys_values(cached)
-        if self._changes_qkv and not self.projections.caches_keys:
-            k = prepared(k, semantics, semantics.k_norm)
-            v = prepared(v, semantics, semantics.v_norm)
-        return k, v
+def _first_query(q: Tensor, cached: tuple[Tensor, ...], memory: Tensor | None) -> int | None:
+    """Return the position of the first query among the keys; None for a memory, another sequence."""
+    return None if memory is not None else cached[0].shape[2] - q.shape[2]
 
 
 def _untouched(name: str, value: Tensor, first: int | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: equation 1 of the paper, written out and through torch's kernels.
+"""Scaled dot-product attention: the steps from `products` to `mix`, written out or by torch's kernels.
 
     Attention(Q, K, V) = softmax(Q Kᵀ / √d_k + bias) V
 
@@ -8,6 +8,7 @@ weights, caps scores or supports sinks. Written out in pieces, it keeps few weig
 `make_plan` (`routes.py`) chooses the path; `explain_inputs` puts the choice into words.
 """
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
+from triptych import thresholds
 from triptych.core.algebra.semantics import Semantics
 from triptych.core.attention.routes import (
     AttentionPlan,
@@ -28,7 +30,13 @@ from triptych.core.attention.routes import (
     make_plan,
     reason,
 )
-from triptych.core.attention.written_out import combined_mask, in_pieces, written_out
+from triptych.core.attention.steps import (
+    MIX,
+    QUICK_WEIGHT_STEPS,
+    combined_mask,
+    slice_broadcast,
+    walk,
+)
 
 _KERNELS: dict[int, Kernel] = {
     SDPBackend.MATH.value: "math",
@@ -146,6 +154,56 @@ def explain_inputs(given: Inputs, need_weights: bool, path: Path) -> Explanation
         choice = torch._fused_sdp_choice(*tensors, **options)
         kernel = _KERNELS.get(choice, "the device's own")
     return Explanation(plan.path, plan.heads, kernel, reason(plan, kernel, given))
+
+
+def written_out(given: Inputs) -> tuple[Tensor, Tensor]:
+    """Compute output and weights by the steps; the returned weights are before dropout."""
+    weights = walk(QUICK_WEIGHT_STEPS, given.q, given)
+    return MIX.run(weights, given), weights
+
+
+def in_pieces(given: Inputs) -> Tensor:
+    """Compute the output in pieces of sentences, heads or queries that fit into `BYTES_OF_A_PIECE`."""
+    q = given.q
+    k = given.k
+    v = given.v
+    mask = given.mask
+    bias = given.bias
+    semantics = given.semantics
+    batch, num_heads, query_len, d_k = q.shape
+    key_heads, key_len = k.shape[1:3]
+    # The layout that a layer reads: heads of a token next to each other.
+    output = q.new_empty(batch, query_len, num_heads, v.shape[3]).transpose(1, 2)
+    # Query heads of one group stay in one piece, if keys and values have the same groups.
+    alike = key_heads == v.shape[1]
+    together = num_heads // key_heads if alike else num_heads
+    # Number of rows of weights that fit, with queries, keys, values and output of each row.
+    room = thresholds.BYTES_OF_A_PIECE // ((key_len + 4 * max(d_k, v.shape[3])) * q.element_size())
+    rows = even_parts(query_len, room // together)
+    heads = even_parts(num_heads // together, room // (query_len * together)) * together
+    sentences = even_parts(batch, room // (query_len * num_heads))
+    for b, h, i in itertools.product(
+        range(0, batch, sentences), range(0, num_heads, heads), range(0, query_len, rows)
+    ):
+        of_queries = slice(b, b + sentences), slice(h, h + heads), slice(i, i + rows)
+        of_keys = of_queries[0], slice(h // together, (h + heads) // together) if alike else slice(None)
+        last = min(i + rows, query_len)
+        seen = slice(0, max(0, key_len - query_len + last) if given.causal else key_len)
+        piece = given._replace(
+            q=q[of_queries],
+            k=k[of_keys][:, :, seen],
+            v=v[of_keys][:, :, seen],
+            mask=None if mask is None else slice_broadcast(mask, (*of_queries, seen)),
+            bias=None if bias is None else slice_broadcast(bias, (*of_queries, seen)),
+            semantics=semantics.select_heads(range(num_heads)[of_queries[1]]),
+        )
+        output[of_queries], _ = written_out(piece)
+    return output
+
+
+def even_parts(length: int, room: int) -> int:
+    """Return the size of even parts of `length`: the fewest parts of at most `room`."""
+    return -(-length // -(-length // max(1, room)))
 
 
 def _prepare(plan: AttentionPlan, given: Inputs) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:

@@ -99,14 +99,15 @@ class TokenPlaces(NamedTuple):
             return rotary(x, self.start)
         return rotary.at(x, self.given.ids, self.given.end)
 
-    def rotate_keys(self, k: Tensor, rotary: RotaryEmbedding) -> Tensor:
-        """Rotate all keys, including cached keys."""
-        if self.given is None:
-            return rotary(k)
+    def of_keys(self, k: Tensor) -> "TokenPlaces":
+        """Return the positions of all keys, including cached keys, as positions of tokens."""
+        given = self.given
+        if given is None:
+            return TokenPlaces(0)
         if self.keys is not None:
-            return rotary.at(k, self.keys, max(self.given.end, k.shape[2]))
+            return TokenPlaces(0, PositionIds(self.keys, max(given.end, k.shape[2])))
         # Slots without a token may follow: their positions are clamped below `end`.
-        return rotary.at(k, self.key_positions(k).clamp(max=self.given.end - 1), self.given.end)
+        return TokenPlaces(0, PositionIds(self.key_positions(k).clamp(max=given.end - 1), given.end))
 
     def query_positions(self, x: Tensor) -> Tensor:
         """Return the position of every token."""

@@ -4,13 +4,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple, final
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.core.algebra.semantics import Semantics
-from triptych.core.attention.written_out import slice_broadcast, to_scores, to_weights
+from triptych.core.attention.routes import Inputs
+from triptych.core.attention.steps import (
+    LOCATE,
+    QUICK_SCORE_STEPS,
+    QUICK_WEIGHT_STEPS,
+    WEIGHT_STEPS,
+    ScoreStep,
+    Step,
+    Watcher,
+    both,
+    slice_broadcast,
+    visible_keys,
+    walk,
+)
 from triptych.printable import shown_fields
 
 # Bytes of weights computed at a time.
@@ -37,6 +49,8 @@ class QueriesAndKeys:
     # True = may attend, broadcasts to `[batch, num_heads, query_len, key_len]`; None for all
     mask: Bool[Tensor, "..."] | None
     causal: bool  # mask keys after the position of a query; the queries are the last positions of the keys
+    # the layer's tap on scores and weights; it may read and change any head and query
+    watch: Watcher | None = None
 
     def __repr__(self) -> str:
         return shown_fields(type(self).__name__, {one.name: getattr(self, one.name) for one in fields(self)})
@@ -60,30 +74,37 @@ class QueriesAndKeys:
         self, rows: slice = slice(None), heads: Sequence[int] | None = None
     ) -> Float[Tensor, "batch heads rows key_len"]:
         """Compute the input of the softmax before any mask: scaled, with bias and soft cap."""
+        if self.watch is not None:
+            return self._watched("cap", rows, heads)
         part = self if heads is None else self._select_heads(heads)
-        return part._scores(slice(*rows.indices(self.query_len)), self.key_len)
+        return part._walk(QUICK_SCORE_STEPS, slice(*rows.indices(self.query_len)), self.key_len)
 
     def weights(
         self, rows: slice = slice(None), heads: Sequence[int] | None = None
     ) -> Float[Tensor, "batch heads rows key_len"]:
         """Compute the attention weights, 0 in fully masked rows; arguments as in `scores`."""
+        if self.watch is not None:
+            return self._watched("softmax", rows, heads)
         part = self if heads is None else self._select_heads(heads)
         return part._weights(slice(*rows.indices(self.query_len)))
 
     def visible(self) -> Bool[Tensor, "rows heads query_len key_len"]:
         """Return the combined mask of queries and keys; dimensions of 1 where rows or heads agree."""
-        query = torch.arange(self.query_len, device=self.q.device)[:, None]
-        key = torch.arange(self.key_len, device=self.q.device)
-        seen = key <= query + (self.key_len - self.query_len if self.causal else self.key_len)
         near = self.semantics.visible(self.query_positions, self.key_positions)
-        for mask in (near, self.mask):
-            seen = seen if mask is None else seen & mask
-        return seen[(None,) * (4 - seen.ndim)]
+        mask = both(near, self.mask)
+        return visible_keys(mask, self.causal, self.query_len, self.key_len, self.q.device)
 
     def blocks(
         self, heads: Sequence[int] | None = None, most_bytes: int = BLOCK_BYTES
     ) -> Iterator[WeightBlock]:
-        """Yield all weights in blocks of at most `most_bytes` bytes, at least one query a block."""
+        """Yield all weights in blocks of at most `most_bytes` bytes, at least one query a block.
+
+        A tapped layer has one block.
+        """
+        if self.watch is not None:
+            rows = slice(0, self.query_len)
+            yield WeightBlock(rows, self.weights(rows, heads))
+            return
         part = self if heads is None else self._select_heads(heads)
         row_bytes = part.q.shape[0] * part.num_heads * self.key_len * self.q.element_size()
         step = max(1, most_bytes // row_bytes)
@@ -108,23 +129,35 @@ class QueriesAndKeys:
             self.causal,
         )
 
-    def _scores(self, rows: slice, seen: int) -> Tensor:
-        q = self.q[:, :, rows]
-        k = self.k[:, :, :seen]
-        bias = self.semantics.bias
-        added = None
-        if bias is not None:
-            added = bias(q, k, self.query_positions[..., rows], self.key_positions[..., :seen])
-        return to_scores(q, k, added, self.semantics)
-
     def _weights(self, rows: slice) -> Tensor:
         # Keys after the last query of the rows are masked for all rows.
         seen = max(0, self.key_len - self.query_len + rows.stop) if self.causal else self.key_len
-        scores = self._scores(rows, seen)
-        near = self.semantics.visible(self.query_positions[..., rows], self.key_positions[..., :seen])
+        weights = self._walk(QUICK_WEIGHT_STEPS, rows, seen)
+        return weights if seen == self.key_len else F.pad(weights, (0, self.key_len - seen))
+
+    def _watched(self, name: str, rows: slice, heads: Sequence[int] | None) -> Tensor:
+        """Walk all steps for all heads and queries, and select from the result of a step."""
+        found = dict[str, Tensor]()
+
+        def watch(step: Step, value: Tensor) -> Tensor:
+            found[step.name] = value if self.watch is None else self.watch(step, value)
+            return found[step.name]
+
+        self._walk(WEIGHT_STEPS, slice(0, self.query_len), self.key_len, watch)
+        value = found[name] if heads is None else found[name][:, list(heads)]
+        return value[:, :, rows]
+
+    def _walk(
+        self, steps: tuple[ScoreStep, ...], rows: slice, seen: int, watch: Watcher | None = None
+    ) -> Tensor:
+        """Walk steps from the queries of some rows, with the first `seen` keys."""
+        q = self.q[:, :, rows]
+        k = self.k[:, :, :seen]
+        at = self.query_positions[..., rows], self.key_positions[..., :seen]
+        near, bias = LOCATE.run(q, k, self.semantics, *at)
         mask = self.mask
         if mask is not None:
             mask = slice_broadcast(mask, (slice(None), slice(None), rows, slice(0, seen)))
-            near = mask if near is None else mask & near
-        weights = to_weights(scores, near, self.semantics.sinks, self.causal)
-        return weights if seen == self.key_len else F.pad(weights, (0, self.key_len - seen))
+        # No step on the way to the weights reads values: keys stand in their place.
+        given = Inputs(q, k, k, both(mask, near), bias, self.causal, self.semantics, 0.0)
+        return walk(steps, q, given, watch)

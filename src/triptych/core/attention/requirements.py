@@ -6,6 +6,7 @@ from triptych.core.algebra.semantics import AdditiveScores, Scores, Semantics
 from triptych.core.algebra.weights import AttentionWeights
 from triptych.core.attention.position_modules import AttentionPositions, RotaryPositions
 from triptych.core.attention.projections.abstract import Parameterisation
+from triptych.core.attention.steps import STEPS
 
 
 def scores_class(name: str) -> type[Scores]:
@@ -26,26 +27,7 @@ def scores_name(semantics: Semantics) -> str:
 
 
 # Fields of `Semantics` that `MultiHeadAttention` supports.
-HELD = frozenset(
-    {
-        "scale",
-        "kind",
-        "q_norm",
-        "k_norm",
-        "v_norm",
-        "clip",
-        "rotary",
-        "temperature",
-        "bias",
-        "soft_cap",
-        "window",
-        "chunk",
-        "sinks",
-        "dropout",
-        "gate",
-        "scores",
-    }
-)
+HELD = frozenset(field for step in STEPS for field in step.fields)
 
 
 def check_can_be_held(weights: AttentionWeights) -> None:

@@ -1,5 +1,6 @@
 """Inputs of `attention`, and the choice of its implementation with the reason."""
 
+from dataclasses import fields
 from typing import Literal, NamedTuple
 
 import torch
@@ -87,9 +88,7 @@ def _check_broadcasts(name: str, x: Tensor, shape: tuple[int, int, int, int]) ->
 
 _Why = Literal[
     "asked",
-    "scores",
-    "soft cap",
-    "sinks",
+    "semantics",
     "weights",
     "dropout",
     "bias gradient",
@@ -100,9 +99,26 @@ _Why = Literal[
     "pieces",
     "kernel",
 ]
+# Fields of `Semantics` that torch's kernels compute, or that act before or after the kernel. With any other
+# field the steps are written out.
+_KERNEL_FIELDS = frozenset(
+    {"scale", "kind", "q_norm", "k_norm", "v_norm", "clip", "rotary", "temperature", "bias", "window"}
+    | {"chunk", "dropout", "gate"}
+)
+_BEYOND_KERNELS = tuple(each for each in fields(Semantics) if each.name not in _KERNEL_FIELDS)
+_WHY_BEYOND = {
+    "scores": "no kernel of torch compares queries and keys in another way than by products",
+    "soft cap": "no kernel of torch caps the scores",
+    "sinks": "no kernel of torch knows scores that move nothing",
+}
 
 
-_BEYOND_KERNELS = ("scores", "soft cap", "sinks")
+def beyond_kernels(semantics: Semantics) -> str | None:
+    """Return the name of a field, in words, that no kernel of torch computes; None without such a field."""
+    for each in _BEYOND_KERNELS:
+        if getattr(semantics, each.name) is not each.default:
+            return each.name.replace("_", " ")
+    return None
 
 
 class AttentionPlan(NamedTuple):
@@ -126,8 +142,9 @@ def make_plan(given: Inputs, need_weights: bool, path: Path) -> AttentionPlan:
             raise ValueError(
                 "the fast path can neither return the weights nor drop some: use path='auto' or 'reference'"
             )
-        if why in _BEYOND_KERNELS:
-            raise ValueError(f"the fast path has no {why}: use path='auto' or 'reference'")
+        if why == "semantics":
+            beyond = beyond_kernels(given.semantics)
+            raise ValueError(f"the fast path has no {beyond}: use path='auto' or 'reference'")
         why = None
     q = given.q
     k = given.k
@@ -138,7 +155,7 @@ def make_plan(given: Inputs, need_weights: bool, path: Path) -> AttentionPlan:
     d_v = v.shape[3]
     one_to_one = num_heads == key_heads == value_heads
     if why is not None:
-        in_pieces = why == "pieces" or (why in _BEYOND_KERNELS and _many_and_untrained(given))
+        in_pieces = why == "pieces" or (why == "semantics" and _many_and_untrained(given))
         written: Implementation = "written out in pieces" if in_pieces else "written out"
         return AttentionPlan(written, "one to one" if one_to_one else "grouped by rows", why)
 
@@ -183,12 +200,8 @@ def _why_written_out(given: Inputs, need_weights: bool) -> _Why | None:
         return "weights"
     if given.dropout > 0:
         return "dropout"
-    if given.semantics.scores is not None:
-        return "scores"
-    if given.semantics.soft_cap is not None:
-        return "soft cap"
-    if given.semantics.sinks is not None:
-        return "sinks"
+    if beyond_kernels(given.semantics) is not None:
+        return "semantics"
     if not q.is_cpu:
         return None
     records = torch.is_grad_enabled()
@@ -275,15 +288,14 @@ def reason(plan: AttentionPlan, kernel: Kernel, given: Inputs) -> str:
     num_key_heads = given.k.shape[1]
     batch, num_heads, query_len, d_k = q.shape
     _, num_value_heads, num_keys, d_v = given.v.shape
+    beyond = beyond_kernels(given.semantics) or ""
     # Sizes that the reasons below mention.
     held = f"{batch} × {num_heads} × {query_len} × {num_keys} weights"
     limit = f"{_max_keys(q.dtype)} keys in {str(q.dtype).removeprefix('torch.')}"
     because = {
         "asked": "the path was chosen by the caller",
         "weights": "the weights are wanted, and no kernel of torch returns them",
-        "scores": "no kernel of torch compares queries and keys in another way than by products",
-        "soft cap": "no kernel of torch caps the scores",
-        "sinks": "no kernel of torch knows scores that move nothing",
+        "semantics": _WHY_BEYOND.get(beyond, f"no kernel of torch computes {beyond}"),
         "dropout": f"dropout is {given.dropout:g} and must draw the same with and without the weights",
         "bias gradient": "torch has no kernel for CPUs but the math one that gives a bias its gradient",
         "short": f"with gradients recorded on a CPU, batched products are faster up to about {limit}",

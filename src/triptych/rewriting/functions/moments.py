@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from triptych.core.algebra.function import channels, for_heads, gated, probabilities
+from triptych.core.algebra.function import channels, gated, probabilities
 from triptych.core.algebra.weights import AttentionWeights
+from triptych.core.attention.steps import for_heads
 from triptych.errors import DataError
 
 

@@ -8,7 +8,6 @@ layer, in any parameterisation, by a `FusedAttention` with multiplied and joined
 
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar, cast, final
 
@@ -30,13 +29,18 @@ from triptych.core.attention import (
     PositionIds,
     TokenPlaces,
 )
-from triptych.core.attention.written_out import (
-    by_position,
-    finished_scores,
-    prepared,
+from triptych.core.attention.routes import Inputs, beyond_kernels
+from triptych.core.attention.steps import (
+    AFTER_SCALE,
+    LOCATE,
+    ROTATE,
+    SIDE_STEPS,
+    SOFTMAX,
+    TEMPER,
+    prepare,
     slice_broadcast,
-    tempered,
-    to_weights,
+    steps_on,
+    walk,
 )
 from triptych.core.models import EncoderDecoder, LanguageModel
 from triptych.core.models.blocks import Block, OffsetNorm
@@ -56,6 +60,10 @@ _SMALL_PRODUCT_OTHERWISE = 400
 # With fewer rows, the product of attention weights and values in bfloat16 depends on the number of keys, even
 # if the additional keys have weight 0.
 _FEWEST_ROWS = {torch.bfloat16: 4}
+# Fields of `Semantics` that a fused layer computes. In cross-attention it walks no steps before the products.
+_OF_CROSS = frozenset({"scale", "kind", "dropout", "gate"})
+_WALKED = (*SIDE_STEPS, LOCATE, *AFTER_SCALE, SOFTMAX)
+_OF_ONE_SEQUENCE = _OF_CROSS.union(*(step.fields for step in _WALKED))
 
 
 @final
@@ -84,18 +92,23 @@ class FusedAttention(nn.Module):
         self.same = once and not is_cross and _keeps_once(weights)
         kept = [self.groups] if self.same else [self.groups, self.groups]
         self._parts = [self.num_heads, *kept]
-        self.semantics = semantics = _for_steps(weights)
-        self.rotary = semantics.rotary
-        norms = (semantics.q_norm, semantics.k_norm, semantics.v_norm)
-        self._q_norm, self._k_norm, self._v_norm = map(self._padded, norms, (q.d_out, k.d_out, v.d_out))
+        self.semantics = semantics = _for_steps(weights, q.d_out, v.d_out)
+        self._on_queries = steps_on("q", semantics)
+        self._on_keys = steps_on("k", semantics)
+        self._on_values = steps_on("v", semantics)
+        # If only the rotary embedding comes first on queries and alone on keys, one operation rotates both.
+        rotated_alone = self._on_queries[:1] == self._on_keys == (ROTATE,)
+        self.rotates_together = rotated_alone and not self._on_values and not self.same
         self.positional = semantics.bias is not None or semantics.is_local
         # The kernel supports neither soft caps nor sinks, and on CPUs it is slower than products.
-        self.by_products = weights.W_O.is_cpu or semantics.soft_cap is not None or semantics.sinks is not None
-        # The scale folds into W_Q, unless clipping, a norm or a content-dependent bias reads the queries.
+        self.by_products = weights.W_O.is_cpu or beyond_kernels(semantics) is not None
+        # The scale folds into W_Q, unless a norm or clipping follows the maps, or a content-dependent bias
+        # reads the queries.
         read = semantics.bias is not None and semantics.bias.reads_content
-        self.changed = semantics.clip is not None or any(norm is not None for norm in norms)
-        self.scale = semantics.scale if self.changed or read else 1.0
-        scale = 1.0 if self.changed or read else semantics.scale
+        followed = (*self._on_queries, *self._on_keys, *self._on_values)
+        folds = all(step.is_linear for step in followed) and not read
+        self.scale = 1.0 if folds else semantics.scale
+        scale = semantics.scale if folds else 1.0
         scaled = Link(q.weight * scale, None if q.bias is None else q.bias * scale)
         queries = _stacked_rows(scaled.repeat(self.num_heads), self.width)
         keys, values = (_stacked_rows(link.repeat(self.groups), self.width) for link in (k, v))
@@ -186,7 +199,7 @@ class FusedAttention(nn.Module):
         return self._by_kernel(rows, k, v, added)
 
     def _output(self, mixed: Tensor, x: Tensor, kept: Kept) -> LayerOutput:
-        """Gate the heads' outputs, given in any shape, and apply the output map."""
+        """Gate the heads' outputs, given in any shape, and apply the output map (`gate`, `output`)."""
         batch, length, _ = x.shape
         if self.gate is not None:
             mixed = mixed.reshape(batch, self.num_heads, length, self.width) * self.gate(x)
@@ -198,28 +211,28 @@ class FusedAttention(nn.Module):
     def _of_one_sequence(
         self, heads: Tensor, cache: AttentionCache | None, positions: PositionIds | None, lent: Kept | None
     ) -> tuple[Tensor, Tensor, Tensor, TokenPlaces]:
+        """Return queries, keys, values and positions: walk the steps before and after the cache."""
         places = TokenPlaces.after(cache, positions)
         semantics = self.semantics
-        rotary = self.rotary
         if lent is not None:
             places = lent.places
-            q = tempered(prepared(heads, semantics, self._q_norm, rotary, places), semantics, places)
+            q = prepare(heads, "q", semantics, places, self._on_queries)
             return q, *self._read(lent.entries, places), places
         q, *kept = torch.split_with_sizes(heads, self._parts, 1)
-        # Without clipping and norms, queries and keys are rotated in one operation.
-        if rotary is not None and not self.changed and not self.same:
-            turned = places.rotate(heads.narrow(1, 0, self.num_heads + self.groups), rotary)
-            q, kept[0] = turned.split_with_sizes(self._parts[:2], 1)
-        elif rotary is not None or self.changed:
-            q = prepared(q, semantics, self._q_norm, rotary, places)
-            if not self.same:
-                kept = [
-                    prepared(kept[0], semantics, self._k_norm, rotary, places),
-                    prepared(kept[1], semantics, self._v_norm),
-                ]
-        q = tempered(q, semantics, places)
+        on_queries = self._on_queries
+        if self.rotates_together:
+            queries_and_keys = heads.narrow(1, 0, self.num_heads + self.groups)
+            rotated = ROTATE.run(queries_and_keys, "q", semantics, places)
+            q, kept[0] = rotated.split_with_sizes(self._parts[:2], 1)
+            on_queries = on_queries[1:]
+        elif not self.same:
+            kept = [
+                prepare(kept[0], "k", semantics, places, self._on_keys),
+                prepare(kept[1], "v", semantics, places, self._on_values),
+            ]
+        q = prepare(q, "q", semantics, places, on_queries)
         # Keys are cached with their positions if they are rotated at reading.
-        if cache is not None and (self.positional or (self.same and rotary is not None)):
+        if cache is not None and (self.positional or (self.same and self._on_keys)):
             places, entries = places.add(cache, tuple(kept))
         else:
             entries = tuple(kept) if cache is None else cache.append(tuple(kept))
@@ -230,13 +243,7 @@ class FusedAttention(nn.Module):
         if not self.same:
             return entries[0], entries[1]
         (v,) = entries
-        return v if self.rotary is None else places.rotate_keys(v, self.rotary), v
-
-    def _padded(self, norm: HeadNorm | None, width: int) -> Callable[[Tensor], Tensor] | None:
-        """Restrict a norm to the unpadded channels."""
-        if norm is None or width == self.width:
-            return norm
-        return lambda heads: F.pad(norm(heads[..., :width]), (0, self.width - width))
+        return prepare(v, "k", self.semantics, places.of_keys(v), self._on_keys) if self._on_keys else v, v
 
     def _compared(
         self, mask: Tensor | None, q: Tensor, k: Tensor, places: TokenPlaces, first: Any
@@ -244,7 +251,7 @@ class FusedAttention(nn.Module):
         """Return the mask with local windows applied, and the positional bias of scores."""
         keys = places.key_positions(k)
         queries = keys[first : first + q.shape[2]] if places.given is None else places.given.ids
-        near, bias = by_position(self.semantics, q[..., : self.d_k], k[..., : self.d_k], queries, keys)
+        near, bias = LOCATE.run(q[..., : self.d_k], k[..., : self.d_k], self.semantics, queries, keys)
         return mask if near is None else _both(mask, near, k), bias
 
     def _by_products(
@@ -286,8 +293,11 @@ class FusedAttention(nn.Module):
         scores = torch.bmm(rows, k.mT)
         key_len = k.shape[1]
         scores = scores[:, :count].reshape(batch, self.num_heads, -1, key_len)
-        scores = finished_scores(scores, bias, self.semantics.soft_cap)
-        weights = to_weights(scores if mask is None else scores + mask, None, self.semantics.sinks, False)
+        # Products and mixing in even shapes replace those steps; the scale is in the queries, and the mask
+        # is additive. The steps between are walked.
+        given = Inputs(rows, k, v, None, bias, False, self.semantics, 0.0)
+        scores = walk(AFTER_SCALE, scores, given)
+        weights = SOFTMAX.run(scores if mask is None else scores + mask, given)
         weights = weights.reshape(groups, count, key_len)
         if missing > 0:
             weights = F.pad(weights, (0, 0, 0, missing))
@@ -330,7 +340,7 @@ class FusedAttention(nn.Module):
 
 @final
 class _FusedGate(nn.Module):
-    """A head gate with a packed map."""
+    """The step `gate` with a packed map."""
 
     def __init__(self, gate: HeadGate, maps: Maps) -> None:
         super().__init__()
@@ -363,8 +373,8 @@ def _keeps_once(weights: AttentionWeights) -> bool:
     semantics = weights.semantics
     if semantics.rotary is not None and semantics.rotary.long is not None:
         return False  # keys are cached rotated
-    normed = semantics.k_norm is not None or semantics.v_norm is not None
-    return weights.tied("k", "v") and not normed and semantics.clip is None
+    rotated = steps_on("k", semantics) in ((), (ROTATE,))
+    return weights.tied("k", "v") and rotated and not steps_on("v", semantics)
 
 
 def _as_cached(weights: AttentionWeights) -> AttentionWeights:
@@ -377,8 +387,8 @@ def _as_cached(weights: AttentionWeights) -> AttentionWeights:
     """
     semantics = weights.semantics
     common = [link for link in weights.k if any(link is other for other in weights.v)]
-    between = semantics.rotary is not None or semantics.qk_norm or semantics.clip is not None
-    between = between or semantics.v_norm is not None
+    between = steps_on("q", semantics) not in ((), (TEMPER,))
+    between = between or bool(steps_on("k", semantics)) or bool(steps_on("v", semantics))
     between = between or (semantics.gate is not None and semantics.gate.per_channel)
     if semantics.bias is not None and semantics.bias.reads_content:
         between = True
@@ -418,9 +428,7 @@ def _keeps_more(weights: AttentionWeights) -> bool:
 
 def beyond_fusing(weights: AttentionWeights, is_cross: bool) -> list[str]:
     """Return the features of a layer that `FusedAttention` lacks."""
-    found = list(weights.semantics.beyond(("scale", "kind", "dropout", "gate"))) if is_cross else []
-    if weights.semantics.scores is not None and not is_cross:
-        found.append("scores that are no product of queries and keys")
+    found = weights.semantics.beyond(_OF_CROSS if is_cross else _OF_ONE_SEQUENCE)
     if weights.norms_within:
         found.append("a norm between two maps")
     return found
@@ -512,13 +520,25 @@ def numbers_of(allowed: Tensor, like: Tensor) -> Tensor:
     return numbers.masked_fill_(~allowed, hidden_score(like.dtype))
 
 
-def _for_steps(weights: AttentionWeights) -> Semantics:
-    """Return the semantics of a layer with all tensors on the layer's device."""
+def _for_steps(weights: AttentionWeights, d_k: int, d_v: int) -> Semantics:
+    """Return the semantics of a layer with padded heads, and with all tensors on the layer's device."""
     semantics = weights.semantics
     if semantics.bias is not None:  # a CUDA graph must not copy between devices
         parts = {name: part.to(weights.device) for name, part in semantics.bias.tensors().items()}
         semantics = replace(semantics, bias=replace(semantics.bias, **parts))  # type: ignore[type-var]
-    return semantics
+    return replace(
+        semantics,
+        q_norm=_without_padding(semantics.q_norm, d_k),
+        k_norm=_without_padding(semantics.k_norm, d_k),
+        v_norm=_without_padding(semantics.v_norm, d_v),
+    )
+
+
+def _without_padding(norm: HeadNorm | None, width: int) -> HeadNorm | None:
+    """Restrict a norm to the unpadded channels."""
+    if norm is None:
+        return None
+    return replace(norm, channels=width if norm.channels is None else min(norm.channels, width))
 
 
 def _stacked_rows(link: Link, width: int) -> tuple[Tensor, Tensor]:

@@ -40,22 +40,12 @@ class LayerAttention:
     ) -> Float[Tensor, "heads rows keys"]:
         """Compute attention weights of some or all queries and heads."""
         self.require_heads(heads)
-        if self.call.layer.tap is not None:
-            return self._changed(heads)[:, rows]
         return self.queries_and_keys().weights(rows, heads)[0]
-
-    def _changed(self, heads: Sequence[int] | None) -> Float[Tensor, "heads queries keys"]:
-        """Compute the weights of a layer with a tap, not determined by queries and keys."""
-        weights = self.call.steps().weights[0]
-        return weights if heads is None else weights[list(heads)]
 
     @torch.no_grad()
     def blocks(self, heads: Sequence[int] | None = None) -> Iterator[WeightBlock]:
         """Yield the weights in blocks of queries, `[heads, rows, keys]`; see `QueriesAndKeys.blocks`."""
         self.require_heads(heads)
-        if self.call.layer.tap is not None:
-            yield WeightBlock(slice(0, self.call.x.shape[1]), self._changed(heads))
-            return
         for block in self.queries_and_keys().blocks(heads):
             yield WeightBlock(block.rows, block.weights[0])
 

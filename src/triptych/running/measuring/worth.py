@@ -15,8 +15,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from triptych.core.algebra.forms import at_least_float32
-from triptych.core.algebra.function import channels, for_heads, gated
+from triptych.core.algebra.function import channels, gated
 from triptych.core.algebra.resampling import ratio_intervals
+from triptych.core.attention.steps import for_heads
 from triptych.core.models import EncoderDecoder, LanguageModel
 from triptych.core.models.overflow import require_finite_values
 from triptych.core.models.sites import AttentionSite, attention_sites

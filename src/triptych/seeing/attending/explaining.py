@@ -14,9 +14,10 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from triptych.core.algebra.function import channels, for_heads, probabilities
+from triptych.core.algebra.function import channels, probabilities
 from triptych.core.algebra.rewritten import RewriteRefusedError
 from triptych.core.algebra.weights import AttentionWeights
+from triptych.core.attention.steps import BEFORE_ROTATION, LOCATE, compare, for_heads, steps_on
 from triptych.rewriting.functions.rank import truncate
 from triptych.running.measuring.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
 from triptych.running.opening import LayerCall, Reader
@@ -49,26 +50,25 @@ def score_parts(call: LayerCall) -> ScoreParts:
     weights, x, memory = in_float64(call)
     semantics = weights.semantics
     turned_k = for_heads(compared.k.double(), weights.num_heads)
-    whole = semantics.compare(compared.q.double(), turned_k)
+    whole = compare(compared.q.double(), turned_k, semantics)
     q, k, _ = channels(weights, x, memory)
-    before = semantics.compare(q, for_heads(k, weights.num_heads))
+    before = compare(q, for_heads(k, weights.num_heads), semantics)
     # Norms, clips and special scores mix biases and content.
-    mixed = semantics.q_norm is not None or semantics.k_norm is not None or semantics.clip is not None
-    mixed = mixed or semantics.scores is not None
+    followed = {*steps_on("q", semantics), *steps_on("k", semantics)}
+    mixed = not followed.isdisjoint(BEFORE_ROTATION) or semantics.scores is not None
     content = before
     if not mixed and (weights.head_bias("q") is not None or weights.head_bias("k") is not None):
         bare = weights.each_link(lambda link: replace(link, bias=None), ("q", "k"))
         plain = channels(bare, x, memory)
-        content = semantics.compare(plain.q, for_heads(plain.k, weights.num_heads))
+        content = compare(plain.q, for_heads(plain.k, weights.num_heads), semantics)
     found = {"content": content[0]}
     if content is not before:
         found["biases"] = (before - content)[0]
-    if semantics.rotary is not None or semantics.temperature is not None:
+    if any(step.by_position for step in followed):
         found["distance"] = (whole - before)[0]
-    if semantics.bias is not None:
-        added = semantics.bias(
-            compared.q.double(), turned_k, compared.query_positions, compared.key_positions
-        )
+    at = compared.query_positions, compared.key_positions
+    _, added = LOCATE.run(compared.q.double(), turned_k, semantics, *at)
+    if added is not None:
         found["position_bias"] = added.double().expand_as(whole)[0]
         whole = whole + added
     return ScoreParts(whole[0], found)

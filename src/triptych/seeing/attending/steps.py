@@ -11,7 +11,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from triptych.core.algebra.forms import at_least_float32
-from triptych.core.algebra.function import channels, for_heads
+from triptych.core.algebra.function import channels
+from triptych.core.attention.steps import for_heads, steps_on
 from triptych.core.models.blocks import Block
 from triptych.core.models.sites import AnyModel, attention_sites
 from triptych.errors import UsageError
@@ -158,14 +159,13 @@ class HeadSteps:
     def _compute(self, call: LayerCall, head: int) -> None:
         steps = call.steps(self.query)
         weights = call.layer.weights()
-        row = self.query if steps.q.shape[2] > 1 else 0  # taps need all queries
         semantics = self._semantics = weights.semantics
-        self.q = steps.q[0, head, row]
+        self.q = steps.q[0, head, 0]
         self.k, self.v = self._labelled(steps.k[0, head]), self._labelled(steps.v[0, head])
-        of_row = (0, head, row)
+        of_row = (0, head, 0)
         # Content exists only if positions change queries or keys.
         self.content = None
-        turned = semantics.rotary is not None or semantics.temperature is not None
+        turned = any(step.by_position for side in ("q", "k") for step in steps_on(side, semantics))
         if turned and semantics.scores is None:
             q, k, _ = channels(weights, call.x, call.memory)
             self.content = self._labelled(for_heads(k, weights.num_heads)[0, head] @ q[0, head, self.query])
@@ -182,7 +182,7 @@ class HeadSteps:
         self.shares = self._labelled(shares if self.gate is None else shares * self.gate)
         self.z = steps.z[of_row]
         self.projected = self.z @ weights.W_O[head].to(self.z)
-        self.layer_projected = steps.output[0, row]
+        self.layer_projected = steps.output[0, 0]
         self.output = call.site.residual.part_added(self.projected, self.layer_projected)
 
     def _labelled(self, value: Tensor) -> LabelledTensor:
