@@ -323,6 +323,7 @@ class CTranslate2Generator(Decoder[GenerationOptions]):
         return torch.as_tensor(numpy.asarray(found))
 
     def _check(self, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
+        # Every option of `GenerationOptions` is either followed below or refused here.
         if options.num_top:
             raise UsageError("this engine tells no other tokens of a place: ask for none, or take triptych's")
         if options.sampling != SamplingOptions():

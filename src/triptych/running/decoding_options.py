@@ -130,6 +130,7 @@ class GenerationOptions:
         require_count("num_samples", self.num_samples, LARGEST_BEAM)
         require_count("beam_size", self.beam_size, LARGEST_BEAM)
         require_alpha(self.alpha)
+        # Contradictory options are refused rather than ignored.
         if "" in self.stop_texts:
             raise ValueError("a stop string is empty: it would end every text before it begins")
         if self.beam_size > 1:

@@ -20,6 +20,7 @@ def check_length(
         raise UsageError(
             f"{which} has {length:,} tokens, but the model has positions for {positions:,}: shorten it"
         )
+    # A given limit replaces the usual limit; the model's positions were checked above.
     most = asked or positions or otherwise
     if length > most:
         raise UsageError(

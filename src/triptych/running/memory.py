@@ -1,4 +1,4 @@
-"""The memory of weights: mapped files, copies of them, and its release to the system."""
+"""The memory of weights: mapped files, and the release of memory to the system."""
 
 import ctypes
 import math

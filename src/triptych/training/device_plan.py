@@ -312,13 +312,13 @@ class Step:
         Tensors before the blocks stay until the end of the backward pass; tensors after them are used first.
         """
         stacks = [*model.stacks.values()]
-        norms = [norm for stack in stacks for norm in (stack.final_norm, stack.embeddings.norm)]
+        of_norms = sum(self._norm(stack.final_norm) + self._norm(stack.embeddings.norm) for stack in stacks)
         # An encoder-decoder also saves the encoder's output.
         kept = len(stacks) - 1 + sum(stack.embeddings.dropout.p > 0 for stack in stacks)
         before = kept * self._stream
         # The forward pass of the loss already computes its gradients.
         of_loss = self.targets * self.d_model * self.bytes + 4 * self.vocab_size * self.d_model
-        return before, of_loss + sum(map(self._norm, norms))
+        return before, of_loss + of_norms
 
     def planned(self, layout: LayoutSettings, cluster: Cluster) -> PlannedLayout:
         """Return the cost of a layout for each process."""

@@ -77,10 +77,7 @@ class TextTask(Task[TextRecipeT]):
         super().__init__(recipe)
         self.prediction = _PREDICTIONS[recipe.task]
         self.command = self.prediction.command
-
-    @property
-    def tokens_of_batch(self) -> int:
-        return self.recipe.training.batch_size * self.recipe.model.context
+        self.tokens_of_batch = recipe.training.batch_size * recipe.model.context
 
     def validation_text(self, base: Path) -> tuple[list[str], list[str] | None]:
         return [*whole_documents(_first_parts(TextOfRun(self.recipe, base).validation()))], None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -438,7 +438,7 @@ class Trainer:
         used = self.counters.batch
         text = self.objective.train
         batches = map(text.collate, text.plan(self.counters.epoch)[used - num_batches : used])
-        lines = sorted(line for batch in batches for line in self.objective.lines(batch))
+        lines = sorted(chain.from_iterable(map(self.objective.lines, batches)))
         path = self.state_folder / "diverged.json"
         where = {"epoch": self.counters.epoch + 1, "batch": self.counters.batch, "lines": lines}
         if self.world.is_first:

@@ -23,12 +23,10 @@ class Optimizer:
         """Make the optimizers for the parameters of a model."""
         self._named = stored_parameters(model)
         self._parts = list(_torch_optimizers(config, model))
-        self._part_of = {
-            parameter: part
-            for part in self._parts
-            for group in part.param_groups
-            for parameter in group["params"]
-        }
+        self._part_of: dict[Tensor, torch.optim.Optimizer] = {}
+        for part in self._parts:
+            for group in part.param_groups:
+                self._part_of |= dict.fromkeys(group["params"], part)
 
     @property
     def rate(self) -> float:
@@ -120,12 +118,10 @@ def _torch_optimizers(config: OptimisationConfig, model: nn.Module) -> Iterator[
 
 def matrices(model: nn.Module) -> Iterable[nn.Parameter]:
     """Return the parameters of two dimensions or more, without tables of embeddings and positions."""
-    tables = {
-        id(weight)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | LearnedPositions)
-        for weight in module.parameters()
-    }
+    tables = set[int]()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | LearnedPositions):
+            tables |= {id(weight) for weight in module.parameters()}
     return [weight for weight in model.parameters() if weight.ndim >= 2 and id(weight) not in tables]
 
 

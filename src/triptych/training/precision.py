@@ -7,6 +7,7 @@ Source: Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.
 
 import copy
 from collections.abc import Iterator
+from itertools import chain
 from typing import final
 
 import torch
@@ -24,9 +25,8 @@ class NarrowTwin:
         """Make the twin; `follow` copies the model's weights into it."""
         # Embeddings stay shared in float32. A frequent token's row sums hundreds of gradients a batch, too
         # many for bfloat16, and a lookup costs the same in any dtype.
-        shared = {
-            id(weight): weight for module in _embedding_modules(model) for weight in module.parameters()
-        }
+        weights = chain.from_iterable(module.parameters() for module in _embedding_modules(model))
+        shared = {id(weight): weight for weight in weights}
         # deepcopy does not copy the objects in its memo.
         self.model = copy.deepcopy(model, dict(shared))
         for stack in self.model.stacks.values():

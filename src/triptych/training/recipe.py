@@ -346,11 +346,9 @@ def _recipe_type(tree: dict[str, Any], origin: str) -> _Kind:
     task = tree.get("task", "translation")
     model = tree.get("model")
     continued = isinstance(model, dict) and "checkpoint" in model
-    tasks: dict[str, _Kind] = {
-        name: kind
-        for kind in (Recipe, ContinuedRecipe if continued else LanguageRecipe)
-        for name in get_args(kind.model_fields["task"].annotation)
-    }
+    tasks = dict[str, _Kind]()
+    for kind in (Recipe, ContinuedRecipe if continued else LanguageRecipe):
+        tasks |= dict.fromkeys(get_args(kind.model_fields["task"].annotation), kind)
     if not isinstance(task, str) or task not in tasks:
         raise UsageError(f"{origin}: task is {task!r}{_suggest(str(task), list(tasks))}")
     return tasks[task]

@@ -79,9 +79,11 @@ class Counters:
 
 def own_files(folder: Path) -> list[Path]:
     """Return the files of a folder with names of a run's files."""
-    return [
-        path for within, names in RUN_FILES.items() for name in names for path in (folder / within).glob(name)
-    ]
+    found = list[Path]()
+    for within, names in RUN_FILES.items():
+        for name in names:
+            found += (folder / within).glob(name)
+    return found
 
 
 _COUNTERS = TypeAdapter(Counters)

@@ -27,7 +27,7 @@ class StepShape(NamedTuple):
     num_rows: int  # rows of a batch, over all devices
     targets_of_row: int  # tokens of a row with a loss
     model: OwnModel  # model without memory; equal blocks are there once
-    times: int = 1  # how often the recipe's model repeats its blocks
+    times: int = 1  # number of repetitions of its blocks in the recipe's model
     passes: int = 1  # passes of each row through the model
     gathers_to_validate: bool = False  # True if a validation runs the whole model in one process
 
@@ -50,12 +50,14 @@ class Task(ABC, Generic[RecipeT]):
         command: command for the finished model.
         first_keys: keys that a new recipe lists, by their paths.
         batch_key: key of `[training]` with the size of a batch.
+        tokens_of_batch: number of tokens of a full batch.
         from_checkpoint: True if the model begins with the weights of a checkpoint.
     """
 
     command: str
     first_keys: tuple[str, ...]
     batch_key: str
+    tokens_of_batch: int
     from_checkpoint = False
 
     def __init__(self, recipe: RecipeT) -> None:
@@ -79,11 +81,6 @@ class Task(ABC, Generic[RecipeT]):
     @abstractmethod
     def step_shape(self) -> StepShape:
         """Return the shape of a training step; call it within `shapes_only`."""
-
-    @property
-    @abstractmethod
-    def tokens_of_batch(self) -> int:
-        """Number of tokens of a full batch."""
 
     @abstractmethod
     def validation_text(self, base: Path) -> tuple[list[str], list[str] | None]:

@@ -52,6 +52,10 @@ class TranslationTask(Task[Recipe]):
         *("validation.every_steps", "decoding.beam_size"),
     )
 
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.tokens_of_batch = recipe.training.batch_tokens
+
     def prepare(self, base: Path, display: Display, folder: Path | None = None) -> Prepared:
         recipe = self.recipe
         # A run folder has the tokenizers; with a teacher, they are the teacher's.
@@ -143,10 +147,6 @@ class TranslationTask(Task[Recipe]):
             gathers_to_validate=recipe.validation.bleu,
         )
 
-    @property
-    def tokens_of_batch(self) -> int:
-        return self.recipe.training.batch_tokens
-
     def validation_text(self, base: Path) -> tuple[list[str], list[str] | None]:
         pairs = validation_pairs(self.recipe, base)
         return pairs.source, pairs.target
@@ -160,6 +160,7 @@ class TranslationTask(Task[Recipe]):
         is_noise = self.recipe.validation.metric == "bleu" and by == "loss"
         why = f" (BLEU decides once its 95 % interval lies above {LEAST_BLEU:g})" if is_noise else ""
         model = self.recipe.model
+        # A validation before BLEU decides was judged by its loss.
         load = 'load("path/to/this/folder").translate(["A sentence."])[0].text'
         return CardWords(
             tag="translation",
@@ -339,13 +340,12 @@ def _fingerprints(
     recipe: Recipe, texts: _Texts, tokenizers: TokenizerPair, teacher: _Teacher | None
 ) -> dict[str, str]:
     """Return hashes of the inputs that must be unchanged when the run resumes, by their description."""
-    ids = [
-        array
-        for s in (texts.train.source, texts.train.target)
-        for array in (s.ids.tobytes(), s.offsets.tobytes())
-    ]
+    ids = list[bytes]()
+    for side in (texts.train.source, texts.train.target):
+        ids += [side.ids.tobytes(), side.offsets.tobytes()]
     # Hash lines, not tokens: pairs too long for the loss are translated too.
-    lines = [json.dumps(list(side)).encode() for side in (texts.translated.source, texts.translated.target)]
+    sentences = texts.translated.source, texts.translated.target
+    lines = [json.dumps(list(side)).encode() for side in sentences]
     both = [tokenizer.to_json().encode() for tokenizer in (tokenizers.source, tokenizers.target)]
     judged = [
         recipe.validation.model_dump_json(exclude={"every_steps"}).encode(),

@@ -8,6 +8,7 @@ A front end (`Translator`, `TextGenerator`) encodes texts for a `Decoder`, and m
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Generic, Literal, TypeVar
 
 from torch import nn
@@ -85,7 +86,7 @@ class Decoder(ABC, Generic[OptionsT]):
         yield self.decode([ids], options, ends)
 
     def loop(self, most_rows: int, most_tokens: int) -> Loop | None:
-        """Return a loop for requests of `begin`; None for a library without one."""
+        """Return a loop for requests of `begin`; None for a library without loops."""
         del most_rows, most_tokens
         return None
 
@@ -148,5 +149,5 @@ class EngineDecoder(Decoder[OptionsT]):
 
     def _version(self) -> object:
         """Return a fingerprint of the weights: addresses and version counters of all parameters."""
-        parameters = (parameter for model in self._models for parameter in model.parameters())
+        parameters = chain.from_iterable(model.parameters() for model in self._models)
         return tuple((parameter.data_ptr(), parameter._version) for parameter in parameters)

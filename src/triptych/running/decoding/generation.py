@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple, final
 
 import torch
@@ -235,7 +236,7 @@ def generate_tokens(
 ) -> list[list[Hypothesis]]:
     """Continue prompts in order of falling length, at most `batch_rows` texts at a time."""
     asked = begin(engine, prompts, options, ends)
-    texts = [text for one in asked for text in one.texts]
+    texts = chain.from_iterable(one.texts for one in asked)
     Loop(engine, most_rows=batch_rows).run(sorted(texts, key=lambda text: -text.size))
     return [one.result() for one in asked]
 

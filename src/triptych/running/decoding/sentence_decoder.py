@@ -54,7 +54,7 @@ class SentenceDecoder(EngineDecoder[SearchOptions]):
         if reason := unsupported_precision(precision, device):
             raise UsageError(f"this model cannot be run in {precision}: {reason}")
         self.models = tuple(models)
-        # Processes share the cores of a CPU; on a GPU they would compete for one device.
+        # Several processes would compete for a GPU.
         self.workers = workers if device.type == "cpu" else 1
         self._src_eos_id = src_eos_id
         self._rules = rules
@@ -73,9 +73,8 @@ class SentenceDecoder(EngineDecoder[SearchOptions]):
         results: Hypotheses = [[] for _ in texts]
         for batch in self.batches(texts):
             asked = [self.begin(texts[i], options or self.options) for i in batch]
-            Loop(engine).run([text for one in asked for text in one.texts])
-            for i, one in zip(batch, asked, strict=True):
-                results[i] = one.result()
+            for i, hypotheses in zip(batch, Loop(engine).run_requests(asked), strict=True):
+                results[i] = hypotheses
         return results
 
     def begin(
@@ -176,9 +175,7 @@ def make_searcher(
     engine = decoder.engine
 
     def search(sentences: Sequence[Sequence[int]]) -> Hypotheses:
-        asked = [decoder.begin(ids, options) for ids in sentences]
-        Loop(engine).run([text for one in asked for text in one.texts])
-        return [one.result() for one in asked]
+        return Loop(engine).run_requests([decoder.begin(ids, options) for ids in sentences])
 
     return search
 

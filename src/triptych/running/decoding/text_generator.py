@@ -228,8 +228,10 @@ class TextGenerator:
         self, texts: Sequence[Sequence[int]], options: GenerationOptions, tell: Callable[[int, str], None]
     ) -> tuple[list[TextStream], Ends]:
         """Return the text stream of each sample, and a callback to append a token and detect the end."""
-        every = [ids for ids in texts for _ in range(options.num_samples)]
-        streams = [TextStream(self.tokenizer, ids, options.stop_texts) for ids in every]
+        streams = list[TextStream]()
+        for ids in texts:
+            for _ in range(options.num_samples):
+                streams.append(TextStream(self.tokenizer, ids, options.stop_texts))
 
         def ends(row: int, token: int) -> bool:
             tell(row, streams[row].push(token))

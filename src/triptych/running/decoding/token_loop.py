@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Generic, TypeVar, final
 
 import torch
@@ -147,14 +148,20 @@ class Loop:
     @property
     def running(self) -> list[Text]:
         """Unfinished texts in batches."""
-        return [
-            text for batch in self.batches for text in batch.texts if text is not None and not text.is_over
-        ]
+        found = list[Text]()
+        for batch in self.batches:
+            found += [text for text in batch.texts if text is not None and not text.is_over]
+        return found
 
     def run(self, texts: Sequence[Text]) -> None:
         """Decode texts until all have finished, starting in the given order."""
         for _ in self.steps(texts):
             pass
+
+    def run_requests(self, asked: Sequence[Asked[ResultT]]) -> list[ResultT]:
+        """Decode the texts of requests until all have finished; return the results of the requests."""
+        self.run([*chain.from_iterable(one.texts for one in asked)])
+        return [one.result() for one in asked]
 
     def steps(self, texts: Sequence[Text]) -> Iterator[None]:
         """Yield after every step; see `run`."""

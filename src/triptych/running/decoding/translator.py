@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Literal, final, overload
 
 from triptych.core.models import EncoderDecoder
@@ -146,8 +146,8 @@ class Translator:
     def begin(self, line: str, options: SearchOptions) -> Asked[Translation]:
         """Return a request to translate a line, for a loop."""
         pieces = [self.decoder.begin(ids, options) for ids in self._pieces(line)]
-        texts = [text for piece in pieces for text in piece.texts]
-        return Asked(texts, lambda: self._assemble(line, [piece.result() for piece in pieces]))
+        texts = chain.from_iterable(piece.texts for piece in pieces)
+        return Asked([*texts], lambda: self._assemble(line, [piece.result() for piece in pieces]))
 
     def with_glossary(self, terms: Mapping[str, str]) -> "Translator":
         """Return a copy of the translator with a glossary of source terms and required translations."""
@@ -179,8 +179,7 @@ class Translator:
 
     def _group(self, lines: Sequence[str]) -> Group:
         pieces = [self._pieces(line) for line in lines]
-        sentences = [ids for of_line in pieces for ids in of_line]
-        return Group([*zip(lines, map(len, pieces), strict=True)], sentences)
+        return Group([*zip(lines, map(len, pieces), strict=True)], [*chain.from_iterable(pieces)])
 
     def _finished(self, group: Group) -> list[Translation]:
         found = iter(group.found)
@@ -223,7 +222,7 @@ class Translator:
         return Candidate(
             # A model trained on multi-line records may output line breaks; a translation is one line.
             text=" ".join(text for text in texts if text).translate(_LINE_BREAKS),
-            pieces=tuple(piece for h in hypotheses for piece in tokenizer.pieces(h.ids)),
+            pieces=tuple(chain.from_iterable(tokenizer.pieces(h.ids) for h in hypotheses)),
             score=sum((h.score for h in hypotheses), start=0.0),
             log_prob=sum((h.log_prob for h in hypotheses), start=0.0),
         )
@@ -248,4 +247,4 @@ def split_line(text: str, fits: Callable[[str], bool], level: int = 0) -> list[s
             joined[-1] = f"{joined[-1]} {part}"
         else:
             joined.append(part)
-    return [piece for part in joined for piece in split_line(part, fits, level + 1)]
+    return [*chain.from_iterable(split_line(part, fits, level + 1) for part in joined)]
