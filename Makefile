@@ -6,7 +6,7 @@
 # make bench TABLE=training OPTIONS="--rounds 5": install the peers into .bench and measure; all if no table is named.
 # make release-check: build the wheel, install it in a clean environment, try it there (OPTIONS=lowest or newest).
 # make reading: how much there is to read, how dense it is, and turns of prose to mend; each with its ceiling.
-# make mutants OPTIONS="triptych.core.algebra.bounds*": which small changes of a module no test notices (mutmut; without OPTIONS, days).
+# make mutants OPTIONS="triptych.core.algebra.spectrum*": which small changes of a module no test notices (mutmut; without OPTIONS, days).
 
 PYTHON ?= python3
 VENV := .venv
