@@ -62,7 +62,7 @@ def test_every_page_begins_with_its_title() -> None:
 SEARCHED = {
     "two linear transformations": "explanation/questions/two-products.html",
     "q<1> or x<1>": "explanation/questions/sources.html",
-    "query, key, value analogy": "explanation/questions/heads.html",
+    "query key value analogy": "explanation/questions/heads.html",
     "fine-tune": "explanation/questions/asked.html",
     "attention sink": "explanation/questions/heads.html",
 }
