@@ -249,15 +249,16 @@ def main() -> None:
     pairs = sorted({draw_pair() for _ in range(5000)})
     if len(sys.argv) > 1:
         lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
-        pairs = [tuple(line.split("\t")) for line in lines]
-        shown = [source for source, _ in pairs[-3:]]
+        pairs = [tuple(line.split("\t")[:2]) for line in lines if "\t" in line]
+        shown = []
     random.shuffle(pairs)
-    unseen = pairs[:200]
-    pairs = [pair for pair in pairs[200:] if pair[0] not in shown]
+    num_unseen = min(200, len(pairs) // 5)
+    unseen = pairs[:num_unseen]
+    pairs = [pair for pair in pairs[num_unseen:] if pair[0] not in shown]
     vocabulary = Vocabulary([text for pair in pairs for text in pair])
     model = Transformer(len(vocabulary.tokens))
     train(model, vocabulary, pairs, steps=500)
-    for source in shown:
+    for source in shown or [source for source, _ in unseen[:3]]:
         print(f"{source} → {translate(model, vocabulary, source)}")
     right = sum(translate(model, vocabulary, source) == target for source, target in unseen)
     print(f"{right / len(unseen):.0%} of {len(unseen)} unseen sentences are right to the letter")

@@ -22,7 +22,11 @@ PUBLISHED = {of.source: of for of in published()}
 IN_EVERY_RUN = {
     *("HuggingFaceTB/SmolLM2-135M", "Qwen/Qwen2.5-0.5B", "google/gemma-2-2b", "tiiuae/falcon-40b"),
     *("allenai/scibert_scivocab_uncased", "intfloat/e5-mistral-7b-instruct", "google-t5/t5-small"),
-    *("meta-llama/Llama-4-Scout-17B-16E-Instruct", "allenai/Olmo-3.1-32B-Instruct", "microsoft/bitnet-b1.58-2B-4T"),
+    *(
+        "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+        "allenai/Olmo-3.1-32B-Instruct",
+        "microsoft/bitnet-b1.58-2B-4T",
+    ),
 }
 # BLOOM writes the root of 2/π with eight digits, RoFormer sines and cosines with seven; Marian's are float32.
 TOLERANCE = {"bloom": 1e-9, "roformer": 1e-8, "marian": 1e-6}

@@ -92,6 +92,19 @@ def test_it_imports_nothing_but_torch_and_the_standard_library() -> None:
 
 
 @pytest.mark.slow
+def test_it_trains_on_a_file_of_pairs(tmp_path: Path) -> None:
+    random.seed(1)
+    pairs = sorted({MADE["draw_pair"]() for _ in range(1000)})
+    (tmp_path / "pairs.tsv").write_text("\n".join("\t".join(pair) for pair in pairs) + "\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, FILE, tmp_path / "pairs.tsv"], capture_output=True, text=True, check=True
+    )
+    *_, first, second, third, right = done.stdout.splitlines()
+    assert all(tuple(line.split(" → ")) in pairs for line in (first, second, third))
+    assert right.endswith(f"of {len(pairs) // 5} unseen sentences are right to the letter")
+
+
+@pytest.mark.slow
 def test_it_prints_what_it_says_that_it_prints() -> None:
     done = subprocess.run([sys.executable, FILE], capture_output=True, text=True, check=True)
     said = MADE["__doc__"].partition("prints:\n\n")[2].partition("\n\n")[0]
