@@ -149,6 +149,10 @@ def _description(model: Checkpoint, architecture: Architecture) -> _Described:
     weights = model.outline(site).weights
     width = weights.width("q")
     heads = Heads(weights.num_heads, weights.num_key_heads)
+    if architecture.square and heads.queries * width != weights.d_model:
+        raise UsageError(f"{heads.queries} heads of {width} channels, and a width of {weights.d_model}")
+    if architecture.equal_heads and heads.queries != heads.keys:
+        raise UsageError(f"{heads.queries} heads of queries and {heads.keys} of keys")
     metadata = written_metadata(architecture, place.settings, width)
     metadata["attention.head_count_kv"] = heads.keys
     extra: dict[str, Tensor] = {}

@@ -25,6 +25,7 @@ class Architecture(Spec):
     fields: dict[str, str] = Field(default_factory=dict)
     derived: dict[str, str] = Field(default_factory=dict)
     config: dict[str, str] = Field(default_factory=dict)
+    nulls: tuple[str, ...] = ()
     there: dict[str, str] = Field(default_factory=dict)
     rotary: str = ""  # "" if all channels are rotated, or there are no rotary positions
     has_rotary: bool = True
@@ -34,6 +35,8 @@ class Architecture(Spec):
         ""  # order of a fused map in `transformers`; its rows are q, k, v in a file
     )
     transposed: tuple[str, ...] = ()  # maps that `transformers` stores `[in, out]`
+    square: bool = False  # True if all heads together are as wide as the model
+    equal_heads: bool = False  # True if there are as many heads of keys as of queries
     gains_from_one: bool = False  # True if `transformers` stores gains of norms less 1
     rope_factors: bool = False  # True if a tensor with a divisor for each rotary frequency is followed
     windows: bool = False  # True if the metadata say which layers have a window
@@ -52,7 +55,7 @@ def _all() -> tuple[tuple[Architecture, ...], dict[str, str]]:
     for entry in entries:
         if (like := entry.pop("like", None)) is not None:
             other = next(one for one in entries if one["name"] == like and "types" in one)
-            entry = {**other, **entry, "config": {**other["config"], **entry["config"]}}
+            entry = {**other, **entry, "config": {**other["config"], **entry["config"]}, "nulls": ()}
         common = entry.pop("common", None)
         fields = dict(record["common"]) if common is None else dict(common)
         derived = dict(record["derived"]) if common is None else {}

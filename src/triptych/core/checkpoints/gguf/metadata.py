@@ -123,6 +123,8 @@ def read_configuration(
         value = settings.value(expression)
         if value is not None:
             set_entry(record, path, value)
+    for path in architecture.nulls:
+        set_entry(record, path, None)
     for path, name in architecture.there.items():
         set_entry(record, path, f"blk.0.{name}" in tensors)
     _read_positions(record, architecture, settings, tensors, factors)
