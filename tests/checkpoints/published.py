@@ -46,7 +46,8 @@ _NUMBERS: dict[str, int] = {
     **{"rotary_dim": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "laurel_rank": 6},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "hidden_size_per_layer_input": 12},
     **{"num_kv_heads": 2, "kv_n_heads": 2, "num_kv_shared_layers": 1, "moe_layer_end_index": 3},
-    **{"attn_layer_period": 4, "attn_layer_offset": 2, "mamba_dt_rank": 8, "mamba_d_state": 4, "mamba_d_head": 8, "mamba_n_heads": 16},
+    **{"attn_layer_period": 4, "attn_layer_offset": 2, "mamba_dt_rank": 8, "mamba_d_state": 4},
+    **{"mamba_d_head": 8, "mamba_n_heads": 16},
     **{"image_size": 28, "patch_size": 14, "out_hidden_size": _WIDTH, "projection_dim": 24},
     **{"input_embedding_size": 24, "output_embedding_size": 40, "num_conv_pos_embeddings": 8},
     **{"true_hidden_size": 16, "intra_bottleneck_size": 16, "mm_tokens_per_image": 4},
@@ -165,7 +166,7 @@ def built(of: Published, folder: Path) -> Built:
         return config
 
     config = configure()
-    leave = "embed_positions" if config.model_type in ("marian", "roformer") else ""
+    leave = "embed_positions" if config.model_type in ("fsmt", "marian", "roformer") else ""
     model = saved(_class_of(record, config), configure, folder / "model", leave=leave)
     (folder / "model" / "config.json").write_text(json.dumps(record))
     length = 7 if config.is_encoder_decoder else 11
@@ -176,6 +177,8 @@ def built(of: Published, folder: Path) -> Built:
 def _class_of(record: Mapping[str, Any], config: Any) -> Any:
     """The class of a model; where the file's has a head for a task or none, that for tokens."""
     named = (record.get("architectures") or [""])[0]
+    if config.model_type == "gemma3n_text":
+        return transformers.Gemma3nForCausalLM
     has_class = hasattr(transformers, named) and not named.endswith(_TASKS)
     # With the output tied to the table of tokens, a file of a class without a head has all of one with it.
     ends_early = named.endswith("Model") and "LMHead" not in named and config.tie_word_embeddings
