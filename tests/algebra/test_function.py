@@ -18,7 +18,7 @@ from triptych.core.algebra.positions import (
     RelativePositionBias,
     RotaryEmbedding,
 )
-from triptych.core.algebra.semantics import HeadGate, HeadNorm, Semantics, Temperature
+from triptych.core.algebra.semantics import AdditiveScores, HeadGate, HeadNorm, Semantics, Temperature
 from triptych.core.attention.steps import for_heads
 
 Array = NDArray[np.float64]
@@ -176,6 +176,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "chunk": {"chunk": 3},
     "clip": {"clip": 0.7},
     "norms": {"q_norm": HeadNorm(1e-6), "k_norm": HeadNorm(1e-6, centred=True)},
+    "norm of values": {"v_norm": HeadNorm(1e-6)},
+    "additive scores": {"scores": AdditiveScores(torch.linspace(-1, 1, NUM_HEADS * W).view(NUM_HEADS, W))},
     "rotary": {"rotary": RotaryEmbedding(torch.tensor([0.7, 0.1]))},
     "temperature": {"temperature": Temperature(0.5, 2.0)},
     "bias": {"bias": ALiBi(torch.linspace(0.1, 1, NUM_HEADS)), "soft_cap": 2.0},
@@ -202,6 +204,8 @@ def test_a_layer_is_what_its_parts_make_of_it(name: str, kind: str) -> None:
     q, k, v = (for_heads(t, NUM_HEADS) for t in channels(plain, x))
     if semantics.q_norm is not None and semantics.k_norm is not None:
         q, k = semantics.q_norm(q), semantics.k_norm(k)
+    if semantics.v_norm is not None:
+        v = torch.from_numpy(np.apply_along_axis(normalised, 3, v.numpy(), 1e-6, centred=False))
     if semantics.clip is not None:
         q, k, v = (t.where(t.abs() < 0.7, 0.7 * t.sign()) for t in (q, k, v))
     places = torch.arange(N)
@@ -212,6 +216,8 @@ def test_a_layer_is_what_its_parts_make_of_it(name: str, kind: str) -> None:
     expected = np.zeros((B, NUM_HEADS, N, N))
     for b, h, i in np.ndindex(B, NUM_HEADS, N):
         row = weights.scale * (k[b, h] @ q[b, h, i]).numpy()
+        if isinstance(semantics.scores, AdditiveScores):
+            row = np.tanh(q[b, h, i].numpy() + k[b, h].numpy()) @ semantics.scores.weight[h].numpy()
         if semantics.bias is not None:
             row = row - np.array([float(torch.linspace(0.1, 1, NUM_HEADS)[h]) * abs(i - j) for j in range(N)])
         if semantics.soft_cap is not None:

@@ -16,6 +16,7 @@ from triptych import UsageError, load
 from triptych.core.attention.projections import PARAMETERISATIONS
 from triptych.running.opening import Reader
 from triptych.seeing.attending import Attention, attend
+from triptych.seeing.attending.over import attend_over
 from triptych.seeing.attending.steps import HeadSteps
 
 TEXT = "to be or not to be"
@@ -181,6 +182,26 @@ def test_steps_show_what_an_edit_makes_of_them() -> None:
     after = attend(reader, "the cat sat on the mat").steps(0, 1, query=4)
     assert after.weights[:5].tolist() == pytest.approx([0.2] * 5)
     assert before.weights[:5].tolist() != pytest.approx([0.2] * 5)
+    # One query of an edited layer is a row of the whole, here as in the figures over a text.
+    call = attend(reader, "the cat sat on the mat").weights.layers[0].call
+    with torch.no_grad():
+        whole, row = call.steps(), call.steps(4)
+        assert row.products.shape[2] == row.output.shape[1] == 1
+        for name in ("q", "products", "scores", "visible", "weights", "z"):
+            assert torch.equal(getattr(row, name), getattr(whole, name)[:, :, 4:5]), name
+        assert torch.equal(row.output, whole.output[:, 4:5])
+        assert torch.equal(call.queries_and_keys().weights(), whole.weights)
+        assert torch.equal(call.queries_and_keys().weights(slice(2, 4), [1]), whole.weights[:, [1], 2:4])
+
+
+def test_figures_over_a_text_are_those_of_the_edited_model() -> None:
+    reader = language_reader()
+    for block in reader.model.blocks:
+        block.self_attention.tap = lambda name, value, first: value * 0.0 if name == "scores" else value
+    for layer in attend_over(reader, ["the cat sat on the mat"] * 3).layers:
+        for name, figure in layer.figures.items():
+            if figure.count and figure.even is not None:
+                assert figure.value.tolist() == pytest.approx([figure.even] * layer.num_heads, abs=1e-6), name
 
 
 def of_a_decoder() -> HeadSteps:

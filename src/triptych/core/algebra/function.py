@@ -16,6 +16,7 @@ from triptych.core.attention.steps import (
     BEFORE_ROTATION,
     FROM_ROTATION,
     GATE,
+    KERNEL_STEPS,
     LOCATE,
     WEIGHT_STEPS,
     both,
@@ -39,11 +40,10 @@ def run_layer(
 
     `memory` is the input of keys and values in cross-attention, `mask` True where a query may see a key.
     """
-    q, k, v = channels(weights, x, memory)
-    mixed = gated(weights, x, probabilities(weights, q, k, mask) @ for_heads(v, weights.num_heads))
+    z = mixed_values(weights, x, channels(weights, x, memory), mask)
     for link in weights.o:
-        mixed = link.repeat(weights.num_heads)(mixed)
-    out = mixed.sum(dim=1)
+        z = link.repeat(weights.num_heads)(z)
+    out = z.sum(dim=1)
     return out if weights.o_bias is None else out + weights.o_bias
 
 
@@ -76,13 +76,20 @@ def probabilities(
     mask: Bool[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "batch heads query_len key_len"]:
     """Compute attention weights from the queries and keys of `channels`, with the mask of `run_layer`."""
-    semantics = weights.semantics
-    q = prepare(q, "q", semantics, _PLACES, FROM_ROTATION)
-    k = for_heads(prepare(k, "k", semantics, _PLACES, FROM_ROTATION), weights.num_heads)
-    near, bias = LOCATE.run(q, k, semantics, _PLACES.query_positions(q), _PLACES.key_positions(k))
     # No step on the way to the weights reads values: keys stand in their place.
-    given = Inputs(q, k, k, both(near, mask), bias, is_causal(semantics, None), semantics, 0.0)
+    q, given = _inputs(weights, Channels(q, k, k), mask)
     return walk(WEIGHT_STEPS, q, given)
+
+
+def mixed_values(
+    weights: AttentionWeights,
+    x: Float[Tensor, "batch query_len d_model"],
+    made: Channels,
+    mask: Bool[Tensor, "..."] | None = None,
+) -> Float[Tensor, "batch heads query_len d_v"]:
+    """Compute the input of W_O of every head from the `channels` of x, with the mask of `run_layer`."""
+    q, given = _inputs(weights, made, mask)
+    return gated(weights, x, walk(KERNEL_STEPS, q, given))
 
 
 def gated(
@@ -93,6 +100,16 @@ def gated(
     """Multiply mixed values by the gate of each head, if the layer has gates."""
     factors = GATE.run(x.to(mixed.dtype), weights.semantics)
     return mixed if factors is None else mixed * factors
+
+
+def _inputs(weights: AttentionWeights, made: Channels, mask: Tensor | None) -> tuple[Tensor, Inputs]:
+    """Return the queries as compared with keys, and the inputs of the steps from products on."""
+    semantics = weights.semantics
+    q = prepare(made.q, "q", semantics, _PLACES, FROM_ROTATION)
+    k = for_heads(prepare(made.k, "k", semantics, _PLACES, FROM_ROTATION), weights.num_heads)
+    v = for_heads(made.v, weights.num_heads)
+    near, bias = LOCATE.run(q, k, semantics, _PLACES.query_positions(q), _PLACES.key_positions(k))
+    return q, Inputs(q, k, v, both(near, mask), bias, is_causal(semantics, None), semantics, 0.0)
 
 
 def _through(weights: AttentionWeights, side: Side, x: Tensor) -> Tensor:

@@ -398,11 +398,11 @@ class MultiHeadAttention(nn.Module):
         inputs, route = self._inputs(semantics, q, places, cached, mask, causal, dropout, path)
         # products, scale, bias, cap, softmax, mix: by a kernel
         attended = compute_attention(inputs, need_weights, path)
+        mixed = self.projections.values(attended.output, route)
         # gate
         factors = GATE.run(x, semantics)
-        mixed = attended.output if factors is None else attended.output * factors
+        z = self.before_output(mixed if factors is None else mixed * factors)
         # output
-        z = self.before_output(self.projections.values(mixed, route))
         output = self.projections.output(z)
         return LayerOutput(output, attended.weights, Kept(places, cached))
 
@@ -663,8 +663,9 @@ class MultiHeadAttention(nn.Module):
         route = self.projections.route(q.shape[2], key_len)
         # If there are more queries than keys, a causal mask leaves the first queries without keys.
         sums_to_one = mask is None and dropout == 0.0 and not (causal and q.shape[2] > key_len)
-        whole = sums_to_one and semantics.gate is None  # weights then leave a bias of the values unchanged
-        if path == "reference" or self._needs_expanded or not (whole or self.projections.absorbs_biases):
+        # Weights with the sum 1 leave a bias of the values unchanged.
+        is_exact = sums_to_one or self.projections.absorbs_biases
+        if path == "reference" or self._needs_expanded or not is_exact:
             route = "expanded"
         if route == "absorbed":
             q, k, v = self.projections.absorbed(q, cached)

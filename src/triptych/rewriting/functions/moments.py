@@ -11,9 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from triptych.core.algebra.function import channels, gated, probabilities
+from triptych.core.algebra.function import channels, mixed_values
 from triptych.core.algebra.weights import AttentionWeights
-from triptych.core.attention.steps import for_heads
 from triptych.errors import DataError
 
 
@@ -66,8 +65,8 @@ class MomentsGatherer:
         memory: Float[Tensor, "batch key_len d_memory"] | None = None,
     ) -> None:
         """Add a batch."""
-        q, k, v = channels(weights, x, memory)
-        mixed = gated(weights, x, probabilities(weights, q, k) @ for_heads(v, weights.num_heads))
+        q, k, v = made = channels(weights, x, memory)
+        mixed = mixed_values(weights, x, made)
         y = x if memory is None else memory
         served = _latent_inputs(weights, y, k, v).double().flatten(0, 1) if self._served else None
         # `[heads, tokens, width]`, with the tokens of all texts of the batch concatenated.

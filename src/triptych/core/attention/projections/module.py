@@ -203,7 +203,7 @@ class Projections(nn.Module):
 
     @property
     def absorbs_biases(self) -> bool:
-        """Return True if the absorbed route is exact for sums of weights below 1 (masked, dropped, gated)."""
+        """Return True if the absorbed route is exact for sums of weights below 1 (masked, dropped)."""
         return self._ups is None or self._matrices(self._ups[1][0])[1] is None
 
     def absorbed(self, q: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
