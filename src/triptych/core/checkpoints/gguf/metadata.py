@@ -117,7 +117,7 @@ def read_configuration(
         value = settings.value(key)
         if isinstance(value, list):
             raise DataError(f"{settings.where}: {key} differs between its layers, which is not read")
-        if value is not None:
+        if value is not None and path[0].isalpha():
             set_entry(record, path, value)
     for path, expression in architecture.config.items():
         value = settings.value(expression)
@@ -136,7 +136,7 @@ def read_configuration(
 
 def unfollowed(architecture: Architecture, settings: Settings) -> list[str]:
     """Return the keys of the architecture's metadata that nothing here follows."""
-    known = {*architecture.fields, *architecture.derived, *_HARMLESS}
+    known = {*architecture.fields, *architecture.derived, *_HARMLESS, *defaults()}
     known |= {f"rope.scaling.{name}" for name in _OF_SCALING}
     if architecture.windows:
         known.add("attention.sliding_window_pattern")

@@ -1,0 +1,416 @@
+"""GGUF files: written and read again, and the same text, logits and token ids in llama.cpp."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+import transformers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+import triptych
+from checkpoints.tiny_models import TINY
+from llama_cpp import LlamaCpp
+from triptych.core.models import LanguageModel, LanguageModelConfig
+from triptych.core.models.storage import write_model
+from triptych.errors import ConfigurationWarning, DataError, UsageError
+from triptych.rewriting.functions.merging import MergeKVHeads
+from triptych.running.text import PretrainedTokenizer
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizer
+
+gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.filterwarnings("ignore:.*no field of Falcon")
+
+_NO_MIXED_LAYERS = {"mlp_only_layers": [], "decoder_sparse_step": 1}
+_PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+# Families with the changes to the tiny model without which llama.cpp has no place for it.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama 3": {},
+    "llama, biases": {},
+    "mistral": {"sliding_window": None},
+    "mixtral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen2_moe": _NO_MIXED_LAYERS,
+    "qwen3_moe": {**_NO_MIXED_LAYERS, "norm_topk_prob": True, "use_sliding_window": False},
+    "olmoe": {"num_key_value_heads": 4, "clip_qkv": None},
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 10},
+    "gpt2": {},
+    "gpt_bigcode": {},
+    "gpt_neox": {},
+    "falcon, one key head": {},
+    "falcon, groups": {},
+    "bloom": {},
+    "mpt": {},
+    "starcoder2": {},
+    "stablelm": {"qk_layernorm": False},
+    "phi": {"qk_layernorm": False},
+    "phi3": {},
+    "olmo": {},
+    "olmo2": {},
+    "olmo3": {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _PLAIN_ROPE)},
+    "cohere": {"use_qk_norm": False},
+    "cohere2": {},
+    "granite": {},
+    "nemotron": {"head_dim": 12, "num_attention_heads": 2, "num_key_value_heads": 1},
+    "smollm3": {"no_rope_layers": None, "no_rope_layer_interval": 4},
+    "arcee": {"attention_bias": False, "mlp_bias": False},
+    "seed_oss": {"mlp_bias": False, "attention_out_bias": False},
+    "glm4": {},
+    "ernie4_5": {"use_bias": False},
+    "hunyuan_v1_dense": {"rope_parameters": _PLAIN_ROPE},
+}
+IN_EVERY_RUN = ("llama 3", "mixtral", "gemma2", "falcon, groups", "gpt2")
+ALL = [
+    pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow, id=name) for name in FAMILIES
+]
+# llama.cpp looks GELU up in a table of half precision.
+_TOLERANCE = 4e-3
+_IDS = (5, 17, 80, 100, 33, 250, 41, 9)
+_TEXT = "the cat sat on the mat and the dog ate it all day long, as it is said"
+_SAMPLES = (
+    "Hello, it's 12.50 (or 10%)!",
+    "  two  spaces\tand a tab \n\n and lines\r\n",
+    "Zwei Männer. Привет, мир. 你好，世界。 안녕 🙂 नमस्ते مرحبا",
+    "<eos> in a text",
+    " ",
+    "",
+)
+_ROWS = 300
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PretrainedTokenizer:
+    return train_tokenizer(TokenizerSpec(vocab_size=_ROWS), [_TEXT] * 5)
+
+
+def folder_of(folder: Path, tokenizer: PretrainedTokenizer, name: str, **changes: Any) -> Path:
+    """A tiny model with its tokenizer; its weights are large enough for probabilities that differ."""
+    tiny = TINY[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, tiny.model)(tiny.configured(vocab_size=_ROWS, **changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.12)
+            else:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    tokenizer.save_files(folder)
+    return folder
+
+
+@torch.no_grad()
+def log_probabilities(model: triptych.Model, ids: Any = _IDS) -> torch.Tensor:
+    logits = model._opened.to_run.language_model(torch.tensor([ids])).logits[0, -1]
+    return logits.log_softmax(-1)
+
+
+@torch.no_grad()
+def next_tokens(model: triptych.Model, ids: Any, count: int) -> list[int]:
+    found = list(ids)
+    for _ in range(count):
+        found.append(int(log_probabilities(model, found).argmax()))
+    return found[len(ids) :]
+
+
+def assert_same_in_llama_cpp(model: triptych.Model, file: Path, tolerance: float) -> None:
+    """Compare log probabilities after several beginnings, and the most probable continuation."""
+    theirs = LlamaCpp(file)
+    compared = 0
+    for length in range(2, len(_IDS) + 1):
+        own = log_probabilities(model, _IDS[:length])
+        for token, value in theirs.log_probabilities(_IDS[:length], _ROWS).items():
+            assert value == pytest.approx(float(own[token]), abs=tolerance)
+            compared += 1
+    assert compared >= _ROWS
+    found = theirs.next_tokens(_IDS, 8)
+    assert found
+    assert found == next_tokens(model, _IDS, len(found))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_family_is_read_as_it_was_written_and_runs_in_llama_cpp(
+    name: str, tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "folder", tokenizer, name, **FAMILIES[name])
+    model = triptych.load(folder, device="cpu")
+    file = tmp_path / "tiny.gguf"
+    done = model.convert(file, "gguf")
+    assert all(check.tried for check in done.checks)
+    again = triptych.load(file, device="cpu")
+    before = model._opened.attention.tensors
+    after = again._opened.attention.tensors
+    assert before.infos.keys() == after.infos.keys()
+    for tensor, info in before.infos.items():
+        assert info.shape == after.infos[tensor].shape
+        # Gains less 1 lose their last bit when 1 is added; all else is the same to the bit.
+        gain = info.shape == before.infos[tensor].shape[:1] and TINY[name].model.startswith(("Gemma", "Nemo"))
+        difference = (before.read(tensor).float() - after.read(tensor).float()).abs().max()
+        assert difference <= (2e-7 if gain else 0)
+    torch.testing.assert_close(log_probabilities(again), log_probabilities(model), rtol=0, atol=1e-5)
+    assert_same_in_llama_cpp(model, file, _TOLERANCE)
+
+
+@pytest.mark.parametrize("quantization", ["float16", "int8"])
+def test_a_file_of_narrow_numbers_is_read_as_llama_cpp_reads_it(
+    quantization: Any, tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    changes = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "intermediate_size": 96}
+    folder = folder_of(tmp_path / "folder", tokenizer, "llama", **changes)
+    file = tmp_path / "tiny.gguf"
+    triptych.load(folder, device="cpu").convert(file, "gguf", quantization)
+    again = triptych.load(file, device="cpu", dtype="float32")
+    types = {info.tensor_type.name for info in gguf.GGUFReader(file).tensors}
+    assert types == {"F32", "F16" if quantization == "float16" else "Q8_0"}
+    # llama.cpp rounds the other factor of a product, too, to 16 or 8 bits.
+    assert_same_in_llama_cpp(again, file, 5e-3 if quantization == "float16" else 0.15)
+
+
+_SIZES: dict[str, Any] = {"num_layers": 2, "d_model": 24, "num_heads": 4, "context": 32}
+_LLAMA = {
+    "norm_kind": "rms",
+    "gated": True,
+    "activation": "swish",
+    "bias": False,
+    "positions": {"scheme": "rotary"},
+}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"positions": {"scheme": "learned", "max_tokens": 40}, "activation": "gelu_tanh"}, _LLAMA]
+)
+def test_a_run_is_written_for_llama_cpp(
+    settings: dict[str, Any], tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = LanguageModelConfig.model_validate({**_SIZES, **settings})
+    made = LanguageModel.of(config, "decoder", tokenizer.vocab_size)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    run = tmp_path / "run"
+    run.mkdir()
+    write_model(made, run)
+    tokenizer.save(run / "tokenizer.json")
+    model = triptych.load(run, device="cpu")
+    model.convert(tmp_path / "run.gguf", "gguf")
+    assert_same_in_llama_cpp(model, tmp_path / "run.gguf", _TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "step", ["fold_norm", MergeKVHeads(num_kv_heads=1, bounded=True)], ids=["fold", "merge"]
+)
+def test_a_rewritten_checkpoint_runs_in_llama_cpp(
+    step: Any, tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "folder", tokenizer, "llama", tie_word_embeddings=False)
+    triptych.load(folder, device="cpu").rewrite(step).save(tmp_path / "new")
+    model = triptych.load(tmp_path / "new", device="cpu")
+    model.convert(tmp_path / "new.gguf", "gguf")
+    assert_same_in_llama_cpp(model, tmp_path / "new.gguf", 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "llama of llama.cpp has no place for it.*gelu instead of swish"),
+        ("gemma2", {"query_pre_attn_scalar": 7}, "attention of layer 0.scale"),
+        ("qwen3_moe", {}, "qwen3moe of llama.cpp has no place"),
+        ("olmoe", {}, "4 heads of queries and 2 of keys"),
+        ("gptj", {}, "models of the type gptj are not written in GGUF; these are: .*llama"),
+        ("bert", {}, "type bert are not written"),
+    ],
+)
+def test_a_model_that_llama_cpp_computes_otherwise_is_refused_before_anything_is_written(
+    name: str, changes: dict[str, Any], said: str, tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "folder", tokenizer, name, **changes)
+    with pytest.raises(UsageError, match=said) as error:
+        triptych.load(folder, device="cpu").convert(tmp_path / "x.gguf", "gguf")
+    assert "\n" not in str(error.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_window_that_llama_cpp_lacks_becomes_the_context(
+    tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "folder", tokenizer, "mistral", sliding_window=16)
+    done = triptych.load(folder, device="cpu").convert(tmp_path / "x.gguf", "gguf")
+    assert done.folded == ("context 16 of 64 tokens: llama of llama.cpp has no window",)
+    again = triptych.load(tmp_path / "x.gguf", device="cpu")
+    assert again._opened.files.record["max_position_embeddings"] == 16
+
+
+def test_the_output_is_a_file_that_is_not_there_yet(tokenizer: PretrainedTokenizer, tmp_path: Path) -> None:
+    model = triptych.load(folder_of(tmp_path / "folder", tokenizer, "llama"), device="cpu")
+    with pytest.raises(UsageError, match=r"give a name that ends in \.gguf"):
+        model.convert(tmp_path / "x", "gguf")
+    (tmp_path / "x.gguf").write_bytes(b"mine")
+    with pytest.raises(UsageError, match="nothing is overwritten"):
+        model.convert(tmp_path / "x.gguf", "gguf")
+
+
+def test_the_tokenizer_and_chat_template_of_a_file_are_those_of_llama_cpp(
+    tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "folder", tokenizer, "llama")
+    template = "{% for message in messages %}[{{ message['content'] }}]{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    file = tmp_path / "x.gguf"
+    triptych.load(folder, device="cpu").convert(file, "gguf")
+    again = triptych.load(file, device="cpu")._opened.to_run.tokenizer
+    assert isinstance(again, PretrainedTokenizer)
+    assert again.chat_template == template
+    theirs = LlamaCpp(file)
+    for text in _SAMPLES:
+        for special in (True, False):
+            (own,) = again.encode([text], add_special=special, parse_special=True)
+            assert own == theirs.ids(text, special=special)
+
+
+def by_scores(folder: Path, scheme: str) -> None:
+    """A tokenizer as of Llama 2 or Gemma: BPE over characters, with bytes for those that are unknown."""
+    special = ["<unk>", "<s>", "</s>"]
+    space = "▁"
+    alphabet = sorted(set(_TEXT.replace(" ", space)))
+    vocab = {token: place for place, token in enumerate(special)}
+    for token in [
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *alphabet,
+        f"{space}t",
+        "th",
+        "the",
+        f"{space}the",
+    ]:
+        vocab.setdefault(token, len(vocab))
+    merges = [("t", "h"), (space, "t"), ("th", "e"), (f"{space}t", "he"), (space, "the")]
+    merges = [(one, two) for one, two in merges if {one, two, one + two} <= vocab.keys()]
+    model = models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    inner = tokenizers.Tokenizer(model)
+    steps = [normalizers.Prepend(space)] if scheme == "prefixed" else []
+    inner.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", space)])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    inner.add_special_tokens(special)
+    inner.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    inner.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{f"{kind}_token": token for kind, token in zip(("unk", "bos", "eos"), special, strict=True)},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize("scheme", ["prefixed", "not prefixed"])
+def test_a_vocabulary_by_scores_gives_the_ids_of_llama_cpp(
+    scheme: str, tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "folder", tokenizer, "llama")
+    by_scores(folder, scheme)
+    file = tmp_path / "x.gguf"
+    model = triptych.load(folder, device="cpu")
+    model.convert(file, "gguf")
+    again = triptych.load(file, device="cpu")._opened.to_run.tokenizer
+    theirs = LlamaCpp(file)
+    for text in (*_SAMPLES, _TEXT, "then the other"):
+        for special in (True, False):
+            (own,) = again.encode([text], add_special=special, parse_special=True)
+            assert own == theirs.ids(text, special=special)
+
+
+def test_a_cut_of_texts_that_llama_cpp_lacks_is_refused_by_its_pattern(
+    tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "folder", tokenizer, "llama")
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(tokenizers.Regex("[aeiou]"), "isolated")
+    inner.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    inner.save(str(folder / "tokenizer.json"))
+    with pytest.raises(UsageError, match=r"no such tokenizer: it cuts texts by \[aeiou\]"):
+        triptych.load(folder, device="cpu").convert(tmp_path / "x.gguf", "gguf")
+
+
+def test_a_folder_with_one_file_is_that_file_and_of_several_one_is_to_be_given(
+    tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    model = triptych.load(folder_of(tmp_path / "folder", tokenizer, "llama"), device="cpu")
+    model.convert(place / "a.gguf", "gguf")
+    found = triptych.load(place, device="cpu")
+    torch.testing.assert_close(log_probabilities(found), log_probabilities(model), rtol=0, atol=1e-5)
+    (place / "b.gguf").write_bytes((place / "a.gguf").read_bytes())
+    with pytest.raises(UsageError, match=r"holds 2 models in GGUF \(a.gguf, b.gguf\): give the file of one"):
+        triptych.load(place)
+
+
+def test_a_file_is_rewritten_and_verified_as_a_folder_is(
+    tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    model = triptych.load(folder_of(tmp_path / "folder", tokenizer, "llama"), device="cpu")
+    file = tmp_path / "a.gguf"
+    model.convert(file, "gguf")
+    triptych.load(file, device="cpu").rewrite("fold_norm").save(tmp_path / "new")
+    rewritten = triptych.load(tmp_path / "new", device="cpu")
+    torch.testing.assert_close(log_probabilities(rewritten), log_probabilities(model), rtol=0, atol=1e-4)
+    claims = triptych.verify(tmp_path / "new")
+    assert all(claim.held is not False for claim in claims)
+
+
+def changed(file: Path, target: Path, **metadata: Any) -> Path:
+    """A copy of a file with other metadata; None leaves a key out."""
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(target, "llama")
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key in metadata or key == "general.architecture":
+            continue
+        kind = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(key, field.contents(), field.types[0], kind)
+    for key, value in metadata.items():
+        if isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif value is not None:
+            writer.add_string(key, value)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        ({"llama.rope.dimension_count": 6}, "rope.dimension_count is 6 of 10 channels"),
+        ({"llama.attention.value_length": 8}, "attention.value_length is 8, and 10 follows"),
+        ({"llama.rope.scaling.type": "strange"}, "rope.scaling.type is strange: linear and yarn are read"),
+        ({"llama.attention.head_count": 3}, "config|heads|shape"),
+        ({"llama.block_count": 9}, "layer 2 of 9"),
+        ({"general.type": "mmproj"}, "no model of texts, but one of the type mmproj"),
+    ],
+)
+def test_metadata_that_contradict_each_other_are_refused(
+    metadata: dict[str, Any], said: str, tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    model = triptych.load(folder_of(tmp_path / "folder", tokenizer, "llama"), device="cpu")
+    model.convert(tmp_path / "a.gguf", "gguf")
+    with pytest.raises((DataError, UsageError), match=said) as error:
+        assert triptych.load(changed(tmp_path / "a.gguf", tmp_path / "b.gguf", **metadata)).layers
+    assert "\n" not in str(error.value)
+
+
+def test_a_key_that_nothing_follows_is_named(tokenizer: PretrainedTokenizer, tmp_path: Path) -> None:
+    model = triptych.load(folder_of(tmp_path / "folder", tokenizer, "llama"), device="cpu")
+    model.convert(tmp_path / "a.gguf", "gguf")
+    odd = changed(tmp_path / "a.gguf", tmp_path / "b.gguf", **{"llama.odd_heads": 3})
+    with pytest.warns(ConfigurationWarning, match="metadata has odd_heads of llama, .* not followed"):
+        triptych.load(odd)
