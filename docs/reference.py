@@ -165,12 +165,13 @@ def _published_lines() -> Iterator[str]:
     records = [json.loads(line) for line in PUBLISHED.read_text(encoding="utf-8").splitlines()]
     of_types: dict[str, list[dict[str, Any]]] = {}
     for record in records:
-        of_types.setdefault(record["config"].get("model_type", "none"), []).append(record)
+        of_types.setdefault(record["config"].get("model_type", ""), []).append(record)
     run = sum(record["outcome"] == "run" for record in records)
+    types = sum(bool(name) for name in of_types)
     yield from ("", "## Published configurations", "")
     yield (
-        f"Of {len(records)} configurations of {len(of_types)} types, as people have published them, {run} run: "
-        "with small sizes and random weights, logits and attention weights are those of `transformers` "
+        f"Of {len(records)} configurations of {types} types, as people have published them, {run} "
+        "run: with small sizes and random weights, logits and attention weights are those of `transformers` "
         "(`tests/checkpoints/test_published_configurations.py`). The others are not run, for the reason in "
         "the table."
     )
@@ -178,7 +179,8 @@ def _published_lines() -> Iterator[str]:
     for name, found in sorted(of_types.items()):
         sources = ", ".join(f"`{record['source']}`" for record in found)
         reasons = dict.fromkeys(record["outcome"] for record in found)
-        yield f"| `{name}` | {sources} | {'; '.join('yes' if of == 'run' else of for of in reasons)} |"
+        kind = f"`{name}`" if name else "left out"
+        yield f"| {kind} | {sources} | {'; '.join('yes' if of == 'run' else of for of in reasons)} |"
 
 
 def _family(family: Family) -> str:

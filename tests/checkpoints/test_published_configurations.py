@@ -15,7 +15,7 @@ from triptych.core.checkpoints.checkpoint import open_checkpoint  # noqa: E402
 from triptych.core.checkpoints.stored_models import load_encoder_decoder, load_language_model  # noqa: E402
 from triptych.core.models import EncoderDecoder, LanguageModel  # noqa: E402
 from triptych.errors import DataError  # noqa: E402
-from triptych.running.opening import record_calls
+from triptych.running.opening import record_calls  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PUBLISHED = {of.source: of for of in published()}
