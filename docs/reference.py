@@ -4,6 +4,7 @@
 recipes, the table of families, typical figures of the columns, and drawings of parameterisations.
 """
 
+import json
 import math
 import types
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from triptych.training.recipe import LanguageRecipe, Recipe
 from triptych.training.sections import ContinuedModelConfig
 
 DOCS = Path(__file__).parent
+PUBLISHED = DOCS.parent / "tests" / "data" / "published-configs.jsonl"
 PICTURES = DOCS / "pictures" / "parameterisations"
 BEGIN, END = "<!-- made by `make docs` -->\n", "<!-- end of what is made -->\n"
 # A section of a kind that has been shown before is not shown again.
@@ -155,6 +157,30 @@ def family_lines() -> Iterator[str]:
     for family in sorted(families(), key=lambda family: family.name.lower()):
         if family.attention:
             yield _family(family)
+    yield from _published_lines()
+
+
+def _published_lines() -> Iterator[str]:
+    """A row for every type of which a configuration was published and tried."""
+    records = [json.loads(line) for line in PUBLISHED.read_text(encoding="utf-8").splitlines()]
+    of_types: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        of_types.setdefault(record["config"].get("model_type", ""), []).append(record)
+    run = sum(record["outcome"] == "run" for record in records)
+    types = sum(bool(name) for name in of_types)
+    yield from ("", "## Published configurations", "")
+    yield (
+        f"Of {len(records)} configurations of {types} types, as people have published them, {run} "
+        "run: with small sizes and random weights, logits and attention weights are those of `transformers` "
+        "(`tests/checkpoints/test_published_configurations.py`). The others are not run, for the reason in "
+        "the table."
+    )
+    yield from ("", "| `model_type` | configurations | run |", "|---|---|---|")
+    for name, found in sorted(of_types.items()):
+        sources = ", ".join(f"`{record['source']}`" for record in found)
+        reasons = dict.fromkeys(record["outcome"] for record in found)
+        kind = f"`{name}`" if name else "left out"
+        yield f"| {kind} | {sources} | {'; '.join('yes' if of == 'run' else of for of in reasons)} |"
 
 
 def _family(family: Family) -> str:

@@ -3,9 +3,9 @@
     python tests/checkpoints/class_fields.py
 
 A key counts as known where the code of a class takes it from what it is given, or where code that its
-models run through reads it from a configuration. A field that is only declared is not: no code reads what it says.
-That is found in the source text, generously: a key too many is refused by name where one too few would be left
-out, and it might have mattered.
+models run through reads it from a configuration. A field that is only declared is not: no code reads what
+it says. That is found in the source text, generously: a key too many is refused by name where one too few
+would be left out, and it might have mattered.
 """
 
 import ast

@@ -84,7 +84,10 @@ def fields_not_understood(config: Any) -> list[str]:
     """The fields of a configuration of `transformers` that a family that is run does not understand."""
     family = family_of(config.model_type)
     assert family is not None
-    return not_understood_of_model(family, Settings(config.to_dict(), "config.json"))
+    settings = Settings(config.to_dict(), "config.json")
+    if "text_config" in settings.record:  # beside it are the parts for pictures and sound
+        settings = settings.below("text_config")
+    return not_understood_of_model(family, settings)
 
 
 def apart(one: Tensor, other: Tensor) -> float:

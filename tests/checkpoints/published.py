@@ -181,7 +181,9 @@ def _class_of(record: Mapping[str, Any], config: Any) -> Any:
         return transformers.Gemma3nForCausalLM
     has_class = hasattr(transformers, named) and not named.endswith(_TASKS)
     # With the output tied to the table of tokens, a file of a class without a head has all of one with it.
-    ends_early = named.endswith("Model") and "LMHead" not in named and config.tie_word_embeddings
+    ends_early = (
+        named.endswith("Model") and "LMHead" not in named and getattr(config, "tie_word_embeddings", False)
+    )
     mappings = (
         transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
         transformers.MODEL_FOR_CAUSAL_LM_MAPPING,

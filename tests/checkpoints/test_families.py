@@ -178,6 +178,8 @@ def overheard(
                 continue
             module_of(model, f"{site.module}.{name}").register_forward_hook(listen(site, part))
     given = inputs(model) if given is None else given
+    if getattr(model.config, "model_type", "") == "fsmt":  # it masks no later tokens where it may keep keys
+        given = {**given, "use_cache": False}  # type: ignore[dict-item]
     with running(model):
         model(**given)
     return heard
@@ -192,6 +194,8 @@ def furthest_of_layers(
 ) -> dict[Site, float]:
     """How far what we read of each layer, and a layer of ours made of it, are from the model's own output."""
     heard, found = overheard(model, checkpoint, given), dict[Site, float]()
+    if getattr(model.config, "model_type", "") == "fsmt":  # which has the length first
+        heard = {name: tensor.transpose(0, 1) for name, tensor in heard.items()}
     for site in checkpoint.sites:
         if (site.module, "out") not in heard:
             continue

@@ -710,6 +710,13 @@ TINY: dict[str, Tiny] = {
     "pegasus": tiny("PegasusForConditionalGeneration", _TWO_STACKS),
     "m2m_100": tiny("M2M100ForConditionalGeneration", _TWO_STACKS),
     "marian": tiny("MarianMTModel", _TWO_STACKS, decoder_start_token_id=0),
+    "fsmt": tiny(
+        "FSMTForConditionalGeneration",
+        {**_TWO_STACKS, "pad_token_id": 1, "bos_token_id": 0},
+        langs=["en", "de"],
+        src_vocab_size=40,
+        tgt_vocab_size=40,
+    ),
     "whisper": tiny(
         "WhisperForConditionalGeneration",
         **{name: value for name, value in _TWO_STACKS.items() if name != "max_position_embeddings"},
@@ -809,6 +816,25 @@ TINY: dict[str, Tiny] = {
         query_bias=False,
     ),
     "umt5": tiny("UMT5ForConditionalGeneration", _T5),
+    "rembert": tiny("RemBertModel", _COMMON, input_embedding_size=12, output_embedding_size=20),
+    "ctrl": tiny("CTRLLMHeadModel", _GPT, dff=32),
+    "dbrx": tiny(
+        "DbrxForCausalLM",
+        d_model=24,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=64,
+        vocab_size=40,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 0.5, "rope_theta": 500000.0},
+        ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1},
+    ),
+    "idefics3": tiny(
+        "Idefics3ForConditionalGeneration",
+        text_config={**_GROUPED, "model_type": "llama"},
+        vision_config={**_PICTURES, "model_type": "idefics3_vision"},
+        image_token_id=39,
+        scale_factor=1,
+    ),
 }
 
 # They read and write what another tiny model of the same family does, with a difference in reading.

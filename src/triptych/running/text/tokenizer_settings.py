@@ -85,7 +85,7 @@ class TokenizerSettings:
         }
         name = record.get("tokenizer_class") or config.get("tokenizer_class")
         if config and config.get("model_type") is None:
-            config = find_source(folder).record  # with the model type that its tensors tell
+            config = dict(find_source(folder).record)  # with the model type that its tensors tell
         model_type = config.get("model_type")
         return cls(
             record=record,
