@@ -17,7 +17,7 @@ from triptych.core.attention import sinusoidal
 from triptych.errors import DataError, UsageError
 from triptych.running.decoding import SearchOptions, Translator
 from triptych.running.decoding.translator import split_line
-from triptych.running.opening import open_model, open_translator
+from triptych.running.opening import open_reader, open_translator
 from triptych.running.opening.marian_tokenizers import write_tokenizers
 from triptych.running.opening.translators import read_translator
 
@@ -80,7 +80,7 @@ def test_a_model_without_a_recipe_translates_and_is_not_converted(tmp_path: Path
     write_marian(tmp_path, scale_embedding=False)
     assert len(triptych.load(tmp_path, device="cpu").translate(["ab", "a"])) == 2
     with pytest.raises(UsageError, match="only Marian's are, with scaled embeddings"):
-        convert(open_model(tmp_path, "cpu"), tmp_path / "out", "ctranslate2")
+        convert(open_reader(tmp_path, "cpu"), tmp_path / "out", "ctranslate2")
 
 
 def test_what_the_configuration_says_is_what_the_model_is(tmp_path: Path) -> None:
@@ -250,9 +250,9 @@ def test_what_is_asked_for_and_cannot_be_done_is_refused(
 
 def test_early_stopping_is_followed(tmp_path: Path) -> None:
     write_marian(tmp_path)
-    assert "stop" not in read_translator(tmp_path).search
+    assert read_translator(tmp_path).decoding.stop == "certain"
     change_json(tmp_path / "generation_config.json", early_stopping=True)
-    assert read_translator(tmp_path).search["stop"] == "full"
+    assert read_translator(tmp_path).decoding.stop == "full"
 
 
 def test_a_vocabulary_for_each_side_is_read(tmp_path: Path) -> None:

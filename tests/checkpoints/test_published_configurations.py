@@ -11,11 +11,11 @@ transformers = pytest.importorskip("transformers")
 from checkpoints.oracle import apart  # noqa: E402
 from checkpoints.published import Built, Published, built, published  # noqa: E402
 from checkpoints.runs import outputs, some, theirs  # noqa: E402
-from triptych.running.opening import record_calls
 from triptych.core.checkpoints.checkpoint import open_checkpoint  # noqa: E402
 from triptych.core.checkpoints.stored_models import load_encoder_decoder, load_language_model  # noqa: E402
 from triptych.core.models import EncoderDecoder, LanguageModel  # noqa: E402
 from triptych.errors import DataError  # noqa: E402
+from triptych.running.opening import record_calls  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PUBLISHED = {of.source: of for of in published()}
@@ -30,7 +30,7 @@ TOLERANCE = {"bloom": 1e-9, "roformer": 1e-8, "marian": 1e-6}
 
 
 def loaded(of: Built) -> LanguageModel | EncoderDecoder:
-    return load_encoder_decoder(of.folder) if of.pairs else load_language_model(of.folder).model
+    return load_encoder_decoder(of.folder) if of.pairs else load_language_model(of.folder)
 
 
 @pytest.mark.parametrize("source", some(PUBLISHED, IN_EVERY_RUN))

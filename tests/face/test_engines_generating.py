@@ -134,7 +134,7 @@ def test_options_of_sampling_and_bad_prompts_are_refused() -> None:
 def test_trained_checkpoints_continue_as_our_own_engine_does(name: str) -> None:
     if not (SHARED / name).is_dir():
         pytest.skip(f"needs ../shared/checkpoints/{name}")
-    model = load_language_model(SHARED / name).model
+    model = load_language_model(SHARED / name)
     options = GenerationOptions(max_new_tokens=24)
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(30, 1000, (8,), generator=draw).tolist() for _ in range(8)]

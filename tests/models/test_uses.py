@@ -38,7 +38,7 @@ def universal() -> Reader:
         *before, rest = name.split(".", 2) if name.startswith("blocks.") else [name]
         stored = f"blocks.{ORDER[int(before[1])]}.{rest}" if before else rest
         parameter.data = state[stored].clone()
-    return Reader(reader.opened.with_model(model))
+    return reader.with_model(model)
 
 
 def unrolled(model: LanguageModel) -> LanguageModel:
@@ -131,8 +131,8 @@ def test_layers_in_memory_say_whose_weights_they_have(model: Any) -> None:
 
 def test_a_text_is_continued_without_the_head_of_one_use(model: Any) -> None:
     changed = model.ablate("2.1").edit("4.0", "scores", lambda scores: 3 * scores)
-    own = unrolled(model.opened.model)
-    expected = load(own, tokenizer=model._opened.options.tokenizer)
+    own = unrolled(model.reader.model)
+    expected = load(own, tokenizer=model._opened.source.tokenizer)
     expected = expected.ablate("2.1").edit("4.0", "scores", lambda scores: 3 * scores)
     prompt = "the cat"
     assert changed.generate(prompt, max_new_tokens=8).text == expected.generate(prompt, max_new_tokens=8).text

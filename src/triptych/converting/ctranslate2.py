@@ -44,7 +44,7 @@ from triptych.errors import UsageError
 from triptych.extras import require_extra
 from triptych.files import write_text
 from triptych.literals import Quantization
-from triptych.running.opening import OpenedModel
+from triptych.running.opening import Reader
 from triptych.running.opening.marian_tokenizers import write_tokenizers
 from triptych.running.text import PretrainedTokenizer, SentencePieceTokenizer
 
@@ -66,7 +66,7 @@ def _activation(name: str) -> Any:
     return getattr(common_spec.Activation, _ACTIVATIONS[name])
 
 
-def write_ct2_translator(run: OpenedModel, folder: Path, quantization: Quantization) -> WrittenModel:
+def write_ct2_translator(run: Reader, folder: Path, quantization: Quantization) -> WrittenModel:
     """Write a folder for `ctranslate2.Translator`."""
     require_extra("convert", "ctranslate2", what="--to ctranslate2")
     special = {run.tokenizers.target.pad_id, run.tokenizers.target.bos_id, run.tokenizers.target.eos_id}
@@ -179,7 +179,7 @@ def _set_attention(spec: Any, weights: AttentionWeights, maps: Sequence[str]) ->
         _set_linear(linear, rows, bias if bias is not None and bool(bias.any()) else None)
 
 
-def _check_translator(run: OpenedModel, folder: Path, quantization: Quantization) -> ConversionCheck:
+def _check_translator(run: Reader, folder: Path, quantization: Quantization) -> ConversionCheck:
     """Compare the log-probability of each token of random outputs."""
     import ctranslate2
 
@@ -206,7 +206,7 @@ def _check_translator(run: OpenedModel, folder: Path, quantization: Quantization
     return _check_close(what, expected, found, quantization)
 
 
-def _translator_readme(run: OpenedModel, length: int) -> str:
+def _translator_readme(run: Reader, length: int) -> str:
     pieces = isinstance(run.tokenizers.source, SentencePieceTokenizer)
     target = run.tokenizers.target
     alpha = run.decoding.alpha
@@ -251,7 +251,7 @@ both search alike.
 """
 
 
-def write_ct2_generator(opened: OpenedModel, folder: Path, quantization: Quantization) -> WrittenModel:
+def write_ct2_generator(opened: Reader, folder: Path, quantization: Quantization) -> WrittenModel:
     """Write a folder for `ctranslate2.Generator` with a language model and its tokenizer."""
     require_extra("convert", "ctranslate2", what="--to ctranslate2")
     model = opened.language_model

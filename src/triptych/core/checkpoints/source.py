@@ -1,4 +1,4 @@
-"""Sources of models: runs of this library, checkpoints of other libraries, models in memory."""
+"""Sources of models: runs of this library, checkpoints of other libraries, modules in memory."""
 
 import atexit
 import shutil
@@ -33,13 +33,13 @@ from triptych.untrusted import Stamps, read_json, shown
 
 @final
 class Source:
-    """A model's files, or a model of `transformers` in memory.
+    """The place of a model: its files, or a module in memory, of this library or of `transformers`.
 
     Attributes:
         name: path or name on the Hub, as given by the user.
-        record: configuration.
+        record: configuration; empty for a module of this library.
         where: path of the configuration for messages.
-        found: path, repository on the Hub, or model in another form, such as in memory.
+        found: path, repository on the Hub, module of this library, or model in another form.
         family: family given by the user; None to choose it by the configuration.
         tokenizer: folder of a tokenizer given by the user; None for the tokenizer among the files.
         strict: true if fields of the configuration without effect are an error instead of a warning.
@@ -51,7 +51,7 @@ class Source:
         name: str,
         record: Mapping[str, Any],
         where: str,
-        found: "Path | Repository | MadeFiles",
+        found: "Path | Repository | MadeFiles | nn.Module",
     ) -> None:
         self.name = name
         self.record = record
@@ -94,9 +94,14 @@ class Source:
         return found
 
     @property
+    def module(self) -> Any:
+        """The module in memory of this library; None for files and for modules of `transformers`."""
+        return self.found if isinstance(self.found, nn.Module) else None
+
+    @property
     def is_in_memory(self) -> bool:
         """True if the model is in memory, without files to be replaced."""
-        return isinstance(self.found, ModuleOfOthers)
+        return isinstance(self.found, ModuleOfOthers | nn.Module)
 
     def reopened(self) -> "Source":
         """Return the source found again at the same path or name on the Hub, with the same options."""
@@ -115,6 +120,8 @@ class Source:
     @cached_property
     def path(self) -> Path:
         """Folder, or tensor file next to its `config.json`; a repository on the Hub is fetched whole."""
+        if isinstance(self.found, nn.Module):
+            raise UsageError(f"{self.name} is a module in memory and has no files: save it first")
         return self.found if isinstance(self.found, Path) else self.found.fetch()
 
     @property
@@ -153,6 +160,8 @@ class Source:
     @property
     def translates(self) -> bool:
         """True if the model has an encoder and a decoder."""
+        if self.module is not None:
+            return bool(len(self.module.stacks) > 1)
         if self.is_own:
             return self.record.get("model_type") != "triptych"  # the type of models with one stack
         return self.record.get("model_type") == "marian" or self.record.get("is_encoder_decoder") is True
@@ -170,9 +179,9 @@ class Source:
         `mapped`: map local files into memory instead of copying from them.
         """
         self.require_same()
-        if isinstance(self.found, Path):
-            return open_tensors(self.found, mapped=mapped)
-        return self.found.tensors(mapped=mapped)
+        if isinstance(self.found, Repository | MadeFiles):
+            return self.found.tensors(mapped=mapped)
+        return open_tensors(self.path, mapped=mapped)
 
 
 @final
@@ -332,6 +341,12 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
         name = str(getattr(source, "name_or_path", "") or type(source).__name__)
         module = ModuleOfOthers(source, tokenizer)
         return Source(name, read_json(module.folder / "config.json"), f"{name}/config.json", module)
+    if isinstance(source, nn.Module):
+        # Sources in files do not need the modules of this library.
+        from triptych.core.models import EncoderDecoder, LanguageModel
+
+        if isinstance(source, EncoderDecoder | LanguageModel):
+            return Source(f"a module ({type(source).__name__})", {}, "memory", source)
     if not isinstance(source, str | Path):
         raise UsageError(
             f"a {type(source).__name__} is no model: give a folder, a name on the Hub, a transformers model, "

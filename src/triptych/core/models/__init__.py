@@ -11,6 +11,7 @@ from triptych.core.models.configuration import DecoderConfig as DecoderConfig
 from triptych.core.models.configuration import EncoderConfig as EncoderConfig
 from triptych.core.models.configuration import LanguageModelConfig as LanguageModelConfig
 from triptych.core.models.configuration import ModelConfig as ModelConfig
+from triptych.core.models.encoder_decoder import AnyModel as AnyModel
 from triptych.core.models.encoder_decoder import EncoderDecoder as EncoderDecoder
 from triptych.core.models.language_model import LanguageModel as LanguageModel
 from triptych.core.models.site_configuration import AttentionConfig as AttentionConfig

@@ -200,3 +200,7 @@ class EncoderDecoder(nn.Module):
             memory=memory,
             memory_mask=memory_mask,
         )
+
+
+# A model of either kind.
+AnyModel = EncoderDecoder | LanguageModel

@@ -15,12 +15,11 @@ from triptych.core.attention import MultiHeadAttention
 from triptych.core.attention.projections import fit_parameterisation
 from triptych.core.models.blocks import Block, OffsetNorm, Residual
 from triptych.core.models.configuration import LanguageModelConfig, ModelConfig
-from triptych.core.models.encoder_decoder import EncoderDecoder
+from triptych.core.models.encoder_decoder import AnyModel, EncoderDecoder
 from triptych.core.models.language_model import LanguageModel
 from triptych.core.models.site_configuration import AttentionConfig
 from triptych.errors import UsageError
 
-AnyModel = EncoderDecoder | LanguageModel
 ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | LanguageModel)
 
 

@@ -15,13 +15,11 @@ from torch import nn
 from triptych import user_code
 from triptych.core.attention.shapes import shapes_only
 from triptych.core.models.configuration import LanguageModelConfig, ModelConfig
-from triptych.core.models.encoder_decoder import EncoderDecoder
+from triptych.core.models.encoder_decoder import AnyModel, EncoderDecoder
 from triptych.core.models.language_model import LanguageModel
 from triptych.errors import DataError, first_line
 from triptych.files import write_bytes, write_json
 from triptych.untrusted import LONGEST_JSON, read_limited, require_regular
-
-OwnModel = EncoderDecoder | LanguageModel
 
 _FORMAT = 1
 _ENCODER_DECODER = "encoder-decoder"
@@ -62,7 +60,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().contiguous() for name, value in stored_parameters(model).items()}
 
 
-def write_config(model: OwnModel, folder: Path) -> None:
+def write_config(model: AnyModel, folder: Path) -> None:
     # Encoder-decoders and language models have different keys in this version of the format.
     record: dict[str, Any] = {"format": _FORMAT}
     match model:
@@ -91,12 +89,12 @@ def write_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
     write_bytes(path, save({name: tensor.cpu() for name, tensor in tensors.items()}, {"format": "pt"}))
 
 
-def write_model(model: OwnModel, folder: Path) -> None:
+def write_model(model: AnyModel, folder: Path) -> None:
     write_config(model, folder)
     write_weights(model_tensors(model), folder / _WEIGHTS)
 
 
-def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -> OwnModel:
+def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -> AnyModel:
     """Build a model from a folder's `config.json`, in its dtype (float32 by default), with fresh weights."""
     path = folder / "config.json"
     try:
@@ -127,7 +125,7 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
         raise DataError(f"{path} is not a triptych configuration: {first_line(error)}") from None
 
 
-def _made(record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path: Path) -> OwnModel:
+def _made(record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path: Path) -> AnyModel:
     """Build the model of a configuration, after a check that stored tensors fit it."""
 
     def size(name: str) -> int:
@@ -136,7 +134,7 @@ def _made(record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path
             raise DataError(f"{path}: {name} is {value!r}: a whole number is needed")
         return value
 
-    make: Callable[[], OwnModel]
+    make: Callable[[], AnyModel]
     kind = record.get("kind", _ENCODER_DECODER)
     if kind == _ENCODER_DECODER:
         src = size("src_vocab_size")
@@ -231,7 +229,7 @@ def read_model(folder: Path) -> EncoderDecoder:
     return model
 
 
-def read_own_model(folder: Path) -> OwnModel:
+def read_own_model(folder: Path) -> AnyModel:
     """Read a model of either kind from a folder of `write_model`, in evaluation mode."""
     path = folder / _WEIGHTS
     try:
