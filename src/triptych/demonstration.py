@@ -248,7 +248,8 @@ def _fold(run: Reader, tried: Sequence[TranslationSample]) -> Folding:
         next(site.layer for site in attention_sites(model) if site.name == _STACKED_SITE).eval()
         for model in (run.model, folded)
     )
-    x = torch.randn(_TIMED_BATCH, _TIMED_TOKENS, run.encoder_decoder.config.d_model, device=_device(folded))
+    d_model = run.encoder_decoder.architecture.decoder.d_model
+    x = torch.randn(_TIMED_BATCH, _TIMED_TOKENS, d_model, device=_device(folded))
     with torch.inference_mode():
         seconds = _median_seconds([lambda: before(x), lambda: after(x)])
     return Folding(

@@ -16,7 +16,7 @@ from triptych.converting import hugging_face
 from triptych.converting.conversion import Conversion, convert
 from triptych.converting.plain import plain_model
 from triptych.core.attention import PARAMETERISATIONS
-from triptych.core.models import EncoderDecoder, ModelConfig
+from triptych.core.models import EncoderDecoder, ModelConfig, find_config
 from triptych.errors import DataError, UsageError
 from triptych.literals import TargetFormat
 from triptych.running.decoding import SearchOptions, Translator
@@ -165,7 +165,7 @@ def test_heads_written_plainly_compute_the_same(site: dict[str, Any], norm: str)
         plain = plain_model(model, "it")
         assert difference(plain.model(src, tgt_in), expected) < 1e-9
         assert difference(model(src, tgt_in), expected) == 0
-    sites = (*plain.model.config.sites("encoder"), *plain.model.config.sites("cross"))
+    sites = (*find_config(plain.model).sites("encoder"), *find_config(plain.model).sites("cross"))
     assert {found.projections for found in sites} == {"factored"}
     assert {found.num_heads for found in sites} == set(plain.num_heads.values())
     assert {found.options["d_k"] for found in sites} == {24 // plain.num_heads["encoder"]}
@@ -219,7 +219,7 @@ def test_transformers_computes_the_same_and_searches_the_same(
     assert "repeat_kv_heads: encoder.0, decoder.0, cross.0, decoder.1, cross.1" in conversion.folded
     theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert theirs.config.model_type == ("pegasus" if run.model.config.norm == "pre" else "marian")
+    assert theirs.config.model_type == ("pegasus" if find_config(run.model).norm == "pre" else "marian")
     src, tgt_in = sentences()
     with torch.no_grad():
         found = theirs(input_ids=src, attention_mask=(src != 0).long(), decoder_input_ids=tgt_in).logits
@@ -264,7 +264,7 @@ def test_a_tokenizer_for_each_side_lies_in_a_folder_of_its_own(apart: TokenizerP
     convert(run, tmp_path / "out", "hf")
     again = open_translator(tmp_path / "out", "cpu")
     assert not again.tokenizers.joint
-    assert again.model.config.max_source_tokens == run.model.config.max_source_tokens
+    assert again.model.max_source_tokens == run.model.max_source_tokens
     options = SearchOptions(beam_size=4, alpha=0.0, max_extra_tokens=6)
     found = Translator(again.model, again.tokenizers, options).translate(SENTENCES)
     assert [translation.text for translation in found] == translations(run, SENTENCES)
@@ -370,7 +370,7 @@ def test_a_marian_checkpoint_comes_back_tensor_for_tensor(tmp_path: Path, change
     same = {name: value for name, value in {**CONFIG, **heads, **changes}.items() if name in config}
     same.pop("max_position_embeddings")  # outputs may be longer than sources
     assert {name: config[name] for name in same} == same
-    assert read_translator(tmp_path / "theirs").model.config.max_source_tokens == 19
+    assert read_translator(tmp_path / "theirs").model.max_source_tokens == 19
 
 
 def test_a_marian_checkpoint_whose_output_alone_is_apart_has_two_tables_when_converted(

@@ -32,7 +32,9 @@ def universal() -> Reader:
     plain = reader.model
     assert isinstance(plain, LanguageModel)
     layers = [site.layer for site in attention_sites(plain)]
-    model = LanguageModel(replace(plain.architecture, order=ORDER), layers, plain.config).double().eval()
+    model = (
+        LanguageModel(replace(plain.architecture, order=ORDER), layers, plain.recipe_limit).double().eval()
+    )
     state = plain.state_dict()
     for name, parameter in model.named_parameters():
         *before, rest = name.split(".", 2) if name.startswith("blocks.") else [name]
@@ -46,7 +48,7 @@ def unrolled(model: LanguageModel) -> LanguageModel:
     made = model.architecture
     blocks = tuple(made.blocks[number] for number in made.uses)
     layers = [copy.deepcopy(site.layer) for site in attention_sites(model)]
-    apart = LanguageModel(replace(made, blocks=blocks, order=()), layers, model.config).double().eval()
+    apart = LanguageModel(replace(made, blocks=blocks, order=()), layers, model.recipe_limit).double().eval()
     apart.load_state_dict(model.state_dict())
     return apart
 
@@ -86,7 +88,7 @@ def test_the_same_layer_in_two_places_is_two_modules() -> None:
     plain = language_reader().model
     assert isinstance(plain, LanguageModel)
     layer = plain.blocks[0].self_attention
-    model = LanguageModel(plain.architecture, [layer, layer], plain.config)
+    model = LanguageModel(plain.architecture, [layer, layer], plain.recipe_limit)
     one, other = (block.self_attention for block in model.blocks)
     assert one is layer is not other
     assert [id(part) for part in one.parameters()] == [id(part) for part in other.parameters()]

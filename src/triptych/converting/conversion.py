@@ -15,7 +15,7 @@ from triptych.converting.gguf import write_gguf
 from triptych.converting.onnx import write_onnx
 from triptych.converting.output_checks import ConversionCheck, WrittenModel
 from triptych.core.checkpoints.source import is_own_config
-from triptych.core.models import read_model
+from triptych.core.models import has_config, read_model
 from triptych.errors import DataError, UsageError
 from triptych.files import write_folder
 from triptych.literals import Quantization, TargetFormat
@@ -48,7 +48,7 @@ class Conversion:
 def can_convert(opened: Reader) -> bool:
     """Return True if a target format may support the model."""
     if opened.translates:
-        return opened.encoder_decoder.recipe is not None
+        return has_config(opened.encoder_decoder)
     return opened.language_model.causal or goes_on(opened.folder)
 
 
@@ -86,7 +86,7 @@ def convert(
         raise UsageError(
             f"{opened.folder} is a model of one text, which is converted --to hf, ctranslate2 or gguf alone"
         )
-    elif to == "hf" and opened.language_model.config is None and not goes_on(opened.folder):
+    elif to == "hf" and opened.language_model.recipe_limit is None and not goes_on(opened.folder):
         raise UsageError(f"{opened.folder} is in Hugging Face's format already: copy the folder")
     _require_free(target)
     written: list[WrittenModel] = []

@@ -37,7 +37,7 @@ from triptych.converting.plain import (
 )
 from triptych.core.algebra.positions import RotaryEmbedding
 from triptych.core.algebra.weights import AttentionWeights
-from triptych.core.models import EncoderDecoder, LanguageModel, attention_weights
+from triptych.core.models import EncoderDecoder, LanguageModel, attention_weights, find_config
 from triptych.core.models.blocks import Block, OffsetNorm
 from triptych.core.models.feed_forward import FeedForward
 from triptych.errors import UsageError
@@ -93,7 +93,7 @@ def write_ct2_translator(run: Reader, folder: Path, quantization: Quantization) 
     spec.config.unk_token = source.vocabulary[unknown]
     spec.config.add_source_eos = True
     _save(spec, folder, quantization, 1e-5)
-    write_tokenizers(run.tokenizers, run.encoder_decoder.config.max_source_tokens + 1, folder)
+    write_tokenizers(run.tokenizers, find_config(run.encoder_decoder).max_source_tokens + 1, folder)
     if run.shortlist is not None:
         write_text(folder / "vmap.txt", run.shortlist.as_text(run.tokenizers))
     (folder / "README.md").write_text(_translator_readme(run, length), encoding="utf-8")
@@ -109,8 +109,8 @@ def _translator_spec(model: EncoderDecoder, num_heads: dict[str, int], length: i
         "encoder": transformer_spec.TransformerEncoderSpec,
         "decoder": transformer_spec.TransformerDecoderSpec,
     }
-    pre_norm = model.config.norm == "pre"
-    activation = _activation(model.config.activation)
+    pre_norm = find_config(model).norm == "pre"
+    activation = _activation(find_config(model).activation)
     specs = []
     weights = attention_weights(model)
     for name, stack in model.stacks.items():
@@ -245,7 +245,7 @@ found = translator.translate_batch(
 print({text})
 ```
 
-Sources have at most {run.encoder_decoder.config.max_source_tokens} tokens, and there are {length} positions.
+Sources have at most {run.encoder_decoder.max_source_tokens} tokens, and there are {length} positions.
 triptych divides log-probabilities by ((5 + n) / 6)^α, CTranslate2 by n^α: with the length penalty off (0)
 both search alike.
 """

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from triptych.converting.ctranslate2 import write_ct2_translator, write_generator
 from triptych.converting.plain import max_positions
-from triptych.core.models import LanguageModel
+from triptych.core.models import LanguageModel, find_config
 from triptych.core.models.blocks import Block
 from triptych.core.models.device import find_device, has_fast_bf16
 from triptych.core.models.sites import require_lengths
@@ -181,7 +181,7 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
         decoding = run.decoding.model_copy(update={"max_extra_tokens": options.max_extra_tokens})
         roomy = run.with_decoding(decoding)
         length = max_positions(run.encoder_decoder, options.max_extra_tokens)
-        config = run.encoder_decoder.config.model_dump_json()
+        config = find_config(run.encoder_decoder).model_dump_json()
         listed = () if run.shortlist is None else (run.shortlist.as_text(run.tokenizers),)
         texts = (str(length), config, self._source.to_json(), self._target.to_json(), *listed)
         self._translator = _load_converted(

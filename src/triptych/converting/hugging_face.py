@@ -24,7 +24,7 @@ from triptych.converting.output_checks import (
 )
 from triptych.converting.plain import plain_model
 from triptych.core.checkpoints.stored_models import load_language_model
-from triptych.core.models import LanguageModel
+from triptych.core.models import LanguageModel, find_config
 from triptych.core.models.storage import write_weights
 from triptych.errors import DataError
 from triptych.extras import is_installed, quiet_transformers
@@ -54,7 +54,7 @@ def write_hf_translator(run: Reader, folder: Path) -> WrittenModel:
     architecture = str(made.settings["model_type"])
     _write_checkpoint(folder, made.settings, made.tensors)
     write_json(folder / "generation_config.json", _generation(made.settings, run))
-    write_tokenizers(run.tokenizers, run.encoder_decoder.config.max_source_tokens + 1, folder)
+    write_tokenizers(run.tokenizers, find_config(run.encoder_decoder).max_source_tokens + 1, folder)
     write_text(folder / "README.md", _hf_readme(run, architecture))
     checks = [_check_read_again(run, folder)] if architecture == "marian" else []
     checks += _with_transformers(_check_logits, _check_ids, run, folder)
@@ -256,5 +256,5 @@ batch = source(["A sentence."], return_tensors="pt", padding=True)
 print(target.batch_decode(model.generate(**batch), skip_special_tokens=True))
 ```
 
-Architecture: {architecture}. Sources have at most {run.encoder_decoder.config.max_source_tokens} tokens.
+Architecture: {architecture}. Sources have at most {run.encoder_decoder.max_source_tokens} tokens.
 {penalty}"""

@@ -25,7 +25,7 @@ from triptych.converting.output_checks import (
 )
 from triptych.converting.plain import max_positions
 from triptych.core.attention import AttentionCache, DecoderCache, PositionIds
-from triptych.core.models import EncoderDecoder
+from triptych.core.models import EncoderDecoder, find_config
 from triptych.core.models.blocks import NewTokens
 from triptych.core.models.sites import attention_sites, blocks_of
 from triptych.errors import UsageError
@@ -125,7 +125,7 @@ def write_onnx(run: Reader, folder: Path) -> WrittenModel:
         graph.eval().requires_grad_(False)
     pairs = random_pairs(model, target.bos_id, target.eos_id, src_len=7, tgt_len=5)
     _export_graphs(*graphs, pairs, folder)
-    write_tokenizers(run.tokenizers, model.config.max_source_tokens + 1, folder)
+    write_tokenizers(run.tokenizers, find_config(model).max_source_tokens + 1, folder)
     (folder / "README.md").write_text(_onnx_readme(run, length), encoding="utf-8")
     done = ("every head written as W_Q, W_K, W_V and W_O",)
     check = _check_graphs(run, folder)

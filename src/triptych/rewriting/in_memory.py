@@ -25,7 +25,7 @@ from triptych.core.models import (
     attention_weights,
     with_attention,
 )
-from triptych.core.models.sites import ModelT
+from triptych.core.models.with_attention import ModelT
 from triptych.rewriting.driver import Driver
 from triptych.rewriting.functions import LayerRewrite, LayerToRewrite, Rewrite, read_rewrite
 

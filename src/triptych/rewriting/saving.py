@@ -15,8 +15,9 @@ from triptych.core.checkpoints.checkpoint import Checkpoint
 from triptych.core.checkpoints.module_layers import ModuleLayers
 from triptych.core.checkpoints.source import Source, find_source
 from triptych.core.checkpoints.stored_models import changed_tensors
-from triptych.core.models import EncoderDecoder, write_model
-from triptych.core.models.sites import attention_sites, with_attention
+from triptych.core.models import write_model
+from triptych.core.models.sites import attention_sites
+from triptych.core.models.with_attention import with_attention
 from triptych.core.storage.copying import CERTIFICATE, FolderCopy, require_new_folder
 from triptych.errors import UsageError
 from triptych.files import write_folder
@@ -63,10 +64,6 @@ def _save_unchanged(opened: Opened, target: Path) -> None:
     """Copy a model's files, including the certificate of a rewritten model."""
     module = opened.source.module
     if module is not None:
-        if (module.recipe if isinstance(module, EncoderDecoder) else module.config) is None:
-            raise UsageError(
-                f"{opened.name} was read from a checkpoint, and has no format of its own to be saved in"
-            )
         if target.exists():
             raise UsageError(f"{target} exists: choose another name for the output, nothing is overwritten")
         write_folder(target, partial(write_model, module))

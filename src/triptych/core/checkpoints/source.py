@@ -30,6 +30,9 @@ from triptych.core.storage.unreadable import what_is
 from triptych.errors import DataError, UsageError, near_path
 from triptych.untrusted import Stamps, read_json, shown
 
+# The kind of an encoder-decoder in the format of this library.
+_PAIR = "encoder-decoder"
+
 
 @final
 class Source:
@@ -163,7 +166,7 @@ class Source:
         if self.module is not None:
             return bool(len(self.module.stacks) > 1)
         if self.is_own:
-            return self.record.get("model_type") != "triptych"  # the type of models with one stack
+            return bool(self.record.get("kind", _PAIR) == _PAIR)
         return self.record.get("model_type") == "marian" or self.record.get("is_encoder_decoder") is True
 
     def file(self, name: str) -> Path | None:

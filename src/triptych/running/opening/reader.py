@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from triptych.core.algebra.forms import are_finite
 from triptych.core.checkpoints.stored_layers import AttentionSource, Site
-from triptych.core.models import AnyModel, EncoderDecoder, LanguageModel, write_model
+from triptych.core.models import AnyModel, EncoderDecoder, LanguageModel, has_config, write_model
 from triptych.core.models.overflow import require_finite_logits, require_finite_values
 from triptych.core.models.sites import AttentionSite, attention_sites, require_lengths
 from triptych.core.places import PlaceNames
@@ -216,7 +216,7 @@ class Reader(TextReader):
 
     def require_recipe(self) -> None:
         """Check that the model is from a recipe or Marian, so that it can be converted."""
-        if self.encoder_decoder.recipe is None:
+        if not has_config(self.encoder_decoder):
             kind = read_json(self.folder / "config.json").get("model_type")
             raise UsageError(
                 f"{self.folder} is a checkpoint of {kind}, which is run here, and not converted: of other "
@@ -504,7 +504,7 @@ class Reader(TextReader):
         longest = model.max_source_tokens
         most = model.max_target_tokens
         (src,), (tgt,) = tokenizers.source.encode([source]), tokenizers.target.encode([target])
-        if model.recipe is None:  # checkpoints of other libraries have a fixed number of positions
+        if model.recipe_limit is None:  # checkpoints of other libraries have a fixed number of positions
             src = src[:longest]
             tgt = tgt[: None if most is None else most - len(start)]
         inputs = {
