@@ -13,10 +13,8 @@ from typing import Any, final
 from torch import nn
 
 from triptych.core.checkpoints.family import Family
-from triptych.core.checkpoints.gguf.gguf_model import GgufModel, find_gguf
 from triptych.core.checkpoints.made_files import MadeFiles
 from triptych.core.checkpoints.model_types import model_type_of_class, model_types_of_tensors
-from triptych.core.storage.gguf import SUFFIX
 from triptych.core.storage.hub import Repository, is_hub_id, open_hub
 from triptych.core.storage.tensors import (
     INDEX_AND_WHOLE,
@@ -108,8 +106,8 @@ class Source:
 
     def reopened(self) -> "Source":
         """Return the source found again at the same path or name on the Hub, with the same options."""
-        if isinstance(self.found, Path | GgufModel):
-            path = self.found if isinstance(self.found, Path) else self.found.path
+        path = self.found.path if isinstance(self.found, MadeFiles) else self.found
+        if isinstance(path, Path):
             found = _find(path, None, offline=False)
         else:
             offline = isinstance(self.found, Repository) and self.found.offline
@@ -306,9 +304,13 @@ def find_source(
 def _gguf_at(path: Path) -> Path | None:
     """Return the GGUF file that a path is, or the one in a folder without other weights; else None."""
     if path.is_file():
-        return path if path.suffix == SUFFIX else None
+        return path if path.suffix == ".gguf" else None
     if any((path / name).exists() for pair in INDEX_AND_WHOLE for name in pair):
         return None
+    if not any(path.glob("*.gguf")):
+        return None
+    from triptych.core.checkpoints.gguf.gguf_model import find_gguf  # a large format of its own
+
     return find_gguf(path)
 
 
@@ -366,6 +368,8 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
         repository = open_hub(name, offline=offline)
         return Source(name, repository.record, f"{name}/config.json", repository)
     if (file := _gguf_at(path)) is not None:
+        from triptych.core.checkpoints.gguf.gguf_model import GgufModel
+
         model = GgufModel(file, name)
         return Source(name, model.record, name, model)
     # A tensor file is read with the configuration next to it.
