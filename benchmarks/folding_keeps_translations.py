@@ -21,11 +21,11 @@ from triptych.core.models import EncoderDecoder
 from triptych.rewriting import rewrite
 from triptych.rewriting.functions import fold
 from triptych.running.decoding import Translation, Translator, length_penalty
-from triptych.running.opening import OpenedModel, open_translator
+from triptych.running.opening import Reader, open_translator
 from triptych.running.text import read_lines
 
 
-def score(run: OpenedModel, model: EncoderDecoder, source: str, pieces: list[int], alpha: float) -> float:
+def score(run: Reader, model: EncoderDecoder, source: str, pieces: list[int], alpha: float) -> float:
     """The search's score of a given output: log-probability over the length penalty."""
     src_tok, tgt_tok = run.tokenizers.source, run.tokenizers.target
     src = torch.tensor([[*src_tok.encode([source.strip()])[0], src_tok.eos_id]])
@@ -36,7 +36,7 @@ def score(run: OpenedModel, model: EncoderDecoder, source: str, pieces: list[int
     return total / length_penalty(len(ids), alpha)
 
 
-def translate(run: OpenedModel, model: EncoderDecoder, lines: list[str]) -> tuple[list[Translation], float]:
+def translate(run: Reader, model: EncoderDecoder, lines: list[str]) -> tuple[list[Translation], float]:
     translator = Translator(model, run.tokenizers, run.search_options())
     started = time.perf_counter()
     order = sorted(range(len(lines)), key=lambda i: len(lines[i]))

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from triptych.core.attention import LayerOutput
-from triptych.core.models.sites import AnyModel, attention_sites
+from triptych.core.models import AnyModel
+from triptych.core.models.sites import attention_sites
 
 
 @contextmanager

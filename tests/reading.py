@@ -22,12 +22,12 @@ SOURCE = Path(__file__).parent.parent / "src"
 # The largest value that each figure may have. After a change that makes a figure better, its new value
 # goes here, rounded up: ceilings only fall.
 CEILINGS: Mapping[str, float] = {
-    "reading set of load: lines": 29_100,
-    "reading set of load: modules": 129,
-    "import closure of the module of Model: lines": 1_900,
+    "reading set of load: lines": 12_000,
+    "reading set of load: modules": 46,
+    "import closure of the module of Model: lines": 1_500,
     "import closure of the module of Model: modules": 5,
-    "import closure of core/checkpoints/stored_models.py: lines": 16_700,
-    "import closure of core/checkpoints/stored_models.py: modules": 66,
+    "import closure of core/checkpoints/stored_models.py: lines": 16_600,
+    "import closure of core/checkpoints/stored_models.py: modules": 65,
     "code tokens a code line": 9.6,
     "packed assignments per 1,000 lines": 1.3,
     "comprehensions of two loops or more": 156,
@@ -50,7 +50,7 @@ CEILINGS: Mapping[str, float] = {
 AT_LEAST = {"functions of 15 lines or more with a comment inside, %"}
 # Where the figures are to go.
 AIMS: Mapping[str, float] = {
-    "reading set of load: lines": 14_000,
+    "reading set of load: lines": 12_000,
     "code tokens a code line": 8,
     "packed assignments per 1,000 lines": 5,
     "comprehensions of two loops or more": 30,

@@ -19,7 +19,7 @@ from triptych.core.attention import MultiHeadAttention
 from triptych.core.models import AttentionConfig, EncoderDecoder, ModelConfig
 from triptych.errors import TriptychError, UsageError
 from triptych.running.decoding.workers import Searcher, WorkerPool
-from triptych.running.opening import open_model
+from triptych.running.opening import open_reader
 from triptych.training.metrics import read_metrics
 
 PAGE = Path(__file__).parent.parent / "docs" / "how-to" / "own-attention.md"
@@ -139,7 +139,7 @@ def test_the_layer_computes_what_its_class_says(place: Path) -> None:
 
 def test_decoding_continues_as_the_plain_formula_does(run: Path) -> None:
     continued = triptych.load(run, code="mine.py").generate("the cat", max_new_tokens=8)
-    opened = open_model(run)
+    opened = open_reader(run)
     ids = list(opened.tokenizer.encode(["the cat"], add_special=True)[0])
     prompt = len(ids)
     for _ in range(8):
@@ -177,7 +177,7 @@ def test_a_rewrite_keeps_the_class_or_writes_another_or_is_refused_in_one_line(r
     text = "the cat sat"
     for step, kept in (("expand()", False), ("drop_key_bias()", True)):
         changed = model.rewrite(step)
-        layer = changed.opened.language_model.blocks[0].self_attention
+        layer = changed.reader.language_model.blocks[0].self_attention
         assert user_code.is_in_file(layer.parameterisation.name) == kept
     torch.testing.assert_close(model.rewrite("expand()").run(text).logits, model.run(text).logits)
     with pytest.raises(UsageError, match=r"decoder\.0: mine\.py:TurnedValues does not write what was made"):

@@ -94,12 +94,12 @@ def walks(folder: Path) -> Iterator[tuple[str, dict[Entry, str]]]:
     checkpoint = gpt2_that_runs(folder / "gpt2", layers=1)
     recipe = resolve(tiny_recipe(20, 5, training={"max_steps": 2}, validation={"every_steps": 2}))
 
-    def open_model() -> None:
+    def open_reader() -> None:
         assert len(triptych.load(checkpoint).layers) == 1
 
     model = triptych.load(checkpoint)
     verbs: dict[str, Callable[[], object]] = {
-        "open": open_model,
+        "open": open_reader,
         "train": lambda: triptych.train(recipe, folder / "run"),
         "attend": lambda: model.attend("The cat sat.")[0, 0],
         "rewrite": lambda: model.rewrite("fold"),

@@ -20,7 +20,7 @@ from triptych.core.checkpoints.stored_layers import AttentionLayer
 from triptych.rewriting.functions import LayerToRewrite, Rewrite, Truncate
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
-from triptych.running.opening import TransformersModel, Window, open_translator
+from triptych.running.opening import TransformersReader, Window, open_translator
 
 _NAIVE = "each matrix by itself"
 _WAYS = (_NAIVE, "free", "uncentred", "centred")
@@ -188,7 +188,7 @@ class EachMatrix(Rewrite):
 
 @torch.inference_mode()
 def _perplexity(folder: Path, text: Path, most_tokens: int) -> float:
-    model = TransformersModel(folder)
+    model = TransformersReader(folder)
     total, tokens = 0.0, 0
     batch: list[Window] = []
     windows = list(model.windows(text, most_tokens))

@@ -40,7 +40,7 @@ def write_ctranslate2(checkpoint: Path, folder: Path) -> None:
     from triptych.core.checkpoints.stored_models import load_language_model
 
     folder.mkdir(parents=True)
-    write_generator(load_language_model(checkpoint).model, folder)
+    write_generator(load_language_model(checkpoint), folder)
 
 
 def write_gguf(checkpoint: Path, folder: Path) -> None:

@@ -19,7 +19,7 @@ class Products(Engine):
 
     def __init__(self, options: Options) -> None:
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options["precision"]]
-        model = load_language_model(options["checkpoint"], dtype=dtype).model
+        model = load_language_model(options["checkpoint"], dtype=dtype)
         assert model.head is not None
         self.dtype, packing = dtype, Maps("fp32", dtype, packed=True)
         weights = [p.detach() for b in model.blocks for p in b.parameters() if p.ndim == 2]

@@ -17,9 +17,7 @@ class Ours(Engine):
     """Greedy, all prompts in one batch."""
 
     def __init__(self, options: Options) -> None:
-        self.engine = decoding.Engine(
-            load_language_model(Path(options["checkpoint"])).model, options["precision"]
-        )
+        self.engine = decoding.Engine(load_language_model(Path(options["checkpoint"])), options["precision"])
 
     def generate(self, prompts: Sequence[Sequence[int]], new: int) -> list[list[int]]:
         """No token ends a text."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.workers.protocol import Answer, Options, Prepared, seconds_of, serve
-from triptych.running.opening import Reader, TextIds, open_model
+from triptych.running.opening import TextIds, open_reader
 from triptych.running.text import load_tokenizer
 from triptych.seeing.attending import attend_tokens
 
@@ -37,7 +37,7 @@ def prepare(options: Options) -> Prepared:
 
 
 def _triptych(folder: Path, ids: list[int], page: Path) -> None:
-    (found,) = attend_tokens(Reader(open_model(folder, "cpu")), [TextIds(tuple(ids))])
+    (found,) = attend_tokens(open_reader(folder, "cpu"), [TextIds(tuple(ids))])
     found.page(page)
 
 

@@ -18,7 +18,7 @@ from triptych.rewriting import rewrite
 from triptych.rewriting.functions import fold
 from triptych.run_page import points
 from triptych.running.decoding import Translator, measure_bleu
-from triptych.running.opening import OpenedModel, Reader, open_translator
+from triptych.running.opening import Reader, open_translator
 from triptych.seeing.attending import Attention, AttentionBatch, attend_tokens
 from triptych.seeing.attending.attention_page import viewer_data
 from triptych.seeing.reports import (
@@ -159,9 +159,8 @@ def demo(
         exact = sum(sample.is_exact is True for sample in tried) / len(tried)
         bleu = measure_bleu([sample.hypothesis for sample in tried], [english for _, english in pairs])
         examples = _try(translator, example_pairs())
-        reader = Reader(run)
-        viewed = reader.encode([sample.source for sample in examples[:_NUM_VIEWED]])
-        seen = AttentionBatch(attend_tokens(reader, viewed))
+        viewed = run.encode([sample.source for sample in examples[:_NUM_VIEWED]])
+        seen = AttentionBatch(attend_tokens(run, viewed))
         display.say(f"folding {_STACKED_SITE} and translating them again")
         folding = _fold(run, tried)
         report = folder / _REPORT
@@ -237,7 +236,7 @@ def _try(translator: Translator, pairs: list[tuple[str, str]]) -> tuple[Translat
     )
 
 
-def _fold(run: OpenedModel, tried: Sequence[TranslationSample]) -> Folding:
+def _fold(run: Reader, tried: Sequence[TranslationSample]) -> Folding:
     """Fold the stacked layer, and compare the folded model with the trained model."""
     outcome = rewrite(run.encoder_decoder, fold, sites=[_STACKED_SITE])
     folded = outcome.result
@@ -249,7 +248,8 @@ def _fold(run: OpenedModel, tried: Sequence[TranslationSample]) -> Folding:
         next(site.layer for site in attention_sites(model) if site.name == _STACKED_SITE).eval()
         for model in (run.model, folded)
     )
-    x = torch.randn(_TIMED_BATCH, _TIMED_TOKENS, run.encoder_decoder.config.d_model, device=_device(folded))
+    d_model = run.encoder_decoder.architecture.decoder.d_model
+    x = torch.randn(_TIMED_BATCH, _TIMED_TOKENS, d_model, device=_device(folded))
     with torch.inference_mode():
         seconds = _median_seconds([lambda: before(x), lambda: after(x)])
     return Folding(
@@ -264,7 +264,7 @@ def _fold(run: OpenedModel, tried: Sequence[TranslationSample]) -> Folding:
     )
 
 
-def _largest_difference(run: OpenedModel, folded: EncoderDecoder) -> float:
+def _largest_difference(run: Reader, folded: EncoderDecoder) -> float:
     """Compute the largest difference of logits on the example pairs, relative to the largest logit."""
     source = run.tokenizers.source
     target = run.tokenizers.target

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
         Translator,
     )
     from triptych.running.opened_source import Opened
-    from triptych.running.opening import OpenedModel, Reader
+    from triptych.running.opening import Reader
     from triptych.running.run import Run
     from triptych.running.text import Text
     from triptych.running.text.shortlists import Coverage
@@ -399,7 +399,7 @@ class Model:
         from triptych.converting.engines import make_translator
 
         found = make_translator(
-            self.opened,
+            self._opened.to_run,
             self._opened.options,
             workers,
             glossary,
@@ -504,7 +504,7 @@ class Model:
         from triptych.training.shortlist import write_shortlist
 
         return write_shortlist(
-            self.opened, out, source, target, most=most, frequent=frequent, display=display
+            self._opened.to_run, out, source, target, most=most, frequent=frequent, display=display
         )
 
     @overload
@@ -620,7 +620,7 @@ class Model:
     def _generator(self) -> TextGenerator:
         from triptych.converting.engines import make_generator
 
-        return make_generator(self.opened, self._opened.options)
+        return make_generator(self._opened.to_run, self._opened.options)
 
     def fill(self, text: str, count: int = 5, *, max_tokens: int | None = None) -> list[list[Filling]]:
         """The most probable tokens for every `[MASK]` of a text.
@@ -636,8 +636,8 @@ class Model:
         """
         from triptych.running.decoding import fill_masks
 
-        opened = self.reader.opened
-        return fill_masks(opened.language_model, opened.tokenizer, text, count, max_tokens)
+        reader = self.reader
+        return fill_masks(reader.language_model, reader.tokenizer, text, count, max_tokens)
 
     @overload
     def evaluate(
@@ -897,18 +897,13 @@ class Model:
             self._opened, text, target, grad=grad, max_tokens=max_tokens, special_tokens=special_tokens
         )
 
-    @cached_property
-    def opened(self) -> OpenedModel:
-        """The module with its tokenizers, changes made.
+    @property
+    def reader(self) -> Reader:
+        """The module with its tokenizers, changes made and weights in memory.
 
         Raises:
             TriptychError: the model cannot be run; the message says why.
         """
-        return self._opened.to_run
-
-    @cached_property
-    def reader(self) -> Reader:
-        """What reads texts, with the weights in memory."""
         return self._opened.reader
 
     @check_choices

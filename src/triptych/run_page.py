@@ -114,8 +114,8 @@ def _validation_texts(recipe: AnyRecipe, model: Model) -> tuple[list[tuple[str, 
 
 def _beginning_and_rest(text: str, model: Model) -> tuple[str, str]:
     """Split a text into a prompt of at most half of the model's context and the following text."""
-    tokenizer = model.opened.tokenizer
-    most = (model.opened.language_model.context or 2 * _MOST_CHARACTERS) // 2
+    tokenizer = model.reader.tokenizer
+    most = (model.reader.language_model.context or 2 * _MOST_CHARACTERS) // 2
     (ids,) = tokenizer.encode([text[:_MOST_CHARACTERS]])
     begin = text[:_MOST_CHARACTERS] if len(ids) <= most else tokenizer.decode([ids[:most]])[0]
     return begin, text[len(begin) :]

@@ -7,7 +7,7 @@ import torch
 
 from small_checkpoints import byte_tokenizer
 from triptych.core.models import EncoderDecoder, LanguageModel, LanguageModelConfig, ModelConfig
-from triptych.running.opening import OpenedModel
+from triptych.running.opening import Reader
 from triptych.running.text import Tokenizer, load_tokenizer
 
 
@@ -17,9 +17,7 @@ def letters(folder: Path) -> Tokenizer:
     return load_tokenizer(folder)
 
 
-def language_model(
-    folder: Path, kind: Any = "decoder", positions: Any = "rotary", **more: Any
-) -> OpenedModel:
+def language_model(folder: Path, kind: Any = "decoder", positions: Any = "rotary", **more: Any) -> Reader:
     """A model of two layers with random numbers, and its tokenizer."""
     torch.manual_seed(0)
     sizes = {"num_layers": 2, "d_model": 16, "num_heads": 4, "d_ff": 16, "context": 40}
@@ -29,7 +27,7 @@ def language_model(
     model = LanguageModel.of(config, kind, 257).eval()
     with torch.no_grad():
         model.embeddings.table.weight.mul_(20)  # so that heads differ in where they look
-    return OpenedModel("tiny", folder, model, letters(folder))
+    return Reader("tiny", folder, model, letters(folder))
 
 
 def translator_model() -> EncoderDecoder:

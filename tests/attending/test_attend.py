@@ -13,7 +13,7 @@ from attending.models import language_model, translator_model
 from attention_maps import attention_maps
 from triptych import UsageError
 from triptych.core.models.feed_forward import Dropout
-from triptych.running.opening import OpenedModel, Reader, record_calls
+from triptych.running.opening import Reader, record_calls
 from triptych.seeing.attending import Attention, attend
 from triptych.seeing.attending.attention_files import (
     Saved,
@@ -27,10 +27,8 @@ from triptych.seeing.attending.attention_files import (
 TEXT = "to be or not to be"
 
 
-def named(name: str, opened: OpenedModel) -> Reader:
-    reader = Reader(opened)
-    reader.name = name
-    return reader
+def named(name: str, opened: Reader) -> Reader:
+    return opened.named(name)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +44,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Reader:
 
 @pytest.fixture(scope="module")
 def pairs(decoder: Reader) -> Reader:
-    return Reader(OpenedModel("pairs", Path("pairs"), translator_model(), decoder.tokenizer, start_id=256))
+    return Reader("pairs", Path("pairs"), translator_model(), decoder.tokenizer, start_id=256)
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> None:

@@ -44,7 +44,7 @@ def test_a_long_text_is_read_in_parts_and_every_part_counts(tmp_path: Path) -> N
     text = HeldOutText(model.reader, file, context=32)
     (ids,) = model.reader.tokenizer.encode([document])
     windows = [ids[start : start + 32] for start in range(0, len(ids), 32)]
-    module = model.opened.language_model
+    module = model.reader.language_model
     total, count = 0.0, 0
     with torch.no_grad():
         for window in windows:

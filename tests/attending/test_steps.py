@@ -14,7 +14,6 @@ from checkpoints.tiny_models import TINY
 from checkpoints.tiny_translators import write_tokenizer
 from triptych import UsageError, load
 from triptych.core.attention.projections import PARAMETERISATIONS
-from triptych.running.opening import Reader
 from triptych.seeing.attending import Attention, attend
 from triptych.seeing.attending.over import attend_over
 from triptych.seeing.attending.steps import HeadSteps
@@ -95,14 +94,14 @@ def test_heads_and_bias_add_up_to_the_output_of_the_layer(name: str, tmp_path: P
 def test_heads_add_up_under_every_parameterisation(name: str, tmp_path: Path) -> None:
     more: dict[str, Any] = {"latent": {"d_latent": 6}, "grouped": {"num_kv_heads": 2}}.get(name, {})
     opened = language_model(tmp_path, positions="none", attention={"projections": name, **more})
-    assert beyond(differences(attend(Reader(opened), TEXT))) == {}
+    assert beyond(differences(attend(opened, TEXT))) == {}
 
 
 def test_gates_and_alibi_add_up(tmp_path: Path) -> None:
     opened = language_model(tmp_path, positions="alibi", attention={"output_gate": True, "qk_norm": True})
     for parameter in opened.model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    attention = attend(Reader(opened), TEXT)
+    attention = attend(opened, TEXT)
     assert beyond(differences(attention)) == {}
     steps = attention.steps(1, 2, query=5)
     assert steps.gate is not None
@@ -113,7 +112,7 @@ def test_gates_and_alibi_add_up(tmp_path: Path) -> None:
 
 
 def test_the_products_before_positions_are_those_at_the_queries_own_place(tmp_path: Path) -> None:
-    steps = attend(Reader(language_model(tmp_path)), TEXT).steps(1, 0, query=6)
+    steps = attend(language_model(tmp_path), TEXT).steps(1, 0, query=6)
     assert steps.content is not None
     torch.testing.assert_close(steps.content[6], steps.products[6], rtol=0, atol=1e-5)
     assert float((steps.content - steps.products).abs().max()) > 1e-3
@@ -122,7 +121,7 @@ def test_the_products_before_positions_are_those_at_the_queries_own_place(tmp_pa
 
 @torch.no_grad()
 def test_the_direct_effect_is_that_of_the_last_norm_and_the_table_under_pre_norm(tmp_path: Path) -> None:
-    reader = Reader(language_model(tmp_path, norm="pre"))
+    reader = language_model(tmp_path, norm="pre")
     model: Any = reader.model
     attention = attend(reader, TEXT)
     stream = reader.run(reader.encode([TEXT]), residuals=True).residuals["decoder"][-1][0, 4]
@@ -160,7 +159,7 @@ def test_the_direct_effect_goes_through_the_norms_of_the_stream_under_post_norm(
 
 
 def test_one_row_is_computed_without_the_others(tmp_path: Path) -> None:
-    attention = attend(Reader(language_model(tmp_path)), TEXT)
+    attention = attend(language_model(tmp_path), TEXT)
     call = attention.weights.layers[1].call
     with torch.no_grad():
         whole, row = call.steps(), call.steps(5)

@@ -19,7 +19,7 @@ from triptych.rewriting.functions.pruning import measure_importance
 from triptych.running.measuring.windows import cut_windows
 from triptych.running.measuring.worth import batches_of, head_outputs
 from triptych.running.measuring.worth import measure_worth as measure
-from triptych.running.opening import OpenedModel, Reader, record_calls
+from triptych.running.opening import Reader, record_calls
 
 
 def masked_reader() -> Any:
@@ -27,7 +27,7 @@ def masked_reader() -> Any:
     reader = language_reader(kind="encoder")
     tokenizer = copy.copy(reader.tokenizer)
     tokenizer.mask_id = 5
-    return Reader(OpenedModel("tiny", Path("tiny"), reader.model, tokenizer))
+    return Reader("tiny", Path("tiny"), reader.model, tokenizer)
 
 
 def loss(reader: Any, windows: Any) -> float:
@@ -46,14 +46,13 @@ def measure_worth(reader: Any, windows: Any, instead: Any = "mean") -> Any:
 
 
 def windows_of(reader: Any) -> Any:
-    targets = TEXTS[::-1] if reader.opened.translates else None
+    targets = TEXTS[::-1] if reader.translates else None
     return cut_windows(reader, TEXTS, targets, context=None if targets else 16)
 
 
 def changed(reader: Any, windows: Any, instead: str, name: str, head: int) -> float:
     """The loss of a model whose head was changed in its weights."""
-    other = copy.copy(reader)
-    other.opened = reader.opened.with_model(copy.deepcopy(reader.model))
+    other = reader.copied()
     site = next(site for site in attention_sites(other.model) if site.name == name)
     maps = site.layer.projections
     width = maps.o_proj.weight.shape[1] // site.layer.num_heads

@@ -16,7 +16,7 @@ from triptych.core.models import (
     ModelConfig,
     PositionsConfig,
 )
-from triptych.running.opening import OpenedModel, Reader
+from triptych.running.opening import Reader
 from triptych.running.opening.run_folder import DecodingConfig
 from triptych.running.text import TokenizerPair
 from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
@@ -37,7 +37,7 @@ def language_reader(scheme: Any = "learned", kind: Any = "decoder", **options: A
     config = LanguageModelConfig(**{**sizes, "attention": BIASED, **options}, positions=positions)
     model = LanguageModel.of(config, kind, tokenizers().source.vocab_size).double().eval()
     _stir(model)
-    return Reader(OpenedModel("tiny", Path("tiny"), model, tokenizers().source))
+    return Reader("tiny", Path("tiny"), model, tokenizers().source)
 
 
 def pair_reader() -> Reader:
@@ -52,7 +52,7 @@ def pair_reader() -> Reader:
     both = tokenizers()
     model = EncoderDecoder.of(config, both.source.vocab_size, both.target.vocab_size, both.source.pad_id)
     _stir(model.double().eval())
-    return Reader(OpenedModel("tiny", Path("tiny"), model, both, decoding=DecodingConfig()))
+    return Reader("tiny", Path("tiny"), model, both, decoding=DecodingConfig())
 
 
 def _stir(model: torch.nn.Module) -> None:

@@ -216,7 +216,7 @@ Model = LanguageModel | EncoderDecoder
 def loaded(name: str, folder: Path, dtype: torch.dtype | None = None) -> Model:
     if RUNS[name].kind == "pairs":
         return load_encoder_decoder(folder, dtype=dtype)
-    return load_language_model(folder, dtype=dtype).model
+    return load_language_model(folder, dtype=dtype)
 
 
 @pytest.fixture(scope="module")

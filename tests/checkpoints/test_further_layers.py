@@ -50,7 +50,7 @@ def test_layers_that_predict_further_tokens_are_left_aside(name: str, at: str, t
     other, ids = made(name, tmp_path), some_ids()
     parts = ("self_attn.q_proj.weight", "mlp.up_proj.weight", "norm.weight")
     changed(tmp_path, {f"{at}.{part}": torch.ones(2, 2) for part in parts}, {"num_nextn_predict_layers": 1})
-    found = load_language_model(tmp_path).model(ids).logits
+    found = load_language_model(tmp_path)(ids).logits
     assert apart(found, theirs(other, ids).logits) < 1e-10
 
 
@@ -58,7 +58,7 @@ def test_layers_that_predict_further_tokens_are_left_aside(name: str, at: str, t
 @torch.no_grad()
 def test_those_under_the_next_numbers_are_read_and_not_run(name: str, tmp_path: Path) -> None:
     other, ids = with_further_layer(name, tmp_path), some_ids()
-    model = load_language_model(tmp_path).model
+    model = load_language_model(tmp_path)
     assert apart(model(ids).logits, theirs(other, ids).logits) < 1e-10
     source = open_checkpoint(tmp_path)
     assert isinstance(source, Checkpoint)

@@ -14,10 +14,11 @@ from checkpoints.tiny_spm import PIECES, RULES, spm
 from tolerances import assert_same
 from triptych.converting import convert
 from triptych.core.attention import sinusoidal
+from triptych.core.models import find_config, has_config
 from triptych.errors import DataError, UsageError
 from triptych.running.decoding import SearchOptions, Translator
 from triptych.running.decoding.translator import split_line
-from triptych.running.opening import open_model, open_translator
+from triptych.running.opening import open_reader, open_translator
 from triptych.running.opening.marian_tokenizers import write_tokenizers
 from triptych.running.opening.translators import read_translator
 
@@ -80,13 +81,13 @@ def test_a_model_without_a_recipe_translates_and_is_not_converted(tmp_path: Path
     write_marian(tmp_path, scale_embedding=False)
     assert len(triptych.load(tmp_path, device="cpu").translate(["ab", "a"])) == 2
     with pytest.raises(UsageError, match="only Marian's are, with scaled embeddings"):
-        convert(open_model(tmp_path, "cpu"), tmp_path / "out", "ctranslate2")
+        convert(open_reader(tmp_path, "cpu"), tmp_path / "out", "ctranslate2")
 
 
 def test_what_the_configuration_says_is_what_the_model_is(tmp_path: Path) -> None:
     write_marian(tmp_path, attention_dropout=0.1, activation_dropout=0.05)
     model = read_translator(tmp_path).model
-    config = model.config
+    config = find_config(model)
     assert (config.dropout, config.activation_dropout, config.norm) == (0.2, 0.05, "post")
     assert (config.tie_embeddings, config.output_bias) == ("all", True)
     assert [site.num_heads for site in config.sites("encoder")] == [3, 3]
@@ -99,10 +100,10 @@ def test_an_output_bias_of_zeros_is_none(tmp_path: Path) -> None:
     tensors = tensors_of(CONFIG)
     tensors["final_logits_bias"].zero_()
     write_marian(tmp_path, tensors)
-    assert not read_translator(tmp_path).model.config.output_bias
+    assert not find_config(read_translator(tmp_path).encoder_decoder).output_bias
     del tensors["final_logits_bias"]
     write_marian(tmp_path, tensors)
-    assert not read_translator(tmp_path).model.config.output_bias
+    assert not find_config(read_translator(tmp_path).encoder_decoder).output_bias
 
 
 def test_what_is_stored_twice_may_be_left_out_or_kept(tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def change_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> Non
 def test_a_model_with_positions_of_its_own_has_no_recipe(tmp_path: Path, rows: torch.Tensor) -> None:
     write_marian(tmp_path)
     change_tensors(tmp_path, {"model.encoder.embed_positions.weight": rows.double()})
-    assert read_translator(tmp_path).model.recipe is None
+    assert not has_config(read_translator(tmp_path).model)
 
 
 @pytest.mark.parametrize("kept", ["lm_head.weight", "model.decoder.embed_tokens.weight"])
@@ -250,9 +251,9 @@ def test_what_is_asked_for_and_cannot_be_done_is_refused(
 
 def test_early_stopping_is_followed(tmp_path: Path) -> None:
     write_marian(tmp_path)
-    assert "stop" not in read_translator(tmp_path).search
+    assert read_translator(tmp_path).decoding.stop == "certain"
     change_json(tmp_path / "generation_config.json", early_stopping=True)
-    assert read_translator(tmp_path).search["stop"] == "full"
+    assert read_translator(tmp_path).decoding.stop == "full"
 
 
 def test_a_vocabulary_for_each_side_is_read(tmp_path: Path) -> None:
@@ -326,7 +327,7 @@ def test_a_folder_of_another_architecture_is_refused_by_its_name(tmp_path: Path)
 def test_every_part_of_a_long_line_begins_with_its_code(tmp_path: Path) -> None:
     write_marian(tmp_path)
     found = read_translator(tmp_path)
-    tokenizer, limit = found.tokenizers.source, found.model.config.max_source_tokens
+    tokenizer, limit = found.tokenizers.source, found.model.max_source_tokens
     translator = Translator(found.model, found.tokenizers, SearchOptions(beam_size=1, max_extra_tokens=3))
     text = ("ab ba fi. " * 30).strip()
     (whole,) = translator.translate([f">>de<< {text}"])

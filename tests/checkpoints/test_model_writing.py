@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from checkpoints.oracle import apart, changed, in_float64
 from checkpoints.runs import ENCODERS, RUNS, TOLERANCE, loaded, made, outputs, read_by, some, theirs
 from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.core.checkpoints.stored_models import ReadModel, changed_tensors, load_language_model
+from triptych.core.checkpoints.stored_models import changed_tensors, load_language_model
+from triptych.core.models import AnyModel
 from triptych.core.storage.copying import FolderCopy
 from triptych.errors import DataError
 
@@ -23,7 +24,7 @@ NAMES = some(RUNS, IN_EVERY_RUN)
 NOT_WRITTEN = [name for name in ENCODERS if name.startswith("deberta") and name != "deberta, learned"]
 
 
-def write_read_model(model: ReadModel, source: Path, target: Path) -> None:
+def write_read_model(model: AnyModel, source: Path, target: Path) -> None:
     checkpoint = open_checkpoint(source, mapped=True)
     assert isinstance(checkpoint, Checkpoint)
     changed = dict(changed_tensors(model, checkpoint))
@@ -34,7 +35,7 @@ def write_read_model(model: ReadModel, source: Path, target: Path) -> None:
 
 
 @torch.no_grad()
-def trained(model: ReadModel) -> ReadModel:
+def trained(model: AnyModel) -> AnyModel:
     """The model with other numbers everywhere, alike where layers share a tensor of the file."""
     for parameter in model.parameters():
         generator = torch.Generator().manual_seed(parameter.numel())
@@ -75,7 +76,7 @@ def test_numbers_that_came_back_to_what_they_were_are_stored_as_they_were(name: 
 @torch.no_grad()
 def test_only_what_changed_is_rounded_to_the_dtype_of_the_file(tmp_path: Path) -> None:
     made("llama", tmp_path / "made").bfloat16().save_pretrained(tmp_path / "made")
-    model = load_language_model(tmp_path / "made", dtype=torch.float32).model
+    model = load_language_model(tmp_path / "made", dtype=torch.float32)
     model.blocks[0].feed_forward.inner.weight[0, 0] = 1 / 3  # type: ignore[union-attr, index, operator]
     write_read_model(model, tmp_path / "made", tmp_path / "written")
     before, after = (load_file(tmp_path / place / "model.safetensors") for place in ("made", "written"))
@@ -108,7 +109,7 @@ def test_layers_that_share_a_tensor_and_differ_now_are_refused(tmp_path: Path) -
 @torch.no_grad()
 def test_numbers_that_the_files_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
     made("llama", tmp_path / "made").half().save_pretrained(tmp_path / "made")
-    model = load_language_model(tmp_path / "made", dtype=torch.float32).model
+    model = load_language_model(tmp_path / "made", dtype=torch.float32)
     model.final_norm.weight[0] = 1e6  # type: ignore[union-attr, index, operator]
     with pytest.raises(DataError, match=r"numbers for model.norm.weight do not fit float16"):
         write_read_model(model, tmp_path / "made", tmp_path / "written")

@@ -30,7 +30,7 @@ TOLERANCE = {"bloom": 1e-9, "roformer": 1e-8, "marian": 1e-6}
 
 
 def loaded(of: Built) -> LanguageModel | EncoderDecoder:
-    return load_encoder_decoder(of.folder) if of.pairs else load_language_model(of.folder).model
+    return load_encoder_decoder(of.folder) if of.pairs else load_language_model(of.folder)
 
 
 @pytest.mark.parametrize("source", some(PUBLISHED, IN_EVERY_RUN))

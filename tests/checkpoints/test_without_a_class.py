@@ -138,11 +138,11 @@ def test_its_logits_are_those_of_the_same_layers_by_other_names_and_it_is_writte
         other = make(tmp_path / "made").eval()
         ids = torch.randint(3, 40, (2, 11))
         expected = other(input_ids=ids).logits
-    model = load_language_model(tmp_path / "made").model
+    model = load_language_model(tmp_path / "made")
     assert apart(model(ids).logits, expected) < 1e-10
     cache = model.new_cache()
     steps = [model(ids[:, place : place + 1], cache=cache).logits for place in range(ids.shape[1])]
     assert apart(torch.cat(steps, dim=1), expected) < 1e-10
     write_read_model(trained(model), tmp_path / "made", tmp_path / "written")
-    again = load_language_model(tmp_path / "written").model
+    again = load_language_model(tmp_path / "written")
     assert apart(again(ids).logits, model(ids).logits) < 1e-10

@@ -186,7 +186,7 @@ def test_a_student_of_probabilities_has_its_teachers_tokenizers_and_comes_close_
     teacher, near, far = (load(one) for one in ("out/teacher", "near", "far"))
     sentence = PAIRS[0][0]
     assert teacher.translate(sentence) == load(small_run).translate(sentence)
-    assert near.opened.tokenizers.source.to_json() == teacher.opened.tokenizers.source.to_json()
+    assert near.reader.tokenizers.source.to_json() == teacher.reader.tokenizers.source.to_json()
     expected, *found = (model.run(sentence, target="").logits.softmax(-1) for model in (teacher, near, far))
     apart = [(one - expected).abs().sum() for one in found]
     assert apart[0] < apart[1] / 2

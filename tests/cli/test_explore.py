@@ -140,7 +140,7 @@ def test_the_forms_of_a_head_are_those_of_its_matrices(served: Served, language_
     found = served.ask("/v1/explore/head", {"model": "gpt", "changes": [], "layer": "1", "head": 1}).body
     head = language_model["1.1"]
     # The norms around the layer are LayerNorms: figures are of what passes them.
-    block = language_model.opened.language_model.blocks[1]
+    block = language_model.reader.language_model.blocks[1]
     direction = F.normalize(1 / block.self_residual.norm.weight.detach(), dim=0)
     reads = torch.eye(len(direction)) - torch.outer(direction, direction)
     writes = torch.eye(len(direction)) - 1 / len(direction)
@@ -151,7 +151,7 @@ def test_the_forms_of_a_head_are_those_of_its_matrices(served: Served, language_
     assert {*found["pictures"]} == {"q", "k", "v", "qk", "ov"}
     first = found["directions"][0]
     U = torch.linalg.svd(head.folded.qk.dense()).U[:, 0]
-    table = language_model.opened.language_model.embeddings.table.weight.detach()
+    table = language_model.reader.language_model.embeddings.table.weight.detach()
     cosines = F.normalize(table, dim=1) @ U
     ends = [
         language_model.reader.tokenizer.pieces(side.topk(6).indices.tolist()) for side in (cosines, -cosines)

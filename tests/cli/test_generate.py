@@ -19,7 +19,7 @@ from small_checkpoints import gpt2_that_runs
 from triptych import load
 from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.running.opened_source import Opened
-from triptych.running.opening import OpenedModel
+from triptych.running.opening import Reader
 from triptych.running.text import load_tokenizer
 
 PROMPT = "First"
@@ -191,7 +191,7 @@ def test_what_cannot_be_scored_is_one_line(
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c", "d"]
 
 
-def opened_of_words(folder: Path, kind: Literal["decoder", "encoder"], context: int = 256) -> OpenedModel:
+def opened_of_words(folder: Path, kind: Literal["decoder", "encoder"], context: int = 256) -> Reader:
     """A model with fresh weights and a vocabulary of letters."""
     inner = Inner(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -202,10 +202,10 @@ def opened_of_words(folder: Path, kind: Literal["decoder", "encoder"], context: 
     torch.manual_seed(0)
     config = LanguageModelConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8, context=context)
     model = LanguageModel.of(config, kind, len(WORDS)).eval()
-    return OpenedModel("words", folder, model, load_tokenizer(folder))
+    return Reader("words", folder, model, load_tokenizer(folder))
 
 
-def in_place_of_all(opened: OpenedModel, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_place_of_all(opened: Reader, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have this model opened whatever is named, and something there that has the name "model"."""
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")

@@ -220,9 +220,9 @@ def test_in_a_prompt_special_tokens_are_read_and_in_a_message_they_are_text(
     assert count(text, special_tokens="text") == plain > 3
     assert of_chat(text) - of_chat("ab") >= plain - 3
     assert count("") == 1  # the token that begins a text
-    ids = model.opened.tokenizer.chat_ids([{"role": "user", "content": text}])
+    ids = model.reader.tokenizer.chat_ids([{"role": "user", "content": text}])
     assert of_chat(text) == len(ids)
-    assert sum(token in model.opened.tokenizer.special_ids for token in ids) == 1
+    assert sum(token in model.reader.tokenizer.special_ids for token in ids) == 1
 
 
 TEXT = "今天天气很好😀 ROMEO: é"

@@ -180,7 +180,7 @@ def test_a_server_gives_no_embeddings_that_are_no_numbers(tmp_path: Path) -> Non
 
 def test_a_bias_that_hides_tokens_is_no_overflow(tmp_path: Path) -> None:
     model = library.load(gpt2_that_runs(tmp_path / "model"))
-    language = model.opened.language_model
+    language = model.reader.language_model
     assert language.head is not None
     hidden = torch.zeros(language.vocab_size)
     hidden[3] = -torch.inf
@@ -196,7 +196,7 @@ def test_a_server_answers_log_probabilities_that_overflow_with_one_line(tmp_path
         tensors["transformer.wte.weight"][letter] = 900
 
     folder = gpt2_that_runs(tmp_path / "gpt2")
-    (letter,) = library.load(folder).opened.tokenizer.encode(["w"])[0]
+    (letter,) = library.load(folder).reader.tokenizer.encode(["w"])[0]
     in_float16(folder, enlarge)
     asked = {"max_tokens": 0, "echo": True, "logprobs": 2}
     with Served({"m": library.load(folder)}) as served:

@@ -175,7 +175,7 @@ def test_whole_models_are_not_run_where_that_is_not_wanted(
     def opened(path: Path) -> None:
         raise AssertionError(f"{path} was opened to be run")
 
-    monkeypatch.setattr(comparing, "open_text_model", opened)
+    monkeypatch.setattr(comparing, "open_text_reader", opened)
     out = tmp_path / "out"
     answer = triptych("rewrite", model, "-o", out, "--do", "fold_norm", "--no-compare")
     assert answer.code == 0, answer.err

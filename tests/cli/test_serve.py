@@ -455,7 +455,7 @@ def test_tokens_of_translations_are_counted(served: Served, translator: Model) -
     before = counted()
     fields = {"q": LINES[:3], "source": "en", "target": "de", "alternatives": 1}
     served.ask("/translate", fields)
-    read = translator.opened.tokenizers.source.encode([LINES[0], LINES[1]])
+    read = translator.reader.tokenizers.source.encode([LINES[0], LINES[1]])
     found = translator.translate(LINES[:2], num_best=2, beam_size=2)
     new = sum(len(one.pieces) for of in found for one in of.candidates)
     assert [after - of for after, of in zip(counted(), before, strict=True)] == [sum(map(len, read)), new]

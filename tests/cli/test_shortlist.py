@@ -23,7 +23,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def write_all_tokens(model: Path) -> None:
     """A shortlist that forbids nothing."""
-    tokens = load(model).opened.tokenizers.target.vocabulary
+    tokens = load(model).reader.tokenizers.target.vocabulary
     Path("all.txt").write_text(f"\t{' '.join(tokens)}\n", encoding="utf-8")
 
 
@@ -38,7 +38,7 @@ def test_a_run_is_listed_from_its_own_text_or_another_and_translates_within_the_
     translated = triptych("translate", small_run, "train.de", "--shortlist", "list.txt", "--json")
     assert translated.code == 0, translated.err
     run = load(small_run, shortlist="list.txt")
-    tokenizers = run.opened.tokenizers
+    tokenizers = run.reader.tokenizers
     listed = read_shortlist(Path("list.txt"), tokenizers)
     for line in run.translate(Path("train.de").read_text().splitlines()):
         (ids,) = tokenizers.source.encode([line.source])
@@ -58,7 +58,7 @@ def test_a_list_of_all_tokens_changes_no_text_in_either_engine(triptych: Command
 
 def test_ctranslate2_uses_the_list_that_convert_writes(triptych: Command, small_run: Path) -> None:
     ctranslate2 = pytest.importorskip("ctranslate2", reason="needs CTranslate2")
-    tokenizers = load(small_run).opened.tokenizers
+    tokenizers = load(small_run).reader.tokenizers
     some = [tokenizers.target.vocabulary[i] for i in (70, 80, 90, tokenizers.target.eos_id)]
     Path("some.txt").write_text(f"\t{' '.join(some)}\n", encoding="utf-8")
     asked = "convert", small_run, "--shortlist", "some.txt", "--out", "converted", "--to"

@@ -21,7 +21,7 @@ from triptych.rewriting.on_text import Deviations, compare_outputs
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.verification import check_models
 from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
-from triptych.running.opening import open_text_model
+from triptych.running.opening import open_text_reader
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +181,7 @@ def measured(compared: Path) -> dict[str, Deviations]:
     """What both models give now, on the text and on random tokens."""
     found = {}
     for kind in ("out", "drawn"):
-        one, other = open_text_model(compared / "source"), open_text_model(compared / kind)
+        one, other = open_text_reader(compared / "source"), open_text_reader(compared / kind)
         text, seed = text_of(compared, kind), read_certificate(compared / kind).probes.seed
         windows = one.random_windows(seed) if text is None else one.windows(text, MOST_TOKENS)
         found[kind] = compare_outputs(one, other, windows)
@@ -277,7 +277,7 @@ def test_an_original_that_cannot_be_loaded_is_said_not_to_be_tried(
     def refuse(path: Path) -> None:
         raise DataError("it cannot be loaded")
 
-    monkeypatch.setattr("triptych.rewriting.verification.open_text_model", refuse)
+    monkeypatch.setattr("triptych.rewriting.verification.open_text_reader", refuse)
     found = whole_models(triptych, compared / "drawn")
     assert (found["held"], "it cannot be loaded" in found["found"]) == (None, True)
     answer = triptych("verify", compared / "out", "--text", compared / "text.txt")

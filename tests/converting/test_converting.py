@@ -16,11 +16,11 @@ from triptych.converting import hugging_face
 from triptych.converting.conversion import Conversion, convert
 from triptych.converting.plain import plain_model
 from triptych.core.attention import PARAMETERISATIONS
-from triptych.core.models import EncoderDecoder, ModelConfig
+from triptych.core.models import EncoderDecoder, ModelConfig, find_config
 from triptych.errors import DataError, UsageError
 from triptych.literals import TargetFormat
 from triptych.running.decoding import SearchOptions, Translator
-from triptych.running.opening import OpenedModel, open_model, open_translator
+from triptych.running.opening import Reader, open_reader, open_translator
 from triptych.running.opening.run_folder import DecodingConfig
 from triptych.running.opening.translators import read_translator
 from triptych.running.text import TokenizerPair
@@ -129,11 +129,11 @@ def _tokenizers(joint: bool) -> TokenizerPair:
     return TokenizerPair(pair.source, train_tokenizers(TokenizerSpec(vocab_size=270), *sides).target)
 
 
-def make_run(tokenizers: TokenizerPair, site: dict[str, Any] | None = None, **changes: Any) -> OpenedModel:
+def make_run(tokenizers: TokenizerPair, site: dict[str, Any] | None = None, **changes: Any) -> Reader:
     sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
     model = make_model(site or {"projections": "factored"}, *sizes, **changes)
     decoding = DecodingConfig(beam_size=4, alpha=0.0, max_extra_tokens=6)
-    return OpenedModel("a run", Path("a run"), model, tokenizers, decoding=decoding)
+    return Reader("a run", Path("a run"), model, tokenizers, decoding=decoding)
 
 
 def sentences() -> tuple[Tensor, Tensor]:
@@ -165,7 +165,7 @@ def test_heads_written_plainly_compute_the_same(site: dict[str, Any], norm: str)
         plain = plain_model(model, "it")
         assert difference(plain.model(src, tgt_in), expected) < 1e-9
         assert difference(model(src, tgt_in), expected) == 0
-    sites = (*plain.model.config.sites("encoder"), *plain.model.config.sites("cross"))
+    sites = (*find_config(plain.model).sites("encoder"), *find_config(plain.model).sites("cross"))
     assert {found.projections for found in sites} == {"factored"}
     assert {found.num_heads for found in sites} == set(plain.num_heads.values())
     assert {found.options["d_k"] for found in sites} == {24 // plain.num_heads["encoder"]}
@@ -219,7 +219,7 @@ def test_transformers_computes_the_same_and_searches_the_same(
     assert "repeat_kv_heads: encoder.0, decoder.0, cross.0, decoder.1, cross.1" in conversion.folded
     theirs = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert theirs.config.model_type == ("pegasus" if run.model.config.norm == "pre" else "marian")
+    assert theirs.config.model_type == ("pegasus" if find_config(run.model).norm == "pre" else "marian")
     src, tgt_in = sentences()
     with torch.no_grad():
         found = theirs(input_ids=src, attention_mask=(src != 0).long(), decoder_input_ids=tgt_in).logits
@@ -232,7 +232,7 @@ def test_transformers_computes_the_same_and_searches_the_same(
 
 
 @torch.no_grad()
-def make_run_that_ends(*given: Any, **changes: Any) -> OpenedModel:
+def make_run_that_ends(*given: Any, **changes: Any) -> Reader:
     """A run whose outputs end before their limit, some of them not at once."""
     for seed in range(20):
         torch.manual_seed(seed)
@@ -247,7 +247,7 @@ def make_run_that_ends(*given: Any, **changes: Any) -> OpenedModel:
     raise AssertionError("outputs end at once, or never")
 
 
-def translations(run: OpenedModel, lines: list[str]) -> list[str]:
+def translations(run: Reader, lines: list[str]) -> list[str]:
     return [translation.text for translation in run.translator().translate(lines)]
 
 
@@ -264,7 +264,7 @@ def test_a_tokenizer_for_each_side_lies_in_a_folder_of_its_own(apart: TokenizerP
     convert(run, tmp_path / "out", "hf")
     again = open_translator(tmp_path / "out", "cpu")
     assert not again.tokenizers.joint
-    assert again.model.config.max_source_tokens == run.model.config.max_source_tokens
+    assert again.model.max_source_tokens == run.model.max_source_tokens
     options = SearchOptions(beam_size=4, alpha=0.0, max_extra_tokens=6)
     found = Translator(again.model, again.tokenizers, options).translate(SENTENCES)
     assert [translation.text for translation in found] == translations(run, SENTENCES)
@@ -357,7 +357,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_a_marian_checkpoint_comes_back_tensor_for_tensor(tmp_path: Path, changes: dict[str, Any]) -> None:
     heads = {"encoder_attention_heads": 3, "decoder_attention_heads": 3}
     tensors = write_marian(tmp_path, dtype=torch.float32, **heads, **changes)
-    conversion = convert(open_model(tmp_path, "cpu"), tmp_path / "ours", "triptych")
+    conversion = convert(open_reader(tmp_path, "cpu"), tmp_path / "ours", "triptych")
     assert [check.tried for check in conversion.checks] == [True]
     ours = open_translator(tmp_path / "ours", "cpu")
     lines = ["ab ba", "", "aba fi." * 30, ">>de<< fi."]
@@ -370,15 +370,15 @@ def test_a_marian_checkpoint_comes_back_tensor_for_tensor(tmp_path: Path, change
     same = {name: value for name, value in {**CONFIG, **heads, **changes}.items() if name in config}
     same.pop("max_position_embeddings")  # outputs may be longer than sources
     assert {name: config[name] for name in same} == same
-    assert read_translator(tmp_path / "theirs").model.config.max_source_tokens == 19
+    assert read_translator(tmp_path / "theirs").model.max_source_tokens == 19
 
 
 def test_a_marian_checkpoint_whose_output_alone_is_apart_has_two_tables_when_converted(
     tmp_path: Path,
 ) -> None:
     tensors = write_marian(tmp_path, dtype=torch.float32, tie_word_embeddings=False)
-    convert(open_model(tmp_path, "cpu"), tmp_path / "ours", "triptych")
-    convert(open_model(tmp_path / "ours", "cpu"), tmp_path / "theirs", "hf")
+    convert(open_reader(tmp_path, "cpu"), tmp_path / "ours", "triptych")
+    convert(open_reader(tmp_path / "ours", "cpu"), tmp_path / "theirs", "hf")
     found = load_file(tmp_path / "theirs" / "model.safetensors")
     table = tensors.pop("model.shared.weight")
     for name in ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"):
@@ -389,9 +389,9 @@ def test_a_marian_checkpoint_whose_output_alone_is_apart_has_two_tables_when_con
 
 def test_a_folder_of_ours_is_no_checkpoint_of_theirs(tmp_path: Path) -> None:
     write_marian(tmp_path, dtype=torch.float32)
-    convert(open_model(tmp_path, "cpu"), tmp_path / "ours", "triptych")
+    convert(open_reader(tmp_path, "cpu"), tmp_path / "ours", "triptych")
     with pytest.raises(UsageError, match="is a run already"):
-        convert(open_model(tmp_path / "ours", "cpu"), tmp_path / "again", "triptych")
+        convert(open_reader(tmp_path / "ours", "cpu"), tmp_path / "again", "triptych")
     recipe = resolve(
         {"data": {part: {"generated": 5, "generated_part": part} for part in ("train", "valid")}}
     )
@@ -490,7 +490,7 @@ def test_onnx_refuses_scores_that_are_no_products_by_layer(joint: TokenizerPair,
 
 @pytest.mark.skipif(not MARIAN.is_dir(), reason="needs ../shared/checkpoints/marian-multi30k")
 def test_a_trained_checkpoint_goes_there_and_back_and_translates_the_same(tmp_path: Path) -> None:
-    convert(open_model(MARIAN, "cpu"), tmp_path / "ours", "triptych")
+    convert(open_reader(MARIAN, "cpu"), tmp_path / "ours", "triptych")
     ours = open_translator(tmp_path / "ours", "cpu")
     convert(ours, tmp_path / "theirs", "hf")
     before, after = (load_file(folder / "model.safetensors") for folder in (MARIAN, tmp_path / "theirs"))

@@ -13,7 +13,7 @@ from triptych.core.checkpoints.stored_models import load_language_model
 from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.core.models.storage import write_model
 from triptych.errors import UsageError
-from triptych.running.opening import open_language_model, open_model
+from triptych.running.opening import open_language_model, open_reader
 from triptych.training import resolve, runs
 from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizer
 from triptych.training.progress import LineDisplay
@@ -77,16 +77,13 @@ def run_of(folder: Path, settings: dict[str, Any], kind: Any = "decoder") -> Lan
 def test_transformers_gives_the_logits_of_a_model_that_folds(kind: str, name: str, tmp_path: Path) -> None:
     settings = GPT2[name] if kind == "gpt2" else {**_LLAMA, **LLAMA[name]}
     model = run_of(tmp_path / "run", settings)
-    done = convert(open_model(tmp_path / "run", "cpu"), tmp_path / "out", "hf")
+    done = convert(open_reader(tmp_path / "run", "cpu"), tmp_path / "out", "hf")
     assert done.architecture == kind
     assert [check.tried for check in done.checks] == [True, True, True]
     ids = torch.randint(model.vocab_size, (2, 20), generator=torch.Generator().manual_seed(2))
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert float((other(ids).logits - model(ids).logits).abs().max()) < 1e-4
-    assert (
-        float((load_language_model(tmp_path / "out").model(ids).logits - model(ids).logits).abs().max())
-        < 1e-4
-    )
+    assert float((load_language_model(tmp_path / "out")(ids).logits - model(ids).logits).abs().max()) < 1e-4
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.decode(tokenizer("the cat, twice")["input_ids"]) == "the cat, twice"
 
@@ -96,7 +93,7 @@ def test_a_model_that_folds_into_neither_format_is_refused_by_its_part(name: str
     settings, said = REFUSED[name]
     run_of(tmp_path / "run", settings)
     with pytest.raises(UsageError, match=said) as raised:
-        convert(open_model(tmp_path / "run", "cpu"), tmp_path / "out", "hf")
+        convert(open_reader(tmp_path / "run", "cpu"), tmp_path / "out", "hf")
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
 
@@ -104,10 +101,10 @@ def test_a_model_that_folds_into_neither_format_is_refused_by_its_part(name: str
 def test_encoders_and_other_formats_are_refused(tmp_path: Path) -> None:
     run_of(tmp_path / "run", {}, "encoder")
     with pytest.raises(UsageError, match="it is an encoder"):
-        convert(open_model(tmp_path / "run", "cpu"), tmp_path / "out", "hf")
+        convert(open_reader(tmp_path / "run", "cpu"), tmp_path / "out", "hf")
     with pytest.raises(UsageError, match="converted --to hf or ctranslate2 alone"):
-        convert(open_model(tmp_path / "run", "cpu"), tmp_path / "out", "onnx")
-    assert not can_convert(open_model(tmp_path / "run", "cpu"))
+        convert(open_reader(tmp_path / "run", "cpu"), tmp_path / "out", "onnx")
+    assert not can_convert(open_reader(tmp_path / "run", "cpu"))
 
 
 def test_a_run_that_went_on_with_a_checkpoint_is_written_in_its_format(tmp_path: Path) -> None:
@@ -123,16 +120,16 @@ def test_a_run_that_went_on_with_a_checkpoint_is_written_in_its_format(tmp_path:
     )
     runs.train(recipe, tmp_path / "run", LineDisplay())
     with pytest.raises(UsageError, match="Hugging Face's format already"):
-        convert(open_model(tmp_path / "gpt2", "cpu"), tmp_path / "out", "hf")
-    assert can_convert(open_model(tmp_path / "run", "cpu"))
-    done = convert(open_model(tmp_path / "run", "cpu"), tmp_path / "out", "hf")
+        convert(open_reader(tmp_path / "gpt2", "cpu"), tmp_path / "out", "hf")
+    assert can_convert(open_reader(tmp_path / "run", "cpu"))
+    done = convert(open_reader(tmp_path / "run", "cpu"), tmp_path / "out", "hf")
     assert [check.tried for check in done.checks] == [True, True, True]
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {path.name for path in (tmp_path / "gpt2").iterdir()}
     ids = torch.arange(12)[None]
     other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with torch.no_grad():
-        expected = load_language_model(tmp_path / "run").model(ids).logits
+        expected = load_language_model(tmp_path / "run")(ids).logits
         assert float((other(ids).logits - expected).abs().max()) < 1e-5
 
 
@@ -144,7 +141,7 @@ def test_language_models_are_written_for_ctranslate2_with_their_tokenizer(
     run_of(tmp_path / "run", GPT2["grouped"])
     gpt2_that_runs(tmp_path / "gpt2")
     for name in ("run", "gpt2"):
-        opened = open_model(tmp_path / name, "cpu")
+        opened = open_reader(tmp_path / name, "cpu")
         found = convert(opened, tmp_path / f"{name}-out", "ctranslate2", quantization)
         (check,) = found.checks
         assert check.tried

@@ -44,13 +44,13 @@ def make(scheme: str = "rotary", kind: str = "decoder", **options: Any) -> Langu
 
 def of_another_library(model: LanguageModel) -> LanguageModel:
     """The model, without the recipe that says how long the texts of its training were."""
-    model.config = None
+    model.recipe_limit = None
     return model
 
 
 def plain(model: LanguageModel, prompt: list[int], count: int) -> list[int]:
     """Greedy, by the whole text anew for every token; past the context of a recipe by the last half of it."""
-    most = count + len(prompt) if model.config is None else model.config.context
+    most = count + len(prompt) if model.recipe_limit is None else model.recipe_limit
     new, window = list[int](), prompt[-most:]
     for _ in range(count):
         new.append(int(model(torch.tensor([window])).logits[0, -1].argmax()))

@@ -32,7 +32,7 @@ from triptych.running.decoding.linear_maps import Maps
 from triptych.running.decoding.neighbours import attention_differs
 from triptych.running.decoding.search import sentence_text
 from triptych.running.decoding.token_loop import Loop, Text
-from triptych.running.opening import open_model
+from triptych.running.opening import open_reader
 from triptych.running.text import OutputRules
 from triptych.threads import torch_threads
 
@@ -317,7 +317,7 @@ def test_many_sentences_that_join_are_a_batch_of_their_own() -> None:
 def test_a_trained_language_model_continues_a_text_as_if_it_were_alone(
     name: str, precision: Precision, way: str
 ) -> None:
-    opened = open_model(CHECKPOINTS / name, "cpu")
+    opened = open_reader(CHECKPOINTS / name, "cpu")
     engine = Engine(opened.language_model, precision)
     assert_neighbours_change_nothing(
         lambda texts: generate_tokens(engine, texts, WAYS[way]), texts_of(9, 200, 2000)
@@ -330,7 +330,7 @@ def test_a_trained_language_model_continues_a_text_as_if_it_were_alone(
 def test_a_trained_translator_translates_a_sentence_as_if_it_were_alone(
     precision: Precision, beam_size: int
 ) -> None:
-    opened = open_model(CHECKPOINTS / "marian-multi30k", "cpu")
+    opened = open_reader(CHECKPOINTS / "marian-multi30k", "cpu")
     options = SearchOptions(beam_size=beam_size, num_best=beam_size, max_extra_tokens=10)
     translator = opened.translator(options, precision=precision)
     assert_neighbours_change_nothing(translator.search_tokens, texts_of(16, 70, 7000))

@@ -9,7 +9,7 @@ import torch
 from checkpoints.test_families import made
 from small_checkpoints import gpt2_that_runs
 from triptych import UsageError, load
-from triptych.running.opening import OpenedModel, open_model
+from triptych.running.opening import Reader, open_reader
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -52,13 +52,13 @@ def test_a_wrong_number_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     model = load(gpt2_that_runs(tmp_path / "gpt2"))
     assert model.check().logits < 1e-4
 
-    def shifted(*arguments: Any) -> OpenedModel:
-        opened = open_model(*arguments)
+    def shifted(*arguments: Any) -> Reader:
+        opened = open_reader(*arguments)
         with torch.no_grad():
             next(opened.model.parameters()).add_(torch.randn(32) / 100)
         return opened
 
-    monkeypatch.setattr("triptych.rewriting.against_transformers.open_model", shifted)
+    monkeypatch.setattr("triptych.rewriting.against_transformers.open_reader", shifted)
     assert model.check().logits > 1e-3
 
 

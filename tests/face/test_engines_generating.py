@@ -54,7 +54,7 @@ def assert_alike(found: list[list[Hypothesis]], expected: list[list[Hypothesis]]
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_greedy_texts_are_those_of_our_own_engine(options: dict[str, Any]) -> None:
     model = make(**options)
-    model.config = None  # as of another library's checkpoint: no text is read again
+    model.recipe_limit = None  # as of another library's checkpoint: no text is read again
     free = GenerationOptions(max_new_tokens=10)
     ours = generate_tokens(Engine(model), PROMPTS, free)
     theirs = CTranslate2Generator(model, batch_rows=2)
@@ -119,7 +119,7 @@ def test_models_of_the_same_weights_that_compute_something_else_are_kept_apart()
 
 def test_options_of_sampling_and_bad_prompts_are_refused() -> None:
     model = make(**MODELS["learned"])
-    model.config = None  # as of another library's checkpoint: positions are the limit
+    model.recipe_limit = None  # as of another library's checkpoint: positions are the limit
     generator = CTranslate2Generator(model)
     for sampling in (SamplingOptions(temperature=1.0), SamplingOptions(repetition_penalty=1.2)):
         with pytest.raises(UsageError, match="--engine ctranslate2 takes the most probable tokens"):
@@ -134,7 +134,7 @@ def test_options_of_sampling_and_bad_prompts_are_refused() -> None:
 def test_trained_checkpoints_continue_as_our_own_engine_does(name: str) -> None:
     if not (SHARED / name).is_dir():
         pytest.skip(f"needs ../shared/checkpoints/{name}")
-    model = load_language_model(SHARED / name).model
+    model = load_language_model(SHARED / name)
     options = GenerationOptions(max_new_tokens=24)
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(30, 1000, (8,), generator=draw).tolist() for _ in range(8)]

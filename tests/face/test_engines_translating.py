@@ -14,7 +14,7 @@ from triptych.core.models import EncoderDecoder, ModelConfig
 from triptych.errors import DataError, EngineNote, UsageError
 from triptych.literals import Precision, Stop
 from triptych.running.decoding import SearchOptions, Translation, Translator
-from triptych.running.opening import OpenedModel
+from triptych.running.opening import Reader
 from triptych.running.opening.run_folder import DecodingConfig
 from triptych.running.text import TokenizerPair
 from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
@@ -44,7 +44,7 @@ def tokenizers() -> TokenizerPair:
 
 
 @pytest.fixture
-def run(tokenizers: TokenizerPair, tmp_path: Path) -> OpenedModel:
+def run(tokenizers: TokenizerPair, tmp_path: Path) -> Reader:
     """A model of random weights that pays attention to its source and mostly ends soon."""
     torch.manual_seed(3)
     site = {"projections": "grouped", "num_kv_heads": 1}
@@ -66,10 +66,10 @@ def run(tokenizers: TokenizerPair, tmp_path: Path) -> OpenedModel:
         for block in model.decoder.blocks:
             block.cross_attention.projections.v_proj.weight.mul_(6)
     decoding = DecodingConfig(beam_size=3, alpha=0.6, max_extra_tokens=12)
-    return OpenedModel("run", tmp_path / "run", model.eval(), tokenizers, decoding=decoding)
+    return Reader("run", tmp_path / "run", model.eval(), tokenizers, decoding=decoding)
 
 
-def both(run: OpenedModel, options: SearchOptions) -> tuple[list[Translation], list[Translation]]:
+def both(run: Reader, options: SearchOptions) -> tuple[list[Translation], list[Translation]]:
     searcher = CTranslate2Searcher(run, options, "fp32", 1, "cpu")
     theirs = Translator(run.model, run.tokenizers, options, decoder=searcher)
     return run.translator(options).translate(LINES), theirs.translate(LINES)
@@ -85,7 +85,7 @@ def both(run: OpenedModel, options: SearchOptions) -> tuple[list[Translation], l
     ],
     ids=["greedy", "beam", "n-best, longer outputs preferred", "at the limit"],
 )
-def test_hypotheses_and_scores_are_those_of_our_own_search(run: OpenedModel, options: SearchOptions) -> None:
+def test_hypotheses_and_scores_are_those_of_our_own_search(run: Reader, options: SearchOptions) -> None:
     ours, theirs = both(run, options)
     assert len({translation.text for translation in ours}) > 3
     for expected, found in zip(ours, theirs, strict=True):
@@ -95,7 +95,7 @@ def test_hypotheses_and_scores_are_those_of_our_own_search(run: OpenedModel, opt
             assert one.log_prob == pytest.approx(other.log_prob, abs=1e-4)
 
 
-def test_a_model_is_converted_once_and_another_one_apart(run: OpenedModel) -> None:
+def test_a_model_is_converted_once_and_another_one_apart(run: Reader) -> None:
     options = SearchOptions(beam_size=1)
     both(run, options)
     (first,) = cache.cache_folder().iterdir()
@@ -111,7 +111,7 @@ def test_a_model_is_converted_once_and_another_one_apart(run: OpenedModel) -> No
 
 
 def test_without_a_place_for_the_cache_nothing_is_left_behind(
-    run: OpenedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "temporary").mkdir()
@@ -122,7 +122,7 @@ def test_without_a_place_for_the_cache_nothing_is_left_behind(
     assert not [*(tmp_path / "temporary").iterdir()]
 
 
-def test_a_damaged_cache_is_one_line_that_names_it(run: OpenedModel) -> None:
+def test_a_damaged_cache_is_one_line_that_names_it(run: Reader) -> None:
     options = SearchOptions(beam_size=1)
     both(run, options)
     (folder,) = cache.cache_folder().iterdir()
@@ -131,9 +131,7 @@ def test_a_damaged_cache_is_one_line_that_names_it(run: OpenedModel) -> None:
         CTranslate2Searcher(run, options, "fp32", 1, "cpu")
 
 
-def test_what_ctranslate2_cannot_do_is_refused_by_name(
-    run: OpenedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ctranslate2_cannot_do_is_refused_by_name(run: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     options = SearchOptions(beam_size=3, stop="certain")
     with pytest.raises(UsageError, match='stop must be "full", and it is "certain"'):
         CTranslate2Searcher(run, options, "fp32", 1, "cpu")
@@ -150,7 +148,7 @@ def test_a_model_that_does_not_fit_is_refused_with_its_reason(tokenizers: Tokeni
     tree |= {"positions": {"scheme": "alibi"}, "encoder": {"num_layers": 1}, "decoder": {"num_layers": 1}}
     sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
     model = EncoderDecoder.of(ModelConfig.model_validate(tree), *sizes, 0)
-    run = OpenedModel("a run", Path("a run"), model, tokenizers, decoding=DecodingConfig())
+    run = Reader("a run", Path("a run"), model, tokenizers, decoding=DecodingConfig())
     with pytest.raises(UsageError, match="'alibi', and CTranslate2 has no positions inside attention"):
         CTranslate2Searcher(run, SearchOptions(beam_size=1), "fp32", 1, "cpu")
     assert not cache.cache_folder().exists() or not [*cache.cache_folder().iterdir()]
@@ -169,7 +167,7 @@ def test_a_trained_checkpoint_translates_as_our_own_engine_does() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_a_precision_that_the_device_has_no_products_in_is_said_to_be_slow(
-    precision: Precision, is_fast: bool, run: OpenedModel, monkeypatch: pytest.MonkeyPatch
+    precision: Precision, is_fast: bool, run: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("triptych.converting.engines.has_fast_bf16", lambda kind: is_fast)
     with warnings.catch_warnings(record=True, action="always") as notes:
@@ -178,7 +176,7 @@ def test_a_precision_that_the_device_has_no_products_in_is_said_to_be_slow(
 
 
 def test_auto_takes_ctranslate2_where_it_computes_the_same_model_and_says_so(
-    run: OpenedModel, monkeypatch: pytest.MonkeyPatch
+    run: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def taken(glossary: dict[str, str] | None = None, stop: Stop | None = None) -> str:
         options = cache.Options("cpu", engine="auto")
@@ -189,7 +187,7 @@ def test_auto_takes_ctranslate2_where_it_computes_the_same_model_and_says_so(
         assert translator.engine == ("ctranslate2" if "CTranslate2 translates" in said else "triptych")
         return said
 
-    monkeypatch.setattr(OpenedModel, "require_recipe", lambda _: None)  # `run` is no folder
+    monkeypatch.setattr(Reader, "require_recipe", lambda _: None)  # `run` is no folder
     assert taken() == "engine auto: CTranslate2 translates"
     asked = cache.Options("cpu", engine="ctranslate2")
     assert cache.make_translator(run, asked, 2, beam_size=2).workers == 2

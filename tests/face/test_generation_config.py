@@ -120,7 +120,7 @@ def test_tokens_are_drawn_from_the_probabilities_of_transformers(
     folder: Path, settings: dict[str, Any]
 ) -> None:
     model = with_settings(folder, do_sample=True, **settings)
-    sampling = model.opened.generation.sampling(Asked())
+    sampling = model.reader.generation.sampling(Asked())
     other = transformers.AutoModelForCausalLM.from_pretrained(folder)
     config, _ = other._prepare_generation_config(None)
     ids = [7, 9, 5, 6, 7, 9, 6]
@@ -151,7 +151,7 @@ def test_what_is_given_wins_and_a_line_says_what_is_taken_from_the_file(folder: 
     with pytest.warns(GenerationNote) as notes:
         model.generate(TEXT, max_new_tokens=2)
     assert [str(note.message) for note in notes] == [said]
-    settings = model.opened.generation
+    settings = model.reader.generation
     for asked, expected in (
         (Asked(), (1.05, 0.6, 50, 0.9)),
         (Asked(temperature=0.0), (1.05, 0.0, None, None)),
@@ -170,7 +170,7 @@ def test_what_is_given_wins_and_a_line_says_what_is_taken_from_the_file(folder: 
     quiet = with_settings(folder, temperature=0.6, top_p=0.9)
     with pytest.warns(GenerationNote, match=r"most probable token each time, since do_sample is not true"):
         assert quiet.generate(TEXT, max_new_tokens=8).ids == greedy.ids
-    assert quiet.opened.generation.sampling(Asked(temperature=0.5)).top_p == 0.9
+    assert quiet.reader.generation.sampling(Asked(temperature=0.5)).top_p == 0.9
     with_settings(folder, do_sample=True, temperature=0.6)
     line = [sys.executable, "-m", "triptych", "generate", str(folder), TEXT, "--max-new-tokens", "2"]
     done = subprocess.run(line, capture_output=True, text=True, check=True)

@@ -176,7 +176,7 @@ def test_a_model_of_transformers_is_read_in_the_memory_that_it_has(tmp_path: Pat
     with torch.no_grad():
         torch.testing.assert_close(run.logits, theirs(torch.tensor([run.ids])).logits[0], rtol=0, atol=1e-5)
     held = {parameter.data_ptr() for parameter in theirs.parameters()}
-    shared = [parameter for parameter in model.opened.model.parameters() if parameter.data_ptr() in held]
+    shared = [parameter for parameter in model.reader.model.parameters() if parameter.data_ptr() in held]
     assert {parameter.numel() for parameter in shared} >= {theirs.transformer.wte.weight.numel()}
     written = model._opened.files.settings_folder
     assert not [*written.glob("*.safetensors")]  # nothing was written for it

@@ -216,7 +216,7 @@ def test_an_option_of_load_changes_what_is_read_or_is_refused(case: Case) -> Non
         found = load(source_of(case.model), **options)
         if case.model != "module":
             return found.run(TEXT)
-        return next(found.opened.model.parameters()) if options else None
+        return next(found.reader.model.parameters()) if options else None
 
     if case.model == "module":  # which reads no text without a tokenizer
         options = {"tokenizer": folder_of("gpt2"), case.option: case.value}

@@ -53,8 +53,8 @@ def test_as_text_a_special_token_is_its_characters(gpt2: Any) -> None:
     plain = gpt2.run(TEXT, special_tokens="text").ids
     assert gpt2.attend(TEXT, special_tokens="text").ids == plain
     assert len(plain) > len(gpt2.run(TEXT).ids)
-    assert not {*plain} & gpt2.opened.tokenizer.special_ids
-    assert gpt2.opened.tokenizer.decode([plain]) == [TEXT]
+    assert not {*plain} & gpt2.reader.tokenizer.special_ids
+    assert gpt2.reader.tokenizer.decode([plain]) == [TEXT]
     assert len(gpt2.score(TEXT, special_tokens="text")) == len(plain) - 1
     assert gpt2.evaluate(TEXT, special_tokens="text").tokens == len(plain) - 1
     assert gpt2.attend_over([TEXT] * 2, special_tokens="text").tokens == 2 * len(plain)
@@ -156,11 +156,11 @@ model = triptych.load({str(SHARED / "gpt2")!r}, device="cpu")
 translator = triptych.load({str(SHARED / "marian-multi30k")!r}, device="cpu")
 verbs = {{
     "run": model.run, "attend": model.attend, "score": model.score, "evaluate": model.evaluate,
-    "attend_over": model.attend_over, "encode": model.opened.tokenizer.encode,
+    "attend_over": model.attend_over, "encode": model.reader.tokenizer.encode,
     "generate": lambda given: model.generate(given, max_new_tokens=1),
     "translate": translator.translate,
     "translated run": translator.run, "target": lambda given: translator.run("a", target=given),
-    "source encode": translator.opened.tokenizers.source.encode,
+    "source encode": translator.reader.tokenizers.source.encode,
     "stream": lambda given: [*translator.translate(given, stream=True)],
     "references": lambda given: translator.evaluate(["a"], given),
 }}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from tolerances import assert_same
@@ -14,11 +15,14 @@ from triptych.core.models import (
     DecoderConfig,
     EncoderConfig,
     EncoderDecoder,
+    LanguageModel,
+    LanguageModelConfig,
     ModelConfig,
+    find_config,
     read_model,
     write_model,
 )
-from triptych.core.models.storage import load_tensors, read_tensors
+from triptych.core.models.storage import load_tensors, read_own_model, read_tensors
 from triptych.errors import DataError
 
 CONFIG = ModelConfig(
@@ -40,6 +44,15 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture
+def saved_as_version_1(saved: Path) -> Path:
+    """A model with the configuration of older versions: that of its recipe."""
+    sizes = {"src_vocab_size": 11, "tgt_vocab_size": 13, "pad_id": 2}
+    record = {"format": 1, "architecture": "encoder-decoder", **sizes, "dtype": "float32"}
+    (saved / SETTINGS).write_text(json.dumps({**record, "model": CONFIG.model_dump()}))
+    return saved
+
+
 def refusal(folder: Path) -> str:
     with pytest.raises(DataError) as refused:
         read_model(folder)
@@ -57,7 +70,7 @@ def test_what_was_written_is_read_bit_for_bit(tmp_path: Path, tie: str) -> None:
     write_model(model, tmp_path)
     read = read_model(tmp_path)
     assert not read.training
-    assert read.config == model.config
+    assert find_config(read) == find_config(model)
     assert (read.src_vocab_size, read.tgt_vocab_size, read.pad_id) == (13, 13, 2)
     expected = dict(model.named_parameters())
     assert dict(read.named_parameters()).keys() == expected.keys()
@@ -135,7 +148,7 @@ def test_a_folder_without_a_configuration_is_refused_by_name(tmp_path: Path) -> 
 
 def test_a_wrong_format_number_is_refused_with_both_numbers(saved: Path) -> None:
     change_settings(saved, format=99)
-    assert f"{saved / SETTINGS} has format 99, this triptych reads 1" in refusal(saved)
+    assert f"{saved / SETTINGS} has format 99, this triptych reads 1 and 2" in refusal(saved)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "3", "{}", '{"format": 1}', "\x00"])
@@ -152,12 +165,12 @@ def test_a_damaged_configuration_is_refused_by_name(saved: Path, content: str) -
         ({"model": {"d_model": "wide"}}, "d_model"),
     ],
 )
-def test_a_configuration_with_bad_values_is_refused_with_file_and_key(
-    saved: Path, changes: dict[str, Any], named: str
+def test_a_configuration_of_version_1_with_bad_values_is_refused_with_file_and_key(
+    saved_as_version_1: Path, changes: dict[str, Any], named: str
 ) -> None:
-    change_settings(saved, **changes)
-    message = refusal(saved)
-    assert f"{saved / SETTINGS} is not a triptych configuration" in message
+    change_settings(saved_as_version_1, **changes)
+    message = refusal(saved_as_version_1)
+    assert f"{saved_as_version_1 / SETTINGS} is not a triptych configuration" in message
     assert named in message
 
 
@@ -180,9 +193,82 @@ def test_nothing_is_changed_by_a_file_that_does_not_fit(saved: Path) -> None:
         ({"src_vocab_size": -5}, "pad_id 2 is outside the vocabularies of -5 and 13"),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(saved: Path, changes: dict[str, Any], message: str) -> None:
-    change_settings(saved, **changes)
-    assert message in refusal(saved)
+def test_sizes_that_cannot_be_are_refused(
+    saved_as_version_1: Path, changes: dict[str, Any], message: str
+) -> None:
+    change_settings(saved_as_version_1, **changes)
+    assert message in refusal(saved_as_version_1)
+
+
+def test_a_configuration_of_version_1_gives_the_same_model(saved_as_version_1: Path, tmp_path: Path) -> None:
+    older = read_model(saved_as_version_1)
+    write_model(older, tmp_path)
+    newer = read_model(tmp_path)
+    assert json.loads((tmp_path / SETTINGS).read_text())["format"] == 2
+    assert find_config(newer) == find_config(older)
+    src, tgt = torch.tensor([[4, 5, 2]]), torch.tensor([[1, 7]])
+    assert_same(newer(src, tgt), older(src, tgt), kind="exact")
+
+
+@pytest.mark.parametrize("scheme", ["learned", "rotary", "alibi", "none"])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"qk_norm": True, "output_gate": True},
+        {"scores": "cosine"},
+        {"scores": "additive"},
+        {"scale": "outside"},
+        {"projections": "differential", "num_kv_heads": 2},
+        {"projections": "latent", "d_latent": 5},
+    ],
+    ids=str,
+)
+def test_layers_are_written_as_data_with_their_semantics(
+    tmp_path: Path, scheme: str, attention: dict[str, Any]
+) -> None:
+    sizes = {"num_layers": 2, "d_model": 16, "num_heads": 4, "context": 12}
+    try:
+        config = LanguageModelConfig.model_validate(
+            {**sizes, "positions": {"scheme": scheme}, "attention": attention}
+        )
+    except ValidationError:
+        pytest.skip("no such layer")
+    model = LanguageModel.of(config, "decoder", 11).eval()
+    write_model(model, tmp_path)
+    read = read_own_model(tmp_path)
+    assert isinstance(read, LanguageModel)
+    ids = torch.arange(9)[None]
+    assert_same(read(ids).logits, model(ids).logits, kind="exact")
+    assert find_config(read) == find_config(model)
+    assert find_config(read).architecture("decoder", 11) == config.architecture("decoder", 11)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "named"),
+    [
+        (["architecture", "encoder", "d_model"], "wide", "architecture.encoder.d_model"),
+        (["architecture", "encoder", "depth"], 3, "LanguageModelArchitecture has no depth"),
+        (["architecture", "encoder", "type"], "Path", "Path"),
+        (["layers", 0, "num_heads"], 1.5, "num_heads is 1.5"),
+        (["layers", 0, "semantics", "scale"], [1], "semantics.scale is a list"),
+        (["layers", 0, "projections", "name"], "square", "projections = 'square' is not one of"),
+        (["attention", "encoder.self"], [7], "list index out of range"),
+        (["pad_id"], 12, "pad_id 12 is outside the vocabularies of 11 and 13"),
+    ],
+)
+def test_a_part_of_another_type_is_refused_with_its_name(
+    saved: Path, path: list[Any], value: Any, named: str
+) -> None:
+    record = json.loads((saved / SETTINGS).read_text())
+    *parents, last = path
+    held = record["model"]
+    for part in parents:
+        held = held[part]
+    held[last] = value
+    (saved / SETTINGS).write_text(json.dumps(record))
+    message = refusal(saved)
+    assert f"{saved / SETTINGS} is not a triptych configuration" in message
+    assert named in message
 
 
 def test_weights_of_another_type_are_refused_not_cast(saved: Path) -> None:

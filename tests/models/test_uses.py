@@ -32,13 +32,15 @@ def universal() -> Reader:
     plain = reader.model
     assert isinstance(plain, LanguageModel)
     layers = [site.layer for site in attention_sites(plain)]
-    model = LanguageModel(replace(plain.architecture, order=ORDER), layers, plain.config).double().eval()
+    model = (
+        LanguageModel(replace(plain.architecture, order=ORDER), layers, plain.recipe_limit).double().eval()
+    )
     state = plain.state_dict()
     for name, parameter in model.named_parameters():
         *before, rest = name.split(".", 2) if name.startswith("blocks.") else [name]
         stored = f"blocks.{ORDER[int(before[1])]}.{rest}" if before else rest
         parameter.data = state[stored].clone()
-    return Reader(reader.opened.with_model(model))
+    return reader.with_model(model)
 
 
 def unrolled(model: LanguageModel) -> LanguageModel:
@@ -46,7 +48,7 @@ def unrolled(model: LanguageModel) -> LanguageModel:
     made = model.architecture
     blocks = tuple(made.blocks[number] for number in made.uses)
     layers = [copy.deepcopy(site.layer) for site in attention_sites(model)]
-    apart = LanguageModel(replace(made, blocks=blocks, order=()), layers, model.config).double().eval()
+    apart = LanguageModel(replace(made, blocks=blocks, order=()), layers, model.recipe_limit).double().eval()
     apart.load_state_dict(model.state_dict())
     return apart
 
@@ -86,7 +88,7 @@ def test_the_same_layer_in_two_places_is_two_modules() -> None:
     plain = language_reader().model
     assert isinstance(plain, LanguageModel)
     layer = plain.blocks[0].self_attention
-    model = LanguageModel(plain.architecture, [layer, layer], plain.config)
+    model = LanguageModel(plain.architecture, [layer, layer], plain.recipe_limit)
     one, other = (block.self_attention for block in model.blocks)
     assert one is layer is not other
     assert [id(part) for part in one.parameters()] == [id(part) for part in other.parameters()]
@@ -131,8 +133,8 @@ def test_layers_in_memory_say_whose_weights_they_have(model: Any) -> None:
 
 def test_a_text_is_continued_without_the_head_of_one_use(model: Any) -> None:
     changed = model.ablate("2.1").edit("4.0", "scores", lambda scores: 3 * scores)
-    own = unrolled(model.opened.model)
-    expected = load(own, tokenizer=model._opened.options.tokenizer)
+    own = unrolled(model.reader.model)
+    expected = load(own, tokenizer=model._opened.source.tokenizer)
     expected = expected.ablate("2.1").edit("4.0", "scores", lambda scores: 3 * scores)
     prompt = "the cat"
     assert changed.generate(prompt, max_new_tokens=8).text == expected.generate(prompt, max_new_tokens=8).text

@@ -17,7 +17,7 @@ from triptych.rewriting.functions.moments import Moments
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.verification import verify
 from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
-from triptych.running.opening import Reader, open_text_model
+from triptych.running.opening import Reader, open_text_reader
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 
@@ -67,10 +67,10 @@ def test_layers_that_do_not_fit_together_are_heard_one_after_the_other(
 ) -> None:
     folder, text = bert(tmp_path / "source"), text_in(tmp_path)
     passes = []
-    model = open_text_model(folder)
+    model = open_text_reader(folder)
     windows = model.windows
     monkeypatch.setattr(model, "windows", lambda *given: passes.append(1) or windows(*given))
-    monkeypatch.setattr("triptych.rewriting.calibration.open_text_model", lambda folder: model)
+    monkeypatch.setattr("triptych.rewriting.calibration.open_text_reader", lambda folder: model)
     together = gathered(folder, text)
     assert len(passes) == 1
     apart = gathered(folder, text, most_bytes=1)
@@ -92,7 +92,7 @@ def test_a_layer_used_several_times_is_heard_each_time(tmp_path: Path) -> None:
     model = transformers.AlbertModel.from_pretrained(folder, attn_implementation="eager").eval()
     attention = model.encoder.albert_layer_groups[0].albert_layers[0].attention
     queries, keys, tokens = [], [], 0
-    for window in open_text_model(folder).windows(text, 1000):
+    for window in open_text_reader(folder).windows(text, 1000):
         hidden = model(**window.inputs, output_hidden_states=True).hidden_states
         assert len(hidden) == USES + 1
         for x in hidden[:USES]:
@@ -111,7 +111,7 @@ def test_a_decoder_that_sees_both_ways_is_heard(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 2, "num_key_value_heads": HEADS, "head_dim": WIDTH}
     config = transformers.LlamaConfig(**COMMON, **sizes, is_causal=False)
     saved(transformers.LlamaForCausalLM(config), folder)
-    assert isinstance(open_text_model(folder), Reader)
+    assert isinstance(open_text_reader(folder), Reader)
     found = gathered(folder, text)
     assert len(found) == 2
     assert all(moments.count > 0 for moments in found.values())

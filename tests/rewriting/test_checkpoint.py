@@ -40,7 +40,7 @@ from triptych.rewriting.recipe import RewriteRecipe, read_rewrite_recipe
 from triptych.rewriting.verification import verify
 from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
 from triptych.rewriting.writing import write_layer
-from triptych.running.opening import Reader, open_model
+from triptych.running.opening import open_reader
 from triptych.seeing.attending.over import attend_over
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
@@ -263,7 +263,7 @@ def test_heads_go_in_the_order_of_the_loss_without_them(tmp_path: Path) -> None:
     text.write_text("w3 w5 w7 w2 w9 w11 " * 40, encoding="utf-8")
     source = open_checkpoint(folder)
     rewriting = Rewriting(source, folder, recipe(PruneHeads(number=1, by_loss=True), calibration=text))
-    worth = attend_over(Reader(open_model(folder, "cpu")), [text.read_text()], worth="zero").worth
+    worth = attend_over(open_reader(folder, "cpu"), [text.read_text()], worth="zero").worth
     assert worth is not None
     for site in source.sites:
         order = worth.of(site.stack, site.layer)

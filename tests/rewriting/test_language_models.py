@@ -7,11 +7,17 @@ import torch
 from safetensors.torch import load_file
 
 import triptych
-from triptych.core.checkpoints.checkpoint import OwnModel
-from triptych.core.models import LanguageModel, LanguageModelConfig, attention_weights, write_model
+from triptych.core.checkpoints.module_layers import ModuleLayers
+from triptych.core.models import (
+    LanguageModel,
+    LanguageModelConfig,
+    attention_weights,
+    find_config,
+    write_model,
+)
 from triptych.core.models.sites import input_norms
 from triptych.core.models.storage import read_own_model
-from triptych.running.opening import open_text_model, why_not_run
+from triptych.running.opening import open_text_reader, why_not_run
 
 
 def make_model(kind: str = "decoder", **config: object) -> LanguageModel:
@@ -49,10 +55,10 @@ def test_a_rewritten_language_model_computes_the_same_and_is_read_again(
 def test_some_layers_alone_are_rewritten_and_the_configuration_says_which(tmp_path: Path) -> None:
     model = make_model()
     changed = triptych.rewrite(model, "truncate(rank=3)", sites=["decoder.1"]).result
-    assert changed.config is not None
-    assert list(changed.config.attention_in_layer) == [1]
+    config = find_config(changed)
+    assert list(config.attention_in_layer) == [1]
     write_model(changed, tmp_path)
-    assert read_own_model(tmp_path).config == changed.config
+    assert find_config(read_own_model(tmp_path)) == config
 
 
 @pytest.mark.parametrize("call", ["fold_norm", "truncate(rank=4)", "truncate(budget=0.6, rotary='pairs')"])
@@ -105,7 +111,7 @@ def test_the_norms_that_layers_read_are_those_before_them(norm: str) -> None:
 def test_a_language_model_of_ours_is_a_checkpoint_to_look_into(tmp_path: Path) -> None:
     model = make_model(bias=False, norm_kind="rms")
     write_model(model, tmp_path)
-    opened = OwnModel.read_folder(tmp_path)
+    opened = ModuleLayers.read_folder(tmp_path)
     assert [(site.module, site.kind) for site in opened.sites] == [
         ("decoder.0", "causal"),
         ("decoder.1", "causal"),
@@ -128,7 +134,7 @@ def test_a_run_of_a_language_model_is_run_by_us_and_its_attention_heard(tmp_path
     model = make_model().float()
     write_model(model, tmp_path)
     assert why_not_run(tmp_path) == ""
-    opened, source = open_text_model(tmp_path), OwnModel.read_folder(tmp_path)
+    opened, source = open_text_reader(tmp_path), ModuleLayers.read_folder(tmp_path)
     assert (opened.by, opened.kind) == ("triptych", "causal")
     window = next(opened.random_windows(0))
     found = opened.outputs(window)

@@ -218,7 +218,7 @@ def test_a_rotary_model_is_written_in_deepseeks_format_and_computes_the_same(
     assert all(layer.measured and layer.measured.error_ratio < 2 for layer in certificate.layers)
     assert 0 < max(step.bound for step in certificate.layers[0].steps) < 1e-6
     with torch.no_grad():
-        ours = load_language_model(target).model(torch.arange(48).view(2, 24)).logits
+        ours = load_language_model(target)(torch.arange(48).view(2, 24)).logits
     torch.testing.assert_close(ours, logits(target), atol=1e-4, rtol=0)
 
 

@@ -28,7 +28,7 @@ from triptych.rewriting.rounding import (
 from triptych.rewriting.verification import verify
 from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
 from triptych.rewriting.whole_models import FailedRewriteError
-from triptych.running.opening import NotFiniteError, open_text_model
+from triptych.running.opening import NotFiniteError, open_text_reader
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 
@@ -162,7 +162,7 @@ def test_a_family_that_was_misread_is_noticed_when_the_certificate_is_tried_agai
     source, family = misread
     told = read_family(family)
     rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE, family=told, compare=False)
-    one, other = open_text_model(source), open_text_model(tmp_path / "out")
+    one, other = open_text_reader(source), open_text_reader(tmp_path / "out")
     found = compare_outputs(one, other, one.random_windows(2017))
     entry = {
         "by": one.by,
@@ -189,7 +189,7 @@ def test_one_wrong_number_beside_the_attention_is_more_than_rounding(tmp_path: P
     tensors = load_file(path)
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] += 1e-3
     save_file(tensors, path, {"format": "pt"})
-    one, other = open_text_model(source), open_text_model(tmp_path / "out")
+    one, other = open_text_reader(source), open_text_reader(tmp_path / "out")
     found = compare_outputs(one, other, one.random_windows(1))
     assert not judge_rounding(found, other, changed_parameters(one, other), torch.float32).is_rounding
 
@@ -197,11 +197,11 @@ def test_one_wrong_number_beside_the_attention_is_more_than_rounding(tmp_path: P
 def test_the_layer_that_is_named_is_the_first_that_moves_by_more_than_rounding(tmp_path: Path) -> None:
     source = tiny("llama", tmp_path / "source")
     rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE, compare=False)
-    checkpoint, one = open_checkpoint(source), open_text_model(source)
+    checkpoint, one = open_checkpoint(source), open_text_reader(source)
     window = next(one.random_windows(1))
 
     def first() -> str:
-        return first_moved(one, open_text_model(tmp_path / "out"), checkpoint, window, torch.float32)
+        return first_moved(one, open_text_reader(tmp_path / "out"), checkpoint, window, torch.float32)
 
     assert not first()
     path = tmp_path / "out" / "model.safetensors"
@@ -226,7 +226,7 @@ def test_numbers_of_a_layer_are_changed_where_one_of_them_is(tmp_path: Path) -> 
 
 def test_outputs_that_are_no_numbers_are_infinitely_far(tmp_path: Path) -> None:
     source = tiny("gpt2", tmp_path / "source")
-    one, other = open_text_model(source), open_text_model(source)
+    one, other = open_text_reader(source), open_text_reader(source)
     with torch.no_grad():
         for parameter in other.model.parameters():
             if parameter.ndim == 1:
@@ -242,7 +242,7 @@ def test_a_rewritten_model_with_nan_is_refused_by_its_tensor(tmp_path: Path) -> 
     tensors["transformer.ln_f.bias"][0] = torch.nan
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(NotFiniteError, match=r"tensor transformer\.ln_f\.bias has 1 of 24 numbers"):
-        open_text_model(tmp_path / "out")
+        open_text_reader(tmp_path / "out")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

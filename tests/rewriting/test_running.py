@@ -15,7 +15,7 @@ from triptych.core.checkpoints.checkpoint import open_checkpoint
 from triptych.core.models import EncoderDecoder, LanguageModel, ModelConfig, write_model
 from triptych.errors import DataError, UsageError
 from triptych.rewriting.whole_models import Original, open_original
-from triptych.running.opening import TransformersModel, open_text_model, why_not_run
+from triptych.running.opening import TransformersReader, open_text_reader, why_not_run
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 
@@ -26,7 +26,7 @@ def test_a_language_model_predicts_so_many_tokens_of_a_text_each_from_all_before
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("What a piece of work is a man! " * 5, encoding="utf-8")
-    model = open_text_model(gpt2_that_runs(tmp_path / "gpt2"))
+    model = open_text_reader(gpt2_that_runs(tmp_path / "gpt2"))
     windows = list(model.windows(text, most_tokens))
     ids = transformers.AutoTokenizer.from_pretrained(tmp_path / "gpt2")(text.read_text())["input_ids"]
     assert [len(window.targets) for window in windows if window.targets is not None] == [
@@ -40,7 +40,7 @@ def test_a_language_model_predicts_so_many_tokens_of_a_text_each_from_all_before
 
 
 def test_an_encoder_reads_lines_until_they_have_so_many_tokens(tmp_path: Path) -> None:
-    model, text = open_text_model(bert(tmp_path / "bert")), text_in(tmp_path)
+    model, text = open_text_reader(bert(tmp_path / "bert")), text_in(tmp_path)
     lengths = [len(line.split()) for line in text.read_text(encoding="utf-8").splitlines()]
     for lines in range(1, 5):
         most_tokens = sum(lengths[:lines])
@@ -61,13 +61,13 @@ def test_without_transformers_what_we_run_ourselves_can_be_run_and_no_other_mode
     gpt2_that_runs(tmp_path / "gpt2")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert why_not_run(tmp_path / "ours") == why_not_run(tmp_path / "gpt2") == ""
-    assert open_text_model(tmp_path / "gpt2").by == "triptych"
+    assert open_text_reader(tmp_path / "gpt2").by == "triptych"
     monkeypatch.setattr("triptych.core.checkpoints.stored_models.read_language_model", cannot_be_run)
     assert why_not_run(tmp_path / "ours") == ""
     said = "this family cannot be run; transformers, which would run it, is not installed: pip install"
     assert said in why_not_run(tmp_path / "gpt2")
     with pytest.raises(UsageError, match=said):
-        open_text_model(tmp_path / "gpt2")
+        open_text_reader(tmp_path / "gpt2")
 
 
 def test_a_fault_of_ours_is_not_taken_for_a_model_that_cannot_be_run(
@@ -100,13 +100,13 @@ def test_a_pipe_in_the_folder_of_a_model_is_not_opened_by_transformers(tmp_path:
     (folder / "generation_config.json").unlink(missing_ok=True)
     os.mkfifo(folder / "generation_config.json")
     with pytest.raises(DataError, match=r"not a regular file: .*generation_config\.json"):
-        TransformersModel(folder)
+        TransformersReader(folder)
 
 
 def test_our_own_run_puts_out_what_transformers_does(tmp_path: Path) -> None:
     folder, text = gpt2_that_runs(tmp_path / "model"), tmp_path / "text.txt"
     text.write_text("What a piece of work is a man! " * 7, encoding="utf-8")
-    ours, theirs = open_text_model(folder), TransformersModel(folder)
+    ours, theirs = open_text_reader(folder), TransformersReader(folder)
     assert ours.by == "triptych"
     assert ours.kind == theirs.kind
     source = open_checkpoint(folder)
@@ -131,7 +131,7 @@ def test_an_encoder_decoder_puts_out_what_transformers_does(tmp_path: Path) -> N
     folder, text = tmp_path / "model", tmp_path / "text.tsv"
     translator_folder(folder, "bart", forced_bos_token_id=1)
     text.write_text("w5 w9 w4\tw7\nw8\tw6 w6 w5\n", encoding="utf-8")
-    ours, theirs = open_text_model(folder), TransformersModel(folder)
+    ours, theirs = open_text_reader(folder), TransformersReader(folder)
     assert (ours.by, ours.kind) == ("triptych", theirs.kind)
     source = open_checkpoint(folder)
     for one, other in zip(ours.windows(text, 200), theirs.windows(text, 200), strict=True):

@@ -79,11 +79,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_run_is_a_checkpoint_of_its_family_that_transformers_reads(finished: Path) -> None:
-    model, ids = load_language_model(finished).model, torch.arange(24).view(2, 12)
+    model, ids = load_language_model(finished), torch.arange(24).view(2, 12)
     other = transformers.AutoModelForCausalLM.from_pretrained(finished)
     with torch.no_grad():
         assert float((model(ids).logits - other(ids).logits).abs().max()) < 1e-5
-    before = load_language_model(finished.parent / "gpt2").model
+    before = load_language_model(finished.parent / "gpt2")
     differing = [
         name
         for (name, one), other in zip(before.named_parameters(), model.parameters(), strict=True)
@@ -145,7 +145,7 @@ def test_models_of_other_families_and_encoders_are_gone_on_with(name: str, tmp_p
     runs.train(recipe_of(tmp_path, tmp_path / "made", task), tmp_path / "other", SignalAt(3, signal.SIGINT))
     runs.resume(tmp_path / "other", (), LineDisplay())
     assert_same_run(tmp_path / "other", tmp_path / "run")
-    model, ids = load_language_model(tmp_path / "run").model, torch.arange(4, 28).view(2, 12)
+    model, ids = load_language_model(tmp_path / "run"), torch.arange(4, 28).view(2, 12)
     class_name = settings.get("model", TINY[name].model)
     other = getattr(transformers, class_name).from_pretrained(tmp_path / "run").eval()
     with torch.no_grad():

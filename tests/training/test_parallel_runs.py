@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from small_checkpoints import gpt2_that_runs
 from tiny_recipe import text_tree, tiny_recipe
 from training.launching import start
-from triptych.core.checkpoints.stored_models import load_language_model
+from triptych.core.checkpoints.checkpoint import open_checkpoint
 from triptych.training import resolve, runs
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import SilentDisplay
@@ -100,4 +100,4 @@ def test_two_ranks_go_on_with_a_checkpoint_as_one_process_does(tmp_path: Path) -
         ours, theirs = load_file(found / "model.safetensors"), load_file(alone / "model.safetensors")
         assert ours.keys() == theirs.keys()
         assert all(torch.allclose(ours[name], theirs[name], rtol=1e-3, atol=1e-4) for name in theirs)
-        assert load_language_model(found).family == "GPT-2"
+        assert open_checkpoint(found).written_as == "GPT-2"

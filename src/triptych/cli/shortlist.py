@@ -46,6 +46,6 @@ def shortlist(
         return
     say(
         f"written: {out}. A held-out sentence may use {found.size:,.0f} tokens of "
-        f"{opened.opened.tokenizers.target.vocab_size:,} on average; {found.share:.2%} of the tokens of its "
+        f"{opened.reader.tokenizers.target.vocab_size:,} on average; {found.share:.2%} of the tokens of its "
         "translation are among them"
     )

@@ -4,7 +4,7 @@ from triptych.converting.conversion import can_convert
 from triptych.core.checkpoints.checkpoint import Checkpoint
 from triptych.core.models import LanguageModel
 from triptych.running.opened_source import Opened
-from triptych.running.opening import OpenedModel
+from triptych.running.opening import Reader
 
 
 def capabilities(source: Opened) -> tuple[str, ...]:
@@ -30,7 +30,7 @@ def _is_writable(opened: Opened) -> bool:
     return not opened.why_not_saved
 
 
-def _verb_of_outputs(opened: OpenedModel) -> str:
+def _verb_of_outputs(opened: Reader) -> str:
     """Return the verb for the model's outputs: translate, generate, fill, or ""."""
     if opened.is_searched:
         return "translate"

@@ -15,13 +15,13 @@ from triptych.converting.gguf import write_gguf
 from triptych.converting.onnx import write_onnx
 from triptych.converting.output_checks import ConversionCheck, WrittenModel
 from triptych.core.checkpoints.source import is_own_config
-from triptych.core.models import read_model
+from triptych.core.models import has_config, read_model
 from triptych.errors import DataError, UsageError
 from triptych.files import write_folder
 from triptych.literals import Quantization, TargetFormat
 from triptych.printable import printable
 from triptych.running.opened_source import Opened, changes_in_words
-from triptych.running.opening import OpenedModel
+from triptych.running.opening import Reader
 from triptych.running.text import TokenizerPair
 from triptych.training.continuing import goes_on
 from triptych.untrusted import read_json
@@ -45,10 +45,10 @@ class Conversion:
         return asdict(self)
 
 
-def can_convert(opened: OpenedModel) -> bool:
+def can_convert(opened: Reader) -> bool:
     """Return True if a target format may support the model."""
     if opened.translates:
-        return opened.encoder_decoder.recipe is not None
+        return has_config(opened.encoder_decoder)
     return opened.language_model.causal or goes_on(opened.folder)
 
 
@@ -67,7 +67,7 @@ def convert_opened(source: Opened, target: Path, to: TargetFormat, quantization:
 
 
 def convert(
-    opened: OpenedModel, target: Path, to: TargetFormat, quantization: Quantization = "float32"
+    opened: Reader, target: Path, to: TargetFormat, quantization: Quantization = "float32"
 ) -> Conversion:
     """Convert a model and write it to `target` in another format."""
     # Check options before any work is done.
@@ -86,7 +86,7 @@ def convert(
         raise UsageError(
             f"{opened.folder} is a model of one text, which is converted --to hf, ctranslate2 or gguf alone"
         )
-    elif to == "hf" and opened.language_model.config is None and not goes_on(opened.folder):
+    elif to == "hf" and opened.language_model.recipe_limit is None and not goes_on(opened.folder):
         raise UsageError(f"{opened.folder} is in Hugging Face's format already: copy the folder")
     _require_free(target)
     written: list[WrittenModel] = []
@@ -101,9 +101,7 @@ def _require_free(target: Path) -> None:
         raise UsageError(f"the folder of {target} does not exist: make it first")
 
 
-def _write_format(
-    opened: OpenedModel, folder: Path, to: TargetFormat, quantization: Quantization
-) -> WrittenModel:
+def _write_format(opened: Reader, folder: Path, to: TargetFormat, quantization: Quantization) -> WrittenModel:
     match to:
         case "hf" if opened.translates:
             return hugging_face.write_hf_translator(opened, folder)
@@ -121,7 +119,7 @@ def _write_format(
             raise UsageError(f"{opened.name}: a model in GGUF is one file, and no folder")
 
 
-def _write_ours(run: OpenedModel, folder: Path) -> WrittenModel:
+def _write_ours(run: Reader, folder: Path) -> WrittenModel:
     run.save(folder)
     (folder / "README.md").write_text(_run_readme(run.folder), encoding="utf-8")
     again = dict(read_model(folder).named_parameters())

@@ -37,14 +37,14 @@ from triptych.converting.plain import (
 )
 from triptych.core.algebra.positions import RotaryEmbedding
 from triptych.core.algebra.weights import AttentionWeights
-from triptych.core.models import EncoderDecoder, LanguageModel, attention_weights
+from triptych.core.models import EncoderDecoder, LanguageModel, attention_weights, find_config
 from triptych.core.models.blocks import Block, OffsetNorm
 from triptych.core.models.feed_forward import FeedForward
 from triptych.errors import UsageError
 from triptych.extras import require_extra
 from triptych.files import write_text
 from triptych.literals import Quantization
-from triptych.running.opening import OpenedModel
+from triptych.running.opening import Reader
 from triptych.running.opening.marian_tokenizers import write_tokenizers
 from triptych.running.text import PretrainedTokenizer, SentencePieceTokenizer
 
@@ -66,7 +66,7 @@ def _activation(name: str) -> Any:
     return getattr(common_spec.Activation, _ACTIVATIONS[name])
 
 
-def write_ct2_translator(run: OpenedModel, folder: Path, quantization: Quantization) -> WrittenModel:
+def write_ct2_translator(run: Reader, folder: Path, quantization: Quantization) -> WrittenModel:
     """Write a folder for `ctranslate2.Translator`."""
     require_extra("convert", "ctranslate2", what="--to ctranslate2")
     special = {run.tokenizers.target.pad_id, run.tokenizers.target.bos_id, run.tokenizers.target.eos_id}
@@ -93,7 +93,7 @@ def write_ct2_translator(run: OpenedModel, folder: Path, quantization: Quantizat
     spec.config.unk_token = source.vocabulary[unknown]
     spec.config.add_source_eos = True
     _save(spec, folder, quantization, 1e-5)
-    write_tokenizers(run.tokenizers, run.encoder_decoder.config.max_source_tokens + 1, folder)
+    write_tokenizers(run.tokenizers, find_config(run.encoder_decoder).max_source_tokens + 1, folder)
     if run.shortlist is not None:
         write_text(folder / "vmap.txt", run.shortlist.as_text(run.tokenizers))
     (folder / "README.md").write_text(_translator_readme(run, length), encoding="utf-8")
@@ -109,8 +109,8 @@ def _translator_spec(model: EncoderDecoder, num_heads: dict[str, int], length: i
         "encoder": transformer_spec.TransformerEncoderSpec,
         "decoder": transformer_spec.TransformerDecoderSpec,
     }
-    pre_norm = model.config.norm == "pre"
-    activation = _activation(model.config.activation)
+    pre_norm = find_config(model).norm == "pre"
+    activation = _activation(find_config(model).activation)
     specs = []
     weights = attention_weights(model)
     for name, stack in model.stacks.items():
@@ -179,7 +179,7 @@ def _set_attention(spec: Any, weights: AttentionWeights, maps: Sequence[str]) ->
         _set_linear(linear, rows, bias if bias is not None and bool(bias.any()) else None)
 
 
-def _check_translator(run: OpenedModel, folder: Path, quantization: Quantization) -> ConversionCheck:
+def _check_translator(run: Reader, folder: Path, quantization: Quantization) -> ConversionCheck:
     """Compare the log-probability of each token of random outputs."""
     import ctranslate2
 
@@ -206,7 +206,7 @@ def _check_translator(run: OpenedModel, folder: Path, quantization: Quantization
     return _check_close(what, expected, found, quantization)
 
 
-def _translator_readme(run: OpenedModel, length: int) -> str:
+def _translator_readme(run: Reader, length: int) -> str:
     pieces = isinstance(run.tokenizers.source, SentencePieceTokenizer)
     target = run.tokenizers.target
     alpha = run.decoding.alpha
@@ -245,13 +245,13 @@ found = translator.translate_batch(
 print({text})
 ```
 
-Sources have at most {run.encoder_decoder.config.max_source_tokens} tokens, and there are {length} positions.
+Sources have at most {run.encoder_decoder.max_source_tokens} tokens, and there are {length} positions.
 triptych divides log-probabilities by ((5 + n) / 6)^α, CTranslate2 by n^α: with the length penalty off (0)
 both search alike.
 """
 
 
-def write_ct2_generator(opened: OpenedModel, folder: Path, quantization: Quantization) -> WrittenModel:
+def write_ct2_generator(opened: Reader, folder: Path, quantization: Quantization) -> WrittenModel:
     """Write a folder for `ctranslate2.Generator` with a language model and its tokenizer."""
     require_extra("convert", "ctranslate2", what="--to ctranslate2")
     model = opened.language_model

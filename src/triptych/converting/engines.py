@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from triptych.converting.ctranslate2 import write_ct2_translator, write_generator
 from triptych.converting.plain import max_positions
-from triptych.core.models import LanguageModel
+from triptych.core.models import LanguageModel, find_config
 from triptych.core.models.blocks import Block
 from triptych.core.models.device import find_device, has_fast_bf16
 from triptych.core.models.sites import require_lengths
@@ -56,8 +56,8 @@ from triptych.running.decoding.search import Finish, best_first, limit_of
 from triptych.running.decoding.workers import Sentences
 from triptych.running.decoding_options import GenerationOptions, SamplingOptions
 from triptych.running.input_limits import check_vocabulary
-from triptych.running.opening import OpenedModel
-from triptych.running.opening.options import Options, require_ctranslate2
+from triptych.running.opening import Reader
+from triptych.running.options import Options, require_ctranslate2
 
 _BATCH_TOKENS = 2048
 _COMPUTE_TYPES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8_float32"}
@@ -163,7 +163,7 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
     # CPU: CTranslate2 cuts such outputs off without an end of sentence.
 
     def __init__(
-        self, run: OpenedModel, options: SearchOptions, precision: Precision, workers: int, device: str
+        self, run: Reader, options: SearchOptions, precision: Precision, workers: int, device: str
     ) -> None:
         """Load a model, after converting it unless it is in the cache folder."""
         if options.beam_size > 1 and options.stop != "full":
@@ -181,7 +181,7 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
         decoding = run.decoding.model_copy(update={"max_extra_tokens": options.max_extra_tokens})
         roomy = run.with_decoding(decoding)
         length = max_positions(run.encoder_decoder, options.max_extra_tokens)
-        config = run.encoder_decoder.config.model_dump_json()
+        config = find_config(run.encoder_decoder).model_dump_json()
         listed = () if run.shortlist is None else (run.shortlist.as_text(run.tokenizers),)
         texts = (str(length), config, self._source.to_json(), self._target.to_json(), *listed)
         self._translator = _load_converted(
@@ -413,14 +413,14 @@ def _new_token(
 
 
 def make_translator(
-    opened: OpenedModel,
+    opened: Reader,
     options: Options,
     workers: int = 1,
     glossary: Mapping[str, str] | None = None,
     stop: Stop | None = None,
     **search: Any,
 ) -> Translator:
-    """Build the translator of an engine; `search` are further arguments of `OpenedModel.search_options`."""
+    """Build the translator of an engine; `search` are further arguments of `Reader.search_options`."""
     # "auto" tries CTranslate2 on CPUs and falls back to triptych, with the reason as a note.
     if options.engine == "auto":
 
@@ -468,7 +468,7 @@ def _note_slow_precision(model: nn.Module, precision: Precision) -> None:
         )
 
 
-def make_generator(opened: OpenedModel, options: Options) -> TextGenerator:
+def make_generator(opened: Reader, options: Options) -> TextGenerator:
     if options.engine == "auto":
         warnings.warn("engine auto: triptych generates", EngineNote, stacklevel=3)
     if options.engine != "ctranslate2":
@@ -490,7 +490,7 @@ def make_generator(opened: OpenedModel, options: Options) -> TextGenerator:
 
 
 def evaluate_text(
-    opened: OpenedModel,
+    opened: Reader,
     documents: Sequence[str],
     options: Options | None = None,
     context: int | None = None,

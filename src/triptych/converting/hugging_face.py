@@ -24,12 +24,12 @@ from triptych.converting.output_checks import (
 )
 from triptych.converting.plain import plain_model
 from triptych.core.checkpoints.stored_models import load_language_model
-from triptych.core.models import LanguageModel
+from triptych.core.models import LanguageModel, find_config
 from triptych.core.models.storage import write_weights
 from triptych.errors import DataError
 from triptych.extras import is_installed, quiet_transformers
 from triptych.files import write_json, write_text
-from triptych.running.opening import OpenedModel
+from triptych.running.opening import Reader
 from triptych.running.opening.marian_tokenizers import TARGET_FOLDER, write_tokenizers
 from triptych.running.opening.translators import read_marian
 from triptych.running.text import PretrainedTokenizer, SentencePieceTokenizer, SentenceTokenizer
@@ -46,7 +46,7 @@ _SAMPLES = (
 )
 
 
-def write_hf_translator(run: OpenedModel, folder: Path) -> WrittenModel:
+def write_hf_translator(run: Reader, folder: Path) -> WrittenModel:
     """Write a folder for `AutoModelForSeq2SeqLM` and `AutoTokenizer`."""
     formats.translator_type(run.encoder_decoder)  # raises before any work is done
     plain = plain_model(run.encoder_decoder, "Hugging Face's format")
@@ -54,7 +54,7 @@ def write_hf_translator(run: OpenedModel, folder: Path) -> WrittenModel:
     architecture = str(made.settings["model_type"])
     _write_checkpoint(folder, made.settings, made.tensors)
     write_json(folder / "generation_config.json", _generation(made.settings, run))
-    write_tokenizers(run.tokenizers, run.encoder_decoder.config.max_source_tokens + 1, folder)
+    write_tokenizers(run.tokenizers, find_config(run.encoder_decoder).max_source_tokens + 1, folder)
     write_text(folder / "README.md", _hf_readme(run, architecture))
     checks = [_check_read_again(run, folder)] if architecture == "marian" else []
     checks += _with_transformers(_check_logits, _check_ids, run, folder)
@@ -62,7 +62,7 @@ def write_hf_translator(run: OpenedModel, folder: Path) -> WrittenModel:
     return WrittenModel(architecture, parameters, (*plain.done, *made.done), tuple(checks))
 
 
-def write_hf_language_model(opened: OpenedModel, folder: Path) -> WrittenModel:
+def write_hf_language_model(opened: Reader, folder: Path) -> WrittenModel:
     """Write a folder for `AutoModelForCausalLM` or `AutoModelForMaskedLM`, and for `AutoTokenizer`."""
     # A run that continued from a checkpoint can be copied; other models are exported.
     if goes_on(opened.folder):
@@ -78,7 +78,7 @@ def write_hf_language_model(opened: OpenedModel, folder: Path) -> WrittenModel:
         tokenizer.save_files(folder)
         name = str(made.settings["model_type"])
         folded = made.done
-    again = load_language_model(folder).model
+    again = load_language_model(folder)
     model = opened.language_model
     checks = [_compare(model, again.eval(), "triptych")]
     checks += _with_transformers(_check_language_model, _check_ids_of_texts, opened, folder)
@@ -93,7 +93,7 @@ def _write_checkpoint(folder: Path, settings: Mapping[str, Any], tensors: Mappin
     )
 
 
-def _generation(settings: Mapping[str, Any], run: OpenedModel) -> dict[str, Any]:
+def _generation(settings: Mapping[str, Any], run: Reader) -> dict[str, Any]:
     """Build `generation_config.json`."""
     decoding = run.decoding
     names = ("bos", "decoder_start", "eos", "forced_eos", "pad")
@@ -113,7 +113,7 @@ def _generation(settings: Mapping[str, Any], run: OpenedModel) -> dict[str, Any]
     return record
 
 
-def _with_transformers(logits: Any, ids: Any, opened: OpenedModel, folder: Path) -> list[ConversionCheck]:
+def _with_transformers(logits: Any, ids: Any, opened: Reader, folder: Path) -> list[ConversionCheck]:
     """Run both checks with `transformers`, or record them as not run if it is missing."""
     if not is_installed("transformers"):
         note = "transformers is not installed: pip install 'triptych[convert]'"
@@ -122,7 +122,7 @@ def _with_transformers(logits: Any, ids: Any, opened: OpenedModel, folder: Path)
         return [logits(opened, folder), *ids(opened, folder)]
 
 
-def _check_read_again(run: OpenedModel, folder: Path) -> ConversionCheck:
+def _check_read_again(run: Reader, folder: Path) -> ConversionCheck:
     """Check the folder with triptych's reader of Marian checkpoints."""
     model, tokenizers = read_marian(folder)
     for ours, found in (
@@ -144,7 +144,7 @@ def _with_end(tokenizer: SentenceTokenizer, text: str) -> list[int]:
     return [*tokenizer.encode([text])[0], tokenizer.eos_id]
 
 
-def _check_logits(run: OpenedModel, folder: Path) -> ConversionCheck:
+def _check_logits(run: Reader, folder: Path) -> ConversionCheck:
     from transformers import AutoModelForSeq2SeqLM
 
     theirs = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype="auto", **_LOCAL).eval()
@@ -165,7 +165,7 @@ def _check_logits(run: OpenedModel, folder: Path) -> ConversionCheck:
     return compare_logits(what, own, found, tolerance, f"{pairs.tgt_in.numel()} tokens")
 
 
-def _check_ids(run: OpenedModel, folder: Path) -> list[ConversionCheck]:
+def _check_ids(run: Reader, folder: Path) -> list[ConversionCheck]:
     from transformers import AutoTokenizer
 
     # A pair of SentencePiece models is a single tokenizer in transformers.
@@ -190,7 +190,7 @@ def _check_ids(run: OpenedModel, folder: Path) -> list[ConversionCheck]:
     return checks
 
 
-def _check_language_model(opened: OpenedModel, folder: Path) -> ConversionCheck:
+def _check_language_model(opened: Reader, folder: Path) -> ConversionCheck:
     import transformers
 
     auto = (
@@ -210,7 +210,7 @@ def _compare(model: LanguageModel, again: Any, library: str) -> ConversionCheck:
     return compare_logits(_LOGITS.format(library), model.eval()(ids).logits, again(ids).logits, tolerance)
 
 
-def _check_ids_of_texts(opened: OpenedModel, folder: Path) -> list[ConversionCheck]:
+def _check_ids_of_texts(opened: Reader, folder: Path) -> list[ConversionCheck]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, **_LOCAL)
@@ -222,7 +222,7 @@ def _check_ids_of_texts(opened: OpenedModel, folder: Path) -> list[ConversionChe
     return [ConversionCheck(_IDS, True, note=f"{len(_SAMPLES)} texts")]
 
 
-def _hf_readme(run: OpenedModel, architecture: str) -> str:
+def _hf_readme(run: Reader, architecture: str) -> str:
     own = isinstance(run.tokenizers.source, SentencePieceTokenizer)
     own_target = not run.tokenizers.joint and not own
     target = (
@@ -256,5 +256,5 @@ batch = source(["A sentence."], return_tensors="pt", padding=True)
 print(target.batch_decode(model.generate(**batch), skip_special_tokens=True))
 ```
 
-Architecture: {architecture}. Sources have at most {run.encoder_decoder.config.max_source_tokens} tokens.
+Architecture: {architecture}. Sources have at most {run.encoder_decoder.max_source_tokens} tokens.
 {penalty}"""

@@ -25,14 +25,14 @@ from triptych.converting.output_checks import (
 )
 from triptych.converting.plain import max_positions
 from triptych.core.attention import AttentionCache, DecoderCache, PositionIds
-from triptych.core.models import EncoderDecoder
+from triptych.core.models import EncoderDecoder, find_config
 from triptych.core.models.blocks import NewTokens
 from triptych.core.models.sites import attention_sites, blocks_of
 from triptych.errors import UsageError
 from triptych.extras import is_installed, require_extra
 from triptych.running.decoding import Engine
 from triptych.running.decoding.fused import FusedAttention, beyond_fusing, numbers_of
-from triptych.running.opening import OpenedModel
+from triptych.running.opening import Reader
 from triptych.running.opening.marian_tokenizers import TARGET_FOLDER, write_tokenizers
 from triptych.running.text import SentencePieceTokenizer
 
@@ -109,7 +109,7 @@ class JoinedCache(AttentionCache):
         self.entries = tuple(entry.index_select(0, rows) for entry in self.entries)
 
 
-def write_onnx(run: OpenedModel, folder: Path) -> WrittenModel:
+def write_onnx(run: Reader, folder: Path) -> WrittenModel:
     """Write a folder with `encoder.onnx` and `decoder.onnx`."""
     require_extra("convert", "onnx", "onnxscript", what="--to onnx")
     for site in attention_sites(run.encoder_decoder):
@@ -125,7 +125,7 @@ def write_onnx(run: OpenedModel, folder: Path) -> WrittenModel:
         graph.eval().requires_grad_(False)
     pairs = random_pairs(model, target.bos_id, target.eos_id, src_len=7, tgt_len=5)
     _export_graphs(*graphs, pairs, folder)
-    write_tokenizers(run.tokenizers, model.config.max_source_tokens + 1, folder)
+    write_tokenizers(run.tokenizers, find_config(model).max_source_tokens + 1, folder)
     (folder / "README.md").write_text(_onnx_readme(run, length), encoding="utf-8")
     done = ("every head written as W_Q, W_K, W_V and W_O",)
     check = _check_graphs(run, folder)
@@ -191,7 +191,7 @@ def _without_remarks() -> Iterator[None]:
         logging.disable(before)
 
 
-def _check_graphs(run: OpenedModel, folder: Path) -> ConversionCheck:
+def _check_graphs(run: Reader, folder: Path) -> ConversionCheck:
     """Compare the graphs in onnxruntime with the model: whole outputs, then token by token."""
     # The lengths differ from the lengths at export, so that a fixed dimension would show.
     what = "logits of the graphs, run by onnxruntime, and of the model"
@@ -246,7 +246,7 @@ class OnnxGraphs:
         return torch.cat(found, dim=1)
 
 
-def _onnx_readme(run: OpenedModel, length: int) -> str:
+def _onnx_readme(run: Reader, length: int) -> str:
     target = run.tokenizers.target
     extra = run.decoding.max_extra_tokens
     never = sorted({target.pad_id, target.bos_id})
@@ -285,7 +285,7 @@ is filled up with token {run.encoder_decoder.pad_id}.
 """
 
 
-def _tokenizer_code(run: OpenedModel) -> str:
+def _tokenizer_code(run: Reader) -> str:
     """Return Python code to open the tokenizers of a converted model, for its README."""
     if isinstance(run.tokenizers.source, SentencePieceTokenizer):
         setup = """import json

@@ -7,7 +7,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from triptych.core.models import EncoderDecoder
+from triptych.core.models import EncoderDecoder, find_config
 from triptych.errors import DataError
 from triptych.running.text import SentencePieceTokenizer, SentenceTokenizer
 
@@ -66,7 +66,7 @@ def random_pairs(
     """Draw three sentence pairs with sources of different length; every call returns the same pairs."""
     # Drawn tokens exclude padding and end of sentence, and in targets the start token.
     generator = torch.Generator().manual_seed(0)
-    src_len = min(src_len, model.config.max_source_tokens + 1)
+    src_len = min(src_len, find_config(model).max_source_tokens + 1)
 
     def draw(size: int, count: int, never: set[int]) -> Tensor:
         allowed = torch.tensor([token for token in range(size) if token not in never])

@@ -23,6 +23,7 @@ from triptych.core.models import (
     LanguageModel,
     attention_sites,
     attention_weights,
+    find_config,
     with_attention,
 )
 from triptych.core.models.architecture import FeedForwardConfig, NormConfig
@@ -76,7 +77,7 @@ class PlainModel:
 
 def plain_model(model: EncoderDecoder, target: str) -> PlainModel:
     """Build an equivalent model with plain heads; the given model is unchanged."""
-    scheme = model.config.positions.scheme
+    scheme = find_config(model).positions.scheme
     if scheme in ("rotary", "alibi"):
         raise UsageError(
             f"positions.scheme is {scheme!r}, and {target} has no positions inside attention: a model "
@@ -89,7 +90,7 @@ def plain_model(model: EncoderDecoder, target: str) -> PlainModel:
     # All sites of a stack, cross-attention included, get the same number of heads.
     for stack, kinds in _STACKS.items():
         sites = {name: found for name, found in before.items() if name.split(".")[0] in kinds}
-        num_heads[stack] = _common_num_heads(model.config.d_model, sites, target)
+        num_heads[stack] = _common_num_heads(find_config(model).d_model, sites, target)
         for name, weights in sites.items():
             plain[name], steps = _plain_site(name, weights, num_heads[stack], target)
             for step in steps:
@@ -158,7 +159,7 @@ def _too_wide(name: str, weights: AttentionWeights, num_heads: int, target: str)
 
 def max_positions(model: EncoderDecoder, max_extra_tokens: int) -> int:
     """Return the number of positions: learned positions, or enough for the longest source and its output."""
-    config = model.config
+    config = find_config(model)
     if config.positions.scheme == "learned":
         return config.positions.max_tokens
     return config.max_source_tokens + max_extra_tokens + 1

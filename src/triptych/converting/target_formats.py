@@ -28,7 +28,7 @@ from triptych.core.algebra.weights import AttentionWeights
 from triptych.core.checkpoints.family import family_of
 from triptych.core.checkpoints.model_parts import ACTIVATIONS
 from triptych.core.checkpoints.stored_models import new_tensors
-from triptych.core.models import EncoderDecoder, LanguageModel
+from triptych.core.models import EncoderDecoder, LanguageModel, find_config
 from triptych.core.models.sites import attention_sites
 from triptych.core.storage.settings import Settings
 from triptych.errors import UsageError
@@ -77,8 +77,8 @@ def _fill_family(
 
 def translator_type(model: EncoderDecoder) -> Literal["marian", "pegasus"]:
     """Return the matching architecture of Hugging Face: Marian for post-norm, Pegasus for pre-norm."""
-    scheme = model.config.positions.scheme
-    if model.config.norm == "post":
+    scheme = find_config(model).positions.scheme
+    if find_config(model).norm == "post":
         if scheme != "sinusoidal":
             raise UsageError(
                 f"positions.scheme is {scheme!r}: Hugging Face's post-norm model (Marian) has sinusoidal "
@@ -102,7 +102,7 @@ def translator_type(model: EncoderDecoder) -> Literal["marian", "pegasus"]:
 def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: int) -> ExportedModel:
     """Export a translator with plain heads in the format of Marian or Pegasus."""
     model = plain.model
-    config = plain.model.config
+    config = find_config(plain.model)
     kind = translator_type(model)
     target = tokenizers.target
     length = max_positions(model, max_extra_tokens)
@@ -168,9 +168,9 @@ def _language_model(model: LanguageModel, kind: Literal["gpt2", "llama"]) -> Exp
 
     norm, feed_forward = require_plain(model, refused)
     head = model.head
-    config = model.config
     assert head is not None
-    assert config is not None, "the model is a recipe's"
+    assert model.context is not None, "the model is a recipe's"
+    d_model = model.architecture.d_model
     if norm.kind != norm_kind:
         names = {"layer": "LayerNorm", "rms": "RMSNorm"}
         raise refused(f"its norms are {names[norm.kind]}, not {names[norm_kind]}")
@@ -184,25 +184,25 @@ def _language_model(model: LanguageModel, kind: Literal["gpt2", "llama"]) -> Exp
     given = dict[str, Tensor]()
     found = sizes = head_sizes(layers, refused)
     facts: dict[str, Any] = {
-        "d_model": config.d_model,
+        "d_model": d_model,
         "d_ff": feed_forward.d_ff,
         "activation": _ACTIVATIONS[feed_forward.activation],
         "eps": norm.eps,
         "num_layers": len(layers),
         "tied": head.config.tied,
         "vocab_size": model.vocab_size,
-        "context": config.context,
+        "context": model.context,
     }
     # GPT-2 has heads of d_model / num_heads channels, so narrower heads are padded.
     if kind == "gpt2":
         if any(weights.semantics.rotary is not None for weights in layers):
             raise refused("rotary positions")
-        width = config.d_model // found.num_heads
-        if config.d_model % found.num_heads or width < found.width:
+        width = d_model // found.num_heads
+        if d_model % found.num_heads or width < found.width:
             heads = f"{found.num_heads} heads of {found.width} channels"
-            raise refused(f"{heads} are more than d_model {config.d_model}")
+            raise refused(f"{heads} are more than d_model {d_model}")
         sizes = HeadSizes(found.num_heads, found.num_heads, width)
-        positions = position_table(model, model.max_tokens or config.context)
+        positions = position_table(model, model.max_tokens or model.context)
         facts["num_positions"], given["embeddings.positions.weight"] = len(positions), positions
     else:
         rotary = layers[0].semantics.rotary

@@ -13,7 +13,7 @@ from triptych.core.models import EncoderDecoder
 from triptych.errors import DataError, UsageError
 from triptych.extras import require_extra
 from triptych.printable import table_html
-from triptych.running.opening import Reader, TransformersModel, Window, open_model, record_calls
+from triptych.running.opening import Reader, TransformersReader, Window, open_reader, record_calls
 
 _SEED = 20170612
 
@@ -80,8 +80,8 @@ def check_against_transformers(source: Source, text: str | None, target: str | N
     if target is not None and (text is None or not source.translates):
         raise UsageError("target goes with the text that an encoder-decoder translates: leave it out")
     require_extra("run", "transformers", what="check")
-    ours = Reader(open_model(source, "cpu", torch.float32))
-    theirs = TransformersModel(source.folder, source.tokenizer_folder)
+    ours = open_reader(source, "cpu", torch.float32)
+    theirs = TransformersReader(source.folder, source.tokenizer_folder)
     windows = [_without_padding(one, ours, theirs) for one in ours.random_windows(_SEED)]
     same = None
     if text is not None:
@@ -131,7 +131,7 @@ def check_against_transformers(source: Source, text: str | None, target: str | N
     )
 
 
-def _without_padding(window: Window, ours: Reader, theirs: TransformersModel) -> Window:
+def _without_padding(window: Window, ours: Reader, theirs: TransformersReader) -> Window:
     """Replace padding tokens in random tokens: some models mask the padding id."""
     pad = getattr(theirs.model.config, "pad_token_id", None)
     model = ours.model
@@ -142,7 +142,7 @@ def _without_padding(window: Window, ours: Reader, theirs: TransformersModel) ->
 
 
 def _windows_of(
-    ours: Reader, theirs: TransformersModel, text: str, target: str | None
+    ours: Reader, theirs: TransformersReader, text: str, target: str | None
 ) -> tuple[list[Window], bool]:
     (ids,) = ours.encode([text], None if target is None else [target])
     read = list(ids.ids if ids.source is None else ids.source)

@@ -12,10 +12,9 @@ from triptych.rewriting.inputs import before_gain
 from triptych.running.measuring.windows import cut_windows
 from triptych.running.measuring.worth import MOST_TOKENS_OF_WORTH, measure_worth
 from triptych.running.opening import (
-    Reader,
-    TextModel,
-    open_model,
-    open_text_model,
+    TextReader,
+    open_reader,
+    open_text_reader,
     read_tab_pairs,
     read_whole_text,
 )
@@ -43,7 +42,7 @@ def gather_moments(
     previous steps. `served` also gathers the moments for a latent. Layers sharing weights contribute equally.
     """
     found: dict[str, Moments] = {}
-    model: TextModel | None = None
+    model: TextReader | None = None
     for together in _groups_within(source, sites, most_bytes):
         layers = {}
         for site in together:
@@ -53,7 +52,7 @@ def gather_moments(
             norm = read.weights.norm if weights.norm is None else None
             memory_norm = read.weights.memory_norm if weights.memory_norm is None else None
             layers[site.name] = weights, norm, memory_norm, MomentsGatherer(served=served)
-        model = model or open_text_model(files)
+        model = model or open_text_reader(files)
         _require_run(model, together)
         for window in model.windows(text, most_tokens):
             for name, uses in model.inputs(window, source, together).items():
@@ -84,7 +83,7 @@ def _groups_within(source: AttentionSource, sites: Sequence[Site], most_bytes: i
         yield together
 
 
-def _require_run(model: TextModel, sites: Sequence[Site]) -> None:
+def _require_run(model: TextReader, sites: Sequence[Site]) -> None:
     for site in sites:
         if not model.runs(site):
             raise UsageError(f"{site.module} is not run on the calibration text: leave it out with layers")
@@ -97,10 +96,10 @@ def measure_head_losses(
 
     Layers that share their weights lose a head at once.
     """
-    reader = Reader(open_model(files, "cpu"))
+    reader = open_reader(files, "cpu")
     _require_run(reader, sites)
     # A translator reads pairs of lines, a language model the whole text.
-    if reader.opened.translates:
+    if reader.translates:
         pairs = [*read_tab_pairs(text)]
         windows = cut_windows(reader, [one for one, _ in pairs], [other for _, other in pairs])
     else:

@@ -32,7 +32,7 @@ from triptych.rewriting.measuring import (
 from triptych.rewriting.planning import FinishedLayer, Rewriting, total
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import MOST_TIMES_OF_LAYER, coarsest_changed
-from triptych.running.opening import Seen, open_text_model
+from triptych.running.opening import Seen, open_text_reader
 
 _MOST_NAMED = 3
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?")
@@ -246,7 +246,7 @@ def check_inputs(inputs: Mapping[str, Seen], original: Path, source: AttentionSo
     """Check that the stored inputs are the original's inputs for this text."""
     claim = "inputs kept of the text"
     try:
-        model = open_text_model(original)
+        model = open_text_reader(original)
         found = gather_inputs(model, source, model.windows(text, MOST_TOKENS))
     except TriptychError as error:
         return Claim(claim, False, str(error))

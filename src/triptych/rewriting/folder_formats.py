@@ -11,12 +11,13 @@ import torch
 from triptych.core.algebra.cost import writing_cost
 from triptych.core.algebra.rewritten import RewriteRefusedError
 from triptych.core.algebra.weights import AttentionWeights
-from triptych.core.checkpoints.checkpoint import Checkpoint, OwnModel
+from triptych.core.checkpoints.checkpoint import Checkpoint
 from triptych.core.checkpoints.fitted_weights import path_of_record, resizing, sizes_of
+from triptych.core.checkpoints.module_layers import ModuleLayers
 from triptych.core.checkpoints.norm_readers import NormSite, norm_sites
 from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSource, MapSizes, Site
-from triptych.core.models.sites import require_no_more
 from triptych.core.models.storage import model_tensors, read_own_model, write_config
+from triptych.core.models.with_attention import require_no_more
 from triptych.core.storage.copying import CERTIFICATE, CONFIG, names_beside, set_entry
 from triptych.core.storage.tensors import PICKLED_INDEX, SAFETENSORS, SAFETENSORS_INDEX, open_tensors
 from triptych.errors import TriptychError
@@ -159,7 +160,7 @@ class RunFormat:
 
     why_no_norms = "of runs of ours only the attention is rewritten"
 
-    def __init__(self, source: OwnModel) -> None:
+    def __init__(self, source: ModuleLayers) -> None:
         self.source = source
         self.tensors = None
         self._run = source
@@ -235,7 +236,7 @@ Format = FolderFormat | RunFormat
 
 def storage_format(source: AttentionSource) -> Format:
     """Return the storage format of an opened checkpoint."""
-    if isinstance(source, OwnModel):
+    if isinstance(source, ModuleLayers):
         return RunFormat(source)
     assert isinstance(source, Checkpoint)
     return FolderFormat(source)

@@ -16,15 +16,16 @@ from triptych.core.algebra.legality import require_finite
 from triptych.core.algebra.rewritten import RewriteRecord, RewriteRefusedError, Rewritten
 from triptych.core.algebra.weights import AttentionWeights
 from triptych.core.attention import MultiHeadAttention
-from triptych.core.checkpoints.checkpoint import OwnModel
+from triptych.core.checkpoints.module_layers import ModuleLayers
 from triptych.core.models import (
+    AnyModel,
     EncoderDecoder,
     LanguageModel,
     attention_sites,
     attention_weights,
     with_attention,
 )
-from triptych.core.models.sites import AnyModel, ModelT
+from triptych.core.models.with_attention import ModelT
 from triptych.rewriting.driver import Driver
 from triptych.rewriting.functions import LayerRewrite, LayerToRewrite, Rewrite, read_rewrite
 
@@ -92,7 +93,7 @@ def rewrite(
 def _rewrite_model(
     target: ModelT, steps: Sequence[Rewrite], sites: Collection[str] | None
 ) -> RewriteResult[ModelT]:
-    source = OwnModel(target, "the model")
+    source = ModuleLayers(target, "the model")
     found = {site.module: site for site in source.sites}
     if unknown := [name for name in sites or () if name not in found]:
         raise ValueError(f"there is no attention site {unknown[0]}: there are {', '.join(found)}")

@@ -16,7 +16,7 @@ from triptych.core.checkpoints.stored_layers import AttentionSource
 from triptych.core.storage.tensors import Safetensors
 from triptych.errors import DataError, UsageError
 from triptych.files import write_bytes
-from triptych.running.opening import Seen, TextModel, Window
+from triptych.running.opening import Seen, TextReader, Window
 from triptych.untrusted import LocalBytes
 
 # Programs do not recognise this ending as tensors of a model.
@@ -26,7 +26,7 @@ _POSITIONS = 16
 _LOOKED_AT = 32
 
 
-def gather_inputs(model: TextModel, source: AttentionSource, windows: Iterable[Window]) -> dict[str, Seen]:
+def gather_inputs(model: TextReader, source: AttentionSource, windows: Iterable[Window]) -> dict[str, Seen]:
     """Return the inputs of each layer of a model for the first positions of a piece of text."""
     pieces = list(islice(windows, _LOOKED_AT))
     if not pieces:

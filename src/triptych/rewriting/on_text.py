@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from triptych.errors import UsageError
-from triptych.running.opening import TextModel, Window
+from triptych.running.opening import TextReader, Window
 
 _FARTHEST = 4
 
@@ -24,7 +24,7 @@ class Deviations(NamedTuple):
 
 
 @torch.inference_mode()
-def compare_outputs(original: TextModel, rewritten: TextModel, windows: Iterator[Window]) -> Deviations:
+def compare_outputs(original: TextReader, rewritten: TextReader, windows: Iterator[Window]) -> Deviations:
     """Compare two models on a text."""
     tokens = 0
     worst = 0.0

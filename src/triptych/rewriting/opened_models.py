@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -20,7 +19,7 @@ from triptych.running.opened_source import Opened
 
 def certificate_of(opened: Opened) -> Certificate | None:
     """Return the certificate in the files of a rewritten model; None for other and for changed models."""
-    if opened.module is not None or opened.changes:
+    if opened.source.module is not None or opened.changes:
         return None
     path = opened.files.file(CERTIFICATE)
     return None if path is None else read_certificate(path)
@@ -74,9 +73,7 @@ def rewrite_opened(
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
-    # A model in memory has its tokenizer among its files now.
-    options = replace(opened.options, tokenizer=None)
-    return Opened(name, files, options, temporary=temporary), certificate
+    return Opened(files, opened.options, temporary=temporary), certificate
 
 
 def check_opened(opened: Opened, text: str | None, target: str | None) -> Check:

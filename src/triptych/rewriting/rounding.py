@@ -18,7 +18,7 @@ from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSou
 from triptych.core.storage.tensors import Tensors
 from triptych.rewriting.certificate import TensorRecord
 from triptych.rewriting.on_text import Deviations, largest_difference
-from triptych.running.opening import TextModel, Window
+from triptych.running.opening import TextReader, Window
 
 # Allowed move of outputs after exact rewrites, relative to the largest move by some random roundings. Correct
 # rewrites stay below 1.2 over all families (docs/contributing/log/).
@@ -46,7 +46,7 @@ class RoundingJudgement(NamedTuple):
         return self.moved <= MOST_TIMES * self.by_rounding
 
 
-def changed_parameters(original: TextModel, rewritten: TextModel) -> frozenset[str]:
+def changed_parameters(original: TextReader, rewritten: TextReader) -> frozenset[str]:
     """Return the names of parameters of the second model differing from the first or absent from it."""
     before = dict(original.model.named_parameters())
     return frozenset(
@@ -70,7 +70,7 @@ def coarsest_changed(tensors: Mapping[str, TensorRecord], written: Tensors) -> t
 
 
 def judge_rounding(
-    found: Deviations, rewritten: TextModel, changed: Collection[str], stored: torch.dtype
+    found: Deviations, rewritten: TextReader, changed: Collection[str], stored: torch.dtype
 ) -> RoundingJudgement:
     """Compare the difference between two models with the effect of rounding."""
     most = 0.0
@@ -86,7 +86,7 @@ def judge_rounding(
 
 
 def first_moved(
-    original: TextModel, rewritten: TextModel, source: AttentionSource, window: Window, stored: torch.dtype
+    original: TextReader, rewritten: TextReader, source: AttentionSource, window: Window, stored: torch.dtype
 ) -> str:
     """Return the name of the first attention layer moved by more than rounding, or ""."""
     one = original.attention_outputs(source, window)
@@ -104,7 +104,7 @@ def first_moved(
     return ""
 
 
-def _rounded_again(model: TextModel, changed: Collection[str], stored: torch.dtype, seed: int) -> TextModel:
+def _rounded_again(model: TextReader, changed: Collection[str], stored: torch.dtype, seed: int) -> TextReader:
     """Copy a model, moving each parameter by a rounding, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
     moved = model.copied()

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triptych.core.checkpoints.checkpoint import Checkpoint, OwnModel
+from triptych.core.checkpoints.checkpoint import Checkpoint
+from triptych.core.checkpoints.module_layers import ModuleLayers
 from triptych.core.checkpoints.source import Source, find_source
 from triptych.core.checkpoints.stored_models import changed_tensors
-from triptych.core.models import EncoderDecoder, write_model
-from triptych.core.models.sites import attention_sites, with_attention
+from triptych.core.models import write_model
+from triptych.core.models.sites import attention_sites
+from triptych.core.models.with_attention import with_attention
 from triptych.core.storage.copying import CERTIFICATE, FolderCopy, require_new_folder
 from triptych.errors import UsageError
 from triptych.files import write_folder
@@ -41,17 +43,17 @@ def save(opened: Opened, target: Path) -> Path:
 def files_of(opened: Opened) -> Iterator[Source]:
     """Yield the files that a rewrite reads; a changed model, or a module in memory, is saved to be read."""
     before = opened.unchanged
-    if before is opened and opened.module is None:
+    if before is opened and opened.source.module is None:
         yield opened.files
         return
     with TemporaryDirectory(prefix="triptych-") as place:
         saved = Path(place, "model")
         save(opened, saved)
-        if opened.module is None:
+        if opened.source.module is None:
             source = before.files.at(saved)
         else:
-            if opened.options.tokenizer is not None and not opened.why_not_run:
-                before.model.save_tokenizers(saved)
+            if opened.source.tokenizer is not None and not opened.why_not_run:
+                before.plain_reader.save_tokenizers(saved)
             source = find_source(saved)
             source.where = f"{opened.name}/config.json"
         source.name = ", ".join((opened.name, *(change.words for change in opened.changes)))
@@ -60,12 +62,8 @@ def files_of(opened: Opened) -> Iterator[Source]:
 
 def _save_unchanged(opened: Opened, target: Path) -> None:
     """Copy a model's files, including the certificate of a rewritten model."""
-    module = opened.module
+    module = opened.source.module
     if module is not None:
-        if (module.recipe if isinstance(module, EncoderDecoder) else module.config) is None:
-            raise UsageError(
-                f"{opened.name} was read from a checkpoint, and has no format of its own to be saved in"
-            )
         if target.exists():
             raise UsageError(f"{target} exists: choose another name for the output, nothing is overwritten")
         write_folder(target, partial(write_model, module))
@@ -97,7 +95,7 @@ def _save_unchanged(opened: Opened, target: Path) -> None:
 
 def _save_changed(opened: Opened, target: Path) -> None:
     """Write a changed model."""
-    if opened.module is not None:
+    if opened.source.module is not None:
         raise UsageError(
             f"{opened.name} is a module in memory, and its changes have no files to be written into"
         )
@@ -112,7 +110,7 @@ def _save_changed(opened: Opened, target: Path) -> None:
     )
     steering = [change for change in changes if isinstance(change, Steering)]
     require_new_folder(opened.files.folder, target)
-    if isinstance(source, OwnModel):
+    if isinstance(source, ModuleLayers):
         new = with_attention(
             source.model, {site.module: changed.read(site).weights.without_norms() for site in touched}
         )
@@ -137,7 +135,7 @@ def _save_changed(opened: Opened, target: Path) -> None:
         tensors |= written.tensors
         settings |= written.settings
     if steering:
-        steered = changed_copy(opened.model.model, (), attention_sites)
+        steered = changed_copy(opened.plain_reader.model, (), attention_sites)
         for change in steering:
             change.into_weights(steered)
         tensors |= dict(changed_tensors(steered, source))

@@ -42,7 +42,7 @@ from triptych.rewriting.on_text import Deviations, compare_outputs
 from triptych.rewriting.planning import local_folder
 from triptych.rewriting.rounding import coarsest_changed
 from triptych.rewriting.whole_models import why_not_rounding
-from triptych.running.opening import open_text_model, read_whole_text, why_not_run
+from triptych.running.opening import open_text_reader, read_whole_text, why_not_run
 from triptych.untrusted import LONGEST_TEXT, read_json, read_limited, shown, stays_in_folder
 
 
@@ -285,7 +285,7 @@ def check_models(
         yield from claim_not_compared(certificate, reason)
         return
     try:
-        one = open_text_model(original)
+        one = open_text_reader(original)
     except TriptychError as error:
         if text is not None:
             raise
@@ -295,7 +295,7 @@ def check_models(
         windows = (
             one.random_windows(certificate.probes.seed) if text is None else one.windows(text, MOST_TOKENS)
         )
-        other = open_text_model(folder)
+        other = open_text_reader(folder)
         found = compare_outputs(one, other, windows)
     except (TriptychError, RuntimeError, ValueError, LookupError, TypeError) as error:
         yield Claim(_WHOLE_MODELS, False, first_line(error))

@@ -14,8 +14,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from triptych.core.checkpoints.checkpoint import Checkpoint, OwnModel, open_checkpoint
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.core.checkpoints.family import Family, family_of
+from triptych.core.checkpoints.module_layers import ModuleLayers
 from triptych.core.checkpoints.source import Source, find_source
 from triptych.core.checkpoints.stored_layers import AttentionSource, Site
 from triptych.core.models.storage import write_model
@@ -46,7 +47,7 @@ from triptych.rewriting.planning import Rewriting, local_folder
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import coarsest_changed
 from triptych.rewriting.whole_models import compare_models, open_original, why_not_compared
-from triptych.running.opening import TextModel, Window, read_whole_text
+from triptych.running.opening import TextReader, Window, read_whole_text
 from triptych.untrusted import LONGEST_TEXT, read_json, read_limited
 
 
@@ -71,7 +72,7 @@ def rewrite_checkpoint(
     source = open_checkpoint(local)
     rewriting = Rewriting(source, local, recipe)
     request = _Request(files.name, local, target, recipe, text, compare, progress or (lambda *_: None))
-    if isinstance(source, OwnModel):
+    if isinstance(source, ModuleLayers):
         return _Writing(source, rewriting, request, _RunSink(source, rewriting, request)).write()
     assert isinstance(source, Checkpoint)
     return _Writing(source, rewriting, request, _FolderSink(source, rewriting, request)).write()
@@ -97,7 +98,7 @@ class _Request:
 class _RunSink:
     """The new folder of a run of ours, written from a model in memory: runs are small."""
 
-    def __init__(self, source: OwnModel, rewriting: Rewriting, request: _Request) -> None:
+    def __init__(self, source: ModuleLayers, rewriting: Rewriting, request: _Request) -> None:
         self._source = source
         self._rewriting = rewriting
         self._request = request
@@ -131,8 +132,8 @@ class _RunSink:
             for name in sorted({*before.infos, *after.infos})
         }
 
-    def reopened(self) -> OwnModel:
-        return OwnModel.read_folder(self.folder)
+    def reopened(self) -> ModuleLayers:
+        return ModuleLayers.read_folder(self.folder)
 
     def finish(self, extra: Mapping[str, bytes]) -> None:
         for name, content in extra.items():
@@ -321,7 +322,7 @@ class _Writing:
         written = request.files.at(self.sink.folder)
         return compare_models(opened, self.source, written, request.text, stored), ""
 
-    def _try_on_text(self, model: TextModel, windows: Sequence[Window], after: AttentionSource) -> None:
+    def _try_on_text(self, model: TextReader, windows: Sequence[Window], after: AttentionSource) -> None:
         """Measure changed layers on the original's inputs for the text, and store these inputs."""
         try:
             inputs = gather_inputs(model, self.source, windows)

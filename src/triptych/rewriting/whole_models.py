@@ -19,9 +19,9 @@ from triptych.rewriting.on_text import Deviations, compare_outputs
 from triptych.rewriting.rounding import changed_parameters, first_moved, judge_rounding
 from triptych.running.opening import (
     NotFiniteError,
-    TextModel,
+    TextReader,
     Window,
-    open_text_model,
+    open_text_reader,
     require_finite_tensors,
     why_not_run,
 )
@@ -37,7 +37,7 @@ class FailedRewriteError(TriptychError):
 class Original(NamedTuple):
     """A model and the windows for its comparison."""
 
-    model: TextModel
+    model: TextReader
     windows: list[Window]
 
 
@@ -54,7 +54,7 @@ def why_not_compared(files: Source) -> str:
 def open_original(source: Source | Path, text: Path | None) -> Original | str:
     """Open the original with a text or random tokens; return the reason if it cannot run on random tokens."""
     try:
-        model = open_text_model(source)
+        model = open_text_reader(source)
         if text is not None:
             return Original(model, list(model.windows(text, MOST_TOKENS)))
         windows = list(model.random_windows(PROBES.seed))
@@ -83,7 +83,7 @@ def compare_models(
     stored: torch.dtype | None,
 ) -> EndToEnd:
     """Compare the outputs of the original and the rewritten model."""
-    other = open_text_model(written)
+    other = open_text_reader(written)
     found = compare_outputs(original.model, other, iter(original.windows))
     if not math.isfinite(found.worst_logit):
         raise FailedRewriteError(f"{source.name}: the rewritten model outputs numbers that are not finite")
@@ -106,7 +106,11 @@ def compare_models(
 
 
 def why_not_rounding(
-    found: Deviations, original: TextModel, rewritten: TextModel, source: AttentionSource, stored: torch.dtype
+    found: Deviations,
+    original: TextReader,
+    rewritten: TextReader,
+    source: AttentionSource,
+    stored: torch.dtype,
 ) -> str:
     """Explain a difference beyond rounding, with the first layer affected; "" if rounding explains it."""
     verdict = judge_rounding(found, rewritten, changed_parameters(original, rewritten), stored)

@@ -55,6 +55,10 @@ class ChangedSource(AttentionSource):
         )
 
     @property
+    def num_parameters(self) -> int:
+        return self._source.num_parameters
+
+    @property
     def source(self) -> Source | None:
         return self._source.source
 
@@ -129,8 +133,3 @@ def why_not_saved(change: Change, source: AttentionSource) -> str:
         if site.also and last in site.numbers:
             return f"{shared}, and with them the bias that would take the direction in after layer {last}"
     return ""
-
-
-def stack_of(site: Site) -> str:
-    """Return the stack in the name of a layer: "cross" for cross-attention."""
-    return "cross" if site.kind == "cross" else site.stack

@@ -6,31 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from triptych.core.checkpoints.checkpoint import Checkpoint, OwnModel, open_checkpoint
+from triptych.core.checkpoints.checkpoint import open_checkpoint
 from triptych.core.checkpoints.family import Family, read_family
-from triptych.core.checkpoints.made_files import MadeFiles
-from triptych.core.checkpoints.source import Source, find_source, tokenizer_folder
+from triptych.core.checkpoints.source import Source, find_source
 from triptych.core.checkpoints.stored_layers import AttentionSource
 from triptych.core.heads import Head, Layer, Layers, Stack
-from triptych.core.models import EncoderDecoder, LanguageModel
-from triptych.core.models.device import find_device
-from triptych.core.models.sites import AttentionSite, attention_sites
 from triptych.core.places import Heads, PlaceNames, in_words
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.literals import EngineName, Precision
 from triptych.printable import table_html
-from triptych.running.changed_source import ChangedSource, stack_of, why_not_saved
-from triptych.running.changes import Change, changed_copy
-from triptych.running.memory import own_memory
-from triptych.running.opening import OpenedModel, Reader, open_model
-from triptych.running.opening.options import Options, require_ctranslate2
-from triptych.running.opening.translators import Languages
-from triptych.running.text import Tokenizer, TokenizerPair, load_tokenizer
+from triptych.running.options import Languages, Options, require_ctranslate2
 from triptych.user_code import use_code
+
+# Modules and readers are imported when a model first runs: heads are read without them.
+if TYPE_CHECKING:
+    from triptych.core.models import AnyModel
+    from triptych.core.models.sites import AttentionSite
+    from triptych.running.changes import Change
+    from triptych.running.opening import Reader
 
 
 @final
@@ -39,22 +36,18 @@ class Opened:
     """A source with its parts opened so far, and changes made to the model that it has.
 
     Attributes:
-        name: source as given, or name of a module.
-        source: files; None for a triptych module.
+        source: files, or module in memory.
         options: options for opening and running the model.
-        module: triptych model in memory, instead of files.
         temporary: folder of a rewritten model, removed together with this object.
         is_mapped: True if weights are memory-mapped from their files rather than read.
         changes: changes of the model, in order.
     """
 
-    name: str
-    source: Source | None
+    source: Source
     options: Options
-    module: LanguageModel | EncoderDecoder | None = None
     temporary: Path | None = None
     is_mapped: bool = True
-    changes: tuple[Change, ...] = ()
+    changes: "tuple[Change, ...]" = ()
     _before: "Opened | None" = field(default=None, init=False)
     _owns_weights: bool = field(default=False, init=False)
 
@@ -62,7 +55,12 @@ class Opened:
         if self.temporary is not None:
             weakref.finalize(self, shutil.rmtree, self.temporary, ignore_errors=True)
 
-    def changed(self, *changes: Change) -> "Opened":
+    @property
+    def name(self) -> str:
+        """The source as given, or the name of a module."""
+        return self.source.name
+
+    def changed(self, *changes: "Change") -> "Opened":
         """Return the source with further changes; weights without a change are shared."""
         made = replace(self, temporary=None, changes=(*self.changes, *changes))
         made._before = self.unchanged
@@ -80,34 +78,34 @@ class Opened:
         change of a file can end the process.
         """
         before = self.unchanged
-        source = None if before.source is None else before.source.named(name)
-        made = replace(before, name=name, source=source, temporary=None, is_mapped=is_mapped)
+        made = replace(before, source=before.source.named(name), temporary=None, is_mapped=is_mapped)
         made.__dict__["named_after"] = before  # a reference, so that its temporary folder is not removed
-        if "model" in before.__dict__:
-            made.__dict__["model"] = before.model.named(name)
+        if "plain_reader" in before.__dict__:
+            made.__dict__["plain_reader"] = before.plain_reader.named(name)
         return made.changed(*self.changes) if self.changes else made
 
     def reopened(self) -> "Opened":
         """Return the source with its changes, opened again from its files."""
-        if self.source is None or self.source.is_in_memory:
+        if self.source.is_in_memory:
             raise UsageError(f"{self.name} is in memory: it has no files that could be opened anew")
         others = tuple(one.reopened() for one in self.options.ensemble)
-        made = Opened(self.name, self.source.reopened(), replace(self.options, ensemble=others))
+        made = Opened(self.source.reopened(), replace(self.options, ensemble=others))
         return made.changed(*self.changes) if self.changes else made
 
     @cached_property
     def attention(self) -> AttentionSource:
         """The attention layers with all changes; weights are read on first use."""
         if self.changes:
+            from triptych.running.changed_source import ChangedSource
+
             return ChangedSource(self.unchanged.attention, self.changes)
-        if self.module is not None:
-            return OwnModel(self.module, self.name)
-        return open_checkpoint(self.files, mapped=self.is_mapped)
+        self.source.require_same()
+        return open_checkpoint(self.source, mapped=self.is_mapped)
 
     @cached_property
     def places(self) -> PlaceNames:
         """The names of the attention layers."""
-        return PlaceNames([(stack_of(one.site), one.number) for one in self.attention.layers], self.name)
+        return PlaceNames([(one.site.named_stack, one.number) for one in self.attention.layers], self.name)
 
     @cached_property
     def layers(self) -> Layers:
@@ -129,7 +127,7 @@ class Opened:
         found = [
             layer
             for layer, one in zip(self.layers, self.attention.layers, strict=True)
-            if stack_of(one.site) == name
+            if one.site.named_stack == name
         ]
         if not found:
             raise UsageError(f"{self.name} has no {name}: it has {', '.join(self.places.stacks)}")
@@ -147,72 +145,60 @@ class Opened:
     @property
     def files(self) -> Source:
         """The files of the source, checked to be unchanged."""
-        if self.source is None:
-            raise UsageError(f"{self.name} is a module in memory and has no files: save it first")
         self.source.require_same()
+        if self.source.module is not None:
+            raise UsageError(f"{self.name} is a module in memory and has no files: save it first")
         return self.source
 
     def require_same(self) -> None:
         """Check files and parameters for changes since the source was found."""
-        if self.source is not None:
-            self.source.require_same()
+        self.source.require_same()
         for other in self.options.ensemble:
             other.require_same()
 
     @property
     def where(self) -> str:
         """The location of the source."""
-        return "memory" if self.source is None else self.source.where.removesuffix("/config.json")
+        return self.source.where.removesuffix("/config.json")
 
     @cached_property
-    def model(self) -> OpenedModel:
-        """The model with its tokenizers as opened by the options, without changes."""
+    def plain_reader(self) -> "Reader":
+        """The reader as opened by the options, without changes, shortlist and ensemble."""
         if self.changes:
-            return self.unchanged.model
+            return self.unchanged.plain_reader
+        from triptych.running.opening.open_reader import open_reader
+
         options = self.options
-        if self.module is None:
-            # CTranslate2 runs its own copy, so the module stays on the CPU.
-            device = "cpu" if options.engine == "ctranslate2" else options.device
-            return open_model(self.files, device, options.dtype, options.languages)
-        module = self.module.to(find_device(options.device), options.dtype)
-        if options.tokenizer is None:
-            why = UsageError(f"{self.name} has no tokenizer: load(module, tokenizer=FOLDER) reads texts")
-            if isinstance(module, EncoderDecoder):
-                raise why
-            return OpenedModel(self.name, Path(), module, why)
-        folder = options.tokenizer
-        tokenizers: Tokenizer | TokenizerPair = (
-            TokenizerPair.load(folder)
-            if isinstance(module, EncoderDecoder)
-            else load_tokenizer(folder, vocab_size=module.vocab_size)
-        )
-        return OpenedModel(self.name, folder, module, tokenizers)
+        # CTranslate2 runs its own copy, so the module stays on the CPU.
+        on_cpu = options.engine == "ctranslate2" and self.source.module is None
+        device = "cpu" if on_cpu else options.device
+        self.source.require_same()
+        return open_reader(self.source, device, options.dtype, options.languages)
 
     @cached_property
-    def ready(self) -> OpenedModel:
-        """The model with its changes, shortlist and ensemble, ready to run on texts."""
+    def ready(self) -> "Reader":
+        """The reader with changes, shortlist and ensemble; weights may be mapped from their files."""
         if self.changes:
-            opened = self.unchanged.ready
-            return opened.with_model(changed_copy(opened.model, self.changes, self.sites_of))
-        opened = self.model
+            from triptych.running.changes import changed_copy
+
+            reader = self.unchanged.ready
+            return reader.with_model(changed_copy(reader.model, self.changes, self.sites_of))
+        reader = self.plain_reader
         options = self.options
-        found = None if self.source is None else self.source.found
-        # A model of another form without a tokenizer runs on token ids only.
-        if isinstance(found, MadeFiles) and not found.has_tokenizer:
-            why = UsageError(f"{self.name} has no tokenizer: load(model, tokenizer=…) reads texts")
-            opened = opened.without_tokenizer(why)
         if options.shortlist is not None:
-            opened = opened.with_shortlist(options.shortlist)
+            reader = reader.with_shortlist(options.shortlist)
         if options.ensemble:
+            from triptych.running.opening.open_reader import open_reader
+
             others = (
-                open_model(one, options.device, options.dtype, options.languages) for one in options.ensemble
+                open_reader(one, options.device, options.dtype, options.languages) for one in options.ensemble
             )
-            opened = opened.with_ensemble([*others])
-        return opened
+            reader = reader.with_ensemble([*others])
+        return reader
 
     @cached_property
-    def to_run(self) -> OpenedModel:
-        """The model as in `ready`; the error for a model that cannot be run names what can be read."""
+    def to_run(self) -> "Reader":
+        """The reader as in `ready`; the error for a model that cannot be run names what can be read."""
         try:
             return self.ready
         except DataError as error:
@@ -227,11 +213,11 @@ class Opened:
             return False
 
     @cached_property
-    def reader(self) -> Reader:
-        """The reader of texts, with the weights in memory."""
-        opened = self.to_run
+    def reader(self) -> "Reader":
+        """The reader as in `to_run`, with the weights in memory."""
+        reader = self.to_run
         self.own_weights()
-        return Reader(opened)
+        return reader
 
     def own_weights(self) -> None:
         """Copy the module's weights from their mapped files into memory if there is enough free memory.
@@ -241,9 +227,11 @@ class Opened:
         if self.changes:
             self.unchanged.own_weights()  # changed models share these parameters
             return
-        if self._owns_weights or self.source is None or self.source.is_in_memory:
+        if self._owns_weights or self.source.is_in_memory:
             return
-        own_memory([self.model.model])
+        from triptych.running.memory import own_memory
+
+        own_memory([self.plain_reader.model])
         self.require_same()
         self._owns_weights = True
 
@@ -259,6 +247,10 @@ class Opened:
     @property
     def why_not_saved(self) -> str:
         """The reason why the files cannot store the changes; "" if they can."""
+        if not self.changes:
+            return ""
+        from triptych.running.changed_source import why_not_saved
+
         source = self.unchanged.attention
         for change in self.changes:
             if reason := why_not_saved(change, source):
@@ -268,19 +260,17 @@ class Opened:
     @property
     def num_parameters(self) -> int:
         """The number of parameters in all tensors of the files, or of the module."""
-        source = self.unchanged.attention
-        if isinstance(source, Checkpoint):
-            return sum(torch.Size(info.shape).numel() for info in source.tensors.infos.values())
-        assert isinstance(source, OwnModel)
-        return sum(parameter.numel() for parameter in source.model.parameters())
+        return self.attention.num_parameters
 
-    def sites_of(self, model: LanguageModel | EncoderDecoder) -> list[AttentionSite]:
+    def sites_of(self, model: "AnyModel") -> "list[AttentionSite]":
         """Return the layers of a module in the order of `attention`."""
+        from triptych.core.models.sites import attention_sites
+
         sites = attention_sites(model)
-        if isinstance(model, LanguageModel):
+        if len(model.stacks) == 1:
             return sites
         by_place = {(str(site.stack), site.block): site for site in sites}
-        return [by_place[stack_of(place.site), place.number] for place in self.attention.layers]
+        return [by_place[place.site.named_stack, place.number] for place in self.attention.layers]
 
 
 def open_source(
@@ -306,11 +296,9 @@ def open_source(
         raise UsageError(f"--engine {engine} rounds by --precision: leave out --dtype")
     if engine == "ctranslate2":
         require_ctranslate2()
-    is_module = isinstance(source, LanguageModel | EncoderDecoder)
     options = Options(
         device,
         getattr(torch, dtype) if isinstance(dtype, str) else dtype,
-        tokenizer_folder(tokenizer) if is_module else None,
         None if languages is None else Languages(*languages),
         engine,
         precision,
@@ -318,13 +306,12 @@ def open_source(
         tuple(find_source(one, offline=offline) for one in ensemble),
     )
     described = read_family(Path(family)) if isinstance(family, str | Path) else family
-    if isinstance(source, LanguageModel | EncoderDecoder):
-        of_files = {"family": family, "strict": strict, "languages": languages, "offline": offline}
-        if stray := next((name for name, value in of_files.items() if value), None):
-            raise UsageError(f"{stray} is for a model in files: leave it out for one in memory")
-        return Opened(f"a module ({type(source).__name__})", None, options, module=source)
     found = find_source(source, tokenizer=tokenizer, offline=offline, family=described, strict=strict)
-    return Opened(found.name, found, options)
+    of_files = {"family": family, "strict": strict, "languages": languages, "offline": offline}
+    if found.module is not None and any(of_files.values()):
+        stray = next(name for name, value in of_files.items() if value)
+        raise UsageError(f"{stray} is for a model in files: leave it out for one in memory")
+    return Opened(found, options)
 
 
 def summary_of(opened: Opened) -> str:
@@ -334,7 +321,7 @@ def summary_of(opened: Opened) -> str:
     layers = opened.layers
     stacks = dict[str, list[Layer]]()
     for layer, place in zip(layers, source.layers, strict=True):
-        stacks.setdefault(stack_of(place.site), []).append(layer)
+        stacks.setdefault(place.site.named_stack, []).append(layer)
     parts = []
     for stack, own in stacks.items():
         if stack != "cross":

@@ -31,7 +31,7 @@ async def embed(server: Server, request: Request) -> Response:
     check_fields(fields, EMBEDDINGS)
     model = server.model(fields.get("model"), "run")
     form = fields.get("encoding_format", "float")
-    opened = model.model.opened
+    opened = model.model.reader
     if opened.translates or opened.language_model.causal:
         raise RequestError(400, f"{model.name} is not an encoder: it embeds no texts")
     if fields.get("dimensions") not in (None, width := opened.language_model.architecture.d_model):
@@ -73,7 +73,7 @@ class Embedding(JobOfEach):
 
     @torch.inference_mode()
     def of(self, given: Sequence[int]) -> list[float]:
-        model = self.model.model.opened.language_model.eval()
+        model = self.model.model.reader.language_model.eval()
         read = torch.tensor([list(given)], device=model.embeddings.table.weight.device)
         hidden = model.hidden(read)[0]
         require_finite_values(model, hidden, partial(model.hidden, read))

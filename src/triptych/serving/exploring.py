@@ -192,7 +192,7 @@ class Explorer:
     @property
     def reads_pairs(self) -> bool:
         """True if the model is a translator, with a target for its decoder."""
-        return self.model.reader.opened.translates
+        return self.model.reader.translates
 
     def _read(self, asked: Shown) -> tuple[str, str | None]:
         """Return text and target as arguments of `Model.attend`; a continuation is part of the text."""

@@ -110,7 +110,7 @@ def _require_servable(model: ServedModel, workers: int, *, page_only: bool) -> N
             f"{model.name} translates, and its name does not end in two languages: write de-en={model.name} "
             "(the languages that it translates from and to)"
         )
-    if workers > 1 and next(model.model.opened.model.parameters()).is_cuda:
+    if workers > 1 and next(model.model.reader.model.parameters()).is_cuda:
         raise UsageError(f"{model.name} is on a GPU, which one process serves: leave out --workers")
 
 

@@ -92,14 +92,14 @@ class ServedModel:
         self.batch_invariance = ""
         self.alone: list[Any] = []
         self._translators: OrderedDict[int, Translator] = OrderedDict()
-        if isinstance(tokenizer := model.opened.tokenizer, NumberedTokens):
+        if isinstance(tokenizer := model.reader.tokenizer, NumberedTokens):
             raise UsageError(f"{name} cannot be served: {tokenizer.why}")
         self.limits = limits
         self.explorer = Explorer(self.model, most_tokens=limits.max_attended)
         self.queue = Queue(limits)
         self.desk = Queue(replace(limits, batch_items=1))
         # Small models are faster with one thread.
-        size = sum(parameter.numel() for parameter in model.opened.model.parameters())
+        size = sum(parameter.numel() for parameter in model.reader.model.parameters())
         threads = 1 if size < thresholds.WEIGHTS_WORTH_THREADS else torch.get_num_threads()
         self.worker = Worker(name, self.queue, threads)
         self.clerk = Worker(f"{name} looked at", self.desk, threads)
@@ -150,7 +150,7 @@ class ServedModel:
         if self._owns_weights:
             return
         self.require_same_files()
-        opened = self.model.opened
+        opened = self.model.reader
         own_memory([opened.model, *opened.ensemble])
         self.require_same_files()
         self._owns_weights = True

@@ -115,7 +115,7 @@ async def _translate_lines(
     """Translate the lines with text; returns translations by line index."""
     wanted = {number: line for number, line in enumerate(lines) if line.strip()}
     results = await server.compute(request, job, [*wanted.values()])
-    read = await asyncio.to_thread(job.model.model.opened.tokenizers.source.encode, [*wanted.values()])
+    read = await asyncio.to_thread(job.model.model.reader.tokenizers.source.encode, [*wanted.values()])
     new = (len(one.pieces) for result in results for one in result.candidates)
     server.count_tokens(sum(map(len, read)), sum(new))
     return dict(zip(wanted, results, strict=True))
@@ -235,7 +235,7 @@ def _confidences(server: Server, texts: Sequence[str], target: str | None) -> di
     counts: dict[str, int] = {}
     for model in able:
         assert model.languages is not None
-        encoded = model.model.opened.tokenizers.source.encode(joined.split("\n"))
+        encoded = model.model.reader.tokenizers.source.encode(joined.split("\n"))
         counts[model.languages[0]] = max(1, sum(map(len, encoded)))
     weights = {code: (min(counts.values()) / count) ** 4 for code, count in counts.items()}
     return {code: weight / sum(weights.values()) for code, weight in weights.items()}

@@ -13,8 +13,9 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
+from triptych.core.models import AnyModel
 from triptych.core.models.device import find_device
-from triptych.core.models.storage import OwnModel, load_tensors
+from triptych.core.models.storage import load_tensors
 from triptych.errors import UsageError
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch
@@ -54,7 +55,7 @@ class LossOfBatch(nn.Module):
     # FSDP hooks into the call of a module. Objectives call parts of their models, and read the output table
     # without a call.
 
-    def __init__(self, objective: Objective[Any, Any], model: OwnModel) -> None:
+    def __init__(self, objective: Objective[Any, Any], model: AnyModel) -> None:
         super().__init__()
         self.model = model
         self._objective = objective
@@ -79,7 +80,7 @@ class Computing(ABC):
     that a step equals the step of one process on the whole batch.
     """
 
-    def __init__(self, objective: Objective[Any, Any], model: OwnModel, world: World) -> None:
+    def __init__(self, objective: Objective[Any, Any], model: AnyModel, world: World) -> None:
         # The optimizer updates the parameters of the objective's model.
         self.objective, self._world, self._seed = objective, world, torch.initial_seed()
         self.model = model  # computes losses; in bfloat16, the twin of the objective's model
@@ -213,7 +214,7 @@ def rows_of_rank(
     return (own, True) if len(own) else (indices[:1], False)
 
 
-def choose_parallel(config: OptimisationConfig, model: OwnModel, world: World) -> tuple[Kind | None, str]:
+def choose_parallel(config: OptimisationConfig, model: AnyModel, world: World) -> tuple[Kind | None, str]:
     """Return the kind of parallelism, None for one process, and a sentence for the user."""
     # Whole models need fewer collectives: shards only if the state does not fit the memory.
     if world.size == 1:

@@ -13,17 +13,16 @@ from typing import final
 import torch
 
 from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from triptych.core.checkpoints.source import is_own_config
+from triptych.core.checkpoints.source import Source, find_source, is_own_config
 from triptych.core.checkpoints.stored_models import (
-    LoadedModel,
     changed_tensors,
     load_language_model,
     tie_shared,
     why_not_written,
 )
-from triptych.core.models import LanguageModel
+from triptych.core.models import AnyModel, LanguageModel
 from triptych.core.models.device import find_device
-from triptych.core.models.storage import OwnModel, write_weights
+from triptych.core.models.storage import write_weights
 from triptych.core.storage.copying import CERTIFICATE, CONFIG, names_beside
 from triptych.core.storage.tensors import SAFETENSORS
 from triptych.errors import ConfigurationWarning, DataError, UsageError
@@ -54,39 +53,42 @@ class ContinuedTask(TextTask[ContinuedRecipe]):
     def prepare(self, base: Path, display: Display, folder: Path | None = None) -> Prepared:
         recipe = self.recipe
         path = base / recipe.model.checkpoint if folder is None else folder
-        loaded = _load_quietly(path if path.exists() else recipe.model.checkpoint)
-        tokenizer = load_tokenizer(loaded.folder, vocab_size=loaded.model.vocab_size)
+        source = find_source(path if path.exists() else recipe.model.checkpoint)
+        read = _load_quietly(source)
+        files = source.settings_folder
+        tokenizer = load_tokenizer(files, vocab_size=read.vocab_size)
         if folder is None:
-            _require_task(recipe, loaded)
-        checkpoint = _open_quietly(path if path.is_file() else loaded.folder)
+            _require_task(recipe, source.name, read)
+        checkpoint = _open_quietly(path if path.is_file() else files)
         if folder is None:
             if why := why_not_written(checkpoint):
-                raise DataError(f"{loaded.name} cannot be trained further: {why}")
-            display.say(f"going on with {loaded.name}: {loaded.family}, {tokenizer.vocab_size:,} tokens")
+                raise DataError(f"{source.name} cannot be trained further: {why}")
+            family = checkpoint.family.name
+            display.say(f"going on with {source.name}: {family}, {tokenizer.vocab_size:,} tokens")
         text = TextOfRun(recipe, base)
         shards = text.shards(tokenizer, display)
         if folder is None:
-            recipe = _fit_recipe(recipe, loaded, shards[0].num_tokens, display)
-            record = read_json(loaded.folder / CONFIG)
+            recipe = _fit_recipe(recipe, source.name, read, shards[0].num_tokens, display)
+            record = read_json(files / CONFIG)
             config = (
                 json.dumps({**record, **{key: "float32" for key in _DTYPE if key in record}}, indent=2) + "\n"
             )
         else:
             config = read_limited(folder / CONFIG, LONGEST_JSON).decode()
 
-        def begin(model: OwnModel, folder: Path) -> None:
+        def begin(model: AnyModel, folder: Path) -> None:
             del model
-            _copy_beside(loaded.folder, folder)
+            _copy_beside(files, folder)
             write_text(folder / CONFIG, config)
-            read = {name: checkpoint.tensors.read(name) for name in checkpoint.tensors.infos}
-            wide = {name: t.float() if t.is_floating_point() else t for name, t in read.items()}
+            stored = {name: checkpoint.tensors.read(name) for name in checkpoint.tensors.infos}
+            wide = {name: t.float() if t.is_floating_point() else t for name, t in stored.items()}
             write_weights(wide, folder / SAFETENSORS)
 
         def model() -> LanguageModel:
-            for parameter in loaded.model.parameters():  # some are mapped from a file
+            for parameter in read.parameters():  # some are mapped from a file
                 parameter.data = parameter.data.contiguous()
-            tie_shared(loaded.model, checkpoint)
-            return loaded.model
+            tie_shared(read, checkpoint)
+            return read
 
         return prepared_text(
             *(recipe, self.prediction.masks, text, tokenizer, shards),
@@ -115,17 +117,17 @@ class ContinuedTask(TextTask[ContinuedRecipe]):
 
 
 def _fit_recipe(
-    recipe: ContinuedRecipe, loaded: LoadedModel, num_tokens: int, display: Display
+    recipe: ContinuedRecipe, name: str, model: LanguageModel, num_tokens: int, display: Display
 ) -> ContinuedRecipe:
     """Choose missing keys of the recipe for the text and the model."""
     given = recipe
     device = find_device(recipe.training.device).type
-    longest = loaded.model.max_tokens
-    recipe = fit_continued_training(recipe, num_tokens, device, loaded.model.architecture.d_model, longest)
+    longest = model.max_tokens
+    recipe = fit_continued_training(recipe, num_tokens, device, model.architecture.d_model, longest)
     say_choices(given, recipe, f"{num_tokens:,} tokens", display)
     if longest is not None and recipe.model.context > longest:
         given_context = f"model.context is {recipe.model.context}"
-        raise UsageError(f"{given_context}, and {loaded.name} has {longest} positions: give no more")
+        raise UsageError(f"{given_context}, and {name} has {longest} positions: give no more")
     return recipe
 
 
@@ -141,7 +143,7 @@ def copy_checkpoint(folder: Path, target: Path) -> None:
         shutil.copyfile(folder / name, target / name)
 
 
-def _publish(model: OwnModel, path: Path) -> None:
+def _publish(model: AnyModel, path: Path) -> None:
     """Write a model's weights into a run's folder, under the tensor names of its family."""
     assert isinstance(model, LanguageModel)
     checkpoint = _open_quietly(path.parent)
@@ -149,10 +151,10 @@ def _publish(model: OwnModel, path: Path) -> None:
     save_or_explain({**tensors, **dict(changed_tensors(model, checkpoint))}, path, {"format": "pt"})
 
 
-def _load_quietly(path: Path | str) -> LoadedModel:
+def _load_quietly(source: Source) -> LanguageModel:
     with warnings.catch_warnings():  # `_open_quietly` opens the checkpoint again
         warnings.simplefilter("ignore", ConfigurationWarning)
-        return load_language_model(path, dtype=torch.float32)
+        return load_language_model(source, dtype=torch.float32)
 
 
 def _open_quietly(path: Path) -> Checkpoint:
@@ -163,15 +165,15 @@ def _open_quietly(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _require_task(recipe: ContinuedRecipe, loaded: LoadedModel) -> None:
+def _require_task(recipe: ContinuedRecipe, name: str, model: LanguageModel) -> None:
     """Raise an error unless the model can learn the recipe's task."""
-    kind = loaded.model.architecture.kind
-    head = loaded.model.head
+    kind = model.architecture.kind
+    head = model.head
     if kind != recipe.kind:
         needed = f"task is {recipe.task!r}: it needs a model of another kind"
-        raise UsageError(f"{needed}, and {loaded.name} is one of kind {kind!r}")
+        raise UsageError(f"{needed}, and {name} is one of kind {kind!r}")
     if head is None or head.config.outputs is not None:
-        raise UsageError(f"{loaded.name} predicts no tokens: give a checkpoint with the head that does")
+        raise UsageError(f"{name} predicts no tokens: give a checkpoint with the head that does")
 
 
 def _copy_beside(source: Path, folder: Path) -> None:

@@ -27,10 +27,10 @@ from triptych.core.algebra.cost import cached_numbers, pass_cost
 from triptych.core.attention import MultiHeadAttention
 from triptych.core.attention.routes import Inputs, make_plan
 from triptych.core.attention.shapes import shapes_only
+from triptych.core.models import AnyModel
 from triptych.core.models.blocks import Block, Residual
 from triptych.core.models.feed_forward import FeedForward
 from triptych.core.models.sites import blocks_of
-from triptych.core.models.storage import OwnModel
 from triptych.errors import UsageError
 from triptych.training.choices import choices
 from triptych.training.computing import require_kind
@@ -306,7 +306,7 @@ class Step:
             numbers += length * heads * d_v if semantics.bias is None else cost.pair_numbers
         return self._rows * numbers * e, self._rows * cost.flops, again
 
-    def _kept_outside(self, model: OwnModel) -> tuple[int, int]:
+    def _kept_outside(self, model: AnyModel) -> tuple[int, int]:
         """Return the bytes saved before the blocks and after them.
 
         Tensors before the blocks stay until the end of the backward pass; tensors after them are used first.

@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from triptych.core.models import EncoderDecoder
+from triptych.core.models import AnyModel, EncoderDecoder
 from triptych.core.models.blocks import OffsetNorm
-from triptych.core.models.storage import OwnModel
 from triptych.errors import UsageError
 from triptych.training.computing import Computing, Kind, LazyParameters
 from triptych.training.losses import Loss
@@ -122,7 +121,7 @@ class Shards(Computing):
         return found
 
     @contextmanager
-    def whole(self, *, on_host: bool = False) -> Iterator[OwnModel | None]:
+    def whole(self, *, on_host: bool = False) -> Iterator[AnyModel | None]:
         model = self.objective.model
         device = "cpu" if on_host else self._mesh.device_type
         tensors = self.gathered({name: value.detach() for name, value in model.named_parameters()})
@@ -150,7 +149,7 @@ class Shards(Computing):
         return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def _without_values(model: OwnModel) -> OwnModel:
+def _without_values(model: AnyModel) -> AnyModel:
     """Copy a model to the "meta" device."""
     held = [*model.parameters(), *model.buffers()]
     empty = {id(one): torch.empty_like(one, device="meta") for one in held}
@@ -183,7 +182,7 @@ def _of_same_parameters(blocks: list[nn.Module]) -> list[list[nn.Module]]:
     return list(found.values())
 
 
-def _norms_outside(model: OwnModel, blocks: list[nn.Module]) -> list[nn.Module]:
+def _norms_outside(model: AnyModel, blocks: list[nn.Module]) -> list[nn.Module]:
     """Return the norms outside the blocks, except norms in a language model's embeddings."""
     inside = {id(module) for block in blocks for module in block.modules()}
     before = set() if isinstance(model, EncoderDecoder) else set(map(id, model.embeddings.modules()))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.core.checkpoints.source import is_own_config
-from triptych.core.models.storage import OwnModel
+from triptych.core.models import AnyModel
 from triptych.core.models.vectors import WordVectors
 from triptych.errors import DataError, UsageError
 from triptych.running.opening.run_folder import DECODING, RECIPE
@@ -72,7 +72,7 @@ class Prepared:
     # its file.
     objective: Callable[[], Objective[Any, Any]]
     # Writes the first files of the run into a folder: configuration, and tokenizers or checkpoint.
-    begin: Callable[[OwnModel, Path], None]
+    begin: Callable[[AnyModel, Path], None]
     # Hashes of all inputs that must be unchanged when the run resumes, by their description.
     fingerprints: Callable[[], dict[str, str]]
     publish: Publish = publish_weights  # writes `model.safetensors`

@@ -7,9 +7,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, final
 
-from triptych.core.models import LanguageModel
+from triptych.core.models import AnyModel, LanguageModel
 from triptych.core.models.device import find_device, to_device
-from triptych.core.models.storage import OwnModel, write_config
+from triptych.core.models.storage import write_config
 from triptych.errors import DataError, UsageError
 from triptych.printable import printable
 from triptych.running.decoding.engine import Engine
@@ -126,7 +126,7 @@ class LanguageTask(TextTask[LanguageRecipe]):
             recipe = fit_language_training(recipe, num_tokens, device)
             say_choices(given, recipe, f"{num_tokens:,} tokens on {device}", display)
 
-        def begin(model: OwnModel, folder: Path) -> None:
+        def begin(model: AnyModel, folder: Path) -> None:
             tokenizer.save(folder / TOKENIZER)
             write_config(model, folder)
 
@@ -177,7 +177,7 @@ def prepared_text(
     tokenizer: Tokenizer,
     shards: tuple[TokenShards, TokenShards],
     model: Callable[[], LanguageModel],
-    begin: Callable[[OwnModel, Path], None],
+    begin: Callable[[AnyModel, Path], None],
     config: str,
     **more: Any,
 ) -> Prepared:

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 
+from triptych.core.models import AnyModel
 from triptych.core.models.blocks import recompute_activations
 from triptych.core.models.device import has_fast_bf16
-from triptych.core.models.storage import OwnModel, model_tensors, read_tensors
+from triptych.core.models.storage import model_tensors, read_tensors
 from triptych.errors import TriptychError
 from triptych.files import remove_leftovers, write_text
 from triptych.training.computing import ONE_PROCESS, Computing, Layout, NotCounted, Whole, rows_of_rank
@@ -91,7 +92,7 @@ class Trainer:
         self.config = config
         self.validate_every = validate_every
         self.objective = objective
-        self.model: OwnModel = objective.model
+        self.model: AnyModel = objective.model
         (first, *_) = self.model.stacks.values()
         self.width = first.architecture.d_model
         self.steps_per_epoch = -(-len(objective.train.plan(0)) // config.accumulate_batches)
@@ -359,7 +360,7 @@ class Trainer:
             self.computing.set_mode(training=True)
         return figures
 
-    def _with_model(self, action: Callable[[OwnModel], T]) -> T:
+    def _with_model(self, action: Callable[[AnyModel], T]) -> T:
         """Call `action` with the whole model in the first process; returns the result in all processes."""
         if not self.objective.uses_whole_model:
             return self.world.on_first(lambda: action(self.model))

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from triptych.core.attention import LearnedPositions
-from triptych.core.models.storage import OwnModel, stored_parameters
+from triptych.core.models import AnyModel
+from triptych.core.models.storage import stored_parameters
 from triptych.training.sections import OptimisationConfig
 
 # State tensors of each optimizer for a parameter, by the prefix of their names in a saved state.
@@ -19,7 +20,7 @@ _KEPT = {"adam": ("step", "exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)
 class Optimizer:
     """Optimizer of all parameters; combines torch's optimizers for groups of them."""
 
-    def __init__(self, config: OptimisationConfig, model: OwnModel) -> None:
+    def __init__(self, config: OptimisationConfig, model: AnyModel) -> None:
         """Make the optimizers for the parameters of a model."""
         self._named = stored_parameters(model)
         self._parts = list(_torch_optimizers(config, model))

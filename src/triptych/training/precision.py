@@ -13,15 +13,15 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from triptych.core.models import AnyModel
 from triptych.core.models.embedding import Embeddings
-from triptych.core.models.storage import OwnModel
 
 
 @final
 class NarrowTwin:
     """Twin of a model for computing in bfloat16, with weights rounded from the model's."""
 
-    def __init__(self, model: OwnModel) -> None:
+    def __init__(self, model: AnyModel) -> None:
         """Make the twin; `follow` copies the model's weights into it."""
         # Embeddings stay shared in float32. A frequent token's row sums hundreds of gradients a batch, too
         # many for bfloat16, and a lookup costs the same in any dtype.

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from triptych.core.models import AnyModel
 from triptych.core.models.device import find_device, has_fast_bf16, to_device
 from triptych.core.models.initial import DeferredInit
-from triptych.core.models.storage import OwnModel, read_own_model
+from triptych.core.models.storage import read_own_model
 from triptych.core.storage.copying import CERTIFICATE
 from triptych.errors import UsageError
 from triptych.files import NewFolder, hold_folder, write_json, write_text
@@ -218,7 +219,7 @@ def _recipe_of(folder: Path, overrides: Sequence[str]) -> AnyRecipe:
     return recipe
 
 
-def _make_folder(folder: Path, prepared: Prepared, model: OwnModel, held: ExitStack, *, force: bool) -> None:
+def _make_folder(folder: Path, prepared: Prepared, model: AnyModel, held: ExitStack, *, force: bool) -> None:
     """Make the folder of a new run, and lock it until `held` is closed."""
 
     def fill(place: Path) -> None:

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from triptych.core.models.storage import OwnModel, model_tensors
+from triptych.core.models import AnyModel
+from triptych.core.models.storage import model_tensors
 from triptych.errors import DataError, TriptychError, first_line
 from triptych.training.optimizers import Optimizer
 from triptych.training.processes import World
@@ -107,7 +108,7 @@ class ShardedStates:
                     shutil.rmtree(old, ignore_errors=True)
 
 
-def read_sharded_state(path: Path, model: OwnModel, optimizer: Optimizer, world: World) -> None:
+def read_sharded_state(path: Path, model: AnyModel, optimizer: Optimizer, world: World) -> None:
     """Load a state in shards into a model and its optimizer; their layout may differ from the saved one."""
     reader = HuggingFaceStorageReader(str(path))
     try:

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from triptych.errors import UsageError
 from triptych.files import write_text
-from triptych.running.opening import OpenedModel
+from triptych.running.opening import Reader
 from triptych.running.opening.run_folder import RECIPE
 from triptych.running.text import TokenSequences
 from triptych.running.text.shortlists import Coverage, learn_shortlist
@@ -17,7 +17,7 @@ from triptych.training.translation import read_corpora
 
 
 def write_shortlist(
-    opened: OpenedModel,
+    opened: Reader,
     out: str | Path,
     source: str | Path | None,
     target: str | Path | None,

@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from triptych.core.models.storage import OwnModel, load_tensors, model_tensors
+from triptych.core.models import AnyModel
+from triptych.core.models.storage import load_tensors, model_tensors
 from triptych.errors import DataError, TriptychError
 from triptych.files import sync, write_bytes, write_json
 from triptych.training.optimizers import Optimizer
@@ -28,7 +29,7 @@ _LAST = "last.safetensors"
 _MARKER = "complete.json"
 _MARKER_FORMAT = 1
 # Writes a model into a file in its published format.
-Publish = Callable[[OwnModel, Path], None]
+Publish = Callable[[AnyModel, Path], None]
 # Names of all files of a run, by subfolder of the run folder; other files are not the run's.
 RUN_FILES = {
     ".": (
@@ -108,7 +109,7 @@ def save_or_explain(tensors: dict[str, Tensor], path: Path, metadata: dict[str, 
         ) from None
 
 
-def publish_weights(model: OwnModel, path: Path) -> None:
+def publish_weights(model: AnyModel, path: Path) -> None:
     """Write a model's weights under triptych's tensor names."""
     save_or_explain({name: value.cpu() for name, value in model_tensors(model).items()}, path)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
-from triptych.core.models.storage import OwnModel
+from triptych.core.models import AnyModel
 from triptych.training.folder import Prepared
 from triptych.training.loop import TrainingResult
 from triptych.training.progress import Display
@@ -26,7 +26,7 @@ class StepShape(NamedTuple):
     length: int  # tokens of a row
     num_rows: int  # rows of a batch, over all devices
     targets_of_row: int  # tokens of a row with a loss
-    model: OwnModel  # model without memory; equal blocks are there once
+    model: AnyModel  # model without memory; equal blocks are there once
     times: int = 1  # number of repetitions of its blocks in the recipe's model
     passes: int = 1  # passes of each row through the model
     gathers_to_validate: bool = False  # True if a validation runs the whole model in one process
@@ -75,7 +75,7 @@ class Task(ABC, Generic[RecipeT]):
         """Choose missing keys of the recipe for an unread text of `length` characters and tokens."""
 
     @abstractmethod
-    def make_model(self, source_size: int, target_size: int) -> OwnModel:
+    def make_model(self, source_size: int, target_size: int) -> AnyModel:
         """Make the recipe's model for vocabularies of these sizes."""
 
     @abstractmethod

@@ -10,9 +10,9 @@ from typing import Any, final
 import torch
 
 from triptych.core.checkpoints.source import is_own_config
-from triptych.core.models import EncoderDecoder
+from triptych.core.models import AnyModel, EncoderDecoder
 from triptych.core.models.device import find_device, to_device
-from triptych.core.models.storage import OwnModel, read_own_model, write_config
+from triptych.core.models.storage import read_own_model, write_config
 from triptych.core.storage.tensors import SAFETENSORS
 from triptych.errors import DataError, UsageError
 from triptych.files import file_hash
@@ -101,7 +101,7 @@ class TranslationTask(Task[Recipe]):
                 None if teacher is None else teacher.model.to(where),
             )
 
-        def begin(model: OwnModel, folder: Path) -> None:
+        def begin(model: AnyModel, folder: Path) -> None:
             tokenizers.save(folder)
             write_config(model, folder)
 

@@ -263,6 +263,22 @@ class MultiHeadAttention(nn.Module):
         check_rotation(parameterisation, layer.semantics.rotary, layer._key_width)
         return layer
 
+    @classmethod
+    def with_semantics(
+        cls,
+        d_model: int,
+        num_heads: int,
+        projections: Parameterisation,
+        semantics: Semantics,
+        dropout: float = 0.0,
+        scale: ScalePlace = "inside",
+    ) -> "MultiHeadAttention":
+        """Build a layer with fresh maps and given semantics; learned tensors have the given values."""
+        layer = cls(d_model, num_heads, projections, dropout, scale=scale)
+        layer._hold(semantics)
+        check_rotation(layer.parameterisation, layer.semantics.rotary, layer._key_width)
+        return layer
+
     @property
     def semantics(self) -> Semantics:
         """Semantics of the layer (everything besides the maps), with the learned tensors of the layer."""

@@ -6,39 +6,33 @@ that contradict the configuration are errors.
 
 import copy
 import fnmatch
+import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor
 
-from triptych.core.algebra.weights import AttentionWeights, Link, Side
+from triptych.core.algebra.weights import Link, Side
 from triptych.core.checkpoints.family import Family, family_of, half_of
 from triptych.core.checkpoints.fields import not_followed, require_known_kinds, sees_both_ways
 from triptych.core.checkpoints.reading import LayerReader
 from triptych.core.checkpoints.source import Source, find_source
 from triptych.core.checkpoints.specs import AttentionSpec
 from triptych.core.checkpoints.stored_layers import (
+    CONTEXT,
     AttentionLayer,
     AttentionSource,
-    InputNorms,
-    LayerPlace,
     Place,
     Site,
 )
 from triptych.core.checkpoints.stored_positions import stored_angles
 from triptych.core.checkpoints.unknown_families import LOOKS_LIKE_ATTENTION, refuse_unknown
-from triptych.core.models import EncoderDecoder, LanguageModel
-from triptych.core.models.architecture import EmbeddingsConfig
-from triptych.core.models.site_configuration import MOST_LAYERS
-from triptych.core.models.sites import AttentionSite, attention_sites, attention_weights, input_norms
-from triptych.core.models.storage import read_own_model, stored_parameters
 from triptych.core.storage.quantised import dequantised
-from triptych.core.storage.settings import Settings
+from triptych.core.storage.settings import MOST_LAYERS, Settings
 from triptych.core.storage.tensors import SAFETENSORS, Tensors
 from triptych.core.storage.unreadable import refuse_adapters
 from triptych.errors import ConfigurationWarning, DataError, UsageError
@@ -49,96 +43,6 @@ _LONGEST_SAID = 1 << 40
 _ATTENTION = "attention"  # word for attention layers in `AttentionSpec.mixers`
 _HALVES = ("encoder", "decoder")
 _LONGEST_TEXT = "max_position_embeddings | n_positions | max_seq_len | seq_length"
-_LONGEST = 2048  # tokens, if the configuration does not limit them
-
-
-@final
-class OwnModel(AttentionSource):
-    """A model of this library in memory."""
-
-    def __init__(self, model: EncoderDecoder | LanguageModel, name: str) -> None:
-        self.model = model
-        self.name = name
-        self.written_as = "triptych"
-        self.known_by = "its configuration"
-        self._weights, self._inputs = attention_weights(self.model), input_norms(self.model)
-        self.sites = tuple(_own_sites(model))
-        parameters = stored_parameters(self.model)
-        # The maps are views of parameters: equal storage identifies the parameters of attention.
-        attention = {
-            tensor.untyped_storage().data_ptr()
-            for weights in self._weights.values()
-            for tensor in _tensors_of(weights)
-        }
-        self.num_tensors = len(parameters)
-        self.left_over = tuple(
-            name
-            for name, tensor in parameters.items()
-            if tensor.untyped_storage().data_ptr() not in attention
-        )
-        self.unread = {}
-
-    @classmethod
-    def read_folder(cls, folder: Path, name: str | None = None) -> "OwnModel":
-        """Read the model in a folder in this library's format, with all of its weights."""
-        return cls(read_own_model(folder), name or str(folder))
-
-    def read(self, site: Site) -> AttentionLayer:
-        weights = self._weights[site.module]
-        # Layers with shared weights read the outputs of several norms, so no single norm is reported.
-        inputs = InputNorms() if site.also else InputNorms(*self._inputs[site.module])
-        scheme = self._positions.positions
-        embedded = scheme if scheme in ("sinusoidal", "learned") and site.kind != "cross" else "none"
-        return AttentionLayer(site, weights, (site.module,), inputs=inputs, embedded_positions=embedded)
-
-    @cached_property
-    def layers(self) -> tuple[LayerPlace, ...]:
-        sites = {(site.kind, number): site for site in self.sites for number in site.numbers}
-        return tuple(
-            LayerPlace(sites[place.kind, place.block], place.block) for place in attention_sites(self.model)
-        )
-
-    def bytes_of(self, site: Site) -> int:
-        tensors = _tensors_of(self.read(site).weights)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-    def longest_text(self, site: Site) -> int:
-        positions = self._positions
-        if positions.positions == "learned":
-            return positions.num_positions
-        if isinstance(self.model, LanguageModel):
-            return self.model.context or _LONGEST
-        return (self.model.max_source_tokens or _LONGEST) + 1
-
-    @property
-    def _positions(self) -> EmbeddingsConfig:
-        return next(iter(self.model.stacks.values())).architecture.embeddings
-
-    def input_modules(self, site: Site) -> tuple[str, str]:
-        return site.module, site.module
-
-    def broken(self, layer: AttentionLayer) -> dict[str, int]:
-        count = sum(int((~tensor.isfinite()).sum()) for tensor in _tensors_of(layer.weights))
-        return {layer.site.module: count} if count else {}
-
-
-def _own_sites(model: EncoderDecoder | LanguageModel) -> Iterator[Site]:
-    """Yield the attention layers of a model, but layers of a stack with shared parameters only once."""
-    together: dict[tuple[Any, ...], list[AttentionSite]] = {}
-    for place in attention_sites(model):
-        held = [*place.layer.named_parameters(), *place.residual.named_parameters()]
-        parameters = tuple((name, id(parameter)) for name, parameter in held)
-        together.setdefault((place.stack, parameters), []).append(place)
-    for first, *others in together.values():
-        stack = "decoder" if first.stack == "cross" else first.stack
-        also = tuple(place.block for place in others)
-        yield Site(stack, first.block, first.kind, first.name, also)
-
-
-def _tensors_of(weights: AttentionWeights) -> Iterator[Tensor]:
-    """Yield the maps, and the learned parameters between them."""
-    yield from weights.tensors()
-    yield from weights.semantics.learned().values()
 
 
 @final
@@ -176,6 +80,10 @@ class Checkpoint(AttentionSource):
     @property
     def source(self) -> Source | None:
         return self._source
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(info.shape) for info in self.tensors.infos.values())
 
     def read(self, site: Site) -> AttentionLayer:
         return LayerReader(self._places[site], self.tensors).read()
@@ -220,7 +128,7 @@ class Checkpoint(AttentionSource):
 
     def longest_text(self, site: Site) -> int:
         found = self._places[site].settings.value(_LONGEST_TEXT)
-        return found if isinstance(found, int) and 0 < found <= _LONGEST_SAID else _LONGEST
+        return found if isinstance(found, int) and 0 < found <= _LONGEST_SAID else CONTEXT
 
     def input_modules(self, site: Site) -> tuple[str, str]:
         spec = self._places[site].spec
@@ -483,12 +391,19 @@ def open_checkpoint(
 
 
 def _open(source: Source, family: Family | None, mapped: bool) -> AttentionSource:
+    if source.module is not None:
+        # Only models of this library need its modules.
+        from triptych.core.checkpoints.module_layers import ModuleLayers
+
+        return ModuleLayers(source.module, source.name)
     if source.is_own:
         if family is not None:
             raise UsageError(f"{source.name} is a run: leave out --family")
         if source.path.is_file() and source.path.name != SAFETENSORS:
             raise UsageError(f"{source.name}: the weights of a run are in {SAFETENSORS}: give its folder")
-        return OwnModel.read_folder(source.folder, source.name)
+        from triptych.core.checkpoints.module_layers import ModuleLayers
+
+        return ModuleLayers.read_folder(source.folder, source.name)
     tensors = source.tensors(mapped=mapped)
     # Refuse adapters before the family: their tensors alone are not a model of any family.
     refuse_adapters(source.name, tensors.infos)

@@ -10,6 +10,7 @@ class MadeFiles(ABC):
     """A model in another form: its configuration and tokenizer are written to a temporary folder."""
 
     has_tokenizer: bool
+    path: Path | None = None  # file of the model; None for a module in memory
 
     @property
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Sources of models: runs of this library, checkpoints of other libraries, models in memory."""
+"""Sources of models: runs of this library, checkpoints of other libraries, modules in memory."""
 
 import atexit
 import shutil
@@ -13,10 +13,8 @@ from typing import Any, final
 from torch import nn
 
 from triptych.core.checkpoints.family import Family
-from triptych.core.checkpoints.gguf.gguf_model import GgufModel, find_gguf
 from triptych.core.checkpoints.made_files import MadeFiles
 from triptych.core.checkpoints.model_types import model_type_of_class, model_types_of_tensors
-from triptych.core.storage.gguf import SUFFIX
 from triptych.core.storage.hub import Repository, is_hub_id, open_hub
 from triptych.core.storage.tensors import (
     INDEX_AND_WHOLE,
@@ -30,16 +28,19 @@ from triptych.core.storage.unreadable import what_is
 from triptych.errors import DataError, UsageError, near_path
 from triptych.untrusted import Stamps, read_json, shown
 
+# The kind of an encoder-decoder in the format of this library.
+_PAIR = "encoder-decoder"
+
 
 @final
 class Source:
-    """A model's files, or a model of `transformers` in memory.
+    """The place of a model: its files, or a module in memory, of this library or of `transformers`.
 
     Attributes:
         name: path or name on the Hub, as given by the user.
-        record: configuration.
+        record: configuration; empty for a module of this library.
         where: path of the configuration for messages.
-        found: path, repository on the Hub, or model in another form, such as in memory.
+        found: path, repository on the Hub, module of this library, or model in another form.
         family: family given by the user; None to choose it by the configuration.
         tokenizer: folder of a tokenizer given by the user; None for the tokenizer among the files.
         strict: true if fields of the configuration without effect are an error instead of a warning.
@@ -51,7 +52,7 @@ class Source:
         name: str,
         record: Mapping[str, Any],
         where: str,
-        found: "Path | Repository | MadeFiles",
+        found: "Path | Repository | MadeFiles | nn.Module",
     ) -> None:
         self.name = name
         self.record = record
@@ -94,14 +95,19 @@ class Source:
         return found
 
     @property
+    def module(self) -> Any:
+        """The module in memory of this library; None for files and for modules of `transformers`."""
+        return self.found if isinstance(self.found, nn.Module) else None
+
+    @property
     def is_in_memory(self) -> bool:
         """True if the model is in memory, without files to be replaced."""
-        return isinstance(self.found, ModuleOfOthers)
+        return isinstance(self.found, ModuleOfOthers | nn.Module)
 
     def reopened(self) -> "Source":
         """Return the source found again at the same path or name on the Hub, with the same options."""
-        if isinstance(self.found, Path | GgufModel):
-            path = self.found if isinstance(self.found, Path) else self.found.path
+        path = self.found.path if isinstance(self.found, MadeFiles) else self.found
+        if isinstance(path, Path):
             found = _find(path, None, offline=False)
         else:
             offline = isinstance(self.found, Repository) and self.found.offline
@@ -115,6 +121,8 @@ class Source:
     @cached_property
     def path(self) -> Path:
         """Folder, or tensor file next to its `config.json`; a repository on the Hub is fetched whole."""
+        if isinstance(self.found, nn.Module):
+            raise UsageError(f"{self.name} is a module in memory and has no files: save it first")
         return self.found if isinstance(self.found, Path) else self.found.fetch()
 
     @property
@@ -153,8 +161,10 @@ class Source:
     @property
     def translates(self) -> bool:
         """True if the model has an encoder and a decoder."""
+        if self.module is not None:
+            return bool(len(self.module.stacks) > 1)
         if self.is_own:
-            return self.record.get("model_type") != "triptych"  # the type of models with one stack
+            return bool(self.record.get("kind", _PAIR) == _PAIR)
         return self.record.get("model_type") == "marian" or self.record.get("is_encoder_decoder") is True
 
     def file(self, name: str) -> Path | None:
@@ -170,9 +180,9 @@ class Source:
         `mapped`: map local files into memory instead of copying from them.
         """
         self.require_same()
-        if isinstance(self.found, Path):
-            return open_tensors(self.found, mapped=mapped)
-        return self.found.tensors(mapped=mapped)
+        if isinstance(self.found, Repository | MadeFiles):
+            return self.found.tensors(mapped=mapped)
+        return open_tensors(self.path, mapped=mapped)
 
 
 @final
@@ -294,9 +304,13 @@ def find_source(
 def _gguf_at(path: Path) -> Path | None:
     """Return the GGUF file that a path is, or the one in a folder without other weights; else None."""
     if path.is_file():
-        return path if path.suffix == SUFFIX else None
+        return path if path.suffix == ".gguf" else None
     if any((path / name).exists() for pair in INDEX_AND_WHOLE for name in pair):
         return None
+    if not any(path.glob("*.gguf")):
+        return None
+    from triptych.core.checkpoints.gguf.gguf_model import find_gguf  # a large format of its own
+
     return find_gguf(path)
 
 
@@ -332,6 +346,12 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
         name = str(getattr(source, "name_or_path", "") or type(source).__name__)
         module = ModuleOfOthers(source, tokenizer)
         return Source(name, read_json(module.folder / "config.json"), f"{name}/config.json", module)
+    if isinstance(source, nn.Module):
+        # Sources in files do not need the modules of this library.
+        from triptych.core.models import EncoderDecoder, LanguageModel
+
+        if isinstance(source, EncoderDecoder | LanguageModel):
+            return Source(f"a module ({type(source).__name__})", {}, "memory", source)
     if not isinstance(source, str | Path):
         raise UsageError(
             f"a {type(source).__name__} is no model: give a folder, a name on the Hub, a transformers model, "
@@ -348,6 +368,8 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
         repository = open_hub(name, offline=offline)
         return Source(name, repository.record, f"{name}/config.json", repository)
     if (file := _gguf_at(path)) is not None:
+        from triptych.core.checkpoints.gguf.gguf_model import GgufModel
+
         model = GgufModel(file, name)
         return Source(name, model.record, name, model)
     # A tensor file is read with the configuration next to it.

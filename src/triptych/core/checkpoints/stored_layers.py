@@ -24,6 +24,9 @@ from triptych.untrusted import shown
 
 _Conditional = TypeVar("_Conditional", Choice, NormSpec, PositionSpec, EmbeddedPositionsSpec, FeedForwardSpec)
 
+# Context length in tokens of models without a limit.
+CONTEXT = 2048
+
 
 @final
 @dataclass(frozen=True)
@@ -44,6 +47,11 @@ class Site:
     def numbers(self) -> tuple[int, ...]:
         """The numbers of all layers with these weights."""
         return (self.layer, *self.also)
+
+    @property
+    def named_stack(self) -> str:
+        """The stack in the name of a layer: "cross" for cross-attention."""
+        return "cross" if self.kind == "cross" else self.stack
 
     @property
     def shared(self) -> str:
@@ -151,6 +159,11 @@ class AttentionSource(ABC):
     @abstractmethod
     def read(self, site: Site) -> AttentionLayer:
         """Read one attention layer."""
+
+    @property
+    @abstractmethod
+    def num_parameters(self) -> int:
+        """The number of parameters in all tensors."""
 
     @property
     def source(self) -> Source | None:

@@ -26,34 +26,21 @@ from triptych.core.checkpoints.reading import LayerReader
 from triptych.core.checkpoints.source import Source, find_source
 from triptych.core.checkpoints.stored_layers import Place, Site, in_order
 from triptych.core.checkpoints.stored_positions import table_names
-from triptych.core.models.encoder_decoder import EncoderDecoder
+from triptych.core.models.encoder_decoder import AnyModel, EncoderDecoder
 from triptych.core.models.language_model import LanguageModel
 from triptych.core.models.sites import attention_sites
 from triptych.core.storage.settings import Settings
 from triptych.core.storage.tensors import InMemory, Tensors, of_one
 from triptych.errors import DataError, UsageError
 
-ReadModel = LanguageModel | EncoderDecoder
 _Stored = Iterator[tuple[str, Tensor]]
 
 _Model = TypeVar("_Model", LanguageModel, EncoderDecoder)
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class LoadedModel:
-    """A model loaded from another library's checkpoint."""
-
-    model: LanguageModel  # in evaluation mode
-    name: str  # path or name on the Hub
-    family: str  # family of the checkpoint
-    config: Mapping[str, Any]  # contents of `config.json`
-    folder: Path  # folder of its files, including the tokenizer
-
-
 def load_language_model(
     path: Source | Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> LoadedModel:
+) -> LanguageModel:
     """Load the language model of a checkpoint, with the same outputs as in `transformers`.
 
     Weights are memory-mapped from safetensors files where dtype and layout allow: the files must not change
@@ -62,9 +49,7 @@ def load_language_model(
     `path`: source, path, or name on the Hub. `device`: device of the model. `dtype`: floating-point dtype of
     the model; None for the checkpoint's most common dtype.
     """
-    checkpoint, folder = _open_mapped(path, dtype)
-    model = read_language_model(checkpoint, dtype).to(device)
-    return LoadedModel(model, checkpoint.name, checkpoint.family.name, checkpoint.settings.record, folder)
+    return read_language_model(_open_mapped(path, dtype), dtype).to(device)
 
 
 def has_all_tensors(record: Mapping[str, Any], tensors: Tensors) -> bool:
@@ -80,16 +65,16 @@ def has_all_tensors(record: Mapping[str, Any], tensors: Tensors) -> bool:
     return True
 
 
-def _open_mapped(path: Source | Path | str, dtype: torch.dtype | None) -> tuple[Checkpoint, Path]:
-    """Open a checkpoint with memory-mapped tensors; return it and the folder of its files."""
+def _open_mapped(path: Source | Path | str, dtype: torch.dtype | None) -> Checkpoint:
+    """Open a checkpoint with memory-mapped tensors."""
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {dtype} cannot be run in: give float32, bfloat16 or float16")
     source = find_source(path)
-    folder = source.settings_folder  # fetches a repository on the Hub as a whole, since all of it is read
+    assert source.settings_folder  # fetches a repository on the Hub as a whole, since all of it is read
     checkpoint = open_checkpoint(source, mapped=True)
     if not isinstance(checkpoint, Checkpoint):
         raise UsageError(f"{source.name} is a run of triptych, and no checkpoint of another library")
-    return checkpoint, folder
+    return checkpoint
 
 
 def read_language_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> LanguageModel:
@@ -101,8 +86,7 @@ def load_encoder_decoder(
     path: Source | Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
 ) -> EncoderDecoder:
     """Load the encoder and the decoder of a checkpoint; see `load_language_model`."""
-    checkpoint, _ = _open_mapped(path, dtype)
-    return read_encoder_decoder(checkpoint, dtype).to(device)
+    return read_encoder_decoder(_open_mapped(path, dtype), dtype).to(device)
 
 
 def read_encoder_decoder(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> EncoderDecoder:
@@ -182,7 +166,7 @@ def _most_common(tensors: Tensors) -> torch.dtype:
     return dtype
 
 
-def changed_tensors(model: ReadModel, checkpoint: Checkpoint) -> _Stored:
+def changed_tensors(model: AnyModel, checkpoint: Checkpoint) -> _Stored:
     """Yield the name and new value of each stored tensor that changed in a model, in its stored dtype."""
     found = _StoredModel.of(model, checkpoint)
     written: dict[str, Tensor] = {}
@@ -201,7 +185,7 @@ def changed_tensors(model: ReadModel, checkpoint: Checkpoint) -> _Stored:
 
 
 def new_tensors(
-    model: ReadModel,
+    model: AnyModel,
     layers: Sequence[AttentionWeights],
     settings: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
@@ -267,7 +251,7 @@ class _StoredModel:
     layers: Sequence[tuple[Site, MultiHeadAttention]]  # attention layers with their sites, for every use
 
     @classmethod
-    def of(cls, model: ReadModel, checkpoint: Checkpoint) -> "_StoredModel":
+    def of(cls, model: AnyModel, checkpoint: Checkpoint) -> "_StoredModel":
         found: ModelMap[Any]
         found = model_map(checkpoint) if isinstance(model, LanguageModel) else encoder_decoder_map(checkpoint)
         sites = sorted(attention_sites(model), key=lambda site: site.stack == "cross")

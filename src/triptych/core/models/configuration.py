@@ -17,13 +17,13 @@ from triptych.core.models.architecture import (
 )
 from triptych.core.models.site_configuration import (
     LONGEST,
-    MOST_LAYERS,
     WIDEST,
     AttentionConfig,
     PositionsConfig,
     StoredTable,
     option_types,
 )
+from triptych.core.storage.settings import MOST_LAYERS
 
 Width = int | None
 StackName = Literal["encoder", "decoder", "cross"]

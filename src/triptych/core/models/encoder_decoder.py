@@ -22,7 +22,8 @@ class EncoderDecoder(nn.Module):
         encoder: stack of the source, without a head.
         decoder: stack of the target.
         architecture: architecture of both stacks.
-        recipe: configuration of the model; None for a model from a checkpoint of another library.
+        recipe_limit: longest source in tokens by the recipe, without the end of sentence; None for a model
+            without a recipe.
         pad_id: id of the padding token, masked in attention.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762.
@@ -35,7 +36,7 @@ class EncoderDecoder(nn.Module):
         decoder: Iterable[MultiHeadAttention],
         cross: Iterable[MultiHeadAttention],
         pad_id: int = 0,
-        recipe: ModelConfig | None = None,
+        recipe_limit: int | None = None,
     ) -> None:
         """Make a model with fresh weights around attention layers.
 
@@ -45,11 +46,11 @@ class EncoderDecoder(nn.Module):
             decoder: self-attention of every block of the decoder.
             cross: cross-attention of every block of the decoder.
             pad_id: id of the padding token, masked in attention.
-            recipe: configuration of the model; None if no recipe describes the model.
+            recipe_limit: longest source in tokens by the recipe; None without a recipe.
         """
         super().__init__()
         self.architecture = architecture
-        self.recipe = recipe
+        self.recipe_limit = recipe_limit
         self.pad_id = pad_id
         source = architecture.encoder
         target = architecture.decoder
@@ -99,25 +100,11 @@ class EncoderDecoder(nn.Module):
             (site.layer(d_model, heads, own) for site in config.sites("decoder")),
             (site.layer(d_model, heads) for site in config.sites("cross")),
             pad_id,
-            config,
+            config.max_source_tokens,
         )
         for stack in model.stacks.values():
             stack.embeddings.table.requires_grad_(not config.embeddings.frozen)
         return model
-
-    @property
-    def config(self) -> ModelConfig:
-        """Configuration from the recipe.
-
-        Raises:
-            ValueError: no recipe describes the model.
-        """
-        if self.recipe is None:
-            raise ValueError(
-                "the model is of another library's checkpoint and no recipe describes it: it can be run, and "
-                "not trained, converted or rewritten"
-            )
-        return self.recipe
 
     @property
     def stacks(self) -> dict[Literal["encoder", "decoder"], LanguageModel]:
@@ -148,8 +135,8 @@ class EncoderDecoder(nn.Module):
     @property
     def max_source_tokens(self) -> int | None:
         """Longest source in tokens for this model, without the end of sentence; None for no limit."""
-        if self.recipe is not None:
-            return self.recipe.max_source_tokens
+        if self.recipe_limit is not None:
+            return self.recipe_limit
         source = self.encoder.architecture.embeddings
         return None if source.positions == "none" else source.num_positions - 1
 
@@ -200,3 +187,7 @@ class EncoderDecoder(nn.Module):
             memory=memory,
             memory_mask=memory_mask,
         )
+
+
+# A model of either kind.
+AnyModel = EncoderDecoder | LanguageModel

@@ -68,8 +68,8 @@ class LanguageModel(nn.Module):
 
     Attributes:
         architecture: architecture of the stack.
-        config: configuration from the recipe; None for a half of an `EncoderDecoder`, and for a model from a
-            checkpoint of another library.
+        recipe_limit: context in tokens by the recipe; None for a half of an `EncoderDecoder`, and for a model
+            without a recipe.
         blocks: modules for all uses of blocks, in order. Uses of a block share parameters, but have separate
             taps, hooks and steering directions.
     """
@@ -78,7 +78,7 @@ class LanguageModel(nn.Module):
         self,
         architecture: LanguageModelArchitecture,
         attention: Iterable[MultiHeadAttention],
-        config: LanguageModelConfig | None = None,
+        recipe_limit: int | None = None,
         *,
         cross: Iterable[MultiHeadAttention] | None = None,
         embeddings: Embeddings | None = None,
@@ -90,7 +90,7 @@ class LanguageModel(nn.Module):
         """
         super().__init__()
         self.architecture = architecture
-        self.config = config
+        self.recipe_limit = recipe_limit
         d_model = architecture.d_model
         std = 0.02 if embeddings is None else d_model**-0.5
         self.embeddings = embeddings or Embeddings(architecture.embeddings, d_model)
@@ -124,7 +124,7 @@ class LanguageModel(nn.Module):
         """Build a model from the configuration of a recipe, with fresh weights."""
         positions = config.positions.in_attention()
         layers = [site.layer(config.d_model, config.num_heads, positions) for site in config.sites()]
-        model = cls(config.architecture(kind, vocab_size), layers, config)
+        model = cls(config.architecture(kind, vocab_size), layers, config.context)
         model.embeddings.table.requires_grad_(not config.embeddings.frozen)
         return model
 
@@ -147,7 +147,7 @@ class LanguageModel(nn.Module):
     @property
     def context(self) -> int | None:
         """Length of the context in tokens, as in training; `max_tokens` without a recipe."""
-        return self.max_tokens if self.config is None else self.config.context
+        return self.max_tokens if self.recipe_limit is None else self.recipe_limit
 
     @property
     def rotary_limit(self) -> int | None:

@@ -34,9 +34,7 @@ from triptych.core.attention import (
 from triptych.core.models.architecture import EmbeddingsConfig
 from triptych.errors import nearest
 
-# Limits far above any real model: a check of a configuration visits every layer, and counts the bytes of a
-# map in 64 bits.
-MOST_LAYERS = 10_000
+# Limits far above any real model: a check of a configuration counts the bytes of a map in 64 bits.
 WIDEST = 1 << 24
 LONGEST = 10**9
 Option = int | bool | None

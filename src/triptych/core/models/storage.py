@@ -15,15 +15,16 @@ from torch import nn
 from triptych import user_code
 from triptych.core.attention.shapes import shapes_only
 from triptych.core.models.configuration import LanguageModelConfig, ModelConfig
-from triptych.core.models.encoder_decoder import EncoderDecoder
+from triptych.core.models.encoder_decoder import AnyModel, EncoderDecoder
 from triptych.core.models.language_model import LanguageModel
-from triptych.errors import DataError, first_line
+from triptych.core.models.model_records import ModelRecord, describe_model
+from triptych.errors import DataError, UsageError, first_line
 from triptych.files import write_bytes, write_json
 from triptych.untrusted import LONGEST_JSON, read_limited, require_regular
 
-OwnModel = EncoderDecoder | LanguageModel
-
-_FORMAT = 1
+# Version 1 has the recipe of the model, version 2 the model as data (`model_records`).
+_FORMAT = 2
+_READ = (1, 2)
 _ENCODER_DECODER = "encoder-decoder"
 _WEIGHTS = "model.safetensors"
 _DTYPES = {
@@ -62,26 +63,23 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().contiguous() for name, value in stored_parameters(model).items()}
 
 
-def write_config(model: OwnModel, folder: Path) -> None:
-    # Encoder-decoders and language models have different keys in this version of the format.
-    record: dict[str, Any] = {"format": _FORMAT}
-    match model:
-        case EncoderDecoder():
-            record |= {
-                "architecture": _ENCODER_DECODER,
-                "src_vocab_size": model.src_vocab_size,
-                "tgt_vocab_size": model.tgt_vocab_size,
-                "pad_id": model.pad_id,
-            }
-        case LanguageModel():
-            kind = model.architecture.kind
-            record |= {"model_type": "triptych", "kind": kind, "vocab_size": model.vocab_size}
-    if model.config is None:
-        raise ValueError("the model is of another library's checkpoint: no recipe describes it")
-    config = model.config.model_dump()
+def write_config(model: AnyModel, folder: Path) -> None:
+    """Write a model as data, without its weights."""
+    try:
+        described = describe_model(model)
+    except ValueError as error:
+        raise UsageError(f"the model cannot be written in triptych's format: {error}") from None
+    is_pair = isinstance(model, EncoderDecoder)
+    kind = _ENCODER_DECODER if is_pair else next(iter(model.stacks.values())).architecture.kind
     table = next(iter(model.stacks.values())).embeddings.table.weight
-    record |= {"dtype": str(table.dtype).removeprefix("torch."), "model": config}
-    if code := user_code.file_digests(config):
+    record: dict[str, Any] = {
+        "format": _FORMAT,
+        "model_type": "triptych",
+        "kind": kind,
+        "dtype": str(table.dtype).removeprefix("torch."),
+        "model": described,
+    }
+    if code := user_code.file_digests(described):
         record["code"] = code
     write_json(folder / "config.json", record)
 
@@ -91,19 +89,19 @@ def write_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
     write_bytes(path, save({name: tensor.cpu() for name, tensor in tensors.items()}, {"format": "pt"}))
 
 
-def write_model(model: OwnModel, folder: Path) -> None:
+def write_model(model: AnyModel, folder: Path) -> None:
     write_config(model, folder)
     write_weights(model_tensors(model), folder / _WEIGHTS)
 
 
-def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -> OwnModel:
+def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -> AnyModel:
     """Build a model from a folder's `config.json`, in its dtype (float32 by default), with fresh weights."""
     path = folder / "config.json"
     try:
         record = json.loads(read_limited(path, LONGEST_JSON))
-        if record["format"] != _FORMAT:
+        if record["format"] not in _READ:
             raise DataError(
-                f"{path} has format {record['format']}, this triptych reads {_FORMAT}: "
+                f"{path} has format {record['format']}, this triptych reads {' and '.join(map(str, _READ))}: "
                 "use the release that wrote it"
             )
         # Check digests before user files are executed.
@@ -114,7 +112,8 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
         dtype = record.get("dtype", "float32")
         if dtype not in _DTYPES:
             raise DataError(f"{path}: dtype is {dtype!r}: known are {', '.join(_DTYPES)}")
-        return _made(record, held, path).to(_DTYPES[dtype])
+        made = _of_recipe(record, path) if record["format"] == 1 else _of_data(record)
+        return _fitting(*made, held, path).to(_DTYPES[dtype])
     except FileNotFoundError:
         raise DataError(f"{folder} holds no config.json: give the folder of a finished run") from None
     except KeyError as error:
@@ -123,12 +122,22 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise DataError(f"{path} is not a triptych configuration: model.{where}: {first['msg']}") from None
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
         raise DataError(f"{path} is not a triptych configuration: {first_line(error)}") from None
 
 
-def _made(record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path: Path) -> OwnModel:
-    """Build the model of a configuration, after a check that stored tensors fit it."""
+# The constructor of a model, and the number of layers by prefix of their tensors.
+_Made = tuple[Callable[[], AnyModel], Mapping[str, int]]
+
+
+def _of_data(record: dict[str, Any]) -> _Made:
+    """Return the model of a configuration of version 2."""
+    found = ModelRecord.read(record["model"])
+    return found.build, found.num_layers
+
+
+def _of_recipe(record: dict[str, Any], path: Path) -> _Made:
+    """Return the model of a configuration of version 1."""
 
     def size(name: str) -> int:
         value = record[name]
@@ -136,7 +145,6 @@ def _made(record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path
             raise DataError(f"{path}: {name} is {value!r}: a whole number is needed")
         return value
 
-    make: Callable[[], OwnModel]
     kind = record.get("kind", _ENCODER_DECODER)
     if kind == _ENCODER_DECODER:
         src = size("src_vocab_size")
@@ -145,19 +153,26 @@ def _made(record: dict[str, Any], held: Mapping[str, Sequence[int]] | None, path
         if not (0 <= pad_id < min(src, tgt)):
             raise DataError(f"{path}: pad_id {pad_id} is outside the vocabularies of {src} and {tgt}")
         of_both = ModelConfig.model_validate(record["model"])
-        make = partial(EncoderDecoder.of, of_both, src, tgt, pad_id)
         stacks = {"encoder": of_both.encoder.num_layers, "decoder": of_both.decoder.num_layers}
-    else:
-        vocab_size = size("vocab_size")
-        if kind not in ("decoder", "encoder"):
-            raise DataError(f"{path}: kind is {kind!r}: known are decoder, encoder, {_ENCODER_DECODER}")
-        config = LanguageModelConfig.model_validate(record["model"])
-        make = partial(LanguageModel.of, config, kind, vocab_size)
-        stacks = {"blocks": config.num_layers}
+        return partial(EncoderDecoder.of, of_both, src, tgt, pad_id), stacks
+    vocab_size = size("vocab_size")
+    if kind not in ("decoder", "encoder"):
+        raise DataError(f"{path}: kind is {kind!r}: known are decoder, encoder, {_ENCODER_DECODER}")
+    config = LanguageModelConfig.model_validate(record["model"])
+    return partial(LanguageModel.of, config, kind, vocab_size), {"blocks": config.num_layers}
+
+
+def _fitting(
+    make: Callable[[], AnyModel],
+    num_layers: Mapping[str, int],
+    held: Mapping[str, Sequence[int]] | None,
+    path: Path,
+) -> AnyModel:
+    """Build a model, after a check that stored tensors fit it."""
     if held is None:
         return make()
     # Compare with stored tensors before memory is allocated: a forged file may ask for a huge model.
-    for name, layers in stacks.items():
+    for name, layers in num_layers.items():
         found = {weight.split(".")[1] for weight in held if weight.startswith(f"{name}.")}
         if layers > len(found):
             of_stack = "" if name == "blocks" else f" of the {name}"
@@ -231,7 +246,7 @@ def read_model(folder: Path) -> EncoderDecoder:
     return model
 
 
-def read_own_model(folder: Path) -> OwnModel:
+def read_own_model(folder: Path) -> AnyModel:
     """Read a model of either kind from a folder of `write_model`, in evaluation mode."""
     path = folder / _WEIGHTS
     try:

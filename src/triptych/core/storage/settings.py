@@ -25,6 +25,8 @@ from typing import Any, final
 from triptych.errors import DataError
 from triptych.untrusted import shown
 
+# Limit of layers, far above any real model: a check of a configuration visits every layer.
+MOST_LAYERS = 10_000
 _MISSING = object()
 _LARGEST = 1e15
 _CONDITION = re.compile(r"(.+?)\s*(==|!=|>=|<|\sin\s|\sis\s)\s*(.+)")

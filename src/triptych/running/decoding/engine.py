@@ -116,7 +116,7 @@ class Engine(DecodingEngine):
         self.max_tokens = decoder.max_tokens
         self.context = decoder.context
         self.rotary_limit = decoder.rotary_limit
-        self.reads_again = decoder.config is not None
+        self.reads_again = decoder.recipe_limit is not None
         self.vocab_size = decoder.head.output.out_features
         rotary = [block.self_attention.semantics.rotary for block in blocks_of(model, "decoder")]
         # Past this length, rotations of all positions change and a text is read again from its first token.

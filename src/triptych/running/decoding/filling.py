@@ -39,7 +39,7 @@ def fill_masks(
     check_vocabulary(model, tokenizer)
     own = tokenizer.vocabulary[mask_id]
     (ids,) = encode_texts(tokenizer, [text.replace("[MASK]", own)])
-    if model.config is not None and tokenizer.eos_id is not None:
+    if model.recipe_limit is not None and tokenizer.eos_id is not None:
         ids = [tokenizer.eos_id, *ids, tokenizer.eos_id]  # document boundaries, as in training
     places = [place for place, token in enumerate(ids) if token == mask_id]
     if not places:

@@ -14,7 +14,7 @@ from triptych.running.text.given import refuse_file_name
 
 def read_texts(reader: Reader, path: Path, documents: Documents = "file") -> list[str]:
     """Read the documents of a file or a folder; for an encoder-decoder the lines of a file."""
-    if reader.opened.translates:
+    if reader.translates:
         if documents != "file":
             raise UsageError("documents is for language models: of a translator each line is a sentence")
         return read_lines(path)

@@ -124,7 +124,7 @@ def _context(model: LanguageModel, context: int | None) -> int:
 def _language_windows(
     reader: Reader, documents: Sequence[str], context: int, special_tokens: SpecialTokens
 ) -> Iterator[DocumentWindow]:
-    causal = reader.opened.language_model.causal
+    causal = reader.language_model.causal
     frame = Frame((), ()) if causal else Frame.of(reader.tokenizer)
     # Every window of an encoder repeats the special tokens around the document.
     before = len(frame.before)

@@ -1,27 +1,26 @@
-"""Opened models and readers: a source becomes a model with tokenizers, and a reader runs it on texts.
+"""Readers: they run the model of a source on texts.
 
-`open_model` makes an `OpenedModel` of a source. A `Reader` encodes texts, runs the model, and records the
-inputs of its layers (`Recording`). Attention pages, rewrites with a calibration text, and the activations of
-`Model.run` all use this record.
+`open_reader` makes a `Reader` of a source: the module with its tokenizers. A `Reader` encodes texts, runs the
+model, and records the inputs of its layers (`Recording`). Attention pages, rewrites with a calibration text,
+and the activations of `Model.run` all use this record.
 """
 
-from triptych.running.opening.opened import NotFiniteError as NotFiniteError
-from triptych.running.opening.opened import OpenedModel as OpenedModel
-from triptych.running.opening.opened import open_language_model as open_language_model
-from triptych.running.opening.opened import open_model as open_model
-from triptych.running.opening.opened import open_translator as open_translator
-from triptych.running.opening.opened import require_finite_tensors as require_finite_tensors
-from triptych.running.opening.reader import AttentionKind as AttentionKind
-from triptych.running.opening.reader import LayerCall as LayerCall
+from triptych.running.opening.layer_calls import AttentionKind as AttentionKind
+from triptych.running.opening.layer_calls import LayerCall as LayerCall
+from triptych.running.opening.layer_calls import Recording as Recording
+from triptych.running.opening.layer_calls import TextIds as TextIds
+from triptych.running.opening.layer_calls import record_calls as record_calls
+from triptych.running.opening.open_reader import NotFiniteError as NotFiniteError
+from triptych.running.opening.open_reader import open_language_model as open_language_model
+from triptych.running.opening.open_reader import open_reader as open_reader
+from triptych.running.opening.open_reader import open_translator as open_translator
+from triptych.running.opening.open_reader import require_finite_tensors as require_finite_tensors
 from triptych.running.opening.reader import Reader as Reader
-from triptych.running.opening.reader import Recording as Recording
-from triptych.running.opening.reader import TextIds as TextIds
-from triptych.running.opening.reader import record_calls as record_calls
-from triptych.running.opening.text_model import Seen as Seen
-from triptych.running.opening.text_model import TextModel as TextModel
-from triptych.running.opening.text_model import Window as Window
-from triptych.running.opening.text_model import read_tab_pairs as read_tab_pairs
-from triptych.running.opening.text_model import read_whole_text as read_whole_text
-from triptych.running.opening.transformers_models import TransformersModel as TransformersModel
-from triptych.running.opening.transformers_models import open_text_model as open_text_model
-from triptych.running.opening.transformers_models import why_not_run as why_not_run
+from triptych.running.opening.text_reader import Seen as Seen
+from triptych.running.opening.text_reader import TextReader as TextReader
+from triptych.running.opening.text_reader import Window as Window
+from triptych.running.opening.text_reader import read_tab_pairs as read_tab_pairs
+from triptych.running.opening.text_reader import read_whole_text as read_whole_text
+from triptych.running.opening.transformers_reader import TransformersReader as TransformersReader
+from triptych.running.opening.transformers_reader import open_text_reader as open_text_reader
+from triptych.running.opening.transformers_reader import why_not_run as why_not_run

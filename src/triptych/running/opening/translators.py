@@ -7,9 +7,8 @@ Source: Junczys-Dowmunt et al. 2018, arXiv 1804.00344; `modeling_marian.py`, `Ge
 tokenizers of github.com/huggingface/transformers, version 5.23.0.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -23,6 +22,9 @@ from triptych.core.models import EncoderDecoder, ModelConfig, attention_sites
 from triptych.core.models.architecture import FeedForwardConfig
 from triptych.errors import DataError, UsageError
 from triptych.running.opening.marian_tokenizers import MarianIds, longest_source, read_tokenizers
+from triptych.running.opening.reader import Reader
+from triptych.running.opening.run_folder import DecodingConfig
+from triptych.running.options import Languages
 from triptych.running.text import (
     Frame,
     FramedTokenizer,
@@ -174,13 +176,6 @@ def _recipe(
     )
 
 
-class Languages(NamedTuple):
-    """The languages of a translation by their tokens in the tokenizer: "de_DE", "deu_Latn", "de"."""
-
-    source: str  # language of the source text
-    target: str  # language of the translation
-
-
 class _Generation(BaseModel):
     """The settings used from `generation_config.json`, or from `config.json` if it is missing."""
 
@@ -198,19 +193,9 @@ class _Generation(BaseModel):
     early_stopping: bool | str | None = None
 
 
-@final
-@dataclass(frozen=True)
-class TranslatorCheckpoint:
-    """An encoder-decoder with its tokenizers and the search settings of its files."""
-
-    model: EncoderDecoder  # model in evaluation mode
-    tokenizers: TokenizerPair  # source and target tokenizers
-    search: dict[str, Any]  # search settings by their names in a recipe's `[decoding]`
-
-
 def read_translator(
     source: Source | Path, device: torch.device | str = "cpu", languages: Languages | None = None
-) -> TranslatorCheckpoint:
+) -> Reader:
     """Read an encoder-decoder with its tokenizers and search settings."""
     files = find_source(source)
     folder = files.settings_folder
@@ -243,22 +228,24 @@ def read_translator(
         FramedTokenizer(tokenizer, reads, model.pad_id, rules),
         FramedTokenizer(tokenizer, Frame(before, (end,)), model.pad_id, rules),
     )
-    return _searched(model, pair, generation)
+    return _searched(files, model, pair, generation)
 
 
 def _searched(
-    model: EncoderDecoder, tokenizers: TokenizerPair, generation: _Generation
-) -> TranslatorCheckpoint:
+    source: Source, model: EncoderDecoder, tokenizers: TokenizerPair, generation: _Generation
+) -> Reader:
+    """Return the reader of a translator with the search settings of its files."""
     penalty = generation.length_penalty
     search: dict[str, Any] = {"alpha": 1.0 if penalty is None else penalty}
     if generation.num_beams is not None:
         search["beam_size"] = generation.num_beams
     if generation.early_stopping is True:
         search["stop"] = "full"
-    return TranslatorCheckpoint(model, tokenizers, search)
+    decoding = DecodingConfig.model_validate(search)
+    return Reader(source.name, source.settings_folder, model, tokenizers, decoding=decoding)
 
 
-def _read_marian(files: Source, device: torch.device | str) -> TranslatorCheckpoint:
+def _read_marian(files: Source, device: torch.device | str) -> Reader:
     """Read a Marian checkpoint and refuse search settings not supported by its tokenizers."""
     model, tokenizers = read_marian(files, device)
     folder = files.settings_folder
@@ -273,7 +260,7 @@ def _read_marian(files: Source, device: torch.device | str) -> TranslatorCheckpo
             f"{folder}: bad_words_ids has {[min(others)]}; only the padding and the token that outputs begin "
             "with can be kept out of them"
         )
-    return _searched(model, tokenizers, generation)
+    return _searched(files, model, tokenizers, generation)
 
 
 def _read_generation(folder: Path) -> _Generation:

@@ -86,7 +86,7 @@ class HeldOutText:
         if most_tokens is not None and most_tokens < 1:
             raise UsageError(f"the number of tokens to read is {most_tokens}: it has to be 1 or more")
         require_loss(reader, "a held-out text")
-        if reader.opened.translates and targets is None:
+        if reader.translates and targets is None:
             raise UsageError(
                 f"{reader.name} translates: give the translations of the held-out sentences, too "
                 "(--held-out-targets)"

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from triptych.core.algebra.forms import at_least_float32
 from triptych.core.algebra.function import channels
 from triptych.core.attention.steps import for_heads, steps_on
+from triptych.core.models import AnyModel
 from triptych.core.models.blocks import Block
-from triptych.core.models.sites import AnyModel, attention_sites
+from triptych.core.models.sites import attention_sites
 from triptych.errors import UsageError
 from triptych.printable import shortened, table_html
 from triptych.running.opening import LayerCall, Reader, TextIds

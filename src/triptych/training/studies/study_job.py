@@ -22,7 +22,7 @@ from triptych.files import write_json
 from triptych.rewriting.recipe import read_rewrite_recipe
 from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
 from triptych.running.decoding import evaluate_translations, measure_likelihood
-from triptych.running.opening import open_model, open_translator
+from triptych.running.opening import open_reader, open_translator
 from triptych.running.text import LanguageCorpusSpec
 from triptych.running.text.documents import read_documents, whole_documents
 from triptych.seeing.inspection.inspecting import inspect
@@ -144,7 +144,7 @@ def _measure_model(job: StudyJob) -> dict[str, Any]:
     if job.test is not None:
         figures |= _translations(job.folder, job.test, job.test_sentences)
     if job.test_text is not None:
-        opened = open_model(job.folder)
+        opened = open_reader(job.folder)
         documents = [*whole_documents(read_documents(job.test_text))]
         found = measure_likelihood(opened.language_model, opened.tokenizer, documents)
         figures["test_loss"] = found.nats_per_token

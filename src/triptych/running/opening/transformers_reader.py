@@ -18,15 +18,15 @@ from triptych.core.checkpoints.source import Source, find_source
 from triptych.core.checkpoints.stored_layers import AttentionSource, Site
 from triptych.errors import DataError, UsageError, first_line
 from triptych.extras import is_installed
-from triptych.running.opening.opened import NotFiniteError, open_model
+from triptych.running.opening.open_reader import NotFiniteError, open_reader
 from triptych.running.opening.reader import Reader
-from triptych.running.opening.text_model import (
+from triptych.running.opening.text_reader import (
     RANDOM_TOKENS,
     RANDOM_WINDOWS,
     WINDOW_TOKENS,
     Seen,
     TextKind,
-    TextModel,
+    TextReader,
     Window,
 )
 from triptych.untrusted import LONGEST_TOKENIZER, require_regular
@@ -35,7 +35,7 @@ _NO_TRANSFORMERS = "transformers, which would run it, is not installed: pip inst
 
 
 @final
-class TransformersModel(TextModel):
+class TransformersReader(TextReader):
     """A model run by `transformers` in float32."""
 
     def __init__(self, path: Path, tokenizer: Path | None = None) -> None:
@@ -66,8 +66,8 @@ class TransformersModel(TextModel):
                 attn_implementation="eager",
                 output_loading_info=True,
             )
-            self._model, found = loaded
-            self._model.eval()
+            self.model, found = loaded
+            self.model.eval()
         # A model's own code raises errors of many classes.
         except Exception as error:
             raise DataError(f"{path}: transformers cannot load it: {first_line(error)}") from error
@@ -89,13 +89,9 @@ class TransformersModel(TextModel):
     def kind(self) -> TextKind:
         return self._kind
 
-    @property
-    def model(self) -> Any:
-        return self._model
-
-    def copied(self) -> "TransformersModel":
+    def copied(self) -> "TransformersReader":
         found = copy.copy(self)
-        found._model = copy.deepcopy(self._model)
+        found.model = copy.deepcopy(self.model)
         return found
 
     def random_windows(self, seed: int) -> Iterator[Window]:
@@ -245,7 +241,7 @@ def _renamed(name: str) -> Iterator[str]:
     yield new.replace("encoder.layer.", "layers.")
 
 
-def open_text_model(path: Source | Path) -> TextModel:
+def open_text_reader(path: Source | Path) -> TextReader:
     """Open a model on the CPU, in float32; recipe and Marian translators keep their dtype."""
     source = find_source(path)
     try:
@@ -255,7 +251,7 @@ def open_text_model(path: Source | Path) -> TextModel:
             raise
         if not is_installed("transformers"):
             raise UsageError(f"{error}; {_NO_TRANSFORMERS}") from None
-    return TransformersModel(source.folder, source.tokenizer_folder)
+    return TransformersReader(source.folder, source.tokenizer_folder)
 
 
 def why_not_run(path: Source | Path) -> str:
@@ -275,15 +271,16 @@ def why_not_run(path: Source | Path) -> str:
 def _own(source: Source) -> Reader:
     """Open a model run by triptych."""
     dtype = None if _is_run_by_us_alone(source) else torch.float32
-    opened = open_model(source, "cpu", dtype)
-    if not source.is_own and not opened.has_tokenizer:
-        opened.tokenizer.encode("")  # raises the error about the missing tokenizer
-    if opened.translates:
-        if opened.unsearched is not None:
-            raise opened.unsearched
-        return Reader(opened)
+    reader = open_reader(source, "cpu", dtype)
+    if not source.is_own and not reader.has_tokenizer:
+        reader.tokenizer.encode("")  # raises the error about the missing tokenizer
+    if reader.translates:
+        if reader.unsearched is not None:
+            raise reader.unsearched
+        return reader
+    reader.require_vocabulary()
     checkpoint = open_checkpoint(source, mapped=True)
-    return Reader(opened, checkpoint.longest_text(checkpoint.sites[0]))
+    return reader.with_longest(checkpoint.longest_text(checkpoint.sites[0]))
 
 
 def _is_run_by_us_alone(source: Source) -> bool:

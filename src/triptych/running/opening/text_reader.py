@@ -41,22 +41,19 @@ class Seen:
     memory: Tensor | None
 
 
-class TextModel(ABC):
-    """A model on texts."""
+class TextReader(ABC):
+    """A model that is run on texts, by triptych (`Reader`) or by `transformers`."""
 
     name: str  # path, or name on the Hub
     by: str  # library of the implementation
+    model: nn.Module
 
     @property
     @abstractmethod
     def kind(self) -> TextKind: ...
 
-    @property
     @abstractmethod
-    def model(self) -> nn.Module: ...
-
-    @abstractmethod
-    def copied(self) -> "TextModel":
+    def copied(self) -> "TextReader":
         """Return the same with a copy of the module, safe to modify."""
 
     def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:

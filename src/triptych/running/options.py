@@ -2,14 +2,20 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 
 from triptych.core.checkpoints.source import Source
 from triptych.extras import require_extra
 from triptych.literals import EngineName, Precision
-from triptych.running.opening.translators import Languages
+
+
+class Languages(NamedTuple):
+    """The languages of a translation by their tokens in the tokenizer: "de_DE", "deu_Latn", "de"."""
+
+    source: str  # language of the source text
+    target: str  # language of the translation
 
 
 @final
@@ -19,7 +25,6 @@ class Options:
 
     device: str = "auto"
     dtype: torch.dtype | None = None
-    tokenizer: Path | None = None
     languages: Languages | None = None
     engine: EngineName = "triptych"
     precision: Precision = "fp32"
