@@ -76,7 +76,7 @@ def probabilities(
     mask: Bool[Tensor, "..."] | None = None,
 ) -> Float[Tensor, "batch heads query_len key_len"]:
     """Compute attention weights from the queries and keys of `channels`, with the mask of `run_layer`."""
-    # No step on the way to the weights reads values: keys stand in their place.
+    # No step up to the weights reads values, so keys are passed as values.
     q, given = _inputs(weights, Channels(q, k, k), mask)
     return walk(WEIGHT_STEPS, q, given)
 

@@ -36,6 +36,7 @@ from triptych.core.attention.steps import (
     Step,
     Tap,
     both,
+    compares_positions,
     for_heads,
     is_causal,
     prepare,
@@ -314,9 +315,9 @@ class MultiHeadAttention(nn.Module):
         # Past the rotary limit, new keys are rotated by other frequencies. Old keys keep their rotation, so
         # the cache stores rotated keys as well.
         self._keeps_keys = rotates_late and semantics.rotary is not None and semantics.rotary.long is not None
+        self._compares_positions = compares_positions(semantics)
         # Later queries need the positions of cached keys.
-        self._compares_positions = semantics.bias is not None or semantics.is_local
-        self._compares_positions |= rotates_late and not self._keeps_keys
+        self._caches_positions = self._compares_positions or (rotates_late and not self._keeps_keys)
         # The absorbed route would be wrong: keys or values change after their map, scores need the keys
         # themselves, or the key bias (which the absorbed route drops) changes the weights.
         self._needs_expanded = rotates_late or bool(semantics.beyond(_ABSORBED))
@@ -412,7 +413,7 @@ class MultiHeadAttention(nn.Module):
         # The same for keys and values; then locate.
         dropout = self.dropout if self.training else 0.0
         inputs, route = self._inputs(semantics, q, places, cached, mask, causal, dropout, path)
-        # products, scale, bias, cap, softmax, mix: by a kernel
+        # products, scale, bias, cap, softmax, mix (a kernel)
         attended = compute_attention(inputs, need_weights, path)
         mixed = self.projections.values(attended.output, route)
         # gate
@@ -594,7 +595,7 @@ class MultiHeadAttention(nn.Module):
         if value_memory is not None and self.projections.no_two_memories:
             raise ValueError(f"value_memory was given, but {self.projections.no_two_memories}: leave it out")
         semantics = self._semantics
-        if memory is not None and (semantics.positions != "none" or semantics.is_local):
+        if memory is not None and (semantics.rotary is not None or self._compares_positions):
             what = "a window compares" if semantics.is_local else f"{semantics.positions} positions compare"
             raise ValueError(
                 f"{what} places in one sequence, and memory is another: build cross-attention without them"
@@ -629,7 +630,7 @@ class MultiHeadAttention(nn.Module):
         added = self._to_cache(semantics, added, places)
         if cache is None:
             return q, places, added
-        if memory is not None or not self._compares_positions:
+        if memory is not None or not self._caches_positions:
             return q, places, cache.append(added)
         return q, *places.add(cache, added)
 
@@ -688,7 +689,7 @@ class MultiHeadAttention(nn.Module):
         else:
             k, v = self._keys_values(semantics, places, cached)
         bias = None
-        if semantics.bias is not None or semantics.is_local:
+        if self._compares_positions:
             near, bias = LOCATE.run(q, k, semantics, *_query_and_key_positions(places, q, k))
             mask = both(mask, near)
         return Inputs(q, k, v, mask, bias, causal, semantics, dropout), route

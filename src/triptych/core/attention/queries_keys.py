@@ -158,6 +158,6 @@ class QueriesAndKeys:
         mask = self.mask
         if mask is not None:
             mask = slice_broadcast(mask, (slice(None), slice(None), rows, slice(0, seen)))
-        # No step on the way to the weights reads values: keys stand in their place.
+        # No step up to the weights reads values, so keys are passed as values.
         given = Inputs(q, k, k, both(mask, near), bias, self.causal, self.semantics, 0.0)
         return walk(steps, q, given, watch)

@@ -114,7 +114,7 @@ _WHY_BEYOND = {
 
 
 def beyond_kernels(semantics: Semantics) -> str | None:
-    """Return the name of a field, in words, that no kernel of torch computes; None without such a field."""
+    """Return the first field beyond torch's kernels, in words; None without such a field."""
     for each in _BEYOND_KERNELS:
         if getattr(semantics, each.name) is not each.default:
             return each.name.replace("_", " ")

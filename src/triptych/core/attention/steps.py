@@ -1,4 +1,4 @@
-"""The steps of attention in order: one list for everything that runs, shows or explains a layer.
+"""The steps of attention in order: one list for running, showing and explaining a layer.
 
     project    q = x W_Q, k = y W_K, v = y W_V           maps of the layer
     norm       norm of each head                         q_norm, k_norm, v_norm
@@ -66,8 +66,8 @@ class SideStep(Step):
     """A step on projected queries, keys or values, before they are compared.
 
     Attributes:
-        sides: fields of `Semantics` by side ("q", "k", "v"). The step leaves a side unchanged if none is set.
-        run: function of queries, keys or values, the side, the semantics, and the positions of the tokens.
+        sides: fields by side ("q", "k", "v"). A side without a set field stays unchanged.
+        run: function of queries, keys or values, their name, the semantics and the token positions.
         is_linear: True if a factor of the input becomes a factor of the result.
         by_position: True if the result depends on the positions of the tokens.
     """
@@ -81,7 +81,7 @@ class SideStep(Step):
 @final
 @dataclass(frozen=True, eq=False)
 class LocateStep(Step):
-    """The step from positions of queries and keys to the mask and the bias of the scores."""
+    """The step with the mask and the bias of the scores, by positions of queries and keys."""
 
     run: Callable[[Tensor, Tensor, Semantics, Tensor, Tensor], tuple[Tensor | None, Tensor | None]]
 
@@ -89,7 +89,7 @@ class LocateStep(Step):
 @final
 @dataclass(frozen=True, eq=False)
 class ScoreStep(Step):
-    """A step of a kernel: from queries to scores, from scores to scores, to weights or to mixed values."""
+    """A step of a kernel, on queries, scores or weights."""
 
     run: Callable[[Tensor, Inputs], Tensor]
 
@@ -168,7 +168,7 @@ TEMPER = SideStep(
     "temper", ("temperature",), {"q": ("temperature",)}, temper, is_linear=True, by_position=True
 )
 SIDE_STEPS = (NORM, CLIP, ROTATE, GAIN, TEMPER)
-# The steps in two parts: queries and keys before the rotation, and as they are compared.
+# The steps in two parts, before the rotation and from the rotation on.
 BEFORE_ROTATION = SIDE_STEPS[: SIDE_STEPS.index(ROTATE)]
 FROM_ROTATION = SIDE_STEPS[SIDE_STEPS.index(ROTATE) :]
 
@@ -209,6 +209,11 @@ def locate(
 LOCATE = LocateStep("locate", ("bias", "window", "chunk"), locate)
 
 
+def compares_positions(semantics: Semantics) -> bool:
+    """Return True if `LOCATE` gives a mask or a bias."""
+    return any(getattr(semantics, field) is not None for field in LOCATE.fields)
+
+
 # Steps of a kernel, from queries to mixed values.
 
 
@@ -234,7 +239,7 @@ def scale(scores: Tensor, given: Inputs) -> Tensor:
 
 
 def scaled_products(q: Tensor, given: Inputs) -> Tensor:
-    """Compute `products` and `scale` in one: queries are smaller than scores."""
+    """Compute scaled products; queries are smaller than scores."""
     return products(q if given.semantics.scores is not None else q * given.semantics.scale, given)
 
 
@@ -303,7 +308,7 @@ def walk(steps: tuple[ScoreStep, ...], value: Tensor, given: Inputs, watch: Watc
 
 
 def watch_with(tap: Tap, first: int | None) -> Watcher:
-    """Return a watcher that shows the results of steps to a tap; `first` as in `Tap`."""
+    """Make a watcher of a tap; `first` as in `Tap`."""
 
     def watch(step: Step, value: Tensor) -> Tensor:
         return tap(TAPPED[step.name], value, first) if step.name in TAPPED else value
@@ -328,7 +333,7 @@ GATE = GateStep("gate", ("gate",), gate)
 
 # All steps between the maps.
 STEPS: tuple[Step, ...] = (*SIDE_STEPS, LOCATE, *KERNEL_STEPS, GATE)
-# Names of results under which taps know them, by step.
+# Activation names of taps, by step.
 TAPPED: Mapping[str, Activation] = {"cap": "scores", "softmax": "weights", "gate": "z"}
 
 
@@ -336,7 +341,7 @@ TAPPED: Mapping[str, Activation] = {"cap": "scores", "softmax": "weights", "gate
 
 
 def is_causal(semantics: Semantics, given: bool | None) -> bool:
-    """Return True if keys after a query are masked: as given, or by the kind of the layer."""
+    """Return the given causality; that of the layer if None."""
     return semantics.kind == "causal" if given is None else given
 
 

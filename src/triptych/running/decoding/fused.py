@@ -37,6 +37,7 @@ from triptych.core.attention.steps import (
     SIDE_STEPS,
     SOFTMAX,
     TEMPER,
+    compares_positions,
     prepare,
     slice_broadcast,
     steps_on,
@@ -60,7 +61,7 @@ _SMALL_PRODUCT_OTHERWISE = 400
 # With fewer rows, the product of attention weights and values in bfloat16 depends on the number of keys, even
 # if the additional keys have weight 0.
 _FEWEST_ROWS = {torch.bfloat16: 4}
-# Fields of `Semantics` that a fused layer computes. In cross-attention it walks no steps before the products.
+# Fields of `Semantics` of a fused layer. Cross-attention has no steps before the products.
 _OF_CROSS = frozenset({"scale", "kind", "dropout", "gate"})
 _WALKED = (*SIDE_STEPS, LOCATE, *AFTER_SCALE, SOFTMAX)
 _OF_ONE_SEQUENCE = _OF_CROSS.union(*(step.fields for step in _WALKED))
@@ -96,10 +97,10 @@ class FusedAttention(nn.Module):
         self._on_queries = steps_on("q", semantics)
         self._on_keys = steps_on("k", semantics)
         self._on_values = steps_on("v", semantics)
-        # If only the rotary embedding comes first on queries and alone on keys, one operation rotates both.
+        # A rotary embedding directly after both maps rotates queries and keys in one operation.
         rotated_alone = self._on_queries[:1] == self._on_keys == (ROTATE,)
         self.rotates_together = rotated_alone and not self._on_values and not self.same
-        self.positional = semantics.bias is not None or semantics.is_local
+        self.positional = compares_positions(semantics)
         # The kernel supports neither soft caps nor sinks, and on CPUs it is slower than products.
         self.by_products = weights.W_O.is_cpu or beyond_kernels(semantics) is not None
         # The scale folds into W_Q, unless a norm or clipping follows the maps, or a content-dependent bias
