@@ -201,7 +201,8 @@ def _class_of(record: Mapping[str, Any], config: Any) -> Any:
 def _ids(record: Mapping[str, Any], length: int) -> Tensor:
     """Tokens without a meaning of their own: paddings, pictures and the like."""
     special = {*_special(record)}
-    free = torch.tensor([number for number in range(4, VOCABULARY - 1) if number not in special])
+    rows = min(VOCABULARY, record.get("vocab_size", VOCABULARY))
+    free = torch.tensor([number for number in range(4, rows - 1) if number not in special])
     return free[torch.randint(len(free), (2, length), generator=torch.Generator().manual_seed(1))]
 
 

@@ -252,6 +252,19 @@ def test_two_tables_that_differ_are_both_run_though_they_are_said_to_be_tied(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["olmo3", "gemma3, text", "gemma3n"])
+def test_angles_that_are_given_for_no_kind_of_layer_are_not_followed_where_transformers_does_not(
+    name: str, tmp_path: Path
+) -> None:
+    other = made(name, tmp_path)
+    changed(tmp_path, {}, {"rope_parameters": {"rope_type": "default", "rope_theta": 33.0}})
+    with in_float64():
+        again = type(other).from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager").eval()
+    found = outputs(load_language_model(tmp_path).model(some_ids()))
+    assert apart(found, outputs(theirs(again, some_ids()))) < 1e-10
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
 def test_a_decoder_without_a_head_runs_to_its_last_hidden_state(name: str, tmp_path: Path) -> None:
     whole = made(name, tmp_path / "whole", {"tie_word_embeddings": False})

@@ -26,7 +26,7 @@ IN_EVERY_RUN = {
     "microsoft/bitnet-b1.58-2B-4T",
 }
 # BLOOM writes the root of 2/π with eight digits, RoFormer sines and cosines with seven; Marian's are float32.
-TOLERANCE = {"bloom": 1e-9, "roformer": 1e-8, "marian": 1e-6}
+TOLERANCE = {"bloom": 1e-9, "roformer": 1e-7, "marian": 1e-6}
 
 
 def loaded(of: Built) -> LanguageModel | EncoderDecoder:

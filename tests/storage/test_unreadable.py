@@ -101,12 +101,6 @@ def test_an_adapter_beside_the_weights_is_named(tmp_path: Path) -> None:
     assert f"{AT}.lora_A.default.weight belongs to an adapter of PEFT" in refusal(folder)
 
 
-def test_a_missing_model_type_that_several_families_may_have_is_asked_for(tmp_path: Path) -> None:
-    said = refusal(changed(tmp_path / "llama", {}, model_type=None))
-    assert "there is no model_type, which says the architecture (" in said
-    assert "llama, mistral, " in said
-
-
 def test_a_state_of_training_says_where_its_weights_are(tmp_path: Path) -> None:
     llama(tmp_path / "llama")
     weights = load_file(tmp_path / "llama" / "model.safetensors")

@@ -75,12 +75,19 @@ def of_attention(path: str) -> bool:
 
 def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Iterator[str]:
     """Yield sentences on the set fields of a configuration without effect."""
-    for ignored in spec.ignored:
-        said = settings.value(ignored.field)
-        if said is not None and settings.holds(f"{ignored.field} != {ignored.as_with}"):
-            as_if = "without it" if ignored.as_with == "null" else f"with {ignored.as_with}"
+    # One sentence for all fields that are left out, and one for those with the same other value.
+    for as_with in dict.fromkeys(ignored.as_with for ignored in spec.ignored):
+        fields = [ignored.field for ignored in spec.ignored if ignored.as_with == as_with]
+        said = [
+            f"{field} is {shown(settings.value(field))}"
+            for field in fields
+            if settings.value(field) is not None and settings.holds(f"{field} != {as_with}")
+        ]
+        without = "without it" if len(said) == 1 else "without them"
+        as_if = without if as_with == "null" else f"with {as_with}"
+        if said:
             yield (
-                f"{settings.where}: {ignored.field} is {shown(said)}, which transformers does not follow; "
+                f"{settings.where}: {', '.join(said)}, which transformers does not follow; "
                 f"read as it runs, {as_if}"
             )
     # Fields unknown to the class are reported once, here, and not again among the unread fields of attention.
