@@ -1,6 +1,6 @@
 """What `triptych` offers, and the module that each name comes from: `__init__.py` reads it."""
 
-from triptych.core.algebra import BilinearForm as BilinearForm
+from triptych.core.algebra.forms import BilinearForm as BilinearForm
 from triptych.core.algebra.rewritten import RewriteRefusedError as RewriteRefusedError
 from triptych.core.algebra.semantics import Semantics as Semantics
 from triptych.core.algebra.weights import AttentionWeights as AttentionWeights
@@ -27,7 +27,7 @@ from triptych.model import Model as Model
 from triptych.model import load as load
 from triptych.rewriting import rewrite as rewrite
 from triptych.rewriting.certificate import Certificate as Certificate
-from triptych.rewriting.planning import Plan as Plan
+from triptych.rewriting.opened_models import Plan as Plan
 from triptych.rewriting.verification import verify as verify
 from triptych.run_page import report as report
 from triptych.running.run import Activations as Activations
@@ -41,8 +41,8 @@ from triptych.seeing.sweep import Sweep as Sweep
 from triptych.serving.serve import serve as serve
 from triptych.training import Recipe as Recipe
 from triptych.training import read_recipe as read_recipe
+from triptych.training.device_plan import Cluster as Cluster
 from triptych.training.device_plan import plan as plan
-from triptych.training.layouts import Cluster as Cluster
 from triptych.training.new import new_recipe as new_recipe
 from triptych.training.runs import resume as resume
 from triptych.training.runs import train as train

@@ -19,8 +19,7 @@ from triptych.rewriting.functions import fold
 from triptych.run_page import points
 from triptych.running.decoding import Translator, measure_bleu
 from triptych.running.opening import Reader, open_translator
-from triptych.seeing.attending import Attention, AttentionBatch, attend_tokens
-from triptych.seeing.attending.attention_page import viewer_data
+from triptych.seeing.attending import Attention, AttentionBatch, attend_tokens, viewer_data
 from triptych.seeing.reports import (
     AttentionPicture,
     MetricPoint,
@@ -32,9 +31,8 @@ from triptych.seeing.reports import (
 )
 from triptych.training import Recipe, read_recipe, require_translation, runs
 from triptych.training.corpora.generated import example_pairs, generate_pairs
-from triptych.training.folder import holds_run
+from triptych.training.folder import holds_run, own_files
 from triptych.training.progress import Display, LineDisplay
-from triptych.training.state import own_files
 
 _REPORT = "report.html"
 # Subfolder of a finished demo in which a new demo is made.

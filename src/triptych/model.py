@@ -47,10 +47,9 @@ if TYPE_CHECKING:
     from triptych.core.heads import Head, Layer, Layers, Stack
     from triptych.core.places import Heads
     from triptych.keywords import GenerationKeywords, SearchKeywords
-    from triptych.rewriting.against_transformers import Check
     from triptych.rewriting.certificate import Certificate
     from triptych.rewriting.functions import Rewrite
-    from triptych.rewriting.planning import Plan
+    from triptych.rewriting.opened_models import Check, Plan
     from triptych.rewriting.recipe import RewriteRecipe
     from triptych.running.decoding import (
         Continuation,
@@ -64,10 +63,8 @@ if TYPE_CHECKING:
     from triptych.running.opened_source import Opened
     from triptych.running.opening import Reader
     from triptych.running.run import Run
-    from triptych.running.text import Text
-    from triptych.running.text.shortlists import Coverage
-    from triptych.seeing.attending import Attention, AttentionBatch
-    from triptych.seeing.attending.over import OverText
+    from triptych.running.text import Coverage, Text
+    from triptych.seeing.attending import Attention, AttentionBatch, OverText
     from triptych.seeing.composition import Composition
     from triptych.seeing.inspection import Inspection
     from triptych.seeing.model_cost import ModelCost
@@ -396,7 +393,7 @@ class Model:
         special_tokens: SpecialTokens = "tokens",
     ) -> Translator:
         """What `translate` translates with, ready to be used many times; options as there."""
-        from triptych.converting.engines import make_translator
+        from triptych.converting.engine_verbs import make_translator
 
         found = make_translator(
             self._opened.to_run,
@@ -618,7 +615,7 @@ class Model:
 
     @cached_property
     def _generator(self) -> TextGenerator:
-        from triptych.converting.engines import make_generator
+        from triptych.converting.engine_verbs import make_generator
 
         return make_generator(self._opened.to_run, self._opened.options)
 
@@ -1155,7 +1152,7 @@ class Model:
             UsageError: the folder exists, or weights cannot express a change, which is named.
             RewriteRefusedError: the format has no place for it.
         """
-        from triptych.rewriting.saving import save
+        from triptych.rewriting.opened_models import save
 
         return save(self._opened, Path(path))
 

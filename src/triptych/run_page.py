@@ -7,9 +7,16 @@ from pathlib import Path
 
 from triptych.errors import DataError, UsageError, near_path
 from triptych.model import Model, load
-from triptych.running.opening.run_folder import RECIPE
-from triptych.seeing.attending.attention_page import AttentionPage, join_pages, viewer_data
-from triptych.seeing.inspection.record import averages, findings
+from triptych.running.opening import RECIPE
+from triptych.seeing.attending import (
+    AttentionPage,
+    join_pages,
+    viewer_data,
+)
+from triptych.seeing.inspection import (
+    averages,
+    findings,
+)
 from triptych.seeing.reports import (
     MetricPoint,
     Report,
@@ -18,10 +25,8 @@ from triptych.seeing.reports import (
     require_charts,
     write_report,
 )
-from triptych.training import AnyRecipe, read_recipe
-from triptych.training.folder import SUMMARY, holds_run
-from triptych.training.metrics import read_metrics
-from triptych.training.task_table import task_of
+from triptych.training import AnyRecipe, read_recipe, task_of
+from triptych.training.folder import SUMMARY, holds_run, read_metrics
 from triptych.untrusted import read_json
 
 _NUM_SAMPLES = 10

@@ -5,4 +5,6 @@ library that it names, without importing them; `verbs.py` makes options of them.
 `outputs.py` decides which files may be written, `failures.py` turns any error into a line and an exit
 code, and `interrupts.py` Ctrl-C. `process.py` sets what belongs to the whole process. Start with
 `generate.py` as an example.
+
+Interface: `interrupts`.
 """

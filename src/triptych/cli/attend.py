@@ -20,19 +20,21 @@ from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.model import Model, load
 from triptych.running.text import Text, read_lines
-from triptych.seeing.attending import Attention, AttentionBatch
-from triptych.seeing.attending.attention_files import (
+from triptych.seeing.attending import (
+    Attention,
+    AttentionBatch,
+    HeadSteps,
+    OverText,
     Saved,
     is_attention_csv,
     is_attention_npz,
+    is_picture,
     json_pieces,
+    looks_table,
     write_attention_csv,
     write_npz,
+    written_table,
 )
-from triptych.seeing.attending.looks import looks_table, written_table
-from triptych.seeing.attending.over import OverText
-from triptych.seeing.attending.picture import is_picture
-from triptych.seeing.attending.steps import HeadSteps
 from triptych.seeing.reports import Table, is_page, render_table, write_csv
 
 # Rows of the table of `--steps` in the terminal.

@@ -11,8 +11,11 @@ from triptych.cli.outputs import Output, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole
 from triptych.errors import UsageError
+from triptych.seeing.costing import (
+    CostReport,
+    CostSpec,
+)
 from triptych.seeing.costing import cost_pages as pages
-from triptych.seeing.costing.counting import CostReport, CostSpec
 from triptych.seeing.reports import is_page, render_table, write_report
 
 

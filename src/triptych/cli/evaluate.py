@@ -14,8 +14,12 @@ from triptych.files import write_text
 from triptych.literals import Documents
 from triptych.model import Model, load
 from triptych.running.decoding import Evaluation, Likelihood
-from triptych.running.text import read_lines
-from triptych.running.text.documents import LanguageCorpusSpec, read_documents, whole_documents
+from triptych.running.text import (
+    LanguageCorpusSpec,
+    read_documents,
+    read_lines,
+    whole_documents,
+)
 from triptych.seeing.reports import Table
 from triptych.training.processes import do_each, launched
 

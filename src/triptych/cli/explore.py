@@ -14,12 +14,11 @@ from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_written, progress_bar
 from triptych.errors import DataError, UsageError
 from triptych.model import Model, load
-from triptych.running.opening.run_folder import RECIPE
-from triptych.seeing.attending.held_out import HeldOutText
+from triptych.running.opening import RECIPE
+from triptych.seeing.attending import HeldOutText
 from triptych.seeing.reports import is_page
 from triptych.serving.recording import write_page
-from triptych.training import read_recipe
-from triptych.training.task_table import task_of
+from triptych.training import read_recipe, task_of
 
 
 def explore(

@@ -13,8 +13,7 @@ from triptych.model import Model, load
 from triptych.running.decoding import Continuation
 from triptych.running.opening import TextIds
 from triptych.running.text import Text, iterate_file
-from triptych.seeing.attending import attend_tokens
-from triptych.seeing.attending.attention_files import head_records
+from triptych.seeing.attending import attend_tokens, head_records
 
 # Prompts of a file that are read and continued before the first are printed.
 _PROMPTS_AT_A_TIME = 256

@@ -14,8 +14,12 @@ from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_written, progress_bar
 from triptych.files import write_text
 from triptych.model import Model, load
-from triptych.seeing.inspection import MEASURES, Inspection
-from triptych.seeing.inspection.record import heads_page, side_by_side
+from triptych.seeing.inspection import (
+    MEASURES,
+    Inspection,
+    heads_page,
+    side_by_side,
+)
 from triptych.seeing.reports import is_page, is_parquet, render_table, write_csv, write_parquet
 from triptych.training.processes import do_each, launched
 

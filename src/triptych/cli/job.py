@@ -9,7 +9,10 @@ from pathlib import Path
 
 from triptych.cli.process import prepare_training
 from triptych.errors import TriptychError
-from triptych.training.studies.study_job import StudyJob, do_job
+from triptych.training.studies import (
+    StudyJob,
+    do_job,
+)
 
 
 def main() -> int:

@@ -8,8 +8,12 @@ from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole
 from triptych.seeing.reports import Table
 from triptych.training import read_recipe
-from triptych.training.device_plan import TrainingPlan
-from triptych.training.layouts import USABLE, Cluster, PlannedLayout
+from triptych.training.device_plan import (
+    USABLE,
+    Cluster,
+    PlannedLayout,
+    TrainingPlan,
+)
 from triptych.training.progress import duration
 
 

@@ -4,7 +4,10 @@ from typing import Literal
 
 from triptych.cli.terminal import print_json, write_output
 from triptych.errors import UsageError
-from triptych.training.recipe import find_recipe, shipped_recipes
+from triptych.training import (
+    find_recipe,
+    shipped_recipes,
+)
 
 
 def recipes(action: Literal["show"] | None = None, name: str | None = None, *, as_json: bool = False) -> None:

@@ -23,9 +23,15 @@ from triptych.rewriting.certificate import (
     renumbered,
     said_layers,
 )
-from triptych.rewriting.functions.registry import REWRITES, option_names, purpose, read_rewrite, signature
-from triptych.rewriting.functions.rewrite import Rewrite
-from triptych.rewriting.planning import Plan
+from triptych.rewriting.functions import (
+    REWRITES,
+    Rewrite,
+    option_names,
+    purpose,
+    read_rewrite,
+    signature,
+)
+from triptych.rewriting.opened_models import Plan
 
 
 def rewrite(

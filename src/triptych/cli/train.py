@@ -12,8 +12,7 @@ from triptych.cli.process import prepare_training
 from triptych.cli.terminal import print_json, training_display
 from triptych.errors import UsageError
 from triptych.launch import speaks
-from triptych.training import read_recipe
-from triptych.training.recipe import shipped_recipes
+from triptych.training import read_recipe, shipped_recipes
 from triptych.training.runs import Summary
 
 # The command that uses what a run has learned.

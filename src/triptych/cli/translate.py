@@ -15,7 +15,7 @@ from triptych.files import write_atomically
 from triptych.model import Model, load
 from triptych.running.decoding import Translation
 from triptych.running.text import iterate_file, iterate_lines
-from triptych.seeing.attending.attention_files import head_records
+from triptych.seeing.attending import head_records
 from triptych.seeing.reports import is_page
 from triptych.threads import Ahead
 

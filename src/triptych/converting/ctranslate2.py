@@ -37,15 +37,20 @@ from triptych.converting.plain import (
 )
 from triptych.core.algebra.positions import RotaryEmbedding
 from triptych.core.algebra.weights import AttentionWeights
-from triptych.core.models import EncoderDecoder, LanguageModel, attention_weights, find_config
-from triptych.core.models.blocks import Block, OffsetNorm
-from triptych.core.models.feed_forward import FeedForward
+from triptych.core.models import (
+    Block,
+    EncoderDecoder,
+    FeedForward,
+    LanguageModel,
+    OffsetNorm,
+    attention_weights,
+    find_config,
+)
 from triptych.errors import UsageError
 from triptych.extras import require_extra
 from triptych.files import write_text
 from triptych.literals import Quantization
-from triptych.running.opening import Reader
-from triptych.running.opening.marian_tokenizers import write_tokenizers
+from triptych.running.opening import Reader, write_tokenizers
 from triptych.running.text import PretrainedTokenizer, SentencePieceTokenizer
 
 _TOLERANCE = 1e-4

@@ -5,7 +5,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from triptych.converting.engines import evaluate_text, make_translator
+from triptych.converting.engines import (
+    evaluate_text,
+)
+from triptych.converting.engines import make_generator as make_generator
+from triptych.converting.engines import make_translator as make_translator
 from triptych.errors import UsageError
 from triptych.literals import FileSettings, SpecialTokens, Stop
 from triptych.progress import Progress
@@ -16,15 +20,21 @@ from triptych.running.decoding import (
     TextGenerator,
     Translation,
     Translator,
+    continue_changed,
     evaluate_translations,
 )
-from triptych.running.decoding.text_generator import continue_changed
-from triptych.running.measuring.text_arguments import given_lines, given_texts
+from triptych.running.measuring import (
+    given_lines,
+    given_texts,
+)
 from triptych.running.opened_source import Opened
-from triptych.running.opening.generation_config import Asked as Asked
-from triptych.running.opening.generation_config import GenerationConfig
-from triptych.running.text import as_lines
-from triptych.running.text.given import as_texts, refuse_file_name
+from triptych.running.opening import Asked as Asked
+from triptych.running.opening import GenerationConfig
+from triptych.running.text import (
+    as_lines,
+    as_texts,
+    refuse_file_name,
+)
 
 
 def translate_with(

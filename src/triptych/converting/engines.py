@@ -27,35 +27,43 @@ from torch.nn import functional as F
 
 from triptych.converting.ctranslate2 import write_ct2_translator, write_generator
 from triptych.converting.plain import max_positions
-from triptych.core.models import LanguageModel, find_config
-from triptych.core.models.blocks import Block
-from triptych.core.models.device import find_device, has_fast_bf16
-from triptych.core.models.sites import require_lengths
+from triptych.core.models import (
+    Block,
+    LanguageModel,
+    find_config,
+    find_device,
+    has_fast_bf16,
+    require_lengths,
+)
 from triptych.errors import DataError, EngineNote, TriptychError, UsageError
 from triptych.files import cache_folder, write_folder
 from triptych.literals import EngineName, Precision, SpecialTokens, Stop
-from triptych.running.batching import batches_of_like_length
-from triptych.running.changes import is_patched
+from triptych.running.changing import is_patched
 from triptych.running.decoding import (
+    Decoder,
+    Ends,
+    Finish,
+    GenerationOptions,
+    Hypotheses,
     Hypothesis,
     Likelihood,
+    NewToken,
+    SamplingOptions,
     SearchOptions,
+    Sentences,
     TextGenerator,
     Translator,
-    length_penalty,
-    measure_likelihood,
-)
-from triptych.running.decoding.decoder import Decoder, Ends, Hypotheses, never_ends
-from triptych.running.decoding.generation import (
-    NewToken,
+    batches_of_like_length,
+    best_first,
     check_prompts,
+    check_vocabulary,
     collected,
+    length_penalty,
+    limit_of,
     limit_of_prompt,
+    measure_likelihood,
+    never_ends,
 )
-from triptych.running.decoding.search import Finish, best_first, limit_of
-from triptych.running.decoding.workers import Sentences
-from triptych.running.decoding_options import GenerationOptions, SamplingOptions
-from triptych.running.input_limits import check_vocabulary
 from triptych.running.opening import Reader
 from triptych.running.options import Options, require_ctranslate2
 

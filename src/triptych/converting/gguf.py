@@ -18,18 +18,30 @@ from triptych.converting.gguf_fit import differences, windows_only
 from triptych.converting.gguf_tokens import write_tokens
 from triptych.converting.output_checks import ConversionCheck, WrittenModel
 from triptych.core.algebra.forms import are_finite
-from triptych.core.checkpoints.checkpoint import Checkpoint
+from triptych.core.checkpoints.checkpoint import Checkpoint, LayerReader
 from triptych.core.checkpoints.family import family_of
+from triptych.core.checkpoints.gguf import (
+    Heads,
+    Layout,
+    find_architecture,
+    in_transformers,
+    layout_of,
+    name_in_gguf,
+    read_configuration,
+    written_metadata,
+)
 from triptych.core.checkpoints.gguf.architectures import Architecture, architectures, architectures_of_type
-from triptych.core.checkpoints.gguf.gguf_model import in_transformers
-from triptych.core.checkpoints.gguf.metadata import find_architecture, read_configuration, written_metadata
-from triptych.core.checkpoints.gguf.names import name_in_gguf
-from triptych.core.checkpoints.gguf.row_orders import Heads, Layout, layout_of
 from triptych.core.checkpoints.model_map import model_map
-from triptych.core.checkpoints.reading import LayerReader
-from triptych.core.storage.gguf import SUFFIX, Gguf
-from triptych.core.storage.settings import Settings
-from triptych.core.storage.tensors import InMemory, TensorFile, TensorInfo, Tensors, of_one
+from triptych.core.storage import (
+    SUFFIX,
+    Gguf,
+    InMemory,
+    Settings,
+    TensorFile,
+    TensorInfo,
+    Tensors,
+    of_one,
+)
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.extras import require_extra
 from triptych.files import write_atomically

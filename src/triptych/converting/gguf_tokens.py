@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from triptych.converting.output_checks import ConversionCheck
-from triptych.core.checkpoints.gguf.token_lists import (
+from triptych.core.checkpoints.gguf import (
     CONTROL,
     NAMED,
     SPACE,

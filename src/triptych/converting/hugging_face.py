@@ -24,14 +24,16 @@ from triptych.converting.output_checks import (
 )
 from triptych.converting.plain import plain_model
 from triptych.core.checkpoints.stored_models import load_language_model
-from triptych.core.models import LanguageModel, find_config
-from triptych.core.models.storage import write_weights
+from triptych.core.models import LanguageModel, find_config, write_weights
 from triptych.errors import DataError
 from triptych.extras import is_installed, quiet_transformers
 from triptych.files import write_json, write_text
-from triptych.running.opening import Reader
-from triptych.running.opening.marian_tokenizers import TARGET_FOLDER, write_tokenizers
-from triptych.running.opening.translators import read_marian
+from triptych.running.opening import (
+    TARGET_FOLDER,
+    Reader,
+    read_marian,
+    write_tokenizers,
+)
 from triptych.running.text import PretrainedTokenizer, SentencePieceTokenizer, SentenceTokenizer
 from triptych.training.continuing import copy_checkpoint, goes_on
 

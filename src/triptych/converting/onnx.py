@@ -25,15 +25,26 @@ from triptych.converting.output_checks import (
 )
 from triptych.converting.plain import max_positions
 from triptych.core.attention import AttentionCache, DecoderCache, PositionIds
-from triptych.core.models import EncoderDecoder, find_config
-from triptych.core.models.blocks import NewTokens
-from triptych.core.models.sites import attention_sites, blocks_of
+from triptych.core.models import (
+    EncoderDecoder,
+    NewTokens,
+    attention_sites,
+    blocks_of,
+    find_config,
+)
 from triptych.errors import UsageError
 from triptych.extras import is_installed, require_extra
-from triptych.running.decoding import Engine
-from triptych.running.decoding.fused import FusedAttention, beyond_fusing, numbers_of
-from triptych.running.opening import Reader
-from triptych.running.opening.marian_tokenizers import TARGET_FOLDER, write_tokenizers
+from triptych.running.decoding import (
+    Engine,
+    FusedAttention,
+    beyond_fusing,
+    numbers_of,
+)
+from triptych.running.opening import (
+    TARGET_FOLDER,
+    Reader,
+    write_tokenizers,
+)
 from triptych.running.text import SentencePieceTokenizer
 
 ENCODER = "encoder.onnx"

@@ -20,16 +20,20 @@ from triptych.core.algebra.weights import AttentionWeights, Link, standard_scale
 from triptych.core.attention import LearnedPositions, sinusoidal
 from triptych.core.models import (
     EncoderDecoder,
+    FeedForwardConfig,
     LanguageModel,
+    NormConfig,
     attention_sites,
     attention_weights,
     find_config,
     with_attention,
 )
-from triptych.core.models.architecture import FeedForwardConfig, NormConfig
 from triptych.errors import UsageError
+from triptych.rewriting import (
+    WeightsRewrite,
+    rewrite,
+)
 from triptych.rewriting import functions as rewrites
-from triptych.rewriting.in_memory import WeightsRewrite, rewrite
 
 # Constructor of a format's error from a description of the unsupported part.
 Refused = Callable[[str], UsageError]

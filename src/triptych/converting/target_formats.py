@@ -28,9 +28,8 @@ from triptych.core.algebra.weights import AttentionWeights
 from triptych.core.checkpoints.family import family_of
 from triptych.core.checkpoints.model_parts import ACTIVATIONS
 from triptych.core.checkpoints.stored_models import new_tensors
-from triptych.core.models import EncoderDecoder, LanguageModel, find_config
-from triptych.core.models.sites import attention_sites
-from triptych.core.storage.settings import Settings
+from triptych.core.models import EncoderDecoder, LanguageModel, attention_sites, find_config
+from triptych.core.storage import Settings
 from triptych.errors import UsageError
 from triptych.running.text import TokenizerPair
 

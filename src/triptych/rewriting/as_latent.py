@@ -19,8 +19,11 @@ from triptych.core.checkpoints.latents import latent_parts
 from triptych.core.checkpoints.layer_map import LayerMap, layer_map
 from triptych.core.checkpoints.model_map import model_map
 from triptych.core.checkpoints.stored_layers import AttentionLayer, MapSizes, Place, Site
-from triptych.core.storage.settings import Settings
-from triptych.core.storage.tensors import InMemory, of_one
+from triptych.core.storage import (
+    InMemory,
+    Settings,
+    of_one,
+)
 from triptych.errors import DataError
 
 _TYPE = "deepseek_v3"

@@ -9,8 +9,11 @@ from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSou
 from triptych.errors import UsageError
 from triptych.rewriting.functions.moments import Moments, MomentsGatherer
 from triptych.rewriting.inputs import before_gain
-from triptych.running.measuring.windows import cut_windows
-from triptych.running.measuring.worth import MOST_TOKENS_OF_WORTH, measure_worth
+from triptych.running.measuring import (
+    MOST_TOKENS_OF_WORTH,
+    cut_windows,
+    measure_worth,
+)
 from triptych.running.opening import (
     TextReader,
     open_reader,

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serial
 from triptych.core.algebra.cost import WritingCost
 from triptych.core.algebra.rewritten import TIERS, Tier
 from triptych.core.checkpoints.stored_layers import AttentionLayer
-from triptych.core.storage.copying import CERTIFICATE
+from triptych.core.storage import CERTIFICATE
 from triptych.errors import DataError, UsageError, near_path
 from triptych.printable import printable, table_html
 from triptych.rewriting.driver import StepOutcome

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from triptych.core.algebra.cost import writing_cost
 from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSource
-from triptych.core.storage.tensors import open_tensors
+from triptych.core.storage import open_tensors
 from triptych.errors import TriptychError, first_line
 from triptych.rewriting.calibration import MOST_TOKENS
 from triptych.rewriting.certificate import Certificate, Cost, LayerRecord, Measured, NormRecord, StepRecord

@@ -16,10 +16,22 @@ from triptych.core.checkpoints.fitted_weights import path_of_record, resizing, s
 from triptych.core.checkpoints.module_layers import ModuleLayers
 from triptych.core.checkpoints.norm_readers import NormSite, norm_sites
 from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSource, MapSizes, Site
-from triptych.core.models.storage import model_tensors, read_own_model, write_config
-from triptych.core.models.with_attention import require_no_more
-from triptych.core.storage.copying import CERTIFICATE, CONFIG, names_beside, set_entry
-from triptych.core.storage.tensors import PICKLED_INDEX, SAFETENSORS, SAFETENSORS_INDEX, open_tensors
+from triptych.core.models import (
+    model_tensors,
+    read_own_model,
+    require_no_more,
+    write_config,
+)
+from triptych.core.storage import (
+    CERTIFICATE,
+    CONFIG,
+    PICKLED_INDEX,
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    names_beside,
+    open_tensors,
+    set_entry,
+)
 from triptych.errors import TriptychError
 from triptych.files import file_hash
 from triptych.rewriting.certificate import MODEL_CARD, Certificate

@@ -21,13 +21,18 @@ from triptych.core.models import (
     AnyModel,
     EncoderDecoder,
     LanguageModel,
+    ModelT,
     attention_sites,
     attention_weights,
     with_attention,
 )
-from triptych.core.models.with_attention import ModelT
 from triptych.rewriting.driver import Driver
-from triptych.rewriting.functions import LayerRewrite, LayerToRewrite, Rewrite, read_rewrite
+from triptych.rewriting.functions.registry import read_rewrite
+from triptych.rewriting.functions.rewrite import (
+    LayerRewrite,
+    LayerToRewrite,
+    Rewrite,
+)
 
 Target = TypeVar(
     "Target",

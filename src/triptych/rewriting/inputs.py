@@ -13,7 +13,7 @@ from torch import Tensor
 
 from triptych.core.algebra.weights import Norm
 from triptych.core.checkpoints.stored_layers import AttentionSource
-from triptych.core.storage.tensors import Safetensors
+from triptych.core.storage import Safetensors
 from triptych.errors import DataError, UsageError
 from triptych.files import write_bytes
 from triptych.running.opening import Seen, TextReader, Window

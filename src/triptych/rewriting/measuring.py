@@ -14,8 +14,11 @@ from triptych.core.algebra.rewritten import RewriteRefusedError
 from triptych.core.algebra.weights import SIDES, AttentionWeights, Norm
 from triptych.core.checkpoints.stored_layers import AttentionLayer
 from triptych.rewriting.certificate import Measured, Probes
-from triptych.rewriting.functions import FORMS, Form
 from triptych.rewriting.functions.bounds import output_bound, score_bound
+from triptych.rewriting.functions.channels import (
+    FORMS,
+    Form,
+)
 from triptych.rewriting.functions.moves import measure_move
 from triptych.rewriting.inputs import before_gain
 from triptych.rewriting.rounding import MOST_TIMES, MOST_TIMES_OF_LAYER, RoundedAgain, changed_numbers, unit

@@ -6,14 +6,21 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from triptych.core.storage.copying import CERTIFICATE
+from triptych.core.storage import CERTIFICATE
 from triptych.progress import Progress
-from triptych.rewriting.against_transformers import Check, check_against_transformers
+from triptych.rewriting.against_transformers import Check as Check
+from triptych.rewriting.against_transformers import (
+    check_against_transformers,
+)
 from triptych.rewriting.certificate import Certificate, read_certificate
-from triptych.rewriting.planning import Plan, plan_rewrite
+from triptych.rewriting.planning import Plan as Plan
+from triptych.rewriting.planning import (
+    plan_rewrite,
+)
 from triptych.rewriting.recipe import to_recipe
 from triptych.rewriting.saving import files_of
-from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
+from triptych.rewriting.saving import save as save
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint as rewrite_checkpoint
 from triptych.running.opened_source import Opened
 
 

@@ -13,12 +13,16 @@ from triptych.core.algebra.rewritten import RewriteRefusedError
 from triptych.core.algebra.weights import Norm
 from triptych.core.checkpoints.norm_readers import NormReader, NormSite
 from triptych.core.checkpoints.stored_layers import Site
-from triptych.core.storage.tensors import Tensors
+from triptych.core.storage import Tensors
 from triptych.errors import DataError
 from triptych.rewriting.certificate import NormRecord, StepRecord
 from triptych.rewriting.driver import applies_to, give_back_memory
 from triptych.rewriting.folder_formats import Format
-from triptych.rewriting.functions import FoldNorm, FoldOtherNorms, Rewrite
+from triptych.rewriting.functions.norms import (
+    FoldNorm,
+    FoldOtherNorms,
+)
+from triptych.rewriting.functions.rewrite import Rewrite
 from triptych.rewriting.measuring import MapErrors, blocks, measure_map, total_errors
 
 _NAME = "fold_other_norms"

@@ -30,8 +30,13 @@ from triptych.rewriting.certificate import (
 )
 from triptych.rewriting.driver import Driver, RewrittenLayer, StepOutcome, applies_to
 from triptych.rewriting.folder_formats import storage_format
-from triptych.rewriting.functions import LayerToRewrite, Rewrite, ToLatent, Truncate
+from triptych.rewriting.functions.latent import ToLatent
 from triptych.rewriting.functions.moments import Moments
+from triptych.rewriting.functions.rewrite import (
+    LayerToRewrite,
+    Rewrite,
+)
+from triptych.rewriting.functions.truncation import Truncate
 from triptych.rewriting.other_norms import OtherNorms
 from triptych.rewriting.recipe import RewriteRecipe, require_calibration
 from triptych.rewriting.writing import WrittenLayer

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from triptych.core.algebra.weights import SIDES, AttentionWeights, Link, Side
 from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSource
-from triptych.core.storage.tensors import Tensors
+from triptych.core.storage import Tensors
 from triptych.rewriting.certificate import TensorRecord
 from triptych.rewriting.on_text import Deviations, largest_difference
 from triptych.running.opening import TextReader, Window

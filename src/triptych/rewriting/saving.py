@@ -15,17 +15,22 @@ from triptych.core.checkpoints.checkpoint import Checkpoint
 from triptych.core.checkpoints.module_layers import ModuleLayers
 from triptych.core.checkpoints.source import Source, find_source
 from triptych.core.checkpoints.stored_models import changed_tensors
-from triptych.core.models import write_model
-from triptych.core.models.sites import attention_sites
-from triptych.core.models.with_attention import with_attention
-from triptych.core.storage.copying import CERTIFICATE, FolderCopy, require_new_folder
+from triptych.core.models import attention_sites, with_attention, write_model
+from triptych.core.storage import (
+    CERTIFICATE,
+    FolderCopy,
+    require_new_folder,
+)
 from triptych.errors import UsageError
 from triptych.files import write_folder
 from triptych.rewriting.folder_formats import FolderFormat
 from triptych.rewriting.whole_checkpoint import copy_run, leave_out_certificate
-from triptych.running.changes import Steering, changed_copy
+from triptych.running.changing import (
+    Steering,
+    changed_copy,
+)
 from triptych.running.opened_source import Opened
-from triptych.running.text.pretrained import copy_tokenizer
+from triptych.running.text import copy_tokenizer
 
 
 def save(opened: Opened, target: Path) -> Path:

@@ -8,10 +8,16 @@ from triptych.core.checkpoints.checkpoint import open_checkpoint
 from triptych.core.checkpoints.family import Family, read_family
 from triptych.core.checkpoints.source import find_source
 from triptych.core.checkpoints.stored_layers import AttentionSource
-from triptych.core.storage.copying import CERTIFICATE, is_own
-from triptych.core.storage.gguf import SUFFIX as GGUF
-from triptych.core.storage.shards import tensor_hash
-from triptych.core.storage.tensors import SAFETENSORS, SAFETENSORS_INDEX, Tensors, open_tensors
+from triptych.core.storage import (
+    CERTIFICATE,
+    SAFETENSORS,
+    SAFETENSORS_INDEX,
+    Tensors,
+    is_own,
+    open_tensors,
+    tensor_hash,
+)
+from triptych.core.storage import SUFFIX as GGUF
 from triptych.errors import DataError, TriptychError, UsageError, first_line
 from triptych.files import file_hash
 from triptych.rewriting.calibration import MOST_TOKENS

@@ -19,12 +19,19 @@ from triptych.core.checkpoints.family import Family, family_of
 from triptych.core.checkpoints.module_layers import ModuleLayers
 from triptych.core.checkpoints.source import Source, find_source
 from triptych.core.checkpoints.stored_layers import AttentionSource, Site
-from triptych.core.models.storage import write_model
-from triptych.core.storage.copying import CERTIFICATE, CONFIG, FolderCopy, require_new_folder, require_own
-from triptych.core.storage.quantised import dequantised
-from triptych.core.storage.settings import Settings
-from triptych.core.storage.shards import tensor_hash
-from triptych.core.storage.tensors import SAFETENSORS, open_tensors
+from triptych.core.models import write_model
+from triptych.core.storage import (
+    CERTIFICATE,
+    CONFIG,
+    SAFETENSORS,
+    FolderCopy,
+    Settings,
+    dequantised,
+    open_tensors,
+    require_new_folder,
+    require_own,
+    tensor_hash,
+)
 from triptych.errors import DataError
 from triptych.files import NewFolder, file_hash, write_bytes
 from triptych.printable import printable

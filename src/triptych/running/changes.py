@@ -16,9 +16,14 @@ from torch import Tensor, nn
 
 from triptych.core.algebra.weights import AttentionWeights, Link, Side
 from triptych.core.attention import LearnedPositions, MultiHeadAttention, NoPositions, SinusoidalPositions
-from triptych.core.models import EncoderDecoder, LanguageModel
-from triptych.core.models.blocks import sharing_copy
-from triptych.core.models.sites import AttentionSite, attention_sites, blocks_of
+from triptych.core.models import (
+    AttentionSite,
+    EncoderDecoder,
+    LanguageModel,
+    attention_sites,
+    blocks_of,
+    sharing_copy,
+)
 from triptych.errors import UsageError
 from triptych.literals import Activation
 

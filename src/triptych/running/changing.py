@@ -22,7 +22,6 @@ from triptych.running.changes import (
     Part,
     Patch,
     PositionsOff,
-    Steering,
     ValueChange,
     WeightChange,
     ablation,
@@ -31,6 +30,9 @@ from triptych.running.changes import (
     with_map,
     without_positions,
 )
+from triptych.running.changes import Steering as Steering
+from triptych.running.changes import changed_copy as changed_copy
+from triptych.running.changes import is_patched as is_patched
 from triptych.running.opened_source import Opened
 from triptych.running.run import Run, run_texts
 from triptych.running.text.given import as_texts

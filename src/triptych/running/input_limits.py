@@ -2,7 +2,7 @@
 
 from triptych.core.models import LanguageModel
 from triptych.errors import DataError, UsageError
-from triptych.running.text import Tokenizer
+from triptych.running.text.tokenizers import Tokenizer
 
 # Time grows with the square of the length of a text. So does the size of a page with all attention weights.
 LONGEST_PROMPT = 32_768

@@ -24,10 +24,9 @@ from triptych.user_code import use_code
 
 # Modules and readers are imported when a model first runs: heads are read without them.
 if TYPE_CHECKING:
-    from triptych.core.models import AnyModel
-    from triptych.core.models.sites import AttentionSite
+    from triptych.core.models import AnyModel, AttentionSite
     from triptych.running.changes import Change
-    from triptych.running.opening import Reader
+    from triptych.running.opening.reader import Reader
 
 
 @final
@@ -264,7 +263,7 @@ class Opened:
 
     def sites_of(self, model: "AnyModel") -> "list[AttentionSite]":
         """Return the layers of a module in the order of `attention`."""
-        from triptych.core.models.sites import attention_sites
+        from triptych.core.models import attention_sites
 
         sites = attention_sites(model)
         if len(model.stacks) == 1:

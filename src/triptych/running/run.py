@@ -13,15 +13,18 @@ from torch.nn import functional as F
 from triptych.core.algebra.forms import at_least_float32
 from triptych.core.algebra.weights import AttentionWeights
 from triptych.core.attention import ACTIVATIONS, LayerSteps, Tap
-from triptych.core.models import EncoderDecoder
-from triptych.core.models.blocks import Residual
-from triptych.core.models.sites import AttentionSite
+from triptych.core.models import AttentionSite, EncoderDecoder, Residual
 from triptych.core.places import PlaceNames, head_of
 from triptych.errors import UsageError
 from triptych.literals import Activation, SpecialTokens, check_choices
 from triptych.printable import table_html
 from triptych.running.opened_source import Opened
-from triptych.running.opening import LayerCall, Reader, Recording, TextIds
+from triptych.running.opening.layer_calls import (
+    LayerCall,
+    Recording,
+    TextIds,
+)
+from triptych.running.opening.reader import Reader
 from triptych.running.text.given import Text, as_texts, refuse_file_name
 
 

@@ -15,7 +15,10 @@ from triptych.progress import Progress
 from triptych.running.changing import patch
 from triptych.running.opened_source import Opened
 from triptych.running.run import Run, run_texts
-from triptych.running.text.given import as_texts, refuse_file_name
+from triptych.running.text import (
+    as_texts,
+    refuse_file_name,
+)
 
 
 @final

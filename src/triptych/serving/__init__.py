@@ -10,4 +10,6 @@ parts of all requests are in `server.py` (limits, figures, reloads), `doors.py` 
 `request_fields.py` (fields of a body), `answers.py` (large answers) and `application.py` (routes, errors).
 `logs.py` is the log, `serve.py` the entry point; `uvicorn_server.py` runs uvicorn with the connections of
 `connections.py`, and reloads at SIGHUP (`hangups.py`). Start with `worker.py`.
+
+Interface: `hangups`, `limits`, `recording`, `serve`.
 """

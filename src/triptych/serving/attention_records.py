@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from triptych.model import Model
-from triptych.seeing.attending.attention_files import json_pieces
+from triptych.seeing.attending import json_pieces
 from triptych.serving.limits import RequestError
 from triptych.serving.request_fields import Fields
 from triptych.serving.served_models import Asking

@@ -11,8 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from torch.nn import functional as F
 
-from triptych.core.models.overflow import require_finite_values
-from triptych.running.input_limits import LONGEST_SHOWN, check_length
+from triptych.core.models import require_finite_values
+from triptych.running.decoding import (
+    LONGEST_SHOWN,
+    check_length,
+)
 from triptych.running.text import encode_texts
 from triptych.serving.answers import json_answer
 from triptych.serving.completions import read_token_ids

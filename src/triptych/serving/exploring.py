@@ -15,17 +15,20 @@ import torch
 from torch import Tensor
 
 from triptych.core.heads import Head, Layer, RotaryForm
-from triptych.core.models.sites import attention_sites
+from triptych.core.models import attention_sites
 from triptych.errors import TriptychError, UsageError
 from triptych.model import Model
 from triptych.running.run import Run
-from triptych.seeing.attending import Attention
-from triptych.seeing.attending.attention import readable
-from triptych.seeing.attending.attention_page import HeadNote, viewer_data
-from triptych.seeing.attending.held_out import HeldOutText
-from triptych.seeing.attending.over import OverText
-from triptych.seeing.attending.written_tokens import OutputTable
-from triptych.seeing.chance import random_spectra
+from triptych.seeing.attending import (
+    Attention,
+    HeadNote,
+    HeldOutText,
+    OutputTable,
+    OverText,
+    readable,
+    viewer_data,
+)
+from triptych.seeing.inspection import random_spectra
 
 # Numbers of cached changed models, with their engines, and of cached results for texts.
 _MOST_MODELS = 4

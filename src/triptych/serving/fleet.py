@@ -9,7 +9,7 @@ from typing import final
 
 from triptych.errors import UsageError
 from triptych.model import Model, reopened
-from triptych.seeing.attending.held_out import HeldOutText
+from triptych.seeing.attending import HeldOutText
 from triptych.serving.limits import Limits
 from triptych.serving.served_models import ServedModel
 from triptych.serving.worker_processes import ServingProcess

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 from triptych.running.decoding import Top
-from triptych.running.text import StreamDecoder, Tokenizer
-from triptych.running.text.pieces import bytes_of
-from triptych.seeing.attending.attention import readable
+from triptych.running.text import StreamDecoder, Tokenizer, bytes_of
+from triptych.seeing.attending import readable
 
 # Number of tokens decoded before the first token: they decide if its text begins with a space.
 _BEFORE = 8

@@ -11,7 +11,10 @@ from typing import NamedTuple, final
 import torch
 from turbohtml import Token, TokenType, tokenize
 
-from triptych.seeing.attending.alignment import AlignedWords, Word
+from triptych.seeing.attending import (
+    AlignedWords,
+    Word,
+)
 from triptych.serving.limits import RequestError
 
 # Largest depth of nested elements inside a sentence: every word may be put into all of them.

@@ -10,7 +10,7 @@ from triptych.files import write_text
 from triptych.model import Model
 from triptych.printable import printable
 from triptych.progress import Progress, untold
-from triptych.seeing.attending.held_out import HeldOutText
+from triptych.seeing.attending import HeldOutText
 from triptych.seeing.reports import make_page
 from triptych.serving.exploring import Explorer, Shown, rounded
 

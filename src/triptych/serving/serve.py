@@ -11,7 +11,7 @@ from pathlib import Path
 from triptych.errors import DataError, UsageError
 from triptych.extras import require_extra
 from triptych.model import Model
-from triptych.seeing.attending.held_out import HeldOutText
+from triptych.seeing.attending import HeldOutText
 from triptych.serving import hangups
 from triptych.serving.fleet import PageTexts
 from triptych.serving.limits import Limits

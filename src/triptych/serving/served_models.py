@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from triptych import thresholds
-from triptych.core.models.overflow import require_finite_logits
+from triptych.core.models import require_finite_logits
 from triptych.errors import DataError, UsageError
 from triptych.model import Model, renamed, require_same_files
 from triptych.running.decoding import (
@@ -28,7 +28,7 @@ from triptych.running.decoding import (
 )
 from triptych.running.memory import give_memory_back, own_memory
 from triptych.running.text import NumberedTokens
-from triptych.seeing.attending.alignment import AlignedWords
+from triptych.seeing.attending import AlignedWords
 from triptych.serving.exploring import Explorer
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.worker import Decoding, Item, Queue, QueuedJob, Worker

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from triptych.running.decoding import Translation
-from triptych.seeing.attending.alignment import AlignedWords
+from triptych.seeing.attending import AlignedWords
 from triptych.serving.answers import json_answer
 from triptych.serving.limits import RequestError
 from triptych.serving.markup import Markup, TextRun

@@ -16,7 +16,7 @@ from typing import Any, final
 
 from triptych.errors import TriptychError
 from triptych.model import Model, require_same_files
-from triptych.running.decoding.workers import Helper
+from triptych.running.decoding import Helper
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.logs import log
 from triptych.serving.served_models import SERVED_HERE, ModelJob, ServedModel

@@ -6,7 +6,7 @@ from typing import Any
 
 from triptych.files import write_text
 from triptych.printable import printable
-from triptych.training import TrainingResult
+from triptych.training.loop import TrainingResult
 from triptych.training.progress import Display
 from triptych.training.task import Task
 from triptych.untrusted import LONGEST_TEXT, read_limited

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from triptych.core.models import PRESETS
-from triptych.core.models.device import has_fast_bf16
+from triptych.core.models import PRESETS, has_fast_bf16
 from triptych.training.progress import Display
 from triptych.training.recipe import AnyRecipe, ContinuedRecipe, LanguageRecipe, Recipe
 

@@ -13,9 +13,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor, nn
 
-from triptych.core.models import AnyModel
-from triptych.core.models.device import find_device
-from triptych.core.models.storage import load_tensors
+from triptych.core.models import AnyModel, find_device, load_tensors
 from triptych.errors import UsageError
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch

@@ -20,20 +20,22 @@ from triptych.core.checkpoints.stored_models import (
     tie_shared,
     why_not_written,
 )
-from triptych.core.models import AnyModel, LanguageModel
-from triptych.core.models.device import find_device
-from triptych.core.models.storage import write_weights
-from triptych.core.storage.copying import CERTIFICATE, CONFIG, names_beside
-from triptych.core.storage.tensors import SAFETENSORS
+from triptych.core.models import AnyModel, LanguageModel, find_device, write_weights
+from triptych.core.storage import (
+    CERTIFICATE,
+    CONFIG,
+    SAFETENSORS,
+    names_beside,
+)
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.files import write_text
 from triptych.printable import printable
 from triptych.running.text import load_tokenizer
-from triptych.training import ContinuedRecipe
 from triptych.training.choices import fit_continued_training, say_choices
 from triptych.training.folder import Prepared, holds_run, settings
 from triptych.training.language import TextOfRun, TextTask, prepared_text
 from triptych.training.progress import Display
+from triptych.training.recipe import ContinuedRecipe
 from triptych.training.state import RUN_FILES, save_or_explain
 from triptych.training.task import StepShape
 from triptych.untrusted import LONGEST_JSON, read_json, read_limited

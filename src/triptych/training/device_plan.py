@@ -24,17 +24,29 @@ import torch
 from torch import nn
 
 from triptych.core.algebra.cost import cached_numbers, pass_cost
-from triptych.core.attention import MultiHeadAttention
-from triptych.core.attention.routes import Inputs, make_plan
-from triptych.core.attention.shapes import shapes_only
-from triptych.core.models import AnyModel
-from triptych.core.models.blocks import Block, Residual
-from triptych.core.models.feed_forward import FeedForward
-from triptych.core.models.sites import blocks_of
+from triptych.core.attention import (
+    Inputs,
+    MultiHeadAttention,
+    make_plan,
+    shapes_only,
+)
+from triptych.core.models import (
+    AnyModel,
+    Block,
+    FeedForward,
+    Residual,
+    blocks_of,
+)
 from triptych.errors import UsageError
 from triptych.training.choices import choices
 from triptych.training.computing import require_kind
-from triptych.training.layouts import USABLE, Cluster, Exchange, LayoutSettings, PlannedLayout
+from triptych.training.layouts import USABLE as USABLE
+from triptych.training.layouts import Cluster as Cluster
+from triptych.training.layouts import (
+    Exchange,
+    LayoutSettings,
+)
+from triptych.training.layouts import PlannedLayout as PlannedLayout
 from triptych.training.losses import chunk_tokens
 from triptych.training.optimizers import matrices
 from triptych.training.recipe import AnyRecipe

@@ -19,11 +19,14 @@ from triptych.errors import DataError, UsageError
 from triptych.files import file_hash, hold_folder, write_json, write_text
 from triptych.progress import Progress
 from triptych.running.decoding import Translator, measure_bleu
-from triptych.training import Recipe, resolve
 from triptych.training.corpora.corpora import ParallelCorpus
 from triptych.training.folder import hash_parts
 from triptych.training.processes import World
 from triptych.training.progress import Display
+from triptych.training.recipe import (
+    Recipe,
+    resolve,
+)
 from triptych.training.translation import read_corpora, with_tokenizers_of
 from triptych.untrusted import read_json
 

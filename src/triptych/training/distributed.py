@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from triptych.core.models import AnyModel, EncoderDecoder
-from triptych.core.models.blocks import OffsetNorm
+from triptych.core.models import AnyModel, EncoderDecoder, OffsetNorm
 from triptych.errors import UsageError
 from triptych.training.computing import Computing, Kind, LazyParameters
 from triptych.training.losses import Loss

@@ -10,11 +10,20 @@ from triptych.core.checkpoints.source import is_own_config
 from triptych.core.models import AnyModel
 from triptych.core.models.vectors import WordVectors
 from triptych.errors import DataError, UsageError
-from triptych.running.opening.run_folder import DECODING, RECIPE
+from triptych.running.opening import (
+    DECODING,
+    RECIPE,
+)
 from triptych.running.text import Tokenizer
-from triptych.training import AnyRecipe
+from triptych.training.metrics import read_metrics as read_metrics
 from triptych.training.objectives import Objective
-from triptych.training.state import RUN_FILES, Publish, own_files, publish_weights
+from triptych.training.recipe import AnyRecipe
+from triptych.training.state import (
+    RUN_FILES,
+    Publish,
+    publish_weights,
+)
+from triptych.training.state import own_files as own_files
 from triptych.untrusted import read_json
 
 SUMMARY = "summary.json"

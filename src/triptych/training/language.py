@@ -7,28 +7,38 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, final
 
-from triptych.core.models import AnyModel, LanguageModel
-from triptych.core.models.device import find_device, to_device
-from triptych.core.models.storage import write_config
+from triptych.core.models import (
+    AnyModel,
+    LanguageModel,
+    find_device,
+    to_device,
+    write_config,
+)
 from triptych.errors import DataError, UsageError
 from triptych.printable import printable
-from triptych.running.decoding.engine import Engine
-from triptych.running.decoding.generation import generate_tokens
-from triptych.running.decoding_options import GenerationOptions, SamplingOptions
-from triptych.running.opening.run_folder import TOKENIZER
+from triptych.running.decoding import (
+    Engine,
+    GenerationOptions,
+    SamplingOptions,
+    generate_tokens,
+)
+from triptych.running.opening import TOKENIZER
 from triptych.running.text import (
     LanguageCorpusSpec,
     Masking,
     PretrainedTokenizer,
     TextPart,
     Tokenizer,
+    find_files,
+    fingerprint,
     read_documents,
     read_tokenizer,
+    require_documents,
     require_kept_file,
+    unknown_token,
+    whole_documents,
+    why_no_bits,
 )
-from triptych.running.text.documents import find_files, fingerprint, require_documents, whole_documents
-from triptych.running.text.unknown_characters import unknown_token, why_no_bits
-from triptych.training import ContinuedRecipe, LanguageRecipe, TextRecipe
 from triptych.training.choices import fit_language_training, fit_tokenizer, say_choices
 from triptych.training.corpora.packing import PackedBatches
 from triptych.training.corpora.token_shards import TokenShards, tokenize_corpus, write_shards
@@ -37,6 +47,11 @@ from triptych.training.folder import Prepared, hash_parts, word_vectors
 from triptych.training.loop import TrainingResult
 from triptych.training.objectives import LanguageObjective
 from triptych.training.progress import Display
+from triptych.training.recipe import (
+    ContinuedRecipe,
+    LanguageRecipe,
+    TextRecipe,
+)
 from triptych.training.task import CardWords, StepShape, Task
 
 # A longer text does not improve a tokenizer.

@@ -15,10 +15,13 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 
-from triptych.core.models import AnyModel
-from triptych.core.models.blocks import recompute_activations
-from triptych.core.models.device import has_fast_bf16
-from triptych.core.models.storage import model_tensors, read_tensors
+from triptych.core.models import (
+    AnyModel,
+    has_fast_bf16,
+    model_tensors,
+    read_tensors,
+    recompute_activations,
+)
 from triptych.errors import TriptychError
 from triptych.files import remove_leftovers, write_text
 from triptych.training.computing import ONE_PROCESS, Computing, Layout, NotCounted, Whole, rows_of_rank

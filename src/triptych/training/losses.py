@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from triptych.core.models.language_model import LanguageModelHead
+from triptych.core.models import LanguageModelHead
 from triptych.thresholds import CHUNK_LOGITS, CHUNK_LOGITS_ON_GPU, MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
 from triptych.training.machine import in_any_order
 

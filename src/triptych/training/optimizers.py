@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from triptych.core.attention import LearnedPositions
-from triptych.core.models import AnyModel
-from triptych.core.models.storage import stored_parameters
+from triptych.core.models import AnyModel, stored_parameters
 from triptych.training.sections import OptimisationConfig
 
 # State tensors of each optimizer for a parameter, by the prefix of their names in a saved state.

@@ -13,8 +13,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from triptych.core.models import AnyModel
-from triptych.core.models.embedding import Embeddings
+from triptych.core.models import AnyModel, Embeddings
 
 
 @final

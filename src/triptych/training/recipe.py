@@ -18,9 +18,11 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from triptych import user_code
 from triptych.core.models import PRESETS, LanguageModelConfig, ModelConfig
 from triptych.errors import UsageError, near_path, nearest
-from triptych.running.opening.run_folder import DecodingConfig, Section
-from triptych.running.text import MaskingSpec
-from triptych.running.text.record_files import record_ending
+from triptych.running.opening import (
+    DecodingConfig,
+    Section,
+)
+from triptych.running.text import MaskingSpec, record_ending
 from triptych.toml import read_toml
 from triptych.training.corpora.tokenizer_training import TokenizerSpec
 from triptych.training.sections import (

@@ -9,28 +9,34 @@ from typing import Any
 
 import torch
 
-from triptych.core.models import AnyModel
-from triptych.core.models.device import find_device, has_fast_bf16, to_device
+from triptych.core.models import (
+    AnyModel,
+    find_device,
+    has_fast_bf16,
+    read_own_model,
+    to_device,
+)
 from triptych.core.models.initial import DeferredInit
-from triptych.core.models.storage import read_own_model
-from triptych.core.storage.copying import CERTIFICATE
+from triptych.core.storage import CERTIFICATE
 from triptych.errors import UsageError
 from triptych.files import NewFolder, hold_folder, write_json, write_text
 from triptych.launch import num_restarts
-from triptych.running.opening.run_folder import RECIPE
+from triptych.running.opening import RECIPE
 from triptych.threads import torch_threads
-from triptych.training import (
-    AnyRecipe,
-    Trainer,
-    TrainingResult,
-    read_recipe,
-)
 from triptych.training.card import write_card
 from triptych.training.computing import ONE_PROCESS, Layout, LazyParameters, Whole, choose_parallel
 from triptych.training.folder import SUMMARY, Prepared, holds_run, require_place
+from triptych.training.loop import (
+    Trainer,
+    TrainingResult,
+)
 from triptych.training.objectives import Objective
 from triptych.training.processes import World, code_digests, launched
 from triptych.training.progress import Display, LineDisplay, LoggedDisplay, SilentDisplay
+from triptych.training.recipe import (
+    AnyRecipe,
+    read_recipe,
+)
 from triptych.training.state import Counters, find_state, own_files, read_counters
 from triptych.training.task_table import task_of
 from triptych.user_code import use_code

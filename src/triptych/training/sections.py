@@ -4,8 +4,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from triptych.running.opening.run_folder import Section
-from triptych.running.text.documents import LanguageCorpusSpec
+from triptych.running.opening import Section
+from triptych.running.text import LanguageCorpusSpec
 from triptych.training.corpora.corpora import CorpusSpec
 
 

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from triptych.core.models import AnyModel
-from triptych.core.models.storage import model_tensors
+from triptych.core.models import AnyModel, model_tensors
 from triptych.errors import DataError, TriptychError, first_line
 from triptych.training.optimizers import Optimizer
 from triptych.training.processes import World

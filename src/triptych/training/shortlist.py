@@ -6,13 +6,18 @@ from pydantic import ValidationError
 
 from triptych.errors import UsageError
 from triptych.files import write_text
-from triptych.running.opening import Reader
-from triptych.running.opening.run_folder import RECIPE
-from triptych.running.text import TokenSequences
-from triptych.running.text.shortlists import Coverage, learn_shortlist
-from triptych.training import read_recipe, require_translation
+from triptych.running.opening import RECIPE, Reader
+from triptych.running.text import (
+    Coverage,
+    TokenSequences,
+    learn_shortlist,
+)
 from triptych.training.corpora.corpora import CorpusSpec, read_parallel
 from triptych.training.progress import Display, LineDisplay
+from triptych.training.recipe import (
+    read_recipe,
+    require_translation,
+)
 from triptych.training.translation import read_corpora
 
 

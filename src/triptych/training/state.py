@@ -18,8 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from triptych.core.models import AnyModel
-from triptych.core.models.storage import load_tensors, model_tensors
+from triptych.core.models import (
+    AnyModel,
+    load_tensors,
+    model_tensors,
+)
 from triptych.errors import DataError, TriptychError
 from triptych.files import sync, write_bytes, write_json
 from triptych.training.optimizers import Optimizer

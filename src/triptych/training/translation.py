@@ -10,16 +10,20 @@ from typing import Any, final
 import torch
 
 from triptych.core.checkpoints.source import is_own_config
-from triptych.core.models import AnyModel, EncoderDecoder
-from triptych.core.models.device import find_device, to_device
-from triptych.core.models.storage import read_own_model, write_config
-from triptych.core.storage.tensors import SAFETENSORS
+from triptych.core.models import (
+    AnyModel,
+    EncoderDecoder,
+    find_device,
+    read_own_model,
+    to_device,
+    write_config,
+)
+from triptych.core.storage import SAFETENSORS
 from triptych.errors import DataError, UsageError
 from triptych.files import file_hash
 from triptych.running.decoding import SearchOptions, Translator, score_bleu
-from triptych.running.opening.run_folder import check_tokenizers
+from triptych.running.opening import check_tokenizers
 from triptych.running.text import ByteLevelTokenizer, TokenizerPair, require_kept_file
-from triptych.training import Recipe, require_translation, resolve
 from triptych.training.choices import fit_tokenizer, fit_training, say_choices
 from triptych.training.corpora.corpora import CorpusSpec, ParallelCorpus, read_parallel
 from triptych.training.corpora.encoded import EncodedCorpus, encode_corpus
@@ -29,7 +33,12 @@ from triptych.training.folder import Prepared, hash_parts, settings, word_vector
 from triptych.training.loop import TrainingResult
 from triptych.training.objectives import LEAST_BLEU, Bleu, Scorer, TranslationObjective
 from triptych.training.progress import Display
-from triptych.training.recipe import merge
+from triptych.training.recipe import (
+    Recipe,
+    merge,
+    require_translation,
+    resolve,
+)
 from triptych.training.task import CardWords, StepShape, Task
 
 # Tokens of a sentence with its end token, in predictions; the tokens of a batch do not depend on it.

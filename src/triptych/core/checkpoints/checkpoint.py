@@ -19,7 +19,7 @@ from torch import Tensor
 from triptych.core.algebra.weights import Link, Side
 from triptych.core.checkpoints.family import Family, family_of, half_of
 from triptych.core.checkpoints.fields import not_followed, require_known_kinds, sees_both_ways
-from triptych.core.checkpoints.reading import LayerReader
+from triptych.core.checkpoints.reading import LayerReader as LayerReader
 from triptych.core.checkpoints.source import Source, find_source
 from triptych.core.checkpoints.specs import AttentionSpec
 from triptych.core.checkpoints.stored_layers import (

@@ -16,8 +16,9 @@ from triptych.core.checkpoints.stored_layers import (
     LayerPlace,
     Site,
 )
-from triptych.core.models import AnyModel, LanguageModel
 from triptych.core.models.architecture import EmbeddingsConfig
+from triptych.core.models.encoder_decoder import AnyModel
+from triptych.core.models.language_model import LanguageModel
 from triptych.core.models.sites import (
     AttentionSite,
     attention_sites,

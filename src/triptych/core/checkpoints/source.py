@@ -348,7 +348,8 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
         return Source(name, read_json(module.folder / "config.json"), f"{name}/config.json", module)
     if isinstance(source, nn.Module):
         # Sources in files do not need the modules of this library.
-        from triptych.core.models import EncoderDecoder, LanguageModel
+        from triptych.core.models.encoder_decoder import EncoderDecoder
+        from triptych.core.models.language_model import LanguageModel
 
         if isinstance(source, EncoderDecoder | LanguageModel):
             return Source(f"a module ({type(source).__name__})", {}, "memory", source)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from triptych.core.algebra.forms import are_finite
 from triptych.core.algebra.weights import AttentionWeights
-from triptych.core.attention import MultiHeadAttention
+from triptych.core.attention.layer import MultiHeadAttention
 from triptych.core.attention.shapes import shapes_only
 from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.core.checkpoints.family import family_of

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from triptych.core.attention import AttentionCache, Kept, MultiHeadAttention, PositionIds
+from triptych.core.attention.layer import (
+    Kept,
+    MultiHeadAttention,
+)
+from triptych.core.attention.layer_cache import AttentionCache
+from triptych.core.attention.position_modules import PositionIds
 from triptych.core.models.architecture import (
     BlockConfig,
     BlockInputConfig,

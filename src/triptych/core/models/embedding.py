@@ -6,7 +6,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from triptych.core.attention import LearnedPositions, NoPositions, PositionIds, SinusoidalPositions
+from triptych.core.attention.position_modules import (
+    LearnedPositions,
+    NoPositions,
+    PositionIds,
+    SinusoidalPositions,
+)
 from triptych.core.models.architecture import EmbeddingsConfig, MaskedTokens
 from triptych.core.models.blocks import make_norm
 from triptych.core.models.feed_forward import Dropout

@@ -6,7 +6,10 @@ from typing import Literal, final
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from triptych.core.attention import DecoderCache, MultiHeadAttention, PositionIds, padding_mask
+from triptych.core.attention.layer import MultiHeadAttention
+from triptych.core.attention.layer_cache import DecoderCache
+from triptych.core.attention.position_modules import PositionIds
+from triptych.core.attention.steps import padding_mask
 from triptych.core.models.architecture import EncoderDecoderArchitecture
 from triptych.core.models.blocks import NewTokens, each_once
 from triptych.core.models.configuration import ModelConfig

@@ -7,7 +7,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from triptych.core.attention import DecoderCache, Kept, MultiHeadAttention, PositionIds
+from triptych.core.attention.layer import (
+    Kept,
+    MultiHeadAttention,
+)
+from triptych.core.attention.layer_cache import DecoderCache
+from triptych.core.attention.position_modules import PositionIds
 from triptych.core.models.architecture import HeadConfig, LanguageModelArchitecture
 from triptych.core.models.blocks import Block, BlockInputs, each_once, make_norm, sharing_copy
 from triptych.core.models.configuration import LanguageModelConfig

@@ -7,7 +7,7 @@ from typing import Any, overload
 import torch
 
 from triptych.core.algebra.positions import RotaryEmbedding
-from triptych.core.attention import MultiHeadAttention
+from triptych.core.attention.layer import MultiHeadAttention
 from triptych.core.models.architecture import (
     EncoderDecoderArchitecture,
     FeedForwardConfig,

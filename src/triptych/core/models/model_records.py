@@ -16,7 +16,10 @@ from torch import Tensor
 
 from triptych.core.algebra import positions, semantics
 from triptych.core.algebra.semantics import Scores, Semantics
-from triptych.core.attention import MultiHeadAttention, Parameterisation, ScaledOutside, parameterisation
+from triptych.core.attention.layer import MultiHeadAttention
+from triptych.core.attention.projections import parameterisation
+from triptych.core.attention.projections.abstract import Parameterisation
+from triptych.core.attention.projections.composed import ScaledOutside
 from triptych.core.attention.requirements import scores_class
 from triptych.core.models import architecture
 from triptych.core.models.architecture import EncoderDecoderArchitecture, LanguageModelArchitecture

@@ -16,18 +16,24 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from triptych import user_code
-from triptych.core.attention import (
+from triptych.core.attention.layer import MultiHeadAttention
+from triptych.core.attention.position_modules import (
     AlibiPositions,
     AttentionPositions,
-    MultiHeadAttention,
-    Parameterisation,
     RotaryPositions,
-    ScaledOutside,
-    ScalePlace,
-    check_qk_norm,
-    check_sizes,
+)
+from triptych.core.attention.projections import (
     parameterisation,
     parameterisation_class,
+)
+from triptych.core.attention.projections.abstract import Parameterisation
+from triptych.core.attention.projections.composed import (
+    ScaledOutside,
+    ScalePlace,
+)
+from triptych.core.attention.requirements import (
+    check_qk_norm,
+    check_sizes,
     scores_class,
     scores_name,
 )

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, TypeVar, cast
 from torch import nn
 
 from triptych.core.algebra.weights import AttentionWeights, Norm
-from triptych.core.attention import MultiHeadAttention
+from triptych.core.attention.layer import MultiHeadAttention
 from triptych.core.models.blocks import Block, OffsetNorm, Residual
 from triptych.core.models.encoder_decoder import AnyModel, EncoderDecoder
 from triptych.core.models.language_model import LanguageModel

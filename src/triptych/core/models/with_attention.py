@@ -8,7 +8,7 @@ import torch
 from triptych import user_code
 from triptych.core.algebra.semantics import Semantics, same_norm_structure
 from triptych.core.algebra.weights import AttentionWeights
-from triptych.core.attention import MultiHeadAttention
+from triptych.core.attention.layer import MultiHeadAttention
 from triptych.core.attention.projections import fit_parameterisation
 from triptych.core.models.configuration import LanguageModelConfig, ModelConfig
 from triptych.core.models.encoder_decoder import EncoderDecoder

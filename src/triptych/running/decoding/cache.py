@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.core.attention import AttentionCache, DecoderCache, LayerCache, PositionIds
-from triptych.core.models.blocks import NewTokens
+from triptych.core.models import NewTokens
 
 # Shapes of products on CPUs for which a row has the same bits whatever the other rows: `FEW_KEYS` keys or a
 # multiple of `EVEN_KEYS` (48 keys give different bits from 32 and 64 in bfloat16), and, where the number of

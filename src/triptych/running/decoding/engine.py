@@ -15,10 +15,14 @@ from torch.nn import functional as F
 
 from triptych import thresholds
 from triptych.core.attention import MultiHeadAttention
-from triptych.core.models import EncoderDecoder, LanguageModel
-from triptych.core.models.experts import Experts
-from triptych.core.models.overflow import NumbersOverflowError, overflow_again
-from triptych.core.models.sites import blocks_of
+from triptych.core.models import (
+    EncoderDecoder,
+    Experts,
+    LanguageModel,
+    NumbersOverflowError,
+    blocks_of,
+    overflow_again,
+)
 from triptych.literals import Precision
 from triptych.running.decoding.cache import TextCache, even_length
 from triptych.running.decoding.fused import (

@@ -11,7 +11,7 @@ from triptych.errors import DataError
 from triptych.literals import Precision
 from triptych.running.decoding.translator import Translator
 from triptych.running.decoding_options import SearchOptions
-from triptych.running.text import as_lines
+from triptych.running.text.given import as_lines
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ from functools import partial
 import torch
 
 from triptych.core.algebra.forms import at_least_float32
-from triptych.core.models import LanguageModel
-from triptych.core.models.overflow import require_finite_logits
+from triptych.core.models import LanguageModel, require_finite_logits
 from triptych.errors import UsageError
 from triptych.running.input_limits import LONGEST_SHOWN, check_length, check_vocabulary
-from triptych.running.text import Tokenizer, as_lines, encode_texts
+from triptych.running.text.encoding import encode_texts
+from triptych.running.text.given import as_lines
+from triptych.running.text.tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)

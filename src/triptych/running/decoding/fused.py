@@ -21,32 +21,35 @@ from triptych.core.algebra.cost import cached_numbers
 from triptych.core.algebra.semantics import HeadGate, HeadNorm, Semantics
 from triptych.core.algebra.weights import AttentionWeights, Link
 from triptych.core.attention import (
-    AttentionCache,
-    Kept,
-    LayerOutput,
-    LearnedPositions,
-    MultiHeadAttention,
-    PositionIds,
-    TokenPlaces,
-)
-from triptych.core.attention.routes import Inputs, beyond_kernels
-from triptych.core.attention.steps import (
     AFTER_SCALE,
     LOCATE,
     ROTATE,
     SIDE_STEPS,
     SOFTMAX,
     TEMPER,
+    AttentionCache,
+    Inputs,
+    Kept,
+    LayerOutput,
+    LearnedPositions,
+    MultiHeadAttention,
+    PositionIds,
+    TokenPlaces,
+    beyond_kernels,
     compares_positions,
     prepare,
     slice_broadcast,
     steps_on,
     walk,
 )
-from triptych.core.models import EncoderDecoder, LanguageModel
-from triptych.core.models.blocks import Block, OffsetNorm
-from triptych.core.models.experts import Experts
-from triptych.core.models.feed_forward import FeedForward
+from triptych.core.models import (
+    Block,
+    EncoderDecoder,
+    Experts,
+    FeedForward,
+    LanguageModel,
+    OffsetNorm,
+)
 from triptych.running.decoding.cache import EVEN_KEYS, EVEN_ROWS, SlotCache, even_length, hidden_score
 from triptych.running.decoding.linear_maps import ACTIVATIONS, Maps, constant
 from triptych.running.memory import MappedFiles

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triptych.errors import UsageError
-from triptych.running.text import SentenceTokenizer
+from triptych.running.text.tokenizers import SentenceTokenizer
 
 # Scripts without spaces between words: Thai, Lao, Japanese and Chinese.
 _UNSPACED = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"

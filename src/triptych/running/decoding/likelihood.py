@@ -12,12 +12,16 @@ from torch import Tensor
 
 from triptych.core.algebra.forms import at_least_float32
 from triptych.core.algebra.resampling import ratio_intervals
-from triptych.core.models import LanguageModel
-from triptych.core.models.overflow import require_finite_logits, require_finite_values
+from triptych.core.models import (
+    LanguageModel,
+    require_finite_logits,
+    require_finite_values,
+)
 from triptych.errors import DataError, UsageError
 from triptych.literals import SpecialTokens
 from triptych.running.batching import padded_alike
-from triptych.running.text import Tokenizer, encode_texts
+from triptych.running.text.encoding import encode_texts
+from triptych.running.text.tokenizers import Tokenizer
 from triptych.running.text.unknown_characters import count_unknown, why_no_bits
 
 _LONGEST_CONTEXT = 1024  # maximum default context, also for a model without a limit

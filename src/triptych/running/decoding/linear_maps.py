@@ -12,9 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from triptych import thresholds
-from triptych.core.models.device import has_fast_bf16
-from triptych.core.models.experts import Experts
-from triptych.core.models.feed_forward import FeedForward
+from triptych.core.models import Experts, FeedForward, has_fast_bf16
 from triptych.literals import Precision
 from triptych.running.decoding.row_counts import Product, ProductShape, RowCounts, best_layout, row_counts
 

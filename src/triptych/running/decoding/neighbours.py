@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from triptych.core.attention import MultiHeadAttention
-from triptych.core.models.experts import Experts
+from triptych.core.models import Experts
 from triptych.running.decoding.cache import even_length, hidden_past
 from triptych.running.decoding.fused import FusedAttention, numbers_of
 

@@ -15,8 +15,11 @@ from torch.nn import functional as F
 
 from triptych.core.algebra.forms import at_least_float32
 from triptych.core.attention import DecoderCache
-from triptych.core.models import EncoderDecoder
-from triptych.core.models.sites import attention_sites, require_lengths
+from triptych.core.models import (
+    EncoderDecoder,
+    attention_sites,
+    require_lengths,
+)
 from triptych.running.decoding.cache import rows_of_texts
 from triptych.running.decoding.engine import GROUP, DecodingEngine
 from triptych.running.decoding.fused import beyond_fusing

@@ -24,7 +24,7 @@ from triptych.running.decoding.engine import GROUP, DecodingEngine
 from triptych.running.decoding.glossary import Terms
 from triptych.running.decoding.token_loop import DecodingBatch, Read, Text, require_finite_best
 from triptych.running.decoding_options import SearchOptions
-from triptych.running.text import OutputRules
+from triptych.running.text.tokenizers import OutputRules
 
 # Reason for an end: an end "token", a stop "text", the requested "length" or the model's "positions".
 Finish = Literal["token", "text", "length", "positions"]

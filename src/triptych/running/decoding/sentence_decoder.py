@@ -20,8 +20,8 @@ from triptych.running.decoding.shortlisting import ShortlistEngine
 from triptych.running.decoding.token_loop import Asked, Loop
 from triptych.running.decoding.workers import Searcher, WorkerPool
 from triptych.running.decoding_options import SearchOptions
-from triptych.running.text import OutputRules
 from triptych.running.text.shortlists import Shortlist
+from triptych.running.text.tokenizers import OutputRules
 from triptych.threads import Ahead, torch_threads
 
 # Maximum number of groups read ahead, and of groups in search.

@@ -16,8 +16,8 @@ from triptych.running.decoding.cache import TextCache
 from triptych.running.decoding.engine import GROUP, DecodingEngine, Engine
 from triptych.running.decoding.linear_maps import Maps
 from triptych.running.memory import has_room_for_another
-from triptych.running.text import OutputRules
 from triptych.running.text.shortlists import Shortlist
+from triptych.running.text.tokenizers import OutputRules
 
 
 @final

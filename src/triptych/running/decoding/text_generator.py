@@ -16,8 +16,12 @@ from triptych.running.decoding.search import Finish, Hypothesis, Top
 from triptych.running.decoding.token_loop import Asked, Loop
 from triptych.running.decoding_options import GenerationOptions
 from triptych.running.input_limits import check_vocabulary
-from triptych.running.text import StreamDecoder, Text, Tokenizer, encode_texts
-from triptych.running.text.given import which_of
+from triptych.running.text.encoding import encode_texts
+from triptych.running.text.given import Text, which_of
+from triptych.running.text.tokenizers import (
+    StreamDecoder,
+    Tokenizer,
+)
 
 # The last tokens of the prompt are decoded first: the space before the first new token depends on them.
 _BEFORE = 8

@@ -18,7 +18,8 @@ from triptych.running.decoding.sentence_decoder import SentenceDecoder
 from triptych.running.decoding.token_loop import Asked, Loop
 from triptych.running.decoding_options import SearchOptions
 from triptych.running.input_limits import LONGEST_LINE
-from triptych.running.text import TokenizerPair, as_lines
+from triptych.running.text.given import as_lines
+from triptych.running.text.sentence_tokenizers import TokenizerPair
 from triptych.running.text.shortlists import Shortlist
 
 # Maximum number of groups of lines read ahead, and of groups in translation.

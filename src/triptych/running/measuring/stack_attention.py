@@ -11,7 +11,12 @@ from torch import Tensor
 from triptych.core.attention import QueriesAndKeys, WeightBlock
 from triptych.errors import UsageError
 from triptych.running.measuring.weight_maps import HeadWeights, RowKeeper
-from triptych.running.opening import AttentionKind, LayerCall, Reader, TextIds
+from triptych.running.opening.layer_calls import (
+    AttentionKind,
+    LayerCall,
+    TextIds,
+)
+from triptych.running.opening.reader import Reader
 
 
 @final

@@ -7,9 +7,9 @@ from typing import Any
 from triptych.errors import UsageError
 from triptych.literals import Documents
 from triptych.running.opening.reader import Reader
-from triptych.running.text import as_lines, read_lines
 from triptych.running.text.documents import LanguageCorpusSpec, read_documents, whole_documents
-from triptych.running.text.given import refuse_file_name
+from triptych.running.text.given import as_lines, refuse_file_name
+from triptych.running.text.lines import read_lines
 
 
 def read_texts(reader: Reader, path: Path, documents: Documents = "file") -> list[str]:

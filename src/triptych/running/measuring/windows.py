@@ -13,8 +13,10 @@ from triptych.core.models import LanguageModel
 from triptych.errors import UsageError
 from triptych.literals import SpecialTokens
 from triptych.running.measuring.stack_attention import StackAttention, read_stacks
-from triptych.running.opening import Reader, TextIds
-from triptych.running.text import Frame, encode_texts
+from triptych.running.opening.layer_calls import TextIds
+from triptych.running.opening.reader import Reader
+from triptych.running.text.encoding import encode_texts
+from triptych.running.text.framed import Frame
 
 CONTEXT = 256  # default window length in tokens, unless the model's context is shorter
 MOST_TOKENS = 1 << 16

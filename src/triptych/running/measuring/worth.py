@@ -17,17 +17,26 @@ from torch import Tensor, nn
 from triptych.core.algebra.forms import at_least_float32
 from triptych.core.algebra.function import channels, gated
 from triptych.core.algebra.resampling import ratio_intervals
-from triptych.core.attention.steps import for_heads
-from triptych.core.models import EncoderDecoder, LanguageModel
-from triptych.core.models.overflow import require_finite_values
-from triptych.core.models.sites import AttentionSite, attention_sites
+from triptych.core.attention import for_heads
+from triptych.core.models import (
+    AttentionSite,
+    EncoderDecoder,
+    LanguageModel,
+    attention_sites,
+    require_finite_values,
+)
 from triptych.errors import UsageError
 from triptych.literals import Instead
 from triptych.running.batching import EvaluationMode, batches_of_like_length, padded_alike
 from triptych.running.measuring.windows import DocumentWindow, HeadFigures, Place, Told, Windows
-from triptych.running.opening import LayerCall, Reader, Recording, TextIds
-from triptych.running.text import Tokenizer
+from triptych.running.opening.layer_calls import (
+    LayerCall,
+    Recording,
+    TextIds,
+)
+from triptych.running.opening.reader import Reader
 from triptych.running.text.masking import MaskingSpec
+from triptych.running.text.tokenizers import Tokenizer
 
 # Every token is run once per head of the model.
 MOST_TOKENS_OF_WORTH = 1 << 13

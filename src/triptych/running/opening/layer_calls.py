@@ -10,8 +10,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from triptych.core.attention import Kept, LayerSteps, MultiHeadAttention, PositionIds, QueriesAndKeys
-from triptych.core.models import AnyModel
-from triptych.core.models.sites import AttentionSite, attention_sites
+from triptych.core.models import (
+    AnyModel,
+    AttentionSite,
+    attention_sites,
+)
 
 AttentionKind = Literal["encoder", "decoder", "cross"]
 

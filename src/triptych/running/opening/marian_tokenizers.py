@@ -15,15 +15,16 @@ from tokenizers import processors
 
 from triptych.errors import DataError, UsageError
 from triptych.files import write_json
-from triptych.running.text import (
+from triptych.running.text.sentence_tokenizers import (
+    SPECIAL_TOKENS,
+    ByteLevelTokenizer,
     SentencePieceRecord,
     SentencePieceTokenizer,
-    SentenceTokenizer,
     TokenizerPair,
     read_sentence_tokenizer,
 )
-from triptych.running.text.sentence_tokenizers import SPECIAL_TOKENS, ByteLevelTokenizer
 from triptych.running.text.sentencepiece import load_sentencepiece
+from triptych.running.text.tokenizers import SentenceTokenizer
 from triptych.untrusted import LONGEST_TOKENIZER, read_json, read_limited, validated
 
 TARGET_FOLDER = "target_tokenizer"

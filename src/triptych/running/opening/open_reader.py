@@ -10,9 +10,7 @@ from triptych.core.algebra.forms import are_finite
 from triptych.core.checkpoints.made_files import MadeFiles
 from triptych.core.checkpoints.source import Source, find_source
 from triptych.core.checkpoints.stored_models import load_encoder_decoder, load_language_model
-from triptych.core.models import AnyModel, EncoderDecoder, LanguageModel
-from triptych.core.models.device import find_device
-from triptych.core.models.storage import read_own_model
+from triptych.core.models import AnyModel, EncoderDecoder, LanguageModel, find_device, read_own_model
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.running.input_limits import check_vocabulary
 from triptych.running.opening.generation_config import GenerationConfig
@@ -20,7 +18,12 @@ from triptych.running.opening.reader import Reader, translates_not
 from triptych.running.opening.run_folder import TOKENIZER, read_decoding
 from triptych.running.opening.translators import read_translator
 from triptych.running.options import Languages
-from triptych.running.text import Tokenizer, TokenizerPair, load_tokenizer, read_tokenizer
+from triptych.running.text.pretrained import (
+    load_tokenizer,
+    read_tokenizer,
+)
+from triptych.running.text.sentence_tokenizers import TokenizerPair
+from triptych.running.text.tokenizers import Tokenizer
 from triptych.untrusted import shown
 
 

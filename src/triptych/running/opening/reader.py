@@ -14,9 +14,18 @@ from torch.nn.utils.rnn import pad_sequence
 
 from triptych.core.algebra.forms import are_finite
 from triptych.core.checkpoints.stored_layers import AttentionSource, Site
-from triptych.core.models import AnyModel, EncoderDecoder, LanguageModel, has_config, write_model
-from triptych.core.models.overflow import require_finite_logits, require_finite_values
-from triptych.core.models.sites import AttentionSite, attention_sites, require_lengths
+from triptych.core.models import (
+    AnyModel,
+    AttentionSite,
+    EncoderDecoder,
+    LanguageModel,
+    attention_sites,
+    has_config,
+    require_finite_logits,
+    require_finite_values,
+    require_lengths,
+    write_model,
+)
 from triptych.core.places import PlaceNames
 from triptych.errors import TriptychError, UsageError
 from triptych.files import write_text
@@ -42,13 +51,17 @@ from triptych.running.opening.text_reader import (
     TextReader,
     Window,
 )
-from triptych.running.text import NumberedTokens, Text, Tokenizer, TokenizerPair, encode_texts
-from triptych.running.text.given import which_of
+from triptych.running.text.encoding import encode_texts
+from triptych.running.text.given import Text, which_of
+from triptych.running.text.numbered import NumberedTokens
+from triptych.running.text.sentence_tokenizers import TokenizerPair
 from triptych.running.text.shortlists import Shortlist, read_shortlist
+from triptych.running.text.tokenizers import Tokenizer
 from triptych.untrusted import read_json
 
 if TYPE_CHECKING:
-    from triptych.running.decoding import TextGenerator, Translator
+    from triptych.running.decoding.text_generator import TextGenerator
+    from triptych.running.decoding.translator import Translator
 
 # Padded tokens of a batch.
 BATCH_TOKENS = 8192

@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 from pydantic import BaseModel, ConfigDict, Field
 
 from triptych.errors import DataError
-from triptych.running.text import TokenizerPair
+from triptych.running.text.sentence_tokenizers import TokenizerPair
 from triptych.toml import read_toml
 from triptych.untrusted import validated
 

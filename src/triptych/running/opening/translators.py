@@ -14,25 +14,25 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
-from triptych.core.attention import sinusoidal
-from triptych.core.attention.shapes import shapes_only
+from triptych.core.attention import shapes_only, sinusoidal
 from triptych.core.checkpoints.source import Source, find_source
 from triptych.core.checkpoints.stored_models import load_encoder_decoder, off_meta
-from triptych.core.models import EncoderDecoder, ModelConfig, attention_sites
-from triptych.core.models.architecture import FeedForwardConfig
+from triptych.core.models import EncoderDecoder, FeedForwardConfig, ModelConfig, attention_sites
 from triptych.errors import DataError, UsageError
 from triptych.running.opening.marian_tokenizers import MarianIds, longest_source, read_tokenizers
 from triptych.running.opening.reader import Reader
 from triptych.running.opening.run_folder import DecodingConfig
 from triptych.running.options import Languages
-from triptych.running.text import (
+from triptych.running.text.framed import (
     Frame,
     FramedTokenizer,
-    OutputRules,
+)
+from triptych.running.text.pretrained import (
     PretrainedTokenizer,
-    TokenizerPair,
     load_tokenizer,
 )
+from triptych.running.text.sentence_tokenizers import TokenizerPair
+from triptych.running.text.tokenizers import OutputRules
 from triptych.untrusted import read_json, validated
 
 # Position of the language token in multilingual tokenizers, relative to the text.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from triptych.running.text.pieces import bytes_of
+from triptych.running.text import bytes_of
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 

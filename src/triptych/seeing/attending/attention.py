@@ -16,9 +16,17 @@ from triptych.files import write_text
 from triptych.literals import SpecialTokens
 from triptych.printable import shortened
 from triptych.progress import Progress, untold
-from triptych.running.measuring.stack_attention import LayerAttention, Part, StackAttention, read_stacks
+from triptych.running.measuring import (
+    LayerAttention,
+    Part,
+    StackAttention,
+    read_stacks,
+)
 from triptych.running.opening import AttentionKind, Reader, TextIds
-from triptych.running.text.given import as_texts, refuse_file_name
+from triptych.running.text import (
+    as_texts,
+    refuse_file_name,
+)
 from triptych.seeing.attending.alignment import AlignedWords, word_weights, words_of
 from triptych.seeing.attending.attention_files import Saved, json_pieces, write_attention_csv, write_npz
 from triptych.seeing.attending.attention_page import (
@@ -37,7 +45,7 @@ from triptych.seeing.attending.over import OverText, attend_over
 from triptych.seeing.attending.picture import head_svg
 from triptych.seeing.attending.steps import HeadSteps
 from triptych.seeing.attending.written_tokens import NEAREST, TokenWriter
-from triptych.seeing.reports import short_name
+from triptych.seeing.reports.html import short_name
 
 # A page with more weights contains only the largest weights of every query.
 MOST_WEIGHTS_OF_A_PAGE = 4_500_000

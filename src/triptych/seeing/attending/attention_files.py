@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from triptych.errors import UsageError
 from triptych.files import write_atomically
-from triptych.running.measuring.stack_attention import Part
+from triptych.running.measuring import Part
 from triptych.seeing.attending.written_tokens import TokenWriter
 
 # Larger files are refused: they would take gigabytes.

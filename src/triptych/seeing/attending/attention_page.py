@@ -19,8 +19,11 @@ from numpy.typing import NDArray
 
 from triptych.files import write_text
 from triptych.progress import Progress, untold
-from triptych.running.measuring.weight_maps import HeadWeights, bin_width
-from triptych.seeing.reports import make_page
+from triptych.running.measuring import (
+    HeadWeights,
+    bin_width,
+)
+from triptych.seeing.reports.html import make_page
 
 Kind = Literal["encoder", "decoder", "cross"]
 PAGE_LIMIT_BYTES = 15_000_000

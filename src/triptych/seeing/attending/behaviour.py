@@ -13,8 +13,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from triptych.core.algebra.semantics import Kind
-from triptych.running.measuring.stack_attention import stack_ids
-from triptych.running.measuring.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
+from triptych.running.measuring import (
+    HeadFigures,
+    Place,
+    Told,
+    UnitSums,
+    Windows,
+    read_windows,
+    stack_ids,
+)
 from triptych.running.opening import Reader
 
 # A head is named after a figure of at least a third of its weight, if it exceeds the figure of uniform

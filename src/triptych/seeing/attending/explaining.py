@@ -17,9 +17,22 @@ from torch import Tensor
 from triptych.core.algebra.function import channels, probabilities
 from triptych.core.algebra.rewritten import RewriteRefusedError
 from triptych.core.algebra.weights import AttentionWeights
-from triptych.core.attention.steps import BEFORE_ROTATION, LOCATE, compare, for_heads, steps_on
-from triptych.rewriting.functions.rank import truncate
-from triptych.running.measuring.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
+from triptych.core.attention import (
+    BEFORE_ROTATION,
+    LOCATE,
+    compare,
+    for_heads,
+    steps_on,
+)
+from triptych.rewriting.functions import truncate
+from triptych.running.measuring import (
+    HeadFigures,
+    Place,
+    Told,
+    UnitSums,
+    Windows,
+    read_windows,
+)
 from triptych.running.opening import LayerCall, Reader
 
 PARTS = {

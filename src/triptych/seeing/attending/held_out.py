@@ -15,9 +15,14 @@ from torch import Tensor
 
 from triptych.core.algebra.resampling import ratio_intervals
 from triptych.errors import UsageError
-from triptych.running.measuring.text_arguments import given_lines, given_texts
-from triptych.running.measuring.windows import cut_windows
-from triptych.running.measuring.worth import batches_of, require_loss, row_losses
+from triptych.running.measuring import (
+    batches_of,
+    cut_windows,
+    given_lines,
+    given_texts,
+    require_loss,
+    row_losses,
+)
 from triptych.running.opening import Reader
 
 # About 50 kB of text.

@@ -5,9 +5,9 @@ from functools import partial
 from typing import NamedTuple, final, overload
 
 from triptych.printable import shortened, table_html
-from triptych.running.measuring.stack_attention import Part
+from triptych.running.measuring import Part
 from triptych.seeing.attending.written_tokens import TokenWriter
-from triptych.seeing.reports import Table
+from triptych.seeing.reports.records import Table
 
 _EACH = 3
 _SHOWN, _MOST_ROWS = 7, 100  # rows of a repr, and of a table in a notebook

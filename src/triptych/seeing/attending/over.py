@@ -9,15 +9,30 @@ from typing import Any, final
 from triptych.errors import UsageError
 from triptych.literals import Documents, Instead, SpecialTokens
 from triptych.progress import Progress, untold
-from triptych.running.measuring.text_arguments import given_lines, given_texts
-from triptych.running.measuring.windows import MOST_TOKENS, HeadFigures, cut_windows
-from triptych.running.measuring.worth import MOST_TOKENS_OF_WORTH, Worth, measure_worth, require_worth
+from triptych.running.measuring import (
+    MOST_TOKENS,
+    MOST_TOKENS_OF_WORTH,
+    HeadFigures,
+    Worth,
+    cut_windows,
+    given_lines,
+    given_texts,
+    measure_worth,
+    require_worth,
+)
 from triptych.running.opening import Reader
 from triptych.seeing.attending.attention_page import HeadNote
 from triptych.seeing.attending.behaviour import FIGURES, Figure, LayerFigures, figures_of, measure_behaviour
 from triptych.seeing.attending.explaining import explain_text
 from triptych.seeing.attending.written_tokens import measure_copies
-from triptych.seeing.reports import Report, Table, short_name, write_report
+from triptych.seeing.reports.html import (
+    short_name,
+    write_report,
+)
+from triptych.seeing.reports.records import (
+    Report,
+    Table,
+)
 
 _MOST_SHOWN = 12
 # Further facts about a head on the page of a text, by column of `OverText.rows`.

@@ -7,7 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triptych.printable import printable, shortened
-from triptych.running.measuring.weight_maps import HeadWeights, bin_width
+from triptych.running.measuring import (
+    HeadWeights,
+    bin_width,
+)
 from triptych.seeing.attending.attention_page import ViewedKind
 
 _MOST_TOKENS = 96

@@ -12,14 +12,19 @@ from torch import Tensor, nn
 
 from triptych.core.algebra.forms import at_least_float32
 from triptych.core.algebra.function import channels
-from triptych.core.attention.steps import for_heads, steps_on
-from triptych.core.models import AnyModel
-from triptych.core.models.blocks import Block
-from triptych.core.models.sites import attention_sites
+from triptych.core.attention import (
+    for_heads,
+    steps_on,
+)
+from triptych.core.models import AnyModel, Block, attention_sites
 from triptych.errors import UsageError
 from triptych.printable import shortened, table_html
 from triptych.running.opening import LayerCall, Reader, TextIds
-from triptych.seeing.reports import Report, Table, write_report
+from triptych.seeing.reports.html import write_report
+from triptych.seeing.reports.records import (
+    Report,
+    Table,
+)
 
 _token = partial(shortened, most=20)
 _MOST_TOKENS_CHANGED = 8

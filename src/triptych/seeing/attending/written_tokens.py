@@ -9,8 +9,17 @@ from torch import Tensor, nn
 
 from triptych.core.models import EncoderDecoder, LanguageModel
 from triptych.errors import UsageError
-from triptych.running.measuring.stack_attention import LayerAttention, Part, stack_ids
-from triptych.running.measuring.windows import HeadFigures, Place, Told, UnitSums, Windows, read_windows
+from triptych.running.measuring import (
+    HeadFigures,
+    LayerAttention,
+    Part,
+    Place,
+    Told,
+    UnitSums,
+    Windows,
+    read_windows,
+    stack_ids,
+)
 from triptych.running.opening import LayerCall, Reader
 
 # A head writes a token if the token is among this many nearest to the head's output.

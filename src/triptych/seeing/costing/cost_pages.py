@@ -3,7 +3,12 @@
 from collections.abc import Callable
 
 from triptych.seeing.costing.counting import CostReport, CostRow, CostSpec
-from triptych.seeing.reports import Bar, BarChart, Report, Table
+from triptych.seeing.reports.records import (
+    Bar,
+    BarChart,
+    Report,
+    Table,
+)
 
 LEGEND = (
     "FLOPs are per token and of matrix products, a multiplication and an addition being two; every",

@@ -6,7 +6,8 @@ from typing import Any
 
 from triptych.seeing.inspection.layer_records import InspectedLayer
 from triptych.seeing.inspection.measures import MEASURES, Measure
-from triptych.seeing.reports import Table, make_page
+from triptych.seeing.reports.html import make_page
+from triptych.seeing.reports.records import Table
 
 _SHADES = " ░▒▓█"
 

@@ -23,7 +23,9 @@ from triptych.seeing.chance import (
 from triptych.seeing.inspection.drawing import render_heads, shaded_map
 from triptych.seeing.inspection.layer_records import FOLD, InspectedLayer
 from triptych.seeing.inspection.measures import LOSSES, MEASURES
-from triptych.seeing.reports import Table, short_name, write_csv
+from triptych.seeing.reports.html import short_name
+from triptych.seeing.reports.records import Table
+from triptych.seeing.reports.rows import write_csv
 
 # Minimum absolute cosine of the forms of near-copies.
 NEAR = 0.9

@@ -11,11 +11,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from triptych.errors import DataError, UsageError
-from triptych.running.text.lines import read_lines
-from triptych.running.text.record_files import (
+from triptych.running.text import (
     NumberedTexts,
     read_hub,
     read_jsonl,
+    read_lines,
     read_parquet,
     read_tsv,
     record_ending,

@@ -12,9 +12,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from triptych.files import write_atomically
-from triptych.running.text.sentence_tokenizers import TokenizerPair
-from triptych.running.text.sequences import TokenSequences, offsets_of
-from triptych.running.text.tokenizers import Tokenizer
+from triptych.running.text import (
+    Tokenizer,
+    TokenizerPair,
+    TokenSequences,
+    offsets_of,
+)
 from triptych.training.corpora.corpora import ParallelCorpus
 
 _FORMAT = b"triptych token cache 1"

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int, Int64
 from torch import Tensor
 
 from triptych.errors import UsageError
-from triptych.running.text.masking import Masking
+from triptych.running.text import Masking
 from triptych.training.corpora.token_shards import TokenShards
 
 NOT_COUNTED = -1

@@ -10,7 +10,7 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 
 from triptych.errors import UsageError
-from triptych.running.text.sequences import TokenSequences
+from triptych.running.text import TokenSequences
 from triptych.training.corpora.encoded import EncodedCorpus
 
 # Cost of one more batch in tokens of padding, as a share of the budget. On Multi30k with 4,096 tokens, shares

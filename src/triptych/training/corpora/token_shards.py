@@ -14,15 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from triptych.errors import DataError
 from triptych.files import hold_folder, remove_leftovers, write_atomically, write_bytes, write_text
-from triptych.running.text.documents import (
+from triptych.running.text import (
+    Frame,
     LanguageCorpusSpec,
     TextPart,
+    Tokenizer,
     fingerprint,
     read_documents,
     require_documents,
 )
-from triptych.running.text.framed import Frame
-from triptych.running.text.tokenizers import Tokenizer
 
 TOKENS_PER_SHARD = 1 << 24
 

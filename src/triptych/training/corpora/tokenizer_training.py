@@ -15,16 +15,17 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from triptych.errors import DataError, UsageError
 from triptych.files import write_text
-from triptych.running.text.pretrained import PretrainedRecord, PretrainedTokenizer
-from triptych.running.text.sentence_tokenizers import (
+from triptych.running.text import (
     BYTE_ALPHABET,
     BYTE_OF,
     SPECIAL_TOKENS,
     ByteLevelTokenizer,
+    PretrainedRecord,
+    PretrainedTokenizer,
+    SentenceTokenizer,
     TokenizerPair,
     assemble,
 )
-from triptych.running.text.tokenizers import SentenceTokenizer
 from triptych.training.corpora.encoded import add_texts
 
 _PAD = "<pad>"

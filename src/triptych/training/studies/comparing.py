@@ -17,8 +17,11 @@ from triptych.errors import TriptychError, UsageError
 from triptych.extras import require_extra
 from triptych.files import hold_folder, write_text
 from triptych.rewriting.recipe import RewriteRecipe
-from triptych.running.text.documents import read_documents, require_documents
-from triptych.running.text.unknown_characters import MOST_UNKNOWN
+from triptych.running.text import (
+    MOST_UNKNOWN,
+    read_documents,
+    require_documents,
+)
 from triptych.threads import num_cores
 from triptych.toml import read_toml
 from triptych.training.corpora.corpora import read_parallel

@@ -8,9 +8,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from triptych.core.algebra.cost import cached_numbers
-from triptych.core.attention.shapes import shapes_only
-from triptych.core.models import EncoderDecoder, LanguageModel
-from triptych.core.models.sites import blocks_of
+from triptych.core.attention import shapes_only
+from triptych.core.models import EncoderDecoder, LanguageModel, blocks_of
 from triptych.errors import UsageError
 from triptych.training.recipe import AnyRecipe, value_at, with_values
 from triptych.training.task_table import task_of

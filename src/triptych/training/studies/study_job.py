@@ -15,17 +15,19 @@ from typing import Any, final
 from pydantic import BaseModel, ConfigDict
 
 from triptych import user_code
-from triptych.core.models import EncoderDecoder
-from triptych.core.models.storage import read_own_model
+from triptych.core.models import EncoderDecoder, read_own_model
 from triptych.errors import DataError
 from triptych.files import write_json
+from triptych.rewriting.opened_models import rewrite_checkpoint
 from triptych.rewriting.recipe import read_rewrite_recipe
-from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
 from triptych.running.decoding import evaluate_translations, measure_likelihood
 from triptych.running.opening import open_reader, open_translator
-from triptych.running.text import LanguageCorpusSpec
-from triptych.running.text.documents import read_documents, whole_documents
-from triptych.seeing.inspection.inspecting import inspect
+from triptych.running.text import (
+    LanguageCorpusSpec,
+    read_documents,
+    whole_documents,
+)
+from triptych.seeing.inspection import inspect
 from triptych.training.corpora.corpora import CorpusSpec, read_parallel
 from triptych.training.metrics import read_metrics
 from triptych.training.recipe import read_recipe
