@@ -1,4 +1,4 @@
-"""The module of `Model` is a door: every verb is the call of one function of one package, with its real type."""
+"""The module of `Model` is a door: a verb is the call of one function of one package, with its real type."""
 
 import ast
 from collections.abc import Iterator
