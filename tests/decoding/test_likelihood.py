@@ -85,7 +85,7 @@ def test_the_default_window_is_that_of_training_or_as_long_as_the_model_can_read
         own = model(tokenizer.vocab_size, scheme)
         found = measure_likelihood(own, tokenizer, TEXTS)
         assert (found.context, found.stride) == (8, 8)
-        own.config = None  # as of another library's checkpoint
+        own.recipe_limit = None  # as of another library's checkpoint
         found = measure_likelihood(own, tokenizer, TEXTS)
         assert (found.context, found.stride) == (longest, longest)
 

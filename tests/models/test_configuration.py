@@ -32,6 +32,7 @@ from triptych.core.models import (
     EncoderDecoder,
     ModelConfig,
     PositionsConfig,
+    find_config,
 )
 from triptych.core.models.sites import attention_sites
 from triptych.errors import UsageError
@@ -206,7 +207,7 @@ def test_positions_that_a_site_cannot_have_are_refused_with_the_reason(name: str
 @pytest.mark.parametrize("name", PARAMETERISATIONS)
 def test_cross_attention_may_be_anything_under_rotary_positions(name: str) -> None:
     config = make(decoder={"cross_attention": AttentionConfig(projections=name)}, positions=ROTARY)
-    assert EncoderDecoder.of(config, 11, 11).config.sites("cross")[0].projections == name
+    assert find_config(EncoderDecoder.of(config, 11, 11)).sites("cross")[0].projections == name
 
 
 @pytest.mark.parametrize(

@@ -204,12 +204,12 @@ def test_a_changed_site_stands_alone_in_the_configuration() -> None:
     state = torch.random.get_rng_state()
     new = with_attention(model, {"decoder.1": changed})
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert new.config.decoder.attention_in_layer.keys() == {1}
-    own = new.config.decoder.attention_in_layer[1]
+    assert find_config(new).decoder.attention_in_layer.keys() == {1}
+    own = find_config(new).decoder.attention_in_layer[1]
     assert own.parameterisation() == parameterisation("grouped", num_kv_heads=2, d_k=3, d_v=5, o_bias=True)
-    assert new.config.encoder.attention_in_layer == {}
-    assert new.config.decoder.cross_attention_in_layer == {}
-    assert new.config.model_dump(exclude={"encoder", "decoder"}) == config.model_dump(
+    assert find_config(new).encoder.attention_in_layer == {}
+    assert find_config(new).decoder.cross_attention_in_layer == {}
+    assert find_config(new).model_dump(exclude={"encoder", "decoder"}) == config.model_dump(
         exclude={"encoder", "decoder"}
     )
     sites = {site.name: site.layer for site in attention_sites(new)}
@@ -252,10 +252,10 @@ def test_a_whole_stack_that_changes_is_the_stacks_new_usual() -> None:
     model = make_model()
     changed = {name: changed_weights() for name in ("decoder.0", "decoder.1", "decoder.2")}
     new = with_attention(model, changed)
-    assert new.config.decoder.attention_in_layer == {}
-    assert new.config.decoder.attention.projections == "grouped"
-    assert new.config.decoder.cross_attention.projections == "factored"
-    assert new.config.encoder.attention.projections == "factored"
+    assert find_config(new).decoder.attention_in_layer == {}
+    assert find_config(new).decoder.attention.projections == "grouped"
+    assert find_config(new).decoder.cross_attention.projections == "factored"
+    assert find_config(new).encoder.attention.projections == "factored"
 
 
 def test_another_writing_of_the_same_maps_leaves_the_logits() -> None:
@@ -266,8 +266,8 @@ def test_another_writing_of_the_same_maps_leaves_the_logits() -> None:
             q, k, v = ((Link(weights.q[0].weight),) for _ in range(3))
             separate[name] = replace(weights, q=q, k=k, v=v)
     new = with_attention(model, separate)
-    assert new.config.encoder.attention.projections == "factored"
-    assert new.config.encoder.attention_in_layer == {}
+    assert find_config(new).encoder.attention.projections == "factored"
+    assert find_config(new).encoder.attention_in_layer == {}
     assert_same(new(SRC, TGT), model(SRC, TGT), kind="output")
 
 
@@ -285,7 +285,7 @@ def test_positions_and_dropout_stay_with_a_site_that_changes() -> None:
         with_attention(model, {"decoder.0": turned.weights()})
     assert (changed.dropout, changed.num_heads) == (0.3, 2)
     assert changed.parameterisation == Factored(d_k=6, d_v=5)
-    assert new.config.decoder.attention_in_layer[0].dropout == 0.3
+    assert find_config(new).decoder.attention_in_layer[0].dropout == 0.3
 
 
 def test_a_site_there_is_not_is_refused_with_those_there_are() -> None:
@@ -306,7 +306,7 @@ def test_weights_that_cannot_turn_are_refused_under_rotary_positions() -> None:
     latent = MultiHeadAttention(16, 4, parameterisation("latent")).double().weights()
     with pytest.raises(ValueError, match="latent cannot have rotary positions"):
         with_attention(model, {"encoder.0": latent})
-    assert with_attention(model, {"cross.0": latent}).config.sites("cross")[0].projections == "latent"
+    assert find_config(with_attention(model, {"cross.0": latent})).sites("cross")[0].projections == "latent"
 
 
 # Files

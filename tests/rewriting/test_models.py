@@ -27,6 +27,7 @@ from triptych.core.models import (
     LanguageModelConfig,
     attention_sites,
     attention_weights,
+    find_config,
     read_model,
     with_attention,
     write_model,
@@ -145,8 +146,8 @@ def test_norms_of_queries_and_keys_and_gates_stay_with_a_rewritten_model(name: s
             nn.init.normal_(parameter, mean=float("norm" in parameter_name), std=0.3)
     ids = torch.randint(VOCAB, (2, 9))
     new = LIFTED[name](model)
-    assert new.config.attention.qk_norm
-    assert new.config.attention.output_gate
+    assert find_config(new).attention.qk_norm
+    assert find_config(new).attention.output_gate
     assert_same(new(ids).logits, model(ids).logits, kind="output")
 
 
@@ -191,18 +192,18 @@ def test_a_folded_model_decodes_the_same_translations_with_fewer_parameters() ->
     )
     assert new == old
     assert sum(p.numel() for p in folded.parameters()) < sum(p.numel() for p in model.parameters())
-    assert folded.config.encoder.attention.projections == "factored"
-    assert folded.config.decoder.cross_attention.projections == "factored"
-    assert folded.config.decoder.attention.projections == "grouped"
+    assert find_config(folded).encoder.attention.projections == "factored"
+    assert find_config(folded).decoder.cross_attention.projections == "factored"
+    assert find_config(folded).decoder.attention.projections == "grouped"
 
 
 def test_a_rewritten_model_is_saved_and_read_like_any_other(tmp_path: Any) -> None:
     folded = triptych.rewrite(make_model("mixed"), rewrites.fold, sites=["encoder.1"]).result
-    assert folded.config.sites("encoder")[0].projections == "stacked"
-    assert folded.config.sites("encoder")[1].projections == "factored"
+    assert find_config(folded).sites("encoder")[0].projections == "stacked"
+    assert find_config(folded).sites("encoder")[1].projections == "factored"
     write_model(folded, tmp_path)
     again = read_model(tmp_path)
-    assert again.config == folded.config
+    assert find_config(again) == find_config(folded)
     src, tgt_in = sentences()
     assert_same(again(src, tgt_in), folded(src, tgt_in), kind="exact")
 
@@ -226,7 +227,7 @@ def test_a_refusal_names_the_site() -> None:
     with pytest.raises(RewriteRefusedError, match=r"drop_key_bias at encoder\.0 refused: .*rotary"):
         changed("drop_key_bias", model)
     done = triptych.rewrite(model, rewrites.drop_key_bias, sites=["cross.0"])
-    assert done.result.config.decoder.cross_attention_in_layer
+    assert find_config(done.result).decoder.cross_attention_in_layer
 
 
 def test_folded_norms_have_gain_one_and_no_shift() -> None:
@@ -247,7 +248,7 @@ def test_the_norm_of_the_memory_is_folded_everywhere_or_nowhere() -> None:
 def test_a_value_bias_stays_while_attention_weights_are_dropped() -> None:
     site = {"projections": "factored", "v_bias": True, "dropout": 0.2}
     model = make_model("mixed", encoder={"num_layers": 1, "attention": site})
-    assert not changed("fold_value_bias", model).config.encoder.attention.options.get("v_bias")
+    assert not find_config(changed("fold_value_bias", model)).encoder.attention.options.get("v_bias")
     with pytest.raises(RewriteRefusedError, match=r"encoder\.0 .*dropout"):
         changed("fold_value_bias", model.train())
 
@@ -371,10 +372,10 @@ def test_bounded_rewrites_move_a_model_and_say_how_far(norm: str) -> None:
     assert not torch.allclose(outcome.result(src, tgt_in), model(src, tgt_in), rtol=1e-3)
     assert {weights.W_Q.shape[-1] for weights in attention_weights(outcome.result).values()} == {3}
     merged = changed("merge_kv_heads", model, num_kv_heads=1, bounded=True)
-    assert merged.config.encoder.attention.projections == "grouped"
+    assert find_config(merged).encoder.attention.projections == "grouped"
     prune = partial(rewrites.prune_heads, heads=[1], bounded=True)
     pruned = triptych.rewrite(model, prune, sites=["encoder.0"]).result
-    assert pruned.config.sites("encoder")[0].num_heads == 3
+    assert find_config(pruned).sites("encoder")[0].num_heads == 3
     assert pruned(src, tgt_in).shape == (3, 6, VOCAB)
 
 

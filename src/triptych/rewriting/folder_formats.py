@@ -17,6 +17,8 @@ from triptych.core.checkpoints.module_layers import ModuleLayers
 from triptych.core.checkpoints.norm_readers import NormSite, norm_sites
 from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSource, MapSizes, Site
 from triptych.core.models import (
+    AnyModel,
+    describe_model,
     model_tensors,
     read_own_model,
     require_no_more,
@@ -222,11 +224,10 @@ class RunFormat:
         except (TriptychError, ValueError) as error:
             yield f"the attention does not fit the original: {error}"
             return
-        with TemporaryDirectory() as place:
-            write_config(expected, Path(place))
-            if read_json(Path(place, CONFIG)) != read_json(folder / CONFIG):
-                yield f"{CONFIG} is other than that of the original with this attention"
-        found = model_tensors(read_own_model(folder))
+        read = read_own_model(folder)
+        if not _is_same_config(expected, read, folder):
+            yield f"{CONFIG} is other than that of the original with this attention"
+        found = model_tensors(read)
         for name, tensor in model_tensors(expected).items():
             if name not in found or not torch.equal(found[name], tensor):
                 yield f"{shown(name)} was changed, and is in no layer that was measured"
@@ -241,6 +242,16 @@ class RunFormat:
                 yield f"{shown(name)} is other than the original's"
         left_out = tuple(f"{path.name}/" for path in sorted(original.iterdir()) if path.is_dir())
         yield from _left_out_differences(certificate, left_out)
+
+
+def _is_same_config(expected: AnyModel, read: AnyModel, folder: Path) -> bool:
+    """Return True if the configuration in a folder is that of a model."""
+    stored = read_json(folder / CONFIG)
+    if stored.get("format") == 1:  # an older version wrote the recipe of the model
+        return describe_model(read) == describe_model(expected)
+    with TemporaryDirectory() as place:
+        write_config(expected, Path(place))
+        return read_json(Path(place, CONFIG)) == stored
 
 
 Format = FolderFormat | RunFormat

@@ -31,6 +31,7 @@ from triptych.core.models.language_model import LanguageModel as LanguageModel
 from triptych.core.models.language_model import LanguageModelHead as LanguageModelHead
 from triptych.core.models.model_configs import find_config as find_config
 from triptych.core.models.model_configs import has_config as has_config
+from triptych.core.models.model_records import describe_model as describe_model
 from triptych.core.models.overflow import NumbersOverflowError as NumbersOverflowError
 from triptych.core.models.overflow import overflow_again as overflow_again
 from triptych.core.models.overflow import require_finite_logits as require_finite_logits
