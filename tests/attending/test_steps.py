@@ -15,8 +15,8 @@ from checkpoints.tiny_translators import write_tokenizer
 from triptych import UsageError, load
 from triptych.core.attention.projections import PARAMETERISATIONS
 from triptych.seeing.attending import Attention, attend
+from triptych.seeing.attending.head_steps import HeadSteps
 from triptych.seeing.attending.over import attend_over
-from triptych.seeing.attending.steps import HeadSteps
 
 TEXT = "to be or not to be"
 WORDS = "w4 w9 w5 w9 w6 w30 w31"

@@ -24,11 +24,11 @@ from triptych.seeing.attending.attention_page import AttentionPage as AttentionP
 from triptych.seeing.attending.attention_page import HeadNote as HeadNote
 from triptych.seeing.attending.attention_page import join_pages as join_pages
 from triptych.seeing.attending.attention_page import viewer_data as viewer_data
+from triptych.seeing.attending.head_steps import HeadSteps as HeadSteps
 from triptych.seeing.attending.held_out import HeldOutText as HeldOutText
 from triptych.seeing.attending.looks import looks_table as looks_table
 from triptych.seeing.attending.looks import written_table as written_table
 from triptych.seeing.attending.over import OverText as OverText
 from triptych.seeing.attending.over import attend_over as attend_over
 from triptych.seeing.attending.picture import is_picture as is_picture
-from triptych.seeing.attending.steps import HeadSteps as HeadSteps
 from triptych.seeing.attending.written_tokens import OutputTable as OutputTable

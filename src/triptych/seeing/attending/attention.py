@@ -40,10 +40,10 @@ from triptych.seeing.attending.attention_page import (
     notebook_html,
     write_attention_page,
 )
+from triptych.seeing.attending.head_steps import HeadSteps
 from triptych.seeing.attending.looks import Looks, strongest_looks
 from triptych.seeing.attending.over import OverText, attend_over
 from triptych.seeing.attending.picture import head_svg
-from triptych.seeing.attending.steps import HeadSteps
 from triptych.seeing.attending.written_tokens import NEAREST, TokenWriter
 from triptych.seeing.reports.html import short_name
 
