@@ -123,13 +123,11 @@ def fetch_files(
     """Download the files of a model in GGUF; return their folder in the cache."""
     parts = _parts(hub_id)
     assert parts is not None, hub_id
-    repository = Repository(*parts, endpoint, offline or constants.HF_HUB_OFFLINE, gguf=file)
-    for shard in shards_of(Path(file)):
-        if repository.download(shard.name) is None:
-            raise DataError(
-                f"{hub_id} has no {shown(shard.name)}: the page of the repository lists its files"
-            )
-    return repository.folder / file
+    repository = Repository(*parts, endpoint, offline or constants.HF_HUB_OFFLINE, gguf=files[0])
+    for file in files:
+        if repository.download(file) is None:
+            raise DataError(f"{hub_id} has no {shown(file)}: its page lists its files")
+    return repository.folder
 
 
 def _parts(hub_id: str) -> tuple[str, str | None] | None:

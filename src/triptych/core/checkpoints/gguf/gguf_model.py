@@ -115,7 +115,7 @@ def _present(path: Path) -> list[Path]:
 
 
 def fetch_gguf(hub_id: str, file: str, *, offline: bool = False) -> Path:
-    """Download a GGUF file of a repository on the Hub, with the further files of its model; return its path."""
+    """Download a GGUF file from the Hub, with the further files of its model; return its path."""
     folder = fetch_files(hub_id, [shard.name for shard in shards_of(Path(file))], offline=offline)
     return folder / file
 
