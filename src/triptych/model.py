@@ -100,9 +100,9 @@ def load(
     from the Hub, only its bytes. Modules are built when the model first runs.
 
     Args:
-        source: a run folder, a folder or a tensor file in Hugging Face's format, a name on the Hub
-            (`owner/name`, with `@revision` or without; a path of that name comes first), a `transformers`
-            model, or a model of triptych in memory.
+        source: a run folder, a folder or a tensor file in Hugging Face's format, a GGUF file, a name on the
+            Hub (`owner/name`, with `@revision` or without, and with `/FILE.gguf` for a GGUF file; a path of
+            that name comes first), a `transformers` model, or a model of triptych in memory.
         device: auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.
         dtype: type of the parameters when the model runs. Default: that of the files.
         tokenizer: the folder of a tokenizer, or a tokenizer of `transformers`, which reads texts in the place

@@ -12,7 +12,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import triptych
 from checkpoints.tiny_models import TINY
+from hub_server import in_place_of_the_hub
 from llama_cpp import LlamaCpp
+from triptych.core.checkpoints.gguf.architectures import architectures
 from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.core.models.storage import write_model
 from triptych.errors import ConfigurationWarning, DataError, UsageError
@@ -364,6 +366,22 @@ def test_a_file_is_rewritten_and_verified_as_a_folder_is(
     assert all(claim.held is not False for claim in claims)
 
 
+def test_a_file_on_the_hub_is_named_with_its_repository(
+    tokenizer: PretrainedTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = triptych.load(folder_of(tmp_path / "folder", tokenizer, "llama"), device="cpu")
+    there = tmp_path / "there"
+    there.mkdir()
+    model.convert(there / "tiny.gguf", "gguf")
+    with in_place_of_the_hub(there, tmp_path / "cache", monkeypatch):
+        found = triptych.load("someone/model/tiny.gguf", device="cpu")
+        torch.testing.assert_close(log_probabilities(found), log_probabilities(model), rtol=0, atol=1e-5)
+        with pytest.raises(DataError, match=r"there is no other\.gguf in it"):
+            triptych.load("someone/model/other.gguf")
+        with pytest.raises(DataError, match=r"named by its file, someone/model/FILE\.gguf"):
+            triptych.load("someone/model")
+
+
 def changed(file: Path, target: Path, **metadata: Any) -> Path:
     """A copy of a file with other metadata; None leaves a key out."""
     reader = gguf.GGUFReader(file)
@@ -414,3 +432,13 @@ def test_a_key_that_nothing_follows_is_named(tokenizer: PretrainedTokenizer, tmp
     odd = changed(tmp_path / "a.gguf", tmp_path / "b.gguf", **{"llama.odd_heads": 3})
     with pytest.warns(ConfigurationWarning, match="metadata has odd_heads of llama, .* not followed"):
         triptych.load(odd)
+
+
+def test_the_page_lists_the_architectures() -> None:
+    rows: dict[str, list[str]] = {}
+    for one in architectures():
+        rows.setdefault(one.name, []).extend(one.types)
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "converting.md").read_text(encoding="utf-8")
+    for name, types in rows.items():
+        listed = ", ".join(f"`{kind}`" for kind in dict.fromkeys(types))
+        assert f"| `{name}` | {listed} |\n" in page

@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 
 from triptych.converting import ctranslate2, hugging_face
-from triptych.converting.gguf import write_gguf
+from triptych.converting.gguf_writing import write_gguf
 from triptych.converting.onnx import write_onnx
 from triptych.converting.output_checks import ConversionCheck, WrittenModel
 from triptych.core.checkpoints.source import is_own_config

@@ -15,7 +15,7 @@ from torch import nn
 from triptych.core.checkpoints.family import Family
 from triptych.core.checkpoints.made_files import MadeFiles
 from triptych.core.checkpoints.model_types import model_type_of_class, model_types_of_tensors
-from triptych.core.storage.hub import Repository, is_hub_id, open_hub
+from triptych.core.storage.hub import Repository, gguf_on_hub, is_hub_id, open_hub
 from triptych.core.storage.tensors import (
     INDEX_AND_WHOLE,
     SAFETENSORS,
@@ -301,6 +301,15 @@ def find_source(
     return found
 
 
+def _of_gguf(name: str, file: Path | tuple[str, str], *, offline: bool = False) -> Source:
+    """Open a GGUF file, by its path or by its repository on the Hub and its name there."""
+    from triptych.core.checkpoints.gguf.gguf_model import GgufModel, fetch_gguf  # a large format of its own
+
+    path = file if isinstance(file, Path) else fetch_gguf(*file, offline=offline)
+    model = GgufModel(path, name)
+    return Source(name, model.record, name, model)
+
+
 def _gguf_at(path: Path) -> Path | None:
     """Return the GGUF file that a path is, or the one in a folder without other weights; else None."""
     if path.is_file():
@@ -360,6 +369,8 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
         )
     name = str(source)
     path = Path(source)
+    if not path.exists() and (on_hub := gguf_on_hub(name)) is not None:
+        return _of_gguf(name, on_hub, offline=offline)
     if not path.exists():
         if not is_hub_id(name):
             raise UsageError(
@@ -369,10 +380,7 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
         repository = open_hub(name, offline=offline)
         return Source(name, repository.record, f"{name}/config.json", repository)
     if (file := _gguf_at(path)) is not None:
-        from triptych.core.checkpoints.gguf.gguf_model import GgufModel
-
-        model = GgufModel(file, name)
-        return Source(name, model.record, name, model)
+        return _of_gguf(name, file)
     # A tensor file is read with the configuration next to it.
     config = (path if path.is_dir() else path.parent) / "config.json"
     if not config.exists():

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -85,6 +85,7 @@ _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _NO_HUB = "is HF_ENDPOINT the address of a Hub?"
 # Files of a complete copy of a checkpoint, and folders with the same weights for other programs.
 _WHOLE = ("*.json", "*.safetensors", "*.txt", "*.model", "*.spm", "*.toml", "*.jinja", "*.md", "LICENSE*")
+_GGUF = ".gguf"
 _OTHER_FORMATS = ("onnx", "openvino", "coreml", "original", "mlx")
 
 
@@ -105,6 +106,30 @@ def open_hub(hub_id: str, endpoint: str | None = None, *, offline: bool = False)
     return Repository(*parts, endpoint, offline or constants.HF_HUB_OFFLINE)
 
 
+def gguf_on_hub(text: str) -> tuple[str, str] | None:
+    """Split a name such as `owner/name/FILE.gguf` or `owner/name@revision/FILE.gguf` at the file.
+
+    Returns None for other strings.
+    """
+    repository, _, file = text.rpartition("/")
+    if "/" not in repository or not file.endswith(_GGUF) or not is_hub_id(repository):
+        return None
+    return (repository, file) if stays_in_folder(file) else None
+
+
+def fetch_files(
+    hub_id: str, files: Sequence[str], endpoint: str | None = None, *, offline: bool = False
+) -> Path:
+    """Download the files of a model in GGUF; return their folder in the cache."""
+    parts = _parts(hub_id)
+    assert parts is not None, hub_id
+    repository = Repository(*parts, endpoint, offline or constants.HF_HUB_OFFLINE, gguf=files[0])
+    for file in files:
+        if repository.download(file) is None:
+            raise DataError(f"{hub_id} has no {shown(file)}: its page lists its files")
+    return repository.folder
+
+
 def _parts(hub_id: str) -> tuple[str, str | None] | None:
     """Split a name on the Hub into repository and revision; return None for other strings."""
     match = _ID.fullmatch(hub_id)
@@ -121,17 +146,21 @@ def _parts(hub_id: str) -> tuple[str, str | None] | None:
 class Repository:
     """One commit of a repository."""
 
-    def __init__(self, name: str, revision: str | None, endpoint: str | None, offline: bool) -> None:
+    def __init__(
+        self, name: str, revision: str | None, endpoint: str | None, offline: bool, gguf: str | None = None
+    ) -> None:
+        """Find the commit, and read the configuration unless the model is in a GGUF file."""
         self.name = name
         self.endpoint = endpoint
+        self._gguf = gguf
         self.offline = offline
         self._cache = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
         self.revision = self._kept_commit(revision) if offline else self._commit(revision)
         self.folder = self._cache / "snapshots" / self.revision
-        config = self.download("config.json")
-        if config is None:
-            raise DataError(f"{name}: there is no config.json, which has the number of heads")
-        self.record = read_json(config)
+        config = None if gguf else self.download("config.json")
+        if config is None and gguf is None:
+            raise self._no_file()
+        self.record = {} if config is None else read_json(config)
 
     def tensors(self, *, mapped: bool = False) -> Tensors:
         """Open the tensors: cached files from the disk, further files by ranges of bytes.
@@ -231,9 +260,9 @@ class Repository:
 
     def _commit(self, revision: str | None) -> str:
         """Return the commit of a revision, and store it for offline use."""
-        found = self._look("config.json", revision)
+        found = self._look(self._gguf or "config.json", revision)
         if found is None:
-            raise DataError(f"{self.name}: there is no config.json, which has the number of heads")
+            raise self._no_file()
         (_, commit), wanted = found, revision or constants.DEFAULT_REVISION
         kept = self._cache / "refs" / wanted
         if wanted != commit and stays_in_folder(wanted):
@@ -242,6 +271,14 @@ class Repository:
                     kept.parent.mkdir(parents=True, exist_ok=True)
                     write_bytes(kept, commit.encode())
         return commit
+
+    def _no_file(self) -> DataError:
+        if self._gguf is not None:
+            return DataError(f"{self.name}: there is no {shown(self._gguf)} in it: its page lists its files")
+        return DataError(
+            f"{self.name}: there is no config.json, which has the number of heads; a model in GGUF is named "
+            f"by its file, {self.name}/FILE.gguf"
+        )
 
     def _kept_commit(self, revision: str | None) -> str:
         wanted = revision or constants.DEFAULT_REVISION
@@ -279,7 +316,7 @@ class Repository:
                 f"{there.name} has {there.size / 1e9:.2f} GB, and the disk of {self._cache} has "
                 f"{free / 1e9:.2f} GB free: make room, or set HF_HUB_CACHE to a folder elsewhere"
             )
-        if there.size > LONGEST_TOKENIZER and not file.endswith(".safetensors"):
+        if there.size > LONGEST_TOKENIZER and not file.endswith((".safetensors", _GGUF)):
             raise DataError(f"{there.name}: {there.size:,} bytes are past {LONGEST_TOKENIZER:,}")
 
 

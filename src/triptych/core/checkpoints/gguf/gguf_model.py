@@ -19,6 +19,7 @@ from triptych.core.checkpoints.gguf.row_orders import Heads, Layout, layout_of
 from triptych.core.checkpoints.gguf.token_lists import Vocabulary, has_vocabulary, token_ids
 from triptych.core.checkpoints.made_files import MadeFiles
 from triptych.core.storage.gguf import SHARD, SUFFIX, Gguf, shards_of
+from triptych.core.storage.hub import fetch_files
 from triptych.core.storage.shards import write_tensors
 from triptych.core.storage.tensors import SAFETENSORS, TensorFile, TensorInfo, Tensors, of_one
 from triptych.errors import ConfigurationWarning, DataError, UsageError
@@ -111,6 +112,12 @@ def _present(path: Path) -> list[Path]:
     if missing := [one.name for one in found if not one.is_file()]:
         raise DataError(f"{path}: of its {len(found)} files {missing[0]} is missing: fetch it, too")
     return found
+
+
+def fetch_gguf(hub_id: str, file: str, *, offline: bool = False) -> Path:
+    """Download a GGUF file from the Hub, with the further files of its model; return its path."""
+    folder = fetch_files(hub_id, [shard.name for shard in shards_of(Path(file))], offline=offline)
+    return folder / file
 
 
 def find_gguf(folder: Path) -> Path | None:

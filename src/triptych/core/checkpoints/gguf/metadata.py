@@ -236,7 +236,7 @@ def _as_llama3(divisors: list[float], base: float) -> dict[str, Any]:
 
     def expected(wave: float) -> float:
         share = min(1.0, max(0.0, (original / wave - 1) / 3))
-        return 1 / ((1 - share) / most + share)
+        return float(1 / ((1 - share) / most + share))
 
     found = zip(waves, divisors, strict=True)
     if not all(math.isclose(expected(wave), divisor, rel_tol=1e-5) for wave, divisor in found):
