@@ -19,6 +19,7 @@ from triptych.core.attention import attention
 OPTIONAL = {
     "ctranslate2",
     "datasets",
+    "gguf",
     "num2words",
     "onnx",
     "onnxruntime",

@@ -33,7 +33,6 @@ def convert(
 
     Examples:
         triptych convert runs/mine --to hf --out mine-hf
-        triptych convert mine-hf --from hf --out mine-again
         triptych convert mine-hf --to gguf --quantization float16 --out mine.gguf
     """
     if (to is None) == (origin is None):
