@@ -104,7 +104,7 @@ EXPECTED: dict[str, dict[str, str]] = {
         {"post_feedforward_layernorm": "! post", "norm": "lm_head"},
     ),
     **alike(
-        "mistral3 | mistral3, ministral | idefics3 | gemma | ernie4_5 | smollm3 | youtu | ernie4_5_moe | "
+        "mistral3 | mistral3, ministral | gemma | ernie4_5 | smollm3 | youtu | ernie4_5_moe | "
         "granite_swa | minicpm3",
         {"post_attention_layernorm": "gate_proj up_proj", "norm": "! tied"},
     ),
@@ -162,6 +162,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     ),
     **alike("vit | beit | beit, tables", {"layernorm_after": "dense"}),
     **alike("clip | siglip | siglip2, vision", {"layer_norm2": "fc1"}),
+    "idefics3": {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
     "ctrl": {"layernorm2": "0", "layernorm": "! tied"},
     "dbrx": {},
     "dinov2": {"norm2": "fc1"},
