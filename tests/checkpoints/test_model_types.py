@@ -49,7 +49,7 @@ def test_a_missing_model_type_is_worked_out_and_said(
     other = made(name, tmp_path)
     left_out(tmp_path, *fields)
     with pytest.warns(ConfigurationWarning) as said:
-        model = load_language_model(tmp_path).model
+        model = load_language_model(tmp_path)
     assert [str(warning.message) for warning in said] == [
         f"{tmp_path / 'config.json'}: there is no model_type; {by}"
     ]
@@ -78,5 +78,5 @@ def test_code_that_a_configuration_names_is_not_run(tmp_path: Path) -> None:
     made("llama", tmp_path)
     (tmp_path / "modeling_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     left_out(tmp_path, auto_map={"AutoModelForCausalLM": "modeling_own.Own"})
-    assert load_language_model(tmp_path).family == "Llama"
+    assert load_language_model(tmp_path).causal
     assert not (tmp_path / "ran").exists()

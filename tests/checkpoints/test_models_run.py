@@ -247,7 +247,7 @@ def test_two_tables_that_differ_are_both_run_though_they_are_said_to_be_tied(
     changed(tmp_path, {"lm_head.weight": table})
     again = type(other).from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager").eval()
     assert torch.equal(again.lm_head.weight, table)
-    found = outputs(load_language_model(tmp_path).model(some_ids()))
+    found = outputs(load_language_model(tmp_path)(some_ids()))
     assert apart(found, outputs(theirs(again, some_ids()))) < 1e-10
 
 
@@ -260,7 +260,7 @@ def test_angles_that_are_given_for_no_kind_of_layer_are_not_followed_where_trans
     changed(tmp_path, {}, {"rope_parameters": {"rope_type": "default", "rope_theta": 33.0}})
     with in_float64():
         again = type(other).from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager").eval()
-    found = outputs(load_language_model(tmp_path).model(some_ids()))
+    found = outputs(load_language_model(tmp_path)(some_ids()))
     assert apart(found, outputs(theirs(again, some_ids()))) < 1e-10
 
 
@@ -269,12 +269,12 @@ def test_angles_that_are_given_for_no_kind_of_layer_are_not_followed_where_trans
 def test_a_decoder_without_a_head_runs_to_its_last_hidden_state(name: str, tmp_path: Path) -> None:
     whole = made(name, tmp_path / "whole", {"tie_word_embeddings": False})
     whole.base_model.save_pretrained(tmp_path / "bare")
-    loaded = load_language_model(tmp_path / "bare")
-    assert loaded.model.causal
-    assert loaded.model.head is None
-    assert apart(outputs(loaded.model(some_ids())), outputs(theirs(whole.base_model, some_ids()))) < 1e-10
+    model = load_language_model(tmp_path / "bare")
+    assert model.causal
+    assert model.head is None
+    assert apart(outputs(model(some_ids())), outputs(theirs(whole.base_model, some_ids()))) < 1e-10
     with pytest.raises(ValueError, match="the model has no output table"):
-        Engine(loaded.model)
+        Engine(model)
     # A class with a head says that its table is missing.
     changed(tmp_path / "bare", {}, {"architectures": [type(whole).__name__]})
     with pytest.raises(DataError, match="there is no tensor"):

@@ -42,7 +42,8 @@ EXPECTED: dict[str, dict[str, str]] = {
     **alike(
         "bert | bert with cross-attention | roberta | electra | deberta-v2 | "
         "deberta-v2, maps of its own | longformer | mpnet | roformer | "
-        "roformer with cross-attention | deberta | deberta, learned | data2vec-text | ernie",
+        "roformer with cross-attention | deberta | deberta, learned | data2vec-text | ernie | "
+        "rembert",
         {"LayerNorm": "! post"},
     ),
     "distilbert": {"output_layer_norm": "! post"},
@@ -58,7 +59,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     **alike("codegen | gptj", {"ln_f": "lm_head"}),
     "opt": {"final_layer_norm": "fc1", "decoder.final_layer_norm": "! tied"},
     **alike(
-        "opt, narrow embeddings | bart | plbart | mvp | marian | wav2vec2 | blenderbot-small | led",
+        "opt, narrow embeddings | bart | plbart | mvp | marian | wav2vec2 | blenderbot-small | led | fsmt",
         {"final_layer_norm": "! post"},
     ),
     **alike(
@@ -161,6 +162,9 @@ EXPECTED: dict[str, dict[str, str]] = {
     ),
     **alike("vit | beit | beit, tables", {"layernorm_after": "dense"}),
     **alike("clip | siglip | siglip2, vision", {"layer_norm2": "fc1"}),
+    "idefics3": {"post_attention_layernorm": "gate_proj up_proj", "norm": "lm_head"},
+    "ctrl": {"layernorm2": "0", "layernorm": "! tied"},
+    "dbrx": {},
     "dinov2": {"norm2": "fc1"},
     "perceiver": {"layernorm": "dense1"},
     **alike("modernbert | modernbert, biases | modernbert-decoder", {"mlp_norm": "Wi"}),

@@ -77,12 +77,19 @@ def _prefixes(family: Family, infos: Mapping[str, TensorInfo]) -> Iterator[str]:
         if name == ending or name.endswith(f".{ending}"):
             prefix = name.removesuffix(ending)
             has_maps = _has_maps(spec, f"{prefix}{module}", infos) and _lies_right(spec, info)
-            if has_maps and _has_parts(family.model, prefix, infos):
+            if has_maps and _has_parts(spec, family.model, prefix, infos):
                 yield prefix.rstrip(".")
 
 
-def _has_parts(model: ModelSpec, prefix: str, infos: Mapping[str, TensorInfo]) -> bool:
-    """Return True if a file has the embeddings of a family, and the norms of its first block."""
+def _has_parts(spec: AttentionSpec, model: ModelSpec, prefix: str, infos: Mapping[str, TensorInfo]) -> bool:
+    """Return True if a file has the embeddings of a family, its angles, and the norms of its first block."""
+    stored = {name for position in spec.positions for name in position.stored}
+    if any(f"{prefix}{name.format(layer=0, inner=0)}" not in infos for name in stored):
+        return False
+    # Embeddings of a width of their own always have a map to that of the model.
+    has_own_width = bool(model.embedding_width) and "hidden_size" not in model.embedding_width
+    if has_own_width and f"{prefix}{model.embedding_map}.weight" not in infos:
+        return False
     parts = [
         [model.embedding, *model.copies],
         [norm.at for norm in model.attention_norm if norm.at],

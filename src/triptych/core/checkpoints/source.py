@@ -330,24 +330,13 @@ def _work_out_model_type(source: Source) -> None:
     how = f"architectures ({shown(record['architectures'][0])})" if found else "the names of its tensors"
     if found is None:
         try:
-            of_tensors = _model_types_with_all_tensors(source)
+            of_tensors = model_types_of_tensors(source.tensors())
         except DataError:  # reported when the tensors are opened for reading
             return
         found = of_tensors[0] if len(of_tensors) == 1 else None
     if found is not None:
         source.record = {**record, "model_type": found}
         source.notes = (f"{source.where}: there is no model_type; read as {found}, by {how}",)
-
-
-def _model_types_with_all_tensors(source: Source) -> list[str]:
-    """Return the model types with the names of the tensors; of several, those with exactly these tensors."""
-    from triptych.core.checkpoints.stored_models import has_all_tensors
-
-    tensors = source.tensors()
-    found = model_types_of_tensors(tensors)
-    if len(found) < 2:
-        return found
-    return [kind for kind in found if has_all_tensors({**source.record, "model_type": kind}, tensors)]
 
 
 def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:

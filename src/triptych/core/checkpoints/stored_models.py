@@ -52,19 +52,6 @@ def load_language_model(
     return read_language_model(_open_mapped(path, dtype), dtype).to(device)
 
 
-def has_all_tensors(record: Mapping[str, Any], tensors: Tensors) -> bool:
-    """Return True if tensors are all those of a model with a configuration."""
-    family = family_of(str(record["model_type"]))
-    if family is None or family.model is None:
-        return False
-    try:
-        checkpoint = Checkpoint(tensors.name, family, Settings(dict(record), "config.json"), tensors)
-        _ = model_map(checkpoint) if family.model.encoder is None else encoder_decoder_map(checkpoint)
-    except DataError:
-        return False
-    return True
-
-
 def _open_mapped(path: Source | Path | str, dtype: torch.dtype | None) -> Checkpoint:
     """Open a checkpoint with memory-mapped tensors."""
     if dtype is not None and not dtype.is_floating_point:

@@ -147,7 +147,7 @@ Wav2Vec2CTC Wav2Vec2PhonemeCTC Whisper XLM XLNet
 """
 _CLASS_OF_TYPE = {
     **dict.fromkeys(
-        ("codegen", "gpt2", "gpt_neo", "gptj", "opt", "phi", "starcoder2", "jais2"), "GPT2Tokenizer"
+        ("codegen", "gpt2", "gpt_neo", "gptj", "opt", "phi", "starcoder2", "jais2", "dbrx"), "GPT2Tokenizer"
     ),
     **dict.fromkeys(("gpt_neox", "mpt", "olmo", "olmoe"), "GPTNeoXTokenizer"),
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "GPTNeoXTokenizer"),
@@ -181,7 +181,10 @@ _CLASS_OF_TYPE = {
     **dict.fromkeys(("nemotron", "olmo2", "olmo3", "phi3", "phimoe", "stablelm", "umt5"), _WHOLE),
     **dict.fromkeys(("ernie4_5_moe", "flex_olmo", "glm4_moe_lite", "hyperclovax", "kimi_linear"), _WHOLE),
     **dict.fromkeys(("minicpm3", "minimax_m2", "modernbert-decoder", "olmo_hybrid", "persimmon"), _WHOLE),
-    **dict.fromkeys(("internlm3", "iquestcoder", "xlm-roberta-xl"), _WHOLE),
+    **dict.fromkeys(("internlm3", "iquestcoder", "xlm-roberta-xl", "smolvlm"), _WHOLE),
+    "ctrl": "CTRLTokenizer",
+    "fsmt": "FSMTTokenizer",
+    "rembert": "RemBertTokenizer",
 }
 # Model types with a wrong class name in their published files.
 _MISTAKEN_TYPES = {
