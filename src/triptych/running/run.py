@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from triptych.core.algebra.forms import at_least_float32
 from triptych.core.algebra.weights import AttentionWeights
 from triptych.core.attention import ACTIVATIONS, LayerSteps, Tap
-from triptych.core.models import AttentionSite, EncoderDecoder, Residual
+from triptych.core.models import AttentionSite, Residual
 from triptych.core.places import PlaceNames, head_of
 from triptych.errors import UsageError
 from triptych.literals import Activation, SpecialTokens, check_choices
@@ -99,7 +99,9 @@ class Run:
         ids: token ids of `tokens`.
         source_tokens: source tokens of an encoder-decoder in readable form; None for other models.
         logits: logits of the next token at each position, or of `tokens` in an encoder-decoder,
-            `[length, vocab]`.
+            `[length, vocab]`. With the head of a task one for each of `labels`: `[labels]` for the text, or
+            `[length, labels]` where each token has a class. Hidden states, without a head.
+        labels: names of the classes (`id2label`) that the head of a task tells apart; None for other models.
     """
 
     def __init__(
@@ -124,10 +126,10 @@ class Run:
         self.source_tokens = (
             None if text.source is None else tuple(reader.source_tokenizer.pieces(text.source))
         )
-        self.logits = reader.logits(recording.hidden[row, : len(text.ids)])
-        model = reader.model
+        self.logits = reader.text_logits(recording.hidden[row, : len(text.ids)], text.ids)
+        self.labels = reader.labels
         # A loss needs next-token logits; encoders do not have them.
-        self._predicts = isinstance(model, EncoderDecoder) or (model.causal and model.head is not None)
+        self._predicts = reader.predicts
 
     @property
     def losses(self) -> Float[Tensor, " predicted"]:

@@ -13,7 +13,15 @@ from typing import Generic, TypeVar, final
 from triptych.core.checkpoints.checkpoint import Checkpoint
 from triptych.core.checkpoints.fields import list_names, not_understood_of_model
 from triptych.core.checkpoints.layer_map import LayerMap
-from triptych.core.checkpoints.model_parts import Entries, FeedForwardMap, OutputHeadMap, above, activation
+from triptych.core.checkpoints.model_parts import (
+    Entries,
+    FeedForwardMap,
+    OutputHeadMap,
+    TaskHeadMap,
+    above,
+    activation,
+    task_of_class,
+)
 from triptych.core.checkpoints.reading import LayerReader
 from triptych.core.checkpoints.specs import EmbeddedPositionsSpec, ModelSpec, NormSpec
 from triptych.core.checkpoints.stored_layers import Place, Site
@@ -46,6 +54,8 @@ class ModelMap(Generic[_Architecture]):
     tensors: LayerMap  # map from stored tensors to tensors outside attention, by their names in the model
     copies: Mapping[str, str]  # duplicate stored tensors, with the name of the original
     pad_id: int = 0  # padding token, masked in attention
+    # tensors of a task's head that the family does not describe: they read the model's output
+    unread: tuple[str, ...] = ()
 
 
 def model_map(checkpoint: Checkpoint) -> ModelMap[LanguageModelArchitecture]:
@@ -69,9 +79,9 @@ def model_map(checkpoint: Checkpoint) -> ModelMap[LanguageModelArchitecture]:
     mapping = _Mapping(checkpoint, spec, sites)
     architecture = mapping.architecture()  # also fills the entries
     entries = mapping.entries
-    found = ModelMap(architecture, mapping.sites, LayerMap(dict(entries.found)), entries.copies)
-    _account(checkpoint, found.tensors, (mapping,))
-    return found
+    tensors = LayerMap(dict(entries.found))
+    unread = _account(checkpoint, tensors, (mapping,))
+    return ModelMap(architecture, mapping.sites, tensors, entries.copies, unread=unread)
 
 
 def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchitecture]:
@@ -96,7 +106,7 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchit
     source = read.architecture()
     target = write.architecture()
     head = target.head
-    if head is None:
+    if head is None and not task_of_class(write.settings):
         write.entries.refuse("its decoder has no output table and predicts no tokens: it cannot be run")
     if source.d_model != target.d_model:
         write.entries.refuse(
@@ -105,7 +115,7 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchit
     architecture = EncoderDecoderArchitecture(
         replace(source, kind="encoder", head=None),
         # In `transformers`, encoder-decoder models scale the input of the output map instead of its logits.
-        replace(target, kind="decoder", head=replace(head, scale=1.0, input_scale=head.scale)),
+        replace(target, kind="decoder", head=head and replace(head, scale=1.0, input_scale=head.scale)),
         shared=read.table == write.table,
     )
     entries = [
@@ -115,10 +125,10 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchit
         if not (architecture.shared and half == "encoder" and ours == ("embeddings.table.weight",))
     ]
     tensors = LayerMap(dict(entries))
-    _account(checkpoint, tensors, (read, write))
+    unread = _account(checkpoint, tensors, (read, write))
     pad_id = write.settings.whole("pad_token_id | 0")
     copies = {**read.entries.copies, **write.entries.copies}
-    return ModelMap(architecture, (*encoder, *decoder, *cross), tensors, copies, pad_id)
+    return ModelMap(architecture, (*encoder, *decoder, *cross), tensors, copies, pad_id, unread)
 
 
 @final
@@ -170,6 +180,7 @@ class _Mapping:
             blocks=blocks,
             final_norm=final_norm,
             head=OutputHeadMap(self.first, spec, self.entries, self.d_model, self.table, self._width).config,
+            task=TaskHeadMap(self.first, spec, self.entries, self.d_model).config,
             order=self._order(),
             inputs=self._block_inputs(),
         )
@@ -426,8 +437,11 @@ class _Mapping:
         return bool(spec.untied_embedding) and (holds(spec.apart) or not holds(spec.head.tied))
 
 
-def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, ...]) -> None:
-    """Check that every tensor of the file is read, or known to change no output."""
+def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, ...]) -> tuple[str, ...]:
+    """Check that every tensor of the file is read, or known to change no hidden state.
+
+    Returns the tensors of a task's head that the family does not describe.
+    """
     tensors = checkpoint.tensors
     used = {*found.names}
     patterns: list[str] = []
@@ -447,9 +461,15 @@ def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, 
         for name in tensors.infos
         if name not in used and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
     ]
+    # The prefix of the layers is that of the model without its head: tensors beside it read its output.
+    *_, last = mappings
+    prefix = last.first.prefix
+    if prefix and task_of_class(last.settings) and not any(name.startswith(prefix) for name in strange):
+        return tuple(strange)
     if strange:
         what = "tensor" if len(strange) == 1 else "tensors"
         raise DataError(
             f"{checkpoint.name}: unknown {what} {list_names(strange, most=6)}: models of "
             f"{checkpoint.family.name} have none of this name"
         )
+    return ()

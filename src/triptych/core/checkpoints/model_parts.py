@@ -1,7 +1,8 @@
 """Configurations and tensors of a model's norms, feed-forward layers and head."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Never, final
+from typing import Never, cast, final, get_args
 
 import torch
 
@@ -18,7 +19,15 @@ from triptych.core.checkpoints.layer_map import (
     tensor_names,
 )
 from triptych.core.checkpoints.reading import require_shape
-from triptych.core.checkpoints.specs import ExpertsSpec, FeedForwardSpec, HeadSpec, ModelSpec, NormSpec
+from triptych.core.checkpoints.specs import (
+    ExpertsSpec,
+    FeedForwardSpec,
+    HeadSpec,
+    ModelSpec,
+    NormSpec,
+    TaskHeadSpec,
+    TaskMapSpec,
+)
 from triptych.core.checkpoints.stored_layers import Place
 from triptych.core.models.architecture import (
     EXPERTS_NORMS,
@@ -27,7 +36,11 @@ from triptych.core.models.architecture import (
     FeedForwardConfig,
     HeadConfig,
     NormConfig,
+    Pooling,
+    TaskHeadConfig,
+    TaskMapConfig,
 )
+from triptych.core.storage.settings import Settings
 from triptych.core.storage.tensors import Tensors
 from triptych.errors import DataError
 from triptych.untrusted import shown
@@ -109,9 +122,23 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }  # fmt: skip
 
 
+# Tasks without a map to tokens: what follows "For" in the name of a class.
+_TASK = re.compile(r"For(\w*Classification|QuestionAnswering\w*|MultipleChoice|NextSentencePrediction)$")
 # Ends of names of classes that are called models and have a head.
 _CLASSES_WITH_A_HEAD = ("LMHeadModel", "DoubleHeadsModel", "MTModel")
 _OF_XIELU = (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
+
+
+def class_name(settings: Settings) -> str:
+    """Return the name of a checkpoint's class in `transformers`; "" if its configuration has none."""
+    named = settings.outermost.value("architectures")
+    return str(named[0]) if isinstance(named, list) and named else ""
+
+
+def task_of_class(settings: Settings) -> str:
+    """Return what follows "For" in the name of a class with a head for a task; "" for other classes."""
+    found = _TASK.search(class_name(settings))
+    return found[1] if found else ""
 
 
 def activation(place: Place, expression: str) -> Activation:
@@ -310,13 +337,14 @@ class OutputHeadMap:
         self.config = None if self._is_left_out() else next(map(self._config, heads), None)
 
     def _is_left_out(self) -> bool:
-        """Return True for a decoder of a class without a head: its file has no output table."""
+        """Return True for a class without a map to tokens, such as a decoder without an output table."""
         spec = self.spec.head
+        if task_of_class(self.settings):
+            return True
         if self.spec.kind == "encoder" or self._is_tied(spec):
             return False
         # A class with a head has a file with its table; a file without it is incomplete.
-        named = self.settings.outermost.value("architectures")
-        name = str(named[0]) if isinstance(named, list) and named else ""
+        name = class_name(self.settings)
         has_head = not name.endswith("Model") or name.endswith(_CLASSES_WITH_A_HEAD)
         return not has_head and f"{self._above(spec.at)}.weight" not in self.infos
 
@@ -403,3 +431,70 @@ class OutputHeadMap:
 
     def _above(self, name: str) -> str:
         return above(self.place.prefix, name, self.entries.tensors)
+
+
+@final
+class TaskHeadMap:
+    """The head of a task, described by the first fitting entry of the family."""
+
+    config: TaskHeadConfig | None  # None without a head that the family describes
+
+    def __init__(self, place: Place, spec: ModelSpec, entries: Entries, d_model: int) -> None:
+        self.place = place
+        self.spec = spec
+        self.entries = entries
+        self.d_model = d_model
+        task = task_of_class(place.settings)
+        fitting = (own for own in spec.tasks if task in own.classes and self._is_there(own))
+        self.config = next(map(self._config, fitting), None)
+
+    def _is_there(self, spec: TaskHeadSpec) -> bool:
+        infos = self.entries.tensors.infos
+        weights = [f"{self._above(own.at)}.weight" for own in spec.maps]
+        return self.place.holds(spec.when) and all(name in infos for name in weights)
+
+    def _config(self, spec: TaskHeadSpec) -> TaskHeadConfig:
+        settings = self.place.settings
+        pooling = settings.word(self.place.chosen(spec.pooling) or "'each'")
+        if pooling not in get_args(Pooling):
+            self.entries.refuse(f"its head reads the tokens of kind {shown(pooling)}, which is not known")
+        maps = list[TaskMapConfig]()
+        for own in spec.maps:
+            maps.append(self._map(len(maps), own, maps[-1].outputs if maps else self.d_model))
+        token = {"last": "pad_token_id", "end": "eos_token_id"}.get(pooling or "")
+        said = settings.value(token) if token else None
+        read = said if isinstance(said, int) else None
+        if pooling == "end" and read is None:
+            self.entries.refuse(f"its head reads the end token, and {settings.where} has no eos_token_id")
+        labels = spec.labels or _labels(settings, maps[-1].outputs)
+        return TaskHeadConfig(cast(Pooling, pooling), (*maps,), labels, read)
+
+    def _map(self, number: int, spec: TaskMapSpec, inputs: int) -> TaskMapConfig:
+        module = self._above(spec.at)
+        infos = self.entries.tensors.infos
+        outputs = infos[f"{module}.weight"].shape[0]
+        has_bias = f"{module}.bias" in infos
+        ours = f"task.maps.{number}"
+        self.entries.enter(f"{ours}.weight", f"{module}.weight", (outputs, inputs))
+        if has_bias:
+            self.entries.enter(f"{ours}.bias", f"{module}.bias", (outputs,))
+        norm = self.place.first(spec.norm)
+        return TaskMapConfig(
+            outputs,
+            has_bias,
+            activation(self.place, spec.activation) if spec.activation else None,
+            norm
+            and self.entries.norm(
+                f"task.norms.{number}", self.place, norm, self._above(norm.at), outputs, self.spec.eps
+            ),
+        )
+
+    def _above(self, name: str) -> str:
+        return above(self.place.prefix, name, self.entries.tensors)
+
+
+def _labels(settings: Settings, count: int) -> tuple[str, ...]:
+    """Return the names of classes in `id2label`, or else names by number as in `transformers`."""
+    said = settings.outermost.value("id2label")
+    named = said if isinstance(said, dict) else {}
+    return tuple(str(named.get(str(number), f"LABEL_{number}")) for number in range(count))

@@ -440,6 +440,25 @@ class HeadSpec(Spec):
 
 
 @final
+class TaskMapSpec(Spec):
+    at: str  # module of the map, found like `HeadSpec.at`
+    activation: Expression = ""  # its name in `transformers`; "" without an activation
+    norm: tuple[NormSpec, ...] = ()
+
+
+@final
+class TaskHeadSpec(Spec):
+    """The head of a task; `architecture.TaskHeadConfig` documents the fields of the same names."""
+
+    # classes in `transformers`, by what follows their "For"
+    classes: tuple[str, ...] = Field(min_length=1)
+    when: Expression = ""
+    pooling: tuple[Choice, ...] = (Choice(value="'each'"),)
+    maps: tuple[TaskMapSpec, ...] = Field(min_length=1)
+    labels: tuple[str, ...] = ()  # names of the logits, if not those of `id2label`
+
+
+@final
 class ModelSpec(Spec):
     """The parts of a model besides attention layers: embeddings, frames, feed-forward layers, head."""
 
@@ -495,6 +514,8 @@ class ModelSpec(Spec):
     # heads of an encoder; the first whose transform (or output map, if it has no transform) is in the file.
     # If all are missing, the model ends with the stream.
     heads: tuple[HeadSpec, ...] = ()
+    # heads of tasks; the first for the file's class whose maps are all in the file
+    tasks: tuple[TaskHeadSpec, ...] = ()
     # Unread tensors and fields.
     rest: tuple[str, ...] = ()  # tensors that change no output, as patterns
     harmless: tuple[str, ...] = ()  # fields of the configuration that change no output of these models

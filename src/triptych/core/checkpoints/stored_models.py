@@ -4,6 +4,7 @@
 values remain as stored, to the bit.
 """
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from triptych.core.attention.layer import MultiHeadAttention
 from triptych.core.attention.shapes import shapes_only
 from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.core.checkpoints.family import family_of
+from triptych.core.checkpoints.fields import list_names
 from triptych.core.checkpoints.latents import latent_parts
 from triptych.core.checkpoints.layer_map import LayerMap, Shape, layer_map
 from triptych.core.checkpoints.model_map import ModelMap, encoder_decoder_map, model_map
@@ -31,7 +33,7 @@ from triptych.core.models.language_model import LanguageModel
 from triptych.core.models.sites import attention_sites
 from triptych.core.storage.settings import Settings
 from triptych.core.storage.tensors import InMemory, Tensors, of_one
-from triptych.errors import DataError, UsageError
+from triptych.errors import ConfigurationWarning, DataError, UsageError
 
 _Stored = Iterator[tuple[str, Tensor]]
 
@@ -97,6 +99,11 @@ def _build_model(
     make: Callable[[list[MultiHeadAttention]], _Model],
 ) -> _Model:
     """Build a model from a checkpoint: `make` of its attention layers, with its other tensors set."""
+    if found.unread:
+        kept = f"{checkpoint.name}: {list_names(found.unread, most=4)} of the head of its class"
+        warnings.warn(
+            f"{kept} are not run here: run gives the last hidden states", ConfigurationWarning, stacklevel=4
+        )
     dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
     attention = [read_attention_layer(checkpoint, site, dtype) for site in found.sites]
     with shapes_only():  # parameters are not initialised: stored tensors replace them

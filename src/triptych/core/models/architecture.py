@@ -252,6 +252,33 @@ class HeadConfig:
     soft_cap: float | None = None  # c in `c · tanh(s / c)`, applied to logits s; None for no cap
 
 
+# Rows of the stream that a task head reads: that of "each" token, of the "first" token, of the "last" token
+# that is no padding, of the last "end" token, or the "mean" of all.
+Pooling = Literal["each", "first", "last", "end", "mean"]
+
+
+@final
+@dataclass(frozen=True)
+class TaskMapConfig:
+    """A map of a task head, `norm(f(x W + b))`."""
+
+    outputs: int
+    bias: bool
+    activation: Activation | None = None  # f; None for the identity
+    norm: NormConfig | None = None
+
+
+@final
+@dataclass(frozen=True)
+class TaskHeadConfig:
+    """The head of a task: maps from rows of the stream to one logit per label."""
+
+    pooling: Pooling
+    maps: tuple[TaskMapConfig, ...]
+    labels: tuple[str, ...]  # names of the logits
+    token: int | None = None  # padding token of "last" (None without one), end token of "end"
+
+
 @final
 @dataclass(frozen=True)
 class LanguageModelArchitecture:
@@ -264,7 +291,8 @@ class LanguageModelArchitecture:
     embeddings: EmbeddingsConfig  # embeddings of the tokens
     blocks: tuple[BlockConfig, ...]  # blocks with separate weights
     final_norm: NormConfig | None = None  # norm after the last block; None without
-    head: HeadConfig | None = HeadConfig()  # head to logits; None for a model without a head
+    head: HeadConfig | None = HeadConfig()  # head to logits of tokens; None for a model without such a head
+    task: TaskHeadConfig | None = None  # head of a task, such as classification; None without
     # numbers of the blocks in order of use, for models with repeated blocks; if empty, every block once
     order: tuple[int, ...] = ()
     inputs: BlockInputsConfig | None = None  # additional inputs of the blocks; None without

@@ -23,7 +23,7 @@ class EncoderDecoder(nn.Module):
 
     Attributes:
         encoder: stack of the source, without a head.
-        decoder: stack of the target.
+        decoder: stack of the target; without a head in models for a task, such as classification.
         architecture: architecture of both stacks.
         recipe_limit: longest source in tokens by the recipe, without the end of sentence; None for a model
             without a recipe.

@@ -13,12 +13,17 @@ from triptych.core.attention.layer import (
 )
 from triptych.core.attention.layer_cache import DecoderCache
 from triptych.core.attention.position_modules import PositionIds
-from triptych.core.models.architecture import HeadConfig, LanguageModelArchitecture
+from triptych.core.models.architecture import HeadConfig, LanguageModelArchitecture, TaskHeadConfig
 from triptych.core.models.blocks import Block, BlockInputs, each_once, make_norm, sharing_copy
 from triptych.core.models.configuration import LanguageModelConfig
 from triptych.core.models.embedding import Embeddings
 from triptych.core.models.feed_forward import ACTIVATIONS
 from triptych.core.models.streams import Streams
+from triptych.errors import UsageError
+
+
+class NoEndTokenError(UsageError):
+    """The error for a text without the token that a head reads."""
 
 
 class LanguageModelOutput(NamedTuple):
@@ -68,6 +73,48 @@ class LanguageModelHead(nn.Module):
 
 
 @final
+class TaskHead(nn.Module):
+    """The head of a task: the maps from pooled rows of the stream to one logit per label."""
+
+    def __init__(self, config: TaskHeadConfig, d_model: int) -> None:
+        super().__init__()
+        self.config = config
+        widths = [d_model, *(own.outputs for own in config.maps)]
+        self.maps = nn.ModuleList(
+            nn.Linear(width, own.outputs, bias=own.bias)
+            for width, own in zip(widths, config.maps, strict=False)
+        )
+        self.norms = nn.ModuleList(make_norm(own.norm, own.outputs) for own in config.maps)
+
+    def forward(
+        self, hidden: Float[Tensor, "length d_model"], ids: Int[Tensor, " length"]
+    ) -> Float[Tensor, "*rows labels"]:
+        """Compute the logits of a text: `[labels]`, or `[length, labels]` for a head on each token."""
+        x = self._pooled(hidden, ids)
+        for own, linear, norm in zip(self.config.maps, self.maps, self.norms, strict=True):
+            x = linear(x)
+            x = norm(x if own.activation is None else ACTIVATIONS[own.activation](x))
+        return x
+
+    def _pooled(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        pooling = self.config.pooling
+        if pooling == "each":
+            return hidden
+        if pooling == "first":
+            return hidden[0]
+        if pooling == "mean":
+            return hidden.mean(dim=0)
+        # As in `transformers`, padding is told by its id, and the first token of padding alone is read.
+        if pooling == "last" and self.config.token is None:
+            return hidden[-1]
+        token = self.config.token
+        (read,) = torch.where(ids == token if pooling == "end" else ids != token)
+        if pooling == "end" and not len(read):
+            raise NoEndTokenError(f"the head reads the last end token ({token}), and the text has none")
+        return hidden[int(read[-1]) if len(read) else 0]
+
+
+@final
 class LanguageModel(nn.Module):
     """Embeddings, blocks and an optional head: a model, or one half of an `EncoderDecoder`.
 
@@ -75,6 +122,7 @@ class LanguageModel(nn.Module):
         architecture: architecture of the stack.
         recipe_limit: context in tokens by the recipe; None for a half of an `EncoderDecoder`, and for a model
             without a recipe.
+        task: head of a task; None without.
         blocks: modules for all uses of blocks, in order. Uses of a block share parameters, but have separate
             taps, hooks and steering directions.
     """
@@ -120,6 +168,7 @@ class LanguageModel(nn.Module):
         self.final_norm = make_norm(architecture.final_norm, d_model)
         head = architecture.head
         self.head = None if head is None else LanguageModelHead(head, d_model, self.embeddings.table, std)
+        self.task = None if architecture.task is None else TaskHead(architecture.task, d_model)
         self.causal = architecture.kind == "decoder"
 
     @classmethod

@@ -191,11 +191,10 @@ def require_worth(reader: Reader) -> None:
 def require_loss(reader: Reader, what: str) -> None:
     """Check that the model predicts next tokens or masked tokens; `what` names the use of the loss."""
     model = reader.model
-    if isinstance(model, EncoderDecoder):
-        return
-    if model.head is None or model.head.config.outputs not in (None, model.vocab_size):
+    head = reader.last_stack.head
+    if head is None or head.config.outputs not in (None, reader.last_stack.vocab_size):
         raise UsageError(f"{reader.name} has no head that predicts tokens, and so no loss: {what} needs one")
-    if not model.causal and reader.tokenizer.mask_id is None:
+    if isinstance(model, LanguageModel) and not model.causal and reader.tokenizer.mask_id is None:
         raise UsageError(
             f"the tokenizer of {reader.name} has no mask token: without it an encoder has no loss, and "
             f"{what} needs one"

@@ -312,6 +312,24 @@ class Reader(TextReader):
         return "causal" if model.causal and model.head is not None else "encoder"
 
     @property
+    def last_stack(self) -> LanguageModel:
+        """The stack whose output the head reads: the decoder of an encoder-decoder."""
+        *_, last = self.model.stacks.values()
+        return last
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        """The names of the classes that a task's head tells apart; None for other models."""
+        task = self.last_stack.task
+        return None if task is None else task.config.labels
+
+    @property
+    def predicts(self) -> bool:
+        """Return True for models of the next token."""
+        last = self.last_stack
+        return last.causal and last.head is not None
+
+    @property
     def source_tokenizer(self) -> Tokenizer:
         """The tokenizer of the first stack's input."""
         return self.tokenizers.source if self.is_searched else self.tokenizer
@@ -410,10 +428,23 @@ class Reader(TextReader):
 
     def logits(self, hidden: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows outputs"]:
         """Compute logits; a model without an output head returns the hidden states unchanged."""
-        if self.model.head is None:
+        head = self.last_stack.head
+        if head is None:
             return hidden
-        logits: Tensor = self.model.head(hidden)
-        require_finite_logits(self.model, logits, partial(self.model.head, hidden))
+        logits: Tensor = head(hidden)
+        require_finite_logits(self.model, logits, partial(head, hidden))
+        return logits
+
+    def text_logits(
+        self, hidden: Float[Tensor, "length d_model"], ids: Sequence[int]
+    ) -> Float[Tensor, "*length outputs"]:
+        """Compute the logits of a whole text, by the head of a task if the model has one."""
+        task = self.last_stack.task
+        if task is None:
+            return self.logits(hidden)
+        run = partial(task, hidden, torch.tensor(list(ids), device=hidden.device))
+        logits: Tensor = run()
+        require_finite_logits(self.model, logits, run)
         return logits
 
     def tokens(self, text: TextIds) -> Mapping[AttentionKind, tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -470,13 +501,20 @@ class Reader(TextReader):
 
     @torch.inference_mode()
     def outputs(self, window: Window) -> Tensor:
-        with EvaluationMode(self.model):
-            found: Tensor = (
-                self.model(window.inputs["input_ids"], window.inputs["decoder_input_ids"])
-                if isinstance(self.model, EncoderDecoder)
-                else self.model(window.inputs["input_ids"]).logits
-            )
-        return found[0]
+        model = self.model
+        read = window.inputs["input_ids"]
+        with EvaluationMode(model):
+            if isinstance(model, EncoderDecoder):
+                shifted = window.inputs["decoder_input_ids"]
+                hidden = model.decode(shifted, model.encode(read), model.memory_mask(read))
+            else:
+                hidden = model.hidden(read)
+            task = self.last_stack.task
+            if task is not None:
+                logits: Tensor = task(hidden[0], read[0])
+                return logits.reshape(-1, len(task.config.labels))
+            head = self.last_stack.head
+            return hidden[0] if head is None else head(hidden)[0]  # type: ignore[no-any-return]
 
     def inputs(self, window: Window, source: AttentionSource, sites: Sequence[Site]) -> dict[str, list[Seen]]:
         names = {there.name: site.name for site in sites for there in self.layers_of(site)}
@@ -561,6 +599,8 @@ class Reader(TextReader):
             if isinstance(text, str) and not text.strip():
                 raise UsageError(f"{which_of('text', number, texts)} is empty: give it some words")
         if not self.is_searched:  # a checkpoint of another library without a supported search
+            if targets is None and model.decoder.head is None:
+                targets = texts  # as in `transformers`, the decoder of a task reads the text once more
             if targets is None:
                 raise UsageError(
                     f"{self.name} is not searched for a translation here: give the decoder's text, the target"

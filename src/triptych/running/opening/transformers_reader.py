@@ -117,7 +117,8 @@ class TransformersReader(TextReader):
             raise DataError(
                 f"{self._path}: {name} does not run on token ids alone{reads}: {first_line(error)}"
             ) from error
-        result = self._compared_part(found)[0]
+        compared = self._compared_part(found)
+        result = compared if compared.dim() == 2 else compared[0]  # a text of one class has one row
         if self._missing and result.isnan().any():
             raise DataError(f"{self._path}: there is no tensor for {self._missing[0]}")
         return result

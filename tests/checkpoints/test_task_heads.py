@@ -1,0 +1,158 @@
+"""Models with the head of a task run, change and are written as others, with the logits of `transformers`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import triptych
+from checkpoints.oracle import changed, in_float64, saved
+from checkpoints.tiny_models import TINY
+from triptych.errors import ConfigurationWarning, UsageError
+
+transformers = pytest.importorskip("transformers")
+
+_TASKS = ("SequenceClassification", "TokenClassification", "QuestionAnswering")
+_WITH_CHOICES = (*_TASKS, "MultipleChoice")
+# Names of classes before "For", with the tiny model whose configuration they have, and their tasks.
+_MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "Bert": ("bert", (*_WITH_CHOICES, "NextSentencePrediction")),
+    "Roberta": ("roberta", _WITH_CHOICES),
+    "XLMRoberta": ("roberta", _WITH_CHOICES),
+    "Camembert": ("roberta", _WITH_CHOICES),
+    "Data2VecText": ("data2vec-text", _WITH_CHOICES),
+    "Ernie": ("ernie", _WITH_CHOICES),
+    "Electra": ("electra", _WITH_CHOICES),
+    "DistilBert": ("distilbert", _WITH_CHOICES),
+    "Albert": ("albert", _WITH_CHOICES),
+    "DebertaV2": ("deberta-v2", _WITH_CHOICES),
+    "Deberta": ("deberta", _TASKS),
+    "MPNet": ("mpnet", _WITH_CHOICES),
+    "ModernBert": ("modernbert", _WITH_CHOICES),
+    "GPT2": ("gpt2", _TASKS),
+    "Llama": ("llama", _TASKS),
+    "Mistral": ("mistral", _TASKS),
+    "Qwen2": ("qwen2", _TASKS),
+    "Qwen3": ("qwen3", _TASKS),
+    "Bart": ("bart", ("SequenceClassification", "QuestionAnswering")),
+    "T5": ("t5", ("SequenceClassification", "QuestionAnswering")),
+}
+_CLASSES = {f"{model}For{task}": tiny for model, (tiny, tasks) in _MODELS.items() for task in tasks}
+_IN_EVERY_RUN = (
+    "BertForSequenceClassification",
+    "RobertaForSequenceClassification",
+    "ElectraForMultipleChoice",
+    "DistilBertForTokenClassification",
+    "ModernBertForSequenceClassification",
+    "GPT2ForSequenceClassification",
+    "LlamaForQuestionAnswering",
+    "BartForSequenceClassification",
+)
+_LABELS = {0: "no", 1: "maybe", 2: "yes"}
+_IDS = [7, 5, 21, 33, 9, 14, 2, 1]  # the last two end a text of BART and of T5
+
+
+def _made(name: str, folder: Path, **changes: Any) -> Any:
+    """A tiny model of a class with a head, in float64, saved in a folder."""
+    of_class = getattr(transformers, name)
+    numbered = {"id2label": _LABELS} if "QuestionAnswering" not in name else {}
+    if "NextSentence" in name:
+        numbered = {}
+
+    def configure() -> Any:
+        config = of_class.config_class(**{**TINY[_CLASSES[name]].settings, **numbered, **changes})
+        config._attn_implementation = "eager"
+        return config
+
+    return saved(of_class, configure, folder)
+
+
+def _theirs(model: Any, ids: list[int]) -> Tensor:
+    """The logits of a text, those of start and end next to each other."""
+    read = torch.tensor([ids])
+    if "MultipleChoice" in type(model).__name__:
+        read = read[None]
+    with in_float64(), torch.no_grad():
+        found = model(input_ids=read)
+    if found.get("start_logits") is not None:
+        return torch.stack((found["start_logits"], found["end_logits"]), dim=-1)[0]
+    return found["logits"][0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in _IN_EVERY_RUN else pytest.mark.slow) for name in _CLASSES],
+)
+def test_the_logits_of_a_task_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    expected = _theirs(_made(name, tmp_path), _IDS)
+    run = triptych.load(tmp_path).run(_IDS)
+    assert run.logits.shape == expected.shape
+    assert (run.logits - expected).abs().max() < 1e-10
+    assert run.labels is not None
+    assert len(run.labels) == expected.shape[-1]
+    if expected.shape[-1] == len(_LABELS):
+        assert run.labels == (*_LABELS.values(),)
+
+
+def test_a_head_reads_the_mean_of_all_tokens_where_its_configuration_says_so(tmp_path: Path) -> None:
+    model = _made("ModernBertForSequenceClassification", tmp_path, classifier_pooling="mean")
+    run = triptych.load(tmp_path).run(_IDS)
+    assert (run.logits - _theirs(model, _IDS)).abs().max() < 1e-10
+
+
+def test_a_head_reads_the_last_token_that_is_no_padding(tmp_path: Path) -> None:
+    model = _made("GPT2ForSequenceClassification", tmp_path, pad_token_id=0)
+    long, short = triptych.load(tmp_path).run([_IDS, [*_IDS[:4], 0, 0]])
+    assert (long.logits - _theirs(model, _IDS)).abs().max() < 1e-10
+    assert (short.logits - _theirs(model, [*_IDS[:4], 0, 0])).abs().max() < 1e-10
+    assert (short.logits - _theirs(model, _IDS[:4])).abs().max() < 1e-10
+
+
+def test_a_head_that_reads_the_end_token_refuses_a_text_without_one(tmp_path: Path) -> None:
+    _made("BartForSequenceClassification", tmp_path)
+    with pytest.raises(UsageError, match="reads the last end token"):
+        triptych.load(tmp_path).run(_IDS[:-2])
+
+
+@pytest.mark.parametrize(
+    "name", ["BertForSequenceClassification", "Qwen2ForSequenceClassification", "T5ForQuestionAnswering"]
+)
+def test_models_with_a_task_are_attended_changed_checked_rewritten_and_saved(
+    name: str, tmp_path: Path
+) -> None:
+    _made(name, tmp_path / "in")
+    model = triptych.load(tmp_path / "in")
+    before = model.run(_IDS).logits
+    place = "encoder.0.1" if "T5" in name else "0.1"
+    assert not torch.equal(model.ablate([place]).run(_IDS).logits, before)
+    rewritten = model.rewrite("truncate(rank=2, forms=['ov'])")
+    rewritten.save(tmp_path / "out")
+    again = triptych.load(tmp_path / "out").run(_IDS)
+    assert not torch.equal(again.logits, before)
+    assert torch.allclose(again.logits, rewritten.run(_IDS).logits)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == [name]
+
+
+def test_a_tied_table_of_tokens_gives_no_logits_of_a_task(tmp_path: Path) -> None:
+    model = _made("Qwen2ForSequenceClassification", tmp_path, tie_word_embeddings=True)
+    run = triptych.load(tmp_path).run(_IDS)
+    assert (run.logits - _theirs(model, _IDS)).abs().max() < 1e-10
+
+
+def test_a_head_that_no_family_describes_is_named_and_the_model_runs_to_its_last_state(
+    tmp_path: Path,
+) -> None:
+    model = _made("BertForSequenceClassification", tmp_path)
+    changed(
+        tmp_path, {"classifier.weight": None, "classifier.bias": None, "judge.weight": torch.randn(2, 24)}
+    )
+    with pytest.warns(ConfigurationWarning, match=r"judge\.weight of the head of its class are not run"):
+        run = triptych.load(tmp_path).run(_IDS)
+    with in_float64(), torch.no_grad():
+        expected = model.bert(torch.tensor([_IDS])).last_hidden_state[0]
+    assert (run.logits - expected).abs().max() < 1e-10
+    assert run.labels is None
