@@ -16,6 +16,7 @@ class SearchKeywords(TypedDict, total=False):
     num_best: int
     max_extra_tokens: int | None
     max_source_tokens: int | None
+    split: bool | None
     stop: Stop | None
     glossary: Mapping[str, str] | None
     workers: int

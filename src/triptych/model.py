@@ -332,6 +332,7 @@ class Model:
         num_best: int = 1,
         max_extra_tokens: int | None = None,
         max_source_tokens: int | None = None,
+        split: bool | None = None,
         stop: Stop | None = None,
         glossary: Mapping[str, str] | None = None,
         workers: int = 1,
@@ -347,6 +348,8 @@ class Model:
             num_best: number of translations of each sentence.
             max_extra_tokens: longest output: the length of the input plus this many tokens.
             max_source_tokens: translate longer sentences in pieces. Default: the model's limit, or 1024.
+            split: translate the sentences of a text one by one, and join them with the white space that was
+                between them. Default: the recipe's, or True.
             stop: when beam search ends: certain, when no hypothesis can overtake the finished ones; full
                 (faster), when the beam is full of finished hypotheses.
             glossary: terms of the source language and their translations, which a translation has wherever
@@ -371,6 +374,7 @@ class Model:
             num_best=num_best,
             max_extra_tokens=max_extra_tokens,
             max_source_tokens=max_source_tokens,
+            split=split,
             stop=stop,
             glossary=glossary,
             workers=workers,
@@ -387,6 +391,7 @@ class Model:
         num_best: int = 1,
         max_extra_tokens: int | None = None,
         max_source_tokens: int | None = None,
+        split: bool | None = None,
         stop: Stop | None = None,
         glossary: Mapping[str, str] | None = None,
         workers: int = 1,
@@ -406,6 +411,7 @@ class Model:
             num_best=num_best,
             max_extra_tokens=max_extra_tokens,
             max_source_tokens=max_source_tokens,
+            split=split,
         )
         return found.with_special_tokens(special_tokens)
 

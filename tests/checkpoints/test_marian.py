@@ -17,10 +17,10 @@ from triptych.core.attention import sinusoidal
 from triptych.core.models import find_config, has_config
 from triptych.errors import DataError, UsageError
 from triptych.running.decoding import SearchOptions, Translator
-from triptych.running.decoding.translator import split_line
 from triptych.running.opening import open_reader, open_translator
 from triptych.running.opening.marian_tokenizers import write_tokenizers
 from triptych.running.opening.translators import read_translator
+from triptych.running.text.sentences import cut_to_fit
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints" / "marian-multi30k"
 SRC, TGT = [2, 7, 3, 12, 0], [PAD, 5, 9, 2, 4, 8]
@@ -328,12 +328,13 @@ def test_every_part_of_a_long_line_begins_with_its_code(tmp_path: Path) -> None:
     write_marian(tmp_path)
     found = read_translator(tmp_path)
     tokenizer, limit = found.tokenizers.source, found.model.max_source_tokens
-    translator = Translator(found.model, found.tokenizers, SearchOptions(beam_size=1, max_extra_tokens=3))
+    options = SearchOptions(beam_size=1, max_extra_tokens=3, split=False)
+    translator = Translator(found.model, found.tokenizers, options)
     text = ("ab ba fi. " * 30).strip()
     (whole,) = translator.translate([f">>de<< {text}"])
     pieces = [
-        ">>de<<" + part
-        for part in split_line(text, lambda part: len(tokenizer.encode([">>de<<" + part])[0]) <= limit)
+        ">>de<<" + part.strip()
+        for part in cut_to_fit(text, lambda part: len(tokenizer.encode([">>de<<" + part])[0]) <= limit)
     ]
     assert whole.num_pieces == len(pieces) > 2
     assert all(tokenizer.encode([piece])[0][0] == VOCAB[">>de<<"] for piece in pieces)

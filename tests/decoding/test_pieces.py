@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.running.decoding.translator import split_line
+from triptych.running.text.sentences import cut_to_fit
 
 LINES = st.text(
     st.one_of(st.characters(codec="utf-8"), st.sampled_from(" .,;!?…。\n\t")), min_size=1, max_size=120
@@ -17,23 +17,19 @@ def at_most(limit: int) -> Callable[[str], bool]:
     return lambda text: len(text) <= limit
 
 
-def without_space(text: str) -> str:
-    return "".join(text.split())
-
-
 @given(line=LINES, limit=st.integers(4, 40))
-def test_every_piece_fits_and_nothing_but_white_space_is_lost(line: str, limit: int) -> None:
+def test_every_piece_fits_and_nothing_is_lost(line: str, limit: int) -> None:
     def fits(text: str) -> bool:
         return len(text.encode()) <= limit
 
-    pieces = split_line(line, fits)
-    assert all(fits(piece) for piece in pieces)
-    assert without_space("".join(pieces)) == without_space(line)
+    pieces = cut_to_fit(line, fits)
+    assert all(fits(piece.strip()) for piece in pieces)
+    assert "".join(pieces) == line
 
 
 @given(line=LINES)
 def test_a_line_that_fits_is_left_alone(line: str) -> None:
-    assert split_line(line, at_most(120)) == [line]
+    assert cut_to_fit(line, at_most(120)) == [line]
 
 
 @pytest.mark.parametrize(
@@ -52,9 +48,9 @@ def test_a_line_that_fits_is_left_alone(line: str) -> None:
 def test_a_line_is_cut_between_sentences_else_clauses_else_words_else_anywhere(
     line: str, limit: int, expected: list[str]
 ) -> None:
-    assert split_line(line, at_most(limit)) == expected
+    assert [part.strip() for part in cut_to_fit(line, at_most(limit))] == expected
 
 
 def test_neighbours_are_joined_as_long_as_they_fit() -> None:
-    pieces = split_line("A b. " * 30, at_most(20))
-    assert pieces == ["A b. A b. A b. A b."] * 7 + ["A b. A b."]
+    pieces = [part.strip() for part in cut_to_fit("A man. " * 30, at_most(30))]
+    assert pieces == ["A man. A man. A man. A man."] * 7 + ["A man. A man."]

@@ -1,5 +1,7 @@
 """Text in, text out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,9 +9,9 @@ from decoding.plain_search import search
 from triptych.core.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
 from triptych.running.decoding import Candidate, Engine, SearchOptions, Translation, Translator
 from triptych.running.decoding.sentence_decoder import SentenceDecoder
-from triptych.running.decoding.translator import split_line
 from triptych.running.input_limits import LONGEST_LINE
 from triptych.running.text import TokenizerPair
+from triptych.running.text.sentences import cut_to_fit, split_sentences
 from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
 
 GERMAN = [
@@ -67,12 +69,13 @@ def test_a_line_is_encoded_searched_and_decoded(translator: Translator, tokenize
 
 
 @pytest.mark.parametrize("empty", ["", "   ", "\t\n"])
-def test_an_empty_line_gives_an_empty_translation(translator: Translator, empty: str) -> None:
+def test_a_line_of_white_space_is_its_own_translation(translator: Translator, empty: str) -> None:
     (translation,) = translator.translate([empty])
-    assert translation == Translation(source=empty, candidates=(Candidate("", (), 0.0, 0.0),), num_pieces=0)
-    assert translation.text == ""
+    assert translation == Translation(
+        source=empty, candidates=(Candidate(empty, (), 0.0, 0.0),), num_pieces=0
+    )
     with_others = translator.translate([GERMAN[0], empty, GERMAN[1]])
-    assert texts(with_others) == [*texts(translator.translate([GERMAN[0]])), "",
+    assert texts(with_others) == [*texts(translator.translate([GERMAN[0]])), empty,
                                   *texts(translator.translate([GERMAN[1]]))]  # fmt: skip
 
 
@@ -139,23 +142,34 @@ def test_weights_that_change_between_two_calls_are_noticed(translator: Translato
     assert [t.candidates for t in after] != [t.candidates for t in before]
 
 
+@pytest.mark.parametrize("split", [True, False])
 def test_a_long_line_is_translated_in_pieces_and_none_is_dropped(
-    translator: Translator, tokenizers: TokenizerPair
+    translator: Translator, tokenizers: TokenizerPair, split: bool
 ) -> None:
     def fits(text: str) -> bool:
         return len(tokenizers.source.encode([text])[0]) <= LIMIT
 
-    pieces = split_line(LONG, fits)
+    own = Translator(translator.model, tokenizers, replace(translator.options, split=split))
+    sentences = split_sentences(LONG) if split else [LONG]
+    pieces = [part.strip() for sentence in sentences for part in cut_to_fit(sentence, fits)]
     assert len(pieces) > 1
-    (translation,) = translator.translate([LONG])
+    (translation,) = own.translate([LONG])
     assert translation.num_pieces == len(pieces)
-    parts = translator.translate(pieces)
+    assert [part.source for part in translation.parts] == [one.strip() for one in sentences if split]
+    parts = own.translate(pieces)
     assert all(part.num_pieces == 1 for part in parts)
-    assert translation.text == " ".join(text for text in texts(parts) if text)
+    assert translation.text == " ".join(texts(parts))
     best = [part.candidates[0] for part in parts]
     assert translation.candidates[0].pieces == tuple(piece for c in best for piece in c.pieces)
     assert translation.candidates[0].score == pytest.approx(sum(c.score for c in best), abs=1e-5)
     assert translation.candidates[0].log_prob == pytest.approx(sum(c.log_prob for c in best), abs=1e-4)
+
+
+def test_the_white_space_of_a_line_is_that_of_its_translation(translator: Translator) -> None:
+    first, second = texts(translator.translate(GERMAN[:2]))
+    (translation,) = translator.translate([f"  {GERMAN[0]}\t \r{GERMAN[1]}\n\n{GERMAN[0]} "])
+    assert translation.text == f"  {first}\t \r{second}\n\n{first} "
+    assert [part.source for part in translation.parts] == [GERMAN[0], GERMAN[1], GERMAN[0]]
 
 
 def test_the_longest_line_is_the_models_or_less_and_stated_where_it_has_none(

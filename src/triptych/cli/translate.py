@@ -22,7 +22,7 @@ from triptych.threads import Ahead
 # Lines translated together: few at first, so that there is soon something to read.
 _FIRST_LINES = 16
 _LINES_AT_A_TIME = 512
-# Lines whose attention a page shows.
+# Sentences whose attention a page shows.
 _MOST_VIEWED = 20
 # From a translation and the number of its line to the lines that are printed.
 Renderer = Callable[[Translation, int], list[str]]
@@ -34,7 +34,10 @@ def translate(
     *,
     out: Path | None = None,
     searching: Annotated[
-        Options, "Search", Model.translate, "beam_size alpha num_best stop max_extra_tokens max_source_tokens"
+        Options,
+        "Search",
+        Model.translate,
+        "beam_size alpha num_best stop max_extra_tokens max_source_tokens split",
     ],
     glossary: Path | None = None,
     workers: int | None = None,
@@ -50,8 +53,9 @@ def translate(
 ) -> None:
     """Translate text line by line, in the order of the input.
 
-    An empty line gives an empty line, and with --n-best one empty translation. A line longer than the
-    limit is translated in pieces, and standard error says so.
+    The sentences of a line are translated one by one, and the white space between them is kept. An empty
+    line gives an empty line, and with --n-best one empty translation. A sentence longer than the limit is
+    translated in pieces, and standard error says so.
 
     Search:
         glossary: A file of forced terms: a term, a tab and its translation on each line. If a sentence has
@@ -60,13 +64,13 @@ def translate(
             only.
 
     Options:
-        text: A text, or the name of a file with one sentence per line. Default: standard input.
+        text: A text, or the name of a file. Default: standard input.
         out: The output file. An existing one is replaced only if triptych wrote it and it is unchanged.
             Default: standard output.
         as_json: Print one JSON object per line, with scores and tokens.
         attention: With --json: add the attention weights of some heads: cross.3.2 is head 2 of layer 3,
             cross.3 a layer, encoder.* a pattern. May be repeated.
-        attention_html: Write a page with the attention of the first 20 lines.
+        attention_html: Write a page with the attention of the first 20 sentences.
 
     Examples:
         triptych translate runs/mine "Guten Tag."
@@ -94,13 +98,14 @@ def translate(
     def rendered() -> Iterator[str]:
         """The text of each line's translation, its line ends included."""
         for number, translation in enumerate(translator.translate_stream(_as_they_come(lines)), start=1):
-            if translation.num_pieces > 1:
-                say(
-                    f"line {number}: longer than the limit of {translator.max_source_tokens} "
-                    f"tokens, translated in {translation.num_pieces} pieces"
-                )
-            if html and translation.num_pieces == 1 and len(viewed) < _MOST_VIEWED:
-                viewed.append(translation.source)
+            for sentence in translation.sentences:
+                if sentence.num_pieces > 1:
+                    say(
+                        f"line {number}: longer than the limit of {translator.max_source_tokens} "
+                        f"tokens, translated in {sentence.num_pieces} pieces"
+                    )
+                if html and sentence.num_pieces == 1 and len(viewed) < _MOST_VIEWED:
+                    viewed.append(sentence.source)
             yield "".join(f"{line}\n" for line in render(translation, number))
 
     with translator:
@@ -132,7 +137,9 @@ def _read_glossary(path: Path) -> dict[str, str]:
 
 def _write_page(model: Model, sources: list[str], path: Path) -> None:
     if not sources:
-        raise UsageError("--attention-html: no line can be shown: each is empty, or is translated in pieces")
+        raise UsageError(
+            "--attention-html: no sentence can be shown: each is empty, or is translated in pieces"
+        )
     model.attend(sources).page(path)
 
 
@@ -162,10 +169,18 @@ def _json_renderer(model: Model, wanted: Sequence[str]) -> Renderer:
                 for candidate in translation.candidates
             ],
         }
-        if wanted and translation.num_pieces == 1:
-            seen = model.attend(translation.source)
-            record["attention"] = [*head_records(seen.parts(wanted))]
-        return [json_text(record)]
+        if translation.parts:
+            record["sentences"] = [
+                {"source": part.source, "translation": part.text} | attention_of(part)
+                for part in translation.parts
+            ]
+        return [json_text(record | attention_of(translation))]
+
+    def attention_of(sentence: Translation) -> dict[str, Any]:
+        if not wanted or sentence.num_pieces != 1:
+            return {}
+        seen = model.attend(sentence.source)
+        return {"attention": [*head_records(seen.parts(wanted))]}
 
     return render
 

@@ -47,6 +47,7 @@ class SearchOptions:
     stop: Stop = "certain"
     # maximum length of a sentence read at once; None for the model's limit, or 1,024 if it is unlimited
     max_source_tokens: int | None = None
+    split: bool = True  # translate the sentences of a line one by one
 
     def __post_init__(self) -> None:
         require_count("beam_size", self.beam_size, LARGEST_BEAM)

@@ -277,7 +277,10 @@ class Explorer:
         model = self._changed(changes)
         found: Sequence[Any] = ()
         if "translate" in self.model.can:
-            found = model.translate(text, num_best=_NUM_ALTERNATIVES, beam_size=_NUM_ALTERNATIVES).candidates
+            # The page shows one pass of the model over the whole text.
+            found = model.translate(
+                text, num_best=_NUM_ALTERNATIVES, beam_size=_NUM_ALTERNATIVES, split=False
+            ).candidates
         elif "generate" in self.model.can:
             found = model.generate(
                 text,

@@ -306,11 +306,13 @@ class Scoring(JobOfEach):
 @final
 @dataclass(frozen=True)
 class Aligning(JobOfEach):
-    """Word alignment of a line and its translation; None if the line is too long for the model."""
+    """Word alignment of a line's sentences and their translations; None if one is too long for the model."""
 
-    def of(self, given: tuple[str, str]) -> AlignedWords | None:
+    def of(self, given: Sequence[tuple[str, str]]) -> AlignedWords | None:
         try:
-            return self.model.model.attend(*given, special_tokens="text").words()
+            return AlignedWords.join(
+                [self.model.model.attend(*pair, special_tokens="text").words() for pair in given]
+            )
         except UsageError:
             return None
 

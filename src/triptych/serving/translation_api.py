@@ -53,12 +53,12 @@ async def answer_translate(server: Server, request: Request) -> Response:
     if model is not None:
         found = await _translate_lines(server, request, Translating(model, 1 + alternatives, glossary), lines)
         for number, result in found.items():
-            for rank, own in enumerate(ranked):  # a line with fewer candidates repeats its last candidate
-                own[number] = result.candidates[min(rank, len(result.candidates) - 1)].text
+            for rank, own in enumerate(ranked):
+                own[number] = _at_rank(result, rank)
         # Attention aligns words, for the answer and for elements inside a run.
         pairs = {
-            (number, rank): (lines[number], own[number])
-            for rank, own in enumerate(ranked)
+            (number, rank): [(part.source, _at_rank(part, rank).strip()) for part in found[number].sentences]
+            for rank in range(1 + alternatives)
             for number in found
             if (rank == 0 and fields.get("alignments")) or (documents and runs[number].needs_words)
         }
@@ -119,6 +119,11 @@ async def _translate_lines(
     new = (len(one.pieces) for result in results for one in result.candidates)
     server.count_tokens(sum(map(len, read)), sum(new))
     return dict(zip(wanted, results, strict=True))
+
+
+def _at_rank(one: Translation, rank: int) -> str:
+    """Return an alternative; a line with fewer repeats its last."""
+    return one.candidates[min(rank, len(one.candidates) - 1)].text
 
 
 def _links(words: AlignedWords | None) -> list[tuple[str, str]]:

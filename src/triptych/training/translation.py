@@ -335,6 +335,7 @@ def _scorer(recipe: Recipe, tokenizers: TokenizerPair, valid: ParallelCorpus) ->
         beam_size=recipe.validation.beam_size,
         alpha=recipe.decoding.alpha,
         max_extra_tokens=recipe.decoding.max_extra_tokens,
+        split=recipe.decoding.split,
     )
 
     def score(model: EncoderDecoder) -> Bleu:

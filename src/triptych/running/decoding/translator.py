@@ -1,12 +1,11 @@
 """Translation of lines of text."""
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
-from typing import Literal, final, overload
+from itertools import chain
+from typing import Literal, NamedTuple, final, overload
 
 from triptych.core.models import EncoderDecoder
 from triptych.errors import UsageError
@@ -20,6 +19,7 @@ from triptych.running.decoding_options import SearchOptions
 from triptych.running.input_limits import LONGEST_LINE
 from triptych.running.text.given import as_lines
 from triptych.running.text.sentence_tokenizers import TokenizerPair
+from triptych.running.text.sentences import Spaced, cut_to_fit, split_sentences
 from triptych.running.text.shortlists import Shortlist
 
 # Maximum number of groups of lines read ahead, and of groups in translation.
@@ -44,19 +44,36 @@ class Translation:
 
     Attributes:
         source: source line.
-        candidates: candidate translations, best first; for an empty line, one empty translation of score 0.
-        num_pieces: number of pieces in which the line was translated; 0 for an empty line, more than 1 only
-            for a line past the model's limit.
+        candidates: candidate translations, best first, with the white space around and between the sentences
+            of the line; for a line without text, its white space with score 0.
+        num_pieces: number of pieces in which the line was translated; 0 for an empty line, more than 1 for
+            several sentences, or for a sentence past the model's limit.
+        parts: translations of the sentences of a line with several, in order; empty for any other line.
     """
 
     source: str
     candidates: tuple[Candidate, ...]
     num_pieces: int
+    parts: tuple["Translation", ...] = ()
 
     @property
     def text(self) -> str:
         """Best translation."""
         return self.candidates[0].text
+
+    @property
+    def sentences(self) -> tuple["Translation", ...]:
+        """Translations of the line's sentences: its parts, or itself."""
+        return self.parts or (self,)
+
+
+class _Cut(NamedTuple):
+    """A line cut into sentences, and each of them into the pieces that are translated."""
+
+    line: str
+    sentences: Spaced
+    pieces: tuple[Spaced, ...]  # of each sentence
+    encoded: list[list[int]]  # token ids of all pieces, in order
 
 
 @final
@@ -115,7 +132,7 @@ class Translator:
 
     @property
     def max_source_tokens(self) -> int:
-        """Maximum length of a line translated whole, in tokens without the end of sentence."""
+        """Maximum length of a sentence translated whole, in tokens without the end of sentence."""
         limits = self.options.max_source_tokens, *(model.max_source_tokens for model in self.models)
         return min((limit for limit in limits if limit is not None), default=LONGEST_LINE)
 
@@ -128,8 +145,9 @@ class Translator:
     def translate(self, lines: str | Iterable[str]) -> Translation | list[Translation]:
         """Translate a line, or several lines in their order.
 
-        An empty line gives an empty translation. A line longer than `max_source_tokens` is split, between
-        sentences where possible, without losing any part.
+        The sentences of a line are translated one by one and joined as they were, unless the options say
+        otherwise. A sentence longer than `max_source_tokens` is cut, between clauses where possible, without
+        losing any part.
         """
         found = list(self.translate_stream([as_lines(lines)]))
         return found[0] if isinstance(lines, str) else found
@@ -146,9 +164,10 @@ class Translator:
 
     def begin(self, line: str, options: SearchOptions) -> Asked[Translation]:
         """Return a request to translate a line, for a loop."""
-        pieces = [self.decoder.begin(ids, options) for ids in self._pieces(line)]
+        cut = self._cut(line)
+        pieces = [self.decoder.begin(ids, options) for ids in cut.encoded]
         texts = chain.from_iterable(piece.texts for piece in pieces)
-        return Asked([*texts], lambda: self._assemble(line, [piece.result() for piece in pieces]))
+        return Asked([*texts], lambda: self._assemble(cut, iter([piece.result() for piece in pieces])))
 
     def with_glossary(self, terms: Mapping[str, str]) -> "Translator":
         """Return a copy of the translator with a glossary of source terms and required translations."""
@@ -179,73 +198,81 @@ class Translator:
         self.close()
 
     def _group(self, lines: Sequence[str]) -> Group:
-        pieces = [self._pieces(line) for line in lines]
-        return Group([*zip(lines, map(len, pieces), strict=True)], [*chain.from_iterable(pieces)])
+        cuts = [self._cut(line) for line in lines]
+        return Group(cuts, [*chain.from_iterable(cut.encoded for cut in cuts)])
 
     def _finished(self, group: Group) -> list[Translation]:
         found = iter(group.found)
-        return [self._assemble(line, [*islice(found, num_pieces)]) for line, num_pieces in group.given]
+        return [self._assemble(cut, found) for cut in group.given]
 
-    def _pieces(self, line: str) -> list[list[int]]:
-        glossary = self._glossary
-        return [ids if glossary is None else glossary.sentence(text, ids) for text, ids in self._cut(line)]
+    def _cut(self, line: str) -> _Cut:
+        """Cut a line into sentences and pieces; a leading code such as `>>de<<` goes before each piece."""
+        code = self.tokenizers.source.opening(line.strip())
+        text = line.strip()[len(code) :].strip() if code else line
+        sentences = Spaced.of(split_sentences(text) if self.options.split else [text])
+        if code and not sentences.texts:
+            sentences = Spaced(("",), ("", ""))
+        encoded = list[list[int]]()
+        pieces = tuple(self._encode_pieces(sentence, code, encoded) for sentence in sentences.texts)
+        return _Cut(line, sentences, pieces, encoded)
 
-    def _cut(self, line: str) -> list[tuple[str, list[int]]]:
-        line = line.strip()
-        if not line:
-            return []
-        source = self.tokenizers.source
-        encode = partial(source.sentence_ids, special_tokens=self._special_tokens)
-        ids = encode(line)
+    def _encode_pieces(self, sentence: str, code: str, encoded: list[list[int]]) -> Spaced:
+        """Cut a sentence into pieces that the model takes, and add their token ids to `encoded`."""
+        encode = partial(self.tokenizers.source.sentence_ids, special_tokens=self._special_tokens)
         limit = self.max_source_tokens
-        if len(ids) <= limit:
-            return [(line, ids)]
-        code = source.opening(line)
-        parts = split_line(line[len(code) :].strip(), lambda text: len(encode(code + text)) <= limit)
-        return [(code + part, encode(code + part)) for part in parts]
+        glossary = self._glossary
+        ids = encode(code + sentence)
+        pieces = Spaced((sentence,), ("", ""))
+        found = [ids]
+        if len(ids) > limit:
+            pieces = Spaced.of(cut_to_fit(sentence, lambda text: len(encode(code + text)) <= limit))
+            found = [encode(code + text) for text in pieces.texts]
+        for text, own in zip(pieces.texts, found, strict=True):
+            encoded.append(own if glossary is None else glossary.sentence(code + text, own))
+        return pieces
 
     def search_tokens(self, sentences: Sequence[list[int]]) -> list[list[Hypothesis]]:
         """Search sentences given as token ids; return hypotheses of each sentence by falling score."""
         return self.decoder.decode(sentences)
 
-    def _assemble(self, line: str, found: list[list[Hypothesis]]) -> Translation:
-        # The n-th best translation of a split line joins the n-th best of every piece. An empty line has one
-        # empty translation.
-        num_candidates = min((len(hypotheses) for hypotheses in found), default=1)
-        candidates = tuple(
-            self._candidate([hypotheses[rank] for hypotheses in found]) for rank in range(num_candidates)
+    def _assemble(self, cut: _Cut, found: Iterator[list[Hypothesis]]) -> Translation:
+        several = len(cut.sentences.texts) > 1
+        parts = [
+            self._sentence(text, pieces, [next(found) for _ in pieces.texts])
+            for text, pieces in zip(cut.sentences.texts, cut.pieces, strict=True)
+        ]
+        return Translation(
+            cut.line,
+            _join(cut.sentences, [part.candidates for part in parts]),
+            sum(part.num_pieces for part in parts),
+            tuple(parts) if several else (),
         )
-        return Translation(line, candidates, len(found))
 
-    def _candidate(self, hypotheses: list[Hypothesis]) -> Candidate:
+    def _sentence(self, text: str, pieces: Spaced, found: Sequence[list[Hypothesis]]) -> Translation:
+        candidates = _join(pieces, [[*map(self._candidate, hypotheses)] for hypotheses in found])
+        return Translation(text, candidates, len(found))
+
+    def _candidate(self, hypothesis: Hypothesis) -> Candidate:
         tokenizer = self.tokenizers.target
-        texts = tokenizer.decode([hypothesis.ids for hypothesis in hypotheses])
         return Candidate(
             # A model trained on multi-line records may output line breaks; a translation is one line.
-            text=" ".join(text for text in texts if text).translate(_LINE_BREAKS),
-            pieces=tuple(chain.from_iterable(tokenizer.pieces(h.ids) for h in hypotheses)),
-            score=sum((h.score for h in hypotheses), start=0.0),
-            log_prob=sum((h.log_prob for h in hypotheses), start=0.0),
+            text=tokenizer.decode([hypothesis.ids])[0].translate(_LINE_BREAKS),
+            pieces=tuple(tokenizer.pieces(hypothesis.ids)),
+            score=hypothesis.score,
+            log_prob=hypothesis.log_prob,
         )
 
 
-# Split points in order of preference: ends of sentences, ends of clauses, spaces. Punctuation is kept.
-_BOUNDARIES = (re.compile(r"(?<=[.!?…。！？])\s+"), re.compile(r"(?<=[,;:–—])\s+"), re.compile(r"\s+"))
+def _join(spaced: Spaced, found: Sequence[Sequence[Candidate]]) -> tuple[Candidate, ...]:
+    """Join the n-th best translations of all parts to the n-th best of the whole, with its white space."""
+    ranks = range(min(map(len, found), default=1))
+    return tuple(_joined(spaced, [candidates[rank] for candidates in found]) for rank in ranks)
 
 
-def split_line(text: str, fits: Callable[[str], bool], level: int = 0) -> list[str]:
-    """Split a line into pieces that fit: between sentences, else clauses, else words, else anywhere."""
-    if fits(text) or len(text) <= 1:
-        return [text]
-    if level == len(_BOUNDARIES):
-        middle = len(text) // 2
-        return split_line(text[:middle], fits, level) + split_line(text[middle:], fits, level)
-    # Neighbouring parts are joined as long as they fit; longer parts are split at the next level.
-    parts = [part for part in _BOUNDARIES[level].split(text) if part]
-    joined: list[str] = []
-    for part in parts:
-        if joined and fits(f"{joined[-1]} {part}"):
-            joined[-1] = f"{joined[-1]} {part}"
-        else:
-            joined.append(part)
-    return [*chain.from_iterable(split_line(part, fits, level + 1) for part in joined)]
+def _joined(spaced: Spaced, candidates: Sequence[Candidate]) -> Candidate:
+    return Candidate(
+        text=spaced.join([candidate.text for candidate in candidates]),
+        pieces=tuple(chain.from_iterable(candidate.pieces for candidate in candidates)),
+        score=sum((candidate.score for candidate in candidates), start=0.0),
+        log_prob=sum((candidate.log_prob for candidate in candidates), start=0.0),
+    )

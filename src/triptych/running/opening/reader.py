@@ -258,6 +258,7 @@ class Reader(TextReader):
         max_extra_tokens: int | None = None,
         stop: Stop | None = None,
         max_source_tokens: int | None = None,
+        split: bool | None = None,
     ) -> SearchOptions:
         """Return the search options: the arguments, or else the recipe's or the checkpoint's settings."""
         decoding = self.decoding
@@ -270,6 +271,7 @@ class Reader(TextReader):
                 num_best=num_best,
                 stop=stop or decoding.stop,
                 max_source_tokens=max_source_tokens,
+                split=decoding.split if split is None else split,
             )
         except ValueError as error:
             raise UsageError(str(error)) from None

@@ -36,12 +36,14 @@ class DecodingConfig(Section):
         max_extra_tokens: an output ends at the length of its input plus this.
         stop: when a sentence is done: "certain", when nothing can overtake what has ended, or "full",
             when beam_size hypotheses have ended.
+        split: translate the sentences of a line one by one; false for a model trained on whole documents.
     """
 
     beam_size: int = Field(4, ge=1, le=10_000)
     alpha: float = Field(0.6, ge=0, le=10)
     max_extra_tokens: int = Field(50, ge=1, le=10**9)
     stop: Literal["certain", "full"] = "certain"
+    split: bool = True
 
 
 def read_decoding(folder: Path, tokenizers: TokenizerPair) -> DecodingConfig:

@@ -4,6 +4,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -60,12 +61,35 @@ def _members(words: Sequence[Word], like: Float[Tensor, "1 length"]) -> Float[Te
     return found
 
 
+def _moved(words: Sequence[Word], before: Sequence[Word]) -> list[Word]:
+    """Move the tokens of words behind those of the words before them."""
+    start = before[-1].stop if before else 0
+    return [word._replace(start=start + word.start, stop=start + word.stop) for word in words]
+
+
+def _block_diagonal(parts: Sequence[Tensor]) -> Tensor:
+    joined: Tensor = torch.block_diag(*parts)  # type: ignore[no-untyped-call]
+    return joined
+
+
 class AlignedWords(NamedTuple):
     """The words of a source and of its translation, and the attention `[targets, sources]` between them."""
 
     source: tuple[Word, ...]
     target: tuple[Word, ...]
     weights: Float[Tensor, "targets sources"]
+
+    @classmethod
+    def join(cls, parts: Sequence["AlignedWords"]) -> "AlignedWords":
+        """Join the alignments of parts of a text; words of different parts have weight 0."""
+        if len(parts) == 1:
+            return parts[0]
+        source = list[Word]()
+        target = list[Word]()
+        for part in parts:
+            source += _moved(part.source, source)
+            target += _moved(part.target, target)
+        return cls(tuple(source), tuple(target), _block_diagonal([part.weights for part in parts]))
 
     @property
     def links(self) -> list[int]:

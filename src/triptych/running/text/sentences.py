@@ -1,0 +1,190 @@
+"""Sentences of a text, and cuts of a text into parts short enough for a model.
+
+Every function here cuts a text into parts that join to the same text: white space stays at the end of the
+part before it.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
+
+from sentencex import segment
+from tokenizers import Regex, pre_tokenizers
+
+# A text without any of these, or with no word behind them, has one sentence: marks that end sentences, line
+# breaks, and spaces between letters of Thai or Lao.
+_MAY_END = re.compile(
+    r"[.!?…‼⁇-⁉。！？｡．؟۔।॥։՜՞။៕។፧።༎\n\r\u2028\u2029]"
+    r"|[\u0e01-\u0e4e]\s+(?=[\u0e01-\u0e4e])|[\u0e81-\u0ecd]\s+(?=[\u0e81-\u0ecd])"
+)
+_WORD = re.compile(r"\w")
+# The language of a text is not asked for. An end that one of these languages takes for an abbreviation or a
+# date is none: "Mr. Smith", "am 3. Mai"; in Cyrillic "А. С. Пушкин".
+_LANGUAGES = ("en", "de")
+_CYRILLIC = re.compile(r"[\u0400-\u04ff]")
+# Characters that the library reads at once: its time grows with the square of a text of open quotation marks.
+_WINDOW = 4096
+# Ends that the library does not know: marks in front of a digit ("。2020年"), and those of Khmer.
+_MORE_ENDS = re.compile(r"[。！？](?=\d)|[।॥؟۔]\s+(?=\d)|[។៕]\s+(?=\S)")
+# Thai and Lao have no marks at the end of a sentence, but spaces between clauses. Clauses shorter than this
+# are names and items of lists.
+_SHORTEST_CLAUSE = 8
+_CLAUSE_SPACE = re.compile(
+    r"(?<=[\u0e01-\u0e45\u0e47-\u0e4e])\s+(?=[\u0e01-\u0e4e])"
+    r"(?!และ|หรือ|กับ|แต่|ซึ่ง|ที่|ว่า|โดย|เพราะ|คือ|ของ|จาก)"
+    r"|(?<=[\u0e81-\u0ec5\u0ec7-\u0ecd])\s+(?=[\u0e81-\u0ecd])(?!ແລະ|ຫຼື|ກັບ|ແຕ່|ທີ່|ວ່າ)"
+)
+# Ends of parts where the sentence goes on, in the languages whose abbreviations the library lacks: titles in
+# French, Spanish, Hindi and Arabic, and German ordinals behind an article.
+_GOES_ON = re.compile(
+    r"(?:^|[\s(«„“\"])(?:M|MM|Mme|Mmes|Mlle|Mgr|Sra|Srta|Dña|डॉ|पं|श्री|प्रो|د|أ|م)\.\s*$"
+    r"|(?:^|\s)(?:[AaIi]m|[Dd](?:er|ie|as|em|en|es)|[Zz]u[mr]|[Vv]om|[Bb]eim)\s\d{1,3}\.\s*$"
+)
+_LONGEST_TAIL = 16  # characters that _GOES_ON looks at
+_OPENING = "「『“«（"
+_CLOSING = "」』”»）"
+
+
+def split_sentences(text: str) -> list[str]:
+    """Split a text behind each of its sentences, in any language."""
+    may_end = _MAY_END.search(text)
+    if may_end is None or _WORD.search(text, may_end.end()) is None:
+        return [text]
+    languages = (*_LANGUAGES, "ru") if _CYRILLIC.search(text) else _LANGUAGES
+    known = set[int].intersection(*({*_ends(text, language)} for language in languages))
+    more = {found.end() for found in _MORE_ENDS.finditer(text)}
+    ends = sorted({*known, *more, *_clause_ends(text), len(text)})
+    parts = list[str]()
+    start = 0
+    has_letters = False
+    num_open = 0
+    for before, end in pairwise((0, *ends)):
+        part = text[before:end]
+        has_letters |= any(map(str.isalpha, part))
+        num_open += sum(map(part.count, _OPENING)) - sum(map(part.count, _CLOSING))
+        is_last = end == len(text)
+        if is_last or (has_letters and not _goes_on(text, end, num_open)):
+            parts.append(text[start:end])
+            start = end
+            has_letters = False
+            num_open = 0
+    return parts
+
+
+def _ends(text: str, language: str) -> Iterator[int]:
+    """Yield the library's ends of sentences; the last part of a window is read again with the next one."""
+    start = 0
+    while start < len(text):
+        window = text[start : start + _WINDOW]
+        ends = [*accumulate(map(len, segment(language, window)), initial=start)][1:]
+        start += len(window)
+        if start < len(text):
+            ends.pop()
+            start = ends[-1] if ends else start
+        yield from ends
+
+
+def _clause_ends(text: str) -> Iterator[int]:
+    spaces = [found.span() for found in _CLAUSE_SPACE.finditer(text)]
+    marks = [(0, 0), *spaces, (len(text), len(text))]
+    for before, here, after in zip(marks, marks[1:], marks[2:], strict=False):
+        if min(here[0] - before[1], after[0] - here[1]) >= _SHORTEST_CLAUSE:
+            yield here[1]
+
+
+def _goes_on(text: str, end: int, num_open: int) -> bool:
+    """Return True if the sentence goes on at an end of the library."""
+    behind = text[end]
+    last = text[end - 1]
+    if not last.isspace():
+        # "OK?Yes" and "Yahoo!Japan" are left alone, as is a quotation with Japanese particles behind it.
+        if last.isascii() and behind.isascii():
+            return True
+        if last in "」』" and "ぁ" <= behind <= "ゟ":
+            return True
+        if behind.isdigit() and num_open > 0:
+            return True
+    return _GOES_ON.search(text[max(0, end - _LONGEST_TAIL) : end]) is not None
+
+
+# Cuts inside a sentence in order of preference: behind clauses, behind spaces.
+_CLAUSES = re.compile(r"(?<=[,;:–—،؛])\s+|(?<=[，、；：])(?=\S)")
+_SPACES = re.compile(r"\s+")
+_GRAPHEMES = pre_tokenizers.Split(Regex(r"\X"), "isolated")
+# Signs that join the letter behind them to the letter before, in the scripts of India.
+_JOINING = frozenset("\u094d\u09cd\u0a4d\u0acd\u0b4d\u0bcd\u0c4d\u0ccd\u0d4d\u200d")
+
+
+def _behind(boundary: re.Pattern[str]) -> Callable[[str], list[str]]:
+    def cut(text: str) -> list[str]:
+        ends = [0, *(found.end() for found in boundary.finditer(text)), len(text)]
+        return [text[start:end] for start, end in pairwise(ends) if end > start]
+
+    return cut
+
+
+def graphemes(text: str) -> list[str]:
+    """Split a text into its characters as a reader sees them, with their marks and joined parts."""
+    found = list[str]()
+    for _, (start, end) in _GRAPHEMES.pre_tokenize_str(text):
+        if found and found[-1][-1] in _JOINING and text[start].isalpha():
+            found[-1] += text[start:end]
+        else:
+            found.append(text[start:end])
+    return found
+
+
+_CUTS = (split_sentences, _behind(_CLAUSES), _behind(_SPACES))
+
+
+def cut_to_fit(text: str, fits: Callable[[str], bool], level: int = 0) -> list[str]:
+    """Cut a text into parts that fit: behind sentences, else clauses, else spaces, else graphemes.
+
+    A grapheme that does not fit is cut between its code points. `fits` is asked about texts without outer
+    white space.
+    """
+    if fits(text.strip()) or len(text) <= 1:
+        return [text]
+    if level == len(_CUTS):
+        characters = graphemes(text)
+        pieces: Sequence[str] = characters if len(characters) > 1 else text
+        middle = len(pieces) // 2
+        halves = "".join(pieces[:middle]), "".join(pieces[middle:])
+        return [*chain.from_iterable(cut_to_fit(half, fits, level) for half in halves)]
+    # Neighbouring parts are joined as long as they fit; longer parts are cut at the next level.
+    joined = list[str]()
+    for part in _CUTS[level](text):
+        if joined and fits(f"{joined[-1]}{part}".strip()):
+            joined[-1] += part
+        else:
+            joined.append(part)
+    return [*chain.from_iterable(cut_to_fit(part, fits, level + 1) for part in joined)]
+
+
+class Spaced(NamedTuple):
+    """Texts without outer white space, and the white space before, between and behind them."""
+
+    texts: tuple[str, ...]
+    spaces: tuple[str, ...]  # one more than texts
+
+    @classmethod
+    def of(cls, parts: Sequence[str]) -> "Spaced":
+        """Separate parts of a text from the white space around them; parts of white space alone join it."""
+        texts = list[str]()
+        spaces = [""]
+        for part in parts:
+            text = part.strip()
+            if not text:
+                spaces[-1] += part
+                continue
+            start = part.index(text)
+            spaces[-1] += part[:start]
+            spaces.append(part[start + len(text) :])
+            texts.append(text)
+        return cls(tuple(texts), tuple(spaces))
+
+    def join(self, texts: Sequence[str]) -> str:
+        """Join other texts with the same white space."""
+        between = (text + space for text, space in zip(texts, self.spaces[1:], strict=True))
+        return self.spaces[0] + "".join(between)
