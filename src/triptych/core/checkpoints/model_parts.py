@@ -109,7 +109,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }  # fmt: skip
 
 
-# Ends of names of classes that are called models and have a head.
+# Ends of class names with "Model" of classes with a head.
 _CLASSES_WITH_A_HEAD = ("LMHeadModel", "DoubleHeadsModel", "MTModel")
 _OF_XIELU = (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
 
@@ -310,7 +310,7 @@ class OutputHeadMap:
         self.config = None if self._is_left_out() else next(map(self._config, heads), None)
 
     def _is_left_out(self) -> bool:
-        """Return True for a decoder of a class without a head: its file has no output table."""
+        """Return True for a decoder of a class without a head: its file lacks an output table."""
         spec = self.spec.head
         if self.spec.kind == "encoder" or self._is_tied(spec):
             return False
