@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from triptych.training.distilling import Distilled
     from triptych.training.progress import Display
 
-    # A rewrite as a call or a record, a recipe of several, or the file of one.
+    # A rewrite as a call or a record, a recipe of several rewrites, or its file.
     Step: TypeAlias = str | Rewrite | RewriteRecipe | Path
 
 
@@ -103,28 +103,28 @@ def load(
         source: a run folder, a folder or a tensor file in Hugging Face's format, a GGUF file, a name on the
             Hub (`owner/name`, with `@revision` or without, and with `/FILE.gguf` for a GGUF file; a path of
             that name comes first), a `transformers` model, or a model of triptych in memory.
-        device: auto, cpu, cuda or cuda:N; auto takes a GPU if there is one.
+        device: auto, cpu, cuda or cuda:N; auto takes a GPU if available.
         dtype: type of the parameters when the model runs. Default: that of the files.
-        tokenizer: the folder of a tokenizer, or a tokenizer of `transformers`, which reads texts in the place
-            of the files' own. A model in memory needs one to read texts.
+        tokenizer: the folder of a tokenizer, or a tokenizer of `transformers`, used instead of the
+            tokenizer in the files. A model in memory needs a tokenizer to read texts.
         languages: for a translator of several languages (mBART, NLLB): source and target as its tokenizer
             spells them, such as de_DE and en_XX.
-        engine: the library that translates and generates: triptych, ctranslate2 (faster in int8 on CPUs;
+        engine: library for translation and generation: triptych, ctranslate2 (faster in int8 on CPUs;
             needs the extra of that name), or auto: ctranslate2 for translation on a CPU where it is installed
-            and computes the same model, otherwise triptych. A line says which.
+            and computes the same model, otherwise triptych. A line reports the choice.
         precision: type of the maps when text is translated or generated: fp32; int8 (CPU only) and bf16 (on
             GPUs and CPUs with AVX-512) are faster and change some texts. On x86-64 CPUs no text depends on
-            the others of its batch; docs/how-to/generating.md has the exceptions.
+            other texts of its batch; docs/how-to/generating.md has the exceptions.
         offline: read models of the Hub only from the cache on this machine; HF_HUB_OFFLINE=1 does the same.
-        family: a family file that describes the checkpoint, where its configuration does not say enough.
-        strict: refuse a configuration with keys that `transformers` does not follow. Without it they are
-            named in a warning, and followed neither there nor here.
-        shortlist: for a translator, a file that `triptych shortlist` wrote: the output layer computes only
-            the tokens that it lists for a sentence, which is faster.
-        ensemble: for a translator, others with the same tokenizers: each token is chosen by the mean of the
-            probabilities of all. Only translation uses them.
-        code: the file whose classes a run names, such as a parameterisation of your own. It is executed, and
-            must be the file that the run was trained with. Nothing that lies in a run is ever executed.
+        family: a family file for the checkpoint, where its configuration lacks information.
+        strict: refuse a configuration with keys ignored by `transformers`. By default, a warning names these
+            keys, and they are ignored here as well.
+        shortlist: for a translator, a file written by `triptych shortlist`: the output layer is faster, with
+            only the tokens listed for a sentence.
+        ensemble: for a translator, other translators with the same tokenizers: each token is chosen by the
+            mean of the probabilities of all. Only translation uses them.
+        code: file with the classes named in a run, such as your own parameterisation. It is executed, and
+            must equal the file used in training. Files in a run are never executed.
 
     Raises:
         UsageError: nothing of that name here, or something that is not a model.
@@ -169,24 +169,24 @@ class Model:
 
     @property
     def name(self) -> str:
-        """The path or name that was given."""
+        """The given path or name."""
         return self._opened.name
 
     @property
     def can(self) -> tuple[str, ...]:
-        """What works: read, run, rewrite, translate, generate, fill, convert."""
+        """The supported verbs: read, run, rewrite, translate, generate, fill, convert."""
         from triptych.converting.capabilities import capabilities
 
         return capabilities(self._opened)
 
     @property
     def why_not_run(self) -> str:
-        """Why the model can be read and not run; "" if it runs."""
+        """The reason why the model cannot be run, only read; "" if it runs."""
         return self._opened.why_not_run
 
     @property
     def changes(self) -> tuple[str, ...]:
-        """What was changed, in order: `ablate(3.2)`."""
+        """The changes, in order: `ablate(3.2)`."""
         return tuple(change.words for change in self._opened.changes)
 
     @property
@@ -196,7 +196,7 @@ class Model:
 
     @cached_property
     def certificate(self) -> Certificate | None:
-        """What is claimed of a rewritten model; None for others."""
+        """The claims about a rewritten model; None for any other model."""
         from triptych.rewriting.opened_models import certificate_of
 
         return certificate_of(self._opened)
@@ -208,7 +208,7 @@ class Model:
 
     @property
     def encoder(self) -> Stack:
-        """The layers of the encoder, as `decoder` and `cross` are the others.
+        """The layers of the encoder; `decoder` and `cross` are the other stacks.
 
         Raises:
             UsageError: there is none.
@@ -238,7 +238,7 @@ class Model:
         """A layer by its name (`3`, `"decoder.3"`), a head by both (`model[3, 2]`, `model["3.2"]`).
 
         Raises:
-            UsageError: there is no such place, or several; the message lists them.
+            UsageError: an unknown place, or several places; the message lists them.
         """
         return self._opened.find(place)
 
@@ -248,11 +248,11 @@ class Model:
 
     @check_choices
     def composition(self, into: Into, stack: Literal["encoder", "decoder"] | None = None) -> Composition:
-        """How much each head reads of what earlier heads of its stack wrote, with the chance level.
+        """The composition scores of heads with earlier heads of their stack, with the chance level.
 
         Args:
             into: "Q", "K" or "V" of the later head.
-            stack: of an encoder-decoder, which.
+            stack: name of the stack in an encoder-decoder.
 
         Raises:
             UsageError: positions or norms, which the message names, make the scores wrong; or several stacks.
@@ -275,7 +275,7 @@ class Model:
             layers: numbers of layers, in every stack; all if None.
             heads: numbers of heads; all if None.
             ignore_rotary: measure W_Q W_Kᵀ of rotary heads without the rotation.
-            progress: told the layer, the bytes read, and the bytes of all.
+            progress: called with the layer, the bytes read, and the total of bytes.
 
         Raises:
             UsageError: no layer or head is chosen.
@@ -292,7 +292,7 @@ class Model:
         )
 
     def cost(self) -> ModelCost:
-        """Parameters, FLOPs per token and cache bytes of the attention, layer by layer."""
+        """Parameters, FLOPs per token and cache bytes of each attention layer."""
         from triptych.seeing.model_cost import cost_of
 
         return cost_of(self._opened)
@@ -350,18 +350,18 @@ class Model:
             max_source_tokens: translate longer sentences in pieces. Default: the model's limit, or 1024.
             split: translate the sentences of a text one by one, and join them with the white space that was
                 between them. Default: the recipe's, or True.
-            stop: when beam search ends: certain, when no hypothesis can overtake the finished ones; full
+            stop: end of beam search: certain, when no hypothesis can overtake the finished hypotheses; full
                 (faster), when the beam is full of finished hypotheses.
             glossary: terms of the source language and their translations, which a translation has wherever
                 a sentence has the term as whole words. Such a sentence is searched until `stop` is certain.
             workers: number of processes that translate in parallel, one thread each. CPU only.
-            special_tokens: how special tokens that a sentence spells out (`<extra_id_0>` of T5) are read: as
-                the tokens, or as text. Own and Marian's translators always read text.
-            stream: give translations one by one, as soon as each batch is done.
+            special_tokens: reading of special tokens spelled out in a sentence (`<extra_id_0>` of T5): as the
+                tokens, or as text. Triptych's and Marian's translators always read text.
+            stream: yield translations as soon as their batch has finished.
 
         Returns:
-            One translation for a string, whose `text` is the best one; a list for several; an iterator with
-            `stream`.
+            One translation for a string (`text` is the best hypothesis); a list for several; an iterator
+            with `stream`.
 
         Raises:
             UsageError: the model does not translate, or options that do not go together.
@@ -397,7 +397,7 @@ class Model:
         workers: int = 1,
         special_tokens: SpecialTokens = "tokens",
     ) -> Translator:
-        """What `translate` translates with, ready to be used many times; options as there."""
+        """The translator of `translate`, for repeated use; the same options."""
         from triptych.converting.engine_verbs import make_translator
 
         found = make_translator(
@@ -430,7 +430,7 @@ class Model:
         display: Display | None = None,
         progress: Progress = untold,
     ) -> Distilled:
-        """Translate a recipe's training text, and write a recipe that trains a student on the translations.
+        """Translate a recipe's training text, and write a recipe for a student trained on the translations.
 
         The same call continues after an interruption. Processes of `torchrun` share the work.
 
@@ -438,20 +438,20 @@ class Model:
             triptych.train(student.recipe, "out/student")
 
         Args:
-            recipe: of the student, its file, or the name of a built-in one.
-            out: the folder to make: `train.jsonl`, `student.toml`, and `distillation.json`, which says where
-                they come from.
+            recipe: the student's recipe, its file, or the name of a built-in recipe.
+            out: the folder to make: `train.jsonl`, `student.toml`, and `distillation.json` with their
+                origin.
             beam_size: beam size of the teacher. Default: the recipe's or the checkpoint's.
             alpha: exponent of the length penalty. Default: the recipe's or the checkpoint's.
             num_best: number of translations of each sentence that the student learns from.
-            interpolate: of the n best, keep the one with the highest sentence BLEU against the reference.
+            interpolate: keep the hypothesis of the n best with the highest sentence BLEU against the
+                reference.
             originals: share of the original pairs that the student learns from as well, from 0 to 1.
-            teacher_weight: share of the loss that compares the student's probabilities with the teacher's,
-                from 0 to 1. Above 0 the student has the teacher's tokenizers, and the folder has a copy of
-                the teacher.
+            teacher_weight: share of the loss for the distance from the teacher's probabilities, from 0 to 1.
+                Above 0 the student has the teacher's tokenizers, and the folder has a copy of the teacher.
             workers: number of processes that translate in parallel, one thread each. CPU only.
-            display: told what is read; lines on standard error if None.
-            progress: told what is done, how many sentences, and of how many.
+            display: display of the files read; lines on standard error if None.
+            progress: called with the activity, the number of sentences, and their total.
 
         Raises:
             UsageError: the model or the recipe does not translate, options that do not go together, or the
@@ -490,16 +490,16 @@ class Model:
             triptych.load("runs/mine", shortlist="shortlist.txt").translate("Guten Tag.")
 
         Args:
-            out: the file, which is also a vocabulary map of CTranslate2.
+            out: the file, also a vocabulary map of CTranslate2.
             source: a text file with a sentence a line. Default: the text that the run was trained on.
             target: its translations, line by line.
-            most: number of target tokens of each source token, the most probable ones.
-            frequent: number of target tokens that every sentence may use, the most frequent ones.
-            display: told what is read; lines on standard error if None.
+            most: number of the most probable target tokens of each source token.
+            frequent: number of the most frequent target tokens, allowed in every sentence.
+            display: display of the files read; lines on standard error if None.
 
         Returns:
-            How many tokens a sentence may use, and the share of its translation's tokens among them: of every
-            twentieth pair, which is held out.
+            The number of tokens allowed in a sentence, and their share of its translation's tokens, measured
+            on every twentieth pair, held out.
 
         Raises:
             UsageError: the model does not translate, or one text is given without the other.
@@ -559,11 +559,11 @@ class Model:
     ) -> Any:
         """Continue a text, or several.
 
-        What is not given is as the checkpoint's `generation_config.json` says.
+        Defaults are the values in the checkpoint's `generation_config.json`.
 
         Args:
-            text: one text, or several: strings, or token ids. An empty string begins with the token that
-                begins a text.
+            text: one text, or several: strings, or token ids. An empty string begins with the token for
+                the beginning of a text.
             max_new_tokens: longest continuation in tokens. Default: the file's max_new_tokens or max_length,
                 otherwise 128.
             temperature: divisor of the logits; 0 always takes the most probable token. Default: the file's
@@ -576,11 +576,11 @@ class Model:
                 all but its ends of texts. Followed are do_sample, temperature, top_k, top_p, min_p,
                 typical_p, repetition_penalty, no_repeat_ngram_size, bad_words_ids, suppress_tokens,
                 begin_suppress_tokens, min_new_tokens, min_length, max_new_tokens, max_length and
-                eos_token_id; others that would change a text are refused by name.
+                eos_token_id; other fields with an effect on a text are refused by name.
             seed: the same seed gives the same text, whatever the other texts are (on x86-64 CPUs). Without a
-                temperature nothing is drawn, and every seed gives the same text.
-            num_samples: number of continuations of each text; with a beam, the best ones.
-            beam_size: beam size; 1 is no beam search.
+                temperature the text does not depend on the seed.
+            num_samples: number of continuations of each text; a beam returns the best hypotheses.
+            beam_size: beam size; 1 for greedy search or sampling.
             alpha: exponent of the beam's length penalty.
             stop: end before this string, or any of several.
             max_prompt_tokens: longest prompt in tokens. Default: the model's positions, or 32768 where they
@@ -616,7 +616,7 @@ class Model:
         )
 
     def generator(self) -> TextGenerator:
-        """What `generate` continues texts with, made once."""
+        """The generator of `generate`, made once."""
         return self._generator
 
     @cached_property
@@ -629,13 +629,13 @@ class Model:
         """The most probable tokens for every `[MASK]` of a text.
 
         Args:
-            text: with at least one mask.
-            count: how many tokens are shown for each mask.
+            text: a text with at least one mask.
+            count: number of tokens shown for each mask.
             max_tokens: longest text in tokens. Default: the model's positions, or 8192 where they set no
                 limit.
 
         Raises:
-            UsageError: the model fills no masks, or there is none in the text.
+            UsageError: the model does not fill masks, or the text lacks a mask.
         """
         from triptych.running.decoding import fill_masks
 
@@ -683,11 +683,11 @@ class Model:
         special_tokens: SpecialTokens = "tokens",
         progress: Progress = untold,
     ) -> Likelihood | Evaluation:
-        """How well the model predicts a text; with references, how well it translates one.
+        """The quality of the model's predictions of a text, or of its translations if references are given.
 
         Args:
-            text: a text, the file of one, or several documents, each scored by itself. For a translation, the
-                sentences, or the file with one on each line.
+            text: a text, its file, or several documents, scored separately. For a translation, the
+                sentences, or their file with a sentence on each line.
             references: the right translations, or their file.
             context: tokens of a window. Default: a run's context, or the model's positions; at most 1024.
             stride: tokens between the starts of windows. Default: the context, so that windows do
@@ -698,14 +698,14 @@ class Model:
             workers: number of processes that translate in parallel.
             special_tokens: read special tokens that a text spells out (`<|endoftext|>`) as such, "tokens", or
                 as plain "text".
-            progress: told what is done, how many documents or sentences, and of how many.
+            progress: called with the activity, the number of documents or sentences, and their total.
 
         Returns:
             The loss in nats per token with its interval, or BLEU and chrF with theirs.
 
         Raises:
             UsageError: the model does not do it, or options that do not go together.
-            DataError: there is nothing to score.
+            DataError: the text is empty.
         """
         from triptych.converting.engine_verbs import evaluate
 
@@ -732,11 +732,11 @@ class Model:
         max_tokens: int | None = None,
         special_tokens: SpecialTokens = "tokens",
     ) -> list[tuple[str, float]]:
-        """The tokens of a text that are predicted, and the log-probability in nats of each.
+        """The predicted tokens of a text, and their log-probabilities in nats.
 
         Args:
-            text: what the model reads: a string, or token ids.
-            target: of an encoder-decoder, the translation that is scored; its own if None.
+            text: the model's input: a string, or token ids.
+            target: the scored translation of an encoder-decoder; the model's translation if None.
             max_tokens: longest text in tokens, as in `run`.
             special_tokens: as in `run`.
 
@@ -779,11 +779,11 @@ class Model:
         max_tokens: int | None = None,
         special_tokens: SpecialTokens = "tokens",
     ) -> Attention | AttentionBatch:
-        """Where every head looks on a text: `model.attend(text)[3, 2]` is `[queries, keys]`.
+        """The attention weights of every head on a text: `model.attend(text)[3, 2]` is `[queries, keys]`.
 
         Args:
-            text: one text, or several, which are read in padded batches: strings, or token ids.
-            target: of an encoder-decoder, what its decoder reads, one for each text; its own translation if
+            text: one text, or several, read in padded batches: strings, or token ids.
+            target: inputs of an encoder-decoder's decoder, for each text; the model's translation if
                 None.
             max_new_tokens: continue the text greedily by this many tokens first.
             max_tokens: longest text in tokens. Default: the model's positions, or 8192 where they set no
@@ -813,22 +813,22 @@ class Model:
         special_tokens: SpecialTokens = "tokens",
         progress: Progress = untold,
     ) -> OverText:
-        """What every head does over a whole text: previous token, induction, what it is worth.
+        """The behaviour of every head over a whole text: previous token, induction, effect on the loss.
 
         Args:
-            text: a text, the file of one, or several documents.
-            targets: for a translator, the translations, line by line. Default: the model's own.
-            documents: what a document is in a plain text file: the whole file, each line, or the lines
+            text: a text, its file, or several documents.
+            targets: translations of a translator, line by line. Default: the model's translations.
+            documents: the documents in a plain text file: the whole file, each line, or the lines
                 between blank lines. Intervals are over documents.
             worth: measure the loss without each head: its output becomes zero, its mean over the text, or
                 what it would be if it looked evenly.
-            explain: measure how well W_QK, cut to several ranks, explains where heads look, and whether they
-                write the tokens that they look at.
+            explain: measure how well W_QK, truncated to several ranks, explains the attention of heads, and
+                whether heads write the tokens they attend to.
             context: tokens of a window. Default: a run's context, or the model's positions; at most 256.
             most_tokens: tokens to read. Default: 65,536, and 8,192 with `worth` or `explain`.
             special_tokens: read special tokens that a text spells out (`<|endoftext|>`) as such, "tokens", or
                 as plain "text".
-            progress: told what is being done, how much is done, and the total.
+            progress: called with the activity, the amount done, and the total.
 
         Raises:
             UsageError: something does not fit the model.
@@ -883,9 +883,9 @@ class Model:
         """Run the model on a text: logits, loss, and every activation.
 
         Args:
-            text: one text, or several, which run as one padded batch: strings, or token ids.
+            text: one text, or several, run as one padded batch: strings, or token ids.
             target: of an encoder-decoder, what its decoder produces; its own translation if None.
-            grad: whether gradients reach the activations and parameters (`Run.gradient`).
+            grad: True for gradients of the activations and parameters (`Run.gradient`).
             max_tokens: longest text in tokens. Default: the model's positions, or 8192 where they set no
                 limit.
             special_tokens: read special tokens that a text spells out (`<|endoftext|>`) as such, "tokens", or
@@ -905,24 +905,24 @@ class Model:
         """The module with its tokenizers, changes made and weights in memory.
 
         Raises:
-            TriptychError: the model cannot be run; the message says why.
+            TriptychError: the model cannot be run; the message has the reason.
         """
         return self._opened.reader
 
     @check_choices
     def ablate(self, heads: Heads, by: By = "zero", *, text: str | Sequence[str] | None = None) -> Model:
-        """The model with some heads off: what they give W_O is replaced.
+        """The model with some heads off: their input to W_O is replaced.
 
         Of layers that share their weights only those named lose heads, and the model can be saved if all do.
 
         Args:
             heads: `"3.2"`, `"3"` for a layer, `"*.2"`, `"cross.*"`; several, by commas or in a list.
-            by: what takes the place: "zero", the "mean" over a text, or what the head gives on another text,
+            by: the replacement: "zero", the "mean" over a text, or the head's values on another text,
                 position by position ("resample").
             text: for "mean" and "resample".
 
         Raises:
-            UsageError: there is no such head, or a text is missing.
+            UsageError: an unknown head, or a text is missing.
         """
         from triptych.running.changing import ablate
 
@@ -937,18 +937,18 @@ class Model:
         *,
         positions: Sequence[int] | None = None,
     ) -> Model:
-        """The model with activations of some heads taken from a run, position by position.
+        """The model with activations of some heads replaced by a run's, at the same positions.
 
-        It then reads texts of as many tokens as the run's; a continuation that is generated grows from there.
+        It then reads texts of as many tokens as the run's; generated continuations start there.
 
         Args:
             heads: as in `ablate`.
-            run: of this model or another one with such heads, on one text of its own.
+            run: a run on one text, of this model or another model with the same heads.
             what: which activation: q, k, v, scores, weights or z.
-            positions: of the run's text, at which it is taken, below 0 from its end; all if None.
+            positions: replaced positions in the run's text, negative from its end; all if None.
 
         Raises:
-            UsageError: there is no such head or position; when the model runs, the lengths do not fit.
+            UsageError: an unknown head or position; when the model runs, the lengths do not fit.
         """
         from triptych.running.changing import patch
 
@@ -968,12 +968,12 @@ class Model:
         Args:
             heads: as in `ablate`.
             what: which value: q, k, v, scores, weights or z.
-            with_: from the value of one head, `[batch, …]` as in `Run`, to what takes its place, of the same
-                shape.
-            together: whether `with_` gets the named heads of a layer at once, `[batch, heads, …]`.
+            with_: function of the value of one head, `[batch, …]` as in `Run`; returns a replacement of
+                the same shape.
+            together: True to call `with_` once for the named heads of a layer, `[batch, heads, …]`.
 
         Raises:
-            UsageError: there is no such head or value.
+            UsageError: an unknown head or value.
         """
         from triptych.running.changing import edit
 
@@ -986,10 +986,10 @@ class Model:
             place: `"residual.3"`: before block 3; `"residual.encoder.3"` of an encoder-decoder. The number of
                 blocks is the end of the stack.
             vector: `[d_model]`.
-            scale: what it is multiplied by.
+            scale: factor of the vector.
 
         Raises:
-            UsageError: there is no such place, or the vector has another width.
+            UsageError: an unknown place, or the vector has another width.
         """
         from triptych.running.changing import steer
 
@@ -998,28 +998,28 @@ class Model:
     def replace(self, place: str | int, **maps: Tensor) -> Model:
         """The model with other maps in a layer or a head: `model.replace("3.2", W_Q=…)`.
 
-        Where layers share their weights, all of them have the new map; `changes` says which they are.
+        Where layers share their weights, all of them have the new map; `changes` lists these layers.
 
         Args:
             place: a layer or a head.
             maps: W_Q, W_K, W_V or W_O; shapes as `Layer` and `Head` have them.
 
         Raises:
-            UsageError: another shape, a map that heads share, or no such place.
+            UsageError: another shape, a map shared by heads, or an unknown place.
         """
         from triptych.running.changing import replace_maps
 
         return Model(replace_maps(self._opened, place, maps))
 
     def tie(self, place: str | int, name: str, to: str) -> Model:
-        """The model with one map of a layer in the place of another: `model.tie("3", "W_K", "W_Q")`.
+        """The model with one map of a layer replaced by another map: `model.tie("3", "W_K", "W_Q")`.
 
-        Where layers share their weights, the maps of all of them are tied; `changes` says which they are.
+        Where layers share their weights, the maps of all of them are tied; `changes` lists these layers.
 
         Args:
             place: a layer, or "*" for all.
-            name: the map that is replaced: W_Q, W_K or W_V.
-            to: the map that takes its place.
+            name: the replaced map: W_Q, W_K or W_V.
+            to: the replacing map.
 
         Raises:
             UsageError: the maps do not fit each other.
@@ -1029,10 +1029,10 @@ class Model:
         return Model(tie(self._opened, place, name, to))
 
     def without_positions(self) -> Model:
-        """The model without positions: nothing turns queries and keys, or is added to scores or embeddings.
+        """The model without rotations of queries and keys, position biases, and position embeddings.
 
         Raises:
-            UsageError: the model has no positions besides the causal mask.
+            UsageError: the model does not encode positions, apart from the causal mask.
         """
         from triptych.running.changing import turn_positions_off
 
@@ -1048,17 +1048,17 @@ class Model:
         *,
         progress: Progress = untold,
     ) -> Sweep:
-        """Patch every head in turn from a run on clean text into one on corrupted text.
+        """Patch every head in turn from a run on clean text into a run on corrupted text.
 
         Args:
             clean: a text, or several.
-            corrupted: as many texts, each with as many tokens as the clean one.
-            metric: of a run, a number.
-            what: which activation is patched.
-            progress: told the head, how many are done, and of how many.
+            corrupted: as many texts, with as many tokens as the clean texts.
+            metric: function from a run to a number.
+            what: the patched activation.
+            progress: called with the head, the number of finished heads, and their total.
 
         Returns:
-            By head, the metric after the patch, with bootstrap intervals over texts.
+            The metric after the patch of each head, with bootstrap intervals over texts.
 
         Raises:
             UsageError: there are not as many texts, or not as many tokens in a pair.
@@ -1074,7 +1074,7 @@ class Model:
         calibration: str | Path | None = None,
         skip_refused: bool = False,
     ) -> Plan:
-        """What a rewrite would do, without doing it; arguments and errors as in `rewrite`."""
+        """The plan of a rewrite, without its execution; arguments and errors as in `rewrite`."""
         from triptych.rewriting.opened_models import plan_opened
 
         return plan_opened(self._opened, steps, calibration, layers=layers, skip_refused=skip_refused)
@@ -1090,24 +1090,24 @@ class Model:
         compare: bool = True,
         progress: Progress | None = None,
     ) -> Model:
-        """The model with its attention written in another way, and a certificate of what that changed.
+        """The model with its attention in another parameterisation, and a certificate of the changes.
 
             model.rewrite("fold_value_bias", "truncate(rank=6)").save("smaller")
 
-        The certificate compares with this model: where it was rewritten before, give all steps at once for
-        one that compares with the first.
+        The certificate compares with this model: for a comparison with the original of a model
+        rewritten before, give all steps at once.
 
         Args:
-            steps: rewrites, as calls or as records, in order; "exact" for all exact ones; or a recipe, or its
-                file.
-            layers: numbers of the layers that steps without layers of their own rewrite; all if None.
-            out: the folder to write; a temporary one, which `save` copies, if None.
-            calibration: a text to run the model on first, for the rewrites that use one; for a translator,
-                lines of source, tab, target.
-            skip_refused: if a layer refuses a step, leave the layer as it is instead of stopping.
+            steps: rewrites, as calls or as records, in order; "exact" for all exact rewrites; or a recipe, or
+                its file.
+            layers: numbers of the layers for steps without given layers; all if None.
+            out: the folder to write; if None, a temporary folder, copied by `save`.
+            calibration: text for calibration, needed by some rewrites; for a translator, lines of source,
+                tab, target.
+            skip_refused: if a layer refuses a step, leave the layer unchanged instead of stopping.
             text: compare both models on this text after the rewrite.
             compare: compare both models after the rewrite, on random tokens if no text is given.
-            progress: told what is being done, how much is done, and the total.
+            progress: called with the activity, the amount done, and the total.
 
         Raises:
             RewriteRefusedError: a layer refuses a step, with the reason.
@@ -1131,32 +1131,32 @@ class Model:
         return rewritten
 
     def check(self, text: str | None = None, target: str | None = None) -> Check:
-        """Compare logits, losses and attention weights with `transformers`, which has to be installed.
+        """Compare logits, losses and attention weights with `transformers`, an optional dependency.
 
         Args:
-            text: what both read; random tokens if None.
+            text: input of both models; random tokens if None.
             target: of an encoder-decoder, what its decoder produces; its own translation if None.
 
         Raises:
-            UsageError: a run of triptych, or a change that weights cannot express; or no `transformers`.
-            DataError: one of the two does not run it.
+            UsageError: a run of triptych, a change not expressible by weights, or `transformers` is missing.
+            DataError: one of the libraries does not run the model.
         """
         from triptych.rewriting.opened_models import check_opened
 
         return check_opened(self._opened, text, target)
 
     def save(self, path: str | Path) -> Path:
-        """Write the model in the format that it came from; returns the folder.
+        """Write the model in its source's format; returns the folder.
 
-        A rewritten model is written with its certificate. Changes that weights can say are written into them.
-        A tokenizer that the model was loaded with takes the place of that of the files.
+        A rewritten model is written with its certificate. Changes expressible by weights are written into
+        them. A tokenizer given to `load` replaces the tokenizer of the files.
 
         Args:
             path: the folder to make.
 
         Raises:
-            UsageError: the folder exists, or weights cannot express a change, which is named.
-            RewriteRefusedError: the format has no place for it.
+            UsageError: the folder exists, or the named change is not expressible by weights.
+            RewriteRefusedError: the format cannot represent the model.
         """
         from triptych.rewriting.opened_models import save
 
@@ -1182,19 +1182,19 @@ class Model:
 
 
 def renamed(model: Model, name: str, *, is_mapped: bool = True) -> Model:
-    """Return the same model under another name, which its records and messages have instead of a path.
+    """Return the same model under another name, shown in its records and messages instead of a path.
 
-    Weights that are looked at are mapped from their files, or else (`is_mapped` is False) read, so that no
-    change of a file can end the process.
+    Weights are mapped from their files for inspection, or (`is_mapped` is False) read, so that no change of
+    a file can end the process.
     """
     return Model(model._opened.named(name, is_mapped=is_mapped))
 
 
 def reopened(model: Model) -> Model:
-    """Open the model that is now where one was found, with the same options and changes."""
+    """Open the model again from the same path or name, with the same options and changes."""
     return Model(model._opened.reopened())
 
 
 def require_same_files(model: Model) -> None:
-    """Check that a model's files are those that it was opened from; `DataError` if one was changed."""
+    """Check that a model's files are unchanged since it was opened; `DataError` if a file was changed."""
     model._opened.require_same()

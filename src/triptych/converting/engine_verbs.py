@@ -1,4 +1,4 @@
-"""Translation, generation and evaluation of a model, by the engine that its options name."""
+"""Translation, generation and evaluation of a model, by the engine named in its options."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -129,6 +129,6 @@ def evaluate(
 
 
 def _refuse_given(with_what: str, **options: Any) -> None:
-    """Raise UsageError if an option was given that counts only with another one."""
+    """Raise UsageError if an option is given without the option that it depends on."""
     if found := next((name for name, value in options.items() if value is not None), None):
         raise UsageError(f"{found} goes with {with_what}: leave it out")

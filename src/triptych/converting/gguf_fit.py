@@ -1,4 +1,4 @@
-"""Differences between a model and what llama.cpp computes of the GGUF file that is to be written."""
+"""Differences between a model and what llama.cpp would compute from its GGUF file."""
 
 import math
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def differences(model: Checkpoint, written: Checkpoint) -> list[str]:
 
 
 def _of_any_length(semantics: Semantics) -> Semantics:
-    """Return semantics whose rotation has no other rotation for long texts if that is the same."""
+    """Return the semantics without a rotation for long texts if both rotations are equal."""
     rotary = semantics.rotary
     if rotary is None or rotary.long is None:
         return semantics
@@ -42,7 +42,7 @@ def _of_any_length(semantics: Semantics) -> Semantics:
 
 
 def windows_only(model: Checkpoint, found: list[str]) -> int | None:
-    """Return the smallest window of a model if windows are all that differs, else None."""
+    """Return the smallest window of a model if only windows differ, else None."""
     if not found or not all(one.partition(":")[0].endswith(f".{_WINDOW}") for one in found):
         return None
     windows = [model.outline(site).weights.semantics.window for site in model.sites]

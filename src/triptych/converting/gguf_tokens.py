@@ -1,6 +1,6 @@
 """Tokenizers as the metadata of a GGUF file.
 
-What is written is read again, as `token_lists` reads GGUF files, and must give the ids of the tokenizer.
+The metadata are read back with `token_lists`, the reader of GGUF files, and must give the tokenizer's ids.
 """
 
 import json
@@ -29,7 +29,7 @@ _UNKNOWN = 2
 _UNUSED = 5
 _BYTE = 6
 _GPT2 = pre_tokenizers()[0].patterns[0]
-# The same pattern as it is spelled elsewhere.
+# Parts of patterns, each followed by another spelling of the same part.
 _SAME = (
     ("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"),
     ("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "(?i:'s|'t|'re|'ve|'m|'ll|'d)"),
@@ -45,7 +45,7 @@ _SAMPLES = (
 
 
 class WrittenTokens(NamedTuple):
-    """The metadata of a tokenizer, and what came of the comparison with it."""
+    """The metadata of a tokenizer, and the result of the comparison with the tokenizer."""
 
     metadata: dict[str, Any]
     notes: tuple[str, ...]
@@ -61,7 +61,7 @@ def write_tokens(
     """
     made = _Tokens(tokenizer, rows, name)
     metadata = made.metadata(end_ids)
-    # Texts of composed characters are the same with and without a normalisation that composes them.
+    # NFC leaves texts of composed characters unchanged.
     samples = [unicodedata.normalize("NFC", text) if made.notes else text for text in _SAMPLES]
     return WrittenTokens(metadata, made.notes, _check_ids(tokenizer, metadata, samples, name))
 
@@ -222,7 +222,7 @@ class _Tokens:
 def _spelled(pattern: str) -> str:
     for one, other in _SAME:
         pattern = pattern.replace(other, one)
-    # A last alternative of all spaces changes nothing: what no pattern matches is a piece as well.
+    # A last alternative of all spaces is redundant: unmatched text is a piece as well.
     return pattern.removesuffix("|\\s+")
 
 
@@ -233,7 +233,7 @@ def _is_byte(token: str) -> bool:
 def _check_ids(
     tokenizer: PretrainedTokenizer, metadata: Mapping[str, Any], samples: Sequence[str], name: str
 ) -> ConversionCheck:
-    """Compare the ids of texts with those of the tokenizer that the metadata say."""
+    """Compare the tokenizer's ids of texts with the ids from the metadata."""
     what = "token ids as llama.cpp reads them and of the tokenizer"
     with tempfile.TemporaryDirectory(prefix="triptych-") as place:
         for file, content in Vocabulary(metadata, name).files().items():
@@ -244,7 +244,7 @@ def _check_ids(
         for special in (False, True):
             (own,) = tokenizer.encode([text], add_special=special, parse_special=True)
             if tokenizer.unk_id in own:
-                continue  # what llama.cpp makes of characters that a vocabulary lacks differs
+                continue  # llama.cpp encodes characters outside the vocabulary differently
             compared += 1
             (found,) = again.encode([text], add_special=special, parse_special=True)
             if found != own:

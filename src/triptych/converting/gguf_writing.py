@@ -1,6 +1,6 @@
 """Conversion of models to GGUF, the format of llama.cpp: one file with weights, settings and tokenizer.
 
-The file is described first, and the description is read as a GGUF file is: a model of which llama.cpp would
+The file is described first, and the description is read like a GGUF file: a model of which llama.cpp would
 compute something else is refused before anything is written. Tensors are written one at a time.
 """
 
@@ -50,7 +50,7 @@ from triptych.running.opened_source import Opened
 from triptych.running.text import PretrainedTokenizer
 from triptych.untrusted import LocalBytes, shown
 
-# Names of types in a file, with the numbers that `general.file_type` has for them.
+# Names of types in a file, with their codes in `general.file_type`.
 _TYPES: dict[Quantization, tuple[str, int]] = {
     "float32": ("F32", 0),
     "float16": ("F16", 1),
@@ -125,7 +125,7 @@ def _as_checkpoint(source: Opened) -> tuple[Checkpoint, tuple[str, ...]]:
 
 
 def _describe(model: Checkpoint) -> tuple[_Described, tuple[str, ...]]:
-    """Describe a file of which llama.cpp computes the model; raise UsageError if there is none."""
+    """Describe a file of which llama.cpp computes the model; raise UsageError if it cannot."""
     model_type = str(model.settings.value("model_type"))
     candidates = architectures_of_type(model_type)
     if not candidates:
@@ -262,7 +262,7 @@ def _typed(key: str, value: Any) -> Any:
 
 @final
 class _Planned(TensorFile):
-    """The tensors of a GGUF file, made of those of a checkpoint when they are read."""
+    """The tensors of a GGUF file, made from the tensors of a checkpoint when they are read."""
 
     def __init__(
         self,
@@ -325,7 +325,7 @@ class _Planned(TensorFile):
 def _tokens(
     source: Opened, model: Checkpoint, described: _Described
 ) -> tuple[dict[str, Any], tuple[str, ...], tuple[ConversionCheck, ...]]:
-    """Return the tokenizer as metadata, with notes and checks; a model without one has numbers for tokens."""
+    """Return the metadata, notes and checks of the tokenizer, which may be missing."""
     rows = described.tensors.infos["token_embd.weight"].shape[0]
     tokenizer = source.to_run.tokenizer if source.to_run.has_tokenizer else None
     if tokenizer is None:
@@ -404,7 +404,7 @@ def _stored_numbers(tensor: Tensor, kind: str, name: str) -> np.ndarray:
 
 
 def _check_again(path: Path, described: _Described, kind: str) -> ConversionCheck:
-    """Read the file again, and compare every tensor with what it was made of."""
+    """Read the file again, and compare every tensor with its source."""
     file = Gguf(LocalBytes(path))
     largest = 0.0
     for name in described.tensors.infos:

@@ -35,7 +35,7 @@ class _Frozen(BaseModel):
 
 @final
 class Cost(_Frozen):
-    """The cost of the weights of an attention layer, and of all layers that have them.
+    """The cost of the weights of an attention layer, and of all layers sharing them.
 
     Attributes:
         parameters: number of parameters, biases included.
@@ -72,13 +72,13 @@ class StepRecord(_Frozen):
     Attributes:
         rewrite: its name.
         tier: bit-exact, rounding-exact (equal in exact arithmetic) or bounded.
-        checked: the preconditions that were checked.
+        checked: the checked preconditions.
         before: the cost of the layer's maps before the step, without padding; `after`: after it.
-        choice: what the rewrite decided, with the numbers.
+        choice: the rewrite's decision, with its figures.
         notes: other facts that a reader must know.
         bound: the largest Frobenius norm by which a form of a head moves; 0 if exact.
         error: largest relative mean square error of a head on the calibration text; None without a text.
-        refused: why the step was skipped; "" if it was done.
+        refused: reason why the step was skipped; "" if it was done.
     """
 
     rewrite: str
@@ -124,7 +124,7 @@ class Measured(_Frozen):
         score_bound: upper bound on the change of a score for all inputs that the norms before the layer can
             produce; None if only rounding differs, or if no bound is known.
         output_bound: the same for the output of a head with unchanged attention weights.
-        no_bound: why a bound is missing; "" if none is, or if only rounding differs.
+        no_bound: reason for a missing bound; "" with both bounds, or if only rounding differs.
     """
 
     worst_absolute: float
@@ -141,11 +141,11 @@ class LayerRecord(_Frozen):
 
     Attributes:
         module: its name in the checkpoint.
-        layers: numbers of the layers of the model that share these weights; left out of the file where one
-            layer has weights of its own.
+        layers: numbers of the layers of the model that share these weights; left out of the file for a
+            layer without shared weights.
         steps: the steps that were done or refused.
-        heads: its heads as they are now, each by the number that it had; None where all have that number
-            still.
+        heads: previous numbers of its heads, in their present order; None if all numbers are
+            unchanged.
         measured: errors on the probes; None if the layer did not change.
         measured_on_text: errors on inputs of the original layer at some positions of the comparison text;
             None without a text.
@@ -175,12 +175,12 @@ class LayerRecord(_Frozen):
 
     @property
     def changed(self) -> bool:
-        """Whether a step was done."""
+        """Return True if a step was done."""
         return any(not step.refused for step in self.steps)
 
     @property
     def took_up_norm(self) -> bool:
-        """Whether the maps have absorbed the norm before the layer."""
+        """Return True if the maps have absorbed the norm before the layer."""
         return any(step.rewrite == "fold_norm" and not step.refused for step in self.steps)
 
     @property
@@ -191,14 +191,14 @@ class LayerRecord(_Frozen):
 
 @final
 class NormRecord(_Frozen):
-    """A norm that maps outside the attention read.
+    """A norm read by maps outside the attention.
 
     Attributes:
-        module: its name in the checkpoint; "none" if no such norm is known.
-        maps: the modules outside the attention that took up its weight and bias.
+        module: its name in the checkpoint, or "none" if it is unknown.
+        maps: the modules outside the attention with its weight and bias absorbed.
         steps: the steps that were done or refused: fold_other_norms, and fold_norm if an attention layer
             reads it too.
-        measured: errors of the outputs of these maps together; None if nothing changed.
+        measured: errors of the outputs of these maps together; None without a change.
     """
 
     module: str
@@ -228,12 +228,12 @@ class TensorRecord(_Frozen):
 
 @final
 class Probes(_Frozen):
-    """The random inputs that layers were measured on.
+    """The random inputs of the layers' measurements.
 
     Attributes:
         count: number of sequences.
         length: positions per sequence.
-        seed: seed of the inputs, which are normal and standardised at each position.
+        seed: seed of the inputs; they are normal and standardised at each position.
     """
 
     count: int
@@ -268,28 +268,28 @@ class EndToEnd(_Frozen):
 
 @final
 class Certificate(_Frozen):
-    """What was done and what was measured.
+    """The steps of a rewrite and their measurements.
 
     Attributes:
         format: version of this record.
         tool: the program that wrote it, with its version.
-        source: the original checkpoint, as it was named.
+        source: the given name of the original checkpoint.
         family: the family of the checkpoint.
         dtype: dtype of its attention weights.
         settings: the fields of its configuration that changed.
         recipe: the requested steps.
-        calibration: hash of the calibration text; None without one.
+        calibration: hash of the calibration text; None without a text.
         layers: one entry per attention layer.
-        norms: norms that maps outside the attention read, if a step concerned them; left out if none.
-        before: cost of all attention layers as read; `after`: as written, padding included.
-        unpadded: cost of the new maps without padding, as in runs of triptych, which have a width for each
-            layer; None if the file has no padding.
+        norms: norms read by maps outside the attention, if a step concerned them; otherwise left out.
+        before: cost of the original attention layers; `after`: cost of the written layers with padding.
+        unpadded: cost of the new maps without padding, as in runs of triptych with a width for each
+            layer; None for a file without padding.
         tensors: every tensor read or written.
-        files: sha256 of the other files as written.
-        left_out: files of the source that were not copied.
-        probes: the random inputs that layers were measured on.
-        end_to_end: comparison of the whole models; None if there is none, and `not_compared` says why.
-        not_on_text: why layers were not measured on inputs from the text; "" if they were, or without a text.
+        files: sha256 of the other written files.
+        left_out: files of the source excluded from the copy.
+        probes: the random inputs of the layers' measurements.
+        end_to_end: comparison of the whole models; None without a comparison (reason: `not_compared`).
+        not_on_text: reason for missing measurements on inputs from the text; "" with them, or without a text.
         sha256: hash of all other entries.
     """
 

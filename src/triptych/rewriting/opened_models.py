@@ -58,7 +58,7 @@ def rewrite_opened(
     compare: bool,
     progress: Progress | None,
 ) -> tuple[Opened, Certificate]:
-    """Rewrite a model into a folder, by default a temporary one, and open the folder."""
+    """Rewrite a model into a folder (default: a temporary folder), and open the folder."""
     temporary = Path(mkdtemp(prefix="triptych-")) if out is None else None
     name = str(out) if temporary is None else f"{opened.name}, rewritten"
     target = Path(name) if temporary is None else temporary / "rewritten"

@@ -71,7 +71,7 @@ class Plan:
         family: storage format.
         layers: planned and refused steps per layer.
         norms: planned and refused steps per norm read by maps outside the attention.
-        before: cost of all attention layers as read; `after`: as they would be written.
+        before: cost of all original attention layers; `after`: as they would be written.
         unpadded: cost without padding, as in `Certificate`.
         settings: changed entries of the configuration.
         bytes_before: bytes of the attention layers' tensors as stored; `bytes_after`: as they would be
@@ -111,7 +111,7 @@ def total(costs: Sequence[Cost]) -> Cost:
 class Costs(NamedTuple):
     """Costs of one layer, or of all layers."""
 
-    before: Cost  # cost as read
+    before: Cost  # cost of the original layers
     after: Cost  # cost as written
     maps: Cost  # new maps alone, without padding
 

@@ -34,7 +34,7 @@ from triptych.running.text import copy_tokenizer
 
 
 def save(opened: Opened, target: Path) -> Path:
-    """Write a model, with its changes in its weights, in the format that it was read from."""
+    """Write a model, with its changes in its weights, in its source's format."""
     if opened.why_not_saved:
         raise UsageError(opened.why_not_saved)
     if opened.changes:

@@ -83,7 +83,7 @@ def verify(
         if given is not None:
             read_whole_text(given)
     certificate = read_certificate(folder)
-    # The source is held until the end: it may have made a temporary folder.
+    # Keep the source alive until the end: it may own a temporary folder.
     found = None if against is None else find_source(str(against))
     named = Path(certificate.source)
     if found is None and (named.is_dir() or (named.is_file() and named.suffix == GGUF)):

@@ -32,7 +32,7 @@ def batches_of_like_length(
 
 
 def padded_alike(batch: Sequence[int], lengths: Sequence[int], limit: int | None) -> Iterator[list[int]]:
-    """Split a batch into parts in which texts do not change each other's results.
+    """Split a batch so that texts do not change each other's results.
 
     Texts longer than `limit` share a batch only with texts of the same length.
     """
@@ -47,7 +47,7 @@ def padded_alike(batch: Sequence[int], lengths: Sequence[int], limit: int | None
 
 @final
 class EvaluationMode:
-    """Context manager for evaluation mode, which restores the previous mode afterwards."""
+    """Context manager for evaluation mode; on exit, the previous mode is restored."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

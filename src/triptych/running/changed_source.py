@@ -1,4 +1,4 @@
-"""Attention layers of a source with changed weights, and the changes that files can store."""
+"""Attention layers of a source with changed weights, and the changes that fit into files."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Changed models: ablate, patch, edit and steer their heads, replace and tie their maps.
 
-Every function takes a source as opened and returns it with one more change; nothing is run or read but what
-the change itself is made of.
+Every function takes a source as opened and returns it with one more change. Only parts of the
+change itself are run or read.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -67,7 +67,7 @@ def ablate(opened: Opened, heads: Heads, by: By, text: str | Sequence[str] | Non
 def patch(
     opened: Opened, heads: Heads, run: Any, what: Activation = "z", positions: Sequence[int] | None = None
 ) -> Opened:
-    """Replace activations of heads by those of a run, position by position."""
+    """Replace activations of heads with the run's activations at the same positions."""
     if not isinstance(run, Run):
         raise UsageError(f"patch takes one run, of run(text): a {type(run).__name__} is none")
     names = opened.places.names
@@ -129,7 +129,7 @@ def replace_maps(opened: Opened, place: str | int, maps: Mapping[str, Any]) -> O
         new = partial(with_map, name=name, given=torch.as_tensor(given), head=head)
         changes.append(WeightChange(f"replace({place}, {name}){where}", dict.fromkeys(numbers, new)))
     changed = opened.changed(*changes)
-    changed.layers[number].weights  # noqa: B018 (a shape that does not fit is an error now)
+    changed.layers[number].weights  # noqa: B018 (raises now if a shape does not fit)
     return changed
 
 
@@ -137,7 +137,7 @@ def tie(opened: Opened, place: str | int, name: str, to: str) -> Opened:
     """Replace one map of a layer, or of all layers, by another map."""
     _require_maps([name, to])
     named = [*range(len(opened.layers))] if str(place) == "*" else [opened.places.layer(place)]
-    if str(place) == "*" and name in _OF_KEYS:  # a borrowed map is tied in the layer that lends it
+    if str(place) == "*" and name in _OF_KEYS:  # a borrowed map is tied in the lending layer
         named = [number for number in named if opened.layers[number].borrows is None]
     for number in named:
         _require_own_maps(opened, number, [name])
@@ -145,7 +145,7 @@ def tie(opened: Opened, place: str | int, name: str, to: str) -> Opened:
     tied = partial(tied_map, name=name, to=to)
     changed = opened.changed(WeightChange(f"tie({place}, {name}, {to}){where}", dict.fromkeys(numbers, tied)))
     for number in numbers:
-        changed.layers[number].weights  # noqa: B018 (maps that do not fit are an error now)
+        changed.layers[number].weights  # noqa: B018 (raises now if the maps do not fit)
     return changed
 
 
@@ -177,7 +177,7 @@ def _require_own_maps(opened: Opened, number: int, names: Iterable[str]) -> None
 
 
 def _sharing(opened: Opened, numbers: Collection[int]) -> tuple[list[int], str]:
-    """Add all layers that share weights with the given ones; also return words on the added ones."""
+    """Add all layers sharing weights with the given layers; also describe the added layers."""
     source = opened.unchanged.attention
     sites = {source.layers[number].site for number in numbers}
     found = [number for number, layer in enumerate(source.layers) if layer.site in sites]

@@ -42,7 +42,7 @@ class SearchOptions:
     max_extra_tokens: int = 50  # maximum length of an output, minus the length of its source
     num_best: int = 1  # number of returned hypotheses, at most beam_size
     # end of the search for a sentence. "certain": open hypotheses cannot overtake the num_best-th finished
-    # hypothesis any more. "full": beam_size hypotheses have finished; most toolkits use this criterion, which
+    # hypothesis any more. "full": beam_size hypotheses have finished; most toolkits use this criterion. It
     # takes about half the steps. Greedy search ends at the first finished hypothesis
     stop: Stop = "certain"
     # maximum length of a sentence read at once; None for the model's limit, or 1,024 if it is unlimited
@@ -111,7 +111,7 @@ class GenerationOptions:
     max_new_tokens: int = 128  # maximum number of tokens of a continuation
     sampling: SamplingOptions = field(default_factory=SamplingOptions)  # choice of each token
     seed: int = 0  # seed of sampling
-    num_samples: int = 1  # continuations of each prompt; with a beam, the best hypotheses
+    num_samples: int = 1  # continuations of each prompt; a beam returns the best hypotheses
     beam_size: int = 1  # hypotheses of a deterministic beam search; 1 for no beam
     alpha: float = 0.0  # exponent of the beam's length penalty, `((5 + length) / 6)^alpha`; 0 for no penalty
     stop_ids: tuple[int, ...] = ()  # a continuation ends before any of these tokens

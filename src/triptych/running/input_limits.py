@@ -30,7 +30,7 @@ def check_length(
 
 
 def check_vocabulary(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Check that a tokenizer has no more tokens than the model."""
+    """Check that the model has at least as many tokens as the tokenizer."""
     if tokenizer.vocab_size > model.vocab_size:
         raise DataError(
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, but the model {model.vocab_size:,}: take "

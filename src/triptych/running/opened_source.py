@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(eq=False)
 class Opened:
-    """A source with its parts opened so far, and changes made to the model that it has.
+    """A source with its parts opened so far, and changes made to its model.
 
     Attributes:
         source: files, or module in memory.
@@ -288,7 +288,7 @@ def open_source(
     ensemble: Sequence[str | Path],
     code: str | Path | None,
 ) -> Opened:
-    """Find a source: files, a name on the Hub, or a model in memory; nothing is run."""
+    """Find a source: files, a name on the Hub, or a model in memory, without running it."""
     if code is not None:
         use_code(code)
     if engine != "triptych" and dtype is not None:

@@ -1,7 +1,7 @@
-"""Recipes: everything that decides a training run, in one validated tree.
+"""Recipes: all settings of a training run, in one validated tree.
 
-A recipe is TOML. A key it does not know is an error that names its path and the nearest known one;
-`--set a.b=value` overrides; what comes out (every default written down) is stored with the run.
+A recipe is TOML. An unknown key is an error with its path and the nearest known key; `--set a.b=value`
+overrides values; the result, with every default written down, is stored with the run.
 """
 
 import json
@@ -38,7 +38,7 @@ from triptych.training.sections import (
 RecipeT = TypeVar("RecipeT", bound="_AnyRecipe")
 
 _SHIPPED = Path(__file__).parents[1] / "recipes"
-# A string of JSON that holds half of a surrogate pair, as which Python reads bytes that are not UTF-8.
+# A string of JSON with half of a surrogate pair, Python's form of bytes outside UTF-8.
 _NOT_UTF8 = re.compile('"([^"]*[\ud800-\udfff][^"]*)"')
 
 
@@ -50,12 +50,12 @@ _CHOSEN = (
 
 
 def shipped_recipes() -> list[str]:
-    """The names of the recipes that come with the package."""
+    """Return the names of the recipes of the package."""
     return sorted(path.stem for path in _SHIPPED.glob("*.toml"))
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The file of a recipe: a path that exists, or the name of a shipped one."""
+    """Return the file of a recipe: an existing path, or the name of a recipe of the package."""
     path = Path(name)
     shipped = shipped_recipes()
     if path.is_file():
@@ -63,7 +63,7 @@ def find_recipe(name: str | Path) -> Path:
     if str(name) in shipped:
         return _SHIPPED / f"{name}.toml"
     if path.exists():
-        return path  # whoever reads it says what it is
+        return path  # reading it raises the error
     if not path.suffix and (near := nearest(str(name), shipped)):  # a folder may be named as the recipe
         raise UsageError(f"there is no recipe {name}: did you mean {near}?")
     known = near_path(path) or f": give a TOML file, or one of {', '.join(shipped)}"
@@ -71,16 +71,16 @@ def find_recipe(name: str | Path) -> Path:
 
 
 class _AnyRecipe(Section):
-    """What every recipe has.
+    """Keys of every recipe.
 
     Attributes:
         name: name of the run; its folder is `runs/NAME` unless another is given. Default: the name of the
             recipe's file.
         seed: seed of the weights, the dropout and the order of the text.
-        data_seed: seed of the order of the text and of what is masked; `seed` by default.
-        initial_values: "in_order", drawn one after the other, or "by_name": from the seed and the name of
-            each parameter, so that models that differ in one place start from equal values in all others.
-        code: the SHA-256 of each file whose classes the recipe names (docs/how-to/own-attention.md).
+        data_seed: seed of the order of the text and of masking; `seed` by default.
+        initial_values: "in_order", drawn one after the other, or "by_name", drawn from the seed and the name
+            of each parameter, so that models start from equal values in all parameters they share.
+        code: the SHA-256 of each file with classes named in the recipe (docs/how-to/own-attention.md).
             Training writes it; a recipe with it needs that very file, given with `--code`.
     """
 
@@ -93,7 +93,7 @@ class _AnyRecipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _code_is_the_same(cls, tree: Any) -> Any:
-        """Compare the files before the other keys are validated, which executes the files that they name."""
+        """Compare the files before the other keys are validated: validation executes the named files."""
         if isinstance(tree, dict) and "code" in tree:
             digests = tree["code"]
             if not isinstance(digests, dict):
@@ -105,14 +105,14 @@ class _AnyRecipe(Section):
 
     @property
     def order_seed(self) -> int:
-        """The seed of the order of the text and of what is masked."""
+        """The seed of the order of the text and of masking."""
         return self.seed if self.data_seed is None else self.data_seed
 
     def filled(self: RecipeT, choices: dict[str, Any]) -> RecipeT:
-        """The recipe with these values where it gives none.
+        """Return the recipe with these values for its missing keys.
 
         Raises:
-            UsageError: they do not go with what is given.
+            UsageError: the values do not fit the recipe's other keys.
         """
         tree = merge(choices, self.model_dump(mode="json", exclude_unset=True))
         try:
@@ -123,16 +123,16 @@ class _AnyRecipe(Section):
             ) from None
 
     def to_toml(self) -> str:
-        """The resolved recipe, every default written down."""
+        """Return the resolved recipe with every default written down."""
         left_out = None if self.code else {"code"}
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True, exclude=left_out))
 
 
 class Recipe(_AnyRecipe):
-    """A run that learns to translate, whole.
+    """The recipe of a translation run.
 
     Attributes:
-        task: what is learned. The tables below belong to "translation".
+        task: the learned task. The tables below belong to "translation".
     """
 
     task: Literal["translation"] = "translation"
@@ -199,7 +199,7 @@ class Recipe(_AnyRecipe):
 
 
 class TextRecipe(_AnyRecipe):
-    """A run that learns the tokens of a text, whole.
+    """The recipe of a language model's run.
 
     Attributes:
         task: a decoder learns the next token, or an encoder masked tokens.
@@ -239,7 +239,7 @@ class TextRecipe(_AnyRecipe):
 
 @final
 class LanguageRecipe(TextRecipe):
-    """A run whose model begins with fresh weights, and its tokenizer with none."""
+    """The recipe of a run with fresh weights and a new tokenizer."""
 
     tokenizer: TokenizerSpec = TokenizerSpec()
     model: LanguageModelConfig = LanguageModelConfig()
@@ -247,7 +247,7 @@ class LanguageRecipe(TextRecipe):
 
 @final
 class ContinuedRecipe(TextRecipe):
-    """A run that goes on with the model of a checkpoint, whose tokenizer it has."""
+    """The recipe of a run continuing with the model and tokenizer of a checkpoint."""
 
     model: ContinuedModelConfig
 
@@ -265,7 +265,7 @@ _Kind = type[Recipe] | type[LanguageRecipe] | type[ContinuedRecipe]
 
 
 def require_translation(recipe: AnyRecipe, where: Path | str) -> Recipe:
-    """The recipe, which must be one of a translation run."""
+    """Return the recipe if it is the recipe of a translation run, else raise `UsageError`."""
     if not isinstance(recipe, Recipe):
         raise UsageError(f"{where} is a run of a {recipe.task.replace('-', ' ')}, which does not translate")
     return recipe
@@ -275,10 +275,10 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), checkpoint: str
     """Read a TOML recipe and apply `a.b=value` overrides.
 
     Args:
-        path: of the recipe, or the name of a built-in one.
+        path: path of the recipe, or the name of a built-in recipe.
         overrides: keys by their paths, with values.
-        checkpoint: whose model the run goes on with: `model.checkpoint`, in the place of all that the recipe
-            says of the model, its context excepted, and of the tokenizer.
+        checkpoint: the checkpoint to continue with (`model.checkpoint`), instead of the recipe's keys of the
+            tokenizer and of the model, except its context.
 
     Raises:
         UsageError: the file is missing or not TOML, or a key or value is not valid.
@@ -296,14 +296,14 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), checkpoint: str
     if name := re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("._-"):
         tree.setdefault("name", name)
     if (path.parent / "config.json").exists():
-        tree.setdefault("code", {})  # of a run: nothing that it names is executed
+        tree.setdefault("code", {})  # a run's recipe: the files named in it are not executed
     if checkpoint is not None:
         tree = _continuing(tree, checkpoint, str(path))
     return resolve(tree, overrides, origin=str(path))
 
 
 def _continuing(tree: dict[str, Any], checkpoint: str, origin: str) -> dict[str, Any]:
-    """The recipe of a run that goes on with a checkpoint."""
+    """Return the recipe of a run continuing with a checkpoint."""
     if _recipe_type(tree, origin) is Recipe:
         raise UsageError(f"{origin}: a run that translates begins with fresh weights: leave out --from")
     model = tree.get("model")
@@ -315,10 +315,10 @@ def _continuing(tree: dict[str, Any], checkpoint: str, origin: str) -> dict[str,
 def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "the recipe") -> AnyRecipe:
     """Make a recipe of a tree of plain values, a model preset and overrides.
 
-    Files whose classes it names are executed, unless it is the recipe of a run: that has their SHA-256.
+    Files with classes named in the tree are executed, unless it is a run's recipe, with their SHA-256.
 
-    `model.preset` names the configuration that the other keys of `[model]` change; without one, training
-    chooses it by the size of the text.
+    `model.preset` names the configuration that the other keys of `[model]` change; without a preset,
+    training chooses it by the size of the text.
     """
     for override in overrides:
         tree = merge(tree, _parse_override(override))
@@ -344,7 +344,7 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
 
 
 def _recipe_type(tree: dict[str, Any], origin: str) -> _Kind:
-    """What a recipe of a tree's task is made of."""
+    """Return the type of recipe for a tree's task."""
     task = tree.get("task", "translation")
     model = tree.get("model")
     continued = isinstance(model, dict) and "checkpoint" in model
@@ -393,7 +393,7 @@ def with_values(recipe: AnyRecipe, values: Mapping[str, Any]) -> AnyRecipe:
 
 
 def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A tree of keys with another's values in place of its own, section by section."""
+    """Return a tree of keys, overridden by the values of another tree section by section."""
     merged = dict(base)
     for key, value in changes.items():
         nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -402,7 +402,7 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def explain_invalid(error: ValidationError, kind: type[BaseModel]) -> str:
-    """What is wrong first, by the path of its key, with the nearest known one for a key that is unknown."""
+    """Describe the first error by the path of its key, with the nearest known key for an unknown key."""
     first = error.errors()[0]
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
@@ -422,7 +422,7 @@ def _known_keys(kind: type[BaseModel], path: list[str]) -> list[str]:
     section: Any = kind
     for part in path:
         section = section.model_fields[part].annotation
-        if get_origin(section) is not None:  # a section that may be left out
+        if get_origin(section) is not None:  # an optional section
             section = next(one for one in get_args(section) if one is not type(None))
     keys = list(section.model_fields)
     return [*keys, "preset"] if kind is Recipe and path == ["model"] else keys

@@ -1,4 +1,4 @@
-"""The tables of a recipe, each with its keys, defaults and what they mean."""
+"""The tables of a recipe, with the meanings and defaults of their keys."""
 
 from typing import Literal
 
@@ -13,8 +13,8 @@ class DataConfig(Section):
     """The text.
 
     Attributes:
-        train: what is learned from; the tokenizer sees only this.
-        valid: what the run is validated on while it trains. The default is a part of `train`.
+        train: training text; the tokenizer is trained on it alone.
+        valid: validation text during training. The default is a part of `train`.
         valid_share: share of the pairs of `train` that validate if `valid` is not given, 2,000 at most;
             pairs with the same source stay together.
         max_sentence_tokens: training pairs with a longer side are skipped and counted.
@@ -31,14 +31,14 @@ class DataConfig(Section):
 
 
 class OptimisationConfig(Section):
-    """How parameters are changed, whatever is learned.
+    """The optimisation of a model for any task.
 
     Attributes:
         max_steps: the run ends after this many updates.
         max_epochs: the run also ends after this many passes over the text.
-        accumulate_batches: batches whose gradients make one update.
-        optimizer: "adam", "adamw" with decay, or "muon": Muon for the matrices of the blocks, AdamW for the
-            rest.
+        accumulate_batches: number of batches in the gradient of one update.
+        optimizer: "adam", "adamw" with decay, or "muon": Muon for the matrices of the blocks, AdamW for all
+            other parameters.
         weight_decay: for "adamw" and "muon". Each update shrinks weights by this times the learning rate,
             except biases, norms and embeddings.
         muon_momentum: decay of Muon's mean of the gradients.
@@ -47,15 +47,15 @@ class OptimisationConfig(Section):
         min_learning_rate: the learning rate at which "linear", "cosine" and "wsd" end.
         warmup_steps: updates of linear warm-up.
         schedule: after the warm-up: "inverse_sqrt", as in the paper; "linear" or "cosine" to the minimum at
-            max_steps; or "wsd", which stays at the peak and falls linearly at the end.
+            max_steps; or "wsd", constant at the peak, then linear to the minimum.
         decay_share: share of max_steps in which "wsd" falls.
         adam_beta1: decay of Adam's mean of the gradients.
         adam_beta2: decay of Adam's mean of their squares.
         adam_epsilon: added to Adam's denominator.
-        clip_norm: gradients are clipped to this norm; 0 turns it off.
+        clip_norm: largest norm of the gradients, by clipping; 0 for no clipping.
         precision: "bf16" computes in bfloat16; the trained weights stay float32. "auto" is "bf16" where the
             device has products in bfloat16 (GPUs, CPUs with AVX-512), and "fp32" elsewhere.
-        activation_checkpointing: keep only the input of each block and recompute the rest for the gradients.
+        activation_checkpointing: keep only the input of each block and recompute the block for the gradients.
             It saves memory and costs one more forward pass; the gradients are the same.
         compile: compile the blocks with `torch.compile`, about a minute; for GPUs.
         average_last: number of last checkpoints (one per validation) to average at the end.
@@ -63,15 +63,15 @@ class OptimisationConfig(Section):
         save_every_steps: number of updates between saves of the state; every validation saves it, too.
         log_every_steps: number of updates between lines of `metrics.jsonl`.
         threads: number of CPU threads; by default as many as torch chooses.
-        device: "auto" uses a GPU if there is one.
-        keep_states: number of saved states that several processes keep; a single process keeps one.
-        parallel: how several processes share the work: "ddp" copies the model to each, "fsdp" shards it over
-            all, "hybrid" shards within a machine and copies across, "none" is for one process. The default is
+        device: "auto" uses a GPU if available.
+        keep_states: number of saved states kept by several processes; a single process keeps its last state.
+        parallel: distribution of the work: "ddp" copies the model to each process, "fsdp" shards it over all
+            processes, "hybrid" shards within a machine and copies across, "none" is for one process. Default:
             "ddp" if the model with its optimizer takes less than half of a device, otherwise "hybrid" on
             several machines with several processes each, and "fsdp" elsewhere.
         shard_size: number of processes that share one copy of the model with parallel = "hybrid"; it must
             divide the number of processes. The default is the processes of a machine, and 2 on a single one.
-        timeout_minutes: how long a process waits for the others before the run ends with an error.
+        timeout_minutes: longest wait of a process for other processes before the run ends with an error.
     """
 
     max_steps: int = Field(100_000, ge=1)
@@ -120,20 +120,20 @@ class OptimisationConfig(Section):
 class TrainingConfig(OptimisationConfig):
     """The optimisation of a model for translation; defaults are the paper's.
 
-    Training replaces some of what a recipe leaves out (`choices.py`): max_steps and batch_tokens follow the
+    Training chooses some keys left out of a recipe (`choices.py`): max_steps and batch_tokens follow the
     size of the text and the machine; where warmup_steps is left out, it is a tenth of the steps, at most
     4,000, and learning_rate, schedule ("linear") and clip_norm (1) are chosen with it.
 
     Attributes:
-        batch_tokens: padded tokens a batch holds at most, on each side.
-        label_smoothing: probability that is spread evenly over all tokens.
-        rdrop: weight of R-Drop; 0 is off. Every batch goes through the model twice with different dropout,
+        batch_tokens: maximum of padded source tokens, and of padded target tokens, in a batch.
+        label_smoothing: probability spread evenly over all tokens.
+        rdrop: weight of R-Drop; 0 is off. Every batch runs through the model twice with different dropout,
             and the divergence of the two outputs is penalised. For little text; takes twice the time.
         rdrop_after: the update after which R-Drop starts.
-        teacher: folder of a translator in triptych's format, whose probabilities are learned from as well, as
-            `triptych distil --teacher-weight` writes it. Its tokenizers are the run's.
-        teacher_weight: share of the cross-entropy against the teacher's probabilities in the loss; the rest
-            is the cross-entropy against the text.
+        teacher: folder of a translator in triptych's format, a second source of target probabilities, written
+            by `triptych distil --teacher-weight`. Its tokenizers are the run's.
+        teacher_weight: share of the cross-entropy against the teacher's probabilities in the loss; the
+            remaining share is the cross-entropy against the text.
     """
 
     batch_tokens: int = Field(25_000, ge=2)
@@ -145,14 +145,14 @@ class TrainingConfig(OptimisationConfig):
 
 
 class ValidationConfig(Section):
-    """How the run is judged while it trains.
+    """Validation of a run during training.
 
     Attributes:
         every_steps: updates between validations. The default is a tenth of the steps, at most 1,000.
-        metric: what decides which model is best: "loss" (lower), or "bleu" (higher; before its 95 %
+        metric: criterion of the best model: "loss" (lower), or "bleu" (higher; before its 95 %
             bootstrap interval lies above 5 it is noise, and the loss decides).
-        bleu: whether the validation text is also translated.
-        max_sentences: number of sentences of it that are translated, from the start; all by default.
+        bleu: True to translate the validation text as well.
+        max_sentences: number of its first sentences to translate; all by default.
         beam_size: 1 is greedy.
     """
 
@@ -173,8 +173,8 @@ class LanguageDataConfig(Section):
     """The text of a language model.
 
     Attributes:
-        train: what is learned from; the tokenizer sees only this.
-        valid: what the run is validated on while it trains. The default is the end of `train`.
+        train: training text; the tokenizer is trained on it alone.
+        valid: validation text during training. The default is the end of `train`.
         valid_share: share of the characters of `train` that validate if `valid` is not given.
         within_documents: tokens attend only within their own document; otherwise the documents are one text.
         cache: folder for tokenized text, shared by runs; training maps it into memory.
@@ -190,7 +190,7 @@ class LanguageDataConfig(Section):
 class LanguageTrainingConfig(OptimisationConfig):
     """The optimisation of a language model.
 
-    Training replaces some of what a recipe leaves out (`choices.py`): max_steps, batch_size, warmup_steps and
+    Training chooses some keys left out of a recipe (`choices.py`): max_steps, batch_size, warmup_steps and
     learning_rate follow the size of the text, the model and the machine.
 
     Attributes:
@@ -210,12 +210,12 @@ class LanguageTrainingConfig(OptimisationConfig):
 
 
 class LanguageValidationConfig(Section):
-    """How the run is judged while it trains: by its loss on the whole validation text.
+    """Validation of a run during training, by its loss on the whole validation text.
 
     Attributes:
         every_steps: updates between validations. The default is a tenth of the steps, at most 1,000.
-        sample_tokens: length of the text that the model writes at each validation; 0 for none.
-        sample_prompt: beginning of that text; if empty, it begins as a document does.
+        sample_tokens: length of the text generated at each validation; 0 for no text.
+        sample_prompt: beginning of that text; if empty, it begins like a document.
     """
 
     every_steps: int = Field(500, ge=1)
@@ -224,7 +224,7 @@ class LanguageValidationConfig(Section):
 
 
 class ContinuedModelConfig(Section):
-    """A model that begins with the weights of a checkpoint.
+    """A model initialised with the weights of a checkpoint.
 
     Attributes:
         checkpoint: a folder in Hugging Face's format, or a name on the Hub; its tokenizer cuts the text.

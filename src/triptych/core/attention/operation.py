@@ -202,7 +202,7 @@ def in_pieces(given: Inputs) -> Tensor:
 
 
 def even_parts(length: int, room: int) -> int:
-    """Return the size of even parts of `length`: the fewest parts of at most `room`."""
+    """Return the size of even parts of `length`: the fewest parts with at most `room` entries."""
     return -(-length // -(-length // max(1, room)))
 
 

@@ -66,7 +66,7 @@ class SideStep(Step):
     """A step on projected queries, keys or values, before they are compared.
 
     Attributes:
-        sides: fields by side ("q", "k", "v"). A side without a set field stays unchanged.
+        sides: fields by name ("q", "k", "v"). A tensor without a set field stays unchanged.
         run: function of queries, keys or values, their name, the semantics and the token positions.
         is_linear: True if a factor of the input becomes a factor of the result.
         by_position: True if the result depends on the positions of the tokens.
@@ -234,7 +234,7 @@ def products(q: Tensor, given: Inputs) -> Tensor:
 
 
 def scale(scores: Tensor, given: Inputs) -> Tensor:
-    """Multiply products by the scale; other scores have none."""
+    """Multiply products by the scale; leave other scores unchanged."""
     return scores if given.semantics.scores is not None else scores * given.semantics.scale
 
 
@@ -292,7 +292,7 @@ MIX = ScoreStep("mix", ("dropout",), mix)
 AFTER_SCALE = (BIAS, CAP)
 WEIGHT_STEPS = (PRODUCTS, SCALE, *AFTER_SCALE, SOFTMAX)
 KERNEL_STEPS = (*WEIGHT_STEPS, MIX)
-# The same steps where nobody watches the products.
+# The same steps where the products are not observed.
 _SCALED_PRODUCTS = ScoreStep("scale", ("scores", "scale"), scaled_products)
 QUICK_SCORE_STEPS = (_SCALED_PRODUCTS, *AFTER_SCALE)
 QUICK_WEIGHT_STEPS = (*QUICK_SCORE_STEPS, SOFTMAX)

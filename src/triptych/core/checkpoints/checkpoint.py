@@ -99,7 +99,7 @@ class Checkpoint(AttentionSource):
         return None if lender is None else lender.site
 
     def holding(self, tensors: Mapping[str, Tensor]) -> "Checkpoint":
-        """Return the checkpoint with tensors in memory in place of stored tensors of the same names."""
+        """Return the checkpoint with tensors in memory instead of stored tensors of the same names."""
         found = copy.copy(self)
         found.tensors = self.tensors.holding(tensors)
         return found

@@ -75,7 +75,7 @@ def of_attention(path: str) -> bool:
 
 def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Iterator[str]:
     """Yield sentences on the set fields of a configuration without effect."""
-    # One sentence for all fields that are left out, and one for those with the same other value.
+    # One sentence for all omitted fields, and a sentence for all fields with the same other value.
     for as_with in dict.fromkeys(ignored.as_with for ignored in spec.ignored):
         fields = [ignored.field for ignored in spec.ignored if ignored.as_with == as_with]
         said = [

@@ -1,4 +1,4 @@
-"""Models whose files in the format of `transformers` are made when they are needed."""
+"""Models with files in the format of `transformers` made on demand."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -19,7 +19,7 @@ class MadeFiles(ABC):
 
     @abstractmethod
     def require_same(self) -> None:
-        """Check that the model is the one that was opened."""
+        """Check that the model is unchanged since it was opened."""
 
     @abstractmethod
     def tensors(self, *, mapped: bool = False) -> Tensors:

@@ -124,7 +124,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 # Tasks without a map to tokens: what follows "For" in the name of a class.
 _TASK = re.compile(r"For(\w*Classification|QuestionAnswering\w*|MultipleChoice|NextSentencePrediction)$")
-# Ends of names of classes that are called models and have a head.
+# Ends of class names with "Model" of classes with a head.
 _CLASSES_WITH_A_HEAD = ("LMHeadModel", "DoubleHeadsModel", "MTModel")
 _OF_XIELU = (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
 

@@ -1,4 +1,4 @@
-"""Model types of configurations without one, from the name of the class or the names of the tensors."""
+"""Inference of a missing model type from the name of the class or the names of the tensors."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ from triptych.core.checkpoints.specs import AttentionSpec, ModelSpec
 from triptych.core.storage.settings import Settings
 from triptych.core.storage.tensors import TensorInfo, Tensors
 
-# What follows the name of an architecture in the name of a class of `transformers`.
+# Suffix of a class name of `transformers` after the name of the architecture.
 _REST_OF_CLASS = re.compile(r"(LMHead|DoubleHeads|MT|Text|Encoder|Decoder)?Model|(Text)?(For[A-Z]\w*)")
 
 
@@ -19,7 +19,7 @@ def model_type_of_class(record: Mapping[str, Any]) -> str | None:
     named = str(classes[0]).replace("_", "") if isinstance(classes, list) and classes else ""
     known = {kind for family in families() for kind in family.model_types}
     found = max((kind for kind in known if _is_class_of(named, kind)), key=len, default=None)
-    # Text models next to pictures have a type for the whole and one for the text.
+    # Models of pictures and text have a type for the whole and a type for the text part.
     of_text = f"{found}_text"
     return of_text if of_text in known and "text_config" not in record else found
 
@@ -34,7 +34,7 @@ def _plain(model_type: str) -> str:
 
 
 def model_types_of_tensors(tensors: Tensors) -> list[str]:
-    """Return the model types whose names of tensors a file has."""
+    """Return the model types whose tensor names a file has."""
     found = [(family, prefix) for family in families() for prefix in _prefixes(family, tensors.infos)]
     # In many files, the name of the model type comes before all names of tensors.
     by_prefix = [
@@ -66,7 +66,7 @@ def _alike(family: Family, prefix: str, infos: Mapping[str, TensorInfo]) -> tupl
 
 def _prefixes(family: Family, infos: Mapping[str, TensorInfo]) -> Iterator[str]:
     """Yield the prefix of the names of tensors, if a file has the names of a family."""
-    # Families that are only read have too few known parts to be told from others.
+    # Read-only families have too few known parts to be distinguished.
     if family.model is None or family.remote:
         return
     spec = family.attention[0]
@@ -109,7 +109,7 @@ def _has_maps(spec: AttentionSpec, module: str, infos: Mapping[str, TensorInfo])
 
 
 def _lies_right(spec: AttentionSpec, info: TensorInfo) -> bool:
-    """Return True if a fused map is stored with its longer side as the family stores it."""
+    """Return True if a fused map is stored with its longer dimension in the family's order."""
     if not spec.qkv or len(info.shape) != 2:
         return True
     rows, columns = info.shape

@@ -34,7 +34,7 @@ _PAIR = "encoder-decoder"
 
 @final
 class Source:
-    """The place of a model: its files, or a module in memory, of this library or of `transformers`.
+    """A model's files, or its module in memory, of this library or of `transformers`.
 
     Attributes:
         name: path or name on the Hub, as given by the user.
@@ -311,7 +311,7 @@ def _of_gguf(name: str, file: Path | tuple[str, str], *, offline: bool = False) 
 
 
 def _gguf_at(path: Path) -> Path | None:
-    """Return the GGUF file that a path is, or the one in a folder without other weights; else None."""
+    """Return the GGUF file at a path, or in a folder without other weights; else None."""
     if path.is_file():
         return path if path.suffix == ".gguf" else None
     if any((path / name).exists() for pair in INDEX_AND_WHOLE for name in pair):
@@ -324,7 +324,7 @@ def _gguf_at(path: Path) -> Path | None:
 
 
 def _work_out_model_type(source: Source) -> None:
-    """Add the model type to a configuration without one, if its class or its tensors determine it."""
+    """Add a missing model type to a configuration if its class or its tensors determine it."""
     record = source.record
     found = model_type_of_class(record)
     how = f"architectures ({shown(record['architectures'][0])})" if found else "the names of its tensors"

@@ -465,7 +465,7 @@ class ModelSpec(Spec):
     # "decoder" for a decoder alone or an encoder-decoder model, "encoder" for an encoder alone
     kind: Literal["decoder", "encoder"] = "decoder"
     stack: str = "decoder"  # stack of the attention layers of its blocks
-    aside: tuple[str, ...] = ()  # stacks left aside when the model is run: those for pictures
+    aside: tuple[str, ...] = ()  # stacks not run with the model, such as picture encoders
     # encoder of an encoder-decoder model; all other fields then describe the decoder
     encoder: "ModelSpec | None" = None
     refused: tuple[Choice, ...] = ()  # reasons why the model cannot be run

@@ -1,4 +1,4 @@
-"""The configuration of a recipe that describes a given model, found from its architecture and layers."""
+"""Inference of a recipe's configuration from a model's architecture and layers."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from triptych.core.models.model_records import describe_semantics
 from triptych.core.models.site_configuration import AttentionConfig
 from triptych.core.models.sites import attention_sites
 
-# Significant digits of a rotary base that are tried.
+# Tried numbers of significant digits of a rotary base.
 _DIGITS = range(1, 16)
 
 
@@ -68,7 +68,7 @@ def has_config(model: AnyModel) -> bool:
 def configured(
     config: ModelConfig | LanguageModelConfig, sites: Mapping[str, AttentionConfig]
 ) -> ModelConfig | LanguageModelConfig:
-    """Return the configuration with these sites: the most frequent for the stack, exceptions by layer."""
+    """Return the configuration with these sites: the most frequent site, and exceptions by layer."""
     # Configurations are compared as JSON.
     of_stack: dict[str, dict[int, AttentionConfig]] = {}
     for name, site in sites.items():
@@ -179,7 +179,7 @@ def _rotary_base(rotary: RotaryEmbedding) -> float:
 def _require_same_semantics(
     config: ModelConfig | LanguageModelConfig, layers: Mapping[str, MultiHeadAttention]
 ) -> None:
-    """Check that layers of the configuration would have the semantics of the given layers."""
+    """Check that the configuration gives its layers the semantics of the given layers."""
     made: dict[str, dict[str, Any]] = {}
     for name, layer in layers.items():
         stack, _, number = name.partition(".")
@@ -196,5 +196,5 @@ def _require_same_semantics(
 
 
 def _without_kind(layer: MultiHeadAttention) -> dict[str, Any]:
-    """Return the semantics as data, without the kind of attention, which follows from the stack."""
+    """Return the semantics as data, without the kind of attention: the stack determines it."""
     return {name: value for name, value in describe_semantics(layer).items() if name != "kind"}

@@ -164,7 +164,7 @@ def _build_layer(record: Mapping[str, Any], d_model: int) -> MultiHeadAttention:
 
 
 def _layers_of(half: LanguageModel, part: str) -> Iterator[MultiHeadAttention]:
-    """Yield the attention layers of the blocks of a stack, each block once."""
+    """Yield the attention layers of the distinct blocks of a stack."""
     blocks = dict[int, Block]()
     for number, block in zip(half.architecture.uses, half.blocks, strict=True):
         blocks.setdefault(number, cast(Block, block))

@@ -125,7 +125,7 @@ def _assembled(
     some = next(model.parameters())
     with torch.random.fork_rng(devices=[]):  # initial values are drawn only to be overwritten
         new = _fresh(model, config)
-    new.recipe_limit = model.recipe_limit  # None stays None for a model without a recipe of its own
+    new.recipe_limit = model.recipe_limit  # stays None for a model without a recipe
     new = new.to(device=some.device, dtype=some.dtype).train(model.training)
     in_layers = {id(parameter) for site in attention_sites(new) for parameter in site.layer.parameters()}
     old = dict(model.named_parameters())

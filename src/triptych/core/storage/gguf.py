@@ -1,7 +1,7 @@
 """GGUF files of llama.cpp: their metadata and their tensors, dequantised one at a time.
 
-Files are not trusted: every count and length is compared with the bytes that are left before anything is
-read. The package `gguf` only unpacks blocks of quantised numbers.
+Files are not trusted: every count and length is compared with the number of remaining bytes before
+reading. The package `gguf` only unpacks blocks of quantised values.
 
 Source: docs/gguf.md in github.com/ggml-org/ggml.
 """
@@ -39,7 +39,7 @@ _PIECE = 1 << 20  # bytes of a header read at a time
 _ALIGNMENT = 32
 _LARGEST_ALIGNMENT = 1 << 20
 _NUMBERS_AT_A_TIME = 1 << 22
-_MOST_SHORTENED = 1 << 12  # numbers of an array that are shortened to how they were written
+_MOST_SHORTENED = 1 << 12  # array entries restored to their shortest decimal form
 _STRING = 8
 _ARRAY = 9
 # Numbers of metadata by their type.
@@ -57,7 +57,7 @@ _SCALARS: dict[int, np.dtype[Any]] = {
     12: np.dtype("<f8"),
 }
 _FLOAT = np.dtype("<f4")
-# Types of tensors with plain numbers; all others are blocks of quantised numbers.
+# Types of unquantised tensors; all other types have blocks of quantised values.
 PLAIN = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -74,7 +74,7 @@ _PLAIN_NUMBERS = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64",
 @final
 @dataclass(frozen=True)
 class StoredType:
-    """The type of a tensor: blocks of `block` numbers in `num_bytes` bytes each."""
+    """The type of a tensor: blocks of `block` values in `num_bytes` bytes."""
 
     name: str
     block: int
@@ -87,8 +87,8 @@ class Entry:
     """A tensor in the header of a file."""
 
     type: StoredType
-    shape: tuple[int, ...]  # as in PyTorch: the last dimension is contiguous
-    offset: int  # from the beginning of the file
+    shape: tuple[int, ...]  # PyTorch's order: the last dimension is contiguous
+    offset: int  # bytes before it in the file
     num_bytes: int
 
 
@@ -130,7 +130,7 @@ class Gguf(TensorFile):
         return self.entries[name].type.name
 
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows of the last dimension, counted over all others."""
+        """Read rows, with all dimensions except the last flattened."""
         entry = self.entries[name]
         width = entry.shape[-1] if entry.shape else 1
         row = width // entry.type.block * entry.type.num_bytes
@@ -139,7 +139,7 @@ class Gguf(TensorFile):
         if entry.type.name in PLAIN:
             found = self._source.read(entry.offset + start * row, (stop - start) * row)
             return torch.frombuffer(found, dtype=PLAIN[entry.type.name]).reshape(stop - start, width)
-        # Unpacking takes several times the memory of its numbers, so a few rows are unpacked at a time.
+        # Unpacking takes several times the memory of its result, so a few rows are unpacked at a time.
         unpack = _unpacker(entry.type.name, f"{self.name}, tensor {shown(name)}")
         numbers = torch.empty(stop - start, width)
         at_a_time = max(1, _NUMBERS_AT_A_TIME // width)
@@ -198,7 +198,7 @@ class _Header:
         return name, stored, tuple(reversed(sides)), self._number("<Q")
 
     def _place(self, found: list[tuple[str, StoredType, tuple[int, ...], int]]) -> None:
-        """Find the bytes of every tensor, and check that they lie in the file and share none."""
+        """Find the bytes of every tensor, and check that they lie in the file and do not overlap."""
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         powers = (
             isinstance(alignment, int)
@@ -247,7 +247,7 @@ class _Header:
         found = np.frombuffer(self._take(count * dtype.itemsize), dtype=dtype)
         if dtype != _FLOAT or count > _MOST_SHORTENED:
             return list(found.tolist())
-        # The shortest number that is this float32: 1e-5 as it was written, not 9.999999747378752e-06.
+        # Shortest decimal of this float32: 1e-5, not 9.999999747378752e-06.
         return [float(str(number)) for number in found]
 
     def _strings(self, count: int, what: str) -> list[str]:
@@ -276,7 +276,7 @@ class _Header:
         return _SCALARS[kind]
 
     def _count(self, count: int, least: int, what: str) -> int:
-        """Check that so many things, of at least so many bytes each, may still follow."""
+        """Check that the remaining bytes suffice for `count` entries of at least `least` bytes."""
         if count * least > self._left:
             raise DataError(
                 f"{self._source.name}: it claims {count:,} {what}, and {max(0, self._left):,} bytes are "
@@ -312,7 +312,7 @@ class _Header:
         end = self._at + length
         held = self._piece_start + len(self._piece)
         if end > held:
-            # The rest of the piece is kept: a value may begin in it.
+            # Keep the unread bytes of the piece: a value may begin in them.
             kept = self._piece[self._at - self._piece_start :]
             more = min(max(_PIECE, end - held), self._source.size - held)
             self._piece = kept + bytes(self._source.read(held, more))

@@ -322,7 +322,7 @@ class Repository:
 
 @final
 class HubBytes(Bytes):
-    """A file on the Hub, read by ranges."""
+    """A file on the Hub read in ranges."""
 
     def __init__(self, name: str, size: int, url: str, digest: str) -> None:
         # A digest has 64 digits (sha256), or 40 (git's hash of a small file).

@@ -54,7 +54,7 @@ def tensor_hash(tensor: Tensor) -> str:
 
 @final
 class _SafetensorsShard:
-    """A safetensors file, read by blocks."""
+    """A safetensors file read in blocks."""
 
     def __init__(self, path: Path) -> None:
         self._source = LocalBytes(path)
@@ -121,7 +121,7 @@ _Shard = _SafetensorsShard | _PickledShard
 
 
 def write_tensors(tensors: Tensors, target: Path) -> None:
-    """Write tensors to a new safetensors file, one at a time."""
+    """Write tensors one by one to a new safetensors file."""
     infos = {
         name: TensorInfo(info.dtype, info.shape, prod(info.shape) * info.dtype.itemsize)
         for name, info in tensors.infos.items()

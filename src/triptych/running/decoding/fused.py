@@ -64,7 +64,7 @@ _SMALL_PRODUCT_OTHERWISE = 400
 # With fewer rows, the product of attention weights and values in bfloat16 depends on the number of keys, even
 # if the additional keys have weight 0.
 _FEWEST_ROWS = {torch.bfloat16: 4}
-# Fields of `Semantics` of a fused layer. Cross-attention has no steps before the products.
+# Fields of `Semantics` of a fused layer. Cross-attention lacks steps before the products.
 _OF_CROSS = frozenset({"scale", "kind", "dropout", "gate"})
 _WALKED = (*SIDE_STEPS, LOCATE, *AFTER_SCALE, SOFTMAX)
 _OF_ONE_SEQUENCE = _OF_CROSS.union(*(step.fields for step in _WALKED))

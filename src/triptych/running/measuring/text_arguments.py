@@ -13,7 +13,7 @@ from triptych.running.text.lines import read_lines
 
 
 def read_texts(reader: Reader, path: Path, documents: Documents = "file") -> list[str]:
-    """Read the documents of a file or a folder; for an encoder-decoder the lines of a file."""
+    """Read the documents of a file or a folder; an encoder-decoder has the lines of a file."""
     if reader.translates:
         if documents != "file":
             raise UsageError("documents is for language models: of a translator each line is a sentence")

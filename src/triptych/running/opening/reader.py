@@ -374,7 +374,7 @@ class Reader(TextReader):
         return self._continued(ids, max_new_tokens, max_tokens) if max_new_tokens else ids
 
     def require_vocabulary(self) -> None:
-        """Check that the tokenizer of a language model has no token outside the model's vocabulary."""
+        """Check that the vocabulary of a language model includes the tokenizer's tokens."""
         if isinstance(self.model, LanguageModel) and self.has_tokenizer:
             check_vocabulary(self.model, self.tokenizer)
 
@@ -671,7 +671,7 @@ def _tokens_of(reader: Reader) -> tuple[object, ...]:
 
 
 def translates_not(name: str) -> UsageError:
-    """Return the error for a language model that is to translate."""
+    """Return the error for translation with a language model."""
     return UsageError(f"{name} is a language model, which does not translate: see triptych generate or fill")
 
 

@@ -42,7 +42,7 @@ class Seen:
 
 
 class TextReader(ABC):
-    """A model that is run on texts, by triptych (`Reader`) or by `transformers`."""
+    """A model run on texts, by triptych (`Reader`) or by `transformers`."""
 
     name: str  # path, or name on the Hub
     by: str  # library of the implementation

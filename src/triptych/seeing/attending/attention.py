@@ -119,7 +119,7 @@ class Attention:
 
         Args:
             k: number of weights.
-            per_head: return k weights for every head, grouped by head.
+            per_head: return k weights for every head, in groups of a head.
 
         Raises:
             UsageError: k is below 1.
@@ -244,7 +244,7 @@ class Attention:
         raise UsageError(f"{self.model} has no {kind} attention: its kinds are {', '.join(self.kinds)}")
 
     def parts(self, heads: str | Sequence[str] = "*") -> list[Part]:
-        """Return the chosen heads, grouped by layer.
+        """Group the chosen heads by layer.
 
         Args:
             heads: `"3.2"`, `"3"` for a layer, `"*.2"`, `"cross.*"`; several names separated by commas.

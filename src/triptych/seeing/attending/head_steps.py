@@ -1,4 +1,4 @@
-"""One row of attention step by step: from query and keys to the effect on the next token."""
+"""Steps of one row of attention, from query and keys to the effect on the next token."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -109,7 +109,7 @@ class DirectEffect:
 class HeadSteps:
     """One row of a head's attention with all intermediate values; values of keys are labelled by tokens.
 
-    Values come from `softmax(scale · q kᵀ + bias) V W_O` in the dtype of the model. Steps absent from the
+    Values are steps of `softmax(scale · q kᵀ + bias) V W_O` in the dtype of the model. Steps absent from the
     layer are None.
 
     Attributes:

@@ -89,7 +89,7 @@ def draw_amount(rng: Random, low: int = 1, max_digits: int = 6) -> int:
 
 # --- times of day ------------------------------------------------------------------------------------
 
-# Templates of the minutes with a name of their own: quarters, and what is near the half hour.
+# Templates of the minutes with special names: quarters, and minutes near the half hour.
 _ROUND_TIMES = {int(minute): (german, english) for minute, german, english in rows_of("round_times")}
 _AFTER, _BEFORE = pairs_of("other_times")
 
@@ -137,7 +137,7 @@ def draw_time(rng: Random) -> TextPair:
     return spell_timetable(hour, minute) if hour > 12 or minute else spell_clock(hour, 0)
 
 
-# Full hours, and what is said after them.
+# Full hours, and the words after them.
 _TIMES_OF_DAY = tuple(
     (range(int(first), int(last) + 1), german, english)
     for first, last, german, english in rows_of("times_of_day")

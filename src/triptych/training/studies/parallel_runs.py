@@ -1,4 +1,4 @@
-"""Parallel runs of a study, one process per run."""
+"""Parallel runs of a study in one process per run."""
 
 import os
 import signal

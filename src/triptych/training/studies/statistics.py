@@ -49,7 +49,7 @@ class Estimate:
 @final
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of a variant with the baseline, paired by seed."""
+    """Comparison of a variant with the baseline on the same seeds."""
 
     difference: Estimate  # mean of variant − baseline, with its interval
     p_value: float  # p-value of the two-sided paired t-test; NaN for fewer than two pairs

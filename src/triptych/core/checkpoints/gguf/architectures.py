@@ -20,14 +20,14 @@ class Architecture(Spec):
     name: str  # `general.architecture`
     when: str = ""  # condition over the metadata
     types: dict[str, str]  # classes of `transformers` by model type; files are read as the first type
-    prefix: str = "model."  # what `transformers` puts before all names but the head's
+    prefix: str = "model."  # prefix in `transformers` of all names except the head's
     left_out: tuple[str, ...] = ()  # ends of names of the family that these models do not use
     fields: dict[str, str] = Field(default_factory=dict)
     derived: dict[str, str] = Field(default_factory=dict)
     config: dict[str, str] = Field(default_factory=dict)
     nulls: tuple[str, ...] = ()
     there: dict[str, str] = Field(default_factory=dict)
-    rotary: str = ""  # "" if all channels are rotated, or there are no rotary positions
+    rotary: str = ""  # "" if all channels are rotated, or without rotary positions
     has_rotary: bool = True
     # True if rotary channels i and i + n/2 of queries and keys are stored as neighbours
     permuted: bool = False
@@ -39,11 +39,11 @@ class Architecture(Spec):
     equal_heads: bool = False  # True if there are as many heads of keys as of queries
     gains_from_one: bool = False  # True if `transformers` stores gains of norms less 1
     rope_factors: bool = False  # True if a tensor with a divisor for each rotary frequency is followed
-    windows: bool = False  # True if the metadata say which layers have a window
+    windows: bool = False  # True if the metadata list the layers with a window
 
     @property
     def model_type(self) -> str:
-        """The model type that files are read as."""
+        """The model type of files of this architecture."""
         return next(iter(self.types))
 
 
@@ -80,10 +80,10 @@ def defaults() -> dict[str, str]:
 
 
 def architecture_of(name: str, metadata: Settings) -> Architecture | None:
-    """Return the architecture of a file; None for an unknown one."""
+    """Return the architecture of a file; None for an unknown architecture."""
     return next((one for one in architectures() if one.name == name and metadata.holds(one.when)), None)
 
 
 def architectures_of_type(model_type: str) -> tuple[Architecture, ...]:
-    """Return the architectures in which models of a type of `transformers` can be written."""
+    """Return the architectures for models of a type of `transformers`."""
     return tuple(one for one in architectures() if model_type in one.types)

@@ -27,7 +27,7 @@ from triptych.extras import require_extra
 from triptych.files import write_json, write_text
 from triptych.untrusted import LocalBytes, MappedBytes, Stamps, shown
 
-# Tensors that the configuration says in its own way.
+# Tensors of values that are fields of a configuration of `transformers`.
 _OF_POSITIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _STACKED = "_exps."
 
@@ -62,11 +62,11 @@ class GgufModel(MadeFiles):
             )
 
     def require_same(self) -> None:
-        """Check that the files are those that were opened."""
+        """Check that the files are unchanged since they were opened."""
         self._stamps.require_same()
 
     def tensors(self, *, mapped: bool = False) -> Tensors:
-        """Open the tensors under their names in `transformers`; each is unpacked when it is read."""
+        """Open the tensors under their names in `transformers`; a tensor is unpacked when it is read."""
         self.require_same()
         files = self._files.items()
         read = [file.through(MappedBytes(path)) if mapped else file for path, file in files]
@@ -121,7 +121,7 @@ def fetch_gguf(hub_id: str, file: str, *, offline: bool = False) -> Path:
 
 
 def find_gguf(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder; None if it has none. Raises UsageError if it has several models."""
+    """Return the GGUF file of a folder, or None. Raises UsageError if the folder has several models."""
     found = sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith("mmproj"))
     firsts = [
         path for path in found if (shard := SHARD.fullmatch(path.name)) is None or int(shard["number"]) == 1

@@ -57,7 +57,7 @@ def find_architecture(
         )
     settings = Settings({key: _plain(value) for key, value in nested(metadata, name).items()}, where)
     settings = settings.over(_missing(settings))
-    # Conditions may ask which tensors the first layer has.
+    # Conditions may depend on the tensors of the first layer.
     first = {one.split(".")[2]: True for one in tensors if one.startswith("blk.0.")}
     settings = settings.over({"there": first})
     found = architecture_of(name, settings)
@@ -88,7 +88,7 @@ def _missing(settings: Settings) -> dict[str, Any]:
         value = settings.value(expression) if value is None else value
         if value is not None:
             set_entry(record, key, value)
-    # Records are laid over whole: keep the entries that are there.
+    # `over` replaces nested records whole: keep their other entries.
     for name, value in record.items():
         held = settings.record.get(name)
         if isinstance(value, dict) and isinstance(held, dict):
@@ -99,7 +99,7 @@ def _missing(settings: Settings) -> dict[str, Any]:
 def read_configuration(
     architecture: Architecture, settings: Settings, tensors: Mapping[str, tuple[int, ...]], factors: Any
 ) -> dict[str, Any]:
-    """Return the configuration that says what llama.cpp computes.
+    """Return the configuration of the model as computed by llama.cpp.
 
     `tensors`: shapes by their names in the file. `factors`: reads a vector of the file by its name.
     """
@@ -135,7 +135,7 @@ def read_configuration(
 
 
 def unfollowed(architecture: Architecture, settings: Settings) -> list[str]:
-    """Return the keys of the architecture's metadata that nothing here follows."""
+    """Return the unsupported keys of the architecture's metadata."""
     known = {*architecture.fields, *architecture.derived, *_HARMLESS, *defaults()}
     known |= {f"rope.scaling.{name}" for name in _OF_SCALING}
     if architecture.windows:
@@ -220,10 +220,10 @@ def _scaling(settings: Settings) -> dict[str, Any]:
 
 
 def _as_llama3(divisors: list[float], base: float) -> dict[str, Any]:
-    """Return the scaling of Llama 3 with these divisors of the frequencies; {} if there is none.
+    """Return the scaling of Llama 3 with these divisors of the frequencies, or {}.
 
     Frequencies of wavelengths below O / 4 are kept, above O divided by the largest divisor F, and between
-    them divided by `1 / ((1 − s) / F + s)`, where `s = (O / wavelength − 1) / 3`. One of these tells O.
+    them divided by `1 / ((1 − s) / F + s)`, where `s = (O / wavelength − 1) / 3`. Any of these determines O.
     """
     most = max(divisors, default=1.0)
     waves = [2 * math.pi * base ** (place / len(divisors)) for place in range(len(divisors))]
@@ -276,7 +276,7 @@ def _layer_types(settings: Settings) -> list[str]:
 
 
 def _require_derived(record: dict[str, Any], architecture: Architecture, settings: Settings) -> None:
-    """Check that keys of the metadata that follow from others are what follows from them."""
+    """Check that derived keys of the metadata have the values derived from other keys."""
     made = Settings(record, settings.where)
     for key, expression in architecture.derived.items():
         said = settings.value(key)

@@ -1,7 +1,7 @@
 """Names of tensors in GGUF files and in `transformers`, from the table of the package `gguf`.
 
-The table leads from a name in `transformers` to one in a file. Several families share a name in a file: the
-family's own is the one that its family file names.
+The table maps names in `transformers` to names in a file. If several names share a name in a file, the name
+in the family file applies.
 """
 
 import re
@@ -15,7 +15,7 @@ from triptych.core.checkpoints.gguf.architectures import Architecture
 _SUFFIXES = (".weight", ".bias")
 _WITHIN = ("transformer.", "model.language_model.", "language_model.model.", "language_model.")
 _PREFIXES = ("model.language_model.", "model.", "transformer.", "gpt_neox.")
-# Experts of `transformers` have tensors of their own, those of a file are stacked.
+# `transformers` has a tensor for each expert; GGUF files stack the experts.
 _EXPERTS = re.compile(r"(?P<start>.*\bexperts)\.(?P<end>[^.]+)")
 _EXPERT = re.compile(r"(?P<start>.*\bexperts)\.(?P<expert>\d+)\.(?P<end>.+)")
 
@@ -60,7 +60,7 @@ def names_in_transformers(
         left_out = any(bare.endswith(end) for end in architecture.left_out)
         if name == there or left_out or not _is_of_family(bare, templates):
             continue
-        # A name that the family file has whole comes before one of a module within a named one.
+        # A whole name in the family file precedes the name of a submodule of a named module.
         if own.get(there) != head and (there not in own or _numbered(bare) in templates):
             own[there] = bare if bare == head else f"{architecture.prefix}{bare}"
     found = {}
@@ -112,7 +112,7 @@ def _numbered(name: str) -> str:
 
 
 def _is_of_family(name: str, templates: frozenset[str]) -> bool:
-    """Return True for a module of the family: named whole, or as a module within a named one."""
+    """Return True for a module of the family: named whole, or within a named module."""
     name = _numbered(name)
     parts = name.split(".")
     return name in templates or any(

@@ -1,4 +1,4 @@
-"""Layouts of tensors: how llama.cpp stores what `transformers` stores, both ways."""
+"""Conversion of tensors between the layouts of llama.cpp and `transformers`."""
 
 from dataclasses import dataclass
 from typing import Literal, final
@@ -23,14 +23,14 @@ class Heads:
 class Layout:
     """The difference between the two ways to store a tensor."""
 
-    permuted: int = 0  # number of heads whose rotary channels are interleaved; 0 for none
+    permuted: int = 0  # number of heads with interleaved rotary channels, or 0
     fused: Heads | None = None  # heads of a fused map that `transformers` orders by group
     transposed: bool = False
     from_one: bool = False  # True for gains, which `transformers` stores less 1
 
     @property
     def keeps_rows(self) -> bool:
-        """True if a row of one is a row of the other."""
+        """True if rows are the same in both layouts."""
         return not (self.permuted or self.fused or self.transposed)
 
     def read(self, tensor: Tensor) -> Tensor:

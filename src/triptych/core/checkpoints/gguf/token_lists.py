@@ -1,7 +1,7 @@
 """Vocabularies of GGUF files as the files of a tokenizer in Hugging Face's format.
 
 llama.cpp has four kinds: byte-level BPE ("gpt2"), BPE by scores as in SentencePiece ("llama"), WordPiece
-("bert") and unigrams ("t5"). The ids of a text are those of llama.cpp.
+("bert") and unigrams ("t5"). Texts have the same ids as in llama.cpp.
 
 Source: src/llama-vocab.cpp of github.com/ggml-org/llama.cpp.
 """
@@ -49,13 +49,13 @@ class PreTokenizer(Spec):
 
 @cache
 def pre_tokenizers() -> tuple[PreTokenizer, ...]:
-    """Return the ways to cut texts that are known."""
+    """Return the known ways to split texts."""
     record = tomllib.loads(_FILE.read_text(encoding="utf-8"))
     return tuple(PreTokenizer(**entry) for entry in record["pre_tokenizer"])
 
 
 class Frame(NamedTuple):
-    """Tokens that a text stands between, by their ids; None for none."""
+    """Ids of the tokens around a text, or None."""
 
     first: int | None
     last: int | None
@@ -177,7 +177,7 @@ class Vocabulary:
         return self._whole(model, normalizer, None, {"type": "Sequence", "decoders": back}, frame)
 
     def _merges_by_scores(self, ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-        """Yield all pairs of tokens whose text is a token, those of the best score first."""
+        """Yield all pairs of tokens whose text is a token, by falling score."""
         plain = [place for place in range(len(self.tokens)) if self.types[place] not in (CONTROL, _UNUSED)]
         for place in sorted(plain, key=lambda token: (-self.scores[token], token)):
             text = self.tokens[place]
@@ -282,7 +282,7 @@ class Vocabulary:
         return {"type": "TemplateProcessing", "single": one, "pair": two, "special_tokens": tokens}
 
     def _ids(self) -> dict[str, int]:
-        # Of two tokens with one text, a reader finds the first.
+        # If two tokens have the same text, readers use the first.
         found: dict[str, int] = {}
         for place, token in enumerate(self.tokens):
             found.setdefault(token, place)
@@ -297,7 +297,7 @@ class Vocabulary:
         return default if value is None else bool(value)
 
     def _id(self, *keys: str) -> int | None:
-        """Return the id of the first of several named tokens; None if the file names none of them."""
+        """Return the id of the first named token of several keys, or None."""
         for key in keys:
             value = self._metadata.get(f"tokenizer.ggml.{key}")
             if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self.tokens):
