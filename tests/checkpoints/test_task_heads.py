@@ -156,3 +156,33 @@ def test_a_head_that_no_family_describes_is_named_and_the_model_runs_to_its_last
         expected = model.bert(torch.tensor([_IDS])).last_hidden_state[0]
     assert (run.logits - expected).abs().max() < 1e-10
     assert run.labels is None
+
+
+@pytest.mark.parametrize(
+    "name", ["AlbertForMultipleChoice", "BartForSequenceClassification", "GPT2ForTokenClassification"]
+)
+def test_the_head_of_a_task_is_checked_against_transformers(name: str, tmp_path: Path) -> None:
+    _made(name, tmp_path)
+    checked = triptych.load(tmp_path).check()
+    assert checked.logits < 1e-4 < checked.largest
+    assert checked.loss is None
+
+
+def test_a_task_predicts_no_tokens_and_says_so(tmp_path: Path) -> None:
+    _made("BartForSequenceClassification", tmp_path / "bart")
+    _made("GPT2ForSequenceClassification", tmp_path / "gpt2")
+    for folder in ("bart", "gpt2"):
+        model = triptych.load(tmp_path / folder)
+        assert not {"translate", "generate", "fill"} & {*model.can}
+        with pytest.raises(UsageError, match="predicts no next token"):
+            _ = model.run(_IDS).loss
+
+
+def test_two_heads_give_the_logits_of_tokens(tmp_path: Path) -> None:
+    def configure() -> Any:
+        return transformers.GPT2Config(**{**TINY["gpt2"].settings, "num_labels": 1})
+
+    model = saved(transformers.GPT2DoubleHeadsModel, configure, tmp_path)
+    with in_float64(), torch.no_grad():
+        expected = model(torch.tensor([[_IDS]])).logits[0, 0]
+    assert (triptych.load(tmp_path).run(_IDS).logits - expected).abs().max() < 1e-10

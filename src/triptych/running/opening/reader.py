@@ -494,6 +494,9 @@ class Reader(TextReader):
                 for side, size in sides:
                     ids = torch.randint(0, size, (1, _RANDOM_PAIR), generator=generator)
                     window[side] = ids.masked_fill(ids == pad, (pad + 1) % size)  # Marian's last id is pad
+                task = model.decoder.task
+                if task is not None and task.config.pooling == "end":
+                    window["input_ids"][0, -1] = task.config.token or 0
                 yield Window(window)
             else:
                 length = max(4, min(RANDOM_TOKENS, self._longest()) - 4)

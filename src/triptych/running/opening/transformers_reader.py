@@ -108,7 +108,7 @@ class TransformersReader(TextReader):
     @torch.inference_mode()
     def outputs(self, window: Window) -> Tensor:
         try:
-            found = self.model(**window.inputs)
+            found = self.model(**self._given(window))
         # A model's own code raises errors of many classes.
         except Exception as error:
             name = type(self.model).__name__
@@ -122,6 +122,12 @@ class TransformersReader(TextReader):
         if self._missing and result.isnan().any():
             raise DataError(f"{self._path}: there is no tensor for {self._missing[0]}")
         return result
+
+    def _given(self, window: Window) -> dict[str, Tensor]:
+        """Return the arguments of a call of the model; a text is the only one of its choices."""
+        if type(self.model).__name__.endswith("MultipleChoice"):
+            return {name: ids[None] for name, ids in window.inputs.items()}
+        return dict(window.inputs)
 
     def _compared_part(self, found: Any) -> Tensor:
         """Return the logits (of start and end, if it predicts spans), or else the last hidden states."""
@@ -141,7 +147,7 @@ class TransformersReader(TextReader):
     @torch.inference_mode()
     def attentions(self, window: Window) -> dict[str, Any]:
         """Return attention weights `[1, heads, queries, keys]` per layer by kind; None if not available."""
-        found = self.model(**window.inputs, output_attentions=True)
+        found = self.model(**self._given(window), output_attentions=True)
         if self.kind == "pairs":
             return {kind: found.get(f"{kind}_attentions") for kind in ("encoder", "decoder", "cross")}
         return dict.fromkeys(("encoder", "decoder"), found.get("attentions"))

@@ -206,6 +206,8 @@ def read_translator(
             )
         return _read_marian(files, device)
     model = load_encoder_decoder(files, device)
+    if model.decoder.head is None:
+        raise UsageError(f"{files.name} has the head of a task and predicts no tokens: it does not translate")
     tokenizer = load_tokenizer(
         files.tokenizer_folder, vocab_size=min(model.src_vocab_size, model.tgt_vocab_size)
     )
