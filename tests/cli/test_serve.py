@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -160,6 +161,30 @@ def test_a_document_keeps_its_tags_around_the_words_that_attention_finds(
     ]
     same = {**fields, "target": "en", "format": "html"}
     assert served.ask("/translate", same).body["translatedText"] == fields["q"]
+
+
+def test_a_paragraph_is_translated_and_aligned_sentence_by_sentence(
+    served: Served, translator: Model
+) -> None:
+    sentences = ["twelve.", "three hundred and seventy-five!", "seven?"]
+    found = translator.translate(sentences)
+    expected = [one.text for one in found]
+    fields = {"source": "en", "target": "de", "q": " \t{}  {} \r\n{} ".format(*sentences)}
+    body = served.ask("/translate", {**fields, "alignments": True}).body
+    assert body["translatedText"] == " \t{}  {} \r\n{} ".format(*expected)
+    words = [translator.attend(one, of.text).words() for one, of in zip(sentences, found, strict=True)]
+    links = [
+        [word.text, of.source[link].text]
+        for of in words
+        for word, link in zip(of.target, of.links, strict=True)
+    ]
+    assert [*chain.from_iterable(body["alignments"])] == links
+    markup = "<p>{} <b>{}</b> {}</p>"
+    html = {**fields, "q": markup.format(*sentences), "format": "html"}
+    answer = served.ask("/translate", html).body["translatedText"]
+    assert re.sub("<[^>]*>", "", answer) == "{} {} {}".format(*expected)
+    second = re.sub("<[^>]*>", "", "".join(re.findall("<b>.*?</b>", answer)))
+    assert second.replace(" ", "") == expected[1].replace(" ", "")
 
 
 CHECKPOINT = Path(__file__).parents[3] / "shared" / "checkpoints" / "marian-multi30k"

@@ -44,10 +44,27 @@ def test_empty_input_gives_empty_output(triptych: Command, small_run: Path) -> N
     assert triptych("translate", small_run, stdin=b"") == (0, "", "")
 
 
-def test_a_line_past_the_limit_is_translated_in_pieces_and_reported(
+def test_a_paragraph_is_translated_sentence_by_sentence_and_keeps_its_white_space(
     triptych: Command, small_run: Path
 ) -> None:
-    long_line = " ".join(["Das Buch hat dreiundfünfzig Euro gekostet."] * 12)
+    first, second = (one.text for one in load(small_run).translate(["Vier.", "Heute ist Montag."]))
+    paragraph = b"  Vier.\t Heute ist Montag. \n"
+    assert triptych("translate", small_run, stdin=paragraph).out == f"  {first}\t {second} \n"
+    answer = triptych("translate", small_run, "--json", "--attention", "cross.1.0", stdin=paragraph)
+    record = json.loads(answer.out)
+    assert record["pieces"] == 2
+    assert "attention" not in record
+    assert [part["source"] for part in record["sentences"]] == ["Vier.", "Heute ist Montag."]
+    assert [part["translation"] for part in record["sentences"]] == [first, second]
+    assert all(len(part["attention"]) == 1 for part in record["sentences"])
+    whole = triptych("translate", small_run, "--json", "--no-split", stdin=paragraph)
+    assert json.loads(whole.out)["pieces"] == 1
+
+
+def test_a_sentence_past_the_limit_is_translated_in_pieces_and_reported(
+    triptych: Command, small_run: Path
+) -> None:
+    long_line = ", ".join(["das Buch hat dreiundfünfzig Euro gekostet"] * 12)
     answer = triptych("translate", small_run, "--json", stdin=f"Vier.\n{long_line}\n".encode())
     assert answer.code == 0
     short, long = (json.loads(line) for line in answer.out.splitlines())

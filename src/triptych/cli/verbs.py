@@ -161,8 +161,9 @@ def _annotation(parameter: Parameter) -> Any:
         return Annotated[kind, typer.Argument(metavar=metavar, help=about)]
     names = spelled(parameter.name)
     if parameter.kind is bool:
-        kind = bool
-        if parameter.default:
+        # A default of None is somebody else's choice, such as the recipe's: both words may be said.
+        kind = bool if parameter.default is not None else bool | None
+        if parameter.default is not False:
             names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
     section = _SECTIONS.get(parameter.name, parameter.section)
     # One value, of an option that is given again for the next.

@@ -26,7 +26,7 @@ _CYRILLIC = re.compile(r"[\u0400-\u04ff]")
 # Characters that the library reads at once: its time grows with the square of a text of open quotation marks.
 _WINDOW = 4096
 # Ends that the library does not know: marks in front of a digit ("。2020年"), and those of Khmer.
-_MORE_ENDS = re.compile(r"[。！？](?=\d)|[।॥؟۔]\s+(?=\d)|[។៕]\s+(?=\S)")
+_MORE_ENDS = re.compile(r"[。！？](?=\d)|[!?।॥؟۔]\s+(?=\d)|[។៕]\s+(?=\S)")
 # Thai and Lao have no marks at the end of a sentence, but spaces between clauses. Clauses shorter than this
 # are names and items of lists.
 _SHORTEST_CLAUSE = 8
@@ -41,7 +41,12 @@ _GOES_ON = re.compile(
     r"(?:^|[\s(«„“\"])(?:M|MM|Mme|Mmes|Mlle|Mgr|Sra|Srta|Dña|डॉ|पं|श्री|प्रो|د|أ|م)\.\s*$"
     r"|(?:^|\s)(?:[AaIi]m|[Dd](?:er|ie|as|em|en|es)|[Zz]u[mr]|[Vv]om|[Bb]eim)\s\d{1,3}\.\s*$"
 )
-_LONGEST_TAIL = 16  # characters that _GOES_ON looks at
+# Ends in front of a small letter, where the library knows none in German: of words that are no German
+# abbreviations, for people who write everything small.
+_ENDS_SMALL = re.compile(
+    r"[!?]\s*$|(?:^|[\W\d])(?!inkl|exkl|evtl|zzgl|abzgl|allg|bspw|einschl|ggfs|verh|zusätzl)[^\W\d_]{4,}\.\s*$"
+)
+_LONGEST_TAIL = 16  # characters that _GOES_ON and _ENDS_SMALL look at
 _OPENING = "「『“«（"
 _CLOSING = "」』”»）"
 
@@ -52,7 +57,11 @@ def split_sentences(text: str) -> list[str]:
     if may_end is None or _WORD.search(text, may_end.end()) is None:
         return [text]
     languages = (*_LANGUAGES, "ru") if _CYRILLIC.search(text) else _LANGUAGES
-    known = set[int].intersection(*({*_ends(text, language)} for language in languages))
+    found_by = [{*_ends(text, language)} for language in languages]
+    known = set[int].intersection(*found_by)
+    known |= {
+        end for end in found_by[0] if text[end : end + 1].islower() and _matches(_ENDS_SMALL, text, end)
+    }
     more = {found.end() for found in _MORE_ENDS.finditer(text)}
     ends = sorted({*known, *more, *_clause_ends(text), len(text)})
     parts = list[str]()
@@ -105,7 +114,11 @@ def _goes_on(text: str, end: int, num_open: int) -> bool:
             return True
         if behind.isdigit() and num_open > 0:
             return True
-    return _GOES_ON.search(text[max(0, end - _LONGEST_TAIL) : end]) is not None
+    return _matches(_GOES_ON, text, end)
+
+
+def _matches(pattern: re.Pattern[str], text: str, end: int) -> bool:
+    return pattern.search(text[max(0, end - _LONGEST_TAIL) : end]) is not None
 
 
 # Cuts inside a sentence in order of preference: behind clauses, behind spaces.

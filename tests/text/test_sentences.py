@@ -1,0 +1,123 @@
+"""Sentences of ten languages, and the white space between them."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triptych.running.text.sentences import Spaced, cut_to_fit, graphemes, split_sentences
+
+# Sentences of a paragraph; in each language with what looks like an end and is none.
+PARAGRAPHS = {
+    "de": [
+        "Wir fahren am 3. Mai nach Berlin.",
+        "Dr. Müller trank z. B. 3.5 Liter.",
+        "„Wirklich?“, fragte er.",
+        "Ja … vielleicht!",
+        "Im 19. Jahrhundert war das anders.",
+    ],
+    "en": [
+        "Mr. Smith paid 3.50 dollars.",
+        'He said "stop."',
+        "She left.",
+        '"Why?" he asked.',
+        "Well... maybe.",
+        "See version 1.2.3 at example.com!",
+    ],
+    "fr": ["Nous avons vu M. Dupont.", "Il a dit : « Bonjour ! »", "Où est-il ?", "Ça coûte 3,50 euros."],
+    "es": ["El Sr. Pérez llegó.", "¿Dónde está?", "¡Aquí!", "Cuesta 3.50 euros."],
+    "ru": ["Привет.", "А. С. Пушкин родился в 1799 г. в Москве.", "Где он работает?", "Закройте дверь!"],
+    "zh": ["你好。", "今天天气很好！", "他在哪里工作？", "他说：“你好。”", "价格是3.5元。", "2020年他来了。"],
+    "ja": ["こんにちは。", "「元気？」と彼は言った。", "公園へ行きましょう！", "3.5キロです。"],
+    "th": ["สวัสดีครับคุณครู", "วันนี้อากาศดีมาก", "ฉันชอบดื่มชาและกาแฟ"],
+    "hi": ["नमस्ते।", "डॉ. शर्मा आए।", "वह कहाँ काम करता है?", "3.5 किलो है।"],
+    "ar": ["مرحبا.", "أين يعمل؟", "وصل د. أحمد.", "الطقس جميل اليوم!"],
+}
+SPACES = {"zh": "", "ja": ""}
+
+
+@pytest.mark.parametrize("language", PARAGRAPHS)
+def test_a_paragraph_of_ten_languages_is_split_behind_each_sentence(language: str) -> None:
+    sentences = PARAGRAPHS[language]
+    parts = split_sentences(SPACES.get(language, " ").join(sentences))
+    assert [part.strip() for part in parts] == sentences
+
+
+@pytest.mark.parametrize("language", PARAGRAPHS)
+def test_a_sentence_alone_is_one(language: str) -> None:
+    for sentence in PARAGRAPHS[language]:
+        assert split_sentences(sentence) == [sentence]
+
+
+@pytest.mark.parametrize(
+    "text", ["OK?Yes", "Yahoo!Japan", "1. First item", "...", "", " ", "และ ครับ", "(He left.)", "Hm … so"]
+)
+def test_what_is_no_end_of_a_sentence_stays(text: str) -> None:
+    assert split_sentences(text) == [text]
+
+
+TEXTS = st.text(
+    st.one_of(st.characters(codec="utf-8"), st.sampled_from(" .!?…。「」\n\t1aあกА")), max_size=80
+)
+
+
+@given(text=TEXTS)
+def test_parts_join_to_the_text_and_so_does_white_space(text: str) -> None:
+    parts = split_sentences(text)
+    assert "".join(parts) == text
+    spaced = Spaced.of(parts)
+    assert spaced.join(spaced.texts) == text
+    assert all(one == one.strip() != "" for one in spaced.texts)
+
+
+def test_white_space_is_kept_apart_from_the_sentences() -> None:
+    spaced = Spaced.of(split_sentences("  Hi there. \r\n\tWho is it?\n\n Me.  "))
+    assert spaced.texts == ("Hi there.", "Who is it?", "Me.")
+    assert spaced.join(["A", "B", "C"]) == "  A \r\n\tB\n\n C  "
+
+
+def test_a_long_paragraph_is_split_as_a_short_one() -> None:
+    sentence = "Dr. Müller kommt am 3. Mai. "
+    assert split_sentences(sentence * 400) == [sentence] * 400
+
+
+@pytest.mark.parametrize("text", ["1. ", "A. ", '"a." ', "「あ。", "。1", "ก ข ", "... ", "( ", "ab\u0301"])
+def test_no_text_takes_long(text: str) -> None:
+    started = time.process_time()
+    split_sentences(text * 10_000)
+    assert time.process_time() - started < 5.0  # quadratic ones took minutes for ten times as much
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ("👩‍👩‍👧‍👦🇩🇪👍🏽", ["👩‍👩‍👧‍👦", "🇩🇪", "👍🏽"]),
+        ("กำลัง", ["กำ", "ลั", "ง"]),
+        ("vie\u0323\u0302t", ["v", "i", "e\u0323\u0302", "t"]),
+        ("क्षत्रिय", ["क्ष", "त्रि", "य"]),
+        ("각", ["각"]),
+    ],
+)
+def test_graphemes_are_the_characters_that_a_reader_sees(text: str, seen: list[str]) -> None:
+    assert graphemes(text) == seen
+    parts = cut_to_fit(text * 20, lambda part: len(part) <= 12)
+    assert "".join(parts) == text * 20
+    assert [one for part in parts for one in graphemes(part)] == seen * 20
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "ends"),
+    [
+        ("今天天气很好。我们去公园散步吧！你想喝什么茶？" * 5, 30, "。！？"),
+        ("如果明天下雨，我们就在家里看书，喝茶，听音乐，" * 5, 12, "，"),
+        ("كيف حالك؟ أنا بخير. أين تعمل؟ " * 5, 30, "؟."),
+        ("आज मौसम अच्छा है। मुझे चाय पसंद है। " * 5, 40, "।"),
+    ],
+)
+def test_long_texts_of_any_script_are_cut_behind_sentences_and_clauses(
+    text: str, limit: int, ends: str
+) -> None:
+    parts = cut_to_fit(text, lambda part: len(part) <= limit)
+    assert "".join(parts) == text
+    assert all(part.strip()[-1] in ends for part in parts)
