@@ -150,13 +150,13 @@ class FolderFormat:
         """Yield the changed tensors outside all measured layers and norms."""
         measured = {layer.module for layer in certificate.layers if layer.measured is not None}
         # Tensors that measured layers may change.
-        own = {
-            name
-            for source in (self.source, written)
-            for site in source.sites
-            if site.module in measured and isinstance(source, Checkpoint)
-            for name in source.rewritable_names(site)
-        }
+        own = set[str]()
+        for source in (self.source, written):
+            if not isinstance(source, Checkpoint):
+                continue
+            for site in source.sites:
+                if site.module in measured:
+                    own.update(source.rewritable_names(site))
         norms = {norm.module for norm in certificate.norms if norm.measured is not None}
         for norm in self.norm_sites():
             if norm.module in norms:
