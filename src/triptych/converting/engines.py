@@ -356,6 +356,7 @@ class CTranslate2Generator(Decoder[GenerationOptions]):
         def take(step: Any) -> bool:
             number = prompts[step.batch_id][0]
             tokens = grown[number]
+            # A finished prompt may get further steps while other prompts of its batch run.
             if tokens and tokens[-1].finish is not None:
                 return True
             limit = limits[step.batch_id]
@@ -482,6 +483,7 @@ def make_generator(opened: Reader, options: Options) -> TextGenerator:
     if options.engine != "ctranslate2":
         _note_slow_precision(opened.language_model, options.precision)
         return opened.generator(precision=options.precision)
+    # The checks come before a conversion, which may take minutes.
     require_ctranslate2()
     model = opened.language_model
     tokenizer = opened.tokenizer

@@ -58,6 +58,7 @@ def _by_place(checkpoint: Checkpoint) -> dict[tuple[str, int], Site]:
 
 def _compare(one: Any, other: Any, where: str) -> Iterator[str]:
     if type(one) is not type(other):
+        # None instead of a record ends up here too.
         yield f"{where}: {_in_words(one)} instead of {_in_words(other)}"
     elif is_dataclass(one):
         for field in fields(one):

@@ -152,6 +152,7 @@ class _Tokens:
                 return [_GPT2] if use_regex else []
             case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
                 return [pattern]
+            # "Removed" with `invert` drops text between matches: the same for patterns that match all text.
             case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True}:
                 return [pattern]
             case {"type": "Digits", "individual_digits": True}:
@@ -196,6 +197,7 @@ class _Tokens:
         before, after = self._frame()
         if before:
             found["tokenizer.ggml.bos_token_id"] = before[0]
+        # llama.cpp ends a text at either of two tokens.
         ends = tuple(dict.fromkeys([*after, *end_ids]))
         if ends:
             found["tokenizer.ggml.eos_token_id"] = ends[0]

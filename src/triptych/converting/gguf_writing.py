@@ -96,6 +96,7 @@ def write_gguf(source: Opened, target: Path, quantization: Quantization) -> Writ
         "general.quantization_version": 2,
         **tokens[0],
     }
+    # The check runs on the temporary file: a file that fails it never gets the target's name.
     checks = [*tokens[2]]
 
     def write(path: Path) -> None:
@@ -178,6 +179,7 @@ def _description(model: Checkpoint, architecture: Architecture) -> _Described:
     tensors = of_one(planned)
     whole = {"general.architecture": architecture.name}
     whole |= {f"{architecture.name}.{key}": value for key, value in metadata.items()}
+    # From here on, the description is read like the metadata of a file.
     as_read, settings = find_architecture(whole, model.name, frozenset(tensors.infos))
     shapes = {name: info.shape for name, info in tensors.infos.items()}
 
@@ -283,6 +285,7 @@ class _Planned(TensorFile):
             if found is None:
                 raise UsageError(f"tensor {name} has no place in {architecture.name} of llama.cpp")
             there, expert = found
+            # llama.cpp uses the table of tokens if a file has no output table.
             if there == "output.weight" and head is not None and head.tied:
                 continue
             held = self._parts.setdefault(there, {})
@@ -355,6 +358,7 @@ def _write(path: Path, described: _Described, metadata: Mapping[str, Any], kind:
         dtype = np.dtype(np.float16 if types[name] == "F16" else np.float32)
         size = _num_bytes(info.shape, types[name])
         if types[name] == "Q8_0":
+            # A block has a float16 scale in two bytes, then a byte for each value.
             shape = (*info.shape[:-1], info.shape[-1] // _BLOCK * (_BLOCK + 2))
             writer.add_tensor_info(name, shape, np.dtype(np.uint8), size, raw_dtype=stored)
         else:
@@ -412,6 +416,7 @@ def _check_again(path: Path, described: _Described, kind: str) -> ConversionChec
         found = file.read(name).float()
         difference = float((own - found).abs().max()) if own.numel() else 0.0
         largest = max(largest, difference)
+        # Q8_0 rounds by up to 1/254 of the largest value of a block.
         allowed = {"F32": 0.0, "F16": 2.0**-11, "Q8_0": 2.0**-7}[_type_of(name, own.shape, kind)]
         if not difference <= allowed * max(1e-3, float(own.abs().max())):
             raise DataError(

@@ -156,10 +156,12 @@ def _windows_of(
 
 def _both_weights(ours: Mapping[str, list[Tensor]], theirs: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """Pair the attention weights of equal layers, for stacks with equal numbers of layers."""
-    return [
-        (one.float(), other[0].float())
-        for kind, layers in ours.items()
-        if len(given := theirs.get(kind) or ()) == len(layers)
-        for one, other in zip(layers, given, strict=True)
-        if other is not None and one.shape == other[0].shape
-    ]
+    found: list[tuple[Tensor, Tensor]] = []
+    for kind, layers in ours.items():
+        given = theirs.get(kind) or ()
+        if len(given) != len(layers):
+            continue
+        for one, other in zip(layers, given, strict=True):
+            if other is not None and one.shape == other[0].shape:
+                found.append((one.float(), other[0].float()))
+    return found

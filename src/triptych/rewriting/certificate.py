@@ -447,15 +447,12 @@ def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str
         f"({certificate.family}).{and_maps} Nothing else was changed. "
         f"The rewrite is **{certificate.tier}: {_MEANING[certificate.tier]}**."
     ]
-    yield [
-        # A line per step: counts of layers and norms, with reasons of refusals.
-        line
-        for name in dict.fromkeys(str(step["rewrite"]) for step in certificate.recipe)
-        for line in (
-            *_step_lines(name, certificate.layers, "layers"),
-            *_step_lines(name, certificate.norms, "norms that maps outside the attention read"),
-        )
-    ]
+    lines: list[str] = []
+    # A line per step: counts of layers and norms, with reasons of refusals.
+    for name in dict.fromkeys(str(step["rewrite"]) for step in certificate.recipe):
+        lines += _step_lines(name, certificate.layers, "layers")
+        lines += _step_lines(name, certificate.norms, "norms that maps outside the attention read")
+    yield lines
     if any(layer.layers for layer in certificate.layers):
         yield [f"The model has {said_layers(certificate.layers)}."]
     if said := renumbered(certificate.layers):

@@ -150,13 +150,13 @@ class FolderFormat:
         """Yield the changed tensors outside all measured layers and norms."""
         measured = {layer.module for layer in certificate.layers if layer.measured is not None}
         # Tensors that measured layers may change.
-        own = {
-            name
-            for source in (self.source, written)
-            for site in source.sites
-            if site.module in measured and isinstance(source, Checkpoint)
-            for name in source.rewritable_names(site)
-        }
+        own = set[str]()
+        for source in (self.source, written):
+            if not isinstance(source, Checkpoint):
+                continue
+            for site in source.sites:
+                if site.module in measured:
+                    own.update(source.rewritable_names(site))
         norms = {norm.module for norm in certificate.norms if norm.measured is not None}
         for norm in self.norm_sites():
             if norm.module in norms:
@@ -279,6 +279,7 @@ def _file_differences(certificate: Certificate, original: Path, folder: Path) ->
         yield f"{CONFIG} is other than the original's with what was set"
     left_out, copied = names_beside(original)
     yield from _left_out_differences(certificate, left_out)
+    # Configuration and index differ from the original's on purpose, so they have checks of their own.
     index = {SAFETENSORS_INDEX} & certificate.files.keys()
     expected = {*copied, *index, CONFIG} - {CERTIFICATE, MODEL_CARD, INPUTS}
     found = certificate.files.keys() - {INPUTS}

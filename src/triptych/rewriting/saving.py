@@ -61,6 +61,7 @@ def files_of(opened: Opened) -> Iterator[Source]:
                 before.plain_reader.save_tokenizers(saved)
             source = find_source(saved)
             source.where = f"{opened.name}/config.json"
+        # Messages and the certificate name the model with its changes, not the temporary folder.
         source.name = ", ".join((opened.name, *(change.words for change in opened.changes)))
         yield source
 

@@ -318,6 +318,7 @@ class _Writing:
         request = self.request
         if not request.compare:
             return None, "it was not asked for"
+        # Cheap reasons first: opening the original builds its modules.
         if request.text is None and (reason := why_not_compared(request.files)):
             return None, reason
         request.progress("comparing both models", 0, 1)

@@ -116,6 +116,7 @@ def why_not_rounding(
     verdict = judge_rounding(found, rewritten, changed_parameters(original, rewritten), stored)
     if verdict.is_rounding:
         return ""
+    # Find the first layer only now: it takes further runs of both models.
     first = first_moved(original, rewritten, source, found.farthest[0], stored)
     return (
         f"logits differ by up to {verdict.moved:.3g}, and rounding moves them by {verdict.by_rounding:.3g}; "

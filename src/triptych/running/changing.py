@@ -52,6 +52,7 @@ def ablate(opened: Opened, heads: Heads, by: By, text: str | Sequence[str] | Non
     if text is None:
         return opened.changed(ablation(words, chosen))
     runs = run_texts(opened, as_texts([text] if isinstance(text, str) else list(text)).texts)
+    # The texts run once for all heads; tokens of all texts follow one another.
     values = dict[int, dict[int, Tensor]]()
     for number, own in chosen.items():
         name = opened.places.names[number]

@@ -306,6 +306,7 @@ def open_source(
     )
     described = read_family(Path(family)) if isinstance(family, str | Path) else family
     found = find_source(source, tokenizer=tokenizer, offline=offline, family=described, strict=strict)
+    # A model in memory has its configuration already: these options would be ignored.
     of_files = {"family": family, "strict": strict, "languages": languages, "offline": offline}
     if found.module is not None and any(of_files.values()):
         stray = next(name for name, value in of_files.items() if value)

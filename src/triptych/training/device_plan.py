@@ -160,6 +160,7 @@ def _layouts(recipe: AnyRecipe, cluster: Cluster) -> Iterator[LayoutSettings]:
             LayoutSettings("fsdp", cluster.devices, checkpointing),
         ):
             try:
+                # The run has the same check, so the plan never proposes a layout refused by the run.
                 require_kind(recipe.training.model_copy(update={"parallel": layout.kind}), cluster.devices)
             except UsageError:
                 continue
@@ -417,6 +418,7 @@ class Step:
         if shards > 1:
             nodes = max(shards // cluster.node_size, 1)
             times = self.recipe.training.accumulate_batches
+            # Blocks are gathered for the forward and for the backward pass, other parameters once.
             gathered = (4 * self.outside + 2 * self.bytes * self.in_blocks) * times
             share = (shards - 1) / shards
             yield Exchange("allgather", shards, nodes, round(share * gathered), (2 * groups - 1) * times)

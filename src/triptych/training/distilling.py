@@ -215,15 +215,12 @@ def _write_student(
             [max(of, key=lambda text: metric.sentence_score(text, [reference]).score)]
             for of, reference in zip(translations, train.target, strict=True)
         ]
-    pairs = [
-        {"source": source, "target": target, "by": by}
-        for i, source in enumerate(train.source)
-        for target, by in (
-            *((text, "teacher") for text in kept[i] if text),
-            # The kept originals are spread evenly over the text.
-            *([(train.target[i], "text")] if int((i + 1) * originals) > int(i * originals) else []),
-        )
-    ]
+    pairs: list[dict[str, str]] = []
+    for i, source in enumerate(train.source):
+        pairs += ({"source": source, "target": text, "by": "teacher"} for text in kept[i] if text)
+        # The kept originals are spread evenly over the text.
+        if int((i + 1) * originals) > int(i * originals):
+            pairs.append({"source": source, "target": train.target[i], "by": "text"})
     data: dict[str, Any] = {"train": {"file": str(folder / _TRAIN)}}
     files = {_TRAIN: pairs}
     if recipe.data.valid is None:  # the held-out pairs keep their references

@@ -51,6 +51,7 @@ class MetricsLog:
         self._forgotten_from = step + 1 if validated else step
         if self.path.exists():
             records = read_metrics(self.path)
+            # A validation at `step` itself is repeated unless the state was saved after it.
             kept = [
                 record
                 for record in records

@@ -172,6 +172,7 @@ class TranslationObjective(Objective[EncoderDecoder, Batch]):
         )
         self.config = config
         self.score = score
+        # The teacher only gives probabilities: no dropout, no gradients.
         self._teacher = None if teacher is None else teacher.eval().requires_grad_(False)
 
     def training_loss(self, model: EncoderDecoder, batch: Batch, step: int) -> Loss:

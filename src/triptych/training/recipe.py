@@ -332,6 +332,7 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
         if not isinstance(preset, str) or preset not in PRESETS:
             raise UsageError(f"{origin}: model.preset is {preset!r}{_suggest(str(preset), list(PRESETS))}")
         tree = {**tree, "model": merge(PRESETS[preset].model_dump(exclude_none=True), model)}
+    # With `code`, the validator compares the files with their SHA-256 before it executes them.
     if "code" not in tree and user_code.named_files(tree):
         user_code.use_named(tree)
         tree = {**tree, "code": user_code.file_digests(tree)}
@@ -411,6 +412,7 @@ def explain_invalid(error: ValidationError, kind: type[BaseModel]) -> str:
     if first["type"] == "unknown_option":
         path = ".".join([path, first["ctx"]["key"]])
         return f"unknown key {path}: {first['ctx']['hint']} ({first['msg'].split(':')[0]})"
+    # pydantic puts this prefix before messages of our validators.
     message = first["msg"].removeprefix("Value error, ")
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     where = f"{path}: " if path else ""

@@ -162,6 +162,7 @@ def resume(
     folder = Path(folder)
     if code is not None:
         use_code(code)
+    # The code comes first: validation of the recipe needs its classes.
     recipe = _recipe_of(folder, overrides)
     with launched(recipe.training.device, recipe.training.timeout_minutes) as world:
         return _go_on(folder, overrides, display or LineDisplay(), world)

@@ -88,6 +88,7 @@ class ShardedStates:
                     "some space, then resume the run"
                 ) from None
 
+        # The marker comes last, once all processes have written: a state without it is incomplete.
         self._world.on_all(wait)
         self._world.on_first(self._mark)
         self._saving = None

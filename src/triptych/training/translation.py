@@ -241,6 +241,7 @@ def read_corpora(recipe: Recipe, base: Path, display: Display) -> tuple[Parallel
     train = read("training", data.train)
     if data.valid is not None:
         return train, read("validation", data.valid)
+    # Pairs with the same source stay together, so that no validation source is trained on.
     train, valid = train.split(data.valid_share)
     display.say(
         f"no data.valid is given: {len(valid):,} pairs are held out to validate, {len(train):,} train"
@@ -299,6 +300,7 @@ def _train_tokenizers(
         purpose="translator",
         cache_folder=cache,
     )
+    # A joint tokenizer has one file, which is then the first and the last.
     pieces = [ByteLevelTokenizer.from_json(one, "the tokenizer") for one in found]
     return TokenizerPair(pieces[0], pieces[-1])
 

@@ -36,11 +36,12 @@ def _plain(model_type: str) -> str:
 def model_types_of_tensors(tensors: Tensors) -> list[str]:
     """Return the model types whose tensor names a file has."""
     found = [(family, prefix) for family in families() for prefix in _prefixes(family, tensors.infos)]
-    # In many files, the name of the model type comes before all names of tensors.
-    by_prefix = [
-        kind for family, prefix in found for kind in family.model_types if _plain(kind) == _plain(prefix)
-    ]
-    of_families = [kind for family, prefix in found for kind in _alike(family, prefix, tensors.infos)]
+    by_prefix: list[str] = []
+    of_families: list[str] = []
+    for family, prefix in found:
+        # In many files, the name of the model type precedes all names of tensors.
+        by_prefix += (kind for kind in family.model_types if _plain(kind) == _plain(prefix))
+        of_families += _alike(family, prefix, tensors.infos)
     return list(dict.fromkeys(by_prefix or of_families))
 
 

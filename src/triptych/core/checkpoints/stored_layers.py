@@ -120,11 +120,9 @@ def in_ranges(numbers: Sequence[int]) -> str:
         else:
             found.append([number])
     # Two consecutive numbers are listed: "6 and 7" is shorter than "6 to 7".
-    words = [
-        word
-        for own in found
-        for word in ([f"{own[0]} to {own[-1]}"] if len(own) > 2 else [str(number) for number in own])
-    ]
+    words: list[str] = []
+    for own in found:
+        words += [f"{own[0]} to {own[-1]}"] if len(own) > 2 else map(str, own)
     *before, last = words
     return f"{', '.join(before)} and {last}" if before else last
 

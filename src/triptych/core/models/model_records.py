@@ -46,13 +46,11 @@ def describe_model(model: AnyModel) -> dict[str, Any]:
     record: dict[str, Any] = {"architecture": encode(model.architecture), "limit": model.recipe_limit}
     if isinstance(model, EncoderDecoder):
         record["pad_id"] = model.pad_id
-    layers = {
-        f"{stack}.{part}" if isinstance(model, EncoderDecoder) else part: [
-            describe_layer(layer) for layer in _layers_of(half, part)
-        ]
-        for stack, half in model.stacks.items()
-        for part in _LAYERS[stack]
-    }
+    layers: dict[str, list[dict[str, Any]]] = {}
+    for stack, half in model.stacks.items():
+        for part in _LAYERS[stack]:
+            name = f"{stack}.{part}" if isinstance(model, EncoderDecoder) else part
+            layers[name] = [describe_layer(layer) for layer in _layers_of(half, part)]
     # Equal layers are written once: a list of different layers, and the number of each layer in it.
     kinds: list[dict[str, Any]] = []
     for layer in (layer for own in layers.values() for layer in own):

@@ -166,6 +166,7 @@ class _Header:
             raise DataError(f"{source.name}: it is no GGUF file: it does not begin with GGUF; fetch it again")
         version = self._number("<I")
         if version not in _VERSIONS:
+            # Bytes in reverse order reveal a file for big-endian machines.
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
             what = "written for big-endian machines" if swapped else f"of version {version:,}"
             raise DataError(f"{source.name}: it is a GGUF file {what}: versions 2 and 3 are read")
@@ -224,6 +225,7 @@ class _Header:
                     "file is truncated; fetch it again"
                 )
             self.entries[name] = Entry(stored, shape, start + offset, size)
+        # Empty tensors have no bytes to share.
         filled = sorted((e.offset, e.offset + e.num_bytes, n) for n, e in self.entries.items() if e.num_bytes)
         for (_, end, one), (begin, _, other) in pairwise(filled):
             if begin < end:
@@ -254,6 +256,7 @@ class _Header:
         """Read many short texts, most of them without a call of `_take`."""
         found: list[str] = []
         for _ in range(count):
+            # Vocabularies have hundreds of thousands of texts: slices are faster than calls.
             start = self._at - self._piece_start
             length = int.from_bytes(self._piece[start : start + 8], "little")
             stop = start + 8 + length
@@ -345,6 +348,7 @@ def _unpacker(name: str, where: str) -> Callable[[np.ndarray], np.ndarray]:
 
     def unpack(blocks: np.ndarray) -> np.ndarray:
         try:
+            # Scales of damaged blocks may overflow: no warning of NumPy for them.
             with np.errstate(all="ignore"):
                 found: np.ndarray = dequantize(blocks, kind)
         except NotImplementedError:

@@ -167,6 +167,7 @@ class FormMetric(Metric):
 
 def require_moments_of(name: str, weights: AttentionWeights, moments: Moments, forms: Sequence[Form]) -> None:
     """Refuse moments with other numbers of heads or channels than these forms."""
+    # Moments of mixed values are per query head: each head mixes values with its own weights.
     q, k, v = (weights.multiplied(side) for side in ("q", "k", "v"))
     for form, what, found, wanted in (
         ("qk", "queries", moments.q, (weights.num_heads, q.d_out)),

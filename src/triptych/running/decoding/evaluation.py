@@ -42,6 +42,7 @@ def score_translations(
         raise DataError(f"{len(hypotheses):,} translations but {len(references):,} references")
     if not hypotheses:
         raise DataError("there are no lines to score")
+    # Both metrics resample the same lines, as both start from the seed.
     metrics = _metric("BLEU"), _metric("CHRF")
     return [_score(metric, hypotheses, references, num_resamples, seed) for metric in metrics]
 

@@ -48,6 +48,7 @@ class ShortlistEngine(DecodingEngine):
         self._maps = Maps(precision, weight.dtype, packed=has_room_for_another(model))
         self._weight = weight * model.head.config.input_scale
         self._bias = weight.new_zeros(len(weight)) if bias is None else bias.detach().clone()
+        # Forbidden tokens stay forbidden in every shortlist.
         self._bias[list(rules.never)] = -math.inf
 
     @property

@@ -113,6 +113,7 @@ class TextGenerator:
         self.tokenizer = tokenizer
         self.precision = precision
         self._begin_id = begin_id
+        # End tokens of the checkpoint replace the tokenizer's.
         usual = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
         self.end_ids = tuple(dict.fromkeys(end_ids)) or usual
         self.decoder = decoder or PromptDecoder(model, tokenizer.vocab_size, precision, batch_rows=batch_rows)
@@ -176,6 +177,7 @@ class TextGenerator:
         """
         options = self._with_ends(options)
         count = options.num_samples
+        # A stream decodes the tokens of a row while it grows, so that a stop string ends the row.
         streams, ends = self._streams(texts, options, tell)
         found = self.decoder.decode(texts, options, ends)
         return [

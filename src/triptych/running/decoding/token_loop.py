@@ -102,6 +102,7 @@ class DecodingBatch(ABC, Generic[TextT]):
         if self.texts:
             self.logits = self.engine.step(self.tokens, self.cache)
         if new:
+            # New texts have read their last token already, so they join after the step of the present texts.
             cache, logits = self.open(new)
             if self.texts:
                 self.cache.join(cache)

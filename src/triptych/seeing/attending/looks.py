@@ -127,11 +127,11 @@ def looks_table(parts: Sequence[Part]) -> Table:
 
 def written_table(parts: Sequence[Part], writer: TokenWriter) -> Table:
     """Return the tokens nearest to each head's output for each attended token."""
-    rows = [
-        (part.stack.kind, str(part.layer.number), str(head), _token(key), "  ".join(map(_token, nearest)))
-        for part in parts
-        for head in part.heads
-        for key, nearest in zip(part.stack.keys, writer.of(part, head) or (), strict=False)
-    ]
+    rows = []
+    for part in parts:
+        for head in part.heads:
+            of_head = (part.stack.kind, str(part.layer.number), str(head))
+            for key, nearest in zip(part.stack.keys, writer.of(part, head) or (), strict=False):
+                rows.append((*of_head, _token(key), "  ".join(map(_token, nearest))))
     title = "what heads write for each token: nearest tokens through the output table"
     return Table(title, ("kind", "layer", "head", "token", "writes"), tuple(rows))

@@ -129,22 +129,17 @@ def counts_table(report: CostReport) -> Table:
 
 def formula_table(report: CostReport) -> Table:
     """Return a table of each parameterisation's forms, and formulas of parameters (no biases) and cache."""
+    lines: list[tuple[str, str, str]] = []
     # Four lines per parameterisation, with the name on the first line.
-    return Table(
-        title="Formulas",
-        columns=("", "", ""),
-        rows=tuple(
-            line
-            for row in report.rows
-            for line in (
-                (row.name, "W_QK", row.formulas.W_QK),
-                ("", "W_OV", row.formulas.W_OV),
-                ("", "parameters", f"{row.formulas.parameters} = {row.formulas.num_parameters:,}"),
-                ("", "KV per token", f"{row.formulas.cache} = {row.formulas.num_cached:,}"),
-            )
-        ),
-        caption=" ".join(FORMULA_LEGEND),
-    )
+    for row in report.rows:
+        formulas = row.formulas
+        lines += (
+            (row.name, "W_QK", formulas.W_QK),
+            ("", "W_OV", formulas.W_OV),
+            ("", "parameters", f"{formulas.parameters} = {formulas.num_parameters:,}"),
+            ("", "KV per token", f"{formulas.cache} = {formulas.num_cached:,}"),
+        )
+    return Table(title="Formulas", columns=("", "", ""), rows=tuple(lines), caption=" ".join(FORMULA_LEGEND))
 
 
 def cost_page(report: CostReport, command: str = "") -> Report:

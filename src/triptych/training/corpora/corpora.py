@@ -80,6 +80,7 @@ class CorpusSpec(BaseModel):
         self._check_sides()
         place = self._place()
         for option, places in _OPTION_PLACES.items():
+            # An option at its default counts as not given.
             given = getattr(self, option) != type(self).model_fields[option].default
             if given and place not in places:
                 raise ValueError(

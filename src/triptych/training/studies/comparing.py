@@ -170,12 +170,13 @@ def _make_runs(
         for name, seed, recipe in _seeded(runner.study, trained)
     }
     found, failed = runner.run("runs", list(planned.values()))
-    rewritten = {
-        (name, seed): runner.planned_rewrite(recipe, name, _run_name(name, seed), run)
-        for (trained_name, seed), run in planned.items()
-        for name, recipe in rewrites.items()
-        if run.name in found and runner.study.parent_of(name) == trained_name
-    }
+    rewritten = {}
+    for (trained_name, seed), run in planned.items():
+        if run.name not in found:
+            continue
+        for name, recipe in rewrites.items():
+            if runner.study.parent_of(name) == trained_name:
+                rewritten[name, seed] = runner.planned_rewrite(recipe, name, _run_name(name, seed), run)
     more, failed_too = runner.run("rewrites", list(rewritten.values()))
     found = found | more
     failed = failed | failed_too

@@ -232,13 +232,12 @@ def sweep_csv(outcome: Outcome) -> str:
 def curves_csv(outcome: Outcome) -> str:
     """Return CSV with every validation of every trained run, one validation a row."""
     columns = ("step", "tokens", "seconds", "loss")
-    rows = [
-        [name, seed, *(one[column] for column in columns)]
-        for name, results in outcome.trained.items()
-        for seed in sorted(results)
-        for one in history(outcome.run_folder(name, seed))
-    ]
-    return _csv([["variant", "seed", *columns], *rows])
+    rows: list[list[Any]] = [["variant", "seed", *columns]]
+    for name, results in outcome.trained.items():
+        for seed in sorted(results):
+            for one in history(outcome.run_folder(name, seed)):
+                rows.append([name, seed, *(one[column] for column in columns)])
+    return _csv(rows)
 
 
 def history(folder: Path, flops: float | None = None) -> list[dict[str, float]]:

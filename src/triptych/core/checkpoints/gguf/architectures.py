@@ -55,6 +55,7 @@ def _all() -> tuple[tuple[Architecture, ...], dict[str, str]]:
     for entry in entries:
         if (like := entry.pop("like", None)) is not None:
             other = next(one for one in entries if one["name"] == like and "types" in one)
+            # An entry "like" another entry inherits all its keys except `nulls`.
             entry = {**other, **entry, "config": {**other["config"], **entry["config"]}, "nulls": ()}
         common = entry.pop("common", None)
         fields = dict(record["common"]) if common is None else dict(common)

@@ -43,6 +43,7 @@ class GgufModel(MadeFiles):
         self.path = path
         self.name = name
         self._paths = _present(path)
+        # Taken before the headers are read, so that a later change of a file is noticed.
         self._stamps = Stamps(self._paths)
         self._files = {one: Gguf(LocalBytes(one)) for one in self._paths}
         first = next(iter(self._files.values()))
@@ -171,6 +172,7 @@ class _Renamed(TensorFile):
             layout = layout_of(architecture, own, heads)
             for there, expert, info in self._infos(own, names[own]):
                 if layout.transposed:
+                    # Shapes are those in `transformers`; `read` converts the values.
                     info = TensorInfo(info.dtype, tuple(reversed(info.shape)), info.num_bytes)
                 self._places[there] = own, expert, layout
                 self.infos[there] = info

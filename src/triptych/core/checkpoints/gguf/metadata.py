@@ -123,6 +123,7 @@ def read_configuration(
         value = settings.value(expression)
         if value is not None:
             set_entry(record, path, value)
+    # Without an entry, `transformers` would use another value than null.
     for path in architecture.nulls:
         set_entry(record, path, None)
     for path, name in architecture.there.items():
@@ -183,6 +184,7 @@ def _read_positions(
         divisors = factors(_FACTORS)
         base = settings.positive("rope.freq_base")
         scaling = _as_llama3(divisors, base) or _factors_as_scaling(divisors, length)
+    # Divisors for long and for short texts (LongRoPE) have precedence over the metadata's scaling.
     if _LONG in tensors and _SHORT in tensors:
         attention = settings.value("rope.scaling.attn_factor")
         original = settings.value("rope.scaling.original_context_length | context_length")
@@ -201,6 +203,7 @@ def _read_positions(
 
 def _scaling(settings: Settings) -> dict[str, Any]:
     kind = settings.value("rope.scaling.type")
+    # The divisors of LongRoPE are tensors (`_read_positions`).
     if kind in (None, "none") or kind == "longrope":
         return {}
     factor = settings.value("rope.scaling.factor")
@@ -230,6 +233,7 @@ def _as_llama3(divisors: list[float], base: float) -> dict[str, Any]:
     pairs = [pair for pair in zip(waves, divisors, strict=True) if 1 < pair[1] < most]
     if most <= 1 or not pairs:
         return {}
+    # Solve the formula above for s, then for O. Divisors of 1 or F do not determine O.
     wave, divisor = pairs[0]
     share = (1 / divisor - 1 / most) / (1 - 1 / most)
     original = round(wave * (3 * share + 1))

@@ -101,6 +101,7 @@ def _templates(family: Family) -> frozenset[str]:
 
     assert family.model is not None
     for spec in family.attention:
+        # A file has the stack of the text model only.
         if spec.stack == family.model.stack:
             collect(spec.model_dump())
     collect(family.model.model_dump())

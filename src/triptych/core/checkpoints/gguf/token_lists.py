@@ -93,6 +93,7 @@ class Vocabulary:
         for name, key in NAMED.items():
             if (token := self._id(key)) is not None:
                 settings[name] = self.tokens[token]
+        # The files are those of `transformers`, so that one reader serves both formats.
         found = {"tokenizer.json": json.dumps(self._tokenizer(), ensure_ascii=False)}
         template = self._metadata.get("tokenizer.chat_template")
         if isinstance(template, str):
@@ -136,6 +137,7 @@ class Vocabulary:
             "byte_fallback": False,
             "fuse_unk": False,
         }
+        # The patterns split the text first; the byte level then maps bytes to characters without a pattern.
         cuts: list[dict[str, Any]] = [
             {"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False}
             for one in found.patterns
@@ -164,6 +166,7 @@ class Vocabulary:
             "ignore_merges": False,
         }
         replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+        # SentencePiece writes spaces as "▁", and puts one before the text unless the file says otherwise.
         steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": SPACE}] if prefixed else []
         normalizer = {"type": "Sequence", "normalizers": [*steps, replace]}
         back: list[dict[str, Any]] = [
@@ -223,6 +226,7 @@ class Vocabulary:
         steps: list[dict[str, Any]] = []
         charsmap = self._metadata.get("tokenizer.ggml.precompiled_charsmap")
         if isinstance(charsmap, list) and charsmap:
+            # Metadata have signed bytes.
             packed = bytes(number & 255 for number in charsmap if isinstance(number, int))
             steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(packed).decode()})
         if self._flag("remove_extra_whitespaces", False):
@@ -274,6 +278,7 @@ class Vocabulary:
             return [] if token is None else [{"SpecialToken": {"id": self.tokens[token], "type_id": 0}}]
 
         one = [*special(frame.first), {"Sequence": {"id": "A", "type_id": 0}}, *special(frame.last)]
+        # The second text of a pair does not get a first token.
         two = [*one, {"Sequence": {"id": "B", "type_id": 1}}, *special(frame.last)]
         tokens = {
             self.tokens[token]: {"id": self.tokens[token], "ids": [token], "tokens": [self.tokens[token]]}
