@@ -2,8 +2,12 @@
 
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from triptych.core.storage.tensors import Tensors
+
+if TYPE_CHECKING:
+    from triptych.core.checkpoints.source import Source
 
 
 class MadeFiles(ABC):
@@ -28,3 +32,7 @@ class MadeFiles(ABC):
     @abstractmethod
     def fetch(self) -> Path:
         """Write the weights to the folder, once; return the folder."""
+
+    def reopened(self) -> "Source | None":
+        """Return a model made of other sources, found again; None if `path` says where it lies."""
+        return None

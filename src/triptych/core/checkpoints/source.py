@@ -3,7 +3,7 @@
 import atexit
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,12 @@ from typing import Any, final
 
 from torch import nn
 
+from triptych.core.checkpoints.adapters.adapter import (
+    CONFIGURATION,
+    AdapterFolder,
+    adapters_below,
+    is_adapter,
+)
 from triptych.core.checkpoints.family import Family
 from triptych.core.checkpoints.made_files import MadeFiles
 from triptych.core.checkpoints.model_types import model_type_of_class, model_types_of_tensors
@@ -25,7 +31,7 @@ from triptych.core.storage.tensors import (
     open_tensors,
 )
 from triptych.core.storage.unreadable import what_is
-from triptych.errors import DataError, UsageError, near_path
+from triptych.errors import DataError, TriptychError, UsageError, near_path
 from triptych.untrusted import Stamps, read_json, shown
 
 # The kind of an encoder-decoder in the format of this library.
@@ -106,8 +112,11 @@ class Source:
 
     def reopened(self) -> "Source":
         """Return the source found again at the same path or name on the Hub, with the same options."""
+        again = self.found.reopened() if isinstance(self.found, MadeFiles) else None
         path = self.found.path if isinstance(self.found, MadeFiles) else self.found
-        if isinstance(path, Path):
+        if again is not None:
+            found = again
+        elif isinstance(path, Path):
             found = _find(path, None, offline=False)
         else:
             offline = isinstance(self.found, Repository) and self.found.offline
@@ -277,13 +286,15 @@ def find_source(
     offline: bool = False,
     family: Family | None = None,
     strict: bool = False,
+    adapters: Sequence[str | Path] = (),
 ) -> Source:
     """Find a model by its path, by its name on the Hub, or in memory.
 
     `source`: path, name on the Hub (an existing path takes precedence), model of `transformers`, or source.
     `tokenizer`: tokenizer of `transformers`, or a tokenizer's folder. `offline`: use only cached files of the
     Hub. `family`: family to read the checkpoint with, instead of the family of its `model_type`. `strict`:
-    raise an error for fields of the configuration without effect instead of a warning.
+    raise an error for fields of the configuration without effect instead of a warning. `adapters`: folders of
+    adapters of PEFT, which are merged into the model in their order.
 
     Raises UsageError if the source or the tokenizer does not exist, or is of another type. Raises DataError
     if the Hub cannot be reached or lacks the repository, or the configuration cannot be read.
@@ -292,6 +303,10 @@ def find_source(
         return source
     given = tokenizer_folder(tokenizer)
     found = _find(source, given, offline)
+    if adapters:
+        found = adapted(
+            found, [Path(one) for one in adapters], f"{found.name} with {', '.join(map(str, adapters))}"
+        )
     if family is None and not found.is_own and found.record.get("model_type") is None:
         _work_out_model_type(found)
     found.family = family
@@ -305,13 +320,70 @@ def _gguf_at(path: Path) -> Path | None:
     """Return the GGUF file that a path is, or the one in a folder without other weights; else None."""
     if path.is_file():
         return path if path.suffix == ".gguf" else None
-    if any((path / name).exists() for pair in INDEX_AND_WHOLE for name in pair):
+    if _has_weights(path):
         return None
     if not any(path.glob("*.gguf")):
         return None
     from triptych.core.checkpoints.gguf.gguf_model import find_gguf  # a large format of its own
 
     return find_gguf(path)
+
+
+def _has_weights(folder: Path) -> bool:
+    """Return True for a folder with weights in Hugging Face's format."""
+    return any((folder / name).exists() for pair in INDEX_AND_WHOLE for name in pair)
+
+
+def adapted(base: Source, folders: Sequence[Path], name: str) -> Source:
+    """Return a model with adapters of PEFT merged into it."""
+    from triptych.core.checkpoints.adapters.adapted_model import AdaptedModel
+
+    if base.module is not None or base.is_own:
+        raise UsageError(
+            f"{base.name} is a model of triptych, and adapters of PEFT are for those of transformers"
+        )
+    for folder in folders:
+        if not is_adapter(folder):
+            raise UsageError(f"{folder}: {_no_adapter(folder)}")
+    model = AdaptedModel(base, folders)
+    found = Source(name, model.record, base.where, model)
+    found.notes = base.notes
+    return found
+
+
+def _no_adapter(folder: Path) -> str:
+    if not folder.exists():
+        return f"there is no such folder{near_path(folder)}: give that of an adapter"
+    below = ", ".join(shown(str(path)) for path in adapters_below(folder))
+    return f"it has no {CONFIGURATION}" + (f"; the folders of adapters in it are {below}" if below else "")
+
+
+def _with_its_base(folder: Path, offline: bool) -> Source:
+    """Open an adapter with the base that its configuration names."""
+    adapter = AdapterFolder(folder).adapter
+    base = adapter.base
+    if base is None:
+        raise UsageError(
+            f"{folder}: an adapter whose {CONFIGURATION} names no base model: give it, and this folder as "
+            "the adapter (--adapter, adapter=)"
+        )
+    if Path(base).is_dir() and is_adapter(Path(base)) and not _has_weights(Path(base)):
+        raise UsageError(
+            f"{folder}: its base {shown(base)} is an adapter, too: give the base and both adapters"
+        )
+    revision = adapter.record.get("revision")
+    if isinstance(revision, str) and revision and not Path(base).exists() and is_hub_id(f"{base}@{revision}"):
+        base = f"{base}@{revision}"
+    try:
+        opened = _find(base, None, offline)
+    except TriptychError as error:
+        raise type(error)(
+            f"{folder} is an adapter of {shown(base)}, which its {CONFIGURATION} names: {error}; give the "
+            "base on this machine, and this folder as the adapter (--adapter, adapter=)"
+        ) from None
+    found = adapted(opened, [folder], str(folder))
+    found.notes = (*opened.notes, f"{folder} is an adapter: read with its base, {shown(base)}")
+    return found
 
 
 def _work_out_model_type(source: Source) -> None:
@@ -373,6 +445,9 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
 
         model = GgufModel(file, name)
         return Source(name, model.record, name, model)
+    folder = path.parent if path.is_file() and path.name.startswith("adapter_") else path
+    if is_adapter(folder) and not _has_weights(folder):
+        return _with_its_base(folder, offline)
     # A tensor file is read with the configuration next to it.
     config = (path if path.is_dir() else path.parent) / "config.json"
     if not config.exists():
