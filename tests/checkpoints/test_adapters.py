@@ -254,3 +254,34 @@ def test_a_changed_adapter_is_noticed(tmp_path: Path) -> None:
     change(adapter, lora_alpha=1234)
     with pytest.raises(TriptychError, match=r"adapter_config\.json"):
         _ = opened.layers
+
+
+@pytest.mark.parametrize(
+    "case", ["turned maps, DoRA", "biases, a norm", "patterns", "a tied head", "a tied head, saved"]
+)
+def test_a_model_of_peft_in_memory_opens_and_stays_as_it_is(case: str, tmp_path: Path) -> None:
+    make, settings = CASES[case]
+    adapt(tmp_path, model := make(), **settings)
+    in_memory = as_peft_has_it(type(model), tmp_path)
+    before = {name: tensor.clone() for name, tensor in in_memory.state_dict().items()}
+    wanted = logits(in_memory)
+    opened = load(in_memory)
+    assert (opened.run(IDS).logits - wanted).abs().max() < TOLERANCE
+    opened.save(tmp_path / "merged")
+    assert (load(tmp_path / "merged").run(IDS).logits - wanted).abs().max() < TOLERANCE
+    after = in_memory.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_adapters_in_memory_are_those_that_are_active(tmp_path: Path) -> None:
+    model = llama()
+    adapt(tmp_path, model, target_modules=["q_proj"])
+    adapt(tmp_path, model, "second", target_modules=["o_proj"])
+    in_memory = as_peft_has_it(type(model), tmp_path, "adapter", "second")
+    in_memory.set_adapter("second")
+    assert (load(in_memory).run(IDS).logits - logits(in_memory)).abs().max() < TOLERANCE
+    with in_memory.disable_adapter():
+        assert torch.equal(load(in_memory).run(IDS).logits, load(tmp_path / "base").run(IDS).logits)
+    in_memory.merge_adapter()
+    assert "its adapters are merged, and not removed" in refusal(in_memory)

@@ -14,6 +14,7 @@ class MadeFiles(ABC):
     """A model in another form: its configuration and tokenizer are written to a temporary folder."""
 
     has_tokenizer: bool
+    is_in_memory: bool = False  # True if there are no files that could be replaced
     path: Path | None = None  # file of the model; None for a module in memory
 
     @property

@@ -12,6 +12,13 @@ from typing import Any, final
 
 from torch import nn
 
+from triptych.core.checkpoints.adapters.adapted_module import (
+    AdapterInMemory,
+    adapters_of,
+    base_of,
+    has_adapters,
+    without_adapters,
+)
 from triptych.core.checkpoints.adapters.adapter import (
     CONFIGURATION,
     AdapterFolder,
@@ -108,7 +115,7 @@ class Source:
     @property
     def is_in_memory(self) -> bool:
         """True if the model is in memory, without files to be replaced."""
-        return isinstance(self.found, ModuleOfOthers | nn.Module)
+        return (isinstance(self.found, MadeFiles) and self.found.is_in_memory) or self.module is not None
 
     def reopened(self) -> "Source":
         """Return the source found again at the same path or name on the Hub, with the same options."""
@@ -196,7 +203,12 @@ class Source:
 
 @final
 class ModuleOfOthers(MadeFiles):
-    """A model of `transformers` in memory; its weights are written to files only when a path is needed."""
+    """A model of `transformers` in memory; its weights are written to files only when a path is needed.
+
+    Adapters of PEFT in it are left out.
+    """
+
+    is_in_memory = True
 
     def __init__(self, module: Any, tokenizer: Path | None) -> None:
         self._module, self._version = module, _version_of(module)
@@ -232,7 +244,7 @@ class ModuleOfOthers(MadeFiles):
         except ImportError:  # another version of `transformers`: take the names from written files
             return open_tensors(self.fetch(), mapped=mapped)
         module = self._module
-        found = remove_tied_weights_from_state_dict(module.state_dict(), module)
+        found = remove_tied_weights_from_state_dict(without_adapters(module.state_dict()), module)
         left_out = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
         found = {name: tensor for name, tensor in found.items() if name not in left_out}
         return of_one(InMemory(type(module).__name__, revert_weight_conversion(module, found)))
@@ -336,8 +348,6 @@ def _has_weights(folder: Path) -> bool:
 
 def adapted(base: Source, folders: Sequence[Path], name: str) -> Source:
     """Return a model with adapters of PEFT merged into it."""
-    from triptych.core.checkpoints.adapters.adapted_model import AdaptedModel
-
     if base.module is not None or base.is_own:
         raise UsageError(
             f"{base.name} is a model of triptych, and adapters of PEFT are for those of transformers"
@@ -345,7 +355,13 @@ def adapted(base: Source, folders: Sequence[Path], name: str) -> Source:
     for folder in folders:
         if not is_adapter(folder):
             raise UsageError(f"{folder}: {_no_adapter(folder)}")
-    model = AdaptedModel(base, folders)
+    return _with_adapters(base, [AdapterFolder(folder) for folder in folders], name)
+
+
+def _with_adapters(base: Source, adapters: Sequence[AdapterFolder | AdapterInMemory], name: str) -> Source:
+    from triptych.core.checkpoints.adapters.adapted_model import AdaptedModel
+
+    model = AdaptedModel(base, adapters)
     found = Source(name, model.record, base.where, model)
     found.notes = base.notes
     return found
@@ -416,8 +432,11 @@ def _model_types_with_all_tensors(source: Source) -> list[str]:
 def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
     if isinstance(source, nn.Module) and hasattr(source, "save_pretrained"):
         name = str(getattr(source, "name_or_path", "") or type(source).__name__)
-        module = ModuleOfOthers(source, tokenizer)
-        return Source(name, read_json(module.folder / "config.json"), f"{name}/config.json", module)
+        module = ModuleOfOthers(base_of(source), tokenizer)
+        found = Source(name, read_json(module.folder / "config.json"), f"{name}/config.json", module)
+        if has_adapters(source) and (adapters := adapters_of(source)):
+            return _with_adapters(found, adapters, name)
+        return found
     if isinstance(source, nn.Module):
         # Sources in files do not need the modules of this library.
         from triptych.core.models.encoder_decoder import EncoderDecoder

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 
+from triptych.core.checkpoints.adapters.adapted_module import AdapterInMemory
 from triptych.core.checkpoints.adapters.adapter import EMBEDDINGS, HEADS, Adapter, AdapterFolder
 from triptych.core.checkpoints.made_files import MadeFiles
 from triptych.core.storage.quantised import dequantised
@@ -46,10 +47,11 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model",
 class AdaptedModel(MadeFiles):
     """A base with adapters, merged one after another; its files are made when they are needed."""
 
-    def __init__(self, base: "Source", folders: Sequence[Path]) -> None:
+    def __init__(self, base: "Source", adapters: Sequence[AdapterFolder | AdapterInMemory]) -> None:
         self.base = base
-        self.folders = tuple(folders)
-        self._adapters = [AdapterFolder(folder) for folder in folders]
+        self._adapters = adapters
+        self.is_in_memory = base.is_in_memory
+        self.folders = [one.folder for one in adapters if one.folder is not None]
         self.adapters = [one.adapter for one in self._adapters]
         self.record = self._merged(self.base_tensors())[1]
         made = base.found
@@ -76,10 +78,11 @@ class AdaptedModel(MadeFiles):
 
     def _merged(self, tensors: Tensors) -> tuple[Tensors, dict[str, Any]]:
         """Return the tensors and the configuration with all adapters."""
+        base = tensors
         record = {**self.base.record}
         record.pop("quantization_config", None)  # merged tensors are plain numbers
         for adapter in self.adapters:
-            merged = _Merged(tensors, adapter, record)
+            merged = _Merged(tensors, adapter, record, base)
             record = merged.record
             tensors = of_one(merged)
         return tensors, record
@@ -135,8 +138,9 @@ class _Merged(TensorFile):
         record: configuration of the model with the adapter.
     """
 
-    def __init__(self, tensors: Tensors, adapter: Adapter, record: Mapping[str, Any]) -> None:
+    def __init__(self, tensors: Tensors, adapter: Adapter, record: Mapping[str, Any], base: Tensors) -> None:
         self.name = tensors.name
+        self._base = base  # without other adapters
         self.record = dict(record)
         self._tensors = tensors
         self._adapter = adapter
@@ -161,8 +165,10 @@ class _Merged(TensorFile):
         module = self._modules.get(name)
         if module is not None:
             factors = self._adapter.factors(module)
-            merged = factors.added(found.mT).mT if name in self._turned else factors.added(found)
-            return self._as_stored(name, merged)
+            base = self._base.read(name) if self._is_base(name) else found
+            if name in self._turned:
+                return self._as_stored(name, factors.added(found.mT, base.mT).mT)
+            return self._as_stored(name, factors.added(found, base))
         bias = self._adapter.bias(self._biases[name]) if name in self._biases else None
         if bias is None:
             return found
@@ -177,7 +183,12 @@ class _Merged(TensorFile):
         found = self._tensors.read_part(self._sources[name], 0, range(start, stop))
         if module is None:
             return found
-        return self._as_stored(name, self._adapter.factors(module).added(found, slice(start, stop)))
+        base = self._base.read_part(name, 0, range(start, stop)) if self._is_base(name) else found
+        return self._as_stored(name, self._adapter.factors(module).added(found, base, slice(start, stop)))
+
+    def _is_base(self, name: str) -> bool:
+        """Return True for a map that another adapter may have changed before this one."""
+        return name in self._base.infos and self._base is not self._tensors and name not in self._saved
 
     def _unadapted(self, name: str) -> Tensor:
         if name in self._saved:

@@ -62,13 +62,17 @@ class Factors:
     scaling: float
     magnitude: Tensor | None = None  # m of DoRA, [out]
 
-    def added(self, weight: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Return a map, or some of its rows, with what the adapter adds; computed in at least float32."""
+    def added(self, weight: Tensor, base: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Return a map, or some of its rows, with what the adapter adds; computed in at least float32.
+
+        `base`: the map before other adapters were merged, whose lengths DoRA takes.
+        """
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        found = weight.to(dtype) + self.scaling * (self.up[rows].to(dtype) @ self.down.to(dtype))
+        change = self.scaling * (self.up[rows].to(dtype) @ self.down.to(dtype))
+        found = weight.to(dtype) + change
         if self.magnitude is None:
             return found
-        lengths = torch.linalg.vector_norm(found, dim=1)
+        lengths = torch.linalg.vector_norm(base.to(dtype) + change, dim=1)
         turned: Tensor = found * (self.magnitude[rows].to(dtype) / lengths)[:, None]
         return turned
 
