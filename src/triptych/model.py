@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final, overload
 
@@ -93,6 +94,7 @@ def load(
     shortlist: str | Path | None = None,
     ensemble: Sequence[str | Path] = (),
     code: str | Path | None = None,
+    adapter: Sequence[str | Path] | str | PathLike[str] = (),
 ) -> Model:
     """Open a model: `load("gpt2")[3, 2].W_Q`, `load("runs/demo").translate("Guten Tag.")`.
 
@@ -100,9 +102,9 @@ def load(
     from the Hub, only its bytes. Modules are built when the model first runs.
 
     Args:
-        source: a run folder, a folder or a tensor file in Hugging Face's format, a GGUF file, a name on the
-            Hub (`owner/name`, with `@revision` or without, and with `/FILE.gguf` for a GGUF file; a path of
-            that name comes first), a `transformers` model, or a model of triptych in memory.
+        source: a run folder, a folder or a tensor file in Hugging Face's format, a GGUF file, the
+            folder of an adapter, a name on the Hub (`owner/name`, with `@revision` or without, and with
+            `/FILE.gguf` for a GGUF file; a path of that name comes first), a `transformers` model, or a model of triptych in memory.
         device: auto, cpu, cuda or cuda:N; auto takes a GPU if available.
         dtype: type of the parameters when the model runs. Default: that of the files.
         tokenizer: the folder of a tokenizer, or a tokenizer of `transformers`, used instead of the
@@ -125,6 +127,8 @@ def load(
             mean of the probabilities of all. Only translation uses them.
         code: file with the classes named in a run, such as your own parameterisation. It is executed, and
             must equal the file used in training. Files in a run are never executed.
+        adapter: the folder of an adapter of PEFT (LoRA), merged into the model as it is read; or several,
+            merged in their order. The folder of an adapter as `source` is opened with the base that it names.
 
     Raises:
         UsageError: nothing of that name here, or something that is not a model.
@@ -149,6 +153,7 @@ def load(
             shortlist=shortlist,
             ensemble=ensemble,
             code=code,
+            adapter=adapter,
         )
     )
 

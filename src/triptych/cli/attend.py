@@ -64,7 +64,7 @@ def attend(
     html: Path | None = None,
     svg: Path | None = None,
     force: bool = False,
-    opening: Annotated[Options, "Model", load, "device dtype languages offline strict"],
+    opening: Annotated[Options, "Model", load, "device dtype languages offline strict adapter"],
     without: str | None = None,
     as_json: bool = False,
 ) -> None:

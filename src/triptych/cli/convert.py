@@ -18,7 +18,7 @@ def convert(
     to: Literal["hf", "ctranslate2", "onnx", "gguf"] | None = None,
     origin: Literal["hf"] | None = None,
     converting: Annotated[Options, "Options", Model.convert, "quantization"],
-    opening: Annotated[Options, "Options", load, "offline strict shortlist"],
+    opening: Annotated[Options, "Options", load, "offline strict adapter shortlist"],
     as_json: bool = False,
 ) -> None:
     """Convert a model to or from the format of another library.

@@ -29,7 +29,10 @@ def distil(
     ],
     workers: int | None = None,
     opening: Annotated[
-        Options, "Teacher", load, "device engine precision languages offline strict shortlist ensemble"
+        Options,
+        "Teacher",
+        load,
+        "device engine precision languages offline strict adapter shortlist ensemble",
     ],
     as_json: bool = False,
 ) -> None:

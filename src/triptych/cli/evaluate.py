@@ -37,7 +37,10 @@ def evaluate(
     literal: bool = False,
     scoring: Annotated[Options, "Language models", Model.evaluate, "context stride"],
     opening: Annotated[
-        Options, "Model", load, "device dtype engine precision languages offline strict shortlist ensemble"
+        Options,
+        "Model",
+        load,
+        "device dtype engine precision languages offline strict adapter shortlist ensemble",
     ],
     without: str | None = None,
     force: bool = False,

@@ -32,7 +32,7 @@ def explore(
     no_open: bool = False,
     html: Path | None = None,
     force: bool = False,
-    opening: Annotated[Options, "Model", load, "device dtype languages offline strict"],
+    opening: Annotated[Options, "Model", load, "device dtype languages offline strict adapter"],
 ) -> None:
     """See one computation of attention on a page, and change it.
 

@@ -33,7 +33,7 @@ def generate(
         "max_new_tokens temperature top_k top_p min_p repetition_penalty generation_config seed num_samples "
         "beam_size alpha stop max_prompt_tokens chat",
     ],
-    opening: Annotated[Options, "Model", load, "device dtype engine precision offline strict"],
+    opening: Annotated[Options, "Model", load, "device dtype engine precision offline strict adapter"],
     without: str | None = None,
     attention: Sequence[str] = (),
     as_json: bool = False,

@@ -34,7 +34,7 @@ def inspect(
     heads: str | None = None,
     compare: str | None = None,
     measuring: Annotated[Options, "Options", Model.inspect, "ignore_rotary"],
-    opening: Annotated[Options, "Options", load, "family offline strict"],
+    opening: Annotated[Options, "Options", load, "family offline strict adapter"],
     html: Path | None = None,
     csv: Path | None = None,
     parquet: Path | None = None,

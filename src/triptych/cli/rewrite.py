@@ -48,7 +48,7 @@ def rewrite(
     list: bool = False,
     plan: bool = False,
     rewriting: Annotated[Options, "Options", Model.rewrite, "calibration text compare skip_refused"],
-    opening: Annotated[Options, "Options", load, "family offline strict"],
+    opening: Annotated[Options, "Options", load, "family offline strict adapter"],
     as_json: bool = False,
 ) -> None:
     """Rewrite the attention of a checkpoint, with a certificate.

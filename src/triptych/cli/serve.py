@@ -29,7 +29,7 @@ def serve(
         "max_waiting max_tags max_attended max_weights batch_items batch_tokens seconds body_seconds "
         "stranger_seconds",
     ],
-    opening: Annotated[Options, "Model", load, "device engine precision offline strict"],
+    opening: Annotated[Options, "Model", load, "device engine precision offline strict adapter"],
 ) -> None:
     """Serve models over HTTP.
 

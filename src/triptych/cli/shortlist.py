@@ -18,7 +18,7 @@ def shortlist(
     source: Path | None = None,
     target: Path | None = None,
     learning: Annotated[Options, "Options", Model.shortlist, "most frequent"],
-    opening: Annotated[Options, "Model", load, "languages offline strict"],
+    opening: Annotated[Options, "Model", load, "languages offline strict adapter"],
     force: bool = False,
     as_json: bool = False,
 ) -> None:

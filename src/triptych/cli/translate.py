@@ -43,7 +43,7 @@ def translate(
     workers: int | None = None,
     literal: bool = False,
     opening: Annotated[
-        Options, "Model", load, "device engine precision languages offline strict shortlist ensemble"
+        Options, "Model", load, "device engine precision languages offline strict adapter shortlist ensemble"
     ],
     without: str | None = None,
     attention: Sequence[str] = (),

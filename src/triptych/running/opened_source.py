@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -287,6 +288,7 @@ def open_source(
     shortlist: str | Path | None,
     ensemble: Sequence[str | Path],
     code: str | Path | None,
+    adapter: Sequence[str | Path] | str | PathLike[str] = (),
 ) -> Opened:
     """Find a source: files, a name on the Hub, or a model in memory, without running it."""
     if code is not None:
@@ -305,7 +307,10 @@ def open_source(
         tuple(find_source(one, offline=offline) for one in ensemble),
     )
     described = read_family(Path(family)) if isinstance(family, str | Path) else family
-    found = find_source(source, tokenizer=tokenizer, offline=offline, family=described, strict=strict)
+    adapters = (Path(adapter),) if isinstance(adapter, str | PathLike) else tuple(adapter)
+    found = find_source(
+        source, tokenizer=tokenizer, offline=offline, family=described, strict=strict, adapters=adapters
+    )
     # A model in memory has its configuration already: these options would be ignored.
     of_files = {"family": family, "strict": strict, "languages": languages, "offline": offline}
     if found.module is not None and any(of_files.values()):

@@ -2,14 +2,19 @@
 
 from abc import ABC, abstractmethod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from triptych.core.storage.tensors import Tensors
+
+if TYPE_CHECKING:
+    from triptych.core.checkpoints.source import Source
 
 
 class MadeFiles(ABC):
     """A model in another form: its configuration and tokenizer are written to a temporary folder."""
 
     has_tokenizer: bool
+    is_in_memory: bool = False  # True if there are no files that could be replaced
     path: Path | None = None  # file of the model; None for a module in memory
 
     @property
@@ -28,3 +33,7 @@ class MadeFiles(ABC):
     @abstractmethod
     def fetch(self) -> Path:
         """Write the weights to the folder, once; return the folder."""
+
+    def reopened(self) -> "Source | None":
+        """Return a model made of other sources, found again; None if `path` says where it lies."""
+        return None

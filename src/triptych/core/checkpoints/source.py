@@ -3,7 +3,7 @@
 import atexit
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,19 @@ from typing import Any, final
 
 from torch import nn
 
+from triptych.core.checkpoints.adapters.adapted_module import (
+    AdapterInMemory,
+    adapters_of,
+    base_of,
+    has_adapters,
+    without_adapters,
+)
+from triptych.core.checkpoints.adapters.adapter import (
+    CONFIGURATION,
+    AdapterFolder,
+    adapters_below,
+    is_adapter,
+)
 from triptych.core.checkpoints.family import Family
 from triptych.core.checkpoints.made_files import MadeFiles
 from triptych.core.checkpoints.model_types import model_type_of_class, model_types_of_tensors
@@ -25,7 +38,7 @@ from triptych.core.storage.tensors import (
     open_tensors,
 )
 from triptych.core.storage.unreadable import what_is
-from triptych.errors import DataError, UsageError, near_path
+from triptych.errors import DataError, TriptychError, UsageError, near_path
 from triptych.untrusted import Stamps, read_json, shown
 
 # The kind of an encoder-decoder in the format of this library.
@@ -102,12 +115,15 @@ class Source:
     @property
     def is_in_memory(self) -> bool:
         """True if the model is in memory, without files to be replaced."""
-        return isinstance(self.found, ModuleOfOthers | nn.Module)
+        return (isinstance(self.found, MadeFiles) and self.found.is_in_memory) or self.module is not None
 
     def reopened(self) -> "Source":
         """Return the source found again at the same path or name on the Hub, with the same options."""
+        again = self.found.reopened() if isinstance(self.found, MadeFiles) else None
         path = self.found.path if isinstance(self.found, MadeFiles) else self.found
-        if isinstance(path, Path):
+        if again is not None:
+            found = again
+        elif isinstance(path, Path):
             found = _find(path, None, offline=False)
         else:
             offline = isinstance(self.found, Repository) and self.found.offline
@@ -187,7 +203,12 @@ class Source:
 
 @final
 class ModuleOfOthers(MadeFiles):
-    """A model of `transformers` in memory; its weights are written to files only when a path is needed."""
+    """A model of `transformers` in memory; its weights are written to files only when a path is needed.
+
+    Adapters of PEFT in it are left out.
+    """
+
+    is_in_memory = True
 
     def __init__(self, module: Any, tokenizer: Path | None) -> None:
         self._module, self._version = module, _version_of(module)
@@ -223,7 +244,7 @@ class ModuleOfOthers(MadeFiles):
         except ImportError:  # another version of `transformers`: take the names from written files
             return open_tensors(self.fetch(), mapped=mapped)
         module = self._module
-        found = remove_tied_weights_from_state_dict(module.state_dict(), module)
+        found = remove_tied_weights_from_state_dict(without_adapters(module.state_dict()), module)
         left_out = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
         found = {name: tensor for name, tensor in found.items() if name not in left_out}
         return of_one(InMemory(type(module).__name__, revert_weight_conversion(module, found)))
@@ -277,13 +298,15 @@ def find_source(
     offline: bool = False,
     family: Family | None = None,
     strict: bool = False,
+    adapters: Sequence[str | Path] = (),
 ) -> Source:
     """Find a model by its path, by its name on the Hub, or in memory.
 
     `source`: path, name on the Hub (an existing path takes precedence), model of `transformers`, or source.
     `tokenizer`: tokenizer of `transformers`, or a tokenizer's folder. `offline`: use only cached files of the
     Hub. `family`: family to read the checkpoint with, instead of the family of its `model_type`. `strict`:
-    raise an error for fields of the configuration without effect instead of a warning.
+    raise an error for fields of the configuration without effect instead of a warning. `adapters`: folders of
+    adapters of PEFT, which are merged into the model in their order.
 
     Raises UsageError if the source or the tokenizer does not exist, or is of another type. Raises DataError
     if the Hub cannot be reached or lacks the repository, or the configuration cannot be read.
@@ -292,6 +315,10 @@ def find_source(
         return source
     given = tokenizer_folder(tokenizer)
     found = _find(source, given, offline)
+    if adapters:
+        found = adapted(
+            found, [Path(one) for one in adapters], f"{found.name} with {', '.join(map(str, adapters))}"
+        )
     if family is None and not found.is_own and found.record.get("model_type") is None:
         _work_out_model_type(found)
     found.family = family
@@ -314,13 +341,74 @@ def _gguf_at(path: Path) -> Path | None:
     """Return the GGUF file at a path, or in a folder without other weights; else None."""
     if path.is_file():
         return path if path.suffix == ".gguf" else None
-    if any((path / name).exists() for pair in INDEX_AND_WHOLE for name in pair):
+    if _has_weights(path):
         return None
     if not any(path.glob("*.gguf")):
         return None
     from triptych.core.checkpoints.gguf.gguf_model import find_gguf  # a large format of its own
 
     return find_gguf(path)
+
+
+def _has_weights(folder: Path) -> bool:
+    """Return True for a folder with weights in Hugging Face's format."""
+    return any((folder / name).exists() for pair in INDEX_AND_WHOLE for name in pair)
+
+
+def adapted(base: Source, folders: Sequence[Path], name: str) -> Source:
+    """Return a model with adapters of PEFT merged into it."""
+    if base.module is not None or base.is_own:
+        raise UsageError(
+            f"{base.name} is a model of triptych, and adapters of PEFT are for those of transformers"
+        )
+    for folder in folders:
+        if not is_adapter(folder):
+            raise UsageError(f"{folder}: {_no_adapter(folder)}")
+    return _with_adapters(base, [AdapterFolder(folder) for folder in folders], name)
+
+
+def _with_adapters(base: Source, adapters: Sequence[AdapterFolder | AdapterInMemory], name: str) -> Source:
+    from triptych.core.checkpoints.adapters.adapted_model import AdaptedModel
+
+    model = AdaptedModel(base, adapters)
+    found = Source(name, model.record, base.where, model)
+    found.notes = base.notes
+    return found
+
+
+def _no_adapter(folder: Path) -> str:
+    if not folder.exists():
+        return f"there is no such folder{near_path(folder)}: give that of an adapter"
+    below = ", ".join(shown(str(path)) for path in adapters_below(folder))
+    return f"it has no {CONFIGURATION}" + (f"; the folders of adapters in it are {below}" if below else "")
+
+
+def _with_its_base(folder: Path, offline: bool) -> Source:
+    """Open an adapter with the base that its configuration names."""
+    adapter = AdapterFolder(folder).adapter
+    base = adapter.base
+    if base is None:
+        raise UsageError(
+            f"{folder}: an adapter whose {CONFIGURATION} names no base model: give it, and this folder as "
+            "the adapter (--adapter, adapter=)"
+        )
+    if Path(base).is_dir() and is_adapter(Path(base)) and not _has_weights(Path(base)):
+        raise UsageError(
+            f"{folder}: its base {shown(base)} is an adapter, too: give the base and both adapters"
+        )
+    revision = adapter.record.get("revision")
+    if isinstance(revision, str) and revision and not Path(base).exists() and is_hub_id(f"{base}@{revision}"):
+        base = f"{base}@{revision}"
+    try:
+        opened = _find(base, None, offline)
+    except TriptychError as error:
+        raise type(error)(
+            f"{folder} is an adapter of {shown(base)}, which its {CONFIGURATION} names: {error}; give the "
+            "base on this machine, and this folder as the adapter (--adapter, adapter=)"
+        ) from None
+    found = adapted(opened, [folder], str(folder))
+    found.notes = (*opened.notes, f"{folder} is an adapter: read with its base, {shown(base)}")
+    return found
 
 
 def _work_out_model_type(source: Source) -> None:
@@ -342,8 +430,11 @@ def _work_out_model_type(source: Source) -> None:
 def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
     if isinstance(source, nn.Module) and hasattr(source, "save_pretrained"):
         name = str(getattr(source, "name_or_path", "") or type(source).__name__)
-        module = ModuleOfOthers(source, tokenizer)
-        return Source(name, read_json(module.folder / "config.json"), f"{name}/config.json", module)
+        module = ModuleOfOthers(base_of(source), tokenizer)
+        found = Source(name, read_json(module.folder / "config.json"), f"{name}/config.json", module)
+        if has_adapters(source) and (adapters := adapters_of(source)):
+            return _with_adapters(found, adapters, name)
+        return found
     if isinstance(source, nn.Module):
         # Sources in files do not need the modules of this library.
         from triptych.core.models.encoder_decoder import EncoderDecoder
@@ -370,6 +461,9 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
         return Source(name, repository.record, f"{name}/config.json", repository)
     if (file := _gguf_at(path)) is not None:
         return _of_gguf(name, file)
+    folder = path.parent if path.is_file() and path.name.startswith("adapter_") else path
+    if is_adapter(folder) and not _has_weights(folder):
+        return _with_its_base(folder, offline)
     # A tensor file is read with the configuration next to it.
     config = (path if path.is_dir() else path.parent) / "config.json"
     if not config.exists():

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from triptych.errors import DataError
-from triptych.untrusted import read_json, shown
+from triptych.untrusted import shown
 
 
 class Kind(NamedTuple):
@@ -19,10 +19,9 @@ class Kind(NamedTuple):
 # Kinds in order of precedence: the purpose of a folder comes before files that may also be in it.
 KINDS = (
     Kind(
-        ("adapter_config.json",),
-        "an adapter of PEFT (LoRA or the like), which changes another model and is none itself",
-        "merge it into its base model: PeftModel.from_pretrained(base, FOLDER).merge_and_unload(), then "
-        "save_pretrained, and give that folder",
+        ("*/adapter_config.json",),
+        "adapters of PEFT, each in a folder of its own",
+        "give one of these folders, or the base model and them (--adapter, adapter=)",
     ),
     Kind(
         ("model_index.json",),
@@ -117,7 +116,7 @@ def what_is(path: Path) -> str:
     for kind in KINDS:
         if (found := next(_matching(path, kind.names), None)) is not None:
             file = shown(str(found.relative_to(path)))
-            return f"it holds {kind.what} ({file}{_base_of_adapter(found)}): {kind.remedy}"
+            return f"it holds {kind.what} ({file}): {kind.remedy}"
     if (weights := next(_matching(path, _WEIGHTS), None)) is not None:
         beside = "" if (path / "config.json").is_file() else " with the config.json of the model next to it"
         return f"weights are in {shown(weights.name)}: give that file{beside}"
@@ -133,20 +132,14 @@ def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
         yield from sorted(folder.glob(pattern))
 
 
-def _base_of_adapter(path: Path) -> str:
-    if path.name != "adapter_config.json":
-        return ""
-    base = read_json(path).get("base_model_name_or_path")
-    return f", of {shown(base)}" if isinstance(base, str) else ""
-
-
 def refuse_adapters(name: str, tensors: Mapping[str, Any]) -> None:
     """Raise DataError if tensors include weights of an adapter."""
     found = next((tensor for tensor in tensors if any(mark in f".{tensor}" for mark in _MARKS)), None)
     if found is not None:
         raise DataError(
             f"{name}: {shown(found)} belongs to an adapter of PEFT (LoRA or the like) that is not merged: "
-            "merge it (merge_and_unload) and save the model again"
+            "merge it (merge_and_unload) and save the model again, or save the adapter alone "
+            "(PeftModel.save_pretrained), and give it with its base (--adapter, adapter=)"
         )
 
 
