@@ -104,7 +104,8 @@ def load(
     Args:
         source: a run folder, a folder or a tensor file in Hugging Face's format, a GGUF file, the
             folder of an adapter, a name on the Hub (`owner/name`, with `@revision` or without, and with
-            `/FILE.gguf` for a GGUF file; a path of that name comes first), a `transformers` model, or a model of triptych in memory.
+            `/FILE.gguf` for a GGUF file; a path of that name comes first), a `transformers` model, or a
+            model of triptych in memory.
         device: auto, cpu, cuda or cuda:N; auto takes a GPU if available.
         dtype: type of the parameters when the model runs. Default: that of the files.
         tokenizer: the folder of a tokenizer, or a tokenizer of `transformers`, used instead of the
