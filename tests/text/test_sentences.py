@@ -50,6 +50,13 @@ def test_a_sentence_alone_is_one(language: str) -> None:
         assert split_sentences(sentence) == [sentence]
 
 
+def test_sentences_of_people_who_write_everything_small_are_split_too() -> None:
+    parts = split_sentences("there he went. it was late! so what? nothing.")
+    assert parts == ["there he went. ", "it was late! ", "so what? ", "nothing."]
+    german = "Das kostet inkl. der Steuer ca. drei Euro bzw. vier."
+    assert split_sentences(german) == [german]
+
+
 @pytest.mark.parametrize(
     "text", ["OK?Yes", "Yahoo!Japan", "1. First item", "...", "", " ", "และ ครับ", "(He left.)", "Hm … so"]
 )

@@ -44,7 +44,7 @@ _GOES_ON = re.compile(
 # Ends in front of a small letter, where the library knows none in German: of words that are no German
 # abbreviations, for people who write everything small.
 _ENDS_SMALL = re.compile(
-    r"[!?]\s*$|(?:^|[\W\d])(?!inkl|exkl|evtl|zzgl|abzgl|allg|bspw|einschl|ggfs|verh|zusätzl)[^\W\d_]{4,}\.\s*$"
+    r"[!?]\s*$|(?:^|[\W\d])(?!inkl|exkl|evtl|zzgl|abzgl|allg|bspw|einschl|ggfs|verh)[^\W\d_]{4,}\.\s*$"
 )
 _LONGEST_TAIL = 16  # characters that _GOES_ON and _ENDS_SMALL look at
 _OPENING = "「『“«（"
