@@ -13,6 +13,8 @@ from decoding.test_engine import BOS, EOS, PAD, RULES, SOURCES, pad
 from triptych.core.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
 from triptych.running.decoding import Engine, Hypothesis, SearchOptions, length_penalty
 from triptych.running.decoding.engine import GROUP
+from triptych.running.decoding.search import sentence_text
+from triptych.running.decoding.token_loop import Loop
 
 MAX_EXTRA = 6
 ALPHAS = (0.0, 0.6, 1.0, 1.5, 2.0, 3.0)
@@ -261,6 +263,21 @@ def test_a_search_goes_on_while_the_longest_output_may_win_and_no_further(
             monkeypatch.setattr(engine, "step", logits)
             ((best,),) = search(engine, pad([[4]]), options, RULES)
         assert (len(best.ids), len(steps)) == (length, num_steps)
+
+
+@pytest.mark.parametrize("beam_size", [1, 2])
+def test_texts_that_nobody_waits_for_end_between_steps_and_the_next_are_as_if_alone(beam_size: int) -> None:
+    model = make_model()
+    engine, options = Engine(model, never=(PAD, BOS)), SearchOptions(beam_size=beam_size, alpha=0.6)
+    given_up, next_one = (sentence_text(engine, [ids, EOS], options, RULES) for ids in (4, 5))
+    loop = Loop(engine)
+    loop.waiting.append(given_up)
+    assert loop.step()
+    given_up.is_over = True
+    assert not loop.step()
+    loop.run([next_one])
+    ((alone,),) = search(engine, pad([[5]]), options, RULES)
+    assert next_one.best[0] == alone
 
 
 @pytest.mark.parametrize("beam_size", [1, 3])

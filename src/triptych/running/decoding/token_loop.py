@@ -111,7 +111,8 @@ class DecodingBatch(ABC, Generic[TextT]):
                 self.cache = cache
             self.logits = logits
             self.texts = [*self.texts, *new]
-        return self.choose()
+        # Texts end between steps where nobody waits for them; a batch without texts has nothing to choose.
+        return self.choose() if self.texts else []
 
     def _drop_done(self, *, always: bool) -> None:
         # Removing rows is expensive: finished texts stay until they are many or new texts join.
