@@ -113,20 +113,15 @@ class HeadTap:
         self.first = 0  # position of the first query, for calls without it (cross-attention)
 
     @property
-    def _patches(self) -> list["Patch"]:
+    def patches(self) -> list["Patch"]:
         return [edit for _, own in self.edits for edit in own.values() if isinstance(edit, Patch)]
-
-    @property
-    def has_patches(self) -> bool:
-        """Return True if an edit inserts values of another run."""
-        return bool(self._patches)
 
     def require_lengths(self, queries: int | None, keys: int) -> None:
         """Check that patched values fit a text by its numbers of queries and keys.
 
         `queries` is None if a search adds the queries step by step.
         """
-        for patch in self._patches:
+        for patch in self.patches:
             patch.require_lengths(queries, keys)
 
     def __call__(self, name: Activation, value: Tensor, first: int | None) -> Tensor:
@@ -241,7 +236,7 @@ def changed_copy(
 def is_patched(model: LanguageModel | EncoderDecoder) -> bool:
     """Return True if a layer has patched values of another run, valid for texts of one length only."""
     taps = [site.layer.tap for site in attention_sites(model)]
-    return any(isinstance(tap, HeadTap) and tap.has_patches for tap in taps)
+    return any(isinstance(tap, HeadTap) and len(tap.patches) > 0 for tap in taps)
 
 
 # Weights.

@@ -449,7 +449,7 @@ class Semantics:
                 fits = copies % found == 0
             else:
                 copies = num_heads
-                found = _count_heads(part)
+                found = len(part) if isinstance(part, Tensor) else part.num_heads
                 fits = found == copies
             if not fits:
                 words = _IN_WORDS[name].format(self.positions)
@@ -502,11 +502,6 @@ def select_rows(part: Tensor, rows: list[int]) -> Tensor:
 def _select_heads_of(part: Any, order: list[int]) -> Any:
     """Select some heads of a field with parameters for each query head."""
     return select_rows(part, order) if isinstance(part, Tensor) else part.select_heads(order)
-
-
-def _count_heads(part: Any) -> int:
-    """Count the query heads of a field with parameters for each query head."""
-    return len(part) if isinstance(part, Tensor) else part.num_heads
 
 
 # Fields with separate parameters per head, and the heads in question: of queries, keys or values. All code

@@ -52,7 +52,12 @@ class Glossary:
         """Attach to the tokens of a text the translations of its terms."""
         places = [match.lastindex for match in self._pattern.finditer(text)]
         terms = dict.fromkeys(self._ids[place - 1] for place in places if place)
-        whole = [one for one in terms if not any(_has(other, one) for other in terms)]
+        whole = []
+        for term in terms:
+            # A longer term requires the terms within it.
+            longer = [other for other in terms if len(other) > len(term)]
+            if not any(_last_end(other, term) for other in longer):
+                whole.append(term)
         return Sentence(ids, Terms(whole, self._lengthening) if whole else None)
 
 
@@ -80,11 +85,6 @@ def _ids(term: str, tokenizer: SentenceTokenizer) -> tuple[int, ...]:
 def _encoded(texts: Sequence[str], tokenizer: SentenceTokenizer) -> list[list[int]]:
     special = tokenizer.special_ids
     return [[token for token in ids if token not in special] for ids in tokenizer.encode(texts)]
-
-
-def _has(ids: tuple[int, ...], term: tuple[int, ...]) -> bool:
-    """Return True if `term` is a proper part of `ids`."""
-    return len(term) < len(ids) and _last_end(ids, term) > 0
 
 
 def _last_end(ids: tuple[int, ...], term: tuple[int, ...]) -> int:
