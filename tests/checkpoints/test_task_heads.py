@@ -126,6 +126,8 @@ def test_models_with_a_task_are_attended_changed_checked_rewritten_and_saved(
     _made(name, tmp_path / "in")
     model = triptych.load(tmp_path / "in")
     before = model.run(_IDS).logits
+    assert model.check().logits < 1e-4
+    assert len(model.attend(_IDS).tokens) == len(_IDS)
     place = "encoder.0.1" if "T5" in name else "0.1"
     assert not torch.equal(model.ablate([place]).run(_IDS).logits, before)
     rewritten = model.rewrite("truncate(rank=2, forms=['ov'])")

@@ -105,13 +105,16 @@ class TaskHead(nn.Module):
         if pooling == "mean":
             return hidden.mean(dim=0)
         # As in `transformers`, padding is told by its id, and the first token of padding alone is read.
-        if pooling == "last" and self.config.token is None:
-            return hidden[-1]
         token = self.config.token
-        (read,) = torch.where(ids == token if pooling == "end" else ids != token)
-        if pooling == "end" and not len(read):
+        if token is None:
+            return hidden[-1]
+        if pooling == "last":
+            (read,) = ids.ne(token).nonzero(as_tuple=True)
+            return hidden[int(read[-1]) if len(read) else 0]
+        (read,) = ids.eq(token).nonzero(as_tuple=True)
+        if not len(read):
             raise NoEndTokenError(f"the head reads the last end token ({token}), and the text has none")
-        return hidden[int(read[-1]) if len(read) else 0]
+        return hidden[int(read[-1])]
 
 
 @final

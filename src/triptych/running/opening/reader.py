@@ -519,7 +519,7 @@ class Reader(TextReader):
                 logits: Tensor = task(hidden[0], read[0])
                 return logits.reshape(-1, len(task.config.labels))
             head = self.last_stack.head
-            return hidden[0] if head is None else head(hidden)[0]  # type: ignore[no-any-return]
+            return hidden[0] if head is None else head(hidden)[0]
 
     def inputs(self, window: Window, source: AttentionSource, sites: Sequence[Site]) -> dict[str, list[Seen]]:
         names = {there.name: site.name for site in sites for there in self.layers_of(site)}
