@@ -99,11 +99,13 @@ def inputs(model: Any) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def running(model: Any) -> Iterator[None]:
-    """Without gradients. XGLM has the least number of its dtype in the default dtype, which must hold it."""
+    """Without gradients. XGLM and FSMT write the least number of a dtype into another one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if model.config.model_type == "xglm" else before)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+            if model.config.model_type == "fsmt":
+                patch.setattr(Tensor, "float", Tensor.double)
             yield
     finally:
         torch.set_default_dtype(before)
