@@ -32,6 +32,7 @@ from triptych.rewriting.verification import verify as verify
 from triptych.run_page import report as report
 from triptych.running.run import Activations as Activations
 from triptych.running.run import Run as Run
+from triptych.seeing.adapter_effects import AdapterEffects as AdapterEffects
 from triptych.seeing.attending import Attention as Attention
 from triptych.seeing.composition import Composition as Composition
 from triptych.seeing.costing import CostSpec as CostSpec

@@ -27,6 +27,8 @@ Instead = Literal["zero", "mean", "even"]
 # Maps of a later head that read the output of an earlier head.
 Into = Literal["Q", "K", "V"]
 Precision = Literal["fp32", "bf16", "int8"]
+# The forms of a head, W_QK and W_OV.
+FormName = Literal["qk", "ov"]
 # Types of the matrices of a CTranslate2 or GGUF model.
 Quantization = Literal["float32", "float16", "int8"]
 # Treatments of special tokens spelled out in a text (`<|endoftext|>`): as tokens, as in `transformers`, or as

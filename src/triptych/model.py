@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from triptych.running.opening import Reader
     from triptych.running.run import Run
     from triptych.running.text import Coverage, Text
+    from triptych.seeing.adapter_effects import AdapterEffects
     from triptych.seeing.attending import Attention, AttentionBatch, OverText
     from triptych.seeing.composition import Composition
     from triptych.seeing.inspection import Inspection
@@ -196,6 +197,11 @@ class Model:
         return tuple(change.words for change in self._opened.changes)
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The adapters of PEFT that are merged into the model, in order."""
+        return self._opened.source.adapters
+
+    @property
     def num_parameters(self) -> int:
         """The number of parameters in all tensors of the files."""
         return self._opened.num_parameters
@@ -296,6 +302,16 @@ class Model:
             ignore_rotary=ignore_rotary,
             progress=progress,
         )
+
+    def adapter_effects(self) -> AdapterEffects:
+        """Compare every head with that of the base without adapters: what they change in W_QK and W_OV.
+
+        Raises:
+            UsageError: the model was loaded without an adapter.
+        """
+        from triptych.seeing.adapter_effects import adapter_effects
+
+        return adapter_effects(self._opened)
 
     def cost(self) -> ModelCost:
         """Parameters, FLOPs per token and cache bytes of each attention layer."""

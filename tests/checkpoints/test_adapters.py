@@ -285,3 +285,49 @@ def test_adapters_in_memory_are_those_that_are_active(tmp_path: Path) -> None:
         assert torch.equal(load(in_memory).run(IDS).logits, load(tmp_path / "base").run(IDS).logits)
     in_memory.merge_adapter()
     assert "its adapters are merged, and not removed" in refusal(in_memory)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_the_effects_of_an_adapter_are_the_changes_of_the_forms_of_each_head(
+    make: Any, dtype: torch.dtype, tolerance: float, tmp_path: Path
+) -> None:
+    model = make().to(dtype)
+    names = ["c_attn", "attn.c_proj"] if make is gpt2 else ["q_proj", "v_proj"]
+    adapter = adapt(tmp_path, model, target_modules=names, fan_in_fan_out=make is gpt2, r=1)
+    opened = load(tmp_path / "base", adapter=adapter)
+    effects = opened.adapter_effects()
+    assert effects.heads == ("0.0", "0.1", "1.0", "1.1")
+    # One direction of queries, and of keys where they are adapted, too: no rounding of bfloat16 adds a rank.
+    assert {row["qk_rank"] for row in effects.rows()} == ({2} if make is gpt2 else {1})
+    before = load(tmp_path / "base", dtype="float32")[1, 1]
+    for form, old, new in (
+        (
+            "qk",
+            before.W_Q.float() @ before.W_K.float().mT,
+            opened[1, 1].W_Q.float() @ opened[1, 1].W_K.float().mT,
+        ),
+        ("ov", before.W_V.float() @ before.W_O.float(), opened[1, 1].W_V.float() @ opened[1, 1].W_O.float()),
+    ):
+        row = effects.rows()[3]
+        assert row[f"{form}_norm"] == pytest.approx(float((new - old).norm()), rel=tolerance)
+        assert row[f"{form}_ratio"] == pytest.approx(row[f"{form}_norm"] / float(old.norm()), rel=tolerance)
+        found = effects.directions("1.1", form)
+        assert len(found.S) == row[f"{form}_rank"]
+        rebuilt = (found.U * found.S @ found.Vh).float()
+        assert (rebuilt - (new - old)).norm() < tolerance * (new - old).norm()
+
+
+def test_heads_that_an_adapter_leaves_alone_have_no_rank(tmp_path: Path) -> None:
+    adapter = adapt(tmp_path, llama(), target_modules=["q_proj"], layers_to_transform=[1])
+    effects = load(tmp_path / "base", adapter=adapter).adapter_effects()
+    assert [row["qk_rank"] for row in effects.rows()] == [0, 0, 2, 2]
+    assert {row["ov_rank"] for row in effects.rows()} == {0}
+    assert {row["ov_norm"] for row in effects.rows()} == {0.0}
+    assert effects.top(1)[0]["head"] in ("1.0", "1.1")
+    assert "most changed: 1." in repr(effects)
+    assert len(effects.directions("0.1", "qk").S) == 0
+    with pytest.raises(TriptychError, match=r"there is no head 7\.0"):
+        effects.directions("7.0")
+    with pytest.raises(TriptychError, match="has no adapter: load the base with one"):
+        load(tmp_path / "base").adapter_effects()

@@ -14,6 +14,7 @@ from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_written, progress_bar
 from triptych.files import write_text
 from triptych.model import Model, load
+from triptych.seeing.adapter_effects import AdapterEffects
 from triptych.seeing.inspection import (
     MEASURES,
     Inspection,
@@ -44,7 +45,8 @@ def inspect(
     """Measure the attention weights of a checkpoint, head by head.
 
     Reports spectra and ranks of W_QK and W_OV, the similarity of W_Q, W_K and W_V compared with chance,
-    symmetry and copying. The model is not run: `triptych attend --over` measures what heads do on a text.
+    symmetry and copying; with --adapter also what the adapter changes in W_QK and W_OV. The model is not run:
+    `triptych attend --over` measures what heads do on a text.
 
     Files:
         html: Write an HTML page to this file.
@@ -65,17 +67,20 @@ def inspect(
     names = models if compare is None else [*models, compare]
     outputs = Output(html, is_page), Output(csv, begins_with(_CSV_START)), Output(parquet, is_parquet)
 
-    def measure(name: str) -> Inspection:
+    def measure(name: str) -> tuple[Inspection, AdapterEffects | None]:
+        model = load_model(name, opening=opening)
         with progress_bar("reading {task.description}", name) as tell:
-            return load_model(name, opening=opening).inspect(
+            measured = model.inspect(
                 layers=numbers(layers, "--layers"),
                 heads=numbers(heads, "--heads"),
                 **measuring,
                 progress=tell,
             )
+        return measured, model.adapter_effects() if model.adapters else None
 
-    def show(measured: Sequence[Inspection]) -> None:
-        found = _with_distinct_names(measured)
+    def show(measured: Sequence[tuple[Inspection, AdapterEffects | None]]) -> None:
+        found = _with_distinct_names([inspection for inspection, _ in measured])
+        effects = [own for _, own in measured]
         if html is not None:
             write_text(html, heads_page(found, shlex.join(["triptych", *sys.argv[1:]])))
         rows = [{"checkpoint": one.name, **row} for one in found for row in one.rows()]
@@ -84,13 +89,17 @@ def inspect(
         if parquet is not None:
             write_parquet(rows, parquet, [measure.name for measure in MEASURES])
         if as_json:
-            records = [inspection.record() for inspection in found]
+            records = [
+                inspection.record() | ({} if own is None else {"adapter": own.record()})
+                for inspection, own in zip(found, effects, strict=True)
+            ]
             print_json(records[0] if len(records) == 1 else records)
             return
         console = Terminal(soft_wrap=True)
-        for lines, tables in [inspection.shown() for inspection in found]:
+        for inspection, own in zip(found, effects, strict=True):
+            lines, tables = inspection.shown()
             console.print("\n".join(lines))
-            for table in tables:
+            for table in [*tables, *([] if own is None else [own.table()])]:
                 console.print(render_table(table))
         if len(found) > 1:
             console.print(render_table(side_by_side(*found)))

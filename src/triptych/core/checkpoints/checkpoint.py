@@ -99,9 +99,13 @@ class Checkpoint(AttentionSource):
         return None if lender is None else lender.site
 
     def holding(self, tensors: Mapping[str, Tensor]) -> "Checkpoint":
-        """Return the checkpoint with tensors in memory instead of stored tensors of the same names."""
+        """Return the checkpoint with tensors in memory in place of stored tensors of the same names."""
+        return self.with_tensors(self.tensors.holding(tensors))
+
+    def with_tensors(self, tensors: Tensors) -> "Checkpoint":
+        """Return the checkpoint with all its tensors read from elsewhere."""
         found = copy.copy(self)
-        found.tensors = self.tensors.holding(tensors)
+        found.tensors = tensors
         return found
 
     def place(self, site: Site) -> Place:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from triptych.core.storage.tensors import Tensors
 
 if TYPE_CHECKING:
+    from triptych.core.checkpoints.adapters.adapted_model import WithAndWithout
     from triptych.core.checkpoints.source import Source
 
 
@@ -15,6 +16,7 @@ class MadeFiles(ABC):
 
     has_tokenizer: bool
     is_in_memory: bool = False  # True if there are no files that could be replaced
+    adapter_names: tuple[str, ...] = ()
     path: Path | None = None  # file of the model; None for a module in memory
 
     @property
@@ -33,6 +35,10 @@ class MadeFiles(ABC):
     @abstractmethod
     def fetch(self) -> Path:
         """Write the weights to the folder, once; return the folder."""
+
+    def in_double(self) -> "WithAndWithout | None":
+        """Return the tensors without and with adapters, in float64; None without adapters."""
+        return None
 
     def reopened(self) -> "Source | None":
         """Return a model made of other sources, found again; None if `path` says where it lies."""

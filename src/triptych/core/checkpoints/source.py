@@ -8,7 +8,7 @@ from copy import copy
 from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
@@ -40,6 +40,9 @@ from triptych.core.storage.tensors import (
 from triptych.core.storage.unreadable import what_is
 from triptych.errors import DataError, TriptychError, UsageError, near_path
 from triptych.untrusted import Stamps, read_json, shown
+
+if TYPE_CHECKING:
+    from triptych.core.checkpoints.adapters.adapted_model import WithAndWithout
 
 # The kind of an encoder-decoder in the format of this library.
 _PAIR = "encoder-decoder"
@@ -199,6 +202,17 @@ class Source:
         if isinstance(self.found, Repository | MadeFiles):
             return self.found.tensors(mapped=mapped)
         return open_tensors(self.path, mapped=mapped)
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that are merged into the model."""
+        return self.found.adapter_names if isinstance(self.found, MadeFiles) else ()
+
+    def without_and_with_adapters(self) -> "WithAndWithout | None":
+        """Open the tensors without and with the adapters, in float64; None for a model without adapters."""
+        if isinstance(self.found, MadeFiles):
+            return self.found.in_double()
+        return None
 
 
 @final

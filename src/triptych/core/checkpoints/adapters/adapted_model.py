@@ -3,10 +3,11 @@
 import shutil
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -43,6 +44,14 @@ _TOKENIZER = (
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 
+class WithAndWithout(NamedTuple):
+    """A model without and with adapters."""
+
+    names: tuple[str, ...]  # of the adapters
+    base: Tensors
+    adapted: Tensors
+
+
 @final
 class AdaptedModel(MadeFiles):
     """A base with adapters, merged one after another; its files are made when they are needed."""
@@ -53,6 +62,7 @@ class AdaptedModel(MadeFiles):
         self.is_in_memory = base.is_in_memory
         self.folders = [one.folder for one in adapters if one.folder is not None]
         self.adapters = [one.adapter for one in self._adapters]
+        self.adapter_names = tuple(adapter.name for adapter in self.adapters)
         self.record = self._merged(self.base_tensors())[1]
         made = base.found
         self.has_tokenizer = (
@@ -75,6 +85,12 @@ class AdaptedModel(MadeFiles):
         """Open the tensors of the base with what the adapters add."""
         self.require_same()
         return self._merged(self.base_tensors(mapped=mapped))[0]
+
+    def in_double(self) -> "WithAndWithout":
+        """Open the tensors of the base without and with the adapters, in float64."""
+        self.require_same()
+        base = of_one(_InDouble(self.base_tensors()))
+        return WithAndWithout(self.adapter_names, base, self._merged(base)[0])
 
     def _merged(self, tensors: Tensors) -> tuple[Tensors, dict[str, Any]]:
         """Return the tensors and the configuration with all adapters."""
@@ -283,6 +299,22 @@ class _Merged(TensorFile):
             rest = rest.partition(".")[2]
         found = [own for own in self.infos if own.endswith(f".{name}")]
         return found[0] if len(found) == 1 else None
+
+
+@final
+class _InDouble(TensorFile):
+    """The tensors of a model in float64: what is merged into them is not rounded to their dtype."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.name = tensors.name
+        self._tensors = tensors
+        self.infos = {
+            name: _plain(replace(info, dtype=torch.float64)) if info.dtype.is_floating_point else info
+            for name, info in tensors.infos.items()
+        }
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors.read(name).to(self.infos[name].dtype)
 
 
 def _module(name: str) -> str:

@@ -1,0 +1,166 @@
+"""What adapters do to every head: the changes of W_QK and W_OV."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from triptych.core.algebra.forms import BilinearForm, ThinSVD
+from triptych.core.checkpoints.checkpoint import Checkpoint
+from triptych.core.heads import Layer
+from triptych.errors import UsageError
+from triptych.literals import FormName, check_choices
+from triptych.running.opened_source import Opened
+from triptych.seeing.reports import Table
+
+# Smaller shares of the largest singular value of the base's form are rounding in float64.
+_NO_CHANGE = 1e-12
+_SHOWN = 10
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FormChange:
+    """The change of one form, W_QK or W_OV, in all heads of a layer.
+
+    Attributes:
+        change: form with the adapters, minus that of the base.
+        base_norm: Frobenius norm of the base's form.
+        rank: rank of the change.
+    """
+
+    change: BilinearForm
+    base_norm: Float[Tensor, " heads"]
+    rank: Int[Tensor, " heads"]
+
+    @property
+    def norm(self) -> Float[Tensor, " heads"]:
+        """Frobenius norm of the change."""
+        return self.change.norm()
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class AdapterEffects:
+    """What adapters do to every head, in W_QK and W_OV.
+
+    Forms are products of the maps: rotations by position, norms of heads and biases are left out.
+
+    Attributes:
+        adapters: folders or names of the adapters.
+        heads: names of the heads, such as `3.2`.
+    """
+
+    adapters: tuple[str, ...]
+    heads: tuple[str, ...]
+    _qk: tuple[FormChange, ...]
+    _ov: tuple[FormChange, ...]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one record per head: of both forms the rank, the norm, and its ratio to the base's norm."""
+        found: list[dict[str, Any]] = [{"head": head} for head in self.heads]
+        for form, changes in (("qk", self._qk), ("ov", self._ov)):
+            for row, values in zip(found, _values(changes), strict=True):
+                row |= {f"{form}_{name}": value for name, value in values.items()}
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """Return adapters and rows as one record."""
+        return {"adapters": [*self.adapters], "heads": self.rows()}
+
+    def top(self, count: int = 10) -> list[dict[str, Any]]:
+        """Return the rows of the heads that are changed most: by the larger of both ratios."""
+        return sorted(self.rows(), key=lambda row: -max(row["qk_ratio"], row["ov_ratio"]))[:count]
+
+    @check_choices
+    def directions(self, head: str, form: FormName = "ov") -> ThinSVD:
+        """Decompose the change of a head's form: what it reads (U), how strongly (S), what it writes (Vh).
+
+        For "qk", U are directions of queries and Vh of keys. Only as many are returned as the rank.
+
+        Args:
+            head: name of the head, such as `3.2`.
+            form: "qk" or "ov".
+
+        Raises:
+            UsageError: there is no such head, or no such form.
+        """
+        if head not in self.heads:
+            raise UsageError(f"there is no head {head}: heads are {self.heads[0]} to {self.heads[-1]}")
+        number = self.heads.index(head)
+        for layer in self._qk if form == "qk" else self._ov:
+            if number < len(layer.rank):
+                found = BilinearForm(layer.change.left[number], layer.change.right[number]).svd()
+                rank = int(layer.rank[number])
+                return ThinSVD(found.U[:, :rank], found.S[:rank], found.Vh[:rank])
+            number -= len(layer.rank)
+        raise AssertionError("every head is in a layer")
+
+    def table(self, count: int = _SHOWN) -> Table:
+        """Return the heads that are changed most as a table."""
+        shown = self.top(count)
+        all_heads = len(self.heads)
+        of = (
+            "" if len(shown) == all_heads else f": the {len(shown)} heads of {all_heads} that it changes most"
+        )
+        return Table(
+            f"What the adapter does{of}",
+            ("head", "rank of ΔW_QK", "‖ΔW_QK‖ / ‖W_QK‖", "rank of ΔW_OV", "‖ΔW_OV‖ / ‖W_OV‖"),
+            tuple(
+                (
+                    row["head"],
+                    str(row["qk_rank"]),
+                    f"{row['qk_ratio']:.3g}",
+                    str(row["ov_rank"]),
+                    f"{row['ov_ratio']:.3g}",
+                )
+                for row in shown
+            ),
+            numeric=(1, 2, 3, 4),
+        )
+
+    def __repr__(self) -> str:
+        most = "; ".join(
+            f"{row['head']} (W_QK {row['qk_ratio']:.3g}, W_OV {row['ov_ratio']:.3g})" for row in self.top(3)
+        )
+        return (
+            f"AdapterEffects of {', '.join(self.adapters)}: {len(self.heads)} heads\n  most changed: {most}"
+        )
+
+
+def _values(changes: tuple[FormChange, ...]) -> Iterator[dict[str, Any]]:
+    for layer in changes:
+        norms = layer.norm.tolist()
+        for norm, base, rank in zip(norms, layer.base_norm.tolist(), layer.rank.tolist(), strict=True):
+            ratio = norm / base if base else float("inf") if rank else 0.0
+            yield {"rank": rank, "norm": norm if rank else 0.0, "ratio": ratio if rank else 0.0}
+
+
+def adapter_effects(opened: Opened) -> AdapterEffects:
+    """Compare every head with that of the base, in float64."""
+    pair = opened.source.without_and_with_adapters()
+    if pair is None:
+        raise UsageError(f"{opened.name} has no adapter: load the base with one (adapter=, --adapter)")
+    checkpoint = opened.unchanged.attention
+    assert isinstance(checkpoint, Checkpoint)
+    # In float64: maps that are rounded to the dtype of the files would hide the rank of a small change.
+    base = checkpoint.with_tensors(pair.base)
+    adapted = checkpoint.with_tensors(pair.adapted)
+    heads = list[str]()
+    qk = list[FormChange]()
+    ov = list[FormChange]()
+    for layer, place in zip(opened.unchanged.layers, checkpoint.layers, strict=True):
+        before = Layer(layer.name, base, place.site)
+        after = Layer(layer.name, adapted, place.site)
+        heads += [f"{layer.name}.{head}" for head in range(before.num_heads)]
+        qk.append(_change(BilinearForm(before.W_Q, before.W_K), BilinearForm(after.W_Q, after.W_K)))
+        ov.append(_change(BilinearForm(before.W_V, before.W_O.mT), BilinearForm(after.W_V, after.W_O.mT)))
+    return AdapterEffects(pair.names, tuple(heads), tuple(qk), tuple(ov))
+
+
+def _change(before: BilinearForm, after: BilinearForm) -> FormChange:
+    change = after - before
+    largest = before.spectral_norm()[..., None] * _NO_CHANGE
+    return FormChange(change, before.norm(), change.singular_values().gt(largest).sum(dim=-1))
