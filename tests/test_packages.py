@@ -23,6 +23,7 @@ OPTIONAL = {
     "onnx",
     "onnxruntime",
     "pandas",
+    "peft",
     "pyarrow",
     "scipy",
     "prometheus_client",
