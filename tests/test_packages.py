@@ -24,6 +24,7 @@ OPTIONAL = {
     "onnx",
     "onnxruntime",
     "pandas",
+    "peft",
     "pyarrow",
     "scipy",
     "prometheus_client",

@@ -197,11 +197,6 @@ class Model:
         return tuple(change.words for change in self._opened.changes)
 
     @property
-    def adapters(self) -> tuple[str, ...]:
-        """The adapters of PEFT that are merged into the model, in order."""
-        return self._opened.source.adapters
-
-    @property
     def num_parameters(self) -> int:
         """The number of parameters in all tensors of the files."""
         return self._opened.num_parameters
@@ -303,12 +298,8 @@ class Model:
             progress=progress,
         )
 
-    def adapter_effects(self) -> AdapterEffects:
-        """Compare every head with that of the base without adapters: what they change in W_QK and W_OV.
-
-        Raises:
-            UsageError: the model was loaded without an adapter.
-        """
+    def adapter_effects(self) -> AdapterEffects | None:
+        """What adapters change in W_QK and W_OV of every head; None for a model without adapters."""
         from triptych.seeing.adapter_effects import adapter_effects
 
         return adapter_effects(self._opened)

@@ -297,6 +297,7 @@ def test_the_effects_of_an_adapter_are_the_changes_of_the_forms_of_each_head(
     adapter = adapt(tmp_path, model, target_modules=names, fan_in_fan_out=make is gpt2, r=1)
     opened = load(tmp_path / "base", adapter=adapter)
     effects = opened.adapter_effects()
+    assert effects is not None
     assert effects.heads == ("0.0", "0.1", "1.0", "1.1")
     # One direction of queries, and of keys where they are adapted, too: no rounding of bfloat16 adds a rank.
     assert {row["qk_rank"] for row in effects.rows()} == ({2} if make is gpt2 else {1})
@@ -321,6 +322,7 @@ def test_the_effects_of_an_adapter_are_the_changes_of_the_forms_of_each_head(
 def test_heads_that_an_adapter_leaves_alone_have_no_rank(tmp_path: Path) -> None:
     adapter = adapt(tmp_path, llama(), target_modules=["q_proj"], layers_to_transform=[1])
     effects = load(tmp_path / "base", adapter=adapter).adapter_effects()
+    assert effects is not None
     assert [row["qk_rank"] for row in effects.rows()] == [0, 0, 2, 2]
     assert {row["ov_rank"] for row in effects.rows()} == {0}
     assert {row["ov_norm"] for row in effects.rows()} == {0.0}
@@ -329,5 +331,4 @@ def test_heads_that_an_adapter_leaves_alone_have_no_rank(tmp_path: Path) -> None
     assert len(effects.directions("0.1", "qk").S) == 0
     with pytest.raises(TriptychError, match=r"there is no head 7\.0"):
         effects.directions("7.0")
-    with pytest.raises(TriptychError, match="has no adapter: load the base with one"):
-        load(tmp_path / "base").adapter_effects()
+    assert load(tmp_path / "base").adapter_effects() is None

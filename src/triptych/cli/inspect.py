@@ -76,7 +76,7 @@ def inspect(
                 **measuring,
                 progress=tell,
             )
-        return measured, model.adapter_effects() if model.adapters else None
+        return measured, model.adapter_effects()
 
     def show(measured: Sequence[tuple[Inspection, AdapterEffects | None]]) -> None:
         found = _with_distinct_names([inspection for inspection, _ in measured])

@@ -138,11 +138,11 @@ def _values(changes: tuple[FormChange, ...]) -> Iterator[dict[str, Any]]:
             yield {"rank": rank, "norm": norm if rank else 0.0, "ratio": ratio if rank else 0.0}
 
 
-def adapter_effects(opened: Opened) -> AdapterEffects:
-    """Compare every head with that of the base, in float64."""
+def adapter_effects(opened: Opened) -> AdapterEffects | None:
+    """Compare every head with that of the base, in float64; None for a model without adapters."""
     pair = opened.source.without_and_with_adapters()
     if pair is None:
-        raise UsageError(f"{opened.name} has no adapter: load the base with one (adapter=, --adapter)")
+        return None
     checkpoint = opened.unchanged.attention
     assert isinstance(checkpoint, Checkpoint)
     # In float64: maps that are rounded to the dtype of the files would hide the rank of a small change.

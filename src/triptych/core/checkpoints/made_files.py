@@ -2,13 +2,17 @@
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from triptych.core.storage.tensors import Tensors
 
-if TYPE_CHECKING:
-    from triptych.core.checkpoints.adapters.adapted_model import WithAndWithout
-    from triptych.core.checkpoints.source import Source
+
+class WithAndWithout(NamedTuple):
+    """A model without and with adapters."""
+
+    names: tuple[str, ...]  # of the adapters
+    base: Tensors
+    adapted: Tensors
 
 
 class MadeFiles(ABC):
@@ -16,7 +20,6 @@ class MadeFiles(ABC):
 
     has_tokenizer: bool
     is_in_memory: bool = False  # True if there are no files that could be replaced
-    adapter_names: tuple[str, ...] = ()
     path: Path | None = None  # file of the model; None for a module in memory
 
     @property
@@ -36,10 +39,6 @@ class MadeFiles(ABC):
     def fetch(self) -> Path:
         """Write the weights to the folder, once; return the folder."""
 
-    def in_double(self) -> "WithAndWithout | None":
+    def in_double(self) -> WithAndWithout | None:
         """Return the tensors without and with adapters, in float64; None without adapters."""
-        return None
-
-    def reopened(self) -> "Source | None":
-        """Return a model made of other sources, found again; None if `path` says where it lies."""
         return None

@@ -8,7 +8,7 @@ from copy import copy
 from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from torch import nn
 
@@ -26,7 +26,7 @@ from triptych.core.checkpoints.adapters.adapter import (
     is_adapter,
 )
 from triptych.core.checkpoints.family import Family
-from triptych.core.checkpoints.made_files import MadeFiles
+from triptych.core.checkpoints.made_files import MadeFiles, WithAndWithout
 from triptych.core.checkpoints.model_types import model_type_of_class, model_types_of_tensors
 from triptych.core.storage.hub import Repository, gguf_on_hub, is_hub_id, open_hub
 from triptych.core.storage.tensors import (
@@ -40,9 +40,6 @@ from triptych.core.storage.tensors import (
 from triptych.core.storage.unreadable import what_is
 from triptych.errors import DataError, TriptychError, UsageError, near_path
 from triptych.untrusted import Stamps, read_json, shown
-
-if TYPE_CHECKING:
-    from triptych.core.checkpoints.adapters.adapted_model import WithAndWithout
 
 # The kind of an encoder-decoder in the format of this library.
 _PAIR = "encoder-decoder"
@@ -61,6 +58,8 @@ class Source:
         tokenizer: folder of a tokenizer given by the user; None for the tokenizer among the files.
         strict: true if fields of the configuration without effect are an error instead of a warning.
         notes: sentences on assumptions about the configuration.
+        base: for a model with adapters, the model without them.
+        adapters: folders of the adapters.
     """
 
     def __init__(
@@ -78,6 +77,8 @@ class Source:
         self.tokenizer: Path | None = None
         self.strict = False
         self.notes: tuple[str, ...] = ()
+        self.base: Source | None = None
+        self.adapters: tuple[Path, ...] = ()
         # Stamps of the files, to refuse files replaced after this point.
         self._stamps = Stamps(self._weight_files())
 
@@ -122,10 +123,9 @@ class Source:
 
     def reopened(self) -> "Source":
         """Return the source found again at the same path or name on the Hub, with the same options."""
-        again = self.found.reopened() if isinstance(self.found, MadeFiles) else None
         path = self.found.path if isinstance(self.found, MadeFiles) else self.found
-        if again is not None:
-            found = again
+        if self.base is not None:
+            found = adapted(self.base.reopened(), self.adapters, self.name)
         elif isinstance(path, Path):
             found = _find(path, None, offline=False)
         else:
@@ -203,12 +203,7 @@ class Source:
             return self.found.tensors(mapped=mapped)
         return open_tensors(self.path, mapped=mapped)
 
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters that are merged into the model."""
-        return self.found.adapter_names if isinstance(self.found, MadeFiles) else ()
-
-    def without_and_with_adapters(self) -> "WithAndWithout | None":
+    def without_and_with_adapters(self) -> WithAndWithout | None:
         """Open the tensors without and with the adapters, in float64; None for a model without adapters."""
         if isinstance(self.found, MadeFiles):
             return self.found.in_double()
@@ -378,7 +373,10 @@ def adapted(base: Source, folders: Sequence[Path], name: str) -> Source:
     for folder in folders:
         if not is_adapter(folder):
             raise UsageError(f"{folder}: {_no_adapter(folder)}")
-    return _with_adapters(base, [AdapterFolder(folder) for folder in folders], name)
+    found = _with_adapters(base, [AdapterFolder(folder) for folder in folders], name)
+    found.base = base
+    found.adapters = tuple(folders)
+    return found
 
 
 def _with_adapters(base: Source, adapters: Sequence[AdapterFolder | AdapterInMemory], name: str) -> Source:

@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from triptych.core.checkpoints.adapters.adapted_module import AdapterInMemory
 from triptych.core.checkpoints.adapters.adapter import EMBEDDINGS, HEADS, Adapter, AdapterFolder
-from triptych.core.checkpoints.made_files import MadeFiles
+from triptych.core.checkpoints.made_files import MadeFiles, WithAndWithout
 from triptych.core.storage.quantised import dequantised
 from triptych.core.storage.settings import Settings
 from triptych.core.storage.shards import write_tensors
@@ -22,9 +22,6 @@ from triptych.core.storage.tensors import SAFETENSORS, TensorFile, TensorInfo, T
 from triptych.errors import DataError
 from triptych.files import write_json
 from triptych.untrusted import shown
-
-if TYPE_CHECKING:
-    from triptych.core.checkpoints.source import Source
 
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx")
 _TOKENIZER = (
@@ -44,20 +41,12 @@ _TOKENIZER = (
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 
-class WithAndWithout(NamedTuple):
-    """A model without and with adapters."""
-
-    names: tuple[str, ...]  # of the adapters
-    base: Tensors
-    adapted: Tensors
-
-
 @final
 class AdaptedModel(MadeFiles):
     """A base with adapters, merged one after another; its files are made when they are needed."""
 
-    def __init__(self, base: "Source", adapters: Sequence[AdapterFolder | AdapterInMemory]) -> None:
-        self.base = base
+    def __init__(self, base: Any, adapters: Sequence[AdapterFolder | AdapterInMemory]) -> None:
+        self.base = base  # a `Source`, whose module imports this one
         self._adapters = adapters
         self.is_in_memory = base.is_in_memory
         self.folders = [one.folder for one in adapters if one.folder is not None]
@@ -86,7 +75,7 @@ class AdaptedModel(MadeFiles):
         self.require_same()
         return self._merged(self.base_tensors(mapped=mapped))[0]
 
-    def in_double(self) -> "WithAndWithout":
+    def in_double(self) -> WithAndWithout:
         """Open the tensors of the base without and with the adapters, in float64."""
         self.require_same()
         base = of_one(_InDouble(self.base_tensors()))
@@ -122,11 +111,6 @@ class AdaptedModel(MadeFiles):
         if not target.exists():
             write_tensors(self.tensors(), target)
         return self.folder
-
-    def reopened(self) -> "Source":
-        from triptych.core.checkpoints.source import adapted  # which imports this module for such models
-
-        return adapted(self.base.reopened(), self.folders, self.base.name)
 
     @property
     def _own_tokenizer(self) -> list[Path]:
