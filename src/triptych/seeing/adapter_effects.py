@@ -13,7 +13,7 @@ from triptych.core.heads import Layer
 from triptych.errors import UsageError
 from triptych.literals import FormName, check_choices
 from triptych.running.opened_source import Opened
-from triptych.seeing.reports import Table
+from triptych.seeing.reports.records import Table
 
 # Smaller shares of the largest singular value of the base's form are rounding in float64.
 _NO_CHANGE = 1e-12
