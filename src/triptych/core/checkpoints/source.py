@@ -328,7 +328,8 @@ def find_source(
         found = adapted(
             found, [Path(one) for one in adapters], f"{found.name} with {', '.join(map(str, adapters))}"
         )
-    if family is None and not found.is_own and found.record.get("model_type") is None:
+    is_unnamed = found.module is None and not found.is_own and found.record.get("model_type") is None
+    if family is None and is_unnamed:
         _work_out_model_type(found)
     found.family = family
     found.strict = strict

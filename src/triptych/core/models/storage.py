@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from triptych import user_code
+from triptych.core.attention.projections.maps import StoredLink
 from triptych.core.attention.shapes import shapes_only
 from triptych.core.models.configuration import LanguageModelConfig, ModelConfig
 from triptych.core.models.encoder_decoder import AnyModel, EncoderDecoder
@@ -58,9 +59,20 @@ def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {stored_name(name): value for name, value in model.named_parameters()}
 
 
+def stored_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights that are not trained by their names in files, such as corrections of a router.
+
+    Fixed maps of a parameterisation are left out: the configuration says what they are.
+    """
+    kept = model.state_dict().keys()
+    fixed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, StoredLink)}
+    return {stored_name(n): value for n, value in model.named_buffers() if n in kept and n not in fixed}
+
+
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights by their names in files, tied weights once."""
-    return {name: value.detach().contiguous() for name, value in stored_parameters(model).items()}
+    tensors = {**stored_parameters(model), **stored_buffers(model)}
+    return {name: value.detach().contiguous() for name, value in tensors.items()}
 
 
 def write_config(model: AnyModel, folder: Path) -> None:
@@ -181,8 +193,8 @@ def _fitting(
                 f"and there {layers}"
             )
     with shapes_only():
-        wanted = stored_parameters(make())
-    _require_fit(_shapes(wanted), held, str(path.parent / _WEIGHTS))
+        wanted = make()
+    _require_fit(wanted, held, str(path.parent / _WEIGHTS))
     return make()
 
 
@@ -190,8 +202,12 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sequence[int]]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def _require_fit(wanted: Mapping[str, Sequence[int]], held: Mapping[str, Sequence[int]], origin: str) -> None:
+def _require_fit(model: nn.Module, held: Mapping[str, Sequence[int]], origin: str) -> None:
     """Check that names and shapes of stored tensors equal the names and shapes of a model's tensors."""
+    parameters = _shapes(stored_parameters(model))
+    # Files of earlier releases lack buffers, which then keep the values that the model was built with.
+    buffers = {name: shape for name, shape in _shapes(stored_buffers(model)).items() if name in held}
+    wanted = {**parameters, **buffers}
     missing = wanted.keys() - held.keys()
     unknown = held.keys() - wanted.keys()
     if missing or unknown:
@@ -223,16 +239,17 @@ def load_tensors(
 ) -> None:
     """Copy named tensors into a model; names must match exactly."""
     # Check everything first, so that an error leaves the model unchanged.
-    parameters = stored_parameters(model)
-    _require_fit(_shapes(parameters), _shapes(tensors), origin)
-    for name, parameter in parameters.items():
+    _require_fit(model, _shapes(tensors), origin)
+    stored: dict[str, torch.Tensor] = {**stored_parameters(model), **stored_buffers(model)}
+    wanted = {name: value for name, value in stored.items() if name in tensors}
+    for name, parameter in wanted.items():
         if parameter.dtype != tensors[name].dtype:
             raise DataError(
                 f"{origin}: {name} is {tensors[name].dtype}, the model {parameter.dtype}: "
                 "convert the file first; reading does not cast"
             )
     with torch.no_grad():
-        for name, parameter in parameters.items():
+        for name, parameter in wanted.items():
             parameter.copy_(place(parameter, tensors[name]))
 
 

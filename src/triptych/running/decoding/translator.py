@@ -113,12 +113,16 @@ class Translator:
             batch_sentences=batch_sentences,
             workers=workers,
         )
-        self.options = self.decoder.options
         self.batch_tokens = batch_tokens
         self.precision: Precision = precision
         self.shortlist = shortlist
         self._glossary: Glossary | None = None
         self._special_tokens: SpecialTokens = "tokens"
+
+    @property
+    def options(self) -> SearchOptions:
+        """Search options of the decoder."""
+        return self.decoder.options
 
     @property
     def engine(self) -> Literal["triptych", "ctranslate2"]:
