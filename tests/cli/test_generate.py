@@ -210,7 +210,7 @@ def in_place_of_all(opened: Reader, folder: Path, monkeypatch: pytest.MonkeyPatc
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text("{}")
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(Opened, "model", opened)
+    monkeypatch.setattr(Opened, "plain_reader", opened)
 
 
 @pytest.fixture

@@ -16,6 +16,8 @@ from checkpoints.tiny_marian import write_marian
 from command import Command
 from small_checkpoints import HEADS, LAYERS, D, gpt2, gpt2_that_runs, llama
 from tiny_recipe import tiny_recipe
+from triptych.core.models import attention_sites
+from triptych.core.models.storage import read_own_model
 from triptych.core.storage.copying import CERTIFICATE
 from triptych.rewriting import whole_models as comparing
 from triptych.rewriting.certificate import Certificate, read_certificate
@@ -391,14 +393,8 @@ def mixed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def projections(run: Path) -> list[str]:
     """As config.json names them: encoder, decoder, cross-attention."""
-    model = json.loads((run / "config.json").read_text())["model"]
-    found = (
-        model["encoder"]["attention"],
-        model["decoder"]["attention"],
-        model["decoder"]["cross_attention"],
-    )
-    kinds = [attention["projections"] for attention in found]
-    return [kind if isinstance(kind, str) else kind["kind"] for kind in kinds]
+    layers = {site.name: site.layer for site in attention_sites(read_own_model(run))}
+    return [layers[name].parameterisation.name for name in ("encoder.0", "decoder.0", "cross.0")]
 
 
 def test_of_runs_of_ours_norms_outside_the_attention_are_left_alone_and_that_is_said(

@@ -102,7 +102,7 @@ def test_encoders_and_other_formats_are_refused(tmp_path: Path) -> None:
     run_of(tmp_path / "run", {}, "encoder")
     with pytest.raises(UsageError, match="it is an encoder"):
         convert(open_reader(tmp_path / "run", "cpu"), tmp_path / "out", "hf")
-    with pytest.raises(UsageError, match="converted --to hf or ctranslate2 alone"):
+    with pytest.raises(UsageError, match="converted --to hf, ctranslate2 or gguf alone"):
         convert(open_reader(tmp_path / "run", "cpu"), tmp_path / "out", "onnx")
     assert not can_convert(open_reader(tmp_path / "run", "cpu"))
 

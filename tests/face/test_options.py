@@ -92,6 +92,8 @@ CASES = [
     *cases("sweep", "gpt2", PAIR, what="q"),
     *cases("translator", "marian", {}, beam_size=9, alpha=0.3, num_best=2, max_extra_tokens=1),
     *cases("translator", "marian", {"stop": "certain"}, stop="full"),
+    *cases("translator", "marian", {}, split=False),
+    *cases("translate", "marian", {"text": "ein Satz. zwei Satz."}, split=False),
     *cases("translator", "marian", {}, max_source_tokens=3, glossary={"men": "X"}, workers=0),
     *cases("run", "gpt2", ONE, grad=True, max_tokens=4, target="a"),
     *cases("run", "marian", ONE, target="ein Satz"),
@@ -109,6 +111,7 @@ CASES = [
 # What options of `load` do is seen in what the model gives for a text.
 OPENINGS = [
     *cases("load", "gpt2", {}, dtype="bfloat16", languages=("de", "en"), tokenizer=Path("nowhere")),
+    *cases("load", "gpt2", {}, adapter="nowhere"),
     *cases("load", "gpt2", {}, family="nowhere.toml", shortlist="nowhere.txt", ensemble=("nowhere",)),
     *cases("load", "gpt2", {}, code="nowhere.py", device="nowhere", strict=True),
     *cases("load", "marian", {}, languages=("de", "en"), tokenizer=Path(_PLACE.name), dtype="bfloat16"),

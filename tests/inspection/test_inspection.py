@@ -47,6 +47,10 @@ class OneLayer(AttentionSource):
     def bytes_of(self, site: Site) -> int:
         return 1
 
+    @property
+    def num_parameters(self) -> int:
+        return 0
+
     def input_modules(self, site: Site) -> tuple[str, str]:
         return site.module, site.module
 

@@ -96,7 +96,7 @@ def test_the_same_layer_in_two_places_is_two_modules() -> None:
     assert isinstance(pair, EncoderDecoder)
     layers = [block.self_attention for block in pair.encoder.blocks]
     cross = [block.cross_attention for block in pair.decoder.blocks]
-    tied = EncoderDecoder(pair.architecture, layers, layers, cross, pair.pad_id, pair.recipe)
+    tied = EncoderDecoder(pair.architecture, layers, layers, cross, pair.pad_id)
     assert len({id(site.layer) for site in attention_sites(tied)}) == 6
 
 

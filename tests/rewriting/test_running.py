@@ -77,7 +77,7 @@ def test_a_fault_of_ours_is_not_taken_for_a_model_that_cannot_be_run(
         raise RuntimeError("shapes differ")
 
     folder = gpt2_that_runs(tmp_path / "gpt2")
-    monkeypatch.setattr(LanguageModel, "forward", fail)
+    monkeypatch.setattr(LanguageModel, "hidden", fail)
     with pytest.raises(RuntimeError, match="shapes differ"):
         open_original(folder, None)
     monkeypatch.setattr("triptych.core.checkpoints.stored_models.read_language_model", cannot_be_run)

@@ -33,7 +33,7 @@ def convert(
 
     Examples:
         triptych convert runs/mine --to hf --out mine-hf
-        triptych convert mine-hf --to gguf --quantization float16 --out mine.gguf
+        triptych convert gpt2 --to gguf --quantization float16 --out gpt2.gguf
     """
     if (to is None) == (origin is None):
         raise UsageError("give either --to FORMAT (hf, ctranslate2, onnx or gguf) or --from hf")

@@ -286,10 +286,11 @@ def run_texts(
     reader.check(ids, max_tokens)
     sites = opened.sites_of(reader.model)
     order = {number: site.name for number, site in enumerate(sites)}
+    places = opened.places  # read before the model runs: its files may change meanwhile
     recorded = _recorded_graph(sites) if grad else nullcontext()
     with torch.set_grad_enabled(grad), recorded as graph:
         recording = reader.run(ids, residuals=True)
-        return [Run(reader, opened.places, order, one, recording, row, graph) for row, one in enumerate(ids)]
+        return [Run(reader, places, order, one, recording, row, graph) for row, one in enumerate(ids)]
 
 
 @torch.no_grad()

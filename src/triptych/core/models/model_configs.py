@@ -105,8 +105,15 @@ def _of_encoder_decoder(model: EncoderDecoder, layers: Mapping[str, MultiHeadAtt
             "output_bias": head is not None and head.bias,
             "max_source_tokens": model.max_source_tokens or ModelConfig().max_source_tokens,
             "positions": _positions(made.encoder, layers["encoder.0"]),
-            "encoder": {"num_layers": len(made.encoder.blocks)},
-            "decoder": {"num_layers": len(made.decoder.blocks)},
+            "encoder": {
+                "num_layers": len(made.encoder.blocks),
+                "attention": AttentionConfig.of(layers["encoder.0"]),
+            },
+            "decoder": {
+                "num_layers": len(made.decoder.blocks),
+                "attention": AttentionConfig.of(layers["decoder.0"]),
+                "cross_attention": AttentionConfig.of(layers["cross.0"]),
+            },
         }
     )
 
@@ -125,6 +132,7 @@ def _of_language_model(model: LanguageModel, layers: Mapping[str, MultiHeadAtten
             "d_model": made.d_model,
             "d_ff": feed_forward.d_ff,
             "num_heads": first.num_heads,
+            "attention": AttentionConfig.of(first),
             "dropout": block.attention.dropout,
             "activation_dropout": feed_forward.dropout,
             "activation": feed_forward.activation,

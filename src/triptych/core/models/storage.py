@@ -91,6 +91,10 @@ def write_config(model: AnyModel, folder: Path) -> None:
         "dtype": str(table.dtype).removeprefix("torch."),
         "model": described,
     }
+    # Parameters that training leaves as they are, such as pretrained word vectors.
+    parameters = stored_parameters(model)
+    if frozen := [name for name, parameter in parameters.items() if not parameter.requires_grad]:
+        record["frozen"] = frozen
     if code := user_code.file_digests(described):
         record["code"] = code
     write_json(folder / "config.json", record)
@@ -125,7 +129,11 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
         if dtype not in _DTYPES:
             raise DataError(f"{path}: dtype is {dtype!r}: known are {', '.join(_DTYPES)}")
         made = _of_recipe(record, path) if record["format"] == 1 else _of_data(record)
-        return _fitting(*made, held, path).to(_DTYPES[dtype])
+        model = _fitting(*made, held, path).to(_DTYPES[dtype])
+        parameters = stored_parameters(model)
+        for name in record.get("frozen", ()):
+            parameters[name].requires_grad_(False)
+        return model
     except FileNotFoundError:
         raise DataError(f"{folder} holds no config.json: give the folder of a finished run") from None
     except KeyError as error:

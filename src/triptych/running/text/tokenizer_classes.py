@@ -191,6 +191,7 @@ _MISTAKEN_TYPES = {
     *("ernie4_5", "internlm2", "jamba", "modernbert", "nemotron", "phi3", "phimoe", "qwen2"),
     *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "siglip2", "ernie4_5_moe", "hyperclovax"),
     *("internlm3", "iquestcoder", "minicpm3", "minimax_m2", "modernbert-decoder"),
+    "smolvlm",
 }
 
 
