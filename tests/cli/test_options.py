@@ -76,7 +76,8 @@ FAST = [
         "--file lines.txt --ids 1,2 --literal --target a --max-new-tokens 2 --max-tokens 4 --heads 0.1 "
         "--top 1 --writes 2 --steps 0.1:3 --over lines.txt --documents line --over-targets lines.txt "
         "--worth zero --explain --context 5 --tokens 6 --npz out.npz --csv out.csv --html out.html "
-        "--svg out.svg --device nowhere --dtype bfloat16 --languages de,en --strict --without 0.1 --json",
+        "--svg out.svg --device nowhere "
+        "--adapter nowhere --dtype bfloat16 --languages de,en --strict --without 0.1 --json",
     ),
 ]
 SLOW = [
@@ -95,7 +96,8 @@ SLOW = [
         "generate gpt2 'two <end> young men' --max-new-tokens 4 --json",
         "--file lines.txt --ids 1,2 --literal --temperature 1 --top-k 2 --top-p 0.5 --min-p 0.5 "
         "--repetition-penalty 1.9 --generation-config nowhere --num-samples 2 --beam 0 --alpha 0.5 --stop '' "
-        "--max-prompt-tokens 3 --chat --device nowhere --dtype bfloat16 --engine nowhere --precision int8 "
+        "--max-prompt-tokens 3 --chat --device nowhere "
+        "--adapter nowhere --dtype bfloat16 --engine nowhere --precision int8 "
         "--strict --without *.* --attention 0.1",
     ),
     Scenario(
@@ -105,12 +107,14 @@ SLOW = [
     Scenario("generate gpt2 'two <end> young men'", "--max-new-tokens 3"),
     Scenario(
         "fill bert '[MASK] two'",
-        "--count 2 --max-tokens 3 --device nowhere --dtype bfloat16 --strict --without *.* --json",
+        "--count 2 --max-tokens 3 --device nowhere "
+        "--adapter nowhere --dtype bfloat16 --strict --without *.* --json",
     ),
     Scenario(
         "translate marian two --json",
         "--out out.txt --beam 9999999 --alpha 99 --n-best 2 --stop nowhere --max-extra-tokens 1 "
-        "--max-source-tokens 1 --glossary lines.txt --workers 0 --device nowhere --engine nowhere "
+        "--max-source-tokens 1 --glossary lines.txt --workers 0 --device nowhere "
+        "--adapter nowhere --no-split --engine nowhere "
         "--precision nowhere --languages de,en --strict --shortlist nowhere --ensemble nowhere --without *.* "
         "--attention cross.0.1 --attention-html out.html",
     ),
@@ -120,7 +124,8 @@ SLOW = [
     Scenario(
         "evaluate gpt2 --text lines.txt --json",
         "--source lines.txt --reference lines.txt --beam 2 --alpha 0.1 --stop full --workers 2 --out out.txt "
-        "--documents line --context 8 --stride 3 --device nowhere --dtype bfloat16 --engine nowhere "
+        "--documents line --context 8 --stride 3 --device nowhere "
+        "--adapter nowhere --dtype bfloat16 --engine nowhere "
         "--precision int8 --languages de,en --strict --shortlist nowhere --ensemble nowhere --without *.*",
     ),
     Scenario("evaluate gpt2 --text special.txt", "--literal --json"),
@@ -129,7 +134,7 @@ SLOW = [
     Scenario("evaluate gpt2", "--text lines.txt"),
     Scenario(
         "inspect gpt2",
-        "--layers 0 --heads 0.1 --compare bert --family nowhere --strict --html out.html "
+        "--layers 0 --heads 0.1 --compare bert --family nowhere --adapter nowhere --strict --html out.html "
         "--csv out.csv --parquet out.parquet --json",
     ),
     Scenario("inspect llama", "--ignore-rotary"),
@@ -137,7 +142,7 @@ SLOW = [
     Scenario(
         "rewrite gpt2 --do truncate(rank=3) --out out --json",
         "--exact --recipe nowhere --rank 2 --energy 0.9 --budget 0.5 --layers 0 --list --plan "
-        "--calibrate nowhere --text lines.txt --no-compare --family nowhere --strict",
+        "--calibrate nowhere --text lines.txt --no-compare --family nowhere --adapter nowhere --strict",
     ),
     Scenario("rewrite gpt2 --out out", "--do fold_value_bias --exact"),
     Scenario("rewrite bert --do fold_norm --out out", "--skip-refused"),
@@ -146,13 +151,13 @@ SLOW = [
     Scenario("verify cut", "--against bert --text lines.txt --family nowhere --calibrate lines.txt --json"),
     Scenario(
         "convert marian --out out --to ctranslate2",
-        "--from hf --quantization int8 --strict --shortlist nowhere --json",
+        "--from hf --quantization int8 --strict --shortlist nowhere --adapter nowhere --json",
     ),
     Scenario("convert marian --out out", "--to ctranslate2"),
     Scenario("convert marian --to ctranslate2", "--out out"),
     Scenario(
         "shortlist marian --out out.list --source lines.txt --target others.txt",
-        "--most 1 --frequent 1 --languages de,en --strict --json",
+        "--most 1 --frequent 1 --languages de,en --strict --adapter nowhere --json",
     ),
     Scenario("shortlist marian --out out.list --target others.txt", "--source lines.txt"),
     Scenario("shortlist marian --out out.list --source lines.txt", "--target others.txt"),
