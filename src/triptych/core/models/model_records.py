@@ -17,7 +17,7 @@ from torch import Tensor
 from triptych.core.algebra import positions, semantics
 from triptych.core.algebra.semantics import Scores, Semantics
 from triptych.core.attention.layer import MultiHeadAttention
-from triptych.core.attention.projections import parameterisation
+from triptych.core.attention.projections import parameterisation, parameterisation_class
 from triptych.core.attention.projections.abstract import Parameterisation
 from triptych.core.attention.projections.composed import ScaledOutside
 from triptych.core.attention.requirements import scores_class
@@ -69,7 +69,8 @@ def describe_layer(layer: MultiHeadAttention) -> dict[str, Any]:
         record["scale"] = "outside"
         chosen = chosen.inner
     # A class of the user's has the name `FILE.py:CLASS`.
-    parameterisation(chosen.name)
+    if parameterisation_class(chosen.name) is not type(chosen):
+        raise ValueError(f"{chosen.name} has changed since the layer was made: open the model again")
     options = {field.name: getattr(chosen, field.name) for field in fields(chosen)}
     defaults = {field.name: field.default for field in fields(chosen)}
     record["projections"] = {
