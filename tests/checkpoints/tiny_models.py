@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from sampling import one_in
+
 transformers = pytest.importorskip("transformers")
 
 
@@ -859,7 +861,7 @@ _VARIANTS = {
 
 def a_sixth(first: int) -> list[Any]:
     """Names of tiny models as parameters, every sixth in every run and the others in the slow run alone."""
-    return [pytest.param(n, marks=pytest.mark.slow if (i - first) % 6 else ()) for i, n in enumerate(TINY)]
+    return one_in(6, TINY, first)
 
 
 def most(names: Iterable[str] = TINY) -> list[Any]:
