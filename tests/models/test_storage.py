@@ -1,6 +1,7 @@
 """A model on the disk: back bit for bit, or refused with the file's name."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from triptych.core.models import (
     LanguageModel,
     LanguageModelConfig,
     ModelConfig,
+    attention_sites,
     find_config,
     read_model,
     write_model,
@@ -269,6 +271,32 @@ def test_a_part_of_another_type_is_refused_with_its_name(
     message = refusal(saved)
     assert f"{saved / SETTINGS} is not a triptych configuration" in message
     assert named in message
+
+
+def test_weights_that_are_not_trained_are_stored_and_must_be_there(tmp_path: Path) -> None:
+    config = LanguageModelConfig(num_layers=1, d_model=8, num_heads=2, d_ff=8)
+    made = LanguageModel.of(config, "decoder", 11)
+    (block,) = made.architecture.blocks
+    assert block.feed_forward is not None
+    block = replace(block, feed_forward=replace(block.feed_forward, activation="xielu", gated=False))
+    layers = [site.layer for site in attention_sites(made)]
+    model = LanguageModel(replace(made.architecture, blocks=(block,)), layers)
+    (name,) = (name for name, _ in model.named_buffers() if name.endswith("beta"))
+    model.get_buffer(name).fill_(0.7)
+    write_model(model, tmp_path)
+    assert read_own_model(tmp_path).get_buffer(name).item() == pytest.approx(0.7)
+    tensors = load_file(tmp_path / WEIGHTS)
+    del tensors[name]
+    save_file(tensors, tmp_path / WEIGHTS)
+    with pytest.raises(DataError, match=rf"1 tensors missing, 0 unknown \({name}"):
+        read_own_model(tmp_path)
+
+
+@pytest.mark.parametrize("frozen", [["no such name"], 5, [7]])
+def test_frozen_parameters_that_cannot_be_are_refused(saved: Path, frozen: object) -> None:
+    change_settings(saved, frozen=frozen)
+    with pytest.raises(DataError, match="is not a triptych configuration"):
+        read_own_model(saved)
 
 
 def test_weights_of_another_type_are_refused_not_cast(saved: Path) -> None:

@@ -59,20 +59,20 @@ def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {stored_name(name): value for name, value in model.named_parameters()}
 
 
-def stored_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights that are not trained by their names in files, such as corrections of a router.
+def _stored(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and stored buffers, such as the corrections of a router, by their names in files.
 
-    Fixed maps of a parameterisation are left out: the configuration says what they are.
+    A fixed map of a parameterisation is left out: it follows from the configuration.
     """
     kept = model.state_dict().keys()
     fixed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, StoredLink)}
-    return {stored_name(n): value for n, value in model.named_buffers() if n in kept and n not in fixed}
+    buffers = {stored_name(n): value for n, value in model.named_buffers() if n in kept and n not in fixed}
+    return {**stored_parameters(model), **buffers}
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the weights by their names in files, tied weights once."""
-    tensors = {**stored_parameters(model), **stored_buffers(model)}
-    return {name: value.detach().contiguous() for name, value in tensors.items()}
+    return {name: value.detach().contiguous() for name, value in _stored(model).items()}
 
 
 def write_config(model: AnyModel, folder: Path) -> None:
@@ -212,10 +212,7 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sequence[int]]:
 
 def _require_fit(model: nn.Module, held: Mapping[str, Sequence[int]], origin: str) -> None:
     """Check that names and shapes of stored tensors equal the names and shapes of a model's tensors."""
-    parameters = _shapes(stored_parameters(model))
-    # Files of earlier releases lack buffers, which then keep the values that the model was built with.
-    buffers = {name: shape for name, shape in _shapes(stored_buffers(model)).items() if name in held}
-    wanted = {**parameters, **buffers}
+    wanted = _shapes(_stored(model))
     missing = wanted.keys() - held.keys()
     unknown = held.keys() - wanted.keys()
     if missing or unknown:
@@ -248,8 +245,7 @@ def load_tensors(
     """Copy named tensors into a model; names must match exactly."""
     # Check everything first, so that an error leaves the model unchanged.
     _require_fit(model, _shapes(tensors), origin)
-    stored: dict[str, torch.Tensor] = {**stored_parameters(model), **stored_buffers(model)}
-    wanted = {name: value for name, value in stored.items() if name in tensors}
+    wanted = _stored(model)
     for name, parameter in wanted.items():
         if parameter.dtype != tensors[name].dtype:
             raise DataError(
