@@ -170,8 +170,8 @@ def _published_lines() -> Iterator[str]:
     types = sum(bool(name) for name in of_types)
     yield from ("", "## Published configurations", "")
     yield (
-        f"Of {len(records)} configurations of {types} types, as people have published them, {run} "
-        "run: with small sizes and random weights, logits and attention weights are those of `transformers` "
+        f"Of {len(records)} configurations of {types} types, with the keys of their publishers, {run} "
+        "run: with small sizes and random weights, logits and attention weights are the same as in `transformers` "
         "(`tests/checkpoints/test_published_configurations.py`). The others are not run, for the reason in "
         "the table."
     )

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 Pair = tuple[str, str]  # a sentence and its translation
 
-# --- The text: sentence pairs like those of the demo --------------------------------------------------------
+# --- The text: sentence pairs as in the demo ----------------------------------------------------------------
 
 GERMAN = ["eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun", "zehn", "elf", "zwölf"]
 ENGLISH = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
@@ -103,7 +103,7 @@ class Attention(nn.Module):
         self.h = h
         self.d_k = d // h
         # One matrix holds all heads: head i has columns i·d_k to (i + 1)·d_k of W_Q, W_K and W_V, and these
-        # rows of W_O. The entries have variance 1/d, so that the entries of x W are as large as those of x.
+        # rows of W_O. The entries have variance 1/d, so the entries of x W are as large as the entries of x.
         self.W_Q = nn.Parameter(torch.randn(d, d) / math.sqrt(d))
         self.W_K = nn.Parameter(torch.randn(d, d) / math.sqrt(d))
         self.W_V = nn.Parameter(torch.randn(d, d) / math.sqrt(d))

@@ -1,8 +1,8 @@
 """Configurations as people publish them, odd keys and all, and small models of `transformers` made of them.
 
 The file has a line for each: the repository, what becomes of such a model here ("run", or why not), and its
-`config.json`, of which long lists are cut. They were written down from public sources; a value may be off,
-the keys are theirs.
+`config.json`, of which long lists are cut. They were written down from public sources. Some sizes are another
+model's of the same family, and some keys (`quantization_config`) are missing; the tests run with small sizes.
 """
 
 import json

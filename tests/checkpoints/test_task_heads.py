@@ -10,6 +10,7 @@ from torch import Tensor
 
 import triptych
 from checkpoints.oracle import changed, in_float64, saved
+from checkpoints.runs import some
 from checkpoints.tiny_models import TINY
 from triptych.errors import ConfigurationWarning, UsageError
 
@@ -82,10 +83,7 @@ def _theirs(model: Any, ids: list[int]) -> Tensor:
     return found["logits"][0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in _IN_EVERY_RUN else pytest.mark.slow) for name in _CLASSES],
-)
+@pytest.mark.parametrize("name", some(_CLASSES, _IN_EVERY_RUN))
 def test_the_logits_of_a_task_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     expected = _theirs(_made(name, tmp_path), _IDS)
     run = triptych.load(tmp_path).run(_IDS)
