@@ -171,9 +171,9 @@ def _published_lines() -> Iterator[str]:
     yield from ("", "## Published configurations", "")
     yield (
         f"Of {len(records)} configurations of {types} types, with the keys of their publishers, {run} "
-        "run: with small sizes and random weights, logits and attention weights are the same as in `transformers` "
-        "(`tests/checkpoints/test_published_configurations.py`). The others are not run, for the reason in "
-        "the table."
+        "run: with small sizes and random weights, logits and attention weights are the same as in "
+        "`transformers` (`tests/checkpoints/test_published_configurations.py`). The others are not run, for "
+        "the reason in the table."
     )
     yield from ("", "| `model_type` | configurations | run |", "|---|---|---|")
     for name, found in sorted(of_types.items()):

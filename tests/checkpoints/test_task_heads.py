@@ -115,9 +115,10 @@ def test_a_head_that_reads_the_end_token_refuses_a_text_without_one(tmp_path: Pa
         triptych.load(tmp_path).run(_IDS[:-2])
 
 
-@pytest.mark.parametrize(
-    "name", ["BertForSequenceClassification", "Qwen2ForSequenceClassification", "T5ForQuestionAnswering"]
-)
+_USED = ("BertForSequenceClassification", "Qwen2ForSequenceClassification", "T5ForQuestionAnswering")
+
+
+@pytest.mark.parametrize("name", some(_USED, {"BertForSequenceClassification", "T5ForQuestionAnswering"}))
 def test_models_with_a_task_are_attended_changed_checked_rewritten_and_saved(
     name: str, tmp_path: Path
 ) -> None:
