@@ -63,6 +63,14 @@ def dense(weights: AttentionWeights, form: Form) -> Array:
     return np.stack([a @ b for a, b in zip(left.numpy(), right.numpy(), strict=True)])
 
 
+def with_later_part(weights: AttentionWeights, value: float | None) -> AttentionWeights:
+    """Weights of a layer with a field of `Semantics`, `quantised`, that nothing knows yet."""
+    extra = [("quantised", float | None, dataclasses.field(default=None))]
+    later = dataclasses.make_dataclass("Later", extra, bases=(Semantics,), frozen=True, eq=False)
+    own = {one.name: getattr(weights.semantics, one.name) for one in dataclasses.fields(Semantics)}
+    return dataclasses.replace(weights, semantics=later(**own, quantised=value))
+
+
 def with_semantics(
     weights: AttentionWeights, *, positions: str = "", qk_norm: bool = False, sinks: Any = None, **others: Any
 ) -> AttentionWeights:

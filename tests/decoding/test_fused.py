@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from algebra.rewrites.random_layers import draw_layer
-from heads import D_MODEL, NUM_HEADS, make_layer
+from heads import D_MODEL, NUM_HEADS, make_layer, with_later_part
 from tolerances import assert_same
 from triptych import thresholds
 from triptych.core.algebra.positions import ALiBi, DisentangledBias, RelativePositionBias, RotaryEmbedding
@@ -28,7 +28,7 @@ from triptych.core.models.architecture import (
     SublayerConfig,
 )
 from triptych.running.decoding.engine import Engine
-from triptych.running.decoding.fused import FusedAttention, evaluating_copy, fuse
+from triptych.running.decoding.fused import FusedAttention, _as_cached, evaluating_copy, fuse
 from triptych.running.decoding.linear_maps import Maps, PackedLinear
 from triptych.seeing.costing import CostSpec, cost
 
@@ -269,6 +269,13 @@ def test_latents_are_kept_where_no_bias_of_values_is_weighed(part: str, biased: 
     assert isinstance(quick.blocks[0].self_attention, FusedAttention) is not biased
     ids = torch.randint(VOCAB, (2, LENGTH))
     assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
+
+
+def test_no_map_is_absorbed_where_a_layer_has_a_part_that_the_needs_of_rewrites_do_not_know() -> None:
+    weights = make_layer("latent", biased=False, d_latent=7).weights("causal")
+    plain, changed = (with_later_part(weights, value) for value in (None, 0.5))
+    assert _as_cached(plain) is not plain
+    assert _as_cached(changed) is changed
 
 
 @torch.no_grad()

@@ -1,17 +1,17 @@
 """What rewrites need of a layer: each refuses every trait that it declares, by its reason, and no other."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 
-from heads import D_MODEL, NUM_HEADS, make, with_semantics
-from triptych.core.algebra.legality import TRAITS, Need
+from heads import D_MODEL, NUM_HEADS, make, with_later_part, with_semantics
+from triptych.core.algebra.legality import BREAKS, TRAITS, Need
 from triptych.core.algebra.positions import GrowingBase, RotaryEmbedding
 from triptych.core.algebra.rewritten import RewriteRefusedError
-from triptych.core.algebra.semantics import AdditiveScores, HeadGate, HeadNorm, Temperature
-from triptych.core.algebra.weights import AttentionWeights
+from triptych.core.algebra.semantics import AdditiveScores, HeadGate, HeadNorm, Semantics, Temperature
+from triptych.core.algebra.weights import AttentionWeights, Norm
 from triptych.rewriting.functions.registry import REWRITES, read_rewrite
 from triptych.rewriting.functions.rewrite import LayerRewrite, LayerToRewrite
 
@@ -42,6 +42,7 @@ WITH: dict[str, dict[str, Any]] = {
 CALLS = {
     "fold, side qk": "fold(sides=['qk'], keep='folded')",
     "factor": "factor",
+    "fold_norm": "fold_norm",
     "drop_key_bias": "drop_key_bias",
     "fold_value_bias": "fold_value_bias",
     "prune_heads": "prune_heads(number=1)",
@@ -57,6 +58,7 @@ CALLS = {
 }
 # Whatever rewrite it is, one that changes queries or keys refuses these.
 BESIDES = {"compared"}
+UNKNOWN = "which this does not take into account"
 
 
 def needs() -> dict[tuple[str, str], Need]:
@@ -66,7 +68,8 @@ def needs() -> dict[tuple[str, str], Need]:
 def plain(name: str) -> AttentionWeights:
     """A layer that the rewrite takes."""
     biased = name in ("drop_key_bias", "fold_value_bias")
-    return make("bilinear" if name == "factor" else "factored", "causal", biased=biased)
+    weights = make("bilinear" if name == "factor" else "factored", "causal", biased=biased)
+    return replace(weights, norm=Norm(torch.ones(D_MODEL).double())) if name == "fold_norm" else weights
 
 
 def test_every_need_and_every_trait_is_tried() -> None:
@@ -92,6 +95,7 @@ def test_a_rewrite_refuses_what_it_declares_by_its_reason_and_nothing_else(call:
                 step.apply(LayerToRewrite("here", weights))
             assert refused.value.reason.endswith(reasons[0]), trait
             assert "{" not in reasons[0]
+            assert (UNKNOWN in reasons[0]) <= (trait in BESIDES), "a trait has a reason of its own"
         elif trait not in BESIDES:
             record = step.apply(LayerToRewrite("here", weights)).record
             said = {one for need in declared for one in need.checked if "patches" not in one}
@@ -99,3 +103,20 @@ def test_a_rewrite_refuses_what_it_declares_by_its_reason_and_nothing_else(call:
     assert all(
         TRAITS[trait].words in type(step).where_refused() for need in declared for trait in need.against
     )
+
+
+def test_every_part_of_a_layer_says_what_it_breaks() -> None:
+    assert set(BREAKS) == {one.name for one in fields(Semantics)}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_part_of_a_layer_that_no_need_knows_is_refused_by_its_name(call: str) -> None:
+    name, _, of = call.partition(", ")
+    weights = plain(name)
+    if of == "with a format":
+        weights = with_semantics(weights, rotary=ROTATION)
+    step = read_rewrite(CALLS[call])
+    assert isinstance(step, LayerRewrite)
+    step.apply(LayerToRewrite("here", with_later_part(weights, None)))
+    with pytest.raises(RewriteRefusedError, match=f"the layer has quantised, {UNKNOWN}"):
+        step.apply(LayerToRewrite("here", with_later_part(weights, 0.5)))

@@ -164,6 +164,17 @@ def test_every_part_of_a_layer_says_whether_heads_have_their_own() -> None:
         assert tensors == known_tensors(part), part
 
 
+def test_every_part_of_a_layer_is_drawn() -> None:
+    drawn = [draw_layer(seed).semantics for seed in range(200)]
+    found = {
+        each.name
+        for each in fields(Semantics)
+        if any(getattr(one, each.name) is not each.default for one in drawn)
+    }
+    # Dropout is of training.
+    assert found == {each.name for each in fields(Semantics)} - {"dropout"}
+
+
 def known_tensors(part: type) -> set[str]:
     if issubclass(part, ScoreBias):
         return set(part.head_dims)

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, final
 
 from triptych.core.algebra.forms import are_finite
 from triptych.core.algebra.rewritten import RewriteRefusedError, Rewritten, rewritten
+from triptych.core.algebra.semantics import ALIKE_FOR_HEADS, HEADS_OF
 from triptych.core.algebra.weights import SIDES, AttentionWeights, Chain, Side
 
 INPUT_SIDES: tuple[Side, ...] = ("q", "k", "v")
@@ -21,16 +22,19 @@ class Trait(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Need:
-    """A requirement of a rewrite: the absence of some traits.
+    """A requirement of a rewrite: the absence of some traits, and of everything that it does not know.
 
     Refusals, a column of the table of rewrites and the checks listed in certificates are derived from it.
 
     Attributes:
         against: refused traits, mapped to the reasons given by refusals.
+        allows: fields of `Semantics` that may be set, unless a trait refuses their value. A layer with any
+            other field is refused, so that a new field is refused until a requirement names it.
         of: part of the layer in question ("W_QK"), where some options of a rewrite require less.
     """
 
     against: Mapping[str, str]
+    allows: frozenset[str]
     of: str = ""
 
     @property
@@ -52,6 +56,8 @@ class Need:
         for trait, why in self.against.items():
             if TRAITS[trait].there(weights):
                 return why.format(trait=TRAITS[trait].words, **words)
+        if unknown := semantics.beyond(self.allows):
+            return f"the layer has {named(unknown)}, which this does not take into account"
         return ""
 
     def require(self, name: str, weights: AttentionWeights, advice: str = "", about: str = "") -> None:
@@ -70,7 +76,10 @@ def _part(words: str, *names: str) -> Trait:
 
 TRAITS: dict[str, Trait] = {
     "rotary": _positions("rotary positions", "rotary"),
-    "disentangled": _positions("disentangled positions", "disentangled"),
+    "disentangled": Trait(
+        "disentangled positions",
+        lambda weights: (bias := weights.semantics.bias) is not None and bias.reads_content,
+    ),
     "alibi": _positions("ALiBi", "alibi"),
     "relative": _positions("relative position biases", "relative"),
     "qk_norm": _part("QK-norm", "q_norm", "k_norm"),
@@ -108,6 +117,38 @@ TRAITS: dict[str, Trait] = {
     ),
     "no_output_bias": Trait("outputs without a bias", lambda weights: "o" not in weights.bias_slots),
 }
+# What rewrites rely on: scores depend on queries and keys through W_Q W_Kᵀ ("products"); a number added to
+# a row of scores cancels ("shifts"); channels of values may be mixed ("values"); the weights of a row sum to
+# 1 and mixed values reach W_O unweighted ("sums"); keys and values may be computed from one latent
+# ("latent"); `fold_norm` knows everything that reads the layer's input ("input").
+Property = Literal["products", "shifts", "values", "sums", "latent", "input"]
+# Properties that each field of `Semantics` breaks. Where only some values of a field break one (gates of
+# channels, biases that read queries and keys), a trait refuses them.
+BREAKS: Mapping[str, tuple[Property, ...]] = {
+    "scale": (),
+    "kind": (),
+    "q_norm": ("products",),
+    "k_norm": ("products",),
+    "v_norm": ("values",),
+    "clip": ("products", "values"),
+    "rotary": ("products", "latent"),
+    "temperature": (),
+    "bias": (),
+    "soft_cap": ("shifts",),
+    "window": (),
+    "chunk": (),
+    "sinks": ("shifts", "sums"),
+    "dropout": ("sums",),
+    "gate": ("sums",),
+    "scores": ("products",),
+}
+
+
+def _keeping(*properties: Property) -> frozenset[str]:
+    """Return the fields that break none of some properties."""
+    return frozenset(field for field, broken in BREAKS.items() if not set(properties) & set(broken))
+
+
 _VALUES_NORMED = "the values of each head are normalised after their map"
 _CLIPPED = "queries, keys and values are clipped at ±{clip:g}, channel by channel and with their biases"
 _NORMALISED = "queries and keys are normalised (QK-norm), which depends on the basis of their channels"
@@ -122,6 +163,7 @@ CHANNELS_FREE: dict[Literal["qk", "ov"], Need] = {
             "disentangled": _MET,
             "qk_norm": _NORMALISED,
         },
+        _keeping("products"),
         "W_QK",
     ),
     "ov": Need(
@@ -130,6 +172,7 @@ CHANNELS_FREE: dict[Literal["qk", "ov"], Need] = {
             "v_norm": _VALUES_NORMED,
             "channel_gate": "each channel of a head's values has a gate of its own, so they cannot be mixed",
         },
+        _keeping("values"),
         "W_OV",
     ),
 }
@@ -142,6 +185,7 @@ ROTARY_PAIRS_MEET = Need(
         "distances in a text",
         "clip": _CLIPPED,
     },
+    _keeping("products") - {"bias"} | {"rotary"},
     "W_QK of rotary heads",
 )
 # Requirement for mixing the channels of W_QK, or for treating its rotary pairs separately.
@@ -151,6 +195,7 @@ CHANNELS_OR_PAIRS = Need(
         for trait, why in {**CHANNELS_FREE["qk"].against, **ROTARY_PAIRS_MEET.against}.items()
         if trait not in ("rotary", "no_rotary")
     },
+    _keeping("products") | {"rotary"},
     "W_QK",
 )
 # Requirement for scores depending on queries and keys through W_Q W_Kᵀ only.
@@ -160,7 +205,8 @@ SCORES_ARE_THE_FORM = Need(
         "disentangled": _MET,
         "qk_norm": "queries and keys are normalised before their product (QK-norm)",
         "clip": _CLIPPED,
-    }
+    },
+    _keeping("products"),
 )
 # Requirement for dropping the key bias: it adds the same value to all scores of a query.
 KEY_BIAS_BLIND = Need(
@@ -176,7 +222,8 @@ KEY_BIAS_BLIND = Need(
         "the cap as another number for every key",
         "sinks": "something takes part in the softmax besides the keys (a sink), and its score does not move "
         "with theirs",
-    }
+    },
+    _keeping("products", "shifts"),
 )
 # Requirement for a value bias being a bias of the output.
 VALUE_BIAS_PASSES = Need(
@@ -189,7 +236,8 @@ VALUE_BIAS_PASSES = Need(
         "clip": _CLIPPED,
         "v_norm": _VALUES_NORMED,
         "no_output_bias": "the output map has no bias slot in the target format",
-    }
+    },
+    _keeping("values", "sums"),
 )
 # Requirement for computing keys and values of all heads from one latent.
 ONE_LATENT = Need(
@@ -198,6 +246,7 @@ ONE_LATENT = Need(
         "decoupled rotary makes it bounded, and is not part of this writing",
         "disentangled": _MET,
     },
+    _keeping("latent"),
     "without a format",
 )
 # Requirement for the format of DeepSeek's layers: decoupled rotary keys, and only features of these layers.
@@ -215,6 +264,7 @@ DECOUPLED = Need(
             "DeepSeek's layers have no {trait}",
         ),
     },
+    frozenset({"scale", "kind", "rotary", "dropout"}),
     "with a format",
 )
 # Requirement for reordering heads: no position bias per head. Distance embeddings move with their heads.
@@ -222,8 +272,11 @@ HEADS_ALIKE = Need(
     dict.fromkeys(
         ("alibi", "relative"),
         "{positions} positions add a bias of each head's own, which would stay in its place",
-    )
+    ),
+    frozenset({*ALIKE_FOR_HEADS, *HEADS_OF}),
 )
+# Requirement for changing the layer's input: whatever reads it besides the maps is known to `fold_norm`.
+INPUT_READ_BY_MAPS = Need({}, _keeping("input"))
 
 
 def require_whole_number(name: str, what: str, value: object) -> None:
@@ -319,7 +372,7 @@ def unchanged(name: str, weights: AttentionWeights, note: str) -> Rewritten:
     return rewritten(name, "bit-exact", weights, weights, notes=(note,))
 
 
-def named(sides: tuple[Side, ...]) -> str:
-    """Join names of chains in a sentence: "q", "k and v", "q, k and v"."""
-    *first, last = sides
+def named(names: Sequence[str]) -> str:
+    """Join names in a sentence: "q", "k and v", "q, k and v"."""
+    *first, last = names
     return f"{', '.join(first)} and {last}" if first else last

@@ -6,6 +6,7 @@ from typing import Literal, final
 from torch import Tensor
 
 from triptych.core.algebra.legality import (
+    INPUT_READ_BY_MAPS,
     INPUT_SIDES,
     KEY_BIAS_BLIND,
     SCORES_ARE_THE_FORM,
@@ -172,6 +173,7 @@ def _require_foldable(
     """Refuse unless every reader of the norms can absorb them; return the checks in words."""
     # An empty chain of keys is allowed: the map of queries absorbs its gain.
     _require_before(NAME, weights.norm_place)
+    INPUT_READ_BY_MAPS.require(NAME, weights)
     inner = {side: _inner_norms(weights.chain(side)) for side in INPUT_SIDES}
     if not any(read.values()) and not any(inner.values()):
         raise RewriteRefusedError(NAME, "there is nothing to fold: no norm of this layer's input is known")

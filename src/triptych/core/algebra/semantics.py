@@ -6,7 +6,7 @@ record. Code ignoring a field has to check that the field is unset.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, final
 
 import torch
@@ -385,8 +385,7 @@ class Semantics:
         """
         found = []
         for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name not in held and (each.default is MISSING or value is not each.default):
+            if each.name not in held and not _is_default(getattr(self, each.name), each.default):
                 found.append(_IN_WORDS.get(each.name, each.name).format(self.positions))
         return list(dict.fromkeys(found))
 
@@ -490,6 +489,11 @@ class Semantics:
         for part, own_tensors in parts.items():
             changed[part] = replace(getattr(self, part), **own_tensors)
         return replace(self, **changed)
+
+
+def _is_default(value: object, default: object) -> bool:
+    """Return True for a field's default; tensors and records of them have no equality."""
+    return value is default or (isinstance(value, float | str) and value == default)
 
 
 def select_rows(part: Tensor, rows: list[int]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from typing import final
 
+from triptych.core.algebra.legality import INPUT_READ_BY_MAPS
 from triptych.core.algebra.norm_folding import NAME, NAME_OF_OTHERS, fold_norm
 from triptych.core.algebra.rewritten import Rewritten
 from triptych.rewriting.functions.rewrite import LayerRewrite, LayerToRewrite, Rewrite
@@ -16,6 +17,7 @@ class FoldNorm(LayerRewrite):
 
     name = NAME
     tier = "rounding-exact"
+    requires = (INPUT_READ_BY_MAPS,)
     besides = "post-norm, sandwich norms; another reader of the norm cannot take it up; no slot for the bias"
     place = 2
     why_here = "a norm's shift becomes biases of the maps, which would be there again"

@@ -46,7 +46,8 @@ class Rewrite(BaseModel, ABC):
     Attributes:
         name: name in recipes, on the command line and in certificates.
         tier: exactness, in words.
-        requires: requirements on the layer, or on a layer named by the options.
+        requires: requirements on the layer, or on a layer named by the options. A rewrite without any leaves
+            the layer's input and the queries, keys and values of every head as they are.
         besides: further refusals, in words: depending on its options or on other layers.
         place: position in the order of rewrites.
         why_here: reason why rewrites of a later place cannot precede it.
@@ -70,7 +71,8 @@ class Rewrite(BaseModel, ABC):
     @classmethod
     def where_refused(cls) -> str:
         """Return the conditions of a refusal, in words."""
-        return "; ".join([*(need.where for need in cls.requires), cls.besides]).removesuffix("; ") or "–"
+        conditions = [*(need.where for need in cls.requires), cls.besides]
+        return "; ".join(filter(None, conditions)) or "–"
 
     @property
     def needs_text(self) -> bool:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from triptych import thresholds
 from triptych.core.algebra.cost import cached_numbers
+from triptych.core.algebra.legality import CHANNELS_FREE, KEY_BIAS_BLIND, VALUE_BIAS_PASSES
 from triptych.core.algebra.semantics import HeadGate, HeadNorm, Semantics
 from triptych.core.algebra.weights import AttentionWeights, Link
 from triptych.core.attention import (
@@ -26,7 +27,6 @@ from triptych.core.attention import (
     ROTATE,
     SIDE_STEPS,
     SOFTMAX,
-    TEMPER,
     AttentionCache,
     Inputs,
     Kept,
@@ -386,20 +386,16 @@ def _as_cached(weights: AttentionWeights) -> AttentionWeights:
 
     If keys are `c U^K` and values `c U^V`, only c is cached: U^K is absorbed into W_Q, U^V into W_O. A key
     bias adds the same value to all scores of a query and is dropped. A layer stays unchanged if keys and
-    values share no map, if an operation such as a rotation or norm stands between W_Q and W_K, or if moving
-    a bias would change the output (sinks, soft caps, gates).
+    values share no map, if channels between W_Q and W_K or between W_V and W_O cannot be mixed, or if moving
+    a bias would change the output. These are the requirements of the exact rewrites.
     """
-    semantics = weights.semantics
     common = [link for link in weights.k if any(link is other for other in weights.v)]
-    between = steps_on("q", semantics) not in ((), (TEMPER,))
-    between = between or bool(steps_on("k", semantics)) or bool(steps_on("v", semantics))
-    between = between or (semantics.gate is not None and semantics.gate.per_channel)
-    if semantics.bias is not None and semantics.bias.reads_content:
-        between = True
     rest_k = weights.k[len(common) :]
     rest_v = weights.v[len(common) :]
     ordered = weights.k[: len(common)] == tuple(common) == weights.v[: len(common)]
-    if weights.tied("k", "v") or between or not (common and ordered and rest_k and rest_v):
+    if weights.tied("k", "v") or not (common and ordered and rest_k and rest_v):
+        return weights
+    if any(need.why_not(weights) for need in CHANNELS_FREE.values()):
         return weights
     if any(link.norm is not None for link in common):
         return weights
@@ -407,9 +403,9 @@ def _as_cached(weights: AttentionWeights) -> AttentionWeights:
     up_k, up_v = (
         replace(weights, k=chain).multiplied("k").repeat(weights.num_heads) for chain in (rest_k, rest_v)
     )
-    if up_k.bias is not None and (semantics.sinks is not None or semantics.soft_cap is not None):
+    if up_k.bias is not None and KEY_BIAS_BLIND.why_not(weights):
         return weights
-    if up_v.bias is not None and (semantics.sinks is not None or semantics.gate is not None):
+    if up_v.bias is not None and VALUE_BIAS_PASSES.why_not(weights):
         return weights
     queries = weights.multiplied("q").repeat(weights.num_heads).then(Link(up_k.weight.mT))
     per_head = weights.W_O

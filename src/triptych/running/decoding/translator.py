@@ -22,9 +22,6 @@ from triptych.running.text.sentence_tokenizers import TokenizerPair
 from triptych.running.text.sentences import Spaced, cut_to_fit, split_sentences
 from triptych.running.text.shortlists import Shortlist
 
-# Maximum number of groups of lines read ahead, and of groups in translation.
-_GROUPS_READ_AHEAD = 2
-_GROUPS_IN_HAND = 3
 _LINE_BREAKS = {ord("\n"): " ", ord("\r"): " "}
 
 
