@@ -43,6 +43,9 @@ from triptych.untrusted import Stamps, read_json, shown
 
 # The kind of an encoder-decoder in the format of this library.
 _PAIR = "encoder-decoder"
+# The translator that comes with the package, and its name.
+DEMO = "demo"
+_DEMO_FOLDER = Path(__file__).parents[2] / "demo_model"
 
 
 @final
@@ -462,6 +465,8 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
         )
     name = str(source)
     path = Path(source)
+    if name == DEMO and not path.exists():
+        path = _DEMO_FOLDER
     if not path.exists() and (on_hub := gguf_on_hub(name)) is not None:
         return _of_gguf(name, on_hub, offline=offline)
     if not path.exists():

@@ -28,6 +28,12 @@ _FORMAT = 2
 _READ = (1, 2)
 _ENCODER_DECODER = "encoder-decoder"
 _WEIGHTS = "model.safetensors"
+# Types that have all values of a type.
+_WIDER = {
+    torch.float16: (torch.float32, torch.float64),
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -279,5 +285,15 @@ def read_own_model(folder: Path) -> AnyModel:
         if (folder / "config.json").exists():
             read_tensors(path)  # raises with the reason
     model = read_config(folder, held)
-    load_tensors(model, read_tensors(path), str(path))
+    tensors = _widened(read_tensors(path), model)
+    load_tensors(model, tensors, str(path))
     return model.eval()
+
+
+def _widened(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return tensors of a narrower type in the type of the model's parameters, which has all their values."""
+    wanted = {name: parameter.dtype for name, parameter in _stored(model).items()}
+    return {
+        name: tensor.to(wanted[name]) if wanted.get(name) in _WIDER.get(tensor.dtype, ()) else tensor
+        for name, tensor in tensors.items()
+    }
