@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final, overload
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, final, overload
 
 from triptych.errors import UsageError
 from triptych.literals import (
@@ -64,7 +65,7 @@ if TYPE_CHECKING:
     from triptych.running.opened_source import Opened
     from triptych.running.opening import Reader
     from triptych.running.run import Run
-    from triptych.running.text import Coverage, Text
+    from triptych.running.text import Coverage, Text, Tokenizer
     from triptych.seeing.adapter_effects import AdapterEffects
     from triptych.seeing.attending import Attention, AttentionBatch, OverText
     from triptych.seeing.composition import Composition
@@ -201,6 +202,40 @@ class Model:
         """The number of parameters in all tensors of the files."""
         return self._opened.num_parameters
 
+    @property
+    def num_layers(self) -> int:
+        """The number of attention layers, in all stacks."""
+        return len(self.layers)
+
+    @property
+    def d_model(self) -> int:
+        """The width of the residual stream, as the first layer reads it."""
+        return self.layers[0].d_model
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """The fields of `config.json`; none for a module of this library."""
+        return MappingProxyType(self._opened.source.record)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters when the model runs."""
+        return self._opened.to_run.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the parameters when the model runs."""
+        return self._opened.to_run.dtype
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer: `encode`, `decode`, `pieces`; of a translator, that of the source.
+
+        Raises:
+            TriptychError: the model has no tokenizer, or cannot be run; the message has the reason.
+        """
+        return self._opened.to_run.source_tokenizer
+
     @cached_property
     def certificate(self) -> Certificate | None:
         """The claims about a rewritten model; None for any other model."""
@@ -309,6 +344,12 @@ class Model:
         from triptych.seeing.model_cost import cost_of
 
         return cost_of(self._opened)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Explain a name of another library."""
+        from triptych.guesses import about_attribute
+
+        raise AttributeError(about_attribute(name))
 
     def __repr__(self) -> str:
         from triptych.running.opened_source import describe

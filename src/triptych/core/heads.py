@@ -200,6 +200,25 @@ class Head:
         return BilinearForm(self.W_V, self.W_O.mT)
 
     @property
+    def W_QK(self) -> Float[Tensor, "d_model d_memory"]:
+        """The matrix of `qk`, W_Q W_Kᵀ; of rotary heads at distance 0.
+
+        Raises:
+            UsageError: the scores are not a bilinear form; see `qk`.
+        """
+        form = self.qk
+        return (form.at(0) if isinstance(form, RotaryForm) else form).dense()
+
+    @property
+    def W_OV(self) -> Float[Tensor, "d_memory d_model"]:
+        """The matrix of `ov`, W_V W_O.
+
+        Raises:
+            UsageError: values are clipped or normalised; see `ov`.
+        """
+        return self.ov.dense()
+
+    @property
     def between(self) -> list[str]:
         """Parts of the computation besides the maps, in words, such as rotary positions or QK-norm."""
         found = self._outline.semantics.beyond(("scale", "kind", "dropout"))

@@ -332,6 +332,16 @@ class Reader(TextReader):
         return last.causal and last.head is not None
 
     @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the parameters."""
+        return next(self.model.parameters()).dtype
+
+    @property
     def source_tokenizer(self) -> Tokenizer:
         """The tokenizer of the first stack's input."""
         return self.tokenizers.source if self.is_searched else self.tokenizer
