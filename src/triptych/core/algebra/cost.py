@@ -48,7 +48,10 @@ def writing_cost(weights: AttentionWeights) -> WritingCost:
 
 
 def maps_flops(chains: Sequence[Chain], streams: int = 1) -> int:
-    """Count floating-point operations of chains for one token; shared maps count once."""
+    """Count floating-point operations of chains for one token; shared maps count once.
+
+    `streams` is the number of vectors that enter each chain: 1, or the number of heads for output maps.
+    """
     flops: dict[int, int] = {}
     for chain in chains:
         entering = streams
@@ -104,7 +107,7 @@ class PassCost:
     flops: int  # operations of matrix products: a multiplication and an addition count as two
     diagonal_flops: int  # multiplications by diagonal maps, not included in `flops`
     weight_numbers: int  # parameters of the maps in use, biases included
-    moved_numbers: int  # values besides `weight_numbers` moved between memory and processor, ideally
+    moved_numbers: int  # values besides `weight_numbers` read from and written to memory, each tensor once
     kept_numbers: int  # values stored for the backward pass in training, each tensor once
     pair_numbers: int  # attention weights of all heads and pairs, stored as well where they are materialised
 
@@ -209,15 +212,18 @@ class _Pass:
         )
 
     def _value(self, key: tuple[object, ...], tokens: int, streams: int, width: int) -> _Value:
+        """Record the size of a tensor, once for each key."""
         self.numbers.setdefault(key, tokens * streams * width)
         return _Value(key, tokens, streams, width)
 
     def _chain(self, value: _Value, chain: Chain) -> _Value:
+        """Count the maps of a chain; return the output."""
         for link in chain:
             value = self._apply(value, link)
         return value
 
     def _apply(self, value: _Value, link: Link, *, transposed: bool = False) -> _Value:
+        """Count a map, unless the same map of the same tensor was counted, and return its output."""
         streams = max(value.streams, link.copies)
         width = link.d_in if transposed and not link.diagonal else link.d_out
         if not link.learned and not link.diagonal:  # a choice of channels: nothing is computed
