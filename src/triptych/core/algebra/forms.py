@@ -81,7 +81,7 @@ class BilinearForm:
             )
         if left.dtype not in _DTYPES:
             raise ValueError(f"factors are {left.dtype}: they must be float16, bfloat16, float32 or float64")
-        _require_alike("left", left, "right", right)
+        _require_one_batch("left", left, "right", right)
 
     def __repr__(self) -> str:
         shape = _times((*self.batch, self.d_left, self.d_right))
@@ -166,13 +166,13 @@ class BilinearForm:
         return BilinearForm(self.right, self.left)
 
     def __matmul__(self, other: "BilinearForm") -> "BilinearForm":
-        """Multiply two forms, A B; the result has the smaller of the two widths."""
+        """Multiply two forms of one batch, A B; the result has the smaller of the two widths."""
         if self.d_right != other.d_left:
             raise ValueError(
                 f"a form of {self.d_left} × {self.d_right} cannot be followed by one of "
                 f"{other.d_left} × {other.d_right}: {self.d_right} and {other.d_left} must be equal"
             )
-        _require_alike("the first form", self.left, "the second", other.left)
+        _require_one_batch("the first form", self.left, "the second", other.left)
         middle = self.right.mT @ other.left
         if self.width <= other.width:
             return BilinearForm(self.left, other.right @ middle.mT)
@@ -185,7 +185,7 @@ class BilinearForm:
                 f"forms of {self.d_left} × {self.d_right} and {other.d_left} × {other.d_right} "
                 "have no difference: they must be of one shape"
             )
-        _require_alike("the first form", self.left, "the second", other.left)
+        _require_one_batch("the first form", self.left, "the second", other.left)
         return BilinearForm(
             torch.cat((self.left, other.left), dim=-1), torch.cat((self.right, -other.right), dim=-1)
         )
@@ -225,7 +225,11 @@ class BilinearForm:
         return Spectrum(self.singular_values())
 
     def eigenvalues(self) -> Complex[Tensor, "*batch k"]:
-        """Compute k = min(r, d) eigenvalues of a square A by descending magnitude; further values are 0."""
+        """Compute k = min(r, d) eigenvalues of a square A by descending magnitude; further values are 0.
+
+        Raises:
+            ValueError: A is not square; the message gives both widths.
+        """
         values: Tensor = torch.linalg.eigvals(self._squeeze("eigenvalues"))
         return values.gather(-1, values.abs().argsort(dim=-1, descending=True, stable=True))
 
@@ -285,13 +289,21 @@ class BilinearForm:
     # Square forms.
 
     def trace(self) -> Float[Tensor, "*batch"]:
-        """Sum the diagonal of a square A."""
+        """Sum the diagonal of a square A.
+
+        Raises:
+            ValueError: A is not square; the message gives both widths.
+        """
         self._require_square("trace")
         left, right = self._working_factors()
         return (left * right).sum(dim=(-2, -1))
 
     def symmetry_score(self) -> Float[Tensor, "*batch"]:
-        """Compute tr(A²)/‖A‖²: 1 if A is symmetric, −1 if antisymmetric, about 0 if random, 0 for A = 0."""
+        """Compute tr(A²)/‖A‖²: 1 if A is symmetric, −1 if antisymmetric, about 0 if random, 0 for A = 0.
+
+        Raises:
+            ValueError: A is not square; the message gives both widths.
+        """
         M = self._squeeze("symmetry score")
         # tr(M²) = tr(A²), but ‖M‖ differs from ‖A‖ because Q_left and Q_right differ.
         norm = or_one(self.norm())[..., None, None]
@@ -360,12 +372,16 @@ class BilinearForm:
         return _finite_product(left, right.mT)
 
     def _squeeze(self, what: str) -> Tensor:
-        """Compute a small matrix M with the non-zero eigenvalues of a square A, so tr(Mⁿ) = tr(Aⁿ)."""
+        """Compute M = C Q_rightᵀ Q_left with the non-zero eigenvalues of a square A, so tr(Mⁿ) = tr(Aⁿ).
+
+        `what` names the measure in the error for a form that is not square.
+        """
         self._require_square(what)
         Q_left, core, Q_right = self._reduce()
         return core @ (Q_right.mT @ Q_left)
 
     def _above(self, S: Tensor, tolerance: float | None = None) -> Tensor:
+        """Return the mask of singular values above tolerance · σ₁; see `rank`."""
         if tolerance is None:
             tolerance = max(self.d_left, self.d_right) * torch.finfo(S.dtype).eps
         return S.gt(S[..., :1] * tolerance)
@@ -390,7 +406,7 @@ class BilinearForm:
             raise ValueError(
                 f"{name} has batch {list(x.shape[:-2])} and the form {list(self.batch)}: they differ"
             )
-        _require_same_kind(name, x, "the form", self.left)
+        _require_one_dtype_and_device(name, x, "the form", self.left)
 
 
 def are_finite(numbers: Tensor) -> bool:
@@ -411,16 +427,17 @@ def _times(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape))
 
 
-def _require_alike(name: str, first: Tensor, other_name: str, second: Tensor) -> None:
+def _require_one_batch(name: str, first: Tensor, other_name: str, second: Tensor) -> None:
+    """Raise ValueError unless two factors have the same batch, dtype and device."""
     if first.shape[:-2] != second.shape[:-2]:
         raise ValueError(
             f"{name} has batch {list(first.shape[:-2])} and {other_name} {list(second.shape[:-2])}: "
             "they must agree"
         )
-    _require_same_kind(name, first, other_name, second)
+    _require_one_dtype_and_device(name, first, other_name, second)
 
 
-def _require_same_kind(name: str, first: Tensor, other_name: str, second: Tensor) -> None:
+def _require_one_dtype_and_device(name: str, first: Tensor, other_name: str, second: Tensor) -> None:
     if first.dtype != second.dtype:
         raise ValueError(f"{name} is {first.dtype} and {other_name} {second.dtype}: cast one of them")
     if first.device != second.device:
