@@ -48,7 +48,10 @@ def run_layer(
 
 
 class Channels(NamedTuple):
-    """Queries of every head, and keys and values of every key and value head, before rotation."""
+    """Queries of every head, and keys and values of every key and value head.
+
+    Norms and clipping are applied, and the rotation is not.
+    """
 
     q: Float[Tensor, "batch heads query_len d_k"]
     k: Float[Tensor, "batch key_heads key_len d_k"]
@@ -60,12 +63,12 @@ def channels(
     x: Float[Tensor, "batch query_len d_model"],
     memory: Float[Tensor, "batch key_len d_memory"] | None = None,
 ) -> Channels:
-    """Compute queries, keys and values before rotation, from the arguments of `run_layer`."""
+    """Compute queries, keys and values after norms and clipping, before rotation, as for `run_layer`."""
     y = x if memory is None else memory
     semantics = weights.semantics
-    q = prepare(_through(weights, "q", x), "q", semantics, _PLACES, BEFORE_ROTATION)
-    k = prepare(_through(weights, "k", y), "k", semantics, _PLACES, BEFORE_ROTATION)
-    v = prepare(_through(weights, "v", y), "v", semantics, _PLACES, BEFORE_ROTATION)
+    q = prepare(_apply_chain(weights, "q", x), "q", semantics, _PLACES, BEFORE_ROTATION)
+    k = prepare(_apply_chain(weights, "k", y), "k", semantics, _PLACES, BEFORE_ROTATION)
+    v = prepare(_apply_chain(weights, "v", y), "v", semantics, _PLACES, BEFORE_ROTATION)
     return Channels(for_heads(q, weights.num_heads), k, v)
 
 
@@ -103,7 +106,7 @@ def gated(
 
 
 def _inputs(weights: AttentionWeights, made: Channels, mask: Tensor | None) -> tuple[Tensor, Inputs]:
-    """Return the queries as compared with keys, and the inputs of the steps from products on."""
+    """Rotate queries and keys; return the queries and the inputs of the steps from products on."""
     semantics = weights.semantics
     q = prepare(made.q, "q", semantics, _PLACES, FROM_ROTATION)
     k = for_heads(prepare(made.k, "k", semantics, _PLACES, FROM_ROTATION), weights.num_heads)
@@ -112,7 +115,7 @@ def _inputs(weights: AttentionWeights, made: Channels, mask: Tensor | None) -> t
     return q, Inputs(q, k, v, both(near, mask), bias, is_causal(semantics, None), semantics, 0.0)
 
 
-def _through(weights: AttentionWeights, side: Side, x: Tensor) -> Tensor:
+def _apply_chain(weights: AttentionWeights, side: Side, x: Tensor) -> Tensor:
     """Apply a chain to the input; the result is `[batch, copies, length, width]`."""
     x = x[:, None].to(weights.dtype)
     for link in weights.chain(side):
