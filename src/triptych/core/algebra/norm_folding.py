@@ -114,10 +114,10 @@ def _with_inner_norms_folded(weights: AttentionWeights) -> AttentionWeights:
     links: dict[tuple[Chain, bool], Link] = {}
     chains: dict[Chain, Chain] = {}
 
-    def folded(chain: Chain, place: int) -> Link:
-        link = chain[place]
-        is_last = place == len(chain) - 1
-        norm_map = chain[place - 1].norm_map if place else None
+    def folded(chain: Chain, index: int) -> Link:
+        link = chain[index]
+        is_last = index == len(chain) - 1
+        norm_map = chain[index - 1].norm_map if index else None
         new = link if norm_map is None else norm_map.then(link)
         if is_last or link.norm is None or link.norm_map is None:
             return new
@@ -125,10 +125,10 @@ def _with_inner_norms_folded(weights: AttentionWeights) -> AttentionWeights:
 
     for chain in map(weights.chain, INPUT_SIDES):
         if _inner_norms(chain) and chain not in chains:
-            keys = [(chain[: place + 1], place == len(chain) - 1) for place in range(len(chain))]
-            for place, key in enumerate(keys):
+            keys = [(chain[: index + 1], index == len(chain) - 1) for index in range(len(chain))]
+            for index, key in enumerate(keys):
                 if key not in links:
-                    links[key] = folded(chain, place)
+                    links[key] = folded(chain, index)
             chains[chain] = tuple(links[key] for key in keys)
     return with_chains(
         weights, {side: chains.get(weights.chain(side), weights.chain(side)) for side in INPUT_SIDES}
@@ -138,8 +138,11 @@ def _with_inner_norms_folded(weights: AttentionWeights) -> AttentionWeights:
 def require_readers_foldable(
     place: Literal["pre", "post", "sandwich"], norm: Norm | None, readers: dict[str, bool]
 ) -> tuple[str, ...]:
-    """Refuse unless the maps outside the attention can absorb a norm; return the checks in words."""
-    _require_before(NAME_OF_OTHERS, place)
+    """Refuse unless the maps outside the attention can absorb a norm; return the checks in words.
+
+    `readers` maps the names of the maps to True if they have a bias slot, which a shift requires.
+    """
+    _require_pre_norm(NAME_OF_OTHERS, place)
     checked = ["pre-norm", "nothing else reads the norm", "every map that reads it is learned"]
     if norm is not None and _as_map(norm).bias is not None:
         slotless = [name for name, has_slot in readers.items() if not has_slot]
@@ -151,7 +154,10 @@ def require_readers_foldable(
 
 
 def fold_norm_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Fold gain γ and shift β into a map `[d_out, d_in]` reading the norm: `b += W β`, `W = W diag(γ)`."""
+    """Fold gain γ and shift β into a map `[d_out, d_in]` reading the norm: `b += W β`, `W = W diag(γ)`.
+
+    Refuse a shift other than 0 for a map without a bias.
+    """
     shift = None if norm.bias is None or not bool(norm.bias.any()) else norm.bias
     if shift is not None and bias is None:
         raise RewriteRefusedError(NAME_OF_OTHERS, "there is no bias slot for the shift β")
@@ -159,7 +165,7 @@ def fold_norm_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple
     return weight * (norm.weight + norm.offset), shifted
 
 
-def _require_before(name: str, place: str) -> None:
+def _require_pre_norm(name: str, place: str) -> None:
     """Refuse post-norms and sandwich norms: the norm has to be directly before its readers."""
     if place == "post":
         raise RewriteRefusedError(name, "the norm is a post-norm: the residual carries its gain, too")
@@ -172,7 +178,7 @@ def _require_foldable(
 ) -> tuple[str, ...]:
     """Refuse unless every reader of the norms can absorb them; return the checks in words."""
     # An empty chain of keys is allowed: the map of queries absorbs its gain.
-    _require_before(NAME, weights.norm_place)
+    _require_pre_norm(NAME, weights.norm_place)
     INPUT_READ_BY_MAPS.require(NAME, weights)
     inner = {side: _inner_norms(weights.chain(side)) for side in INPUT_SIDES}
     if not any(read.values()) and not any(inner.values()):
@@ -183,7 +189,7 @@ def _require_foldable(
         raise RewriteRefusedError(NAME, reason)
     for side in INPUT_SIDES:
         if read[side] is not None and not (side == "k" and not weights.k and weights.q):
-            _require_map(side, weights.chain(side))
+            _require_learned_first_map(side, weights.chain(side))
     checked = ["pre-norm", "nothing else reads the norm", "every map that reads it is learned"]
     if weights.other_norm_readers and others:
         checked[1] = f"what else reads the norm takes it up as well: {', '.join(others.maps)}"
@@ -200,7 +206,8 @@ def _require_foldable(
     return tuple(checked)
 
 
-def _require_map(side: Side, chain: Chain) -> None:
+def _require_learned_first_map(side: Side, chain: Chain) -> None:
+    """Refuse an empty chain, and a chain that begins with a fixed map."""
     if not chain:
         raise RewriteRefusedError(
             NAME, f"{side} is the norm's output itself: no map is there to take up the gain"
