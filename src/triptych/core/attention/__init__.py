@@ -25,7 +25,7 @@ from triptych.core.attention.position_modules import NoPositions as NoPositions
 from triptych.core.attention.position_modules import PositionIds as PositionIds
 from triptych.core.attention.position_modules import RotaryPositions as RotaryPositions
 from triptych.core.attention.position_modules import SinusoidalPositions as SinusoidalPositions
-from triptych.core.attention.position_modules import TokenPlaces as TokenPlaces
+from triptych.core.attention.position_modules import TokenPositions as TokenPositions
 from triptych.core.attention.position_modules import sinusoidal as sinusoidal
 from triptych.core.attention.projections import PARAMETERISATIONS as PARAMETERISATIONS
 from triptych.core.attention.projections import parameterisation as parameterisation

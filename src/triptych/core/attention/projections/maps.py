@@ -446,7 +446,7 @@ def join_heads(
 def through_own_map(
     heads: Float[Tensor, "batch num_heads length d_in"], maps: Float[Tensor, "num_heads d_in d_out"]
 ) -> Float[Tensor, "batch num_heads length d_out"]:
-    """Compute `head_i W_i`; `heads @ maps` would copy the maps for every sentence of the batch."""
+    """Apply to each head its own map, `head_i W_i`, without a copy of the maps for every sentence."""
     return torch.einsum("bhnk,hkr->bhnr", heads, maps)
 
 
