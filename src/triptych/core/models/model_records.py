@@ -94,7 +94,8 @@ class ModelRecord:
     """A model as data, from `config.json`."""
 
     architecture: LanguageModelArchitecture | EncoderDecoderArchitecture
-    layers: Mapping[str, Sequence[Mapping[str, Any]]]  # layers by stack and part
+    # records of layers by "self", or by "encoder.self", "decoder.self" and "decoder.cross"
+    layers: Mapping[str, Sequence[Mapping[str, Any]]]
     limit: int | None  # longest text by the recipe; None without
     pad_id: int  # padding token of an encoder-decoder
 
