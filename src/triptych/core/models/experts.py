@@ -81,6 +81,7 @@ def _sparse_mixer(logits: Tensor, top_k: int, threshold: float) -> tuple[Tensor,
     return torch.cat(experts, dim=-1), torch.cat(weights, dim=-1)
 
 
+# Linear maps of all experts in one parameter, `[experts, d_out, d_in]`; a call applies that of one expert.
 @final
 class StackedLinear(nn.Module):
     def __init__(self, num_experts: int, d_in: int, d_out: int, bias: bool) -> None:
