@@ -2,8 +2,8 @@
 
 `MultiHeadAttention` (`layer.py`) contains projections, built by a `Parameterisation` (`projections/`) from
 chains of maps. `attention` (`operation.py`) computes softmax(QKᵀ)V by the kernel that `routes.py` chooses;
-`written_out.py` is the slow reference. A `LayerCache` (`layer_cache.py`) stores decoded tokens in the form
-that the parameterisation needs. Hidden states in, hidden states out. Start with `layer.py`, then
+the steps of `steps.py` are the slow reference. A `LayerCache` (`layer_cache.py`) stores decoded tokens in the
+form that the parameterisation needs. Hidden states in, hidden states out. Start with `layer.py`, then
 `projections/table.py`.
 """
 

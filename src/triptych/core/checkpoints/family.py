@@ -46,7 +46,7 @@ class Family(Spec):
         return self
 
     def defaults_of(self, settings: str) -> dict[str, dict[str, Any]]:
-        """Return the values that a record leaves out, by `model_type`, for the attention layers it covers."""
+        """Return the defaults of the record at this path, by `model_type`, of all its attention entries."""
         found: dict[str, dict[str, Any]] = {}
         for spec in self.attention:
             if spec.settings == settings:
@@ -108,6 +108,7 @@ def read_family(path: str | Path) -> Family:
         raise UsageError(str(error)) from None
 
 
+# Names and texts of all family files.
 def _files() -> Iterator[tuple[str, str]]:
     for entry in sorted(_FOLDER.iterdir(), key=lambda entry: entry.name):
         if entry.name.endswith(".toml"):
@@ -146,7 +147,7 @@ def _expanded(record: dict[str, Any], where: str) -> dict[str, Any]:
         record = {**record, "model": _model_laid_over(model, where)}
     if not isinstance(entries, list):
         return record
-    return {**record, "attention": [_laid_over(entry, where) for entry in entries]}
+    return {**record, "attention": [_attention_laid_over(entry, where) for entry in entries]}
 
 
 def _model_laid_over(model: dict[str, Any], where: str) -> dict[str, Any]:
@@ -168,7 +169,8 @@ def _family_record(name: str, where: str) -> dict[str, Any]:
     return _expanded(tomllib.loads(path.read_text(encoding="utf-8")), name)
 
 
-def _laid_over(entry: Any, where: str) -> Any:
+# Returns an [[attention]] entry with `like = "NAME#2"` merged over entry 2 of the family NAME.
+def _attention_laid_over(entry: Any, where: str) -> Any:
     if not isinstance(entry, dict) or "like" not in entry:
         return entry
     name, _, number = str(entry["like"]).partition("#")

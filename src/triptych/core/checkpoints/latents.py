@@ -71,7 +71,7 @@ def is_latent(weights: AttentionWeights) -> bool:
     if norm is None or norm.channels is None or norm.centred or k[0].copies != 1:
         return False
     alike = down is v[0] or all(map(torch.equal, _link_tensors(down), _link_tensors(v[0])))
-    # The maps must have the forms of `_pass_rotated` and `_ignore_rotated`: the file cannot express other maps.
+    # A file can only express maps of the forms of `_pass_rotated` and `_ignore_rotated`.
     return (
         alike
         and v[0].norm is not None

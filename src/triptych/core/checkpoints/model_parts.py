@@ -62,7 +62,7 @@ class Entries:
         """Enter a tensor stored without conversion; raise DataError if it is missing or of another shape."""
         self.add((ours,), Named((name,), shape))
 
-    def add(self, ours: tuple[str, ...], stored: Named) -> None:
+    def add(self, ours: tuple[str, ...], stored: Named) -> None:  # as `enter`, with conversions
         for name in stored.names:
             if name not in self.tensors.infos:
                 raise DataError(f"{self.tensors.name}: there is no tensor {name}; fetch the checkpoint again")

@@ -392,6 +392,7 @@ def _with_adapters(base: Source, adapters: Sequence[AdapterFolder | AdapterInMem
     return found
 
 
+# Message that a folder has no adapter.
 def _no_adapter(folder: Path) -> str:
     if not folder.exists():
         return f"there is no such folder{near_path(folder)}: give that of an adapter"

@@ -31,6 +31,7 @@ class Spec(BaseModel):
                     yield part
 
 
+# A value that applies under a condition.
 @final
 class Choice(Spec):
     when: Expression = ""

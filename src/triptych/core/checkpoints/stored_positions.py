@@ -251,8 +251,8 @@ def _rotary_of_patches(place: Place, patches: PatchesSpec, width: int) -> Rotary
     # Centres of patches, relative to the image; tokens before the patches are not rotated.
     centres = [(2 * torch.arange(n, dtype=torch.float64) + 1) / n - 1 for n in _grid(place, patches)]
     of_patches = torch.stack(torch.meshgrid(*centres, indexing="ij"), dim=-1).flatten(0, 1)
-    places = torch.cat([torch.zeros(before, 2, dtype=torch.float64), of_patches])
-    of_pairs = places.repeat_interleave(len(plain), dim=1)
+    of_tokens = torch.cat([torch.zeros(before, 2, dtype=torch.float64), of_patches])
+    of_pairs = of_tokens.repeat_interleave(len(plain), dim=1)
     return RotaryEmbedding(2 * math.pi * plain.repeat(2), place.position.pairing, places=of_pairs)
 
 
@@ -269,6 +269,7 @@ def _grid(place: Place, patches: PatchesSpec) -> tuple[int, int]:
     return rows, columns
 
 
+# A height and a width.
 def _two(place: Place, expression: str) -> tuple[int, int]:
     found = place.value(expression)
     two = found if isinstance(found, list | tuple) and len(found) == 2 else (found, found)

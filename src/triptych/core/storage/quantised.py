@@ -250,6 +250,7 @@ def _said(known: str, method: object) -> str:
     return known if same else f"{known} (quant_method {shown(method)})"
 
 
+# Message that a tensor cannot be dequantised.
 def _unread(tensors: Tensors, what: str, how: str) -> str:
     return (
         f"{tensors.name}: {what} is quantised by {how}, which is not read: use the checkpoint before "

@@ -136,7 +136,7 @@ class Settings:
             return all(self.holds(part, layer) for part in condition.split(" and "))
         if found := _CONDITION.fullmatch(condition):
             left, sign, right = found.groups()
-            number = self._of_number(left, layer)
+            number = self._layer_number(left, layer)
             value = self.value(left, layer) if number is None else number
             if sign.strip() == "is":
                 return self._field(left, layer) is None
@@ -157,10 +157,10 @@ class Settings:
             return not self.value(condition[1:].strip(), layer)
         return bool(self.value(condition, layer))
 
-    def _of_number(self, expression: str, layer: int) -> int | None:
+    def _layer_number(self, expression: str, layer: int) -> int | None:
         """Return the value of `layer`, `layer % N` or `(layer + 1) % N`, with an expression N.
 
-        Return None for all further expressions, and for an N without a value.
+        Return None for any other expression, and for an N without a value.
         """
         found = re.fullmatch(r"(layer|\(layer \+ 1\))(?:\s*%\s*(.+))?", expression)
         if found is None:
