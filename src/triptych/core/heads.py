@@ -494,7 +494,6 @@ def _one_head(weights: AttentionWeights, number: int) -> AttentionWeights:
 
 
 def _without_gain(norm: Norm | None) -> Norm | None:
-    """Remove gain and shift from a norm, after folding."""
     return None if norm is None else replace(norm, weight=torch.ones_like(norm.weight), bias=None, offset=0.0)
 
 

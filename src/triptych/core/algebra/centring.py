@@ -38,8 +38,7 @@ def centred(
 
     Queries, keys and values read the output of `norm`; in cross-attention, keys and values read the
     output of `memory_norm`. If `keys` is False, keys and values are computed from another layer's input, and
-    their maps stay unchanged. If `norm` is a LayerNorm, the mean of the output of W_O is removed as well,
-    unless a second norm follows the layer (sandwich).
+    their maps stay unchanged. The mean of W_O's output is removed if `norm` is a LayerNorm, not a sandwich.
     """
     of_memory = memory_norm if weights.semantics.kind == "cross" else norm
     read = {"q": norm, "k": of_memory if keys else None, "v": of_memory if keys else None}

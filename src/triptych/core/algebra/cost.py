@@ -48,10 +48,7 @@ def writing_cost(weights: AttentionWeights) -> WritingCost:
 
 
 def maps_flops(chains: Sequence[Chain], streams: int = 1) -> int:
-    """Count floating-point operations of chains for one token; shared maps count once.
-
-    `streams` is the number of vectors that enter each chain: 1, or the number of heads for output maps.
-    """
+    """Count operations of chains for one token, which `streams` vectors enter; shared maps count once."""
     flops: dict[int, int] = {}
     for chain in chains:
         entering = streams
@@ -83,7 +80,6 @@ def _applied_before_storing(weights: AttentionWeights, chain: Chain) -> tuple[Ch
 
 
 def _out_width(weights: AttentionWeights, chain: Chain) -> int:
-    """Return the width of a chain's output for one head."""
     return chain[-1].d_out if chain else weights.d_model
 
 
@@ -212,12 +208,10 @@ class _Pass:
         )
 
     def _value(self, key: tuple[object, ...], tokens: int, streams: int, width: int) -> _Value:
-        """Record the size of a tensor, once for each key."""
         self.numbers.setdefault(key, tokens * streams * width)
         return _Value(key, tokens, streams, width)
 
     def _chain(self, value: _Value, chain: Chain) -> _Value:
-        """Count the maps of a chain; return the output."""
         for link in chain:
             value = self._apply(value, link)
         return value

@@ -225,11 +225,7 @@ class BilinearForm:
         return Spectrum(self.singular_values())
 
     def eigenvalues(self) -> Complex[Tensor, "*batch k"]:
-        """Compute k = min(r, d) eigenvalues of a square A by descending magnitude; further values are 0.
-
-        Raises:
-            ValueError: A is not square; the message gives both widths.
-        """
+        """Compute k = min(r, d) eigenvalues of a square A by descending magnitude; further values are 0."""
         values: Tensor = torch.linalg.eigvals(self._squeeze("eigenvalues"))
         return values.gather(-1, values.abs().argsort(dim=-1, descending=True, stable=True))
 
@@ -245,7 +241,7 @@ class BilinearForm:
         """
         if tolerance is not None and not tolerance >= 0:
             raise ValueError(f"tolerance is {tolerance}: it must be at least 0")
-        return self._above(self.singular_values(), tolerance).sum(dim=-1)
+        return self._mask_above(self.singular_values(), tolerance).sum(dim=-1)
 
     def norm(self) -> Float[Tensor, "*batch"]:
         """Compute the Frobenius norm, √Σ σ_i²."""
@@ -289,21 +285,13 @@ class BilinearForm:
     # Square forms.
 
     def trace(self) -> Float[Tensor, "*batch"]:
-        """Sum the diagonal of a square A.
-
-        Raises:
-            ValueError: A is not square; the message gives both widths.
-        """
+        """Sum the diagonal of a square A."""
         self._require_square("trace")
         left, right = self._working_factors()
         return (left * right).sum(dim=(-2, -1))
 
     def symmetry_score(self) -> Float[Tensor, "*batch"]:
-        """Compute tr(A²)/‖A‖²: 1 if A is symmetric, −1 if antisymmetric, about 0 if random, 0 for A = 0.
-
-        Raises:
-            ValueError: A is not square; the message gives both widths.
-        """
+        """Compute tr(A²)/‖A‖²: 1 if A is symmetric, −1 if antisymmetric, about 0 if random, 0 for A = 0."""
         M = self._squeeze("symmetry score")
         # tr(M²) = tr(A²), but ‖M‖ differs from ‖A‖ because Q_left and Q_right differ.
         norm = or_one(self.norm())[..., None, None]
@@ -337,7 +325,7 @@ class BilinearForm:
         self._require_rank(rank)
         U, S, Vh = self.svd()
         # A singular value of rounding size, about ε σ₁, would appear as √ε in both factors.
-        S = torch.where(self._above(S), S, 0.0)[..., None, :rank].sqrt()
+        S = torch.where(self._mask_above(S), S, 0.0)[..., None, :rank].sqrt()
         return BilinearForm(U[..., :rank] * S, Vh[..., :rank, :].mT * S)
 
     def gauge_fix(self) -> "BilinearForm":
@@ -372,16 +360,12 @@ class BilinearForm:
         return _finite_product(left, right.mT)
 
     def _squeeze(self, what: str) -> Tensor:
-        """Compute M = C Q_rightᵀ Q_left with the non-zero eigenvalues of a square A, so tr(Mⁿ) = tr(Aⁿ).
-
-        `what` names the measure in the error for a form that is not square.
-        """
+        """Compute M = C Q_rightᵀ Q_left with the non-zero eigenvalues of a square A, so tr(Mⁿ) = tr(Aⁿ)."""
         self._require_square(what)
         Q_left, core, Q_right = self._reduce()
         return core @ (Q_right.mT @ Q_left)
 
-    def _above(self, S: Tensor, tolerance: float | None = None) -> Tensor:
-        """Return the mask of singular values above tolerance · σ₁; see `rank`."""
+    def _mask_above(self, S: Tensor, tolerance: float | None = None) -> Tensor:
         if tolerance is None:
             tolerance = max(self.d_left, self.d_right) * torch.finfo(S.dtype).eps
         return S.gt(S[..., :1] * tolerance)
@@ -428,7 +412,6 @@ def _times(shape: Sequence[int]) -> str:
 
 
 def _require_one_batch(name: str, first: Tensor, other_name: str, second: Tensor) -> None:
-    """Raise ValueError unless two factors have the same batch, dtype and device."""
     if first.shape[:-2] != second.shape[:-2]:
         raise ValueError(
             f"{name} has batch {list(first.shape[:-2])} and {other_name} {list(second.shape[:-2])}: "

@@ -104,7 +104,6 @@ def _folded_chains(weights: AttentionWeights, read: dict[Side, Norm | None]) -> 
 
 
 def _inner_norms(chain: Chain) -> list[Link]:
-    """Return gain and shift of the norms between the maps of a chain, as maps."""
     return [found for link in chain[:-1] if (found := link.norm_map) is not None]
 
 
@@ -138,10 +137,7 @@ def _with_inner_norms_folded(weights: AttentionWeights) -> AttentionWeights:
 def require_readers_foldable(
     place: Literal["pre", "post", "sandwich"], norm: Norm | None, readers: dict[str, bool]
 ) -> tuple[str, ...]:
-    """Refuse unless the maps outside the attention can absorb a norm; return the checks in words.
-
-    `readers` maps the names of the maps to True if they have a bias slot, which a shift requires.
-    """
+    """Refuse unless maps (by name; True for a bias slot) can absorb a norm; return the checks in words."""
     _require_pre_norm(NAME_OF_OTHERS, place)
     checked = ["pre-norm", "nothing else reads the norm", "every map that reads it is learned"]
     if norm is not None and _as_map(norm).bias is not None:
@@ -154,10 +150,7 @@ def require_readers_foldable(
 
 
 def fold_norm_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Fold gain γ and shift β into a map `[d_out, d_in]` reading the norm: `b += W β`, `W = W diag(γ)`.
-
-    Refuse a shift other than 0 for a map without a bias.
-    """
+    """Fold gain γ and shift β into a map `[d_out, d_in]` reading the norm: `b += W β`, `W = W diag(γ)`."""
     shift = None if norm.bias is None or not bool(norm.bias.any()) else norm.bias
     if shift is not None and bias is None:
         raise RewriteRefusedError(NAME_OF_OTHERS, "there is no bias slot for the shift β")
@@ -166,7 +159,6 @@ def fold_norm_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple
 
 
 def _require_pre_norm(name: str, place: str) -> None:
-    """Refuse post-norms and sandwich norms: the norm has to be directly before its readers."""
     if place == "post":
         raise RewriteRefusedError(name, "the norm is a post-norm: the residual carries its gain, too")
     if place == "sandwich":
@@ -207,7 +199,6 @@ def _require_foldable(
 
 
 def _require_learned_first_map(side: Side, chain: Chain) -> None:
-    """Refuse an empty chain, and a chain that begins with a fixed map."""
     if not chain:
         raise RewriteRefusedError(
             NAME, f"{side} is the norm's output itself: no map is there to take up the gain"

@@ -24,11 +24,8 @@ def apply_rotary(
     pairing: Pairing = "halves",
     start: int = 0,
 ) -> Float[Tensor, "*batch length width"]:
-    """Rotate pairs of channels: `(a, b) → (a cos − b sin, a sin + b cos)`.
-
-    The channels of pair f are `start + f` and `start + pairs + f` ("halves"), or `start + 2f` and the next
-    channel ("interleaved"). Channels before the first pair and after the last pair stay unchanged.
-    """
+    """Rotate pairs of channels (`RotaryEmbedding.pairs`): `(a, b) → (a cos − b sin, a sin + b cos)`."""
+    # Channels before `start` and after the last pair stay unchanged.
     pairs = cos.shape[-1]
     end = start + 2 * pairs
     if pairing == "halves":
@@ -156,9 +153,8 @@ class RotaryEmbedding:
     def __call__(
         self, x: Float[Tensor, "*batch length width"], position: int = 0
     ) -> Float[Tensor, "*batch length width"]:
-        """Rotate queries or keys at consecutive positions from `position` on.
+        """Rotate queries or keys at consecutive positions from `position` to the end of the text.
 
-        The last row is the last token of the text, whose length decides about the rotation above `limit`.
         The products are computed in at least float32, and rounded to the dtype of `x`.
         """
         end = position + x.shape[-2]
@@ -187,27 +183,21 @@ class RotaryEmbedding:
     def cos_sin(
         self, begin: int, end: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Float[Tensor, "positions pairs"], Float[Tensor, "positions pairs"]]:
-        """Return cosines and sines of positions `begin` to `end − 1` of a text of `end` tokens.
-
-        Both are multiplied by the factor, and computed in float32, or in float64 for that dtype.
-        """
+        """Return cosines and sines, times the factor, from position `begin` on in a text of `end` tokens."""
         if self.places is not None:
             _require_in_picture(end, len(self.places))
         precise = torch.float64 if dtype == torch.float64 else torch.float32
         turned = self.of_length(end)
         if turned is not self:
             grows = self.long is not None and self.long.grows  # tables of one length: not cached
-            return (turned._make_tables if grows else turned.cos_sin)(begin, end, device, precise)
+            return (turned._table if grows else turned.cos_sin)(begin, end, device, precise)
         tables = self._tables.get((device, precise))
         if tables is None or len(tables[0]) < end:
-            tables = self._make_tables(0, max(256, 1 << (end - 1).bit_length()), device, precise)
+            tables = self._table(0, max(256, 1 << (end - 1).bit_length()), device, precise)
             self._tables[device, precise] = tables
         return tables[0][begin:end], tables[1][begin:end]
 
-    def _make_tables(
-        self, begin: int, end: int, device: torch.device, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Compute cosines and sines of positions, or of all patches of a picture."""
+    def _table(self, begin: int, end: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # Angles in float64, rounded once: in float32 the error would be 1e-3 at position 30,000.
         # Never inference tensors: training may use the tables of an earlier translation.
         with torch.inference_mode(False):
@@ -418,6 +408,5 @@ def distances(
 
 
 def _require_in_picture(end: int, count: int) -> None:
-    """Raise ValueError for more positions than the tokens of a picture."""
     if end > count:
         raise ValueError(f"there are {end} positions, and a picture has {count}")

@@ -14,8 +14,7 @@ def ratio_intervals(
 ) -> tuple[Float[Tensor, "*figures"], Float[Tensor, "*figures"]]:
     """Compute 95 % bootstrap intervals of `Σ sums / Σ counts` over units, such as documents.
 
-    Return the lower and the upper ends. Resamples are drawn from a fixed seed, and a resample without counts
-    is left out.
+    Return the lower and the upper ends. Resamples have a fixed seed; those without counts are left out.
     """
     # Source: Efron 1979, doi 10.1214/aos/1176344552.
     counts = counts.double().expand_as(sums)

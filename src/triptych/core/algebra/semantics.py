@@ -142,7 +142,6 @@ class HeadNorm:
         return (part.repeat_interleave(heads // len(part), dim=0) if len(part) < heads else part)[:, None]
 
     def _normalise_rows(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Normalise the last dimension in at least float32, then apply weight and bias."""
         dtype = x.dtype
         x = x.to(torch.promote_types(dtype, torch.float32))
         if self.centred:
@@ -204,10 +203,7 @@ class HeadGate:
     def of_shares(
         self, shares: Float[Tensor, "batch length gates"]
     ) -> Float[Tensor, "batch heads length channels"]:
-        """Arrange the sigmoids of all gates by head: one channel, or a channel for each channel of values.
-
-        Ungated heads of pairs get 1, and their partners the negative sigmoid.
-        """
+        """Arrange the sigmoids of gates by head, with 1 for ungated heads and a minus for their partners."""
         heads = (len(self.weight), -1)
         of_heads: Tensor = shares.unflatten(-1, heads).transpose(1, 2)  # type: ignore[no-untyped-call]
         if not self.whole:
@@ -217,7 +213,6 @@ class HeadGate:
         return torch.stack([one if whole else next(negative) for whole in self.whole], dim=1)
 
     def _gated(self, heads: Iterable[int]) -> list[int]:
-        """Return the gated heads among some heads."""
         return [head for head in heads if not self.whole or not self.whole[head]]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -510,7 +505,6 @@ def select_rows(part: Tensor, rows: list[int]) -> Tensor:
 
 
 def _select_heads_of(part: Any, order: list[int]) -> Any:
-    """Select some heads of a field with parameters for each query head."""
     return select_rows(part, order) if isinstance(part, Tensor) else part.select_heads(order)
 
 

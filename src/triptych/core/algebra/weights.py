@@ -273,10 +273,7 @@ class AttentionWeights:
         )
 
     def copies(self, side: Side) -> int:
-        """Return the largest number of copies of a map of the chain; 1 for an empty chain.
-
-        For queries, keys and values this is the number of heads, or of groups of heads, that differ.
-        """
+        """Return the largest number of copies of a map in a chain; 1 for an empty chain."""
         return max((link.copies for link in self.chain(side)), default=1)
 
     def width(self, side: HeadSide) -> int:
@@ -399,10 +396,7 @@ class AttentionWeights:
         num_heads: int | None = None,
         **others: Any,
     ) -> "AttentionWeights":
-        """Change every map of the chains `sides`; shared maps and chains stay shared.
-
-        `others` are new values of further fields.
-        """
+        """Change every map of some chains, and fields in `others`; shared maps and chains stay shared."""
         # Keyed by identity, so that a shared object is changed once.
         links: dict[int, Link] = {}
         chains: dict[int, Chain] = {}
@@ -457,11 +451,7 @@ class AttentionWeights:
 
     @property
     def takes_up_scale(self) -> bool:
-        """True if the last query map can absorb another scale of the scores.
-
-        The map must be learned and not shared with the keys, and queries may enter only their product with
-        the keys.
-        """
+        """True if the last query map can absorb another scale: learned, unshared, read by products only."""
         semantics = self.semantics
         q = self.q
         read = semantics.bias is not None and semantics.bias.reads_content
@@ -470,10 +460,7 @@ class AttentionWeights:
         return bool(q) and q[-1].learned and q[-1].norm is None and not self.tied("q", "k") and not changes
 
     def with_scale(self, scale: float) -> "AttentionWeights":
-        """Change the scale without changing the scores: the last query map absorbs the ratio.
-
-        Raise ValueError for another scale than the present scale unless `takes_up_scale`.
-        """
+        """Change the scale, not the scores: the last query map absorbs the ratio, or else ValueError."""
         if math.isclose(scale, self.scale, rel_tol=1e-12):
             return self
         # A map shared with the keys cannot absorb the ratio: the keys would change as well.
@@ -497,8 +484,7 @@ class AttentionWeights:
     def with_single_links(self) -> "AttentionWeights":
         """Multiply every chain into one link, in at least float32; shared chains stay shared.
 
-        An empty chain becomes the identity. As in `multiplied`, only the gain of a norm between two links is
-        kept. Weights that have one link in every chain keep their dtype.
+        As in `multiplied`, only the gain of a norm between two links is kept; an empty chain is the identity.
         """
         wide = torch.promote_types(self.dtype, torch.float32)
         whole = self if all(len(self.chain(side)) == 1 for side in SIDES) else self.to(wide)
@@ -553,7 +539,6 @@ def standard_scale(d_k: int) -> float:
 
 
 def _multiply(one: Tensor, two: Tensor) -> Tensor:
-    """Multiply two weights copy by copy; each is a matrix or, with two dimensions, a diagonal."""
     match one.ndim, two.ndim:
         case 2, 2:
             return one * two
@@ -573,7 +558,6 @@ def _apply_weight(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def _row_times(row: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply rows `[copies, d_in]` by the weight of each copy, a matrix or a diagonal."""
     return row * matrix if matrix.ndim == 2 else (row[:, None, :] @ matrix)[:, 0]
 
 

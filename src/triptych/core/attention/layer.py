@@ -349,10 +349,7 @@ class MultiHeadAttention(nn.Module):
         return replace(found, semantics=semantics)
 
     def borrow(self, lender: "MultiHeadAttention") -> None:
-        """Make this a KV-sharing layer: share the key maps, value maps and key norm of an equal layer.
-
-        The model passes `lent` to each call of the layer.
-        """
+        """Make this a KV-sharing layer with the key maps, value maps and key norm of an equal layer."""
         self.borrows = True
         self.projections.share_keys_and_values(lender.projections)
         for name in ("k_norm_weight", "k_norm_bias"):
@@ -468,10 +465,7 @@ class MultiHeadAttention(nn.Module):
         tap: Tap,
         row: int | None,
     ) -> LayerSteps:
-        """Walk the steps from prepared queries to the output; `tap` sees and replaces each activation.
-
-        `row` selects the values of one query.
-        """
+        """Walk the steps from prepared queries to the output, and select one query unless `row` is None."""
         k, v = self._keys_values(semantics, token_positions, cached)
         q = tap("q", q, first)
         k = tap("k", for_heads(k, self.num_heads), first)
@@ -620,10 +614,7 @@ class MultiHeadAttention(nn.Module):
         positions: PositionIds | None,
         lent: Kept | None,
     ) -> tuple[Tensor, TokenPositions, tuple[Tensor, ...]]:
-        """Return projected queries, positions, and keys and values in cached form of all visible tokens.
-
-        Append the new tokens to the cache.
-        """
+        """Project; return queries, positions, and keys and values in cached form, with those of the cache."""
         # KV-sharing layers use the keys and values of another layer of the same call.
         if lent is not None:
             return self.projections.queries(x), *lent
@@ -713,12 +704,10 @@ def _first_query(q: Tensor, cached: tuple[Tensor, ...], memory: Tensor | None) -
 
 
 def _untouched(name: str, value: Tensor, first: int | None) -> Tensor:
-    """Return the value unchanged, as the default tap."""
     return value
 
 
 def _query_and_key_positions(token_positions: TokenPositions, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions of queries and keys."""
     if token_positions.given is not None:
         return token_positions.query_positions(q), token_positions.key_positions(k)
     key_len = k.shape[2]

@@ -37,10 +37,7 @@ class PositionIds(NamedTuple):
         return self._replace(ids=ids[..., :length])
 
     def positions_of_first_keys(self, count: Any) -> Int[Tensor, " key_len"]:
-        """Return the positions of the first `count` keys of a text: 0, 1, …, each `sharing` times.
-
-        `count` is an int, or a symbol in a traced model.
-        """
+        """Return the positions of the first `count` keys (a symbol in a traced model) of a text."""
         keys = torch.arange(count, device=self.ids.device)
         return keys if self.sharing in (None, 1) else keys // self.sharing
 
@@ -83,11 +80,7 @@ class TokenPositions(NamedTuple):
     def add(
         self, cache: AttentionCache, new: tuple[Tensor, ...]
     ) -> "tuple[TokenPositions, tuple[Tensor, ...]]":
-        """Append tokens to a cache, with their positions where the cache has to store them.
-
-        Return the positions of all keys and all entries. Raise ValueError if the cache stores positions and
-        these tokens have none, or the reverse.
-        """
+        """Append tokens to a cache, with given positions; return the positions and entries of all tokens."""
         given = self.given
         keeps = given is not None and given.sharing is None
         try:
@@ -115,7 +108,7 @@ class TokenPositions(NamedTuple):
             return TokenPositions(0)
         if self.keys is not None:
             return TokenPositions(0, PositionIds(self.keys, max(given.end, k.shape[2])))
-        # A cache of fixed size may have room after the last token: positions there are clamped below `end`.
+        # A cache of fixed size may be longer than its text: positions after it are clamped below `end`.
         return TokenPositions(0, PositionIds(self.key_positions(k).clamp(max=given.end - 1), given.end))
 
     def query_positions(self, x: Tensor) -> Tensor:
@@ -197,7 +190,7 @@ class LearnedPositions(nn.Module):
     """
 
     def __init__(self, max_tokens: int, d_model: int) -> None:
-        """Draw a row for each of `max_tokens` positions."""
+        """Draw the rows."""
         super().__init__()
         if max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}: at least one position is needed")

@@ -89,10 +89,7 @@ class QueriesAndKeys:
         return part._weights(slice(*rows.indices(self.query_len)))
 
     def visible(self) -> Bool[Tensor, "rows heads query_len key_len"]:
-        """Return the mask, combined with causality, window and chunk; True = may attend.
-
-        The first two dimensions are batch and heads, 1 where all sentences or all heads have the same mask.
-        """
+        """Return the combined mask; the first dimensions are batch and heads, 1 where all are the same."""
         near = self.semantics.visible(self.query_positions, self.key_positions)
         mask = both(near, self.mask)
         return visible_keys(mask, self.causal, self.query_len, self.key_len, self.q.device)

@@ -19,10 +19,7 @@ def scores_class(name: str) -> type[Scores]:
 
 
 def scores_name(semantics: Semantics) -> str:
-    """Return the name of a layer's scores in recipes: "dot", "cosine", or the name of their class.
-
-    A query norm with one gain per head makes the scores "cosine".
-    """
+    """Return the name of a layer's scores in recipes: "dot", "cosine" (one gain per head), or a class."""
     if semantics.scores is not None:
         return semantics.scores.name
     weight = None if semantics.q_norm is None else semantics.q_norm.weight

@@ -67,10 +67,7 @@ class Inputs(NamedTuple):
 
     @property
     def common_heads(self) -> int:
-        """Number of heads to which key heads and value heads are repeated.
-
-        This is the larger of their numbers, or the number of query heads if the smaller does not divide it.
-        """
+        """Number of heads to which keys and values are repeated: of keys, of values, or of queries."""
         counts = self.k.shape[1], self.v.shape[1]
         fewer = min(counts)
         more = max(counts)
@@ -267,7 +264,7 @@ def _many_and_untrained(given: Inputs) -> bool:
 
 
 def _copied(given: Inputs) -> int:
-    """Count the values per token that the kernel for CPUs copies, to pad or repeat keys and values."""
+    """Count the values per token of padded or repeated keys and values for the kernel for CPUs."""
     _, key_heads, _, d_k = given.k.shape
     _, value_heads, _, d_v = given.v.shape
     if d_k == d_v and key_heads == value_heads:

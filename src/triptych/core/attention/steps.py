@@ -66,8 +66,7 @@ class SideStep(Step):
     """A step on projected queries, keys or values, before they are compared.
 
     Attributes:
-        sides: fields read on each side ("q", "k", "v"). The step leaves a side unchanged if all its fields
-            are None.
+        sides: fields by name ("q", "k", "v"). A tensor without a set field stays unchanged.
         run: function of queries, keys or values, their name, the semantics and the token positions.
         is_linear: True if a factor of the input becomes a factor of the result.
         by_position: True if the result depends on the positions of the tokens.
@@ -126,7 +125,7 @@ class Tap(Protocol):
 
 
 def norm(x: Tensor, side: HeadSide, semantics: Semantics, token_positions: TokenPositions) -> Tensor:
-    """Normalise queries, keys or values by the norm of their side."""
+    """Normalise queries, keys or values, each by its own norm."""
     own = {"q": semantics.q_norm, "k": semantics.k_norm, "v": semantics.v_norm}[side]
     return x if own is None else own(x)
 
@@ -318,10 +317,7 @@ def watch_with(tap: Tap, first: int | None) -> Watcher:
 
 
 def compare(q: Tensor, k: Tensor, semantics: Semantics) -> Tensor:
-    """Compute the scaled products of queries and keys, or other scores, without bias and soft cap.
-
-    Consecutive query heads share a key head. The result is `[batch, num_heads, query_len, key_len]`.
-    """
+    """Compute scaled products of queries and grouped keys, or other scores, without bias and cap."""
     return walk((PRODUCTS, SCALE), q, Inputs(q, k, k, None, None, False, semantics, 0.0))
 
 

@@ -99,7 +99,7 @@ def read_family(path: str | Path) -> Family:
     try:
         family = validated(Family, _expanded(record, path.stem), path)
         for spec in family.attention:
-            _try_names(spec)
+            _require_known_placeholders(spec)
             # `refuse_unknown` writes "?" for fields to complete.
             if any("?" in said for said in (spec.at, spec.q, spec.k, spec.v, spec.o, *spec.expressions())):
                 raise DataError(f'{path}: complete each "?" first')
@@ -108,8 +108,7 @@ def read_family(path: str | Path) -> Family:
         raise UsageError(str(error)) from None
 
 
-# Names and texts of all family files.
-def _files() -> Iterator[tuple[str, str]]:
+def _files() -> Iterator[tuple[str, str]]:  # names and texts
     for entry in sorted(_FOLDER.iterdir(), key=lambda entry: entry.name):
         if entry.name.endswith(".toml"):
             yield entry.name, entry.read_text(encoding="utf-8")
@@ -119,8 +118,7 @@ def _read(name: str, text: str) -> Family:
     return Family.model_validate(_expanded(tomllib.loads(text), name))
 
 
-def _try_names(spec: AttentionSpec) -> None:
-    """Check the placeholders in names of modules and tensors."""
+def _require_known_placeholders(spec: AttentionSpec) -> None:
     head_norm = () if spec.head_norm is None else (spec.head_norm.q, spec.head_norm.k)
     beside = [name for norm in spec.norm for name in (norm.at, norm.memory)]
     beside += [p.table for p in spec.positions]
@@ -169,8 +167,7 @@ def _family_record(name: str, where: str) -> dict[str, Any]:
     return _expanded(tomllib.loads(path.read_text(encoding="utf-8")), name)
 
 
-# Returns an [[attention]] entry with `like = "NAME#2"` merged over entry 2 of the family NAME.
-def _attention_laid_over(entry: Any, where: str) -> Any:
+def _attention_laid_over(entry: Any, where: str) -> Any:  # `like = "NAME#2"`: entry 2 of the family NAME
     if not isinstance(entry, dict) or "like" not in entry:
         return entry
     name, _, number = str(entry["like"]).partition("#")

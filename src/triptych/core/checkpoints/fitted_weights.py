@@ -289,7 +289,6 @@ class Fitting:
         return self._at_old_indices(whole, old)
 
     def _at_old_indices(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
-        """Put every head at its old index, with zero maps for removed heads."""
         heads = torch.tensor(self.kept)
         groups = heads // (old.heads // old.groups)
         q, k, v, o = (whole.chain(side)[-1] for side in SIDES)

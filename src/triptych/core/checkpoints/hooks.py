@@ -21,7 +21,6 @@ from triptych.errors import DataError, UsageError
 from triptych.untrusted import shown
 
 
-# Code for the attention layers of a family.
 class Hook(ABC):
     fields: tuple[str, ...] = ()  # fields of the configuration that the hook reads
 

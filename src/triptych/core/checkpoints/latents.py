@@ -43,20 +43,20 @@ def read_latent(place: Place, parts: Mapping[str, Tensor]) -> tuple[Chain, Chain
     return (
         q,
         (down, Link(_pass_rotated(k_up, turned))),
-        (down, Link(_ignore_rotated(v_up, turned))),
+        (down, Link(_skip_rotated(v_up, turned))),
         (Link(parts["o"]),),
     )
 
 
 # Extends maps by rows of zeros: the rotated channels after the latent's are not read.
-def _ignore_rotated(up: Tensor, turned: int) -> Tensor:
+def _skip_rotated(up: Tensor, turned: int) -> Tensor:
     return torch.nn.functional.pad(up, (0, 0, 0, turned))
 
 
 def _pass_rotated(up: Tensor, turned: int) -> Tensor:
     """Extend maps `[heads, rank, plain]` by an identity for the rotated channels, after the latent's."""
     passed = torch.eye(up.shape[1] + turned, turned, dtype=up.dtype, device=up.device).roll(up.shape[1], 0)
-    return torch.cat([_ignore_rotated(up, turned), passed.expand(len(up), -1, -1)], dim=-1)
+    return torch.cat([_skip_rotated(up, turned), passed.expand(len(up), -1, -1)], dim=-1)
 
 
 def is_latent(weights: AttentionWeights) -> bool:
@@ -71,7 +71,7 @@ def is_latent(weights: AttentionWeights) -> bool:
     if norm is None or norm.channels is None or norm.centred or k[0].copies != 1:
         return False
     alike = down is v[0] or all(map(torch.equal, _link_tensors(down), _link_tensors(v[0])))
-    # A file can only express maps of the forms of `_pass_rotated` and `_ignore_rotated`.
+    # A file can only express maps of the forms of `_pass_rotated` and `_skip_rotated`.
     return (
         alike
         and v[0].norm is not None
@@ -150,13 +150,9 @@ def widened_latent(weights: AttentionWeights, sizes: MapSizes) -> AttentionWeigh
     k = pad(k, (0, more))
     v = pad(v, (0, wider))
     o = Link(pad(weights.o[0].weight, (0, 0, 0, wider)))
-    return replace(
-        weights,
-        q=q,
-        k=(down, Link(_pass_rotated(k, turned))),
-        v=(down, Link(_ignore_rotated(v, turned))),
-        o=(o,),
-    )
+    keys = (down, Link(_pass_rotated(k, turned)))
+    values = (down, Link(_skip_rotated(v, turned)))
+    return replace(weights, q=q, k=keys, v=values, o=(o,))
 
 
 def _of_rank(down: Link, rank: int, turned: int, *ups: Tensor) -> tuple[Link, list[Tensor]]:

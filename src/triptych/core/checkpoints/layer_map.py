@@ -98,7 +98,7 @@ def split_rows(layout: FusedLayout, sizes: MapSizes) -> TensorMap:
         found = _from_blocks(parts[0], blocks, *(counts[side] for side in order))
         return [found[side] for side in order]
 
-    return TensorMap(read, lambda parts: [_in_blocks(blocks, *(parts[side] for side in order))])
+    return TensorMap(read, lambda parts: [_to_blocks(blocks, *(parts[side] for side in order))])
 
 
 # Splits rows of equal blocks, each with a share of every part; returns the parts, collected from all blocks.
@@ -108,8 +108,7 @@ def _from_blocks(rows: Tensor, blocks: int, *counts: int) -> Parts:
     return [part.flatten(0, 1) for part in split]
 
 
-# The inverse of `_from_blocks`.
-def _in_blocks(blocks: int, *parts: Tensor) -> Tensor:
+def _to_blocks(blocks: int, *parts: Tensor) -> Tensor:  # the inverse of `_from_blocks`
     return torch.cat([part.reshape(blocks, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
 
 
@@ -117,7 +116,7 @@ def queries_and_gates(heads: int) -> TensorMap:
     """Return the map of rows `[heads · (queries, gates)]` to all queries and all gates."""
     return TensorMap(
         lambda parts: _from_blocks(parts[0], heads, *[parts[0].shape[0] // 2] * 2),
-        lambda parts: [_in_blocks(heads, *parts)],
+        lambda parts: [_to_blocks(heads, *parts)],
     )
 
 
@@ -277,10 +276,7 @@ def _norms(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
 
 
 def _of_heads(name: str, heads: int, tensors: Tensors) -> tuple[str, ...]:
-    """Return a name for each head, up to the first missing tensor.
-
-    The configuration may state any number of heads; stopping there bounds the list.
-    """
+    """Return a name for each head, up to the first missing tensor: any number of heads may be stated."""
     if "{head}" not in name:
         return (name,)
     names = []

@@ -229,7 +229,6 @@ class _Mapping:
         return StreamsConfig(count, active, place.holds(spec.scaled), place.count(spec.rank), eps)
 
     def _enter_streams(self) -> None:
-        """Enter the maps between one residual stream and several."""
         if self.spec.streams is None or self._streams is None:
             return
         for name, stored in self.spec.streams.around.items():

@@ -130,7 +130,6 @@ class LayerReader:
     def _require_sizes(
         self, q: Chain, k: Chain, v: Chain, o: Chain, o_bias: Tensor | None, norm: Norm | None
     ) -> None:
-        """Check the widths of inputs, outputs and the norm against the configuration."""
         place = self.place
         read = q[0].d_in
         written = o[-1].d_out
@@ -152,7 +151,6 @@ class LayerReader:
                 raise DataError(f"{self._here()}: {what} has width {width}, where {by} {wanted}")
 
     def _require_biases(self, there: Mapping[str, Tensor | None]) -> None:
-        """Check that exactly the maps with a bias in the configuration have a bias."""
         choice = self.place.first(self.place.spec.biases)
         if choice is None:
             return

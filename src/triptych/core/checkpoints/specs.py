@@ -31,9 +31,8 @@ class Spec(BaseModel):
                     yield part
 
 
-# A value that applies under a condition.
 @final
-class Choice(Spec):
+class Choice(Spec):  # a value under a condition
     when: Expression = ""
     value: Expression
 

@@ -221,7 +221,6 @@ def _backwards(found: Frequencies, where: str) -> Frequencies:
 
 
 def _share(place: Place, scaling: Mapping[str, Any]) -> float:
-    """Return the rotated share of a head's rotary width."""
     own = place.number(place.position.share)
     kind = rope_type(scaling)
     record = Settings({**place.settings.record, **scaling}, place.settings.where)
@@ -269,8 +268,7 @@ def _grid(place: Place, patches: PatchesSpec) -> tuple[int, int]:
     return rows, columns
 
 
-# A height and a width.
-def _two(place: Place, expression: str) -> tuple[int, int]:
+def _two(place: Place, expression: str) -> tuple[int, int]:  # a height and a width
     found = place.value(expression)
     two = found if isinstance(found, list | tuple) and len(found) == 2 else (found, found)
     record = Settings({"height": two[0], "width": two[1]}, f"{place.settings.where}, {expression}")
@@ -283,7 +281,6 @@ def stored_angles(place: Place) -> list[str]:
 
 
 def _require_stored(place: Place, tensors: Tensors, per_position: Tensor) -> None:
-    """Check that the angles in the file match the configuration."""
     for name in stored_angles(place):
         if name not in tensors.infos:
             continue

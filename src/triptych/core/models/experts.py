@@ -137,7 +137,6 @@ class Experts(nn.Module):
         return self._with_shared(total, tokens).view(x.shape)
 
     def _with_shared(self, total: Tensor, tokens: Tensor) -> Tensor:
-        """Add the output of the shared layer to the sum over experts."""
         if self.shared is None:
             return total
         if self.norms is not None:

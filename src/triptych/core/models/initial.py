@@ -83,7 +83,7 @@ class DeferredInit(TorchFunctionMode):
             "numbers were drawn that no parameter holds"
         )
 
-    # Hook of torch: registers a parameter on "meta" in place of the given one, whose values are kept.
+    # Hook of torch: registers a parameter on "meta" instead of the given one, and keeps its values.
     def _registered(
         self, module: nn.Module, name: str, parameter: nn.Parameter | None
     ) -> nn.Parameter | None:

@@ -254,7 +254,6 @@ def _decode_field(part: Any, hint: Any, where: str) -> Any:
 
 
 def _is_of(value: object, hint: Any) -> bool:
-    """Return True if a value is of the type of a field."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return any(_is_of(value, one) for one in get_args(hint))

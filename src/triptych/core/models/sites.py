@@ -103,7 +103,6 @@ def input_norms(model: AnyModel) -> dict[str, tuple[Norm | None, Norm | None]]:
 
 
 def _norm_of(norm: nn.Module) -> Norm | None:
-    """Return the weights of a norm, detached; None for a norm without weights, and for the identity."""
     if getattr(norm, "weight", None) is None:
         return None
     match norm:

@@ -243,7 +243,6 @@ class Repository:
         return MappedBytes(path) if mapped else LocalBytes(path)
 
     def files(self) -> list[str]:
-        """Return the names of all files."""
         url = f"{self.endpoint or constants.ENDPOINT}/api/models/{self.name}/revision/{self.revision}"
         where = f"{self.name}, its list of files"
         with _explained(self.name):

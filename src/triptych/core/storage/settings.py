@@ -158,10 +158,7 @@ class Settings:
         return bool(self.value(condition, layer))
 
     def _layer_number(self, expression: str, layer: int) -> int | None:
-        """Return the value of `layer`, `layer % N` or `(layer + 1) % N`, with an expression N.
-
-        Return None for any other expression, and for an N without a value.
-        """
+        """Return the value of `layer`, `layer % N` or `(layer + 1) % N`; None for other words or no N."""
         found = re.fullmatch(r"(layer|\(layer \+ 1\))(?:\s*%\s*(.+))?", expression)
         if found is None:
             return None

@@ -157,11 +157,7 @@ class Projections(nn.Module):
     def values(
         self, heads: Float[Tensor, "batch num_heads query_len width"], route: Route
     ) -> Float[Tensor, "batch num_heads query_len d_v"]:
-        """Return mixed values from the outputs of the operation.
-
-        On the expanded route these are the values; on the absorbed route they are latents, which the value
-        map of each head maps to values.
-        """
+        """Return the mixed values of the heads; the absorbed route maps mixed latents to values."""
         if route != "absorbed":
             return heads
         assert self._ups is not None
@@ -207,10 +203,7 @@ class Projections(nn.Module):
 
     @property
     def is_absorbed_exact_below_one(self) -> bool:
-        """True if the absorbed route is exact for weights with a sum below 1 (masked, dropped).
-
-        A bias of the value map would be added as a whole, not in proportion to that sum.
-        """
+        """True if the absorbed route is exact for weights with a sum below 1: values have no bias."""
         return self._ups is None or self._matrices(self._ups[1][0])[1] is None
 
     def absorbed(self, q: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,10 +219,8 @@ class Projections(nn.Module):
         return torch.cat([moved, q[..., written:]], dim=-1) if passed else moved, keys, values
 
     def _maps_to_absorb(self) -> "tuple[_Up, _Up] | None":
-        """Return the key map and the value map after the shared maps; None if a map cannot be absorbed.
-
-        A map can be absorbed if it is the only map after the shared maps, a learned matrix for every head.
-        """
+        """Return the key map and the value map after the shared maps; None if a map cannot be absorbed."""
+        # A map can be absorbed if it is the only map after the shared maps, a learned matrix for every head.
         like = next(iter(self.parameters()), torch.empty(0))
         found: list[_Up] = []
         for names in self._after_shared if self._shared else ():
@@ -249,11 +240,7 @@ class Projections(nn.Module):
 
     @torch.no_grad()
     def load(self, weights: AttentionWeights) -> None:
-        """Copy weights of the same structure into the parameters; missing biases become 0.
-
-        The query map absorbs the ratio of the scale of `weights` to that of the parameterisation. Raise
-        ValueError for another structure, or another fixed map.
-        """
+        """Copy weights of the same structure into the parameters, in the scale of the parameterisation."""
         mine = self.weights()
         weights = weights.with_scale(mine.scale)
         difference = structural_difference(mine, weights)
@@ -316,10 +303,7 @@ class Projections(nn.Module):
         return x
 
     def _apply_chains(self, chains: Sequence[tuple[str, ...]], x: Tensor) -> list[Tensor]:
-        """Apply several chains to one input `[batch, length, width]`.
-
-        The first maps are one product where that is faster.
-        """
+        """Apply several chains to one input `[batch, length, width]`, with one product of the first maps."""
         names = [chain[0] for chain in chains if chain]
         # No := here: torch.compile would break its graph.
         first = [own for own in [self._maps[name] for name in names] if isinstance(own, ToHeads)]
@@ -335,10 +319,7 @@ class Projections(nn.Module):
 
 
 def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str:
-    """Return the first reason why weights `other` do not fit the structure of `one`; "" if they fit.
-
-    `other` may lack biases, which count as 0.
-    """
+    """Return why `other`, perhaps without biases, does not fit the structure of `one`; "" if it fits."""
     if one.num_heads != other.num_heads:
         return f"{one.num_heads} heads, not {other.num_heads}"
     # Sharing of maps must agree, in both directions.

@@ -221,7 +221,7 @@ class _Merged(TensorFile):
                 self._replace(new, embedding)
         self.record["tie_word_embeddings"] = False
 
-    # Takes a tensor of the adapter in place of a tensor of the model.
+    # Replaces a tensor of the model by a tensor of the adapter.
     def _replace(self, name: str, stored: str) -> None:
         own = self._named(name)
         if own is None:

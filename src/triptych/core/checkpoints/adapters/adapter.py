@@ -122,15 +122,12 @@ class Adapter:
         return is_copied and self.record.get("ensure_weight_tying") is not True
 
     def shape_of(self, stored: str) -> tuple[int, ...]:
-        """Return the shape of a tensor of the file."""
         return self._tensors.infos[stored].shape
 
     def read(self, stored: str) -> Tensor:
-        """Read a tensor of the file."""
         return self._tensors.read(stored)
 
     def factors(self, module: str) -> Factors:
-        """Read the factors of a module."""
         parts = self.modules[module]
         if "lora_embedding_A" in parts:
             # Of an embedding [tokens, width], A is [r, tokens] and B [width, r]: it is the map transposed.
@@ -263,12 +260,10 @@ class AdapterFolder:
         self.adapter.require_complete()
 
     def require_same(self) -> None:
-        """Check that the files are those that were opened."""
         self._stamps.require_same()
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return True for the folder of an adapter."""
     return (folder / CONFIGURATION).is_file()
 
 
