@@ -363,7 +363,6 @@ def separate(chain: Chain) -> Chain:
 
 
 def with_chains(weights: AttentionWeights, chains: dict[Side, Chain]) -> AttentionWeights:
-    """Replace some chains of a layer."""
     return replace(weights, **{str(side): chain for side, chain in chains.items()})  # type: ignore[arg-type]
 
 
