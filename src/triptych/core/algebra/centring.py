@@ -64,7 +64,6 @@ def centred(
 def _project_out(
     weight: Float[Tensor, "copies d_in d_out"], directions: Float[Tensor, "d_in count"]
 ) -> Float[Tensor, "copies d_in d_out"]:
-    """Remove the components of the columns of a map along orthonormal directions."""
     wide = weight.double()
     left: Tensor = wide - directions @ (directions.mT @ wide)
     return left.to(torch.promote_types(weight.dtype, torch.float32))

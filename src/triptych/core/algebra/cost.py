@@ -217,7 +217,6 @@ class _Pass:
         return value
 
     def _apply(self, value: _Value, link: Link, *, transposed: bool = False) -> _Value:
-        """Count a map, unless the same map of the same tensor was counted, and return its output."""
         streams = max(value.streams, link.copies)
         width = link.d_in if transposed and not link.diagonal else link.d_out
         if not link.learned and not link.diagonal:  # a choice of channels: nothing is computed

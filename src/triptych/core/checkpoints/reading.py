@@ -74,7 +74,7 @@ class LayerReader:
             place.site,
             weights,
             tuple(self._read_names),
-            InputNorms() if self._outline else self._inputs(q, k, norm),
+            InputNorms() if self._outline else self._input_norms(q, k, norm),
             embedded_positions=kind if kind in ("sinusoidal", "learned") else "none",
             fixed=spec.unwritten,
             borrows=None if place.lender is None else place.lender.site,
@@ -210,8 +210,7 @@ class LayerReader:
             return None
         return Norm(parts["norm"], parts.get("norm.bias"), norm.offset, centred=norm.kind == "layer")
 
-    def _inputs(self, q: Chain, k: Chain, own: Norm | None) -> InputNorms:
-        """Return the norms before the layer that the family names."""
+    def _input_norms(self, q: Chain, k: Chain, own: Norm | None) -> InputNorms:
         place = self.place
         spec = self.place.norm
         if spec is None:

@@ -114,7 +114,7 @@ class Safetensors(TensorFile):
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            _require_plain(name, self.name)
+            _require_printable(name, self.name)
             self.infos[name], self._offsets[name] = self._entry(name, entry)
         self._refuse_overlaps()
 
@@ -220,7 +220,7 @@ class Pickled(TensorFile):
                 raise DataError(
                     f"{path}: {shown(name)} is a {type(tensor).__name__} and no tensor{_within(found)}"
                 )
-            _require_plain(name, str(path))
+            _require_printable(name, str(path))
             held = 0 if tensor.is_meta else tensor.untyped_storage().nbytes()
             if tensor.layout == torch.strided and tensor.nbytes > held:
                 raise DataError(f"{path}, tensor {name}: it claims more numbers than it holds")
@@ -294,7 +294,6 @@ class Tensors:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def packed_as(self, name: str) -> str:
-        """Return the quantisation format of a tensor, or "" for a plain tensor."""
         return self._files[name].packed_as(name)
 
     def where(self, name: str) -> str:
@@ -393,8 +392,7 @@ def of_one(file: TensorFile) -> Tensors:
     return Tensors(file.name, dict.fromkeys(file.infos, file))
 
 
-def _require_plain(name: str, where: str) -> None:
-    """Check that a name can be printed in reports and on terminals."""
+def _require_printable(name: str, where: str) -> None:
     if not name.isprintable():
         raise DataError(f"{where}: a tensor is named {shown(name)}, with unprintable characters")
 
