@@ -1,4 +1,4 @@
-"""The attention layer: the operation, masks, positions, the cache, and the ways to write a head.
+"""The attention layer: the operation, masks, positions, the cache, and the parameterisations of heads.
 
 `MultiHeadAttention` (`layer.py`) contains projections, built by a `Parameterisation` (`projections/`) from
 chains of maps. `attention` (`operation.py`) computes softmax(QKᵀ)V by the kernel that `routes.py` chooses;

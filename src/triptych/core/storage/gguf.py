@@ -253,10 +253,10 @@ class _Header:
         return [float(str(number)) for number in found]
 
     def _strings(self, count: int, what: str) -> list[str]:
-        """Read many short texts, most of them without a call of `_take`."""
+        """Read many short strings, most of them without a call of `_take`."""
         found: list[str] = []
         for _ in range(count):
-            # Vocabularies have hundreds of thousands of texts: slices are faster than calls.
+            # Vocabularies have hundreds of thousands of strings: slices are faster than calls.
             start = self._at - self._piece_start
             length = int.from_bytes(self._piece[start : start + 8], "little")
             stop = start + 8 + length

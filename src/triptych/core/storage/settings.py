@@ -4,9 +4,9 @@ num_attention_heads                      a field
 rope_parameters.rope_theta | 10000       the first alternative present and not null
 hidden_size / num_attention_heads        a product, quotient (`//` rounds down), sum or difference, from left
                                          to right
-#layers_block_type                       the length of a list or text
-hidden_act | 'silu'                      a text in quotes is a constant
-layer_types[]                            the entry of this layer in a list, its character in a text, or the
+#layers_block_type                       the length of a list or string
+hidden_act | 'silu'                      a string in quotes is a constant
+layer_types[]                            the entry of this layer in a list, its character in a string, or the
                                          field of a record under its number
 layer_types[] == sliding_attention       a condition; also !=, <, >=, a bare field (true?), !field
 attn_config.softmax_scale != null        a field is present and not null
@@ -235,7 +235,7 @@ def paths_in(expression: str) -> set[str]:
 
 
 def _literal(text: str) -> Any:
-    """Convert a number, "true" or "false" to its value; return any further text unchanged."""
+    """Convert a number, "true" or "false" to its value; return any other string unchanged."""
     text = text.strip()
     if text in ("true", "false"):
         return text == "true"

@@ -240,7 +240,7 @@ class ConcatenatedHeads(nn.Module):
 @final
 @dataclass(frozen=True)
 class Joined(HeadMap):
-    """W^O = I: head i writes the i-th slice of the output."""
+    """W^O = I: the i-th slice of the output is the output of head i."""
 
     num_heads: int  # number of heads
     width: int  # width of each slice
