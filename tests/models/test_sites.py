@@ -25,6 +25,15 @@ from triptych.core.models import (
     with_attention,
     write_model,
 )
+from triptych.core.models.architecture import (
+    BlockConfig,
+    EmbeddingsConfig,
+    FeedForwardConfig,
+    LanguageModelArchitecture,
+    NormConfig,
+    SublayerConfig,
+)
+from triptych.core.models.language_model import LanguageModel
 from triptych.core.models.sites import input_norms
 
 PAD, VOCAB = 0, 20
@@ -307,6 +316,17 @@ def test_weights_that_cannot_turn_are_refused_under_rotary_positions() -> None:
     with pytest.raises(ValueError, match="latent cannot have rotary positions"):
         with_attention(model, {"encoder.0": latent})
     assert find_config(with_attention(model, {"cross.0": latent})).sites("cross")[0].projections == "latent"
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_a_norm_without_weights_leaves_no_norm_to_fold(kind: str) -> None:
+    bare = NormConfig(kind, weight=False, bias=False)  # type: ignore[arg-type]
+    frame = SublayerConfig(bare)
+    blocks = (BlockConfig(frame, FeedForwardConfig(24), frame),)
+    made = LanguageModelArchitecture("decoder", 16, EmbeddingsConfig(VOCAB), blocks, bare)
+    model = LanguageModel(made, [MultiHeadAttention(16, 4)])
+    assert attention_weights(model)["decoder.0"].norm is None
+    assert input_norms(model) == {"decoder.0": (None, None)}
 
 
 # Files

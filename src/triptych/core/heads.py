@@ -73,9 +73,9 @@ class RotaryForm:
     @property
     def pairs(self) -> PairEnergies:
         """Energies of the rotary pairs; unrotated channels are left out."""
-        places = [torch.tensor(channels) for channels in self.rotary.pairs]
+        first_and_second = [torch.tensor(channels) for channels in self.rotary.pairs]
         q, k = (
-            torch.stack([at_least_float32(rows).square().sum(dim=0)[of] for of in places], dim=-1)
+            torch.stack([at_least_float32(rows).square().sum(dim=0)[of] for of in first_and_second], dim=-1)
             for rows in (self.left, self.right)
         )
         energies = q[:, :, None] * k[:, None, :] * self.rotary.factor**4
@@ -361,7 +361,7 @@ class Layer:
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of different key or value maps."""
+        """Number of key heads, or of value heads if there are more of them."""
         return max(self.outline.num_key_heads, self.outline.num_value_heads)
 
     @property
@@ -513,7 +513,6 @@ def _one_head(weights: AttentionWeights, number: int) -> AttentionWeights:
 
 
 def _without_gain(norm: Norm | None) -> Norm | None:
-    """Remove gain and shift from a norm, after folding."""
     return None if norm is None else replace(norm, weight=torch.ones_like(norm.weight), bias=None, offset=0.0)
 
 

@@ -92,7 +92,7 @@ class OtherNorms:
             before = reader.read(self._tensors)
             after = _fold_into_map(norm, *before)
             self._errors[name] = measure_map(norm, neutral_norm(norm), before, after)
-            old, new = (reader.turned(weight) for weight, _ in (before, after))
+            old, new = (reader.in_other_layout(weight) for weight, _ in (before, after))
             if after[1] is not None:
                 self._biases[reader.bias] = after[1]
         elif norm.bias is None or not bool(norm.bias.any()):

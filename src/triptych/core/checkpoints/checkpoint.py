@@ -260,7 +260,6 @@ class Checkpoint(AttentionSource):
         return found
 
     def _not_followed(self) -> tuple[str, ...]:
-        """Return sentences on fields of the configuration without effect."""
         found = {id(place.spec): place for place in self._places.values()}
         said = dict.fromkeys(
             said for place in found.values() for said in not_followed(self.family, place.spec, place.settings)
@@ -283,7 +282,6 @@ class Checkpoint(AttentionSource):
         return (*further, *unused)
 
     def _num_borrowing(self, spec: AttentionSpec, settings: Settings, layers: int) -> int:
-        """Return the number of KV-sharing layers, at the end of the stack."""
         if not spec.borrowing or settings.value(spec.borrowing) in (None, 0):
             return 0
         count = settings.count(spec.borrowing)

@@ -74,7 +74,7 @@ def of_attention(path: str) -> bool:
 
 
 def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Iterator[str]:
-    """Yield sentences on the set fields of a configuration without effect."""
+    """Yield sentences on fields that are set and have no effect: ignored, unknown, or not read."""
     # One sentence for all omitted fields, and a sentence for all fields with the same other value.
     for as_with in dict.fromkeys(ignored.as_with for ignored in spec.ignored):
         fields = [ignored.field for ignored in spec.ignored if ignored.as_with == as_with]
@@ -174,7 +174,7 @@ def sees_both_ways(spec: AttentionSpec, settings: Settings, layer: int) -> bool:
     """Return True if a layer of a causal family sees later tokens, too."""
     # `transformers` makes the mask of any decoder-only model by `is_causal`, a field missing in all classes.
     own = bool(spec.both_ways) and settings.holds(spec.both_ways, layer)
-    if not is_turned_round(spec, settings):
+    if not is_made_bidirectional(spec, settings):
         return own
     position = next((p for p in spec.positions if settings.holds(p.when, layer)), None)
     if position is not None and position.kind == "alibi":
@@ -186,7 +186,7 @@ def sees_both_ways(spec: AttentionSpec, settings: Settings, layer: int) -> bool:
     return True
 
 
-def is_turned_round(spec: AttentionSpec, settings: Settings) -> bool:
+def is_made_bidirectional(spec: AttentionSpec, settings: Settings) -> bool:
     """Return True if `is_causal` is false and makes causal layers bidirectional."""
     heeded = spec.kind == "causal" and all(ignored.field != "is_causal" for ignored in spec.ignored)
     return heeded and settings.value("is_causal") is False

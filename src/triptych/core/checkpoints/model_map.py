@@ -229,7 +229,6 @@ class _Mapping:
         return StreamsConfig(count, active, place.holds(spec.scaled), place.count(spec.rank), eps)
 
     def _enter_streams(self) -> None:
-        """Enter the maps between one residual stream and several."""
         if self.spec.streams is None or self._streams is None:
             return
         for name, stored in self.spec.streams.around.items():
@@ -420,7 +419,7 @@ class _Mapping:
         return self.entries.norm(ours, place, norm, module, width, self.spec.eps)
 
     @cached_property
-    def table(self) -> str:
+    def table(self) -> str:  # name of the stored table of tokens
         names = [f"{self.first.beside(module)}.weight" for module in (self.spec.embedding, *self.spec.copies)]
         own = f"{self.first.beside(self.spec.untied_embedding)}.weight"
         if self._is_untied and own in self.tensors.infos:

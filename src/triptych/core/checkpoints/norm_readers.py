@@ -37,9 +37,9 @@ class NormReader:
     def read(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
         """Read weight `[…, out, in]` and bias `[…, out]`; a transposed weight is a view."""
         weight = tensors.read(self.weight)
-        return self.turned(weight), (tensors.read(self.bias) if self.bias else None)
+        return self.in_other_layout(weight), (tensors.read(self.bias) if self.bias else None)
 
-    def turned(self, weight: Tensor) -> Tensor:
+    def in_other_layout(self, weight: Tensor) -> Tensor:
         """Convert a weight between `[…, out, in]` and its stored layout."""
         return weight.mT if self.transposed else weight
 

@@ -262,7 +262,6 @@ class ModuleOfOthers(MadeFiles):
         return of_one(InMemory(type(module).__name__, revert_weight_conversion(module, found)))
 
     def fetch(self) -> Path:
-        """Write the model in the format of `transformers`, once; return the folder."""
         if not any(self.folder.glob("*.safetensors")):
             try:
                 self._module.save_pretrained(self.folder)
@@ -364,7 +363,6 @@ def _gguf_at(path: Path) -> Path | None:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return True for a folder with weights in Hugging Face's format."""
     return any((folder / name).exists() for pair in INDEX_AND_WHOLE for name in pair)
 
 
@@ -392,7 +390,7 @@ def _with_adapters(base: Source, adapters: Sequence[AdapterFolder | AdapterInMem
     return found
 
 
-def _no_adapter(folder: Path) -> str:
+def _no_adapter(folder: Path) -> str:  # words for messages
     if not folder.exists():
         return f"there is no such folder{near_path(folder)}: give that of an adapter"
     below = ", ".join(shown(str(path)) for path in adapters_below(folder))
@@ -400,7 +398,6 @@ def _no_adapter(folder: Path) -> str:
 
 
 def _with_its_base(folder: Path, offline: bool) -> Source:
-    """Open an adapter with the base that its configuration names."""
     adapter = AdapterFolder(folder).adapter
     base = adapter.base
     if base is None:
@@ -428,7 +425,6 @@ def _with_its_base(folder: Path, offline: bool) -> Source:
 
 
 def _work_out_model_type(source: Source) -> None:
-    """Add a missing model type to a configuration if its class or its tensors determine it."""
     record = source.record
     found = model_type_of_class(record)
     how = f"architectures ({shown(record['architectures'][0])})" if found else "the names of its tensors"

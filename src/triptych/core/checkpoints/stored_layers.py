@@ -280,7 +280,7 @@ class Place:
         return f"{self.site.module}.{name}"
 
     def beside(self, name: str, **numbers: int) -> str:
-        """Return the full name of a module or tensor outside the attention's module."""
+        """Return the full name outside the attention's module; `numbers` fill its other placeholders."""
         return self.prefix + name.format(layer=self.layer, inner=self.inner, **numbers)
 
     @property

@@ -94,7 +94,8 @@ class ModelRecord:
     """A model as data, from `config.json`."""
 
     architecture: LanguageModelArchitecture | EncoderDecoderArchitecture
-    layers: Mapping[str, Sequence[Mapping[str, Any]]]  # layers by stack and part
+    # records of layers by "self", or by "encoder.self", "decoder.self" and "decoder.cross"
+    layers: Mapping[str, Sequence[Mapping[str, Any]]]
     limit: int | None  # longest text by the recipe; None without
     pad_id: int  # padding token of an encoder-decoder
 
@@ -253,7 +254,6 @@ def _decode_field(part: Any, hint: Any, where: str) -> Any:
 
 
 def _is_of(value: object, hint: Any) -> bool:
-    """Return True if a value is of the type of a field."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return any(_is_of(value, one) for one in get_args(hint))

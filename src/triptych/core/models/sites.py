@@ -79,9 +79,9 @@ def attention_weights(model: AnyModel) -> dict[str, AttentionWeights]:
 
 
 def input_norms(model: AnyModel) -> dict[str, tuple[Norm | None, Norm | None]]:
-    """Return, by site, the last norm on the input of the layer and the last norm on its memory.
+    """Return, by site, the norm whose output the layer reads, and that of the memory.
 
-    The norm before a layer belongs to the previous sub-layer in a post-norm model.
+    In a post-norm model the former is the norm of the previous sub-layer.
     """
     # `last` is the norm at the end of the stream so far.
     found: dict[str, tuple[Norm | None, Norm | None]] = {}
@@ -103,6 +103,8 @@ def input_norms(model: AnyModel) -> dict[str, tuple[Norm | None, Norm | None]]:
 
 
 def _norm_of(norm: nn.Module) -> Norm | None:
+    if getattr(norm, "weight", None) is None:
+        return None
     match norm:
         case nn.LayerNorm() | OffsetNorm():
             offset = norm.offset if isinstance(norm, OffsetNorm) else 0.0

@@ -117,7 +117,10 @@ def write_model(model: AnyModel, folder: Path) -> None:
 
 
 def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -> AnyModel:
-    """Build a model from a folder's `config.json`, in its dtype (float32 by default), with fresh weights."""
+    """Build a model from a folder's `config.json`, in its dtype (float32 by default), with fresh weights.
+
+    `held` are the shapes of the stored tensors, compared with the model before memory is allocated.
+    """
     path = folder / "config.json"
     try:
         record = json.loads(read_limited(path, LONGEST_JSON))
@@ -157,13 +160,13 @@ _Made = tuple[Callable[[], AnyModel], Mapping[str, int]]
 
 
 def _of_data(record: dict[str, Any]) -> _Made:
-    """Return the model of a configuration of version 2."""
+    """Return constructor and numbers of layers from a configuration of version 2."""
     found = ModelRecord.read(record["model"])
     return found.build, found.num_layers
 
 
 def _of_recipe(record: dict[str, Any], path: Path) -> _Made:
-    """Return the model of a configuration of version 1."""
+    """Return constructor and numbers of layers from a configuration of version 1."""
 
     def size(name: str) -> int:
         value = record[name]
@@ -246,9 +249,12 @@ def load_tensors(
     model: nn.Module,
     tensors: dict[str, torch.Tensor],
     origin: str,
-    place: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda parameter, whole: whole,
+    part_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda parameter, whole: whole,
 ) -> None:
-    """Copy named tensors into a model; names must match exactly."""
+    """Copy named tensors into a model; names, shapes and dtypes must match exactly.
+
+    `part_of(parameter, whole)` returns what a sharded parameter holds of the whole tensor.
+    """
     # Check everything first, so that an error leaves the model unchanged.
     _require_fit(model, _shapes(tensors), origin)
     wanted = _stored(model)
@@ -260,7 +266,7 @@ def load_tensors(
             )
     with torch.no_grad():
         for name, parameter in wanted.items():
-            parameter.copy_(place(parameter, tensors[name]))
+            parameter.copy_(part_of(parameter, tensors[name]))
 
 
 def read_model(folder: Path) -> EncoderDecoder:

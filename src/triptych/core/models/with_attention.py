@@ -22,7 +22,7 @@ ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | Langu
 
 
 def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> ModelT:
-    """Build a model with changed weights at some sites and copied weights elsewhere."""
+    """Build a model with changed weights at some sites, by their names, and copied weights elsewhere."""
     config = find_config(model)
     sites = {site.name: site for site in attention_sites(model)}
     if unknown := [name for name in changed if name not in sites]:
@@ -60,7 +60,7 @@ def _rewritten_layer(site: AttentionSite, weights: AttentionWeights) -> MultiHea
 
 
 def require_no_more(name: str, weights: AttentionWeights, own: Semantics) -> None:
-    """Check that the configuration of a model can express the semantics of the weights.
+    """Raise ValueError unless the configuration of a model can express the semantics of the weights.
 
     QK-norm and gates are allowed if the layer of the model has them with the same structure, gates of pairs
     if the parameterisation has them.

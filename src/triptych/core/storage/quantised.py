@@ -117,7 +117,6 @@ class Awq(Packed):
 
 
 def _require_groups(scales: Tensor, d_in: int, group: int) -> None:
-    """Check that the number of groups with scales is that of the configuration."""
     wanted = ceil(d_in / group)
     if len(scales) != wanted:
         raise ValueError(
@@ -227,7 +226,6 @@ def _packed(name: str, tensors: Tensors, settings: Settings) -> Packed | None:
 
 
 def _refuse_by_name(tensors: Tensors, settings: Settings) -> None:
-    """Raise DataError for known, unsupported quantisation formats."""
     # AWQ's layouts differ only by the configuration; further formats are recognised by their tensors.
     method = settings.value("quantization_config.quant_method")
     version = settings.value("quantization_config.version")
@@ -250,7 +248,7 @@ def _said(known: str, method: object) -> str:
     return known if same else f"{known} (quant_method {shown(method)})"
 
 
-def _unread(tensors: Tensors, what: str, how: str) -> str:
+def _unread(tensors: Tensors, what: str, how: str) -> str:  # words for messages
     return (
         f"{tensors.name}: {what} is quantised by {how}, which is not read: use the checkpoint before "
         "quantisation"

@@ -16,6 +16,7 @@ from triptych.core.attention.projections.maps import FromHeads, HeadMap, ToHeads
 from triptych.core.attention.projections.module import Projections
 from triptych.core.attention.shapes import shapes_only
 
+# Defaults of `Parameterisation.read_off`.
 _READ_OFF = {"d_k": "q_proj", "d_v": "v_proj"}
 Maps = dict[str, HeadMap]
 
@@ -57,7 +58,7 @@ class LayerSizes:
         return self.d // self.h
 
     def width(self, name: str) -> int:
-        """Return a width from the parameterisation's field of this name; d_model / num_heads by default."""
+        """Return the parameterisation's field of this name; d_model / num_heads if it is None or missing."""
         if not hasattr(self.of, name):
             return self.slice_width
         if (width := getattr(self.of, name)) is not None:
