@@ -60,7 +60,7 @@ class RotaryForm:
     rotary: RotaryEmbedding
 
     def at(self, distance: int) -> BilinearForm:
-        """Return the form between a query and a key `distance` positions before the query.
+        """Return the form of a query and a key `distance` positions before it, in a text, not a picture.
 
         Args:
             distance: distance in tokens, negative for a key after the query.
