@@ -4,6 +4,7 @@ import ast
 from collections.abc import Callable
 from functools import wraps
 from inspect import Parameter, signature
+from itertools import chain
 from types import NoneType, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
@@ -83,7 +84,7 @@ def _choices(annotation: Any) -> tuple[tuple[Any, ...], bool] | None:
     literals = [part for part in parts if get_origin(part) is Literal]
     if not literals or str in parts:
         return None
-    words = tuple(word for part in literals for word in get_args(part))
+    words = tuple(chain.from_iterable(get_args(part) for part in literals))
     others = {*parts} - {*literals, NoneType}
     return (*words, *([None] if NoneType in parts else [])), not others
 

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from triptych.converting.ctranslate2 import write_ct2_translator, write_generator
 from triptych.converting.plain import max_positions
+from triptych.converting.target_formats import require_recipe
 from triptych.core.models import (
     Block,
     LanguageModel,
@@ -457,7 +458,7 @@ def make_translator(
         require_ctranslate2()
         if opened.ensemble:
             raise UsageError("CTranslate2 runs one model: leave out the ensemble")
-        opened.require_recipe()
+        require_recipe(opened)
         wanted = opened.search_options(stop=stop or "full", **search)
         searcher = CTranslate2Searcher(opened, wanted, options.precision, workers, options.device)
         found = Translator(

@@ -1,5 +1,6 @@
 """Layers and heads of a model: their matrices, forms and other parts."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -223,7 +224,7 @@ class Head:
         """Parts of the computation besides the maps, in words, such as rotary positions or QK-norm."""
         found = self._outline.semantics.beyond(("scale", "kind", "dropout"))
         for sides, word in (("qk", _NORM_WITHIN_QK), ("v", _NORM_WITHIN_V)):
-            links = [link for side in sides for link in self._outline.chain(side)]  # type: ignore[arg-type]
+            links = [*itertools.chain.from_iterable(self._outline.chain(side) for side in sides)]  # type: ignore[arg-type]
             if any(link.norm is not None for link in links):
                 found.append(word)
         return found

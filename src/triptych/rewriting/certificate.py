@@ -8,6 +8,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, ClassVar, final
@@ -362,7 +363,7 @@ def shown_rewrite(
     parts: Sequence[LayerRecord | NormRecord], before: Cost, after: Cost
 ) -> list[tuple[str, str]]:
     """Summarise a rewrite in at most six rows: its steps, and the cost before and after."""
-    names = list(dict.fromkeys(step.rewrite for part in parts for step in part.steps))
+    names = list(dict.fromkeys(step.rewrite for step in chain.from_iterable(part.steps for part in parts)))
     moved = sum(isinstance(part, LayerRecord) and part.heads is not None for part in parts)
     rows = []
     # A row is reserved for renumbered heads, if any.
@@ -440,7 +441,7 @@ def card(certificate: Certificate, folder: str = "path/to/this/folder") -> str:
 def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str]]:
     """Yield the lines of each paragraph."""
     yield [CARD_HEADING]
-    maps = [name for norm in certificate.norms for name in norm.maps if norm.measured is not None]
+    maps = [*chain.from_iterable(norm.maps for norm in certificate.norms if norm.measured is not None)]
     and_maps = f" {len(maps)} maps outside it took up the norms that they read." if maps else ""
     yield [
         f"The attention of this model was rewritten by {certificate.tool} from `{certificate.source}` "

@@ -4,6 +4,7 @@ All counts are derived from the chains of maps and the maps shared by them, with
 parameterisations. Shapes are enough: weights may be on the "meta" device.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, final
@@ -122,7 +123,7 @@ def pass_cost(
     expanded = _Pass(weights, query_len, cached, memory_len, "expanded").cost()
     # Without learned maps behind the cache there is only the expanded route.
     stored = (_applied_before_storing(weights, chain)[1] for chain in (weights.k, weights.v))
-    if not any(link.learned for chain in stored for link in chain):
+    if not any(link.learned for link in itertools.chain.from_iterable(stored)):
         if route == "absorbed":
             raise ValueError("these weights make keys and values before they are stored: nothing to absorb")
         return expanded

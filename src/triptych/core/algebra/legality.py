@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, final
 
+from torch import Tensor
+
 from triptych.core.algebra.forms import are_finite
 from triptych.core.algebra.rewritten import RewriteRefusedError, Rewritten, rewritten
 from triptych.core.algebra.semantics import ALIKE_FOR_HEADS, HEADS_OF
@@ -306,20 +308,15 @@ def require_one_each(
 def require_finite(name: str, weights: AttentionWeights) -> None:
     """Refuse layers with NaN or infinity in maps, norms or other learned parameters."""
     # The message names the first tensor with NaN or infinity: of the maps, the norms, then the semantics.
-    of_maps = (
-        (f"a {what} of {side}", numbers)
-        for side in SIDES
-        for link in weights.chain(side)
-        for what, numbers in (("map", link.weight), ("bias", link.bias))
-    )
-    of_norms = (
-        (f"the {what} of the {name}", numbers)
-        for name, norm in (("norm", weights.norm), ("memory's norm", weights.memory_norm))
-        if norm is not None
-        for what, numbers in (("weight", norm.weight), ("bias", norm.bias))
-    )
-    bias_of_output = ("the bias of o", weights.o_bias)
-    for what, numbers in (*of_maps, bias_of_output, *of_norms, *weights.semantics.learned().items()):
+    found = list[tuple[str, Tensor | None]]()
+    for side in SIDES:
+        for link in weights.chain(side):
+            found += [(f"a map of {side}", link.weight), (f"a bias of {side}", link.bias)]
+    found.append(("the bias of o", weights.o_bias))
+    for which, norm in (("norm", weights.norm), ("memory's norm", weights.memory_norm)):
+        if norm is not None:
+            found += [(f"the weight of the {which}", norm.weight), (f"the bias of the {which}", norm.bias)]
+    for what, numbers in (*found, *weights.semantics.learned().items()):
         if numbers is not None and not are_finite(numbers):
             bad = int((~numbers.isfinite()).sum())
             raise RewriteRefusedError(

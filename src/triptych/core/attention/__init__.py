@@ -70,8 +70,8 @@ from triptych.core.attention.steps import BEFORE_ROTATION as BEFORE_ROTATION
 from triptych.core.attention.steps import LOCATE as LOCATE
 from triptych.core.attention.steps import ROTATE as ROTATE
 from triptych.core.attention.steps import SIDE_STEPS as SIDE_STEPS
-from triptych.core.attention.steps import SOFTMAX as SOFTMAX
 from triptych.core.attention.steps import TEMPER as TEMPER
+from triptych.core.attention.steps import TO_WEIGHTS as TO_WEIGHTS
 from triptych.core.attention.steps import Tap as Tap
 from triptych.core.attention.steps import causal_mask as causal_mask
 from triptych.core.attention.steps import compare as compare

@@ -1,5 +1,7 @@
 """Checks of the parts of a layer, before the layer is built: each raises ValueError with the reason."""
 
+from itertools import chain
+
 from triptych import user_code
 from triptych.core.algebra.positions import RotaryEmbedding
 from triptych.core.algebra.semantics import AdditiveScores, Scores, Semantics
@@ -27,7 +29,7 @@ def scores_name(semantics: Semantics) -> str:
 
 
 # Fields of `Semantics` that `MultiHeadAttention` supports.
-HELD = frozenset(field for step in STEPS for field in step.fields)
+HELD = frozenset(chain.from_iterable(step.fields for step in STEPS))
 
 
 def check_can_be_held(weights: AttentionWeights) -> None:

@@ -290,12 +290,14 @@ SOFTMAX = ScoreStep("softmax", ("kind", "sinks"), softmax)
 MIX = ScoreStep("mix", ("dropout",), mix)
 # Steps from scaled products to the input of the softmax.
 AFTER_SCALE = (BIAS, CAP)
-WEIGHT_STEPS = (PRODUCTS, SCALE, *AFTER_SCALE, SOFTMAX)
+# Steps from the input of the softmax to the weights.
+TO_WEIGHTS = (SOFTMAX,)
+WEIGHT_STEPS = (PRODUCTS, SCALE, *AFTER_SCALE, *TO_WEIGHTS)
 KERNEL_STEPS = (*WEIGHT_STEPS, MIX)
 # The same steps where the products are not observed.
 _SCALED_PRODUCTS = ScoreStep("scale", ("scores", "scale"), scaled_products)
 QUICK_SCORE_STEPS = (_SCALED_PRODUCTS, *AFTER_SCALE)
-QUICK_WEIGHT_STEPS = (*QUICK_SCORE_STEPS, SOFTMAX)
+QUICK_WEIGHT_STEPS = (*QUICK_SCORE_STEPS, *TO_WEIGHTS)
 
 
 def walk(steps: tuple[ScoreStep, ...], value: Tensor, given: Inputs, watch: Watcher | None = None) -> Tensor:

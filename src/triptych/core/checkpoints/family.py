@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any, final
 
@@ -120,7 +121,7 @@ def _read(name: str, text: str) -> Family:
 
 def _require_known_placeholders(spec: AttentionSpec) -> None:
     head_norm = () if spec.head_norm is None else (spec.head_norm.q, spec.head_norm.k)
-    beside = [name for norm in spec.norm for name in (norm.at, norm.memory)]
+    beside = [*chain.from_iterable((norm.at, norm.memory) for norm in spec.norm)]
     beside += [p.table for p in spec.positions]
     for position in spec.positions:
         beside += [*position.stored, *(choice.value for choice in position.more_tables)]

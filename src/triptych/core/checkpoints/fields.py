@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from importlib.resources import files
+from itertools import chain
 from typing import Any
 
 from triptych.core.checkpoints.class_fields import is_known, known_keys
@@ -58,7 +59,7 @@ def overlooked(record: Mapping[str, Any], read: Collection[str], path: str = "")
 
 def fields_read(family: Family) -> frozenset[str]:
     """Return the paths of the fields that a family reads, or lists as ignored."""
-    ignored = {ignored.field for spec in family.attention for ignored in spec.ignored}
+    ignored = {ignored.field for ignored in chain.from_iterable(spec.ignored for spec in family.attention)}
     hooks = (hook_of(spec.hook) for spec in family.attention)
     hooked = (hook.fields for hook in hooks if hook is not None)
     return _NAMES["read_in_code"].union(

@@ -5,6 +5,7 @@ The maps only split, stack, reorder and transpose: `write(read(stored))` equals 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import final
 
 import torch
@@ -159,15 +160,15 @@ class LayerMap:
 
     @property
     def names(self) -> set[str]:  # of the stored tensors
-        return {name for stored in self.entries.values() for name in stored.names}
+        return {*chain.from_iterable(stored.names for stored in self.entries.values())}
 
     @property
     def parts(self) -> set[str]:  # names of this library's tensors
-        return {part for parts in self.entries for part in parts}
+        return {*chain.from_iterable(self.entries)}
 
     def read(self, take: Take) -> dict[str, Tensor]:
         read = ((parts, stored.read(take)) for parts, stored in self.entries.items())
-        return {part: tensor for parts, tensors in read for part, tensor in zip(parts, tensors, strict=True)}
+        return dict(chain.from_iterable(zip(parts, tensors, strict=True) for parts, tensors in read))
 
     def write(self, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values of stored tensors lazily, since a layer may be large.

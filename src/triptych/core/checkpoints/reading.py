@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import final
 
 import torch
@@ -307,7 +308,7 @@ class LayerReader:
         patterns = [*spec.known]
         if spec.head_norm is not None:  # norms may be in the file even if the configuration disables them
             names = (name.replace("{head}", "*") for name in (spec.head_norm.q, spec.head_norm.k) if name)
-            patterns += [name for module in names for name in tensor_names(module)]
+            patterns += [*chain.from_iterable(tensor_names(module) for module in names)]
         expected = {*self.map.names, *self.unused(), *self.names_beside(), *stored_angles(self.place)}
         return [
             name

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, final
@@ -104,7 +105,7 @@ class Source:
             yield folder / SAFETENSORS
         else:
             # Include names of absent files: a file added later may take precedence over the present files.
-            yield from (folder / name for pair in INDEX_AND_WHOLE for name in pair)
+            yield from (folder / name for name in chain.from_iterable(INDEX_AND_WHOLE))
             for pattern in ("*.safetensors", "*.bin", "*.index.json"):
                 yield from sorted(folder.glob(pattern))
 
@@ -363,7 +364,7 @@ def _gguf_at(path: Path) -> Path | None:
 
 
 def _has_weights(folder: Path) -> bool:
-    return any((folder / name).exists() for pair in INDEX_AND_WHOLE for name in pair)
+    return any((folder / name).exists() for name in chain.from_iterable(INDEX_AND_WHOLE))
 
 
 def adapted(base: Source, folders: Sequence[Path], name: str) -> Source:

@@ -70,12 +70,18 @@ def attention_weights(model: AnyModel) -> dict[str, AttentionWeights]:
         weights = site.layer.weights(site.kind)
         norm = memory_norm = None
         if site.residual.pre:
-            norm = _norm_of(site.residual.norm)
+            norm = None if _is_read_elsewhere(model, site) else _norm_of(site.residual.norm)
             if isinstance(model, EncoderDecoder) and site.kind == "cross":
                 memory_norm = _norm_of(model.encoder.final_norm)
         place: Literal["pre", "post"] = "pre" if site.residual.pre else "post"
         found[site.name] = replace(weights, norm=norm, memory_norm=memory_norm, norm_place=place)
     return found
+
+
+def _is_read_elsewhere(model: AnyModel, site: AttentionSite) -> bool:
+    """Return True if more than the attention reads the output of the norm before it."""
+    block = blocks_of(model, site.stack)[site.block]
+    return site.residual.from_norm or block.shares_norm or block.streams is not None
 
 
 def input_norms(model: AnyModel) -> dict[str, tuple[Norm | None, Norm | None]]:

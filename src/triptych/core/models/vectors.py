@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import final
 
@@ -71,7 +72,7 @@ class WordVectors:
 
     def _read_text(self) -> Iterator[tuple[str, Tensor]]:
         """Yield words of the vocabulary with their vectors."""
-        wanted = {form for word in self._words if word for form in (word, word.lower())}
+        wanted = {*chain.from_iterable((word, word.lower()) for word in self._words if word)}
         with self.path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, start=1):
                 parts = line.rstrip().split(" ")

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -125,13 +126,15 @@ class FolderCopy:
         if not layout.index:
             return
         # With unchanged names and shapes, the index is copied unchanged, unless names of files change.
-        infos = {name: info for of_shard in written.values() for name, info in of_shard.items()}
+        infos = dict(chain.from_iterable(of_shard.items() for of_shard in written.values()))
         shapes = {name: info.shape for name, info in layout.tensors.infos.items()}
         if layout.index != PICKLED_INDEX and shapes == {name: info.shape for name, info in infos.items()}:
             shutil.copyfile(self._source / layout.index, self.folder / layout.weights)
             return
         record = read_json(self._source / layout.index)
-        shard_of = {tensor: name for name, of_shard in written.items() for tensor in of_shard}
+        shard_of = dict[str, str]()
+        for name, of_shard in written.items():
+            shard_of |= dict.fromkeys(of_shard, name)
         kept = [tensor for tensor in record["weight_map"] if tensor in shard_of]
         record["weight_map"] = {tensor: shard_of[tensor] for tensor in dict.fromkeys((*kept, *shard_of))}
         metadata = record.get("metadata")

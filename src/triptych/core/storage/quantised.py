@@ -7,6 +7,7 @@ github.com/neuralmagic/compressed-tensors, github.com/AutoGPTQ/AutoGPTQ, github.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil, prod
 from typing import ClassVar, final
 
@@ -160,7 +161,7 @@ def dequantised(tensors: Tensors, settings: Settings) -> Tensors:
     found = [packed for name in tensors.infos if (packed := _packed(name, tensors, settings)) is not None]
     if not found:
         return tensors
-    hidden = {part for packed in found for part in packed.parts}
+    hidden = {*chain.from_iterable(packed.parts for packed in found)}
     return tensors.replacing(hidden, _Unpacking(tensors, found))
 
 

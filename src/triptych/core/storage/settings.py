@@ -20,6 +20,7 @@ layer in full_attn_idxs                  a list contains this layer
 import operator
 import re
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, final
 
 from triptych.errors import DataError
@@ -228,9 +229,8 @@ def paths_in(expression: str) -> set[str]:
         else:
             both = found[1].split()[0] in ("layer", "(layer") or found[2] in ("<", ">=")
             sides += [found[1], found[3]] if both else [found[1]]
-    words = {
-        word.removesuffix("[]") for side in sides for word in re.findall(r"[A-Za-z_][\w.]*(?:\[\])?", side)
-    }
+    found_words = chain.from_iterable(re.findall(r"[A-Za-z_][\w.]*(?:\[\])?", side) for side in sides)
+    words = {word.removesuffix("[]") for word in found_words}
     return words - {"layer", "null", "true", "false"}
 
 

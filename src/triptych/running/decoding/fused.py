@@ -26,7 +26,7 @@ from triptych.core.attention import (
     LOCATE,
     ROTATE,
     SIDE_STEPS,
-    SOFTMAX,
+    TO_WEIGHTS,
     AttentionCache,
     Inputs,
     Kept,
@@ -66,7 +66,7 @@ _SMALL_PRODUCT_OTHERWISE = 400
 _FEWEST_ROWS = {torch.bfloat16: 4}
 # Fields of `Semantics` of a fused layer. Cross-attention lacks steps before the products.
 _OF_CROSS = frozenset({"scale", "kind", "dropout", "gate"})
-_WALKED = (*SIDE_STEPS, LOCATE, *AFTER_SCALE, SOFTMAX)
+_WALKED = (*SIDE_STEPS, LOCATE, *AFTER_SCALE, *TO_WEIGHTS)
 _OF_ONE_SEQUENCE = _OF_CROSS.union(*(step.fields for step in _WALKED))
 
 
@@ -307,7 +307,7 @@ class FusedAttention(nn.Module):
         # is additive. The steps between are walked.
         given = Inputs(rows, k, v, None, bias, False, self.semantics, 0.0)
         scores = walk(AFTER_SCALE, scores, given)
-        weights = SOFTMAX.run(scores if mask is None else scores + mask, given)
+        weights = walk(TO_WEIGHTS, scores if mask is None else scores + mask, given)
         weights = weights.reshape(groups, count, key_len)
         if missing > 0:
             weights = F.pad(weights, (0, 0, 0, missing))

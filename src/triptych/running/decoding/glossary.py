@@ -11,6 +11,7 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import final
 
 import numpy as np
@@ -105,7 +106,7 @@ class Terms:
         self._terms = tuple(terms)
         self._lengthening = lengthening
         self.num_tokens = sum(map(len, terms))
-        self.tokens = frozenset(token for term in terms for token in term)
+        self.tokens = frozenset(chain.from_iterable(terms))
 
     def num_met(self, ids: tuple[int, ...]) -> int:
         """Count the tokens of completed terms in an output, and of a term that the output ends in."""
@@ -145,8 +146,8 @@ class Terms:
         # Each bank gets an equal share of the beam; unused shares go to the best remaining candidates.
         going = [[one for one in bank if one[2] != end] for bank in ranked]
         share = len(beam) // len(banks)
-        chosen = [one for bank in going for one in bank[:share]]
-        left = sorted((one for bank in going for one in bank[share:]), reverse=True)
+        chosen = [*chain.from_iterable(bank[:share] for bank in going)]
+        left = sorted(chain.from_iterable(bank[share:] for bank in going), reverse=True)
         chosen += left[: len(beam) - len(chosen)]
         ends = [one for one in ranked[-1][: len(beam) - self.num_tokens] if one[2] == end]
         return ends + sorted(chosen, reverse=True)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, final
 
 import torch
@@ -127,7 +128,7 @@ def measure_worth(
     model = reader.model
     by_name = {site.name: site for site in attention_sites(model)}
     groups = [[by_name[name] for name in names] for names in together or [[name] for name in by_name]]
-    sites = [site for group in groups for site in group]
+    sites = [*chain.from_iterable(groups)]
     most_heads = max(site.layer.num_heads for site in sites)
     batches = [*batches_of(reader, windows, _TOKENS_AT_A_TIME // most_heads)]
     losses, tokens = torch.zeros(2, windows.num_units, dtype=torch.float64)

@@ -20,7 +20,6 @@ from triptych.core.models import (
     EncoderDecoder,
     LanguageModel,
     attention_sites,
-    has_config,
     require_finite_logits,
     require_finite_values,
     require_lengths,
@@ -57,7 +56,6 @@ from triptych.running.text.numbered import NumberedTokens
 from triptych.running.text.sentence_tokenizers import TokenizerPair
 from triptych.running.text.shortlists import Shortlist, read_shortlist
 from triptych.running.text.tokenizers import Tokenizer
-from triptych.untrusted import read_json
 
 if TYPE_CHECKING:
     from triptych.running.decoding.text_generator import TextGenerator
@@ -226,16 +224,6 @@ class Reader(TextReader):
         changed = copy.copy(self)
         changed._decoding = decoding
         return changed
-
-    def require_recipe(self) -> None:
-        """Check that the model is from a recipe or Marian, so that it can be converted."""
-        if not has_config(self.encoder_decoder):
-            kind = read_json(self.folder / "config.json").get("model_type")
-            raise UsageError(
-                f"{self.folder} is a checkpoint of {kind}, which is run here, and not converted: of other "
-                "libraries' translators only Marian's are, with scaled embeddings and feed-forward layers of "
-                "one width"
-            )
 
     def save_tokenizers(self, folder: Path) -> None:
         """Write the tokenizer files of a triptych model into its folder."""

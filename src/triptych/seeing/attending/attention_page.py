@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
 
@@ -102,7 +103,7 @@ class AttentionPage:
 
 def join_pages(pages: Sequence[AttentionPage]) -> AttentionPage:
     """Join the texts of at least one page into a page; all else is taken from the first page."""
-    return replace(pages[0], texts=tuple(text for page in pages for text in page.texts))
+    return replace(pages[0], texts=tuple(chain.from_iterable(page.texts for page in pages)))
 
 
 def attention_html(page: AttentionPage, progress: Progress = untold) -> str:
@@ -137,10 +138,10 @@ def viewer_data(
         {"title": text.title, "kinds": [*map(_pack_kind, text.kinds)]} for text in page.texts
     ]
     # Overviews are always included; the remaining bytes are for the weights.
-    room = (
-        limit_bytes - _FOR_THE_REST - sum(len(kind["overviews"]) for text in fixed for kind in text["kinds"])
-    )
-    heads = [h for text in page.texts for kind in text.kinds for layer in kind.layers for h in layer.heads]
+    kinds = chain.from_iterable(text["kinds"] for text in fixed)
+    room = limit_bytes - _FOR_THE_REST - sum(len(kind["overviews"]) for kind in kinds)
+    layers = chain.from_iterable(kind.layers for text in page.texts for kind in text.kinds)
+    heads = [*chain.from_iterable(layer.heads for layer in layers)]
     packed = _pack_maps([head.map for head in heads], room, partial(progress, "packing heads"))
     return {"texts": fixed, "maps": packed}
 
@@ -197,7 +198,7 @@ def _pack_rows(of: HeadWeights, keys: NDArray[np.integer], left_out: NDArray[np.
 
 
 def _pack_kind(kind: ViewedKind) -> dict[str, Any]:
-    heads = [head for layer in kind.layers for head in layer.heads]
+    heads = [*chain.from_iterable(layer.heads for layer in kind.layers)]
     step = 2 if len(heads) > _MANY_HEADS else 1
     # Overviews in 8 bits, by the square root of the weight.
     overviews = np.stack([_smaller(head.map.overview, step) for head in heads])

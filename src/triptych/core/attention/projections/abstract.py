@@ -6,6 +6,7 @@ projections for queries, for cached tensors, for keys and values from cached ten
 without knowledge of the parameterisation.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, final
@@ -119,7 +120,7 @@ class Parameterisation:
         By default these are the maps of the chains among `q_proj`, `k_proj` and `v_proj`, each `ToHeads` with
         all heads, and `o_proj`, with biases by the options `q_bias`, ….
         """
-        named = {name for side in SIDES for name in self.chain(side)}
+        named = {*itertools.chain.from_iterable(self.chain(side) for side in SIDES)}
         # Only names in the chains: a subclass adds the other maps of its chains.
         found: dict[str, HeadMap] = {}
         for side in SIDES:
@@ -172,8 +173,9 @@ class Parameterisation:
             for name, link in zip(names, links, strict=True):
                 found.setdefault(name, []).append(link)
         # A name stands for one map: the links of a shared name must be one object.
-        if any(link is not links[0] for name, links in found.items() if name != "o_proj" for link in links):
-            return None
+        for name, same in found.items():
+            if name != "o_proj" and any(link is not same[0] for link in same):
+                return None
         options: dict[str, int | bool] = {}
         for option in (field.name for field in fields(cls)):
             usual = _READ_OFF.get(option, option.replace("_bias", "_proj"))

@@ -1,5 +1,6 @@
 """`Projections`: the module with the maps of one attention layer."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -101,7 +102,7 @@ class Projections(nn.Module):
             return None
         (k_up, (read, written, passed)), (_, (of_values, _, _)) = self._ups
         # Key channels from `written` on are latent channels from `read` on.
-        channels = [channel for pair in rotary.pairs for channel in pair]
+        channels = [*itertools.chain.from_iterable(rotary.pairs)]
         outside = min(channels) < written or max(channels) >= written + passed
         if outside or self._matrices(k_up)[1] is not None or of_values > read:
             return None
@@ -246,11 +247,9 @@ class Projections(nn.Module):
         difference = structural_difference(mine, weights)
         if difference:
             raise ValueError(f"{self._name} cannot hold these weights: {difference}")
-        names = {
-            id(link): name
-            for side in SIDES
-            for name, link in zip(self._chains[side], mine.chain(side), strict=True)
-        }
+        names = dict[int, str]()
+        for side in SIDES:
+            names |= zip(map(id, mine.chain(side)), self._chains[side], strict=True)
         # Links are views of the parameters, except a padded link of a `StoredLink`.
         for own, given in zip(mine.links(), weights.links(), strict=True):
             stored = self._stored(names[id(own)])
