@@ -19,11 +19,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triptych.errors import UsageError
+from triptych.running.text.scripts import UNSPACED, is_unspaced
 from triptych.running.text.tokenizers import SentenceTokenizer
 
-# Scripts without spaces between words: Thai, Lao, Japanese and Chinese.
-_UNSPACED = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
-_LETTER = rf"[^\W{_UNSPACED}]"
+_LETTER = rf"[^\W{UNSPACED}]"
 _NO_TERM = -1
 
 
@@ -74,7 +73,7 @@ def _ids(term: str, tokenizer: SentenceTokenizer) -> tuple[int, ...]:
     # The term is encoded after a word, since tokens at the start of a text may differ.
     alone, before, both = _encoded([term, "a", f"a {term}"], tokenizer)
     ids = both[len(before) :] if both[: len(before)] == before else alone
-    if re.match(f"[{_UNSPACED}]", term) and not tokenizer.decode([ids[:1]])[0].strip():
+    if is_unspaced(term[0]) and not tokenizer.decode([ids[:1]])[0].strip():
         ids = ids[1:]
     written = unicodedata.normalize("NFC", tokenizer.decode([ids])[0].strip())
     if written != unicodedata.normalize("NFC", term) or not {*ids}.isdisjoint(tokenizer.rules.never):
