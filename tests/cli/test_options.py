@@ -114,11 +114,14 @@ SLOW = [
         "translate marian two --json",
         "--out out.txt --beam 9999999 --alpha 99 --n-best 2 --stop nowhere --max-extra-tokens 1 "
         "--max-source-tokens 1 --glossary lines.txt --workers 0 --device nowhere "
-        "--adapter nowhere --no-split --engine nowhere "
+        "--adapter nowhere --engine nowhere --no-repeat-ngram-size 1 --repetition-penalty 9 "
+        "--temperature 1 --top-k 1 --top-p 0.5 --min-p 0.5 "
         "--precision nowhere --languages de,en --strict --shortlist nowhere --ensemble nowhere --without *.* "
         "--attention cross.0.1 --attention-html out.html",
     ),
     Scenario("translate marian two", "--json"),
+    Scenario("translate marian two --temperature 1", "--seed 2"),
+    Scenario("translate marian 'ein Satz. zwei Satz.' --json", "--no-split"),
     Scenario("translate t5 'two <end> young men'", "--literal"),
     Scenario("translate marian two --attention-html kept.html", "--force"),
     Scenario(
@@ -131,6 +134,7 @@ SLOW = [
     Scenario("evaluate gpt2 --text special.txt", "--literal --json"),
     Scenario("evaluate marian --source lines.txt --reference others.txt --out kept.txt", "--force"),
     Scenario("evaluate marian --source lines.txt", "--reference others.txt"),
+    Scenario("evaluate marian --source lines.txt --reference others.txt", "--bleu-tokenize char"),
     Scenario("evaluate gpt2", "--text lines.txt"),
     Scenario(
         "inspect gpt2",

@@ -36,7 +36,7 @@ class Glossary:
 
     def __init__(self, terms: Mapping[str, str], tokenizer: SentenceTokenizer) -> None:
         """Raise `UsageError` for an empty term, or for a translation that the vocabulary cannot express."""
-        pairs = [(source.strip(), " ".join(target.split())) for source, target in terms.items()]
+        pairs = [(_composed(source.strip()), " ".join(target.split())) for source, target in terms.items()]
         for source, target in pairs:
             if not source or not target:
                 raise UsageError(f"glossary: {source!r} → {target!r}: give a term and its translation")
@@ -49,7 +49,7 @@ class Glossary:
 
     def sentence(self, text: str, ids: Sequence[int]) -> "Sentence":
         """Attach to the tokens of a text the translations of its terms."""
-        places = [match.lastindex for match in self._pattern.finditer(text)]
+        places = [match.lastindex for match in self._pattern.finditer(_composed(text))]
         terms = dict.fromkeys(self._ids[place - 1] for place in places if place)
         whole = []
         for term in terms:
@@ -75,10 +75,15 @@ def _ids(term: str, tokenizer: SentenceTokenizer) -> tuple[int, ...]:
     ids = both[len(before) :] if both[: len(before)] == before else alone
     if is_unspaced(term[0]) and not tokenizer.decode([ids[:1]])[0].strip():
         ids = ids[1:]
-    written = unicodedata.normalize("NFC", tokenizer.decode([ids])[0].strip())
-    if written != unicodedata.normalize("NFC", term) or not {*ids}.isdisjoint(tokenizer.rules.never):
+    written = _composed(tokenizer.decode([ids])[0].strip())
+    if written != _composed(term) or not {*ids}.isdisjoint(tokenizer.rules.never):
         raise UsageError(f"glossary: the model's tokens cannot write {term!r} (they give {written!r})")
     return tuple(ids)
+
+
+def _composed(text: str) -> str:
+    """Return a text in normalization form C, in which equal letters are equal characters."""
+    return unicodedata.normalize("NFC", text)
 
 
 def _encoded(texts: Sequence[str], tokenizer: SentenceTokenizer) -> list[list[int]]:
