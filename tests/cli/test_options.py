@@ -127,6 +127,7 @@ SLOW = [
     Scenario(
         "evaluate gpt2 --text lines.txt --json",
         "--source lines.txt --reference lines.txt --beam 2 --alpha 0.1 --stop full --workers 2 --out out.txt "
+        "--bleu-tokenize char "
         "--documents line --context 8 --stride 3 --device nowhere "
         "--adapter nowhere --dtype bfloat16 --engine nowhere "
         "--precision int8 --languages de,en --strict --shortlist nowhere --ensemble nowhere --without *.*",
@@ -134,7 +135,6 @@ SLOW = [
     Scenario("evaluate gpt2 --text special.txt", "--literal --json"),
     Scenario("evaluate marian --source lines.txt --reference others.txt --out kept.txt", "--force"),
     Scenario("evaluate marian --source lines.txt", "--reference others.txt"),
-    Scenario("evaluate marian --source lines.txt --reference others.txt", "--bleu-tokenize char"),
     Scenario("evaluate gpt2", "--text lines.txt"),
     Scenario(
         "inspect gpt2",
