@@ -15,6 +15,8 @@ R = TypeVar("R")
 
 # Activations of a head.
 Activation = Literal["q", "k", "v", "scores", "weights", "z"]
+# Tokenizers of BLEU in sacreBLEU; those of ja-mecab and ko-mecab are libraries.
+BleuTokenizer = Literal["13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none"]
 # Replacements of a head's output.
 By = Literal["zero", "mean", "resample"]
 # Division of a text file into documents: the whole file, single lines, or the lines between blank lines.

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, final, over
 from triptych.errors import UsageError
 from triptych.literals import (
     Activation,
+    BleuTokenizer,
     By,
     Documents,
     Dtype,
@@ -388,6 +389,13 @@ class Model:
         max_source_tokens: int | None = None,
         split: bool | None = None,
         stop: Stop | None = None,
+        no_repeat_ngram_size: int | None = None,
+        repetition_penalty: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int = 0,
         glossary: Mapping[str, str] | None = None,
         workers: int = 1,
         special_tokens: SpecialTokens = "tokens",
@@ -406,6 +414,15 @@ class Model:
                 between them. Default: the recipe's, or True.
             stop: end of beam search: certain, when no hypothesis can overtake the finished hypotheses; full
                 (faster), when the beam is full of finished hypotheses.
+            no_repeat_ngram_size: a translation has each sequence of so many tokens once; 0 for no rule.
+                Default: the checkpoint's.
+            repetition_penalty: above 1, tokens already in the translation are less probable. Default: 1.
+            temperature: draw translations, with logits divided by this number, and without a beam. Default:
+                0, the most probable translation.
+            top_k: draw from the k most probable tokens only.
+            top_p: draw from the fewest tokens whose probabilities sum to p.
+            min_p: draw from tokens at least p times as probable as the best.
+            seed: the same seed draws the same translation, whatever the other sentences are.
             glossary: terms of the source language and their translations, which a translation has wherever
                 a sentence has the term as whole words. Such a sentence is searched until `stop` is certain.
             workers: number of processes that translate in parallel, one thread each. CPU only.
@@ -414,8 +431,8 @@ class Model:
             stream: yield translations as soon as their batch has finished.
 
         Returns:
-            One translation for a string (`text` is the best hypothesis); a list for several; an iterator
-            with `stream`.
+            One translation for a string (`text` is the best hypothesis; `finish` is "length" if it was cut
+            off at the limit); a list for several; an iterator with `stream`.
 
         Raises:
             UsageError: the model does not translate, or options that do not go together.
@@ -430,44 +447,24 @@ class Model:
             max_source_tokens=max_source_tokens,
             split=split,
             stop=stop,
+            no_repeat_ngram_size=no_repeat_ngram_size,
+            repetition_penalty=repetition_penalty,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
             glossary=glossary,
             workers=workers,
             special_tokens=special_tokens,
         )
         return translate_with(translator, text, stream=stream)
 
-    @check_choices
-    def translator(
-        self,
-        *,
-        beam_size: int | None = None,
-        alpha: float | None = None,
-        num_best: int = 1,
-        max_extra_tokens: int | None = None,
-        max_source_tokens: int | None = None,
-        split: bool | None = None,
-        stop: Stop | None = None,
-        glossary: Mapping[str, str] | None = None,
-        workers: int = 1,
-        special_tokens: SpecialTokens = "tokens",
-    ) -> Translator:
+    def translator(self, **search: Unpack[SearchKeywords]) -> Translator:
         """The translator of `translate`, for repeated use; the same options."""
-        from triptych.converting.engine_verbs import make_translator
+        from triptych.converting.engine_verbs import translator_of
 
-        found = make_translator(
-            self._opened.to_run,
-            self._opened.options,
-            workers,
-            glossary,
-            stop,
-            beam_size=beam_size,
-            alpha=alpha,
-            num_best=num_best,
-            max_extra_tokens=max_extra_tokens,
-            max_source_tokens=max_source_tokens,
-            split=split,
-        )
-        return found.with_special_tokens(special_tokens)
+        return translator_of(self._opened, **search)
 
     def distil(
         self,
@@ -498,8 +495,7 @@ class Model:
             beam_size: beam size of the teacher. Default: the recipe's or the checkpoint's.
             alpha: exponent of the length penalty. Default: the recipe's or the checkpoint's.
             num_best: number of translations of each sentence that the student learns from.
-            interpolate: keep the hypothesis of the n best with the highest sentence BLEU against the
-                reference.
+            interpolate: keep the hypothesis of the n best with the highest chrF against the reference.
             originals: share of the original pairs that the student learns from as well, from 0 to 1.
             teacher_weight: share of the loss for the distance from the teacher's probabilities, from 0 to 1.
                 Above 0 the student has the teacher's tokenizers, and the folder has a copy of the teacher.
@@ -717,6 +713,7 @@ class Model:
         beam_size: int | None = ...,
         alpha: float | None = ...,
         stop: Stop | None = ...,
+        bleu_tokenize: BleuTokenizer | None = ...,
         workers: int = ...,
         special_tokens: SpecialTokens = ...,
         progress: Progress = ...,
@@ -733,6 +730,7 @@ class Model:
         beam_size: int | None = None,
         alpha: float | None = None,
         stop: Stop | None = None,
+        bleu_tokenize: BleuTokenizer | None = None,
         workers: int = 1,
         special_tokens: SpecialTokens = "tokens",
         progress: Progress = untold,
@@ -749,6 +747,8 @@ class Model:
             beam_size: beam size; 1 is greedy. Default: the recipe's or the checkpoint's.
             alpha: exponent of the length penalty. Default: the recipe's or the checkpoint's.
             stop: when beam search ends, as in `translate`: certain or full.
+            bleu_tokenize: tokenizer of BLEU in sacreBLEU. Default: the one that fits the references: 13a; zh
+                for Chinese; ja-mecab for Japanese if it is installed, else char; char for Thai.
             workers: number of processes that translate in parallel.
             special_tokens: read special tokens that a text spells out (`<|endoftext|>`) as such, "tokens", or
                 as plain "text".
@@ -772,6 +772,7 @@ class Model:
             beam_size=beam_size,
             alpha=alpha,
             stop=stop,
+            bleu_tokenize=bleu_tokenize,
             workers=workers,
             special_tokens=special_tokens,
             progress=progress,

@@ -255,10 +255,16 @@ def _by_text(pieces: Sequence[Sequence[str]], values: Sequence[Any]) -> list[lis
 
 def _details(one: Translation) -> dict[str, Any]:
     candidates = [
-        {"text": of.text, "score": of.score, "log_prob": of.log_prob, "tokens": [*of.pieces]}
+        {
+            "text": of.text,
+            "score": of.score,
+            "log_prob": of.log_prob,
+            "finish": of.finish,
+            "tokens": [*of.pieces],
+        }
         for of in one.candidates
     ]
-    return {"source": one.source, "candidates": candidates}
+    return {"source": one.source, "finish": one.finish, "candidates": candidates}
 
 
 ROUTES = (
