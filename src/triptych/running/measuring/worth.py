@@ -31,10 +31,10 @@ from triptych.running.batching import EvaluationMode, batches_of_like_length, pa
 from triptych.running.measuring.windows import DocumentWindow, HeadFigures, Place, Told, Windows
 from triptych.running.opening.layer_calls import (
     LayerCall,
-    Recording,
     TextIds,
 )
 from triptych.running.opening.reader import Reader
+from triptych.running.opening.rerunning import begins_anywhere, run_from
 from triptych.running.text.masking import MaskingSpec
 from triptych.running.text.tokenizers import Tokenizer
 
@@ -156,7 +156,8 @@ def measure_worth(
                 elif instead == "even":
                     others = {site.name: even_output(calls[site.name]) for site in group}
                 with _heads_left_out(group, others):
-                    without = _losses_from(model, batch, run, first)
+                    hidden = run_from(model, run, first, first.layer.num_heads)
+                    without = row_losses(model, batch, hidden)
                 changes[first.name].index_add_(0, batch.units, (without.cpu() - whole).mT)
                 for site in group:
                     z = outputs[site.name].transpose(1, 2)[batch.tokens_of(site)]
@@ -178,9 +179,7 @@ def measure_worth(
 
 def require_worth(reader: Reader) -> None:
     """Check that the model has a loss, and that a run can start at any block."""
-    model = reader.model
-    blocks = model.architecture.blocks if isinstance(model, LanguageModel) else ()
-    if any(block.keys is not None or block.input is not None for block in blocks):
+    if not begins_anywhere(reader.model):
         raise UsageError(
             f"{reader.name} has blocks that read more than the stream before them: heads cannot be left out "
             "one layer at a time (--worth)"
@@ -272,34 +271,6 @@ def _mean_outputs(
         )
         for site in sites
     }
-
-
-def _losses_from(
-    model: LanguageModel | EncoderDecoder, batch: WindowBatch, run: Recording, site: AttentionSite
-) -> Float[Tensor, "heads rows"]:
-    """Compute the losses of the rows from a layer's block on, repeated for every head of the layer."""
-    # The stream before the block is recorded, so earlier blocks are not run. A change in the encoder
-    # affects the whole decoder.
-
-    def repeated(x: Tensor) -> Tensor:
-        return x.repeat(site.layer.num_heads, *[1] * (x.ndim - 1))
-
-    if isinstance(model, LanguageModel):
-        x = repeated(run.residuals[model.architecture.kind][site.block])
-        mask = None if model.causal else repeated(batch.tokens[:, None, None, :])
-        return row_losses(model, batch, model.from_stream(x, site.block, mask=mask))
-    assert batch.src_tokens is not None
-    mask = repeated(batch.src_tokens[:, None, None, :])
-    read = run.residuals["encoder"]
-    written = run.residuals["decoder"]
-    if site.stack == "encoder":
-        memory = model.encoder.from_stream(repeated(read[site.block]), site.block, mask=mask)
-        first = 0
-    else:
-        memory = repeated(model.encoder.final_norm(read[-1]))
-        first = site.block
-    x = model.decoder.from_stream(repeated(written[first]), first, memory=memory, memory_mask=mask)
-    return row_losses(model, batch, x)
 
 
 def row_losses(
