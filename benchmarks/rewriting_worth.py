@@ -39,7 +39,9 @@ STEPS = (
     "to_latent(format='deepseek_v3')",
 )
 _HEADER = ("rewrite", "tier", "attention parameters", "bytes cached a token")
+# Lines whose vectors are compared: short enough for every model.
 _LINES = 64
+_MOST_WORDS = 150
 
 
 def main() -> None:
@@ -95,8 +97,10 @@ def costs(certificate: Certificate) -> tuple[str, str]:
 
 def cosines(model: Model, rewritten: Model, text: Path) -> tuple[str, str]:
     """Cosines of the vectors of lines, before and after."""
-    lines = [line for line in text.read_text(encoding="utf-8").splitlines() if len(line.split()) > 3][:_LINES]
-    pairs = [(vector(model, line), vector(rewritten, line)) for line in lines]
+    lines = [
+        line for line in text.read_text(encoding="utf-8").splitlines() if 3 < len(line.split()) <= _MOST_WORDS
+    ]
+    pairs = [(vector(model, line), vector(rewritten, line)) for line in lines[:_LINES]]
     found = [float(cosine_similarity(one, other, dim=0)) for one, other in pairs]
     return f"{statistics.fmean(found):.6f}", f"{min(found):.6f}"
 
@@ -104,7 +108,7 @@ def cosines(model: Model, rewritten: Model, text: Path) -> tuple[str, str]:
 @torch.no_grad()
 def vector(model: Model, line: str) -> torch.Tensor:
     """The mean of the last hidden states of a line."""
-    return model.run(line, max_tokens=128).logits.mean(dim=0)
+    return model.run(line).logits.mean(dim=0)
 
 
 def beginning(model: Model, path: Path, tokens: int, out: Path) -> Path:

@@ -4,7 +4,8 @@ All heads of a layer are left out in one batch, with a copy of the rows for ever
 is replaced before W_O. The blocks before the layer are not run again.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +24,7 @@ from triptych.core.models import (
     EncoderDecoder,
     LanguageModel,
     attention_sites,
+    blocks_of,
     require_finite_values,
 )
 from triptych.errors import UsageError
@@ -115,8 +117,11 @@ def measure_worth(
     progress: Told = lambda done, total: None,
     *,
     together: Sequence[Sequence[str]] | None = None,
+    expect: Callable[[float], None] = lambda seconds: None,
 ) -> Worth:
     """Measure the loss of a model on a text without each of its heads.
+
+    `expect` is called once, before the first head is left out, with the expected time in seconds.
 
     `together` has groups of layers of a stack, by their names in order. The layers of a group lose a head at
     once; the result is given for the first layer, and `added` is a mean over the group. By default, every
@@ -141,10 +146,16 @@ def measure_worth(
     total = len(batches) * len(groups)
     with torch.no_grad(), EvaluationMode(model):
         means = _mean_outputs(reader, sites, batches) if instead == "mean" else {}
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            began = time.perf_counter()
             with head_outputs(sites) as outputs:
                 run = reader.run(batch.texts, residuals=True)
+            ran = time.perf_counter()
             whole = row_losses(model, batch, run.hidden)[0].cpu()
+            if number == 0:
+                share = sum(one.tokens.numel() for one in batches) / batch.tokens.numel()
+                scored = time.perf_counter() - ran
+                expect(share * sum(_expected(model, first, ran - began, scored) for first, *_ in groups))
             losses.index_add_(0, batch.units, whole)
             tokens.index_add_(0, batch.units, batch.predicts.sum(dim=1).double().cpu())
             calls = {call.site.name: call for call in run.calls}
@@ -175,6 +186,17 @@ def measure_worth(
             found.append(HeadWorth(first.stack, first.block, head, *numbers))
     ordered = tuple(sorted(found, key=lambda one: -one.change))
     return Worth(instead, ordered, float(losses.sum() / tokens.sum()), int(tokens.sum()))
+
+
+def _expected(
+    model: LanguageModel | EncoderDecoder, site: AttentionSite, run_seconds: float, loss_seconds: float
+) -> float:
+    """Return the expected time without each head of a layer, from those of a run and of its losses."""
+    # Blocks before the layer are not run again; a change in the encoder affects the whole decoder.
+    num_blocks = len(blocks_of(model, site.stack))
+    is_memory = isinstance(model, EncoderDecoder) and site.stack == "encoder"
+    share = 1.0 if is_memory else (num_blocks - site.block) / num_blocks
+    return site.layer.num_heads * (share * run_seconds + loss_seconds)
 
 
 def require_worth(reader: Reader) -> None:
