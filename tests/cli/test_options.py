@@ -74,7 +74,7 @@ FAST = [
     Scenario(
         "attend gpt2 'two <end> young men'",
         "--file lines.txt --ids 1,2 --literal --target a --max-new-tokens 2 --max-tokens 4 --heads 0.1 "
-        "--top 1 --writes 2 --steps 0.1:3 --over lines.txt --documents line --over-targets lines.txt "
+        "--all --top 1 --writes 2 --steps 0.1:3 --over lines.txt --documents line --over-targets lines.txt "
         "--worth zero --explain --context 5 --tokens 6 --npz out.npz --csv out.csv --html out.html "
         "--svg out.svg --device nowhere "
         "--adapter nowhere --dtype bfloat16 --languages de,en --strict --without 0.1 --json",
@@ -89,7 +89,7 @@ SLOW = [
         "--documents line --worth zero --explain --context 5 --literal --without 0.1 --dtype bfloat16",
     ),
     Scenario("attend gpt2 --over lines.txt", "--tokens 6 --json"),
-    Scenario("attend gpt2 two --json", "--top 1"),
+    Scenario("attend gpt2 two --json", "--top 1 --all"),
     Scenario("attend marian --over lines.txt", "--over-targets others.txt --languages de,en"),
     Scenario("attend marian 'two <end> young men'", "--target ein"),
     Scenario(

@@ -211,6 +211,7 @@ def _savings_table(title: str, before: Cost, after: Cost) -> Table:
 
 
 def _print_certificate(certificate: Certificate, out: Path, console: Console) -> None:
+    console.print(certificate.outcome)
     console.print(_steps_table(certificate.layers))
     if certificate.norms:
         console.print(_steps_table(certificate.norms, "other norms"))

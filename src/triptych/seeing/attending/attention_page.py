@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from triptych.files import write_text
@@ -24,6 +25,7 @@ from triptych.running.measuring import (
     HeadWeights,
     bin_width,
 )
+from triptych.seeing.attending.telling import Telling
 from triptych.seeing.reports.html import make_page
 
 Kind = Literal["encoder", "decoder", "cross"]
@@ -224,20 +226,13 @@ def _pack_kind(kind: ViewedKind) -> dict[str, Any]:
 
 
 def _telling(kind: ViewedKind, overviews: NDArray[np.float32]) -> list[int]:
-    """Return indices of the layer and the head with the most information about the query token.
-
-    The measure is the mutual information of query and key without weights on the query's own token: 0 if all
-    tokens attend to the same keys.
-    """
-    # The joint distribution of query and key, for uniformly drawn queries.
-    joint = overviews.astype(np.float64) / max(1, overviews.shape[1])
+    """Return indices of the layer and the head with the most information about the query token."""
+    weights = torch.from_numpy(overviews.astype(np.float64))
     if kind.kind != "cross":
-        own = np.arange(min(joint.shape[1:]))
-        joint[:, own, own] = 0
-    apart = joint.sum(2, keepdims=True) * joint.sum(1, keepdims=True)
-    total = joint.sum((1, 2), keepdims=True)
-    ratio = np.divide(joint * total, apart, out=np.ones_like(joint), where=(joint > 0) & (apart > 0))
-    best = int((joint * np.log(ratio)).sum((1, 2)).argmax())
+        weights.diagonal(dim1=1, dim2=2).zero_()
+    found = Telling()
+    found.add(weights)
+    best = int(found.nats().argmax())
     places = [[layer, head] for layer, of in enumerate(kind.layers) for head in range(len(of.heads))]
     return places[best]
 

@@ -14,6 +14,7 @@ from triptych.running.measuring import (
     MOST_TOKENS,
     MOST_TOKENS_OF_WORTH,
     HeadFigures,
+    Windows,
     Worth,
     cut_windows,
     given_lines,
@@ -36,6 +37,7 @@ from triptych.seeing.reports.records import (
 )
 
 _MOST_SHOWN = 12
+_SECONDS_SHOWN = 100  # longer times are stated in minutes
 # Further facts about a head on the page of a text, by column of `OverText.rows`.
 _OTHER_FACTS = {
     "worth": "loss without it",
@@ -231,7 +233,7 @@ def attend_over(
     measured = [measure_behaviour(reader, windows, partial(progress, "where heads look"))]
     found = None
     if worth is not None:
-        found = measure_worth(reader, fewer, worth, partial(progress, "leaving heads out"))
+        found = _measure_worth(reader, fewer, worth, progress)
         measured.append(found.figures())
     if explain:
         measured.append(explain_text(reader, fewer, partial(progress, "explaining scores")))
@@ -249,6 +251,22 @@ def attend_over(
         windows.context,
         found,
     )
+
+
+def _measure_worth(reader: Reader, windows: Windows, instead: Instead, progress: Progress) -> Worth:
+    """Measure the worth of heads; the progress states the expected time before it begins."""
+    label = "leaving heads out"
+
+    def expect(seconds: float) -> None:
+        nonlocal label
+        in_words = f"{seconds:.0f} s" if seconds < _SECONDS_SHOWN else f"{seconds / 60:.0f} min"
+        label = f"{label}, about {in_words} in all"
+        progress(label, 0, 1)
+
+    def tell(done: int, total: int) -> None:
+        progress(label, done, total)
+
+    return measure_worth(reader, windows, instead, tell, expect=expect)
 
 
 def _worth_table(worth: Worth) -> Table:
