@@ -58,7 +58,8 @@ def require_recipe(reader: Reader) -> None:
         )
     raise UsageError(
         f"{reader.folder} is a checkpoint of {kind}, which is run here, and not converted: of other "
-        "libraries' translators only Marian's are, with scaled embeddings and feed-forward layers of one width"
+        "libraries' translators only Marian's are, with scaled embeddings and feed-forward layers of one "
+        "width"
     )
 
 
