@@ -10,6 +10,8 @@ from checkpoints import runs
 from checkpoints.test_families import made
 from small_checkpoints import byte_tokenizer
 from triptych import Model, TriptychError, UsageError, load
+from triptych.core.algebra.positions import RotaryEmbedding
+from triptych.core.heads import RotaryForm
 from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.core.models.site_configuration import AttentionConfig, PositionsConfig
 
@@ -87,3 +89,12 @@ def test_scores_that_are_no_product_have_no_form() -> None:
     with pytest.raises(UsageError, match=r"head 0\.1: scores that are no product of queries and keys"):
         head.qk  # noqa: B018
     assert head.ov.effective_rank() > 1
+
+
+def test_a_head_that_turns_by_patches_has_no_form_of_a_distance() -> None:
+    places = torch.tensor([[0.0, 0.0], [-0.5, -0.5], [-0.5, 0.5], [0.5, -0.5], [0.5, 0.5]])
+    rotary = RotaryEmbedding(torch.tensor([0.7, 0.3]), places=places)
+    form = RotaryForm(torch.randn(6, 4), torch.randn(6, 4), rotary)
+    with pytest.raises(UsageError, match="positions of patches have a row and a column"):
+        form.at(1)
+    assert form.pairs.energies.shape == (2, 2, 2)

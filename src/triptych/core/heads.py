@@ -61,11 +61,18 @@ class RotaryForm:
     rotary: RotaryEmbedding
 
     def at(self, distance: int) -> BilinearForm:
-        """Return the form of a query and a key `distance` positions before it, in a text, not a picture.
+        """Return the form between a query and a key `distance` positions before the query.
 
         Args:
             distance: distance in tokens, negative for a key after the query.
+
+        Raises:
+            UsageError: the positions are rows and columns of patches of a picture.
         """
+        if self.rotary.places is not None:
+            raise UsageError(
+                "qk.at: positions of patches have a row and a column, and no one distance: use W_Q and W_K"
+            )
         rows = self.left if distance >= 0 else self.right
         positions = torch.full((rows.shape[0],), abs(distance), device=rows.device)
         turned = self.rotary.at(rows[None, None], positions, abs(distance) + 1)[0, 0] * self.rotary.factor

@@ -63,7 +63,10 @@ class Need:
         return ""
 
     def require(self, name: str, weights: AttentionWeights, advice: str = "", about: str = "") -> None:
-        """Raise RewriteRefusedError unless a layer satisfies the requirement; `about` precedes the reason."""
+        """Raise RewriteRefusedError unless a layer satisfies the requirement.
+
+        `name` is the name of the rewrite, and `about` comes before the reason in the message.
+        """
         if reason := self.why_not(weights):
             raise RewriteRefusedError(name, about + reason, advice)
 
@@ -290,7 +293,10 @@ def require_whole_number(name: str, what: str, value: object) -> None:
 def require_one_each(
     name: str, what: str, given: int | Sequence[int], heads: int, side: str, most: int, why: str
 ) -> list[int]:
-    """Return a number from 1 to `most` for each of the heads, or refuse; one number is for all heads."""
+    """Return a number for each of `heads` key or value heads; a single number is for all heads.
+
+    Refuse another count of numbers, and numbers outside 1 to `most`; `why` explains the limit.
+    """
     numbers = list(given) if isinstance(given, Sequence) else [given] * heads
     if len(numbers) != heads:
         plural = "s" if heads > 1 else ""
@@ -332,7 +338,11 @@ def require_nothing_between(name: str, side: Side, chain: Chain, advice: str = "
 
 
 def require_last_map(name: str, side: Side, chain: Chain) -> None:
-    """Refuse to change the channels of a chain through an inner norm; a learned last matrix absorbs it."""
+    """Refuse to change the channels of a chain unless its last map can absorb the change.
+
+    A last map of q, k or v that is a learned matrix absorbs it. In any other chain the change reaches an
+    earlier map, and must not pass a norm.
+    """
     if side == "o" or not chain or not chain[-1].learned or chain[-1].diagonal:
         require_nothing_between(name, side, chain[:-1])
 

@@ -137,7 +137,10 @@ def _with_inner_norms_folded(weights: AttentionWeights) -> AttentionWeights:
 def require_readers_foldable(
     place: Literal["pre", "post", "sandwich"], norm: Norm | None, readers: dict[str, bool]
 ) -> tuple[str, ...]:
-    """Refuse unless maps (by name; True for a bias slot) can absorb a norm; return the checks in words."""
+    """Refuse unless the maps outside the attention can absorb a norm; return the checks in words.
+
+    `readers` maps the names of the maps to True if they have a bias slot, which a shift requires.
+    """
     _require_pre_norm(NAME_OF_OTHERS, place)
     checked = ["pre-norm", "nothing else reads the norm", "every map that reads it is learned"]
     if norm is not None and _as_map(norm).bias is not None:
@@ -150,7 +153,10 @@ def require_readers_foldable(
 
 
 def fold_norm_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Fold gain γ and shift β into a map `[d_out, d_in]` reading the norm: `b += W β`, `W = W diag(γ)`."""
+    """Fold gain γ and shift β into a map `[d_out, d_in]` reading the norm: `b += W β`, `W = W diag(γ)`.
+
+    Refuse a shift other than 0 for a map without a bias.
+    """
     shift = None if norm.bias is None or not bool(norm.bias.any()) else norm.bias
     if shift is not None and bias is None:
         raise RewriteRefusedError(NAME_OF_OTHERS, "there is no bias slot for the shift β")

@@ -106,7 +106,10 @@ def rewritten(
     bound: float = 0.0,
     error: float | None = None,
 ) -> Rewritten:
-    """Build the result of a rewrite; refuse changed queries or keys of scores other than products."""
+    """Build the result of a rewrite, with the cost of the layer before and after.
+
+    Refuse a rewrite that changed the maps of queries or keys of a layer with scores other than products.
+    """
     # Such scores depend on W_Q and W_K, not on W_QK alone.
     if before.semantics.scores is not None and not _same_queries_and_keys(before, after):
         raise RewriteRefusedError(

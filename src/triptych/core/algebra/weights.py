@@ -273,7 +273,10 @@ class AttentionWeights:
         )
 
     def copies(self, side: Side) -> int:
-        """Return the largest number of copies of a map in a chain; 1 for an empty chain."""
+        """Return the largest number of copies of a map of the chain; 1 for an empty chain.
+
+        For queries, keys and values this is the number of heads, or of groups, with separate maps.
+        """
         return max((link.copies for link in self.chain(side)), default=1)
 
     def width(self, side: HeadSide) -> int:

@@ -80,7 +80,11 @@ class TokenPositions(NamedTuple):
     def add(
         self, cache: AttentionCache, new: tuple[Tensor, ...]
     ) -> "tuple[TokenPositions, tuple[Tensor, ...]]":
-        """Append tokens to a cache, with given positions; return the positions and entries of all tokens."""
+        """Append tokens to a cache, with their positions where the cache has to store them.
+
+        Return the positions of all keys and all entries. Raise ValueError if the cache stores positions and
+        these tokens have none, or the reverse.
+        """
         given = self.given
         keeps = given is not None and given.sharing is None
         try:

@@ -67,7 +67,10 @@ class Inputs(NamedTuple):
 
     @property
     def common_heads(self) -> int:
-        """Number of heads to which keys and values are repeated: of keys, of values, or of queries."""
+        """Number of heads to which key heads and value heads are repeated.
+
+        This is the larger of their numbers, or the number of query heads if the smaller does not divide it.
+        """
         counts = self.k.shape[1], self.v.shape[1]
         fewer = min(counts)
         more = max(counts)

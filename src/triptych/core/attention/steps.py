@@ -319,7 +319,10 @@ def watch_with(tap: Tap, first: int | None) -> Watcher:
 
 
 def compare(q: Tensor, k: Tensor, semantics: Semantics) -> Tensor:
-    """Compute scaled products of queries and grouped keys, or other scores, without bias and cap."""
+    """Compute the scaled products of queries and keys, or other scores, without bias and soft cap.
+
+    Consecutive query heads share a key head. The result is `[batch, num_heads, query_len, key_len]`.
+    """
     return walk((PRODUCTS, SCALE), q, Inputs(q, k, k, None, None, False, semantics, 0.0))
 
 

@@ -75,7 +75,10 @@ def of_attention(path: str) -> bool:
 
 
 def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Iterator[str]:
-    """Yield sentences on fields that are set and have no effect: ignored, unknown, or not read."""
+    """Yield a sentence for each kind of fields that are set and have no effect on the attention.
+
+    These are fields ignored by `transformers`, unknown to its class, or not read by the family.
+    """
     # One sentence for all omitted fields, and a sentence for all fields with the same other value.
     for as_with in dict.fromkeys(ignored.as_with for ignored in spec.ignored):
         fields = [ignored.field for ignored in spec.ignored if ignored.as_with == as_with]

@@ -275,7 +275,10 @@ class LanguageModel(nn.Module):
         memory_mask: Tensor | None = None,
         given: Float[Tensor, "rows length blocks width"] | None = None,
     ) -> Float[Tensor, "rows length d_model"]:
-        """Compute `hidden` from the stream before use `first` of a block; `given` is from `BlockInputs`."""
+        """Compute `hidden` from the stream before block `first`, in order of use.
+
+        `given` are the additional inputs of the architecture's blocks (`BlockInputs`).
+        """
         causal = self.causal if causal is None else causal
         # Keys and values of KV sharing, by block, for this call alone.
         lent = dict[int, Kept]()

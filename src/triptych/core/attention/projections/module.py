@@ -158,7 +158,11 @@ class Projections(nn.Module):
     def values(
         self, heads: Float[Tensor, "batch num_heads query_len width"], route: Route
     ) -> Float[Tensor, "batch num_heads query_len d_v"]:
-        """Return the mixed values of the heads; the absorbed route maps mixed latents to values."""
+        """Return mixed values from the outputs of the operation.
+
+        On the expanded route these are the values; on the absorbed route they are latents, which the value
+        map of each head maps to values.
+        """
         if route != "absorbed":
             return heads
         assert self._ups is not None
@@ -241,7 +245,11 @@ class Projections(nn.Module):
 
     @torch.no_grad()
     def load(self, weights: AttentionWeights) -> None:
-        """Copy weights of the same structure into the parameters, in the scale of the parameterisation."""
+        """Copy weights of the same structure into the parameters; missing biases become 0.
+
+        The query map absorbs the ratio of the scale of `weights` to that of the parameterisation. Raise
+        ValueError for another structure, or another fixed map.
+        """
         mine = self.weights()
         weights = weights.with_scale(mine.scale)
         difference = structural_difference(mine, weights)
