@@ -101,7 +101,10 @@ def test_a_module_imports_by_full_name() -> None:
 
 
 def test_nothing_but_an_optional_library_is_imported_inside_a_function() -> None:
-    """The verbs of a model import their package when they are called; so do parts that only run a model."""
+    """The verbs of a model import their package when they are called; so do parts that only run a model.
+
+    Answers to names of other libraries are imported where one was given.
+    """
 
     def hidden(tree: ast.Module) -> Iterator[object]:
         for node in ast.walk(tree):
