@@ -141,6 +141,7 @@ def _sizes(module: Any) -> dict[str, Any]:
     if isinstance(module, nn.MultiheadAttention):
         _require_plain(module)
         return {"d_model": module.embed_dim, "nhead": module.num_heads, "num_layers": 1}
+    # All layers of a stack are made with the same arguments.
     if isinstance(module, nn.Transformer):
         return {
             **_sizes(module.encoder),
@@ -175,6 +176,7 @@ def _require_plain(module: nn.MultiheadAttention) -> None:
 
 def _plain_config(module: nn.Module) -> dict[str, Any]:
     """Return the plain values of a module's configuration, whatever it is kept in."""
+    # Records, dataclasses and objects with attributes are common.
     for name in ("config", "cfg", "hparams", "args"):
         found = getattr(module, name, None)
         if found is None or isinstance(found, nn.Module):

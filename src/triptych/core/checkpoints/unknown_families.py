@@ -159,6 +159,7 @@ class _Draft:
         return {"encoder": "self", "decoder": "causal"}[self._stack_of(module)] if len(stacks) > 1 else "?"
 
     def _attention_table(self, module: str, maps: list[str]) -> str:
+        # Fields of the configuration come first; numbers of the file replace those that it lacks.
         heads = self._field("heads")
         numbers = self.layers.get(module.partition("{layer}")[0], range(1))
         told: dict[str, object] = {
@@ -236,6 +237,7 @@ class _Draft:
             f"{one.partition('.')[0]}." for one in self.modules if self._stack_of(one) != stack and "." in one
         )
         ours = {kind: shape for kind, shape in self.kinds.items() if not kind.startswith(others or "?")}
+        # Outside the layers, matrices of the model's width are embeddings, positions or the head.
         tables = {
             _map_name(kind): shape
             for kind, shape in ours.items()

@@ -61,6 +61,7 @@ class WeightsAlone(WrittenFiles):
             shutil.copyfile(path, folder / path.name)
 
     def _read_record(self) -> dict[str, Any]:
+        # A configuration in a file takes precedence over sizes worked out here.
         if self._onnx is not None:
             config = self._beside / _CONFIG
             if config.is_file():
@@ -102,6 +103,7 @@ def _of_graph(file: OnnxFile) -> dict[str, Any]:
             f"{file.name}: there is no config.json, and the graph does not tell all sizes of the model: put "
             "the config.json of the checkpoint that it was exported from next to it"
         )
+    # Sizes are those of tensors, except for heads: their width is a constant of the graph.
     sizes = {name: info.shape for name, info in file.infos.items()}
 
     def shape_of(end: str) -> tuple[int, ...]:

@@ -62,6 +62,7 @@ class OnnxFile(TensorFile):
         require_extra("onnx", "onnx", what="a model in ONNX")
         self.name = str(path)
         self._folder = path.parent
+        # The graph stays in memory, large tensors mostly in files of their own.
         self._graph = _graph(path)
         self._initialisers = {one.name: one for one in self._graph.initializer}
         self._refuse_unread()
@@ -166,6 +167,7 @@ class OnnxFile(TensorFile):
 
     def _constant_shape(self, name: str) -> list[int]:
         """Return the sizes of a shape, with -1 for those that depend on the input."""
+        # Only sizes that exporters write as constants are followed.
         if name in self._initialisers:
             return [int(size) for size in self._numbers(name).flatten()]
         node = self._makers.get(name)
@@ -198,6 +200,7 @@ class OnnxFile(TensorFile):
         return TensorInfo(dtype, shape, count * dtype.itemsize)
 
     def _numbers(self, name: str) -> Tensor:
+        # Numbers are in another file, in bytes, or in a list of the field for their type.
         stored = self._initialisers[name]
         info = self._info(name)
         if stored.data_location == _EXTERNAL:
@@ -218,6 +221,7 @@ class OnnxFile(TensorFile):
         return torch.frombuffer(content, dtype=info.dtype).reshape(info.shape)
 
     def _external(self, name: str, num_bytes: int) -> bytearray | memoryview:
+        # Offset and length are text, and not trusted.
         path, entries = self._external_place(name)
         file = LocalBytes(path)
         try:

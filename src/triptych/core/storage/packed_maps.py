@@ -106,6 +106,7 @@ class Tabled(Packed):
 
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
         packed, scales, table = parts[:3]
+        # Scales may be quantised themselves, less their mean.
         if self.nested_block is not None:
             nested, nested_table = parts[3:5]
             values = nested_table.float()[scales.long()]
@@ -186,6 +187,7 @@ def find_packed(name: str, tensors: Tensors, settings: Settings) -> Packed | Non
         module = name.removesuffix(".weight._data")
         parts = (name, f"{module}.weight._scale")
         return OfRows(module, (*parts, *_of_activations(module, tensors)), (info.shape[0], info.shape[1]))
+    # The dtype tells formats with the same names apart.
     module, _, last = name.rpartition(".")
     match last:
         case "weight_packed" if info.dtype == torch.uint8:
@@ -267,6 +269,7 @@ def _tabled(module: str, name: str, tensors: Tensors) -> Packed | None:
     state = next((one for one in beside if one.startswith(f"{name}{_STATE}")), None)
     if state is None:
         return None
+    # A JSON record, stored as bytes in a tensor.
     record = parsed_json(bytes(tensors.read(state).to(torch.uint8).tolist()), f"{tensors.name}, {state}")
     shape = record.get("shape")
     block = record.get("blocksize")
@@ -298,6 +301,7 @@ def _affine(module: str, name: str, tensors: Tensors, settings: Settings) -> Pac
     shape = tensors.infos[scales].shape
     if offsets is None or len(shape) != 2 or not _is_size(group) or not shape[1]:
         return None
+    # The number of bits follows from the words of a row; it may differ between layers.
     columns = shape[1] * group
     bits = 32 * words // columns
     if bits not in (2, 4, 8) or bits * columns != 32 * words:
