@@ -20,6 +20,7 @@ OPTIONAL = {
     "ctranslate2",
     "datasets",
     "gguf",
+    "google",  # protobuf, which `onnx` brings
     "num2words",
     "onnx",
     "onnxruntime",

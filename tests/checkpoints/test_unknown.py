@@ -113,8 +113,7 @@ def test_maps_and_sizes_are_filled_in_so_that_known_families_are_read_right(
     for number, table in enumerate(tables):
         kind = "cross" if "encoder_attn" in table else "self" if "encoder.layers" in table else "causal"
         tables[number] = table.replace('kind = "?"', f'kind = "{kind}"')
-    text = "[[attention]]\n".join(tables)
-    own.write_text(text.replace('o = "c_proj"', 'o = "c_proj"\ntransposed = true'))
+    own.write_text("[[attention]]\n".join(tables))
     checkpoint = open_checkpoint(tmp_path, read_family(own))
     assert isinstance(checkpoint, Checkpoint)
     apart = furthest_of_layers(model, checkpoint)

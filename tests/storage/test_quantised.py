@@ -1,5 +1,6 @@
 """Quantised maps: unpacked as their formats say, or refused by name."""
 
+import json
 from pathlib import Path
 from typing import Any, final
 
@@ -229,6 +230,131 @@ def words(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
+def encoded(record: dict[str, Any]) -> Tensor:
+    """A record as bitsandbytes stores it, in a tensor of bytes."""
+    return torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
+
+
+def of_compressed_tensors(bits: int) -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": GROUP}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_packed_integers_of_compressed_tensors(
+    tmp_path: Path, bits: int, has_zeros: bool, ordered: bool
+) -> None:
+    half = 1 << (bits - 1)
+    numbers = torch.randint(-half, half, (D_OUT, D_IN))
+    scale = torch.rand(D_OUT, D_IN // GROUP) + 0.5
+    tensors = {
+        "a.weight_packed": packed(numbers + half, bits),
+        "a.weight_scale": scale,
+        "a.weight_shape": torch.tensor([D_OUT, D_IN]),
+        "a.input_scale": torch.ones(1),
+        **beside(),
+    }
+    zeros = torch.zeros(D_OUT, D_IN // GROUP, dtype=torch.long)
+    if has_zeros:  # packed along the rows
+        zeros = torch.randint(-half, half, zeros.shape)
+        tensors["a.weight_zero_point"] = packed((zeros + half).mT.contiguous(), bits).mT.contiguous()
+    order = torch.arange(D_IN) // GROUP
+    if ordered:
+        order = order[torch.randperm(D_IN)]
+        tensors["a.weight_g_idx"] = order.to(torch.int32)
+    found = unpacked(tmp_path, tensors, of_compressed_tensors(bits))
+    for row in range(D_OUT):
+        for column in range(D_IN):
+            group = int(order[column])
+            expected = (numbers[row, column] - zeros[row, group]) * scale[row, group]
+            assert found[row, column] == expected
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_int8_of_compressed_tensors_in_groups(tmp_path: Path, has_zeros: bool) -> None:
+    weight = torch.randint(-128, 128, (D_OUT, D_IN), dtype=torch.int8)
+    scale, zeros = torch.rand(D_OUT, 2), torch.randint(-9, 9, (D_OUT, 2), dtype=torch.int8)
+    tensors = {"a.weight": weight, "a.weight_scale": scale, **beside()}
+    if has_zeros:
+        tensors["a.weight_zero_point"] = zeros
+    found = unpacked(tmp_path, tensors, of_compressed_tensors(8))
+    apart = weight.long().unflatten(1, (2, -1)) - (zeros.long()[..., None] if has_zeros else 0)  # type: ignore[no-untyped-call]
+    assert torch.equal(found, (apart.float() * scale[..., None]).flatten(1))
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_nvfp4(tmp_path: Path, divided: bool) -> None:
+    values = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    codes = torch.randint(0, 16, (D_OUT, D_IN))
+    scale = (torch.rand(D_OUT, D_IN // 16) * 3 + 0.5).to(torch.float8_e4m3fn)
+    names = ("weight_packed", "weight_global_scale") if divided else ("weight", "weight_scale_2")
+    tensors = {
+        f"a.{names[0]}": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),
+        "a.weight_scale": scale,
+        f"a.{names[1]}": torch.tensor([4.0]),
+        **beside(),
+    }
+    found = unpacked(tmp_path, tensors, {"quant_method": "modelopt"})
+    for row in range(D_OUT):
+        for column in range(D_IN):
+            code = int(codes[row, column])
+            expected = values[code & 7] * (-1 if code & 8 else 1) * float(scale[row, column // 16])
+            assert found[row, column] == (expected / 4 if divided else expected * 4)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_four_bits_of_bitsandbytes(tmp_path: Path, nested: bool) -> None:
+    """The table of nf4 or fp4 is in the file; the first number of a byte is its upper half."""
+    table = torch.randn(16).sort().values
+    codes = torch.randint(0, 16, (D_OUT * D_IN,))
+    largest = torch.rand(D_OUT * D_IN // 64) + 0.5
+    record: dict[str, Any] = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": "bfloat16",
+        "shape": [D_OUT, D_IN],
+    }
+    tensors = {
+        "a.weight": (codes[::2] << 4 | codes[1::2]).to(torch.uint8)[:, None],
+        "a.weight.absmax": largest,
+        "a.weight.quant_map": table,
+        **beside(),
+    }
+    if nested:  # the scales are quantised, too
+        record |= {"nested_blocksize": 8, "nested_dtype": "float32", "nested_offset": 0.25}
+        scales = torch.randint(0, 256, (len(largest),))
+        of_blocks, of_scales = torch.rand(len(largest) // 8) + 0.5, torch.randn(256)
+        largest = of_scales[scales] * of_blocks[torch.arange(len(largest)) // 8] + 0.25
+        tensors |= {
+            "a.weight.absmax": scales.to(torch.uint8),
+            "a.weight.nested_absmax": of_blocks,
+            "a.weight.nested_quant_map": of_scales,
+        }
+    tensors["a.weight.quant_state.bitsandbytes__nf4"] = encoded(record)
+    found = unpacked(tmp_path, tensors, {"quant_method": "bitsandbytes", "load_in_4bit": True})
+    expected = table[codes] * largest[torch.arange(len(codes)) // 64]
+    assert torch.equal(found, expected.reshape(D_OUT, D_IN))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_mlx_as_the_quantiser_of_transformers_for_its_kernels_packs_it(tmp_path: Path, bits: int) -> None:
+    metal = pytest.importorskip("transformers.integrations.metal_quantization")
+    whole = torch.randn(D_OUT, D_IN)
+    weight, scales, offsets = metal._affine_quantize_tensor(whole, GROUP, bits)
+    tensors = {"a.weight": weight, "a.scales": scales, "a.biases": offsets, **beside()}
+    found = unpacked(tmp_path, tensors, {"group_size": GROUP, "bits": bits})
+    assert torch.equal(found, metal._affine_dequantize_tensor(weight, scales, offsets, GROUP, bits))
+    assert float((found - whole).abs().max()) <= float(scales.max()) / 2 + 1e-5
+
+
+def test_eight_bits_of_quanto(tmp_path: Path) -> None:
+    weight, scale = torch.randint(-128, 128, (D_OUT, D_IN), dtype=torch.int8), torch.rand(D_OUT, 1)
+    tensors = {"a.weight._data": weight, "a.weight._scale": scale, "a.input_scale": torch.ones(1), **beside()}
+    assert torch.equal(unpacked(tmp_path, tensors, {"quant_method": "quanto"}), weight.float() * scale)
+
+
 def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     parts = {"a.qweight": words(8, 16), "a.qzeros": words(2, 2), "a.scales": torch.ones(2, 16)}
     config = {"quant_method": "aqlm", "bits": 4, "group_size": 32}
@@ -240,11 +366,20 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     assert "a.qweight: it is no matrix" in refused(tmp_path, flat, config)
     alone = {"a.qweight": words(8, 16)}
     assert "there is no tensor a.qzeros" in refused(tmp_path, alone, config)
-    four_bits = {
-        "a.weight": torch.zeros(512, 1, dtype=torch.uint8),
-        "a.weight.quant_state.bitsandbytes__nf4": torch.zeros(3, dtype=torch.uint8),
-    }
+    state = {"a.weight.quant_state.other": torch.zeros(3, dtype=torch.uint8)}
+    four_bits = {"a.weight": torch.zeros(512, 1, dtype=torch.uint8), **state}
     assert "a.weight is quantised by bitsandbytes in 4 bits" in refused(tmp_path, four_bits, {})
+    state = {"a.weight.quant_state.bitsandbytes__nf4": encoded({"shape": [16, 64]})}
+    assert "no shape of a matrix and blocksize" in refused(tmp_path, {**four_bits, **state}, {})
+    state = {"a.weight.quant_state.bitsandbytes__nf4": encoded({"shape": [16, 64], "blocksize": 64})}
+    assert "there is no tensor a.weight.absmax" in refused(tmp_path, {**four_bits, **state}, {})
+    three = {"a.weight": torch.zeros(16, 6, dtype=torch.uint32), "a.scales": torch.ones(16, 1)}
+    three["a.biases"] = torch.ones(16, 1)
+    assert "MLX in 3 bits" in refused(tmp_path, three, {})
+    words_of = {"a.weight_packed": words(16, 7), "a.weight_scale": torch.ones(16, 1)}
+    words_of["a.weight_shape"] = torch.tensor([16, 64])
+    config = {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
+    assert "7 words a row hold no 64 numbers" in refused(tmp_path, words_of, config)
     narrow = torch.zeros(16, 64).to(torch.float8_e4m3fn)
     scales = {"a.weight": narrow, "a.weight_scale_inv": torch.ones(3, 5)}
     assert "no scales of [16, 64]" in refused(tmp_path, scales, {"weight_block_size": [8, 16]})

@@ -29,7 +29,6 @@ def refusal(path: Path) -> str:
         ("model_index.json", "a pipeline of diffusers.*give the folder of one of them"),
         ("consolidated.00.pth", "under the names of their authors.*in Hugging Face's format"),
         ("shared_vocabulary.json", "CTranslate2 converted .*give the checkpoint that it was converted from"),
-        ("model.onnx", "a model in ONNX, .*exported from"),
         ("openvino_model.xml", "compiled for another engine"),
         ("zero_to_fp32.py", "a state of training .*gather it first"),
         ("weights.npz", "weights of MLX"),
@@ -103,6 +102,6 @@ def test_an_adapter_beside_the_weights_is_named(tmp_path: Path) -> None:
 def test_a_state_of_training_says_where_its_weights_are(tmp_path: Path) -> None:
     llama(tmp_path / "llama")
     weights = load_file(tmp_path / "llama" / "model.safetensors")
-    torch.save({"epoch": 3, "model": weights}, tmp_path / "llama" / "last.pt")
+    torch.save({"epoch": 3, "mine": weights}, tmp_path / "llama" / "last.pt")
     said = refusal(tmp_path / "llama" / "last.pt")
-    assert "epoch is a int and no tensor; the weights seem to be under model: save that record alone" in said
+    assert "epoch is a int and no tensor; the weights seem to be under mine: save that record alone" in said

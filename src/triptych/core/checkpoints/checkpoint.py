@@ -20,6 +20,7 @@ from torch import Tensor
 from triptych.core.algebra.weights import Link, Side
 from triptych.core.checkpoints.family import Family, family_of, half_of
 from triptych.core.checkpoints.fields import not_followed, require_known_kinds, sees_both_ways
+from triptych.core.checkpoints.model_types import LOOKS_LIKE_ATTENTION
 from triptych.core.checkpoints.reading import LayerReader as LayerReader
 from triptych.core.checkpoints.source import Source, find_source
 from triptych.core.checkpoints.specs import AttentionSpec
@@ -31,8 +32,6 @@ from triptych.core.checkpoints.stored_layers import (
     Site,
 )
 from triptych.core.checkpoints.stored_positions import stored_angles
-from triptych.core.checkpoints.unknown_families import LOOKS_LIKE_ATTENTION, refuse_unknown
-from triptych.core.storage.quantised import dequantised
 from triptych.core.storage.settings import MOST_LAYERS, Settings
 from triptych.core.storage.tensors import SAFETENSORS, Tensors
 from triptych.core.storage.unreadable import refuse_adapters
@@ -158,6 +157,7 @@ class Checkpoint(AttentionSource):
         found_any = False
         present = set[str]()
         wanted = dict[str, None]()
+        unnumbered = dict[str, int]()  # modules without a number in their names, by stack
         for spec in self.family.attention:
             settings = self._settings_of(spec)
             if settings is None or not settings.holds(spec.when):
@@ -182,10 +182,10 @@ class Checkpoint(AttentionSource):
             for layer in range(layers + (settings.whole(spec.more_layers) if more else 0)):
                 if layer < len(mixers) and mixers[layer] != _ATTENTION:
                     continue
-                if layer >= layers and not self.tensors.below(prefix + spec.at.format(layer=layer, inner=0)):
+                if layer >= layers and not self.tensors.below(prefix + _module(spec, layer)):
                     break  # further layers may be missing
                 for within in range(inner):
-                    module = prefix + spec.at.format(layer=layer, inner=within)
+                    module = prefix + _module(spec, layer, within)
                     if not self.tensors.below(module):
                         raise DataError(
                             f"{self.name}: no tensor is below {module}, attention layer {layer} of {layers:,}"
@@ -194,7 +194,8 @@ class Checkpoint(AttentionSource):
                     own = uses.get(layer, ()) if uses else (layer,)
                     # Layers without a use are numbered after all layers of the model.
                     after = sum(map(len, uses.values())) + layer
-                    number, *also = (use * inner + within for use in own or (after,))
+                    before = 0 if "{layer}" in spec.at else unnumbered.get(spec.stack, 0)
+                    number, *also = (before + use * inner + within for use in own or (after,))
                     site = Site(spec.stack, number, kind, module, tuple(also))
                     place = Place(site, spec, settings, prefix, layer, within, is_run=bool(own))
                     # A KV-sharing layer uses the keys and values of the last earlier layer alike.
@@ -207,6 +208,8 @@ class Checkpoint(AttentionSource):
                         place = replace(place, lender=lenders[alike])
                     yield place
                     found_any = True
+            if "{layer}" not in spec.at and spec.kind != "cross":
+                unnumbered[spec.stack] = unnumbered.get(spec.stack, 0) + layers * inner
         self.absent = tuple(stack for stack in wanted if stack not in present)
         if not found_any:
             looks = [name for name in self.tensors.infos if self._looks_like_attention(name)]
@@ -308,7 +311,7 @@ class Checkpoint(AttentionSource):
 
     def _prefix(self, spec: AttentionSpec, first: int) -> str | None:
         """Return the prefix of the family's names ("model.", "bert.", ""); None if the names are missing."""
-        at = spec.at.format(layer=first, inner=0)
+        at = _module(spec, first)
         pattern = re.compile(rf"^(|.*\.){re.escape(at)}\.")
         found = {match[1] for name in self.tensors.infos if (match := pattern.match(name))}
         found = {prefix for prefix in found if not any(word in prefix for word in spec.outside)}
@@ -322,13 +325,12 @@ class Checkpoint(AttentionSource):
     def _require_no_stack(self, spec: AttentionSpec) -> None:
         """Check that a stack without attention is missing as a whole."""
         stack, _, _ = spec.at.partition("{layer}")
-        pattern = re.compile(rf"^(|.*\.){re.escape(stack)}0\.")
+        pattern = re.compile(rf"^(|.*\.){re.escape(stack)}{spec.first}\.")
         for name in self.tensors.infos:
             match = pattern.match(name)
             if "{layer}" in spec.at and match and not any(word in match[1] for word in spec.outside):
                 raise DataError(
-                    f"{self.name}: {name} is in the file, but its attention is not: "
-                    f"{spec.at.format(layer=0, inner=0)}"
+                    f"{self.name}: {name} is in the file, but its attention is not: {_module(spec, 0)}"
                 )
 
     def _looks_like_attention(self, name: str) -> bool:
@@ -374,6 +376,11 @@ class Checkpoint(AttentionSource):
         return tuple(others)
 
 
+def _module(spec: AttentionSpec, layer: int, inner: int = 0) -> str:
+    """Return the name of a layer's attention, without the prefix of the checkpoint."""
+    return spec.at.format(layer=layer + spec.first, inner=inner)
+
+
 def open_checkpoint(
     source: Source | Path | str, family: Family | None = None, *, mapped: bool = False
 ) -> AttentionSource:
@@ -413,6 +420,8 @@ def _open(source: Source, family: Family | None, mapped: bool) -> AttentionSourc
     # Refuse adapters before the family: their tensors alone are not a model of any family.
     refuse_adapters(source.name, tensors.infos)
     settings = Settings(dict(source.record), source.where)
+    from triptych.core.storage.quantised import dequantised  # formats of other libraries
+
     tensors = dequantised(tensors, settings)
     how_known = "as told"
     if family is None:
@@ -420,6 +429,8 @@ def _open(source: Source, family: Family | None, mapped: bool) -> AttentionSourc
         family = family_of(str(model_type))
         how_known = f"model_type {model_type!r}"
         if family is None:
+            from triptych.core.checkpoints.unknown_families import refuse_unknown  # it drafts a family file
+
             refuse_unknown(settings, tensors, source.name)
     family = _with_half_alone(family, settings, tensors, source.name)
     return Checkpoint(source.name, family, settings, tensors, how_known, source)

@@ -16,16 +16,11 @@ class WithAndWithout(NamedTuple):
 
 
 class MadeFiles(ABC):
-    """A model in GGUF, with adapters, or in memory; files for `transformers` go to a temporary folder."""
+    """A model in another form: its files are written to a temporary folder when they are needed."""
 
     has_tokenizer: bool
     is_in_memory: bool = False  # True if there are no files that could be replaced
     path: Path | None = None  # file of the model; None for a module in memory
-
-    @property
-    @abstractmethod
-    def folder(self) -> Path:
-        """Folder of the configuration and the tokenizer."""
 
     @abstractmethod
     def require_same(self) -> None:
@@ -35,9 +30,14 @@ class MadeFiles(ABC):
     def tensors(self, *, mapped: bool = False) -> Tensors:
         """Return the tensors under their names in `transformers`."""
 
+    @property
+    @abstractmethod
+    def folder(self) -> Path:
+        """Folder of the configuration and the tokenizer; weights are written to it by `fetch`."""
+
     @abstractmethod
     def fetch(self) -> Path:
-        """Write the weights to the folder, once; return the folder."""
+        """Write the model in the format of `transformers`, once; return the folder."""
 
     def in_double(self) -> WithAndWithout | None:
         """Return the tensors without and with adapters, in float64; None without adapters."""

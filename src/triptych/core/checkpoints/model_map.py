@@ -156,9 +156,11 @@ class _Mapping:
                 self.entries.refuse(f"{checkpoint.family.name} cannot be run: {choice.value}")
         if strange := not_understood_of_model(checkpoint.family, self.settings):
             are = "is" if len(strange) == 1 else "are"
+            of_user = "" if checkpoint.family.model_types else ", or name it in `harmless` of [model]"
             raise DataError(
                 f"{self.settings.where}: {list_names(strange)} may change what a model of "
-                f"{checkpoint.family.name} computes, and {are} not followed here: delete what changes nothing"
+                f"{checkpoint.family.name} computes, and {are} not followed here: delete what changes "
+                f"nothing{of_user}"
             )
 
     # The parts; every method also enters the tensors of its part.

@@ -10,6 +10,12 @@ from triptych.core.checkpoints.specs import AttentionSpec, ModelSpec
 from triptych.core.storage.settings import Settings
 from triptych.core.storage.tensors import TensorInfo, Tensors
 
+# A tensor with such a name outside all known layers may belong to unknown attention.
+LOOKS_LIKE_ATTENTION = re.compile(
+    r"attn|attention|(^|[._])(q|k|v|qkv|kv)(_?(proj|lin|a_proj|b_proj))?\.(weight|bias)$|query|key_value|Wqkv"
+    r"|(^|[._])fc_(q|k|v)\.|in_proj_(weight|bias)$",
+    re.I,
+)
 # Suffix of a class name of `transformers` after the name of the architecture.
 _REST_OF_CLASS = re.compile(r"(LMHead|DoubleHeads|MT|Text|Encoder|Decoder)?Model|(Text)?(For[A-Z]\w*)")
 

@@ -218,7 +218,9 @@ class LayerReader:
             return InputNorms()
         # Values of {previous} and {last} in names of norms.
         layers = place.value(spec.memory_layers) if spec.memory_layers else None
-        numbers = {"previous": place.layer - 1, "last": layers - 1 if isinstance(layers, int) else -1}
+        first = place.spec.first
+        last = first + layers - 1 if isinstance(layers, int) else -1
+        numbers = {"previous": first + place.layer - 1, "last": last}
 
         def named(name: str, reader: Chain) -> Norm | None:
             return self._input_norm(place.beside(name, **numbers), spec, reader) if name else None

@@ -2,7 +2,6 @@
 
 import atexit
 import shutil
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
@@ -13,13 +12,6 @@ from typing import Any, final
 
 from torch import nn
 
-from triptych.core.checkpoints.adapters.adapted_module import (
-    AdapterInMemory,
-    adapters_of,
-    base_of,
-    has_adapters,
-    without_adapters,
-)
 from triptych.core.checkpoints.adapters.adapter import (
     CONFIGURATION,
     AdapterFolder,
@@ -33,12 +25,10 @@ from triptych.core.storage.hub import Repository, gguf_on_hub, is_hub_id, open_h
 from triptych.core.storage.tensors import (
     INDEX_AND_WHOLE,
     SAFETENSORS,
-    InMemory,
     Tensors,
-    of_one,
     open_tensors,
 )
-from triptych.core.storage.unreadable import what_is
+from triptych.core.storage.unreadable import SUFFIXES, onnx_in, what_is
 from triptych.errors import DataError, TriptychError, UsageError, near_path
 from triptych.untrusted import Stamps, read_json, shown
 
@@ -188,6 +178,8 @@ class Source:
             return bool(len(self.module.stacks) > 1)
         if self.is_own:
             return bool(self.record.get("kind", _PAIR) == _PAIR)
+        if self.family is not None and self.family.model is not None:
+            return self.family.model.encoder is not None
         return self.record.get("model_type") == "marian" or self.record.get("is_encoder_decoder") is True
 
     def file(self, name: str) -> Path | None:
@@ -212,70 +204,6 @@ class Source:
         if isinstance(self.found, MadeFiles):
             return self.found.in_double()
         return None
-
-
-@final
-class ModuleOfOthers(MadeFiles):
-    """A model of `transformers` in memory; its weights are written to files only when a path is needed.
-
-    Adapters of PEFT in it are left out.
-    """
-
-    is_in_memory = True
-
-    def __init__(self, module: Any, tokenizer: Path | None) -> None:
-        self._module, self._version = module, _version_of(module)
-        self.has_tokenizer = tokenizer is not None
-        self._folder = Path(mkdtemp(prefix="triptych-"))
-        weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        parts = [module.config, getattr(module, "generation_config", None)]
-        if tokenizer is not None:
-            from transformers import AutoTokenizer
-
-            parts.append(AutoTokenizer.from_pretrained(str(tokenizer), local_files_only=True))
-        for part in parts:
-            if part is not None:
-                part.save_pretrained(self._folder)
-
-    @property
-    def folder(self) -> Path:
-        return self._folder
-
-    def require_same(self) -> None:
-        """Check that the parameters were not written to since the model was opened."""
-        if _version_of(self._module) != self._version:
-            raise DataError(
-                f"the parameters of {type(self._module).__name__} were changed after it was opened: load it "
-                "again"
-            )
-
-    def tensors(self, *, mapped: bool = False) -> Tensors:
-        """Return the parameters under the names of their files, without copies."""
-        try:
-            from transformers.core_model_loading import revert_weight_conversion
-            from transformers.modeling_utils import remove_tied_weights_from_state_dict
-        except ImportError:  # another version of `transformers`: take the names from written files
-            return open_tensors(self.fetch(), mapped=mapped)
-        module = self._module
-        found = remove_tied_weights_from_state_dict(without_adapters(module.state_dict()), module)
-        left_out = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
-        found = {name: tensor for name, tensor in found.items() if name not in left_out}
-        return of_one(InMemory(type(module).__name__, revert_weight_conversion(module, found)))
-
-    def fetch(self) -> Path:
-        if not any(self.folder.glob("*.safetensors")):
-            try:
-                self._module.save_pretrained(self.folder)
-            except (OSError, ValueError, RuntimeError, NotImplementedError) as error:
-                raise DataError(
-                    f"{type(self._module).__name__}: transformers cannot write it: {error}"
-                ) from error
-        return self.folder
-
-
-def _version_of(module: nn.Module) -> int:
-    """Return the sum of the parameters' version counters, which grows with every write."""
-    return sum(parameter._version for parameter in module.parameters())
 
 
 def is_own_config(config: Mapping[str, Any]) -> bool:
@@ -331,12 +259,12 @@ def find_source(
         found = adapted(
             found, [Path(one) for one in adapters], f"{found.name} with {', '.join(map(str, adapters))}"
         )
-    is_unnamed = found.module is None and not found.is_own and found.record.get("model_type") is None
+    is_unnamed = bool(found.record) and not found.is_own and found.record.get("model_type") is None
     if family is None and is_unnamed:
         _work_out_model_type(found)
     found.family = family
     found.strict = strict
-    if not isinstance(found.found, ModuleOfOthers):  # its folder already contains the tokenizer
+    if found.module is not None or not isinstance(source, nn.Module):  # else its files have the tokenizer
         found.tokenizer = given
     return found
 
@@ -382,7 +310,7 @@ def adapted(base: Source, folders: Sequence[Path], name: str) -> Source:
     return found
 
 
-def _with_adapters(base: Source, adapters: Sequence[AdapterFolder | AdapterInMemory], name: str) -> Source:
+def _with_adapters(base: Source, adapters: Sequence[Any], name: str) -> Source:
     from triptych.core.checkpoints.adapters.adapted_model import AdaptedModel
 
     model = AdaptedModel(base, adapters)
@@ -441,23 +369,11 @@ def _work_out_model_type(source: Source) -> None:
 
 
 def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
-    if isinstance(source, nn.Module) and hasattr(source, "save_pretrained"):
-        name = str(getattr(source, "name_or_path", "") or type(source).__name__)
-        module = ModuleOfOthers(base_of(source), tokenizer)
-        found = Source(name, read_json(module.folder / "config.json"), f"{name}/config.json", module)
-        if has_adapters(source) and (adapters := adapters_of(source)):
-            return _with_adapters(found, adapters, name)
-        return found
     if isinstance(source, nn.Module):
-        # Sources in files do not need the modules of this library.
-        from triptych.core.models.encoder_decoder import EncoderDecoder
-        from triptych.core.models.language_model import LanguageModel
-
-        if isinstance(source, EncoderDecoder | LanguageModel):
-            return Source(f"a module ({type(source).__name__})", {}, "memory", source)
+        return _of_module(source, tokenizer)
     if not isinstance(source, str | Path):
         raise UsageError(
-            f"a {type(source).__name__} is no model: give a folder, a name on the Hub, a transformers model, "
+            f"a {type(source).__name__} is no model: give a folder, a name on the Hub, a module of torch, "
             "or a model of triptych"
         )
     name = str(source)
@@ -479,14 +395,57 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
     folder = path.parent if path.is_file() and path.name.startswith("adapter_") else path
     if is_adapter(folder) and not _has_weights(folder):
         return _with_its_base(folder, offline)
+    if (alone := _weights_alone(path)) is not None:
+        return alone
     # A tensor file is read with the configuration next to it.
     config = (path if path.is_dir() else path.parent) / "config.json"
     if not config.exists():
         told = what_is(path) or (
-            "give a run (triptych train makes one), a folder with config.json and *.safetensors, or a Hub "
-            "name"
+            "give a run (triptych train makes one), a folder with config.json and *.safetensors, a file of "
+            "weights with a family file (family=, --family), or a Hub name"
         )
         raise UsageError(
             f"{path} is not a run folder, nor one in Hugging Face's format: it has no config.json; {told}"
         )
     return Source(name, read_json(config), str(config), path)
+
+
+def _of_module(module: nn.Module, tokenizer: Path | None) -> Source:
+    """Return a module in memory as a source: of this library, of `transformers`, or any other."""
+    # Sources in files do not need the modules of this library.
+    from triptych.core.checkpoints.adapters.adapted_module import adapters_of, base_of, has_adapters
+    from triptych.core.checkpoints.other_modules import AnyModule, ModuleOfTransformers
+    from triptych.core.models.encoder_decoder import EncoderDecoder
+    from triptych.core.models.language_model import LanguageModel
+
+    kind = type(module).__name__
+    if isinstance(module, EncoderDecoder | LanguageModel):
+        return Source(f"a module ({kind})", {}, "memory", module)
+    if not hasattr(module, "save_pretrained"):
+        opened = AnyModule(module, tokenizer)
+        return Source(kind, opened.record, f"the configuration of {kind}", opened)
+    name = str(getattr(module, "name_or_path", "") or kind)
+    made = ModuleOfTransformers(base_of(module), tokenizer)
+    found = Source(name, read_json(made.folder / "config.json"), f"{name}/config.json", made)
+    if has_adapters(module) and (adapters := adapters_of(module)):
+        return _with_adapters(found, adapters, name)
+    return found
+
+
+def _weights_alone(path: Path) -> Source | None:
+    """Return weights in ONNX, or in a file without a config.json next to it; None for other paths."""
+    if path.is_dir():
+        file = None if _has_weights(path) else onnx_in(path)
+    elif path.suffix == ".onnx":
+        file = path
+    else:
+        is_alone = path.suffix in SUFFIXES and not (path.parent / "config.json").exists()
+        file = path if is_alone else None
+    if file is None:
+        return None
+    from triptych.core.checkpoints.weights_alone import WeightsAlone  # formats of other programs
+
+    opened = WeightsAlone(file, str(path))
+    found = Source(str(path), opened.record, opened.where, opened)
+    found.notes = opened.notes
+    return found

@@ -234,7 +234,7 @@ class Place:
     spec: AttentionSpec  # description by the family
     settings: Settings  # configuration of the layer's stack
     prefix: str  # prefix of the family's names in this checkpoint
-    layer: int  # number {layer} in names
+    layer: int  # number of the layer, from 0
     inner: int  # number {inner} in names, of attention layers within a layer
     lender: "Place | None" = None  # source of a KV-sharing layer's keys and values
     is_run: bool = True  # true if the model uses these weights
@@ -281,7 +281,8 @@ class Place:
 
     def beside(self, name: str, **numbers: int) -> str:
         """Return the full name outside the attention's module; `numbers` fill its other placeholders."""
-        return self.prefix + name.format(layer=self.layer, inner=self.inner, **numbers)
+        layer = self.layer + self.spec.first
+        return self.prefix + name.format(layer=layer, inner=self.inner, **numbers)
 
     @property
     def is_further(self) -> bool:

@@ -4,16 +4,16 @@ Sources of the formats: github.com/huggingface/transformers (integrations of fp8
 github.com/neuralmagic/compressed-tensors, github.com/AutoGPTQ/AutoGPTQ, github.com/casper-hansen/AutoAWQ.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import chain
 from math import ceil, prod
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor
 
+from triptych.core.storage.packed_maps import Packed, find_packed, unpacked
 from triptych.core.storage.settings import Settings
 from triptych.core.storage.tensors import TensorFile, TensorInfo, Tensors
 from triptych.core.storage.unreadable import quantisation_of
@@ -25,19 +25,6 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _LARGEST_GROUP = 1 << 30
 _NUMBERS_AT_A_TIME = 1 << 20
-
-
-class Packed(ABC):
-    """A quantised map, stored in several tensors."""
-
-    module: str  # the module of the weight
-    parts: tuple[str, ...]  # names of its tensors
-    shape: tuple[int, int]  # shape of the weight
-    method: ClassVar[str]  # name of the format, for messages
-
-    @abstractmethod
-    def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
-        """Return the weight in float32, from the tensors of `parts`."""
 
 
 @final
@@ -79,7 +66,7 @@ class Gptq(Packed):
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
         packed, zeros, scales = parts[:3]
         # A symmetric map has all zeros in the middle: a wrong version of the format would shift them by 1.
-        offsets = _unpacked(zeros, self.bits) + self.zero_offset
+        offsets = unpacked(zeros, self.bits) + self.zero_offset
         middle = 1 << (self.bits - 1)
         if self.symmetric and bool((offsets != middle).any()):
             other = int(offsets[offsets != middle][0])
@@ -91,7 +78,7 @@ class Gptq(Packed):
         _require_groups(scales, self.shape[1], self.group)
         groups = parts[3].long() if len(parts) > 3 else torch.arange(self.shape[1]) // self.group
         return _block_by_block(
-            packed, self.shape, offsets, scales, groups, lambda words: _unpacked(words.mT, self.bits).mT
+            packed, self.shape, offsets, scales, groups, lambda words: unpacked(words.mT, self.bits).mT
         )
 
 
@@ -112,7 +99,7 @@ class Awq(Packed):
         groups = torch.arange(self.shape[1]) // self.group
 
         def numbers(words: Tensor) -> Tensor:
-            return _unpacked(words, 4).view(len(words), -1, 8)[..., _AWQ_ORDER].flatten(1)
+            return unpacked(words, 4).view(len(words), -1, 8)[..., _AWQ_ORDER].flatten(1)
 
         return _block_by_block(packed, self.shape, numbers(zeros), scales, groups, numbers)
 
@@ -148,20 +135,13 @@ def _block_by_block(
     return weight
 
 
-def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    """Unpack int32 `[n, m]` to small integers `[n, m · 32 / bits]`, from the lowest bits to the highest."""
-    shifts = torch.arange(0, 32, bits)
-    numbers = (packed[..., None].long() >> shifts) & ((1 << bits) - 1)
-    return numbers.flatten(-2)
-
-
 def dequantised(tensors: Tensors, settings: Settings) -> Tensors:
     """Replace quantised maps by plain weights; their parts are no longer listed."""
-    _refuse_by_name(tensors, settings)
     found = [packed for name in tensors.infos if (packed := _packed(name, tensors, settings)) is not None]
+    hidden = {*chain.from_iterable(packed.parts for packed in found)}
+    _refuse_by_name(tensors, settings, hidden)
     if not found:
         return tensors
-    hidden = {*chain.from_iterable(packed.parts for packed in found)}
     return tensors.replacing(hidden, _Unpacking(tensors, found))
 
 
@@ -204,6 +184,8 @@ class _Unpacking(TensorFile):
 
 def _packed(name: str, tensors: Tensors, settings: Settings) -> Packed | None:
     """Return the quantised map with a tensor as its main part, or None for tensors of other kinds."""
+    if (found := find_packed(name, tensors, settings)) is not None:
+        return found
     module, _, last = name.rpartition(".")
     info = tensors.infos[name]
     if last == "weight" and (info.dtype in _FLOAT8 or info.dtype == torch.int8) and len(info.shape) == 2:
@@ -226,16 +208,17 @@ def _packed(name: str, tensors: Tensors, settings: Settings) -> Packed | None:
     return _packed_in_groups(module, str(method), bits, group, tensors, settings)
 
 
-def _refuse_by_name(tensors: Tensors, settings: Settings) -> None:
+def _refuse_by_name(tensors: Tensors, settings: Settings, read: Collection[str]) -> None:
+    """Raise DataError for known, unsupported quantisation formats of tensors not in `read`."""
     # AWQ's layouts differ only by the configuration; further formats are recognised by their tensors.
     method = settings.value("quantization_config.quant_method")
     version = settings.value("quantization_config.version")
     if method == "awq" and version not in (None, "gemm", "GEMM"):
         raise DataError(_unread(tensors, "its maps", f"AWQ in the layout {str(version)[:40]!r}"))
-    if found := quantisation_of(tensors.infos):
+    if found := quantisation_of([name for name in tensors.infos if name not in read]):
         raise DataError(_unread(tensors, f"tensor {found[0]}", _said(found[1], method)))
     for name in tensors.infos:
-        if ".quant_state." in name:
+        if ".quant_state." in name and name not in read:
             raise DataError(
                 _unread(tensors, f"tensor {name.partition('.quant_state.')[0]}", "bitsandbytes in 4 bits")
             )
@@ -252,7 +235,8 @@ def _said(known: str, method: object) -> str:
 def _unread(tensors: Tensors, what: str, how: str) -> str:  # words for messages
     return (
         f"{tensors.name}: {what} is quantised by {how}, which is not read: use the checkpoint before "
-        "quantisation"
+        "quantisation, or where its library runs, transformers: "
+        "AutoModelForCausalLM.from_pretrained(FOLDER).dequantize().save_pretrained(NEW)"
     )
 
 

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from triptych.core.storage.tensors import STORED_DTYPES, Pickled, Safetensors, TensorInfo, Tensors
+from triptych.core.storage.pickled import Pickled
+from triptych.core.storage.tensors import STORED_DTYPES, Safetensors, TensorInfo, Tensors
 from triptych.errors import DataError
 from triptych.files import write_atomically
 from triptych.untrusted import LocalBytes

@@ -1,19 +1,14 @@
 """Tensors of a checkpoint's files, read by name and one at a time.
 
 Files are not trusted. This module reads and checks the header of a safetensors file, so that single tensors
-can be fetched from a disk or a network. Old pickled files are read by torch as plain data (`weights_only`).
+can be fetched from a disk or a network.
 
 Source: the format at github.com/huggingface/safetensors.
 """
 
-import pickle
 import struct
-import warnings
-import zipfile
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice, pairwise, takewhile
 from math import prod
 from pathlib import Path
@@ -22,6 +17,10 @@ from typing import Any, TypeGuard, final
 import torch
 from torch import Tensor
 
+from triptych.core.storage.pickled import Pickled
+from triptych.core.storage.tensor_file import TensorFile as TensorFile
+from triptych.core.storage.tensor_file import TensorInfo as TensorInfo
+from triptych.core.storage.tensor_file import info_of, require_printable_name
 from triptych.core.storage.unreadable import what_is
 from triptych.errors import DataError
 from triptych.untrusted import (
@@ -30,7 +29,6 @@ from triptych.untrusted import (
     MappedBytes,
     parsed_json,
     read_json,
-    require_regular,
     shown,
     stays_in_folder,
 )
@@ -68,39 +66,6 @@ INDEX_AND_WHOLE = ((SAFETENSORS_INDEX, SAFETENSORS), (PICKLED_INDEX, PICKLED))
 
 
 @final
-@dataclass(frozen=True)
-class TensorInfo:
-    """A tensor's entry in the header of a file."""
-
-    dtype: torch.dtype  # dtype of the entries
-    shape: tuple[int, ...]
-    num_bytes: int  # bytes in the file
-
-
-def _info(tensor: Tensor) -> TensorInfo:
-    return TensorInfo(tensor.dtype, tuple(tensor.shape), tensor.nbytes)
-
-
-class TensorFile(ABC):
-    """One file with named tensors."""
-
-    name: str  # name of the file, for messages
-    infos: dict[str, TensorInfo]  # the entry of every tensor, by name
-
-    @abstractmethod
-    def read(self, name: str) -> Tensor:
-        """Read a tensor in its stored dtype and shape."""
-
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read the rows from `start` to before `stop` of a tensor."""
-        return self.read(name)[start:stop]
-
-    def packed_as(self, name: str) -> str:
-        """Return the quantisation format of a tensor, or "" for a plain tensor."""
-        return ""
-
-
-@final
 class Safetensors(TensorFile):
     """A safetensors file. Only its header is kept in memory."""
 
@@ -114,7 +79,7 @@ class Safetensors(TensorFile):
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            _require_printable(name, self.name)
+            require_printable_name(name, self.name)
             self.infos[name], self._offsets[name] = self._entry(name, entry)
         self._refuse_overlaps()
 
@@ -182,55 +147,6 @@ class Safetensors(TensorFile):
 
 
 @final
-class Pickled(TensorFile):
-    """An old `pytorch_model.bin` with plain data, memory-mapped if its format allows it."""
-
-    def __init__(self, path: Path) -> None:
-        self.name = str(path)
-        self._tensors = self._load(path)
-        self.infos = {name: _info(tensor) for name, tensor in self._tensors.items()}
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def _load(self, path: Path) -> dict[str, Tensor]:
-        try:
-            require_regular(path)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # warnings on pickles that are refused below
-                # Only the newer of torch's two formats, a zip archive, can be mapped.
-                found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        except FileNotFoundError:
-            raise DataError(f"{path} is missing: fetch it again") from None
-        except pickle.UnpicklingError as error:
-            raise DataError(
-                f"{path}: refused without running it: it contains more than tensors "
-                f"({str(error).splitlines()[0][:200]}); get the model as safetensors"
-            ) from None
-        # Invalid pickles raise errors of many classes; with `weights_only`, no code of the file is run.
-        except Exception as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0][:200]
-            raise DataError(f"{path} cannot be read as weights: {reason}") from error
-        if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
-            found = found["state_dict"]
-        if not isinstance(found, dict):
-            raise DataError(f"{path}: it holds a {type(found).__name__} instead of tensors by name")
-        for name, tensor in found.items():
-            if not isinstance(name, str) or not isinstance(tensor, Tensor):
-                raise DataError(
-                    f"{path}: {shown(name)} is a {type(tensor).__name__} and no tensor{_within(found)}"
-                )
-            _require_printable(name, str(path))
-            held = 0 if tensor.is_meta else tensor.untyped_storage().nbytes()
-            if tensor.layout == torch.strided and tensor.nbytes > held:
-                raise DataError(f"{path}, tensor {name}: it claims more numbers than it holds")
-            if tensor.layout != torch.strided or tensor.is_meta:
-                raise DataError(f"{path}, tensor {name}: its storage is not supported (sparse, or empty)")
-        # Detach parameters, or autograd would record all computations with them.
-        return {name: tensor.detach() for name, tensor in found.items()}
-
-
-@final
 class InMemory(TensorFile):
     """Tensors in memory, optionally in place of tensors of a file."""
 
@@ -238,7 +154,7 @@ class InMemory(TensorFile):
         self.name = name
         self._tensors = tensors
         self._file = file
-        self.infos = {own: _info(tensor) for own, tensor in tensors.items()}
+        self.infos = {own: info_of(tensor) for own, tensor in tensors.items()}
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name].detach().cpu()
@@ -367,18 +283,6 @@ def _header(source: Bytes) -> tuple[int, dict[str, Any]]:
     return 8 + length, parsed_json(bytes(source.read(8, length)), source.name)
 
 
-def _within(found: Mapping[Any, Any]) -> str:
-    """Return advice on weights nested in another record, such as a state of training."""
-    for name, held in found.items():
-        are_tensors = isinstance(held, dict) and all(isinstance(one, Tensor) for one in held.values())
-        if are_tensors and held and isinstance(name, str):
-            return (
-                f"; the weights seem to be under {shown(name)}: save that record alone, "
-                f"torch.save(torch.load(FILE, weights_only=True)[{shown(name)!r}], NEW)"
-            )
-    return ""
-
-
 def _open_file(path: Path, mapped: bool) -> TensorFile:
     if found := what_is(path):
         raise DataError(f"{path}: {found}")
@@ -390,11 +294,6 @@ def _open_file(path: Path, mapped: bool) -> TensorFile:
 def of_one(file: TensorFile) -> Tensors:
     """Return the tensors of a checkpoint in one file."""
     return Tensors(file.name, dict.fromkeys(file.infos, file))
-
-
-def _require_printable(name: str, where: str) -> None:
-    if not name.isprintable():
-        raise DataError(f"{where}: a tensor is named {shown(name)}, with unprintable characters")
 
 
 def _are_counts(value: Any) -> TypeGuard[list[int]]:

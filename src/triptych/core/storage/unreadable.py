@@ -1,6 +1,6 @@
 """Unsupported files and formats: their descriptions, and advice on conversion."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,11 +38,7 @@ KINDS = (
         "a model that CTranslate2 converted",
         "give the checkpoint that it was converted from",
     ),
-    Kind(
-        ("*.onnx", "onnx/*.onnx"),
-        "a model in ONNX, which is a graph of operations without names for heads",
-        "give the checkpoint that it was exported from",
-    ),
+    Kind(("*.onnx", "onnx/*.onnx"), "several models in ONNX", "give the file of one of them"),
     Kind(
         ("openvino_model.xml", "*.tflite", "*.mlmodel", "*.mlpackage", "*.engine"),
         "a model compiled for another engine",
@@ -85,8 +81,8 @@ KINDS = (
         "fetch it whole: config.json and model.safetensors",
     ),
 )
-_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-_WEIGHTS = tuple(f"*{suffix}" for suffix in _SUFFIXES)
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+_WEIGHTS = tuple(f"*{suffix}" for suffix in SUFFIXES)
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "*.model")
 # Ends of names of parts of quantised maps, with the method.
 _QUANTISED = (
@@ -107,7 +103,7 @@ def what_is(path: Path) -> str:
     """Describe a folder or file without a readable checkpoint, with advice; return "" if it is unknown."""
     if path.is_file():
         kind = next((kind for kind in KINDS if any(path.match(name) for name in kind.names)), None)
-        if kind is None or path.suffix in _SUFFIXES:
+        if kind is None or path.suffix in SUFFIXES:
             return ""
         return f"it holds {kind.what}: {kind.remedy}"
     if not path.is_dir():
@@ -127,6 +123,13 @@ def what_is(path: Path) -> str:
     return ""
 
 
+def onnx_in(folder: Path) -> Path | None:
+    """Return the file of a model in ONNX in a folder; None without one, or with several."""
+    found = [*_matching(folder, ("model.onnx", "onnx/model.onnx"))]
+    found = found or [*_matching(folder, ("*.onnx", "onnx/*.onnx"))]
+    return found[0] if len(found) == 1 else None
+
+
 def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
     for pattern in patterns:
         yield from sorted(folder.glob(pattern))
@@ -143,7 +146,7 @@ def refuse_adapters(name: str, tensors: Mapping[str, Any]) -> None:
         )
 
 
-def quantisation_of(tensors: Mapping[str, Any]) -> tuple[str, str] | None:
+def quantisation_of(tensors: Collection[str]) -> tuple[str, str] | None:
     """Return a tensor of an unsupported quantised map and its method, or None without such a tensor."""
     for name in tensors:
         for end, method in _QUANTISED:

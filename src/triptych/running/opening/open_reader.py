@@ -194,6 +194,11 @@ def _unsearched(
 ) -> Reader:
     """Open an encoder-decoder without a supported search: its targets have to be given."""
     start_id = source.record.get("decoder_start_token_id")
+    if not isinstance(start_id, int) and source.family is not None:
+        raise DataError(
+            f"{source.where}: there is no decoder_start_token_id, the token that every target begins with: "
+            "add it"
+        )
     if not isinstance(start_id, int):
         raise why
     model = load_encoder_decoder(source, device, dtype)

@@ -1,12 +1,9 @@
 """A base model with adapters as one checkpoint; each tensor is merged when it is read."""
 
 import shutil
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any, final
 
 import torch
@@ -15,34 +12,19 @@ from torch import Tensor
 from triptych.core.checkpoints.adapters.adapted_module import AdapterInMemory
 from triptych.core.checkpoints.adapters.adapter import EMBEDDINGS, HEADS, Adapter, AdapterFolder
 from triptych.core.checkpoints.made_files import MadeFiles, WithAndWithout
+from triptych.core.checkpoints.written_files import TOKENIZER, WrittenFiles, tokenizer_files
 from triptych.core.storage.quantised import dequantised
 from triptych.core.storage.settings import Settings
-from triptych.core.storage.shards import write_tensors
-from triptych.core.storage.tensors import SAFETENSORS, TensorFile, TensorInfo, Tensors, of_one
+from triptych.core.storage.tensors import TensorFile, TensorInfo, Tensors, of_one
 from triptych.errors import DataError
 from triptych.files import write_json
 from triptych.untrusted import shown
 
 _WEIGHTS = (".safetensors", ".bin", ".index.json", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx")
-_TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-)
-# One of these is a whole tokenizer, or the largest part of one.
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 
 @final
-class AdaptedModel(MadeFiles):
+class AdaptedModel(WrittenFiles):
     """A base with adapters, merged one after another; its files are made when they are needed."""
 
     def __init__(self, base: Any, adapters: Sequence[AdapterFolder | AdapterInMemory]) -> None:
@@ -92,33 +74,19 @@ class AdaptedModel(MadeFiles):
             tensors = of_one(merged)
         return tensors, record
 
-    @cached_property
-    def folder(self) -> Path:
-        """Folder of the configuration and the tokenizer; weights are written to it by `fetch`."""
-        folder = Path(mkdtemp(prefix="triptych-"))
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+    def write_beside(self, folder: Path) -> None:
         _copy(_beside_weights(self.base.settings_folder), folder)
         if self._own_tokenizer:
-            for name in _TOKENIZER:
+            for name in TOKENIZER:
                 (folder / name).unlink(missing_ok=True)
             _copy(self._own_tokenizer, folder)
         write_json(folder / "config.json", self.record)
-        return folder
-
-    def fetch(self) -> Path:
-        """Write the merged model in the format of `transformers`, once, a tensor at a time."""
-        target = self.folder / SAFETENSORS
-        if not target.exists():
-            write_tensors(self.tensors(), target)
-        return self.folder
 
     @property
     def _own_tokenizer(self) -> list[Path]:
         """Files of the tokenizer in the last folder that has one."""
-        for folder in reversed(self.folders):
-            if any((folder / name).is_file() for name in _VOCABULARIES):
-                return [path for name in _TOKENIZER if (path := folder / name).is_file()]
-        return []
+        found = (tokenizer_files(folder) for folder in reversed(self.folders))
+        return next((files for files in found if files), [])
 
 
 def _beside_weights(folder: Path) -> list[Path]:

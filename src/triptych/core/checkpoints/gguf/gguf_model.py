@@ -1,12 +1,8 @@
 """A GGUF file as a checkpoint: its configuration, tokenizer and tensors in the format of `transformers`."""
 
-import shutil
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any, final
 
 from torch import Tensor
@@ -17,11 +13,10 @@ from triptych.core.checkpoints.gguf.metadata import find_architecture, read_conf
 from triptych.core.checkpoints.gguf.names import expert_name, names_in_transformers
 from triptych.core.checkpoints.gguf.row_orders import Heads, Layout, layout_of
 from triptych.core.checkpoints.gguf.token_lists import Vocabulary, has_vocabulary, token_ids
-from triptych.core.checkpoints.made_files import MadeFiles
+from triptych.core.checkpoints.written_files import WrittenFiles
 from triptych.core.storage.gguf import SHARD, SUFFIX, Gguf, shards_of
 from triptych.core.storage.hub import fetch_files
-from triptych.core.storage.shards import write_tensors
-from triptych.core.storage.tensors import SAFETENSORS, TensorFile, TensorInfo, Tensors, of_one
+from triptych.core.storage.tensors import TensorFile, TensorInfo, Tensors, of_one
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.extras import require_extra
 from triptych.files import write_json, write_text
@@ -33,7 +28,7 @@ _STACKED = "_exps."
 
 
 @final
-class GgufModel(MadeFiles):
+class GgufModel(WrittenFiles):
     """A model in a GGUF file, or in several; its files for `transformers` are made when they are needed."""
 
     has_tokenizer: bool
@@ -73,23 +68,11 @@ class GgufModel(MadeFiles):
         read = [file.through(MappedBytes(path)) if mapped else file for path, file in files]
         return in_transformers(of_several(read, self.name), self.architecture, self.record, self.name)
 
-    @cached_property
-    def folder(self) -> Path:
-        """Folder of the configuration and the tokenizer; weights are written to it by `fetch`."""
-        folder = Path(mkdtemp(prefix="triptych-"))
-        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+    def write_beside(self, folder: Path) -> None:
         write_json(folder / "config.json", self.record)
         if self.has_tokenizer:
             for name, content in Vocabulary(self.metadata, self.name).files().items():
                 write_text(folder / name, content)
-        return folder
-
-    def fetch(self) -> Path:
-        """Write the model in the format of `transformers`, once, a tensor at a time; return the folder."""
-        target = self.folder / SAFETENSORS
-        if not target.exists():
-            write_tensors(self.tensors(), target)
-        return self.folder
 
     def _vector(self, name: str) -> list[float]:
         if len(self._tensors.infos[name].shape) != 1:
