@@ -230,9 +230,7 @@ class ModuleSide(Side):
         kept = model.state_dict().keys()
         named = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in kept)]
         self._tensors = {
-            name: tensor.detach()
-            for name, tensor in named
-            if not any(own in name for own in attention)
+            name: tensor.detach() for name, tensor in named if not any(own in name for own in attention)
         }
 
     @property
