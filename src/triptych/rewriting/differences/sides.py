@@ -17,7 +17,12 @@ from triptych.core.checkpoints.checkpoint import Checkpoint
 from triptych.core.checkpoints.model_map import ModelMap, encoder_decoder_map, model_map
 from triptych.core.checkpoints.module_layers import ModuleLayers
 from triptych.core.checkpoints.stored_layers import AttentionSource, Site
-from triptych.core.models import BlockConfig, EncoderDecoderArchitecture, LanguageModelArchitecture
+from triptych.core.models import (
+    BlockConfig,
+    EncoderDecoderArchitecture,
+    LanguageModelArchitecture,
+    model_tensors,
+)
 from triptych.core.storage import Tensors
 from triptych.errors import DataError
 from triptych.running.opened_source import Opened
@@ -83,6 +88,15 @@ class Side(ABC):
     def beside(self) -> tuple[str, ...]:
         """Stored tensors that no part of the model reads, without constants."""
         return ()
+
+    @property
+    @abstractmethod
+    def stored_infos(self) -> dict[str, tuple[object, ...]]:
+        """Dtype, shape and packing of every stored tensor, by stored name."""
+
+    @abstractmethod
+    def read_stored(self, name: str) -> Tensor:
+        """Read a tensor by its stored name."""
 
     @property
     def stacks(self) -> dict[StackName, LanguageModelArchitecture]:
@@ -213,6 +227,13 @@ class CheckpointSide(Side):
             if name not in used and name.rpartition(".")[2] not in _CONSTANTS
         )
 
+    @property
+    def stored_infos(self) -> dict[str, tuple[object, ...]]:
+        return _infos(self._checkpoint.tensors)
+
+    def read_stored(self, name: str) -> Tensor:
+        return self._checkpoint.tensors.read(name)
+
 
 @final
 class ModuleSide(Side):
@@ -256,6 +277,17 @@ class ModuleSide(Side):
                 return site
         raise AssertionError(place)
 
+    @property
+    def stored_infos(self) -> dict[str, tuple[object, ...]]:
+        return {name: (part.dtype, tuple(part.shape), "") for name, part in self._state.items()}
+
+    def read_stored(self, name: str) -> Tensor:
+        return self._state[name]
+
+    @cached_property
+    def _state(self) -> dict[str, Tensor]:
+        return model_tensors(self._layers.model)
+
 
 @final
 class ReadSide(Side):
@@ -286,6 +318,27 @@ class ReadSide(Side):
 
     def site(self, place: AttentionPlace) -> Site:
         raise AssertionError(f"{self.name} has no blocks: {place}")
+
+    @cached_property
+    def not_of_attention(self) -> tuple[str, ...]:
+        """Stored tensors that no attention layer reads; norms are among them."""
+        used: set[str] = set()
+        for site in self._checkpoint.sites:
+            used |= self._checkpoint.used_names(site)
+        return tuple(name for name in self._checkpoint.tensors.infos if name not in used)
+
+    @property
+    def stored_infos(self) -> dict[str, tuple[object, ...]]:
+        return _infos(self._checkpoint.tensors)
+
+    def read_stored(self, name: str) -> Tensor:
+        return self._checkpoint.tensors.read(name)
+
+
+def _infos(tensors: Tensors) -> dict[str, tuple[object, ...]]:
+    return {
+        name: (info.dtype, tuple(info.shape), tensors.packed_as(name)) for name, info in tensors.infos.items()
+    }
 
 
 @final
