@@ -50,7 +50,7 @@ def diff(
 
     Examples:
         triptych diff gpt2 gpt2-rewritten
-        triptych diff llama llama.gguf --require near --text test.txt --within 0.01
+        triptych diff gpt2 gpt2-half --require near --html difference.html
     """
     if within is not None and (require != "near" or comparing["text"] is None):
         raise UsageError("--within goes with --require near and --text")

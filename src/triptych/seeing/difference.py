@@ -29,7 +29,9 @@ from triptych.seeing.reports.html import make_page
 from triptych.seeing.reports.records import Table
 
 _LINES = 8
-_WIDTH = 118
+_WIDTH = 160
+# Reasons beside named kinds of change.
+_MOST_REASONS = 2
 _MEANING = {
     "same bytes": "the same tensors under the same names",
     "same numbers": "the same numbers, stored in another way",
@@ -169,15 +171,21 @@ class Difference:
             yield f"{change.kind}: {change.evidence}{where}"
         if self.chain:
             count = "1 rewrite" if len(self.chain) == 1 else f"{len(self.chain)} rewrites"
-            yield f"{count}: {'; '.join(step_in_words(step) for step in self.chain)}"
-        yield from self.reasons
+            layers: dict[str, list[str]] = {}
+            for step in self.chain:
+                layers.setdefault(step_in_words(step), []).extend(step.layers)
+            yield f"{count}: {'; '.join(words + _of_layers(own) for words, own in layers.items())}"
+        reasons = self.reasons[:_MOST_REASONS] if self.changes else self.reasons
+        yield from reasons
+        if left := len(self.reasons) - len(reasons):
+            yield f"{left} more reasons"
         yield from self.notes
 
     def _first_in_words(self) -> str:
         part = next(part for part in self.parts if part.name == self.first)
         heads = [head.head for head in part.heads if head.verdict in ("near", "different")]
         head = f" (head {part.layer}.{heads[0]})" if heads else ""
-        size = "" if part.relative is None else f", relative size {part.relative:.2g}"
+        size = "" if not part.relative else f", relative size {part.relative:.2g}"
         return f"{part.name}{head}{size}"
 
     def record(self) -> dict[str, Any]:
@@ -214,7 +222,8 @@ class Difference:
         write_text(Path(path), _page(self))
 
     def __repr__(self) -> str:
-        return "\n".join(self.summary())
+        first, *others = self.summary()
+        return "\n".join((f"Difference, {first}", *others))
 
     def _repr_html_(self) -> str:
         said = "".join(f"<p>{escape(line)}</p>" for line in self.summary())
@@ -232,6 +241,12 @@ def difference(
 ) -> Difference:
     """Compare two opened models; see `triptych.diff`."""
     return Difference(compare(a, b, text=None if text is None else Path(text), also=also, progress=progress))
+
+
+def _of_layers(layers: Sequence[str]) -> str:
+    if not layers:
+        return ""
+    return f" ({layers[0]})" if len(layers) == 1 else f" ({len(layers)} layers, {layers[0]} to {layers[-1]})"
 
 
 def step_in_words(step: ChainStep) -> str:

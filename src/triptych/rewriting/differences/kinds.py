@@ -6,17 +6,19 @@ reordered, a stale shard, another configuration, training from some layer on.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from triptych.core.storage import Tensors, tensor_hash
+from triptych.printable import shortened
 from triptych.progress import Progress, untold
+from triptych.rewriting.differences.read_only import OF_NO_EFFECT
 from triptych.rewriting.differences.records import Change, Difference
 from triptych.rewriting.differences.sides import AttentionPlace, Pair, Side
 from triptych.rewriting.differences.tensor_changes import (
@@ -36,11 +38,15 @@ from triptych.rewriting.differences.tensor_changes import (
     scaled,
 )
 
+# Kinds that are named after the others.
+_FINE = ("rounded", "few entries")
 # Fewer entries fit many explanations by chance.
 _FEWEST_ENTRIES = 16
 # Trained weights stay near those that they were trained from; unrelated weights are √2 apart.
 _NEAR = 0.5
 _FEW = 0.01  # share of the entries of a tensor
+# Fields that say how many layers there are.
+_OF_LAYERS = ("blocks", "encoder.blocks", "decoder.blocks")
 _BLOCK = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.")
 
 
@@ -75,7 +81,7 @@ def find_changes(
     `pair`: the two models. `found`: their comparison, with everything but its changes. `also`: a third model
     C, which B may be mixed from.
     """
-    changes = [*_configuration(found)]
+    changes = _configuration(pair, found)
     moved = _moved_layers(pair)
     changes += moved
     explained = list[_Explained]()
@@ -92,7 +98,7 @@ def find_changes(
                 continue
             reason = _explain(one)
             (unexplained if reason.kind == "" else explained).append(reason)
-    for group in _groups(explained):
+    for group in sorted(_groups(explained), key=lambda group: group[0].kind in _FINE):
         if sum(one.entries for one in group) < _FEWEST_ENTRIES:
             unexplained += group
             continue
@@ -298,7 +304,7 @@ def _change(group: Sequence[_Explained], found: Difference) -> Change:
     """Put the tensors of one explanation into words."""
     first = group[0]
     names = [one.name for one in group]
-    where = in_short(names)
+    where = names_in_words(names)
     figures = [one.figure for one in group]
     heads: dict[str, tuple[float, float]] = {}
     match first.kind:
@@ -361,13 +367,31 @@ def _effects(found: Difference) -> dict[str, tuple[float, float]]:
 # What only whole models show.
 
 
-def _configuration(found: Difference) -> Iterator[Change]:
-    """Yield one change for each field of the configurations that differs, for all blocks together."""
-    fields: dict[tuple[str, str, str], list[str]] = {}
-    for one in found.settings:
-        fields.setdefault((_BLOCK.sub("", one.name), one.a, one.b), []).append(one.name)
-    for (field, before, after), names in fields.items():
-        yield Change("another configuration", f"{field}: {before} in A, {after} in B", in_short(names))
+def _configuration(pair: Pair, found: Difference) -> list[Change]:
+    """Return the change of the configuration, if fields that differ change the computation."""
+    settings = [one for one in found.settings if one.name not in _OF_LAYERS]
+    if not settings:
+        return []
+    stated = [*_stated(pair.a.record, pair.b.record)]
+    said = stated or [f"{one.name} is {one.a} in A and {one.b} in B" for one in settings]
+    return [Change("another configuration", "; ".join(said), tuple(one.name for one in settings))]
+
+
+def _stated(a: Mapping[str, Any], b: Mapping[str, Any], within: str = "") -> Iterator[str]:
+    """Yield the fields of two configurations of one family that differ."""
+    if a.get("model_type") != b.get("model_type"):
+        return
+    for name in dict.fromkeys((*a, *b)):
+        old = a.get(name)
+        new = b.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _stated(old, new, f"{within}{name}.")
+        elif old != new and name not in OF_NO_EFFECT:
+            yield f"{within}{name} is {_value(a, name)} in A and {_value(b, name)} in B"
+
+
+def _value(record: Mapping[str, Any], name: str) -> str:
+    return shortened(str(record[name]), 40) if name in record else "absent"
 
 
 def _moved_layers(pair: Pair) -> list[Change]:
@@ -439,13 +463,13 @@ def _moves(came_from: Sequence[int], count: int, prefix: str) -> Change:
     repeated = sorted({block for block in came_from if came_from.count(block) > 1})
     is_ordered = all(one <= other for one, other in pairwise(came_from))
     if repeated:
-        kind, said = "layers repeated", f"layers {_ranges(repeated)} of A are there more than once"
+        kind, said = "layers repeated", f"in B more than once: A's layers {_ranges(repeated)}"
     elif dropped:
-        kind, said = "layers dropped", f"layers {_ranges(dropped)} of A are not in B"
+        kind, said = "layers dropped", f"not in B: A's layers {_ranges(dropped)}"
     else:
         kind, said = "layers reordered", "every layer of A is in B once"
     if repeated and dropped:
-        said += f", and {_ranges(dropped)} are not in B"
+        said += f"; not in B: {_ranges(dropped)}"
     if not is_ordered:
         said += ", in another order"
     mapped = ", ".join(map(str, came_from))
@@ -496,7 +520,7 @@ def _training(unexplained: Sequence[_Explained], equal: Sequence[str]) -> list[C
     changed = {block for one in unexplained if (block := _block_of(one.name))}
     same = {block for name in equal if (block := _block_of(name))} - changed
     size = f"relative changes of {_range_of(sizes)} ({_counted(unexplained)})"
-    where = in_short([one.name for one in unexplained])
+    where = names_in_words([one.name for one in unexplained])
     if not changed or not same:
         return [Change("fine-tuned", size, where)]
     first = min(changed)
@@ -515,7 +539,7 @@ def _block_of(name: str) -> tuple[str, int] | None:
     return None if found is None else (found[1] or "", int(found[2]))
 
 
-def in_short(names: Sequence[str]) -> tuple[str, ...]:
+def names_in_words(names: Sequence[str]) -> tuple[str, ...]:
     """Return names of tensors or settings, with blocks put together: "blocks.0–5: feed_forward.inner"."""
     numbers: dict[tuple[str, str], list[int]] = {}
     short = list[str]()

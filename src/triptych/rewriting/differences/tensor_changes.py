@@ -23,7 +23,7 @@ FORMATS = {
 _LARGEST = {"float8_e4m3": 448.0, "float8_e5m2": 57344.0}
 # Numbers of entries on the input side that quantisers give a scale of their own.
 _GROUPS = (1024, 512, 256, 128, 64, 32, 16)
-_SAMPLED_GROUPS = 256
+_SAMPLED_GROUPS = 64
 _FEW_ROWS = 8
 _MOST_LEVELS = 256
 _CODEBOOK = 16
@@ -130,13 +130,17 @@ def on_grid(before: Tensor, after: Tensor, stored: torch.dtype) -> Grid | None:
         return None
     columns = after.shape[1]
     sizes = (None, *(size for size in _GROUPS if size < columns and columns % size == 0))
-    for find in (_even_grid, _table):
-        grids = [grid for group in sizes if (grid := find(_groups(after, group), group, stored)) is not None]
-        if grids:
-            found = min(grids, key=lambda grid: grid.levels)  # the largest groups of those
-            own = find(_groups(before, found.group), found.group, stored)
-            return None if own is not None and own.levels <= found.levels else found
-    return None
+    grids = [
+        (grid.levels, find, grid)
+        for find in (_even_grid, _table)
+        for group in sizes
+        if (grid := find(_groups(after, group), group, stored)) is not None
+    ]
+    if not grids:
+        return None
+    _, find, found = min(grids, key=lambda one: one[0])  # equal steps and large groups before others
+    own = find(_groups(before, found.group), found.group, stored)
+    return None if own is not None and own.levels <= found.levels else found
 
 
 def _groups(matrix: Tensor, group: int | None) -> Tensor:
@@ -149,6 +153,10 @@ def _groups(matrix: Tensor, group: int | None) -> Tensor:
 
 def _even_grid(groups: Tensor, group: int | None, stored: torch.dtype) -> Grid | None:
     if groups.shape[1] < _GROUPS[-1]:
+        return None
+    # A few first: of a matrix that lies on no grid, none fits.
+    few = groups[:: len(groups) // _FEW_ROWS + 1]
+    if all(_levels(row, stored) is None for row in few):
         return None
     fitting = [found for row in groups if (found := _levels(row, stored)) is not None]
     # Of numbers with few digits some groups have an unclear step; hardly any fits if the groups are wrong.
