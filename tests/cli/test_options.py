@@ -269,6 +269,7 @@ def check(
     assert before[0] != "refused" or after[0] != "refused"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("scenario", "option"), cases(FAST))
 def test_an_option_changes_what_a_command_gives_or_is_refused(
     scenario: Scenario,
