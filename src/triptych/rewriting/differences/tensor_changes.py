@@ -25,6 +25,7 @@ _LARGEST = {"float8_e4m3": 448.0, "float8_e5m2": 57344.0}
 _GROUPS = (1024, 512, 256, 128, 64, 32, 16)
 _SAMPLED_GROUPS = 64
 _FEW_ROWS = 8
+_FEW_GROUPS = 3
 _MOST_LEVELS = 256
 _CODEBOOK = 16
 # Odds against a grid that random numbers would fit: e^24 over all sampled groups.
@@ -32,7 +33,8 @@ _SURE = 24.0
 _SURE_OF_EACH = 6.0
 _MOST_GROUPS = 0.45
 # A change of low rank has at most this share of the smaller side; larger ranks are not told from full rank.
-_LOW = 0.5
+_LOW = 0.25
+_DENSE = 0.9
 _SKETCHED = 600
 _MOST_RANK = 288
 # A product of low rank is a sum, computed in float32 at the least.
@@ -155,7 +157,7 @@ def _even_grid(groups: Tensor, group: int | None, stored: torch.dtype) -> Grid |
     if groups.shape[1] < _GROUPS[-1]:
         return None
     # A few first: of a matrix that lies on no grid, none fits.
-    few = groups[:: len(groups) // _FEW_ROWS + 1]
+    few = groups[:: len(groups) // _FEW_GROUPS + 1]
     if all(_levels(row, stored) is None for row in few):
         return None
     fitting = [found for row in groups if (found := _levels(row, stored)) is not None]
@@ -266,11 +268,16 @@ def low_rank(before: Tensor, after: Tensor, stored: torch.dtype) -> LowRank | No
     left = (change.square().sum() - values[:rank].square().sum()).clamp(min=0).sqrt()
     if float(left) > 1.6 * float(rounding.sum().sqrt()):
         return None
-    # A few rows or columns that changed have a low rank by themselves.
-    changed = change.abs() > 2 * noise
-    if min(int(changed.any(dim=0).sum()), int(changed.any(dim=1).sum())) < 2 * rank:
+    # Heads in another order or basis, and single rows and columns, have a low rank by themselves. A product
+    # of dense factors changes all rows and columns.
+    changed = change != 0
+    if min(_share(changed.any(dim=0)), _share(changed.any(dim=1))) < _DENSE:
         return None
     return LowRank(rank, float(change.norm() / before.double().norm()))
+
+
+def _share(held: Tensor) -> float:
+    return float(held.double().mean())
 
 
 def _rank_of_part(change: Tensor, rounding: Tensor, most: int) -> int | None:
