@@ -130,6 +130,10 @@ class Checkpoint(AttentionSource):
         used = reader.map.names | reader.unused() | ({*reader.names_beside()} - norms)
         return used | {*stored_angles(reader.place)}
 
+    def norm_names(self, site: Site) -> set[str]:
+        """Return the names of the tensors of norms around a layer."""
+        return {*LayerReader(self._places[site], self.tensors).norm_names()}
+
     def rewritable_names(self, site: Site) -> tuple[str, ...]:
         """Return the names of the tensors that a rewrite of a layer may change."""
         return tuple(LayerReader(self._places[site], self.tensors).rewritable())

@@ -631,7 +631,7 @@ class _Comparison:
                 steps["drop_key_bias"] = True
         copies = [(own.weights.copies("k"), own.weights.copies("v")) for own in self.pair]
         if copies[0] != copies[1]:
-            steps["repeat_kv_heads"] = copies
+            steps["repeat_kv_heads"] = tuple(copies)
         lengths = [tuple(len(view.weights.chain(side)) for side in SIDES) for view in self.views]
         if lengths[0] != lengths[1]:
             steps["fold"] = lengths

@@ -76,7 +76,7 @@ def _repetition(parts: list[Part]) -> dict[str, Any] | None:
     copies = {part.found.steps["repeat_kv_heads"] for part in parts}
     if len(copies) != 1:
         return None
-    (before, after) = copies.pop()
+    before, after = copies.pop()
     if after[0] < before[0]:
         return {"rewrite": "merge_kv_heads", "num_kv_heads": after[0]}
     return {"rewrite": "repeat_kv_heads", "num_kv_heads": after[0]}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from triptych.core.models import LanguageModelArchitecture
 from triptych.progress import Progress, untold
+from triptych.rewriting.differences.attention import equal_numbers
 from triptych.rewriting.differences.chains import chain_of, words_of
 from triptych.rewriting.differences.fields import different_fields, in_short, plain_architecture
 from triptych.rewriting.differences.kinds import find_changes
@@ -218,7 +219,7 @@ class _WholeComparison:
         for name in one.beside:
             if name not in there:
                 continue
-            if not torch.equal(one.read_stored(name), other.read_stored(name)):
+            if not equal_numbers(one.read_stored(name), other.read_stored(name)):
                 found.append(f"{name}, which changes no token's prediction, differs")
         for side, names in (("A", {*one.beside} - there), ("B", there - {*one.beside})):
             if names:
@@ -268,7 +269,7 @@ def _adds_nothing(side: Side, stack: StackName, number: int) -> bool:
         return False
     if any(frame.place == "post" or frame.out_norm is not None or frame.from_norm for frame in frames):
         return False
-    at = f"{side.prefix(stack)}blocks.{number}.feed_forward."
+    at = f"{side.block_name(stack, number)}.feed_forward."
     outer = [name for name in side.names if name.startswith(at) and "outer." in name]
     if not outer or any(bool(side.read(name).any()) for name in outer):
         return False

@@ -100,17 +100,19 @@ class StackComparison:
         """Return the tensors that no part compared, but for those of blocks without a counterpart."""
         found = []
         dropped = [
-            {*range(len(made.blocks))} - {blocks[side] for blocks in self.blocks}
-            for side, made in enumerate(self.made)
+            {
+                own.block_name(self.stack, number)
+                for number in {*range(len(made.blocks))} - {blocks[side] for blocks in self.blocks}
+            }
+            for side, (own, made, _) in enumerate(self.sides)
         ]
         for side, (own, _, prefix) in enumerate(self.sides):
             for name in own.names:
                 if not name.startswith(prefix) or name in self._compared[side]:
                     continue
-                parts = name.removeprefix(prefix).split(".")
-                if parts[0] == "blocks" and int(parts[1]) in dropped[side]:
+                if name.startswith(tuple(f"{block}." for block in dropped[side])):
                     continue
-                if prefix or parts[0] not in ("encoder", "decoder"):
+                if prefix or name.partition(".")[0] not in ("encoder", "decoder"):
                     found.append(f"{'AB'[side]}'s {name}")
         return found
 
@@ -138,11 +140,11 @@ class StackComparison:
     ) -> tuple[tuple[Reading, float], tuple[Reading, float]]:
         """Return what both sub-layers read and the factors of their outputs; compare what cannot move."""
         read = []
-        for side, (own, made, prefix) in enumerate(self.sides):
+        for side, (own, made, _) in enumerate(self.sides):
             number = blocks[side]
             block = made.blocks[number]
             frame = frames_of(block)[name]
-            at = f"{prefix}blocks.{number}.{name}"
+            at = f"{own.block_name(self.stack, number)}.{name}"
             reading = self._reading(own, f"{at}.norm", frame.norm, side)
             out = self._reading(own, f"{at}.out_norm", frame.out_norm, side)
             read.append((reading, out, frame, is_foldable(block, frame)))
@@ -231,9 +233,7 @@ class StackComparison:
         if attention.same_numbers(views[0], views[1]):
             part.has_same_numbers = not part.found.reasons
             return
-        name = f"{'' if not self.prefixes[0] else self.prefixes[0]}blocks.{blocks.a}." + (
-            "cross_attention" if is_cross else "self_attention"
-        )
+        name = self.pair.a.attention_name(places[0])
         _merge(part.found, compare_attention(views[0], views[1], name))
 
     def _memories(self) -> tuple[Reading, Reading]:
@@ -249,9 +249,9 @@ class StackComparison:
         self, part: Part, blocks: BlockPair, reading: tuple[tuple[Reading, float], tuple[Reading, float]]
     ) -> None:
         views = []
-        for side, (own, made, prefix) in enumerate(self.sides):
+        for side, (own, made, _) in enumerate(self.sides):
             number = blocks[side]
-            tensors = self._tensors(own, f"{prefix}blocks.{number}.feed_forward.", side)
+            tensors = self._tensors(own, f"{own.block_name(self.stack, number)}.feed_forward.", side)
             read, scale = reading[side]
             views.append(FeedForwardView(made.blocks[number].feed_forward, tensors, read, scale))
         if feed_forward.same_numbers(views[0], views[1]):
@@ -262,8 +262,8 @@ class StackComparison:
     def _rest_of_block(self, blocks: BlockPair, layer: str) -> Part | None:
         """Compare the tensors of a block that belong to no sub-layer: they have to be equal."""
         rest = []
-        for side, (own, _, prefix) in enumerate(self.sides):
-            at = f"{prefix}blocks.{blocks[side]}."
+        for side, (own, _, _) in enumerate(self.sides):
+            at = f"{own.block_name(self.stack, blocks[side])}."
             names = [name for name in own.names if name.startswith(at) and name not in self._compared[side]]
             self._compared[side].update(names)
             rest.append({name.removeprefix(at): own.read(name) for name in names})

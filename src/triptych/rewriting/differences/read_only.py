@@ -29,16 +29,18 @@ def compare_read(pair: Pair, progress: Progress) -> tuple[list[Part], list[Setti
     if sites[0].keys() != sites[1].keys():
         return [], [], ["attention layers are others"]
     parts = []
+    stacks = {site.named_stack for site in one.source.sites}
     for number, (place, site) in enumerate(sites[0].items()):
         progress(site.name, number, len(sites[0]))
-        part = Part(f"{site.name} attention", "attention", site.name)
+        name = f"{site.named_stack}.{site.layer}" if len(stacks) > 1 else str(site.layer)
+        part = Part(f"{name} attention", "attention", name)
         views = [
             LayerView(own.source.read(mine[place]).weights.without_norms())
             for own, mine in zip(pair, sites, strict=True)
         ]
         part.has_same_numbers = same_numbers(views[0], views[1])
         if not part.has_same_numbers:
-            part.found = compare_attention(views[0], views[1], site.name)
+            part.found = compare_attention(views[0], views[1], name)
         parts.append(part)
     return [*parts, _rest(one, other)], _settings(one, other), []
 

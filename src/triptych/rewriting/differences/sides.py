@@ -127,6 +127,10 @@ class Side(ABC):
     def block(self, place: AttentionPlace) -> BlockConfig:
         return self.stacks[place.stack].blocks[place.block]
 
+    def block_name(self, stack: StackName, number: int) -> str:
+        """Return the start of the common names of a block; a repeated block is named by its first use."""
+        return f"{self.prefix(stack)}blocks.{self.stacks[stack].uses.index(number)}"
+
     def attention(self, place: AttentionPlace) -> AttentionWeights:
         """Read an attention layer, without the norm before it."""
         return self.source.read(self.site(place)).weights.without_norms()
@@ -134,7 +138,7 @@ class Side(ABC):
     def attention_name(self, place: AttentionPlace) -> str:
         """Return the start of the common names of an attention layer."""
         kind = "cross_attention" if place.is_cross else "self_attention"
-        return f"{self.prefix(place.stack)}blocks.{place.block}.{kind}"
+        return f"{self.block_name(place.stack, place.block)}.{kind}"
 
     def matrices(self, place: AttentionPlace) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of an attention layer by common names.
@@ -220,7 +224,7 @@ class CheckpointSide(Side):
     def beside(self) -> tuple[str, ...]:
         used = {*self._map.tensors.names, *self._map.copies}
         for site in self._map.sites:
-            used |= self._checkpoint.used_names(site)
+            used |= self._checkpoint.used_names(site) - self._checkpoint.norm_names(site)
         return tuple(
             name
             for name in self._checkpoint.tensors.infos
@@ -324,7 +328,7 @@ class ReadSide(Side):
         """Stored tensors that no attention layer reads; norms are among them."""
         used: set[str] = set()
         for site in self._checkpoint.sites:
-            used |= self._checkpoint.used_names(site)
+            used |= self._checkpoint.used_names(site) - self._checkpoint.norm_names(site)
         return tuple(name for name in self._checkpoint.tensors.infos if name not in used)
 
     @property
