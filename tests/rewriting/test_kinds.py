@@ -1,6 +1,7 @@
 """The kinds of change between two models: named with their evidence, and not where they do not fit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,11 @@ NAMES = (
     "another configuration",
 )
 
+FAST = (
+    *("merged LoRA", "quantised", "fine-tuned from a layer on", "layers dropped", "rotary layout"),
+    "another configuration",
+)
+
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -33,24 +39,31 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(llama: Path) -> dict[str, Difference]:
-    """The comparison with each changed model, by the kind of change."""
-    torch.manual_seed(1)
-    return {
-        kind: diff(llama, write(llama, llama.parent / kind, tensors, **settings))
-        for kind, tensors, settings in in_tensors(llama)
-    }
+def found(llama: Path) -> Callable[[str], Difference]:
+    """Return a function that compares with the model of a kind of change."""
+
+    @cache
+    def compared(kind: str) -> Difference:
+        torch.manual_seed(1)
+        made = {kind: (tensors, settings) for kind, tensors, settings in in_tensors(llama)}
+        tensors, settings = made[kind]
+        return diff(llama, write(llama, llama.parent / kind, tensors, **settings))
+
+    return compared
 
 
-@pytest.mark.parametrize("kind", NAMES)
-def test_a_change_has_its_name_and_no_other(kind: str, found: dict[str, Difference]) -> None:
-    assert [change.kind for change in found[kind].changes] == [kind]
-    assert found[kind].verdict in ("near", "different")
+@pytest.mark.parametrize(
+    "kind", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
+def test_a_change_has_its_name_and_no_other(kind: str, found: Callable[[str], Difference]) -> None:
+    assert [change.kind for change in found(kind).changes] == [kind]
+    assert found(kind).verdict in ("near", "different")
 
 
-def test_the_evidence_has_figures_and_places(found: dict[str, Difference]) -> None:
+@pytest.mark.slow
+def test_the_evidence_has_figures_and_places(found: Callable[[str], Difference]) -> None:
     def said(kind: str) -> tuple[str, tuple[str, ...]]:
-        (change,) = found[kind].changes
+        (change,) = found(kind).changes
         return change.evidence, change.where
 
     assert said("merged LoRA") == (
@@ -70,13 +83,14 @@ def test_the_evidence_has_figures_and_places(found: dict[str, Difference]) -> No
 
 
 def test_a_change_of_low_rank_says_what_it_does_to_the_forms_of_heads(
-    found: dict[str, Difference],
+    found: Callable[[str], Difference],
 ) -> None:
-    (change,) = found["merged LoRA"].changes
+    (change,) = found("merged LoRA").changes
     assert change.heads.keys() == {f"{layer}.{head}" for layer in range(3) for head in range(4)}
     assert all(qk > 0 and ov > 0 for qk, ov in change.heads.values())
 
 
+@pytest.mark.slow
 def test_a_mean_needs_the_other_model(llama: Path, tmp_path: Path) -> None:
     own = tensors_of(llama)
     other = small_llama(tmp_path / "other", seed=1)
@@ -99,6 +113,7 @@ def theirs_in(llama: Path, folder: Path, share: float) -> Path:
     return write(llama, folder, each(tensors_of(llama), noise(share)))
 
 
+@pytest.mark.slow
 def test_a_stale_shard_is_named_by_its_file(llama: Path, tmp_path: Path) -> None:
     torch.manual_seed(2)
     stale = in_two_files(llama, tmp_path / "stale", noise(0.1), stale=0)
@@ -117,6 +132,7 @@ def near_misses(own: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     yield each(own, lambda _, tensor: torch.randn_like(tensor))
 
 
+@pytest.mark.slow
 def test_what_fits_no_kind_has_no_name(llama: Path, tmp_path: Path) -> None:
     torch.manual_seed(4)
     for number, tensors in enumerate(near_misses(tensors_of(llama))):

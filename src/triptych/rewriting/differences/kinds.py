@@ -6,6 +6,7 @@ reordered, a stale shard, another configuration, training from some layer on.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -44,6 +45,7 @@ _FINE = ("rounded", "few entries")
 _FEWEST_ENTRIES = 16
 # Trained weights stay near those that they were trained from; unrelated weights are √2 apart.
 _NEAR = 0.5
+_MOST_WAYS = 3
 _FEW = 0.01  # share of the entries of a tensor
 # Fields that say how many layers there are.
 _OF_LAYERS = ("blocks", "encoder.blocks", "decoder.blocks")
@@ -239,7 +241,7 @@ def _packed(one: _Compared) -> _Reason:
     if not one.packed or one.before.shape != one.after.shape:
         return None
     size = relative_change(one.before, one.after)
-    return ("quantised", one.packed, size) if size < _NEAR else None
+    return ("quantised", f"is stored as {one.packed}", size) if size < _NEAR else None
 
 
 def _zeros(one: _Compared) -> _Reason:
@@ -270,7 +272,7 @@ def _mixed(one: _Compared) -> _Reason:
 
 def _quantised(one: _Compared) -> _Reason:
     grid = on_grid(one.before, one.after, one.after.dtype)
-    return None if grid is None else ("quantised", str(grid), relative_change(one.before, one.after))
+    return None if grid is None else ("quantised", f"lies on {grid}", relative_change(one.before, one.after))
 
 
 def _merged(one: _Compared) -> _Reason:
@@ -285,10 +287,11 @@ _EXPLANATIONS: tuple[Callable[[_Compared], _Reason], ...] = (
 
 
 def _groups(explained: Sequence[_Explained]) -> Iterator[list[_Explained]]:
-    """Yield the tensors of one kind and one detail."""
+    """Yield the tensors of one kind and one detail; quantisers treat widths in several ways."""
     found: dict[tuple[str, str], list[_Explained]] = {}
     for one in explained:
-        found.setdefault((one.kind, one.detail), []).append(one)
+        detail = "" if one.kind == "quantised" else one.detail
+        found.setdefault((one.kind, detail), []).append(one)
     yield from found.values()
 
 
@@ -311,9 +314,9 @@ def _change(group: Sequence[_Explained], found: Difference) -> Change:
         case "rounded":
             said = f"B is A rounded to {first.detail}"
         case "quantised":
-            said = f"B lies on {first.detail}, {_range_of(figures)} away from A"
-            if not first.detail.startswith("a "):
-                said = f"B is stored as {first.detail}, {_range_of(figures)} away from A"
+            details = Counter(one.detail for one in group)
+            ways = " or ".join(detail for detail, _ in details.most_common(_MOST_WAYS))
+            said = f"B {ways}, {_range_of(figures)} away from A"
         case "few entries":
             count = int(sum(figures))
             said = f"{count:,} {'entry differs' if count == 1 else 'entries differ'}, all others are A's"
