@@ -24,7 +24,6 @@ from triptych.errors import DataError as DataError
 from triptych.errors import TriptychError as TriptychError
 from triptych.errors import UsageError as UsageError
 from triptych.model import Model as Model
-from triptych.model import diff as diff
 from triptych.model import load as load
 from triptych.rewriting import rewrite as rewrite
 from triptych.rewriting.certificate import Certificate as Certificate
@@ -51,3 +50,4 @@ from triptych.training.runs import resume as resume
 from triptych.training.runs import train as train
 from triptych.training.studies import compare_study as compare_study
 from triptych.training.studies import read_study as read_study
+from triptych.two_models import diff as diff

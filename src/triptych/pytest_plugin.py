@@ -1,6 +1,6 @@
 """Plugin for pytest: the fixture `same_function`.
 
-pytest imports this module whenever it starts: it imports nothing of the package until the fixture is used.
+pytest imports this module whenever it starts, so the package is imported by the fixture.
 """
 
 from collections.abc import Callable

@@ -6,7 +6,7 @@ The fixture `same_function` of the plugin for pytest (`pytest_plugin.py`) is thi
 from pathlib import Path
 
 from triptych.literals import Requirement
-from triptych.model import diff
+from triptych.two_models import diff
 
 
 def assert_same_function(
@@ -24,13 +24,13 @@ def assert_same_function(
     Args:
         a: a `Model`, or whatever `triptych.load` takes.
         b: the other model.
-        require: "numbers" for equal weights, "function", or "near".
-        text: a text file to measure the difference on, for "near".
-        within: largest mean KL divergence in nats on the text, for "near".
+        require: "numbers" (equal weights), "function" or "near".
+        text: text file for the KL divergence, with "near".
+        within: largest mean KL divergence on the text in nats, with "near".
 
     Raises:
         AssertionError: the models are further apart than required.
-        UsageError: there is no such model, or `within` is given without a text.
+        UsageError: a model is missing, or `within` is given without a text.
         DataError: a model cannot be read.
     """
     found = diff(a, b, text=text)

@@ -33,7 +33,7 @@ def diff(
     """Compare two models; exit code 1 if they are not the same.
 
     Weights alone decide that two models compute the same function: the rewrites that lead from A to B are
-    found and printed. Otherwise it says where the models part first, and by what kind of change.
+    found and printed. Otherwise, the first differing part and the kinds of change are printed.
 
     Files:
         html: Write an HTML page with a row per layer and a cell per head to this file.
@@ -43,8 +43,8 @@ def diff(
     Options:
         a: A model: a folder, a file, or a name on the Hub.
         b: The model to compare with it.
-        require: What the exit code 0 asks: numbers, function or near.
-        within: With --require near and --text, the largest mean KL divergence in nats.
+        require: The weakest verdict with exit code 0.
+        within: The largest mean KL divergence on the text in nats; needs --require near.
         also: A third model C, which B may be the mean of with A.
         as_json: Print everything as JSON.
 

@@ -1,4 +1,4 @@
-"""The comparison of two models as a person holds it: a few lines, a page, JSON, and a JUnit report."""
+"""The comparison of two models in a few lines, as a page, as JSON, and as a JUnit report."""
 
 import json
 import math
@@ -30,7 +30,7 @@ from triptych.seeing.reports.records import Table
 
 _LINES = 8
 _WIDTH = 160
-# Reasons beside named kinds of change.
+# Number of reasons shown with named kinds of change.
 _MOST_REASONS = 2
 _MEANING = {
     "same bytes": "the same tensors under the same names",
@@ -39,7 +39,7 @@ _MEANING = {
     "near": "another function",
     "different": "other models",
 }
-# Signs of the cells of a page: colours alone are not seen by everyone.
+# Signs in the cells of a page, for readers without colours.
 _SIGNS: dict[Verdict, str] = {
     "same bytes": "=",
     "same numbers": "=",
@@ -56,74 +56,38 @@ _REQUIRED: dict[Requirement, Verdict] = {
 
 @final
 class Difference:
-    """What two models A and B have in common, and where they part.
+    """The comparison of two models A and B.
 
     Attributes:
         found: the comparison as a record.
+        a: name of the first model.
+        b: name of the second model.
+        verdict: "same bytes", "same numbers", "same function", "near" or "different".
+        parts: all parts, with embeddings and head.
+        layers: the parts of layers, attention and feed-forward, in the order of the model.
+        first: name of the first differing part; "" if all are equal.
+        chain: exact rewrites from A to B, if the verdict is "same function".
+        changes: named kinds of change, with their evidence.
+        settings: differing fields of the configurations, if they change the computation.
+        reasons: sentences on the verdict.
+        text: the difference on a text; None without a text, or for equal functions.
+        notes: sentences on the scope of the comparison.
     """
 
     def __init__(self, found: Found) -> None:
         self.found = found
-
-    @property
-    def a(self) -> str:
-        """Name of the first model."""
-        return self.found.a
-
-    @property
-    def b(self) -> str:
-        """Name of the second model."""
-        return self.found.b
-
-    @property
-    def verdict(self) -> Verdict:
-        """The verdict: "same bytes", "same numbers", "same function", "near" or "different"."""
-        return self.found.verdict
-
-    @property
-    def layers(self) -> tuple[PartDifference, ...]:
-        """Parts of layers: attention and feed-forward, in the order of the model."""
-        return tuple(part for part in self.found.parts if part.layer)
-
-    @property
-    def parts(self) -> tuple[PartDifference, ...]:
-        """All parts, embeddings and head included."""
-        return self.found.parts
-
-    @property
-    def chain(self) -> tuple[ChainStep, ...]:
-        """Exact rewrites that lead from A to B, for the verdict "same function"."""
-        return self.found.chain
-
-    @property
-    def changes(self) -> tuple[Change, ...]:
-        """Named kinds of change, with their evidence."""
-        return self.found.changes
-
-    @property
-    def settings(self) -> tuple[SettingDifference, ...]:
-        """Fields of the configurations that differ and change the computation."""
-        return self.found.settings
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Sentences on why the verdict is no stronger one."""
-        return self.found.reasons
-
-    @property
-    def text(self) -> TextDifference | None:
-        """The difference on a text; None if no text was given, or for models of one function."""
-        return self.found.text
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Sentences on what was left out of the comparison."""
-        return self.found.notes
-
-    @property
-    def first(self) -> str:
-        """Name of the first part that differs; "" if none does."""
-        return self.found.first
+        self.a: str = found.a
+        self.b: str = found.b
+        self.verdict: Verdict = found.verdict
+        self.parts: tuple[PartDifference, ...] = found.parts
+        self.layers: tuple[PartDifference, ...] = tuple(part for part in found.parts if part.layer)
+        self.first: str = found.first
+        self.chain: tuple[ChainStep, ...] = found.chain
+        self.changes: tuple[Change, ...] = found.changes
+        self.settings: tuple[SettingDifference, ...] = found.settings
+        self.reasons: tuple[str, ...] = found.reasons
+        self.text: TextDifference | None = found.text
+        self.notes: tuple[str, ...] = found.notes
 
     @check_choices
     def why_not(self, require: Requirement = "function", within: float | None = None) -> str:
@@ -131,7 +95,7 @@ class Difference:
 
         Args:
             require: "numbers", "function" or "near".
-            within: for "near" with a text: largest mean KL divergence in nats, at the end of its interval.
+            within: upper bound of the KL divergence on the text in nats, with "near".
 
         Raises:
             UsageError: `within` is given without "near", or the models were not compared on a text.
@@ -152,7 +116,7 @@ class Difference:
         return "" if high <= within else f"the KL divergence is up to {high:.3g} nats; required is {within:g}"
 
     def summary(self) -> list[str]:
-        """Return at most 8 lines: the verdict, where the models part, the kinds of change, the chain."""
+        """Return at most 8 lines: verdict, first differing part, kinds of change, chain."""
         lines = [f"{self.verdict}: {self.a} and {self.b} ({_MEANING[self.verdict]})"]
         lines += [f"  {line}" for line in self._found_in_words()]
         shown = (
@@ -204,12 +168,12 @@ class Difference:
     def to_junit(
         self, path: str | Path, require: Requirement = "function", within: float | None = None
     ) -> None:
-        """Write a report in JUnit's format: a test for each part, and one for the whole.
+        """Write a report in JUnit's format, with a test per part and a test of the whole model.
 
         Args:
             path: output file.
             require: "numbers", "function" or "near".
-            within: as in `why_not`.
+            within: bound of `why_not`.
         """
         write_text(Path(path), _junit(self, require, within))
 
@@ -275,7 +239,7 @@ def _plain(value: Any) -> Any:
 
 def _junit(found: Difference, require: Requirement, within: float | None) -> str:
     needed = _REQUIRED[require]
-    # A control character has no place in XML, not even as a reference.
+    # XML cannot represent control characters.
     name = escape(printable(f"triptych diff {found.a} {found.b}"))
     cases = []
     for part in found.parts:
@@ -356,7 +320,7 @@ def _effects_table(changes: Sequence[Change]) -> Table | None:
 
 
 def _cells(part: PartDifference) -> dict[str, Any]:
-    """Return one part of a layer for the page: its cells are its heads, or itself."""
+    """Return one part of a layer for the page, with a cell per head, or a single cell."""
     cells = [
         {
             "sign": _SIGNS[head.verdict],

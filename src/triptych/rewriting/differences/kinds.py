@@ -1,8 +1,8 @@
-"""Names for the kinds of change that lead from one model to another, each with its evidence.
+"""Names of the kinds of change between two models, with their evidence.
 
-Every tensor that differs is explained by the simplest change that it fits (`tensor_changes.py`), and equal
-explanations are put together. What only the whole model shows comes besides: layers dropped, repeated or
-reordered, a stale shard, another configuration, training from some layer on.
+The simplest fitting change explains each tensor with a difference (`tensor_changes.py`), and tensors with equal
+explanations make one change. Further kinds are found from whole models: layers dropped, repeated or reordered,
+a stale shard, another configuration, training from some layer on.
 """
 
 import re
@@ -39,28 +39,28 @@ from triptych.rewriting.differences.tensor_changes import (
     scaled,
 )
 
-# Kinds that are named after the others.
+# Kinds at the end of the list.
 _FINE = ("rounded", "few entries")
 # Fewer entries fit many explanations by chance.
 _FEWEST_ENTRIES = 16
-# Trained weights stay near those that they were trained from; unrelated weights are √2 apart.
+# Largest relative change by training; unrelated weights have a relative difference of √2.
 _NEAR = 0.5
 _MOST_WAYS = 3
 _FEW = 0.01  # share of the entries of a tensor
-# Fields that say how many layers there are.
+# Fields with the number of layers.
 _OF_LAYERS = ("blocks", "encoder.blocks", "decoder.blocks")
 _BLOCK = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.")
 
 
 class _Compared(NamedTuple):
-    """One tensor on both sides."""
+    """One tensor of A and of B."""
 
     name: str
     before: Tensor
     after: Tensor
     heads: int = 0  # heads of a map of queries, keys or values; 0 for other tensors
     heads_after: int = 0
-    turned: int = 0  # leading channels of each head that rotary positions turn
+    turned: int = 0  # number of rotated leading channels of each head
     packed: str = ""  # quantisation format of B's files
     third: Tensor | None = None
 
@@ -166,12 +166,12 @@ def _of_attention(pair: Pair, places: Iterable[AttentionPlace], also: Side | Non
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have the same numbers, in the wider of their dtypes."""
+    """Return True if two tensors have equal entries in the wider of their dtypes."""
     wide = torch.promote_types(one.dtype, other.dtype)
     return torch.equal(one.to(wide), other.to(wide))
 
 
-# What one tensor shows, from the simplest explanation to the most complex.
+# Explanations of one tensor, from the simplest to the most complex.
 
 
 def _explain(one: _Compared) -> _Explained:
@@ -187,7 +187,7 @@ def _size_of_training(one: _Compared) -> float:
     """Return the relative size of a change that training could have made; infinity for any other."""
     if one.before.shape != one.after.shape:
         return float("inf")
-    # Of a table, only the rows of tokens in the texts change.
+    # Training changes only the rows of a table for tokens in its texts.
     is_map = "blocks." in one.name and one.before.ndim > 1
     if is_map and not is_spread(one.before, one.after, 2 * _NEAR):
         return float("inf")
@@ -358,7 +358,7 @@ def _range_of(figures: Sequence[float]) -> str:
 
 
 def _effects(found: Difference) -> dict[str, tuple[float, float]]:
-    """Return the relative changes of W_QK and W_OV of all heads that changed, as they were compared."""
+    """Return the relative changes of W_QK and W_OV of all changed heads."""
     return {
         f"{part.layer}.{head.head}": (head.qk or 0.0, head.ov or 0.0)
         for part in found.parts
@@ -367,7 +367,7 @@ def _effects(found: Difference) -> dict[str, tuple[float, float]]:
     }
 
 
-# What only whole models show.
+# Kinds found from whole models.
 
 
 def _configuration(pair: Pair, found: Difference) -> list[Change]:
@@ -398,7 +398,7 @@ def _value(record: Mapping[str, Any], name: str) -> str:
 
 
 def _moved_layers(pair: Pair) -> list[Change]:
-    """Return the change if every layer of B is one of A, in another order or number."""
+    """Return the change if every layer of B equals a layer of A, in another order or number."""
     changes = list[Change]()
     for stack, made in pair.a.stacks.items():
         if stack not in pair.b.stacks:
@@ -412,7 +412,7 @@ def _moved_layers(pair: Pair) -> list[Change]:
         came_from = list[int]()
         for number, own in enumerate(new):
             alike = [place for place, other in enumerate(old) if other == own]
-            # A layer that stayed in its place is preferred, so that equal layers of A do not confuse.
+            # The layer of the same number is preferred among equal layers of A.
             places = sorted(alike, key=lambda place: (place != number, place))
             source = next((place for place in places if _same_block(pair, stack, place, number)), None)
             if source is None:
@@ -439,7 +439,7 @@ def _coarser(pair: Pair) -> torch.dtype:
 
 
 def _same_block(pair: Pair, stack: str, before: int, after: int) -> bool:
-    """Return True if a block of B has the numbers of a block of A, rounded to the coarser dtype."""
+    """Return True if a block of B equals a block of A, rounded to the coarser dtype."""
     kind = _coarser(pair)
     old = dict(_block_tensors(pair.a, stack, before))
     new = dict(_block_tensors(pair.b, stack, after))
@@ -461,7 +461,7 @@ def _block_tensors(side: Side, stack: str, block: int) -> Iterator[tuple[str, Te
 
 
 def _moves(came_from: Sequence[int], count: int, prefix: str) -> Change:
-    """Return the change of blocks that came from these blocks of A."""
+    """Return the change for the block of A behind each block of B."""
     dropped = [block for block in range(count) if block not in came_from]
     repeated = sorted({block for block in came_from if came_from.count(block) > 1})
     is_ordered = all(one <= other for one, other in pairwise(came_from))
@@ -481,7 +481,7 @@ def _moves(came_from: Sequence[int], count: int, prefix: str) -> Change:
 
 
 def _stale_shard(pair: Pair) -> list[Change]:
-    """Return the change if all tensors that differ are one file, and all of that file differ."""
+    """Return the change if the differing tensors are exactly the tensors of one file."""
     one, other = pair.a.stored, pair.b.stored
     if one is None or other is None or one.infos.keys() != other.infos.keys():
         return []
@@ -514,7 +514,7 @@ def _is_end(names: set[str], all_names: set[str]) -> bool:
 
 
 def _training(unexplained: Sequence[_Explained], equal: Sequence[str]) -> list[Change]:
-    """Return training as the kind of the changes that nothing simpler explains, if they are small."""
+    """Return training as the kind of the unexplained changes, if they are small."""
     if any(one.figure > _NEAR for one in unexplained if one.entries >= _FEWEST_ENTRIES):
         return []
     if sum(one.entries for one in unexplained) < _FEWEST_ENTRIES:
@@ -559,7 +559,7 @@ def names_in_words(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers in words: "0–3, 7"."""
+    """Format ascending integers: "0–3, 7"."""
     parts = list[list[int]]()
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:

@@ -1,8 +1,8 @@
 """Explanations of how one tensor became another: rounded, on a grid, changed by a low rank, pruned, mixed.
 
-Every function looks at two tensors and returns its evidence, or None if they do not fit it. Matrices are
-`[out, in]`, as in `torch.nn.Linear`. Numbers that were computed and then stored are known up to the spacing
-of their stored dtype (`spacing`).
+Every function compares two tensors and returns its evidence, or None without a fit. Matrices are `[out, in]`,
+as in `torch.nn.Linear`. Stored entries are rounded: they are known up to the spacing of their dtype
+(`spacing`).
 """
 
 from collections.abc import Callable, Iterator
@@ -21,18 +21,18 @@ FORMATS = {
 }
 # Largest numbers of float8: scales of quantisers bring the largest entry there.
 _LARGEST = {"float8_e4m3": 448.0, "float8_e5m2": 57344.0}
-# Numbers of entries on the input side that quantisers give a scale of their own.
+# Common group sizes of quantisers, in entries of a row.
 _GROUPS = (1024, 512, 256, 128, 64, 32, 16)
 _SAMPLED_GROUPS = 64
 _FEW_ROWS = 8
 _FEW_GROUPS = 3
 _MOST_LEVELS = 256
 _CODEBOOK = 16
-# Odds against a grid that random numbers would fit: e^24 over all sampled groups.
+# Least logarithm of the odds against a fit by chance, over all sampled groups.
 _SURE = 24.0
 _SURE_OF_EACH = 6.0
 _MOST_GROUPS = 0.45
-# A change of low rank has at most this share of the smaller side; larger ranks are not told from full rank.
+# Largest rank of a low-rank change, relative to the smaller dimension.
 _LOW = 0.25
 _DENSE = 0.9
 _SKETCHED = 600
@@ -42,7 +42,7 @@ _TERMS = 64
 
 
 def spacing(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the distance of neighbouring numbers of a floating-point dtype at each number, in float64."""
+    """Return the spacing of a floating-point dtype at each entry, in float64."""
     about = torch.finfo(dtype)
     numbers = numbers.double().abs().clamp(min=about.smallest_normal)
     _, exponents = torch.frexp(numbers)
@@ -50,13 +50,13 @@ def spacing(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rounded_to(before: Tensor, after: Tensor) -> str | None:
-    """Return the format whose rounding of `before` gives `after`: to the nearest number, or towards zero."""
+    """Return the format whose rounding of `before` gives `after`, nearest or towards zero."""
     if before.shape != after.shape:
         return None
     before = before.float() if before.dtype != torch.float64 else before
     after = after.to(before.dtype)
     for name, rounded in _ROUNDINGS.items():
-        # A part first: few tensors are rounded in each of these ways.
+        # A part is compared first: most formats fail there.
         if all(torch.equal(rounded(old).to(old.dtype), new) for old, new in _part_and_all(before, after)):
             return name
     for name, largest in _LARGEST.items():
@@ -78,7 +78,7 @@ _ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _part_and_all(before: Tensor, after: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield a few rows of two tensors, and then all of both."""
+    """Yield a few rows of two tensors, and then the whole tensors."""
     if before.ndim > 1:
         yield before[:_FEW_ROWS], after[:_FEW_ROWS]
     yield before, after
@@ -140,7 +140,7 @@ def on_grid(before: Tensor, after: Tensor, stored: torch.dtype) -> Grid | None:
     ]
     if not grids:
         return None
-    _, find, found = min(grids, key=lambda one: one[0])  # equal steps and large groups before others
+    _, find, found = min(grids, key=lambda one: one[0])  # the first is even, with large groups
     own = find(_groups(before, found.group), found.group, stored)
     return None if own is not None and own.levels <= found.levels else found
 
@@ -149,19 +149,19 @@ def _groups(matrix: Tensor, group: int | None) -> Tensor:
     """Return a sample of the groups of a matrix, spread over all of it, in float64."""
     rows = matrix.reshape(-1, matrix.shape[1] if group is None else group)
     step = max(1, len(rows) // _SAMPLED_GROUPS)
-    # An odd step visits groups of all places within a row.
+    # An odd step visits groups at all positions within a row.
     return rows[:: step | 1].double()
 
 
 def _even_grid(groups: Tensor, group: int | None, stored: torch.dtype) -> Grid | None:
     if groups.shape[1] < _GROUPS[-1]:
         return None
-    # A few first: of a matrix that lies on no grid, none fits.
+    # A few groups are tried first: without a grid, they all fail.
     few = groups[:: len(groups) // _FEW_GROUPS + 1]
     if all(_levels(row, stored) is None for row in few):
         return None
     fitting = [found for row in groups if (found := _levels(row, stored)) is not None]
-    # Of numbers with few digits some groups have an unclear step; hardly any fits if the groups are wrong.
+    # Groups of coarse dtypes can have an unclear step; with a wrong group size, nearly all groups fail.
     if len(fitting) < _MOST_GROUPS * len(groups):
         return None
     count = max(found.levels for found in fitting)
@@ -184,7 +184,7 @@ def _table(groups: Tensor, group: int | None, stored: torch.dtype) -> Grid | Non
 
 class _Levels(NamedTuple):
     levels: int  # steps from the lowest to the highest entry, plus 1
-    odds: float  # logarithm of the odds against random numbers
+    odds: float  # logarithm of the odds against random entries
 
 
 def _levels(row: Tensor, stored: torch.dtype) -> _Levels | None:
@@ -193,7 +193,7 @@ def _levels(row: Tensor, stored: torch.dtype) -> _Levels | None:
     if len(values) == 1:
         return _Levels(1, 0.0)
     largest = values.abs().max()
-    # A level was computed in float32 at the least, and then rounded.
+    # Levels are computed in at least float32, and then rounded.
     near = 0.7 * spacing(values, stored) + 4 * spacing(largest, torch.float32)
     exact = values.abs() <= largest / 4
     if int(exact.sum()) < 4:
@@ -208,7 +208,7 @@ def _levels(row: Tensor, stored: torch.dtype) -> _Levels | None:
         step = least / parts
         if float((values[-1] - values[0]) / step) > 2 * _MOST_LEVELS:
             return None
-        # Gaps of small numbers are few steps each and exact: errors of the step do not add up.
+        # Gaps between small entries are exact and few steps wide: errors of the step do not add up.
         number = torch.cat([torch.zeros(1, dtype=torch.float64), (gaps / step).round().cumsum(0)])
         step, first = _fitted(number, start, near[exact])
         number = ((values - first) / step).round()
@@ -216,14 +216,14 @@ def _levels(row: Tensor, stored: torch.dtype) -> _Levels | None:
         error = (values - first - number * step).abs()
         count = int(number[-1] - number[0]) + 1
         if bool((error <= near).all()) and count <= _MOST_LEVELS:
-            # A random number is within `near` of a level with a probability of 2 near / step.
+            # A random entry is within `near` of a level with probability 2 near / step.
             chances = (2 * near / step).clamp(min=1e-6, max=1.0)
             return _Levels(count, -float(chances[2:].log().sum()))
     return None
 
 
 def _fitted(number: Tensor, values: Tensor, near: Tensor) -> tuple[float, float]:
-    """Fit a straight line through values, known up to `near`, by their numbers: its step and first level."""
+    """Fit a straight line to values known up to `near`: its step and first level."""
     weight = near.pow(-2) / near.pow(-2).sum()
     middle = (weight * number).sum()
     centred = weight * (number - middle)
@@ -243,7 +243,7 @@ class LowRank:
 def low_rank(before: Tensor, after: Tensor, stored: torch.dtype) -> LowRank | None:
     """Return the rank of a change; None if the change is not of low rank, or of few rows or columns.
 
-    The rank counts what stands above the rounding of the stored numbers; the rest has to be as small as
+    The rank counts singular values above the rounding of stored entries; the remainder must be as small as
     rounding.
     """
     if before.shape != after.shape or after.ndim != 2:
@@ -252,7 +252,7 @@ def low_rank(before: Tensor, after: Tensor, stored: torch.dtype) -> LowRank | No
     most = min(_MOST_RANK, int(_LOW * min(change.shape)))
     if most < 1:
         return None
-    # What was added was rounded too, perhaps before the sum.
+    # The sum was rounded, and perhaps the product before it.
     rounding = spacing(torch.maximum(before.double().abs(), after.double().abs()), stored).square() / 12
     rounding += _TERMS * spacing(change, torch.float32).square() / 12
     noise = float(rounding.mean()) ** 0.5
@@ -268,8 +268,8 @@ def low_rank(before: Tensor, after: Tensor, stored: torch.dtype) -> LowRank | No
     left = (change.square().sum() - values[:rank].square().sum()).clamp(min=0).sqrt()
     if float(left) > 1.6 * float(rounding.sum().sqrt()):
         return None
-    # Heads in another order or basis, and single rows and columns, have a low rank by themselves. A product
-    # of dense factors changes all rows and columns.
+    # Permuted heads and single rows have a low rank as well. A product of dense factors changes all rows and
+    # columns.
     changed = change != 0
     if min(_share(changed.any(dim=0)), _share(changed.any(dim=1))) < _DENSE:
         return None
@@ -281,7 +281,7 @@ def _share(held: Tensor) -> float:
 
 
 def _rank_of_part(change: Tensor, rounding: Tensor, most: int) -> int | None:
-    """Return the rank of a part of a matrix, which is no more than the matrix's; None if it is too large."""
+    """Return the rank of a submatrix, a lower bound for the matrix; None if it is too large."""
     generator = torch.Generator().manual_seed(0)
     rows, columns = (
         torch.randperm(size, generator=generator)[:_SKETCHED].sort().values for size in change.shape
@@ -322,7 +322,7 @@ class Pruned:
 
 
 def pruned(before: Tensor, after: Tensor) -> Pruned | None:
-    """Return what was pruned: entries are zero now, and all others are as before."""
+    """Return the share and structure of pruned entries; the remaining entries must be equal."""
     if before.shape != after.shape:
         return None
     gone = (after == 0) & (before != 0)
@@ -390,7 +390,7 @@ def is_transposed(before: Tensor, after: Tensor) -> bool:
 def rotary_order(before: Tensor, after: Tensor, heads: int, turned: int) -> str | None:
     """Return how the rows of each head were permuted between two layouts of rotary pairs.
 
-    `before`, `after`: maps `[heads · width, d_in]`, or biases. `turned`: leading channels that turn.
+    `before`, `after`: maps `[heads · width, d_in]`, or biases. `turned`: number of rotated leading channels.
     """
     if before.shape != after.shape or len(before) % heads:
         return None
@@ -411,7 +411,7 @@ def rotary_order(before: Tensor, after: Tensor, heads: int, turned: int) -> str 
 def is_tiled(before: Tensor, after: Tensor, groups: int, copies: int) -> bool:
     """Return True if key-value heads were copied in the order 0 1 0 1, where 0 0 1 1 is meant.
 
-    `before`: `[groups · width, d_in]`. `after`: `[copies · width, d_in]`, more heads.
+    `before`: `[groups · width, d_in]`. `after`: `[copies · width, d_in]`.
     """
     if copies <= groups or copies % groups or groups == 1 or before.shape[1:] != after.shape[1:]:
         return False
@@ -423,7 +423,7 @@ def is_tiled(before: Tensor, after: Tensor, groups: int, copies: int) -> bool:
 
 
 def same_start(before: Tensor, after: Tensor) -> int | None:
-    """Return the number of leading rows that two tables of different lengths share, if it is all of one."""
+    """Return the number of equal leading rows of two tables, if it is the length of the shorter table."""
     if before.ndim != 2 or before.shape[1:] != after.shape[1:] or len(before) == len(after):
         return None
     rows = min(len(before), len(after))
@@ -460,9 +460,9 @@ def num_different(before: Tensor, after: Tensor) -> int:
 
 
 def is_spread(before: Tensor, after: Tensor, most: float) -> bool:
-    """Return True if a change is in most rows, and in none by more than a share `most` of the row.
+    """Return True if most rows changed, and all by less than a share `most` of the row.
 
-    That is how training changes a matrix. Heads in another order or basis change some rows altogether.
+    Training changes matrices in this way. A permutation of heads changes some rows completely.
     """
     old = before.double().reshape(len(before), -1) if before.ndim else before.double().reshape(1, 1)
     change = (after.double().reshape(old.shape) - old).norm(dim=1)
