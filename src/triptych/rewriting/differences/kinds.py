@@ -1,8 +1,8 @@
 """Names of the kinds of change between two models, with their evidence.
 
-The simplest fitting change explains each tensor with a difference (`tensor_changes.py`), and tensors with equal
-explanations make one change. Further kinds are found from whole models: layers dropped, repeated or reordered,
-a stale shard, another configuration, training from some layer on.
+The simplest fitting change explains each tensor with a difference (`tensor_changes.py`), and tensors with
+equal explanations make one change. Further kinds are found from whole models: layers dropped, repeated or
+reordered, a stale shard, another configuration, training from some layer on.
 """
 
 import re
