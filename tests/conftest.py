@@ -14,6 +14,7 @@ import torch
 
 import checking
 from browser import Page, found_browser, page_in
+from sampling import mark_unsampled
 
 # Tensors of tests are small: two threads on one wait for each other, and much longer beside other work.
 # What a test starts as a command inherits it.
@@ -40,6 +41,11 @@ def _fixed_seed() -> None:
 
 def pytest_collection() -> None:
     gc.disable()  # nothing of what collecting makes is garbage
+
+
+@pytest.hookimpl(tryfirst=True)  # before the tests marked slow are left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_unsampled(items)
 
 
 def pytest_collection_finish() -> None:

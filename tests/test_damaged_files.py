@@ -243,6 +243,7 @@ def failures(case: Case, sound: Path, place: Path, count: int) -> list[str]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_a_damaged_file_is_one_clear_line_or_read(name: str, folders: Path, tmp_path: Path) -> None:
     assert failures(CASES[name], folders, tmp_path / "folder", FEW) == []

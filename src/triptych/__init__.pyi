@@ -24,6 +24,7 @@ from triptych.errors import DataError as DataError
 from triptych.errors import TriptychError as TriptychError
 from triptych.errors import UsageError as UsageError
 from triptych.model import Model as Model
+from triptych.model import diff as diff
 from triptych.model import load as load
 from triptych.rewriting import rewrite as rewrite
 from triptych.rewriting.certificate import Certificate as Certificate
@@ -37,6 +38,7 @@ from triptych.seeing.attending import Attention as Attention
 from triptych.seeing.composition import Composition as Composition
 from triptych.seeing.costing import CostSpec as CostSpec
 from triptych.seeing.costing import cost as cost
+from triptych.seeing.difference import Difference as Difference
 from triptych.seeing.inspection import Inspection as Inspection
 from triptych.seeing.sweep import Sweep as Sweep
 from triptych.serving.serve import serve as serve

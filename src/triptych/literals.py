@@ -31,6 +31,8 @@ Precision = Literal["fp32", "bf16", "int8"]
 FormName = Literal["qk", "ov"]
 # Types of the matrices of a CTranslate2 or GGUF model.
 Quantization = Literal["float32", "float16", "int8"]
+# Least verdicts on two models: the same numbers, the same function, or near.
+Requirement = Literal["numbers", "function", "near"]
 # Treatments of special tokens spelled out in a text (`<|endoftext|>`): as tokens, as in `transformers`, or as
 # plain text.
 SpecialTokens = Literal["tokens", "text"]

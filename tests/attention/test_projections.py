@@ -434,6 +434,7 @@ def test_every_bias_is_there_exactly_when_it_is_asked_for(name: str) -> None:
 # From weights and to weights
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "positions"), positioned())
 def test_a_layer_comes_back_from_its_weights(name: str, positions: AttentionPositions | None) -> None:
     for size, (_, _, widths) in SIZES.items():
@@ -512,6 +513,7 @@ def test_the_caller_says_where_queries_and_keys_come_from() -> None:
 # Decoding
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "positions"), positioned())
 def test_decoding_with_a_cache_is_attending_without(name: str, positions: AttentionPositions | None) -> None:
     layer = make_layer(name, positions=positions)

@@ -69,6 +69,7 @@ def without(record: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     return record
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", a_sixth(0))
 def test_a_field_that_is_left_out_is_what_the_class_makes_it(name: str, tmp_path: Path) -> None:
     made(name, tmp_path)

@@ -226,6 +226,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return functools.cache(lambda name: tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", TINY)
 def test_the_output_of_every_attention_layer_is_the_models_own(
     name: str, folder_of: Callable[[str], Path]

@@ -223,6 +223,7 @@ def as_expected(norm: NormRecord) -> tuple[str, str]:
     return key, next(short for short, reason in REASONS.items() if reason in step.refused)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", a_sixth(2))
 def test_all_norms_folded_leave_the_model_as_it_was(name: str, tmp_path: Path) -> None:
     model, source = in_double(name, tmp_path)

@@ -170,6 +170,7 @@ def refuses_all(checkpoint: Checkpoint) -> bool:
     return bool(spec.why_kept) and not spec.unwritten
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", a_sixth(4))
 def test_every_exact_rewrite_written_back_leaves_the_model_as_it_was(
     name: str, saved: Callable[[str], tuple[Any, Path]], tmp_path: Path

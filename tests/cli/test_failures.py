@@ -41,6 +41,7 @@ def test_a_mistyped_path_is_one_line_that_names_what_is_there(
     assert answer.err.startswith(f"triptych: {message}")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "words",
     [

@@ -150,6 +150,13 @@ SLOW = [
     Scenario("rewrite gpt2 --exact", "--out out"),
     Scenario("verify cut", "--against bert --text lines.txt --family nowhere --calibrate lines.txt --json"),
     Scenario(
+        "diff gpt2 cut --require near --json",
+        "--text lines.txt --within 0.5 --also bert --html out.html --junit out.xml --family nowhere --strict",
+    ),
+    Scenario("diff gpt2 cut --require near", "--json"),
+    Scenario("diff gpt2 cut", "--require near"),
+    Scenario("diff gpt2 cut --require near --html kept.html", "--force"),
+    Scenario(
         "convert marian --out out --to ctranslate2",
         "--from hf --quantization int8 --strict --shortlist nowhere --adapter nowhere --json",
     ),
@@ -262,6 +269,7 @@ def check(
     assert before[0] != "refused" or after[0] != "refused"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("scenario", "option"), cases(FAST))
 def test_an_option_changes_what_a_command_gives_or_is_refused(
     scenario: Scenario,

@@ -57,6 +57,7 @@ CALLS: dict[str, Callable[[library.Model], object]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_what_overflows_is_one_error_that_names_the_layer(
     folder: Path, call: Callable[[library.Model], object]
@@ -97,6 +98,7 @@ def translators(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
 @pytest.mark.parametrize("call", TRANSLATIONS.values(), ids=TRANSLATIONS)
 def test_what_overflows_in_a_translator_names_the_layer_of_its_stack(

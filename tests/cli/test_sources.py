@@ -59,6 +59,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, small_run: Path) -> Iterator[
         yield home
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "source",
     [

@@ -156,6 +156,7 @@ def test_gates_of_pairs_are_refused() -> None:
         plain_model(make_model({"projections": "differential"}), "it")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("norm", one_in(2, ["post", "pre"]))
 @pytest.mark.parametrize("site", FITTING.values(), ids=FITTING)
 def test_heads_written_plainly_compute_the_same(site: dict[str, Any], norm: str) -> None:
@@ -428,6 +429,7 @@ def test_the_readme_for_transformers_runs(
 LEARNED = {"positions": {"scheme": "learned", "max_tokens": 40}}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("changes", [*MODELS.values(), LEARNED], ids=[*MODELS, "post-norm, learned"])
 def test_ctranslate2_computes_the_same(
     changes: dict[str, Any], apart: TokenizerPair, tmp_path: Path, capsys: pytest.CaptureFixture[str]

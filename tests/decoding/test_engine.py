@@ -86,6 +86,7 @@ def assert_alike(fast: list[list[Hypothesis]], slow: list[list[Hypothesis]]) -> 
             assert one.score == pytest.approx(other.score, rel=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("norm", "beam_size"),
     [

@@ -51,6 +51,7 @@ class Mean:
         return torch.stack(logits).softmax(dim=-1).mean(dim=0).log()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kinds", [(Engine, Engine, Engine), (PlainEngine, Engine, PlainEngine)])
 @pytest.mark.parametrize("beam_size", [1, 4])
 def test_each_token_is_chosen_by_the_mean_of_the_probabilities(

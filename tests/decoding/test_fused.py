@@ -105,6 +105,7 @@ def logits_of(model: nn.Module, ids: Tensor, padding: Tensor | None = None) -> T
     return torch.cat(found, dim=1)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", ["whole", "in blocks", "by the kernel"])
 @pytest.mark.parametrize("part", parts())
 @torch.no_grad()

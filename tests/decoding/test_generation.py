@@ -263,6 +263,7 @@ LAYERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", LAYERS, ids=str)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_prepared_model_computes_what_the_model_does(

@@ -18,6 +18,7 @@ from triptych.running.text import ByteLevelTokenizer, TokenizerPair
 TERMS = {"Hund": "children", "Buch": "red park", "ein Haus": "book"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("terms", [[(3,)], [(3, 4)], [(4, 3), (3, 5)], [(5, 5)]])
 def test_a_beam_as_large_as_the_search_space_finds_the_best_output_with_the_terms(
     terms: list[tuple[int, ...]],

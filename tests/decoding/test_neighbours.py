@@ -82,6 +82,7 @@ def joining(engine: Any, begun: Sequence[Text]) -> None:
     loop.run([])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "precision", "way"),
     [
@@ -268,6 +269,7 @@ def test_a_layer_of_a_real_size_gives_a_text_the_same_logits_beside_any_others(
     assert_logits_are_those_alone(engine, texts)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("beam_size", [1, 4])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("positions", ["sinusoidal", pytest.param("rotary", marks=pytest.mark.slow)])

@@ -195,6 +195,7 @@ def test_a_beam_larger_than_the_search_space_finds_every_output_once_and_in_orde
     assert best.ids == max(outputs, key=lambda ids: scores[ids])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("beam_size", [2, 4])
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 @pytest.mark.parametrize("way", WAYS)

@@ -65,6 +65,7 @@ class Hidden(DecodingEngine):
         return self.engine.step(tokens, cache).masked_fill(self.hidden, -math.inf)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("beam_size", [1, 4])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_sentence_uses_only_its_own_tokens(
@@ -88,6 +89,7 @@ def test_with_all_tokens_on_the_list_nothing_changes(
     assert_same(found(everything, TEXTS, beam_size), found(engine, TEXTS, beam_size))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("beam_size", [1, 4])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_neighbours_change_no_sentence(

@@ -94,6 +94,7 @@ def gain_of(theirs: Any, model: Model, case: Case) -> Tensor:
     return (found["after"] - found["before"])[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_the_output_of_a_layer_is_what_the_stream_gains(name: str, tmp_path: Path) -> None:

@@ -123,6 +123,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sampled(3)
 @torch.no_grad()
 @pytest.mark.parametrize("name", CHANGES)
 def test_cached_generation_of_a_changed_model_is_that_of_whole_texts(gpt2: Model, name: str) -> None:

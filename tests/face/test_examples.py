@@ -92,6 +92,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return folder
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in REPEATED else ()) for kind in KINDS]
 )

@@ -73,6 +73,7 @@ def theirs(name: str, folder: Path, model: Model) -> Tensor:
     return other(**given).logits[0]
 
 
+@pytest.mark.sampled(3)
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "edit", "layer"), one_in(3, CASES))
 def test_transformers_gives_the_logits_of_a_changed_model_that_was_saved(

@@ -185,6 +185,7 @@ def test_numbers_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         write_layer(source, read, fold_norm(read.weights.to(torch.float64)).weights)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("criterion", one_in(2, ["free", "uncentred"]))
 @pytest.mark.parametrize("rotary", ["maps", "pairs"])
 @pytest.mark.parametrize("spread", [{"rank": 4}, {"budget": 0.5}, {"energy": 0.8}])

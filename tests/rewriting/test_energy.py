@@ -65,6 +65,7 @@ def turned(weights: AttentionWeights, distances: range, weigh: bool) -> Tensor:
     return torch.stack(found, dim=1)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("energy", [0.5, 0.9, 1.0])
 @pytest.mark.parametrize("name", PARAMETERISATIONS)
 def test_every_form_keeps_its_share(name: str, energy: float) -> None:
@@ -95,6 +96,7 @@ ROTARY_HEADS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "rotary", "kind"), ROTARY_HEADS)
 def test_rotary_heads_keep_their_share_at_near_and_far_distances(name: str, rotary: str, kind: Any) -> None:
     weights = uneven(make_layer(name, biased=True, d_k=6).weights(kind))

@@ -215,6 +215,7 @@ CLAIMS: dict[str, tuple[Callable[[Certificate], dict[str, Any]], str]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CLAIMS)
 def test_a_claim_that_was_forged_and_sealed_is_noticed(name: str, honest: Path, tmp_path: Path) -> None:
     forge, claim = CLAIMS[name]

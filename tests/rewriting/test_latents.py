@@ -92,6 +92,7 @@ def test_heads_in_another_order_are_the_same_bits(original: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("layers", "heads_left"), [("", 2), (", layers=[0, 1]", 2), (", layers=[0]", HEADS)])
 def test_heads_that_are_pruned_are_gone_from_the_output(original: Path, layers: str, heads_left: int) -> None:
     target, certificate = rewritten(original, f"prune_heads(heads=[0, 3]{layers})")

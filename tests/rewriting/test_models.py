@@ -110,6 +110,7 @@ def sentences() -> tuple[Tensor, Tensor]:
     return src, tgt_in
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["mixed", "tied", "one matrix"])
 @pytest.mark.parametrize("name", LIFTED)
 def test_a_rewritten_model_computes_the_same(name: str, kind: str) -> None:

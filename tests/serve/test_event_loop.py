@@ -1,10 +1,11 @@
 """No request holds up the others: what takes long is done outside the event loop, which answers /health."""
 
 import asyncio
+import gc
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,6 +19,8 @@ from triptych.serving.answers import json_text
 
 # Of the processor, not of the clock: other processes take it at any time.
 MOST_SECONDS = 0.2
+# A step that is long by itself is long each time; one that the machine held up is not.
+TRIES = 3
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +31,10 @@ def served(tmp_path_factory: pytest.TempPathFactory, translator: Model) -> Itera
 
 
 @pytest.fixture
-def longest(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The processor time of the steps of the server's event loop."""
+def longest(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[Callable[[], None]], float]]:
+    """Measures the processor time of the longest step of the server's event loop while something is done."""
     found, run = [0.0], asyncio.Handle._run
 
     def measured(handle: asyncio.Handle) -> None:
@@ -38,8 +43,21 @@ def longest(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         if threading.current_thread() is served.thread:
             found.append(time.thread_time() - started)
 
+    def least(do: Callable[[], None]) -> float:
+        tries = []
+        for _ in range(TRIES):
+            found[:] = [0.0]
+            do()
+            tries.append(max(found))
+            if tries[-1] < MOST_SECONDS:
+                break
+        return min(tries)
+
     monkeypatch.setattr(asyncio.Handle, "_run", measured)
-    return found
+    # A collection goes through all that the tests of this process have made, in whatever thread it begins.
+    gc.disable()
+    yield least
+    gc.enable()
 
 
 LARGE = {
@@ -52,16 +70,23 @@ LARGE = {
 
 @pytest.mark.parametrize("what", LARGE)
 def test_a_large_request_takes_no_long_step_of_the_event_loop(
-    served: Served, longest: list[float], what: str
+    served: Served, longest: Callable[[Callable[[], None]], float], what: str
 ) -> None:
-    assert served.send("/v1/completions", LARGE[what]).status == 200
-    assert max(longest) < MOST_SECONDS
+    def ask() -> None:
+        assert served.send("/v1/completions", LARGE[what]).status == 200
+
+    assert longest(ask) < MOST_SECONDS
 
 
-def test_a_form_of_too_many_fields_is_refused_before_it_is_read(served: Served, longest: list[float]) -> None:
+def test_a_form_of_too_many_fields_is_refused_before_it_is_read(
+    served: Served, longest: Callable[[Callable[[], None]], float]
+) -> None:
     headers = {"Content-Type": "application/x-www-form-urlencoded"}
-    assert served.send("/translate", b"&" * 1_000_000, **headers).status == 400
-    assert max(longest) < MOST_SECONDS
+
+    def ask() -> None:
+        assert served.send("/translate", b"&" * 1_000_000, **headers).status == 400
+
+    assert longest(ask) < MOST_SECONDS
 
 
 def test_a_chat_template_that_takes_long_holds_up_nobody(

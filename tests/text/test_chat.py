@@ -129,6 +129,7 @@ def tokenizer_of(folder: Path, template: object, **files: str) -> PretrainedToke
     return load_tokenizer(folder)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_conversation_has_the_text_of_transformers(name: str, tmp_path: Path) -> None:
@@ -191,6 +192,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", FORBIDDEN | ENDLESS | DAMAGED)
 def test_a_template_that_may_not_or_cannot_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, (FORBIDDEN | ENDLESS | DAMAGED)[case])

@@ -72,6 +72,7 @@ def counted(tokenizer: PretrainedTokenizer, ids: list[int]) -> dict[str, int]:
     return {name: names.count(name) for name in names if name != "<unk>"}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_conversation_has_the_ids_of_transformers(name: str, tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def fitted(num_tokens: int, device: str = "cpu", **sections: Any) -> Recipe:
     return fit(resolve({"data": DATA, **sections}), num_tokens, device)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

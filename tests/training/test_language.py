@@ -54,6 +54,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("task", ["language-model", "masked-language-model"])
 @pytest.mark.parametrize("stop_at", [4, 7])
 def test_a_run_stopped_by_a_signal_and_resumed_is_bit_identical(

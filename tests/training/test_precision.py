@@ -70,6 +70,7 @@ def test_the_twin_holds_the_weights_rounded_and_shares_the_tables(tie: str) -> N
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("tie", "norm"), [("all", "pre"), ("target", "post"), ("none", "pre")])
 def test_gradients_are_not_much_further_from_float32_than_with_autocast(tie: str, norm: str) -> None:
     errors, by_autocast, sizes = [], [], []

@@ -98,6 +98,7 @@ def test_the_run_crosses_epochs_so_that_resuming_is_tested_in_mid_epoch(uninterr
     assert counters.batch > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("stop_at", [1, 4, 5, 11])
 def test_a_run_stopped_by_a_signal_and_resumed_is_bit_identical(
     uninterrupted: Path, tmp_path: Path, stop_at: int

@@ -163,6 +163,7 @@ def after_norm(norm: Norm | None, x: Tensor) -> Tensor:
     return y if norm.bias is None else y + norm.bias
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("biased", [False, True], ids=["no biases", "biases"])
 @pytest.mark.parametrize(("kind", "positions"), SETTINGS)
 @pytest.mark.parametrize("name", NAMES)

@@ -190,6 +190,7 @@ def without_effect(weights: AttentionWeights, heads: list[int]) -> AttentionWeig
     return replace(weights, o=(*first, replace(last, weight=weight, learned=True)))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)

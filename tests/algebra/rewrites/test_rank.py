@@ -92,6 +92,7 @@ def low_rank(weights: AttentionWeights, side: Side, rank: int) -> AttentionWeigh
 # Truncation.
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rank", [1, 3, 5])
 @pytest.mark.parametrize("name", NAMES)
@@ -136,6 +137,7 @@ def test_the_error_of_a_group_is_the_tail_of_its_stack(groups: int) -> None:
     assert record.choice == f"W_QK: rank 3 of 6, ‖Δ‖ at most {moves.max():.6g}"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("name", NAMES)

@@ -13,6 +13,7 @@ from triptych.progress import Progress, untold
 from triptych.rewriting.differences.attention import equal_numbers
 from triptych.rewriting.differences.chains import chain_of, words_of
 from triptych.rewriting.differences.fields import different_fields, in_short, plain_architecture
+from triptych.rewriting.differences.kinds import find_changes
 from triptych.rewriting.differences.parts import BlockPair, Part, StackComparison
 from triptych.rewriting.differences.read_only import OF_NO_EFFECT, compare_read
 from triptych.rewriting.differences.records import (
@@ -56,8 +57,13 @@ def compare(
     """
     pair = Pair(open_side(a), open_side(b))
     found = _compare_sides(pair, progress)
-    # The call of `kinds.find_changes` belongs here, for verdicts "near" and "different".
-    del also, text
+    if found.verdict in ("near", "different"):
+        third = None if also is None else open_side(also)
+        changes = find_changes(pair, found, also=third, progress=progress)
+        found = replace(found, changes=changes)
+        if third is not None and not any("A and C" in change.kind for change in changes):
+            found = replace(found, notes=(*found.notes, f"B is no mixture of A and {third.name}"))
+    del text
     return found
 
 
