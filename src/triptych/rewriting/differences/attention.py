@@ -51,6 +51,7 @@ _VALUE_BIAS = replace(
     },
 )
 Freedom = Literal["any", "planes", "none"]
+_NORMS = ("q_norm", "k_norm", "v_norm")
 
 
 @final
@@ -196,17 +197,29 @@ def _different_semantics(
     known: frozenset[str] = frozenset(),
 ) -> list[SettingDifference]:
     """Return differing fields, without those of `known`; layouts of rotary pairs are compared as pairs."""
-    found = [*different_fields(one, other, name, {"q_norm", "k_norm", "rotary", "v_norm", *known})]
+    found = [*different_fields(one, other, name, {*_NORMS, "rotary", *known})]
     at = f"{name}." if name else ""
     if "rotary" not in known:
         found += different_fields(one.rotary, other.rotary, f"{at}rotary", {"pairing", "start"})
     moved = orders if orders[0] != orders[1] else (None, None)
-    for side in ("q_norm", "k_norm"):
-        mine = _plain_norm(getattr(one, side), moved[0])
-        theirs = _plain_norm(getattr(other, side), moved[1])
-        found += different_fields(mine, theirs, f"{at}{side}")
-    found += different_fields(_plain_norm(one.v_norm), _plain_norm(other.v_norm), f"{at}v_norm")
+    for side in _NORMS:
+        if side not in known:
+            channels = (None, None) if side == "v_norm" else moved
+            mine = _plain_norm(getattr(one, side), channels[0])
+            theirs = _plain_norm(getattr(other, side), channels[1])
+            found += different_fields(mine, theirs, f"{at}{side}")
     return found
+
+
+def _norm_of_heads(norm: HeadNorm | None, own: "_Heads", width: int) -> HeadNorm | None:
+    """Return a norm with the numbers of heads in their order."""
+    if norm is None or not norm.per_head:
+        return norm
+
+    def moved(rows: Tensor) -> Tensor:
+        return rows.repeat_interleave(own.weights.num_heads // len(rows), dim=0)[own.kept]
+
+    return norm.with_own(width, moved)
 
 
 class _Sides(NamedTuple):
@@ -376,12 +389,11 @@ class _Comparison:
 
     def _compare_semantics(self) -> None:
         one, other = (own.weights.semantics for own in self.pair)
-        known = frozenset(name for name in HEADS_OF if name not in ("q_norm", "k_norm", "v_norm"))
+        known = frozenset(HEADS_OF)
         if self.moves_scale:
             known |= {"scale"}
         self.found.settings += _different_semantics(one, other, self.orders, self.name, known)
-        present = [name for name in known if name != "scale"]
-        for name in present:
+        for name in HEADS_OF:
             mine = getattr(one, name)
             theirs = getattr(other, name)
             if (mine is None) != (theirs is None) or type(mine) is not type(theirs):
@@ -526,8 +538,8 @@ class _Comparison:
         """Compare what each head has besides its maps, in the order of the match."""
         one, other = (own.weights.semantics for own in self.pair)
         for name in sorted(HEADS_OF):
-            if name in ("q_norm", "k_norm", "v_norm"):
-                self._require_order_of_norm(name)
+            if name in _NORMS:
+                self._compare_norms(name)
                 continue
             mine = getattr(one, name)
             theirs = getattr(other, name)
@@ -541,11 +553,17 @@ class _Comparison:
             )
             self.found.settings += different_fields(left, right, f"{self.name}.{name}")
 
-    def _require_order_of_norm(self, name: str) -> None:
-        norms = [getattr(own.weights.semantics, name) for own in self.pair]
-        moved = self.a.kept != self.b.kept or self.a.weights.num_heads != self.b.weights.num_heads
-        if moved and any(norm is not None and norm.per_head for norm in norms):
-            self.found.reasons.append(f"heads moved, and {name} has numbers of each head's own")
+    def _compare_norms(self, name: str) -> None:
+        """Compare norms of queries, keys or values, with the numbers of heads in their order."""
+        moved = self.orders if self.orders[0] != self.orders[1] and name != "v_norm" else (None, None)
+        norms = []
+        for own, channels in zip(self.pair, moved, strict=True):
+            norm = getattr(own.weights.semantics, name)
+            if norm is not None and norm.over == "all heads" and len(own.kept) != own.weights.num_heads:
+                self.found.reasons.append(f"{name} is over all heads, also over those that add nothing")
+            width = own.weights.width(HEADS_OF[name])
+            norms.append(_norm_of_heads(_plain_norm(norm, channels), own, width))
+        self.found.settings += different_fields(norms[0], norms[1], f"{self.name}.{name}")
 
     def _compare_gates(self, one: HeadGate, other: HeadGate) -> None:
         gates = []

@@ -304,18 +304,18 @@ class ReadSide(Side):
         self.record = checkpoint.settings.record
         self.stored = checkpoint.tensors
         self.why_no_architecture = why
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
 
     @property
     def source(self) -> AttentionSource:
-        return self._checkpoint
+        return self.checkpoint
 
     @property
     def names(self) -> tuple[str, ...]:
-        return self._checkpoint.left_over
+        return self.checkpoint.left_over
 
     def read(self, name: str) -> Tensor:
-        return self._checkpoint.tensors.read(name)
+        return self.checkpoint.tensors.read(name)
 
     def stored_names(self, name: str) -> tuple[str, ...]:
         return (name,)
@@ -323,20 +323,12 @@ class ReadSide(Side):
     def site(self, place: AttentionPlace) -> Site:
         raise AssertionError(f"{self.name} has no blocks: {place}")
 
-    @cached_property
-    def not_of_attention(self) -> tuple[str, ...]:
-        """Stored tensors that no attention layer reads; norms are among them."""
-        used: set[str] = set()
-        for site in self._checkpoint.sites:
-            used |= self._checkpoint.used_names(site) - self._checkpoint.norm_names(site)
-        return tuple(name for name in self._checkpoint.tensors.infos if name not in used)
-
     @property
     def stored_infos(self) -> dict[str, tuple[object, ...]]:
-        return _infos(self._checkpoint.tensors)
+        return _infos(self.checkpoint.tensors)
 
     def read_stored(self, name: str) -> Tensor:
-        return self._checkpoint.tensors.read(name)
+        return self.checkpoint.tensors.read(name)
 
 
 def _infos(tensors: Tensors) -> dict[str, tuple[object, ...]]:
