@@ -35,6 +35,7 @@ _MOST_GROUPS = 0.45
 # Largest rank of a low-rank change, relative to the smaller dimension.
 _LOW = 0.25
 _DENSE = 0.9
+_MARGIN = 1.15
 _SKETCHED = 600
 _MOST_RANK = 288
 # A product of low rank is a sum, computed in float32 at the least.
@@ -255,14 +256,13 @@ def low_rank(before: Tensor, after: Tensor, stored: torch.dtype) -> LowRank | No
     # The sum was rounded, and perhaps the product before it.
     rounding = spacing(torch.maximum(before.double().abs(), after.double().abs()), stored).square() / 12
     rounding += _TERMS * spacing(change, torch.float32).square() / 12
-    noise = float(rounding.mean()) ** 0.5
     count = _rank_of_part(change, rounding, most)
     if count is None:
         return None
     basis = _range(change, count + 8)
     inner = basis.mT @ change
     values = torch.linalg.svdvals(inner)
-    rank = int((values > _edge(change.shape, noise)).sum())
+    rank = int((values > _edge(rounding)).sum())
     if not 1 <= rank <= most:
         return None
     left = (change.square().sum() - values[:rank].square().sum()).clamp(min=0).sqrt()
@@ -287,15 +287,16 @@ def _rank_of_part(change: Tensor, rounding: Tensor, most: int) -> int | None:
         torch.randperm(size, generator=generator)[:_SKETCHED].sort().values for size in change.shape
     )
     part = change[rows][:, columns]
-    noise = float(rounding[rows][:, columns].mean()) ** 0.5
-    rank = int((torch.linalg.svdvals(part) > _edge(part.shape, noise)).sum())
+    rank = int((torch.linalg.svdvals(part) > _edge(rounding[rows][:, columns])).sum())
     return rank if rank <= most else None
 
 
-def _edge(shape: torch.Size, noise: float) -> float:
-    """Return a bound of the singular values of a random matrix with this standard deviation."""
-    rows, columns = shape
-    return 1.15 * noise * float(rows**0.5 + columns**0.5)
+def _edge(variances: Tensor) -> float:
+    """Bound the singular values of a random matrix with independent entries of these variances.
+
+    Source: Bandeira and van Handel 2016, arXiv 1408.6185, theorem 1.1.
+    """
+    return _MARGIN * float(variances.sum(dim=0).max().sqrt() + variances.sum(dim=1).max().sqrt())
 
 
 def _range(matrix: Tensor, count: int) -> Tensor:
