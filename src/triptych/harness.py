@@ -5,6 +5,7 @@ installed.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, final
 
 from triptych.errors import UsageError
@@ -69,7 +70,7 @@ class HarnessModel(LM):  # type: ignore[misc]
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Return the log-probability of every text, with full windows: the last overlaps its predecessor."""
         windows = [list(self._windows(self._encode(request.args[0]))) for request in requests]
-        found = iter(self._scored([window for of_text in windows for window in of_text]))
+        found = iter(self._scored([*chain.from_iterable(windows)]))
         return [sum(next(found)[0] for _ in of_text) for of_text in windows]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:

@@ -18,6 +18,13 @@ class SearchKeywords(TypedDict, total=False):
     max_source_tokens: int | None
     split: bool | None
     stop: Stop | None
+    no_repeat_ngram_size: int | None
+    repetition_penalty: float | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int
     glossary: Mapping[str, str] | None
     workers: int
     special_tokens: SpecialTokens

@@ -3,7 +3,8 @@
 import ast
 from collections.abc import Callable
 from functools import wraps
-from inspect import signature
+from inspect import Parameter, signature
+from itertools import chain
 from types import NoneType, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
@@ -14,6 +15,8 @@ R = TypeVar("R")
 
 # Activations of a head.
 Activation = Literal["q", "k", "v", "scores", "weights", "z"]
+# Tokenizers of BLEU in sacreBLEU; those of ja-mecab and ko-mecab are libraries.
+BleuTokenizer = Literal["13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none"]
 # Replacements of a head's output.
 By = Literal["zero", "mean", "resample"]
 # Division of a text file into documents: the whole file, single lines, or the lines between blank lines.
@@ -44,19 +47,31 @@ _WORDS = {name: value for name, value in globals().items() if get_origin(value) 
 
 
 def check_choices(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function to raise `UsageError` for an argument outside the words of its `Literal`."""
+    """Decorate a verb to refuse an argument outside the words of its `Literal`, and to explain unknown names.
+
+    The decorated verb raises `UsageError` for such a word, and `TypeError`, as Python does, for a keyword
+    argument that it does not have.
+    """
     # If an annotation also allows objects, only strings are checked.
     parameters = signature(function).parameters
     choices = {name: found for name, one in parameters.items() if (found := _choices(one.annotation))}
+    takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in parameters.values())
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not takes_any and (unknown := kwargs.keys() - parameters.keys()):
+            from triptych.guesses import about_arguments
+
+            raise TypeError(about_arguments(function.__name__, unknown, parameters))
         given = dict(zip(parameters, args, strict=False)) | kwargs
         for name, (words, only_words) in choices.items():
             value = given.get(name, words[0])
             if (isinstance(value, str) or only_words) and value not in words:
                 known = ", ".join(str(word) for word in words if word is not None)
-                raise UsageError(f"{name}={value!r} is not one of {known}")
+                from triptych.guesses import about_places
+
+                hint = about_places(function.__name__, args)
+                raise UsageError(f"{name}={value!r} is not one of {known}{hint}")
         return function(*args, **kwargs)
 
     return checked
@@ -73,7 +88,7 @@ def _choices(annotation: Any) -> tuple[tuple[Any, ...], bool] | None:
     literals = [part for part in parts if get_origin(part) is Literal]
     if not literals or str in parts:
         return None
-    words = tuple(word for part in literals for word in get_args(part))
+    words = tuple(chain.from_iterable(get_args(part) for part in literals))
     others = {*parts} - {*literals, NoneType}
     return (*words, *([None] if NoneType in parts else [])), not others
 

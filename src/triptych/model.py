@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final, overload
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, final, overload
 
 from triptych.errors import UsageError
 from triptych.literals import (
     Activation,
+    BleuTokenizer,
     By,
     Documents,
     Dtype,
@@ -64,7 +66,7 @@ if TYPE_CHECKING:
     from triptych.running.opened_source import Opened
     from triptych.running.opening import Reader
     from triptych.running.run import Run
-    from triptych.running.text import Coverage, Text
+    from triptych.running.text import Coverage, Text, Tokenizer
     from triptych.seeing.adapter_effects import AdapterEffects
     from triptych.seeing.attending import Attention, AttentionBatch, OverText
     from triptych.seeing.composition import Composition
@@ -201,6 +203,40 @@ class Model:
         """The number of parameters in all tensors of the files."""
         return self._opened.num_parameters
 
+    @property
+    def num_layers(self) -> int:
+        """The number of attention layers, in all stacks."""
+        return len(self.layers)
+
+    @property
+    def d_model(self) -> int:
+        """The width of the residual stream, as the first layer reads it."""
+        return self.layers[0].d_model
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """The fields of `config.json`; none for a module of this library."""
+        return MappingProxyType(self._opened.source.record)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters when the model runs."""
+        return self._opened.to_run.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the parameters when the model runs."""
+        return self._opened.to_run.dtype
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer: `encode`, `decode`, `pieces`; of a translator, that of the source.
+
+        Raises:
+            TriptychError: the model has no tokenizer, or cannot be run; the message has the reason.
+        """
+        return self._opened.to_run.source_tokenizer
+
     @cached_property
     def certificate(self) -> Certificate | None:
         """The claims about a rewritten model; None for any other model."""
@@ -310,6 +346,12 @@ class Model:
 
         return cost_of(self._opened)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Explain a name of another library."""
+        from triptych.guesses import about_attribute
+
+        raise AttributeError(about_attribute(name))
+
     def __repr__(self) -> str:
         from triptych.running.opened_source import describe
 
@@ -347,6 +389,13 @@ class Model:
         max_source_tokens: int | None = None,
         split: bool | None = None,
         stop: Stop | None = None,
+        no_repeat_ngram_size: int | None = None,
+        repetition_penalty: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int = 0,
         glossary: Mapping[str, str] | None = None,
         workers: int = 1,
         special_tokens: SpecialTokens = "tokens",
@@ -365,6 +414,15 @@ class Model:
                 between them. Default: the recipe's, or True.
             stop: end of beam search: certain, when no hypothesis can overtake the finished hypotheses; full
                 (faster), when the beam is full of finished hypotheses.
+            no_repeat_ngram_size: a translation has each sequence of so many tokens once; 0 for no rule.
+                Default: the checkpoint's.
+            repetition_penalty: above 1, tokens already in the translation are less probable. Default: 1.
+            temperature: draw translations, with logits divided by this number, and without a beam. Default:
+                0, the most probable translation.
+            top_k: draw from the k most probable tokens only.
+            top_p: draw from the fewest tokens whose probabilities sum to p.
+            min_p: draw from tokens at least p times as probable as the best.
+            seed: the same seed draws the same translation, whatever the other sentences are.
             glossary: terms of the source language and their translations, which a translation has wherever
                 a sentence has the term as whole words. Such a sentence is searched until `stop` is certain.
             workers: number of processes that translate in parallel, one thread each. CPU only.
@@ -373,8 +431,8 @@ class Model:
             stream: yield translations as soon as their batch has finished.
 
         Returns:
-            One translation for a string (`text` is the best hypothesis); a list for several; an iterator
-            with `stream`.
+            One translation for a string (`text` is the best hypothesis; `finish` is "length" if it was cut
+            off at the limit); a list for several; an iterator with `stream`.
 
         Raises:
             UsageError: the model does not translate, or options that do not go together.
@@ -389,44 +447,24 @@ class Model:
             max_source_tokens=max_source_tokens,
             split=split,
             stop=stop,
+            no_repeat_ngram_size=no_repeat_ngram_size,
+            repetition_penalty=repetition_penalty,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
             glossary=glossary,
             workers=workers,
             special_tokens=special_tokens,
         )
         return translate_with(translator, text, stream=stream)
 
-    @check_choices
-    def translator(
-        self,
-        *,
-        beam_size: int | None = None,
-        alpha: float | None = None,
-        num_best: int = 1,
-        max_extra_tokens: int | None = None,
-        max_source_tokens: int | None = None,
-        split: bool | None = None,
-        stop: Stop | None = None,
-        glossary: Mapping[str, str] | None = None,
-        workers: int = 1,
-        special_tokens: SpecialTokens = "tokens",
-    ) -> Translator:
+    def translator(self, **search: Unpack[SearchKeywords]) -> Translator:
         """The translator of `translate`, for repeated use; the same options."""
-        from triptych.converting.engine_verbs import make_translator
+        from triptych.converting.engine_verbs import translator_of
 
-        found = make_translator(
-            self._opened.to_run,
-            self._opened.options,
-            workers,
-            glossary,
-            stop,
-            beam_size=beam_size,
-            alpha=alpha,
-            num_best=num_best,
-            max_extra_tokens=max_extra_tokens,
-            max_source_tokens=max_source_tokens,
-            split=split,
-        )
-        return found.with_special_tokens(special_tokens)
+        return translator_of(self._opened, **search)
 
     def distil(
         self,
@@ -457,8 +495,7 @@ class Model:
             beam_size: beam size of the teacher. Default: the recipe's or the checkpoint's.
             alpha: exponent of the length penalty. Default: the recipe's or the checkpoint's.
             num_best: number of translations of each sentence that the student learns from.
-            interpolate: keep the hypothesis of the n best with the highest sentence BLEU against the
-                reference.
+            interpolate: keep the hypothesis of the n best with the highest chrF against the reference.
             originals: share of the original pairs that the student learns from as well, from 0 to 1.
             teacher_weight: share of the loss for the distance from the teacher's probabilities, from 0 to 1.
                 Above 0 the student has the teacher's tokenizers, and the folder has a copy of the teacher.
@@ -676,6 +713,7 @@ class Model:
         beam_size: int | None = ...,
         alpha: float | None = ...,
         stop: Stop | None = ...,
+        bleu_tokenize: BleuTokenizer | None = ...,
         workers: int = ...,
         special_tokens: SpecialTokens = ...,
         progress: Progress = ...,
@@ -692,6 +730,7 @@ class Model:
         beam_size: int | None = None,
         alpha: float | None = None,
         stop: Stop | None = None,
+        bleu_tokenize: BleuTokenizer | None = None,
         workers: int = 1,
         special_tokens: SpecialTokens = "tokens",
         progress: Progress = untold,
@@ -708,6 +747,8 @@ class Model:
             beam_size: beam size; 1 is greedy. Default: the recipe's or the checkpoint's.
             alpha: exponent of the length penalty. Default: the recipe's or the checkpoint's.
             stop: when beam search ends, as in `translate`: certain or full.
+            bleu_tokenize: tokenizer of BLEU in sacreBLEU. Default: the one that fits the references: 13a; zh
+                for Chinese; ja-mecab for Japanese if it is installed, else char; char for Thai.
             workers: number of processes that translate in parallel.
             special_tokens: read special tokens that a text spells out (`<|endoftext|>`) as such, "tokens", or
                 as plain "text".
@@ -731,6 +772,7 @@ class Model:
             beam_size=beam_size,
             alpha=alpha,
             stop=stop,
+            bleu_tokenize=bleu_tokenize,
             workers=workers,
             special_tokens=special_tokens,
             progress=progress,

@@ -40,6 +40,7 @@ _FIGURES = {
     "valid_perplexity": "Validation perplexity",
     "valid_bits_per_byte": "Bits per byte",
     "valid_bleu": "Validation BLEU",
+    "valid_chrf": "Validation chrF",
 }
 
 

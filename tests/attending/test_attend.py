@@ -2,7 +2,9 @@
 
 import csv
 import json
+import math
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from attending.models import language_model, translator_model
 from attention_maps import attention_maps
 from triptych import UsageError
+from triptych.core.attention import QueriesAndKeys
 from triptych.core.models.feed_forward import Dropout
 from triptych.running.opening import Reader, record_calls
 from triptych.seeing.attending import Attention, attend
@@ -23,6 +26,7 @@ from triptych.seeing.attending.attention_files import (
     write_attention_csv,
     write_npz,
 )
+from triptych.seeing.attending.looks import strongest_looks
 
 TEXT = "to be or not to be"
 
@@ -241,6 +245,37 @@ def test_csv_has_a_row_for_every_weight_above_zero(decoder: Reader, tmp_path: Pa
     assert (last["head"], last["query_token"], last["key_token"]) == ("3", "t", "t")
     assert float(last["weight"]) == pytest.approx(float(found.weights[1][3, 3, 3]), abs=1e-7)
     assert is_attention_csv(tmp_path / "a.csv")
+
+
+@pytest.mark.parametrize("rows", [2, 7, 100])
+def test_strongest_looks_are_those_of_a_search_of_each_whole_map(
+    decoder: Reader, pairs: Reader, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    for found in (attend(decoder, TEXT), attend(pairs, TEXT, "sein oder nicht")):
+        for part in found.parts():
+            size = 4 * len(part.heads) * len(part.stack.keys) * rows
+            blocks = partial(QueriesAndKeys.blocks, most_bytes=size)
+            monkeypatch.setattr(QueriesAndKeys, "blocks", lambda self, heads, b=blocks: b(self, heads))
+            for head, own in zip(part.heads, strongest_looks(part, 4, "1"), strict=True):
+                weights = part.layer.weights(heads=[head])[0]
+                assert own.first == pytest.approx(float(weights[:, 0].mean()))
+                if part.stack.kind != "cross":
+                    weights.fill_diagonal_(0)
+                assert own.nats == pytest.approx(information(weights), abs=1e-6)
+                weights[:, 0] = 0
+                ordered = weights.flatten().sort(descending=True).values[:4].tolist()
+                largest = [value for value in ordered if value > 0]
+                assert [look.weight for look in own.looks] == pytest.approx(largest)
+                assert [float(weights[look.query, look.key]) for look in own.looks] == pytest.approx(largest)
+            monkeypatch.undo()
+
+
+def information(weights: torch.Tensor) -> float:
+    """Compute the mutual information of row and column from its definition."""
+    joint = weights.double() / len(weights)
+    apart = joint.sum(1, keepdim=True) * joint.sum(0, keepdim=True) / joint.sum()
+    pairs = zip(joint.flatten().tolist(), apart.flatten().tolist(), strict=True)
+    return sum(p * math.log(p / q) for p, q in pairs if p > 0)
 
 
 def test_an_attention_is_shown_written_and_asked_for_its_strongest_looks(

@@ -1,6 +1,7 @@
 """Everything that is measured over a text, in one record, and windows of texts."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,14 @@ def test_what_does_not_fit_the_model_is_said(said: str, call: object) -> None:
     assert callable(call)
     with pytest.raises(UsageError, match=said):
         call()
+
+
+def test_the_time_without_heads_is_stated_before_the_first_is_left_out() -> None:
+    told = list[tuple[str, float, float]]()
+    attend_over(language_reader(), TEXTS, worth="zero", context=16, progress=lambda *one: told.append(one))
+    leaving = [one for one in told if one[0].startswith("leaving heads out")]
+    first, *others = leaving
+    assert first[1] == 0
+    assert re.fullmatch(r"leaving heads out, about \d+ s in all", first[0])
+    assert {one[0] for one in others} == {first[0]}
+    assert others[-1][1] == others[-1][2]

@@ -52,8 +52,8 @@ def test_the_halves_are_the_same_columns_sines_first(d_model: int) -> None:
 
 def test_keys_that_share_a_position_have_it() -> None:
     ids = torch.arange(3)
-    assert PositionIds(ids, 3, sharing=2).slot_positions(6).tolist() == [0, 0, 1, 1, 2, 2]
-    assert PositionIds(ids, 3).slot_positions(3).tolist() == [0, 1, 2]
+    assert PositionIds(ids, 3, sharing=2).positions_of_first_keys(6).tolist() == [0, 0, 1, 1, 2, 2]
+    assert PositionIds(ids, 3).positions_of_first_keys(3).tolist() == [0, 1, 2]
 
 
 def test_positions_are_added_in_the_layout_that_was_chosen() -> None:

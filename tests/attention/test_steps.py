@@ -77,13 +77,13 @@ def raw(step: Any) -> Any:
 def test_every_field_of_semantics_is_read_by_the_step_that_names_it() -> None:
     semantics = everything().semantics
     q, k, at = drawn(1, NUM_HEADS, N, WIDTH), drawn(1, NUM_HEADS, N, WIDTH), torch.arange(N)
-    places = steps.TokenPlaces(0)
+    token_positions = steps.TokenPositions(0)
     for step in STEPS:
         noted: Any = Noted(semantics)
         given: Any = Inputs(q, k, k, None, None, True, semantics, 0.1)._replace(semantics=noted)
         if isinstance(step, steps.SideStep):
             for side in ("q", "k", "v"):
-                raw(step)(q, side, noted, places)
+                raw(step)(q, side, noted, token_positions)
             assert {name for own in step.sides.values() for name in own} == set(step.fields)
         elif isinstance(step, steps.LocateStep):
             raw(step)(q, k, noted, at, at)

@@ -8,17 +8,28 @@ import pytest
 import torch
 
 from command import Command
-from small_checkpoints import gpt2
+from small_checkpoints import gpt2, gpt2_that_runs
 from triptych import load
 from triptych.core.attention import QueriesAndKeys
 
 
-def test_the_strongest_looks_of_every_head_are_printed(triptych: Command, small_run: Path) -> None:
-    answer = triptych("attend", small_run, "Vier.")
-    assert answer.code == 0, answer.err
-    heads = [line.split()[:3] for line in answer.out.splitlines() if "→" in line]
-    assert ["cross", "1", "1"] in heads
-    assert ["encoder", "0", "0"] in heads
+def test_the_heads_that_tell_most_are_printed_and_on_demand_every_head(
+    triptych: Command, tmp_path: Path
+) -> None:
+    model = gpt2_that_runs(tmp_path / "gpt2")
+    few = triptych("attend", model, "Four o'clock.")
+    whole = triptych("attend", model, "Four o'clock.", "--all")
+    assert few.code == whole.code == 0, few.err + whole.err
+    shown, every = (
+        [line.split()[:4] for line in answer.out.splitlines() if line.startswith(" decoder ")]
+        for answer in (few, whole)
+    )
+    assert len(shown) == 10
+    assert len(every) == 12
+    assert "The 10 of 12 heads that tell most" in few.out
+    assert "--all" not in whole.out
+    # The fourth column says how much a head tells.
+    assert [float(row[3]) for row in shown] == sorted((float(row[3]) for row in every), reverse=True)[:10]
 
 
 def test_json_is_what_the_library_gives(triptych: Command, small_run: Path, tmp_path: Path) -> None:

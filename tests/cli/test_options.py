@@ -74,7 +74,7 @@ FAST = [
     Scenario(
         "attend gpt2 'two <end> young men'",
         "--file lines.txt --ids 1,2 --literal --target a --max-new-tokens 2 --max-tokens 4 --heads 0.1 "
-        "--top 1 --writes 2 --steps 0.1:3 --over lines.txt --documents line --over-targets lines.txt "
+        "--all --top 1 --writes 2 --steps 0.1:3 --over lines.txt --documents line --over-targets lines.txt "
         "--worth zero --explain --context 5 --tokens 6 --npz out.npz --csv out.csv --html out.html "
         "--svg out.svg --device nowhere "
         "--adapter nowhere --dtype bfloat16 --languages de,en --strict --without 0.1 --json",
@@ -89,7 +89,7 @@ SLOW = [
         "--documents line --worth zero --explain --context 5 --literal --without 0.1 --dtype bfloat16",
     ),
     Scenario("attend gpt2 --over lines.txt", "--tokens 6 --json"),
-    Scenario("attend gpt2 two --json", "--top 1"),
+    Scenario("attend gpt2 two --json", "--top 1 --all"),
     Scenario("attend marian --over lines.txt", "--over-targets others.txt --languages de,en"),
     Scenario("attend marian 'two <end> young men'", "--target ein"),
     Scenario(
@@ -114,16 +114,20 @@ SLOW = [
         "translate marian two --json",
         "--out out.txt --beam 9999999 --alpha 99 --n-best 2 --stop nowhere --max-extra-tokens 1 "
         "--max-source-tokens 1 --glossary lines.txt --workers 0 --device nowhere "
-        "--adapter nowhere --no-split --engine nowhere "
+        "--adapter nowhere --engine nowhere --no-repeat-ngram-size 1 --repetition-penalty 9 "
+        "--temperature 1 --top-k 1 --top-p 0.5 --min-p 0.5 "
         "--precision nowhere --languages de,en --strict --shortlist nowhere --ensemble nowhere --without *.* "
         "--attention cross.0.1 --attention-html out.html",
     ),
     Scenario("translate marian two", "--json"),
+    Scenario("translate marian two --temperature 1", "--seed 2"),
+    Scenario("translate marian 'ein Satz. zwei Satz.' --json", "--no-split"),
     Scenario("translate t5 'two <end> young men'", "--literal"),
     Scenario("translate marian two --attention-html kept.html", "--force"),
     Scenario(
         "evaluate gpt2 --text lines.txt --json",
         "--source lines.txt --reference lines.txt --beam 2 --alpha 0.1 --stop full --workers 2 --out out.txt "
+        "--bleu-tokenize char "
         "--documents line --context 8 --stride 3 --device nowhere "
         "--adapter nowhere --dtype bfloat16 --engine nowhere "
         "--precision int8 --languages de,en --strict --shortlist nowhere --ensemble nowhere --without *.*",

@@ -64,6 +64,9 @@ def test_what_holds_is_said_claim_by_claim(
         assert claim in answer.out
     assert "NO" not in answer.out
     assert f"{LAYERS} layers" in answer.out
+    certificate = read_certificate(rewritten / "out")
+    assert answer.out.splitlines()[0] == certificate.outcome
+    assert card(certificate).splitlines()[2] == f"**{certificate.outcome}**"
 
 
 def test_the_certificate_itself_may_be_named(triptych: Command, rewritten: Path) -> None:

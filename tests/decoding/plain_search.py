@@ -1,6 +1,7 @@
 """Greedy and beam search through the model's own modules, without a cache: the slow reference.
 
-`search` follows the same rules faster, by an engine.
+`search` follows the same rules faster, by an engine. The repetition penalty and the rule on n-grams are the
+processors of `transformers`.
 """
 
 from typing import final
@@ -103,13 +104,27 @@ class _Beams:
         x = self.model.decode(self.ids, self.memory, self.memory_mask)[:, -1]
         logits = self.model.head(x).float()
         logits.index_fill_(1, self.never, -torch.inf)
-        log_probs = logits.log_softmax(dim=-1).view(len(self.open_sentences), self.options.beam_size, -1)
+        log_probs = self._processed(logits).view(len(self.open_sentences), self.options.beam_size, -1)
         length = self.ids.shape[1]  # with the token to come, without the first
         at_limit = [i for i, sentence in enumerate(self.open_sentences) if length > self.limits[sentence]]
         if at_limit:
             of_end = log_probs[at_limit, :, self.eos_id]
             log_probs[at_limit] = -torch.inf
             log_probs[at_limit, :, self.eos_id] = of_end
+        return log_probs
+
+    def _processed(self, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
+        options = self.options
+        penalty = options.sampling.repetition_penalty
+        if penalty != 1:
+            from transformers import RepetitionPenaltyLogitsProcessor
+
+            logits = RepetitionPenaltyLogitsProcessor(penalty)(self.ids, logits)
+        log_probs = logits.log_softmax(dim=-1)
+        if options.no_repeat_ngram_size:
+            from transformers import NoRepeatNGramLogitsProcessor
+
+            log_probs = NoRepeatNGramLogitsProcessor(options.no_repeat_ngram_size)(self.ids, log_probs)
         return log_probs
 
     def _collect(self, values: Tensor, parents: Tensor, ends: Tensor) -> None:

@@ -1,11 +1,15 @@
 """Scores: sacreBLEU's numbers, with an interval."""
 
+import unicodedata
+
 import pytest
 from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 
-from triptych.errors import DataError
-from triptych.running.decoding import measure_bleu, score_translations
+from triptych.errors import DataError, UsageError
+from triptych.literals import BleuTokenizer
+from triptych.running.decoding import measure_bleu, nearest_translation, score_translations
+from triptych.running.decoding.evaluation import fitting_tokenizer
 
 REFERENCES = [
     "a man in a red shirt walks along the street .",
@@ -90,3 +94,55 @@ def test_different_numbers_of_lines_are_refused_with_both() -> None:
 def test_a_score_of_nothing_is_refused() -> None:
     with pytest.raises(DataError, match="there are no lines to score"):
         score_translations([], [])
+
+
+# References of languages, and the tokenizer of BLEU that fits them where MeCab is not installed.
+LANGUAGES = {
+    "13a": [
+        "The weather is good today.",
+        "Сегодня хорошая погода.",
+        "오늘은 날씨가 좋습니다.",
+        "मुझे चाय पसंद है।",
+    ],
+    "zh": ["今天天气很好，我们去公园吧。", "iPhone 15 很贵，我不买。"],
+    "char": ["今日は天気がいいです。", "วันนี้อากาศดี", "ມື້ນີ້ອາກາດດີ"],
+}
+
+
+@pytest.mark.parametrize(
+    ("tokenize", "reference"), [(name, text) for name, texts in LANGUAGES.items() for text in texts]
+)
+def test_bleu_has_the_tokenizer_that_fits_the_language(
+    tokenize: BleuTokenizer, reference: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triptych.running.decoding.evaluation.is_installed", lambda library: False)
+    references = [reference] * 3
+    hypotheses = [reference[:-3] + "x" + reference[-2:]] * 3
+    bleu, _ = score_translations(hypotheses, references, num_resamples=2)
+    assert f"tok:{tokenize}" in bleu.signature
+    assert bleu.value == BLEU(tokenize=tokenize).corpus_score(hypotheses, [references]).score
+    (given, _) = score_translations(hypotheses, references, num_resamples=2, tokenize="intl")
+    assert "tok:intl" in given.signature
+
+
+def test_a_tokenizer_whose_library_is_missing_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triptych.running.decoding.evaluation.is_installed", lambda library: False)
+    with pytest.raises(UsageError, match=r"needs MeCab and ipadic: pip install 'sacrebleu\[ja\]'"):
+        score_translations(["a"], ["a"], tokenize="ja-mecab")
+    monkeypatch.setattr("triptych.running.decoding.evaluation.is_installed", lambda library: True)
+    assert fitting_tokenizer(["今日は天気がいいです。"]) == "ja-mecab"
+
+
+def test_decomposed_letters_are_those_of_the_reference() -> None:
+    references = ["Tôi thích uống trà mỗi ngày.", "나는 차 마시는 것을 좋아합니다."] * 3
+    decomposed = [unicodedata.normalize("NFD", text) for text in references]
+    for hypotheses, right in ((decomposed, references), (references, decomposed)):
+        scores = score_translations(hypotheses, right, num_resamples=2)
+        assert [score.value for score in scores] == pytest.approx([100, 100])
+        assert measure_bleu(hypotheses, right) == pytest.approx(100)
+    assert nearest_translation(["trà sữa", decomposed[0]], references[0]) == decomposed[0]
+
+
+def test_the_nearest_translation_is_found_without_spaces_too() -> None:
+    candidates = ["昨天下雨。", "今天天气很好，我们去公园。", "他在哪里工作？"]
+    assert nearest_translation(candidates, "今天天气很好，我们去公园吧。") == candidates[1]

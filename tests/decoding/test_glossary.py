@@ -3,6 +3,8 @@
 import itertools
 import pickle
 import re
+import unicodedata
+from typing import Literal
 
 import pytest
 
@@ -91,6 +93,16 @@ def test_terms_are_whole_words_and_the_longest_counts(
     found = glossary.sentence(text, []).terms
     tokens = {token for ids in tokenizers.target.encode(expected) for token in ids} if expected else set()
     assert (set() if found is None else found.tokens) == tokens
+
+
+@pytest.mark.parametrize("forms", [("NFC", "NFD"), ("NFD", "NFC"), ("NFD", "NFD")])
+def test_a_term_is_found_in_whatever_form_it_is_written(
+    tokenizers: TokenizerPair,  # noqa: F811
+    forms: tuple[Literal["NFC", "NFD"], ...],
+) -> None:
+    of_term, of_text = forms
+    glossary = Glossary({unicodedata.normalize(of_term, "trà"): "tea"}, tokenizers.target)
+    assert glossary.sentence(unicodedata.normalize(of_text, "Tôi uống trà."), []).terms is not None
 
 
 def test_a_term_that_is_empty_or_cannot_be_written_is_refused(

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from triptych.running.decoding import Engine, Hypothesis, SearchOptions, length_
 from triptych.running.decoding.engine import GROUP
 from triptych.running.decoding.search import sentence_text
 from triptych.running.decoding.token_loop import Loop
+from triptych.running.decoding_options import SamplingOptions
 
 MAX_EXTRA = 6
 ALPHAS = (0.0, 0.6, 1.0, 1.5, 2.0, 3.0)
@@ -71,9 +73,7 @@ def script(
 WAYS = ("engine", "modules")
 
 
-def find(
-    model: EncoderDecoder, src: Tensor, way: str = "engine", **options: float | bool
-) -> list[list[Hypothesis]]:
+def find(model: EncoderDecoder, src: Tensor, way: str = "engine", **options: Any) -> list[list[Hypothesis]]:
     given = SearchOptions(**{"max_extra_tokens": MAX_EXTRA, **options})
     if way == "engine":
         return search(Engine(model, never=(PAD, BOS)), src, given, RULES)
@@ -211,6 +211,49 @@ def test_the_beams_are_those_of_beam_search_by_the_book(way: str, seed: int, bea
             expected = by_score(outputs, alpha)[:num_best]
             assert [h.ids for h in best] == [ids for ids, _ in expected]
             assert [h.score for h in best] == pytest.approx([score for _, score in expected], abs=1e-5)
+
+
+@pytest.mark.parametrize("beam_size", [1, 3])
+@pytest.mark.parametrize(("penalty", "size"), [(1.4, None), (1.0, 2), (1.2, 1), (0.7, 3)])
+def test_penalty_and_rule_on_repetitions_are_those_of_transformers(
+    beam_size: int, penalty: float, size: int | None
+) -> None:
+    pytest.importorskip("transformers")
+    model = make_model(ends_like=0.5)
+    given: dict[str, Any] = {
+        "beam_size": beam_size,
+        "num_best": beam_size,
+        "no_repeat_ngram_size": size,
+        "sampling": SamplingOptions(repetition_penalty=penalty),
+    }
+    fast, slow = (find(model, pad(SOURCES), way, **given) for way in WAYS)
+    free = find(model, pad(SOURCES), beam_size=beam_size, num_best=beam_size)
+    assert [[one.ids for one in found] for found in fast] == [[one.ids for one in found] for found in slow]
+    assert [[one.ids for one in found] for found in fast] != [[one.ids for one in found] for found in free]
+    for source, found, same in zip(SOURCES, fast, slow, strict=True):
+        for one, other in zip(found, same, strict=True):
+            assert one.score == pytest.approx(other.score, rel=1e-5)
+            assert one.log_prob == pytest.approx(log_prob_of(model, source, one.ids), rel=1e-5)
+
+
+def test_an_output_tells_if_the_limit_ended_it() -> None:
+    endless = make_model()
+    favour(endless, [EOS], -50.0)
+    for beam_size in (1, 3):
+        for (found,) in find(endless, pad(SOURCES), beam_size=beam_size):
+            assert (found.finish, len(found.ids) > MAX_EXTRA) == ("length", True)
+    model = make_model()
+    favour(model, [EOS], 1e4)
+    assert [found[0].finish for found in find(model, pad(SOURCES))] == ["token"] * len(SOURCES)
+
+
+def test_an_output_that_ends_by_itself_at_the_limit_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    for end, finish in ((0.6, "token"), (0.3, "length")):
+        model = make_model()
+        script(model, [[{3: 0.9, EOS: 0.1}], [{3: 1 - end, EOS: end}]], monkeypatch)
+        # The source is empty, and its output may have one token.
+        (found,) = find(model, torch.tensor([[EOS]]), beam_size=1, max_extra_tokens=1)
+        assert (found[0].ids, found[0].finish) == ((3,), finish)
 
 
 def even_chance(limit: int, alpha: float) -> float:

@@ -68,8 +68,10 @@ def test_a_line_is_encoded_searched_and_decoded(translator: Translator, tokenize
     assert translation.num_pieces == 1
 
 
-@pytest.mark.parametrize("empty", ["", "   ", "\t\n"])
-def test_a_line_of_white_space_is_its_own_translation(translator: Translator, empty: str) -> None:
+@pytest.mark.parametrize("empty", ["", "   ", "\t\n", "\u200b\u00ad", " \ufeff \u2060", "\u3164\ufe0f\u2800"])
+def test_a_line_without_a_visible_character_is_its_own_translation(
+    translator: Translator, empty: str
+) -> None:
     (translation,) = translator.translate([empty])
     assert translation == Translation(
         source=empty, candidates=(Candidate(empty, (), 0.0, 0.0),), num_pieces=0

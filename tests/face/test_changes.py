@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from small_checkpoints import gpt2_that_runs
 from triptych import Model, TriptychError, UsageError, load
 from triptych.core.models import LanguageModel, LanguageModelConfig
+from triptych.literals import Activation
 from triptych.running.changes import Patch
 from triptych.running.opening import TextIds
 
@@ -383,6 +384,30 @@ def test_a_sweep_patches_every_head_and_finds_the_one_that_matters(tmp_path: Pat
         model.sweep("The cat", "The cat sat", lambda run: 0.0)
     with pytest.raises(UsageError, match=r"the metric of pair 1 is \[nan, nan\]"):
         model.sweep("The cat", "The dog", lambda run: float("nan"))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("what", ["z", "k", "weights"])
+def test_a_sweep_is_every_patch_by_itself_to_any_metric(tmp_path: Path, what: Activation) -> None:
+    # The metric reads the logits, the streams of all blocks, and activations before, at and after the patch.
+    def metric(run: Any) -> Tensor:
+        layers = (run[layer] for layer in range(3))
+        inside = sum(found.weights.square().sum() + found.output.abs().sum() for found in layers)
+        streams = sum(run.residual(block).abs().sum() for block in range(4))
+        return (
+            run.logits[-1, 5] + run.loss + inside + streams + run["1.2"].z.sum() + run["1.3"].projected.sum()
+        )
+
+    model = load(gpt2_that_runs(tmp_path / "gpt2"), device="cpu").ablate("0.1").edit("1.2", "z", torch.tanh)
+    clean = "The cat sat"
+    corrupted = "The dog sat"
+    found = model.sweep(clean, corrupted, metric, what)
+    run = model.run(clean)
+    slow = [float(metric(model.patch(head, run, what).run(corrupted))) for head in found.heads]
+    torch.testing.assert_close(
+        found.values[:, 0], torch.tensor(slow, dtype=torch.float64), rtol=1e-5, atol=1e-5
+    )
+    assert len(set(slow)) > 6
 
 
 @pytest.mark.parametrize(

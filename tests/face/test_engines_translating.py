@@ -187,7 +187,7 @@ def test_auto_takes_ctranslate2_where_it_computes_the_same_model_and_says_so(
         assert translator.engine == ("ctranslate2" if "CTranslate2 translates" in said else "triptych")
         return said
 
-    monkeypatch.setattr(Reader, "require_recipe", lambda _: None)  # `run` is no folder
+    monkeypatch.setattr(cache, "require_recipe", lambda _: None)  # `run` is no folder
     assert taken() == "engine auto: CTranslate2 translates"
     asked = cache.Options("cpu", engine="ctranslate2")
     assert cache.make_translator(run, asked, 2, beam_size=2).workers == 2

@@ -76,6 +76,7 @@ CASES = [
     *cases("evaluate", "gpt2", TWO, context=8, stride=3, beam_size=2, alpha=0.1, stop="full", workers=2),
     *cases("evaluate", "marian", {**TWO, "references": [OTHER, TEXT]}, context=8, stride=3, beam_size=1),
     *cases("evaluate", "marian", {**TWO, "references": [OTHER, TEXT]}, alpha=float("nan")),
+    *cases("evaluate", "marian", {**TWO, "references": [OTHER, TEXT]}, bleu_tokenize="char"),
     *cases(
         "generate", "gpt2", ONE, max_new_tokens=3, temperature=1.0, top_k=2, top_p=0.5, min_p=0.5, alpha=0.5
     ),
@@ -90,11 +91,9 @@ CASES = [
     *cases("plan", "bert", {"steps": "fold_norm"}, skip_refused=True),
     *cases("steer", "gpt2", PUSHED, scale=3.0),
     *cases("sweep", "gpt2", PAIR, what="q"),
-    *cases("translator", "marian", {}, beam_size=9, alpha=0.3, num_best=2, max_extra_tokens=1),
-    *cases("translator", "marian", {"stop": "certain"}, stop="full"),
-    *cases("translator", "marian", {}, split=False),
     *cases("translate", "marian", {"text": "ein Satz. zwei Satz."}, split=False),
-    *cases("translator", "marian", {}, max_source_tokens=3, glossary={"men": "X"}, workers=0),
+    *cases("translate", "marian", ONE, no_repeat_ngram_size=1, repetition_penalty=9.0, temperature=1.0),
+    *cases("translate", "marian", {**ONE, "temperature": 1.0}, top_k=1, top_p=0.1, min_p=0.9, seed=4),
     *cases("run", "gpt2", ONE, grad=True, max_tokens=4, target="a"),
     *cases("run", "marian", ONE, target="ein Satz"),
     *cases("score", "gpt2", ONE, max_tokens=4, target="a"),
@@ -131,7 +130,6 @@ GIVEN_ELSEWHERE = {
     "shortlist": {"source", "target", "most", "frequent"},
     "sweep": {"progress"},
     "translate": {"stop"},
-    "translator": {"special_tokens"},
 }
 # What is shown while something is done, which `train` and its like try.
 DISPLAYS = {"display", "progress"}

@@ -25,6 +25,15 @@ from triptych.core.models import (
     with_attention,
     write_model,
 )
+from triptych.core.models.architecture import (
+    BlockConfig,
+    EmbeddingsConfig,
+    FeedForwardConfig,
+    LanguageModelArchitecture,
+    NormConfig,
+    SublayerConfig,
+)
+from triptych.core.models.language_model import LanguageModel
 from triptych.core.models.sites import input_norms
 
 PAD, VOCAB = 0, 20
@@ -281,8 +290,10 @@ def test_positions_and_dropout_stay_with_a_site_that_changes() -> None:
     assert changed.semantics.rotary is not None
     assert changed.semantics.rotary.frequencies.tolist() == [1.0]
     turned = MultiHeadAttention(16, 2, positions=RotaryPositions(4)).double()
-    with pytest.raises(ValueError, match=r"for decoder\.0 are of a layer with rotary positions, which"):
-        with_attention(model, {"decoder.0": turned.weights()})
+    others = with_attention(model, {"decoder.0": turned.weights()})
+    of_weights = others.decoder.blocks[0].self_attention.semantics.rotary
+    assert of_weights is not None
+    assert len(of_weights.frequencies) == 2
     assert (changed.dropout, changed.num_heads) == (0.3, 2)
     assert changed.parameterisation == Factored(d_k=6, d_v=5)
     assert find_config(new).decoder.attention_in_layer[0].dropout == 0.3
@@ -307,6 +318,17 @@ def test_weights_that_cannot_turn_are_refused_under_rotary_positions() -> None:
     with pytest.raises(ValueError, match="latent cannot have rotary positions"):
         with_attention(model, {"encoder.0": latent})
     assert find_config(with_attention(model, {"cross.0": latent})).sites("cross")[0].projections == "latent"
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_a_norm_without_weights_leaves_no_norm_to_fold(kind: str) -> None:
+    bare = NormConfig(kind, weight=False, bias=False)  # type: ignore[arg-type]
+    frame = SublayerConfig(bare)
+    blocks = (BlockConfig(frame, FeedForwardConfig(24), frame),)
+    made = LanguageModelArchitecture("decoder", 16, EmbeddingsConfig(VOCAB), blocks, bare)
+    model = LanguageModel(made, [MultiHeadAttention(16, 4)])
+    assert attention_weights(model)["decoder.0"].norm is None
+    assert input_norms(model) == {"decoder.0": (None, None)}
 
 
 # Files

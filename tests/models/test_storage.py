@@ -299,8 +299,13 @@ def test_frozen_parameters_that_cannot_be_are_refused(saved: Path, frozen: objec
         read_own_model(saved)
 
 
-def test_weights_of_another_type_are_refused_not_cast(saved: Path) -> None:
-    halves = {name: value.half() for name, value in load_file(saved / WEIGHTS).items()}
+def test_weights_of_a_wider_type_are_refused_and_of_a_narrower_one_are_read_exactly(saved: Path) -> None:
+    held = load_file(saved / WEIGHTS)
+    halves = {name: value.half() for name, value in held.items()}
     save_file(halves, saved / WEIGHTS)
-    message = refusal(saved)
-    assert "is torch.float16, the model torch.float32" in message
+    for name, value in read_own_model(saved).state_dict().items():
+        if name in halves:
+            assert value.dtype == torch.float32
+            assert torch.equal(value, halves[name].float()), name
+    save_file({name: value.double() for name, value in held.items()}, saved / WEIGHTS)
+    assert "is torch.float64, the model torch.float32" in refusal(saved)

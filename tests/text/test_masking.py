@@ -1,5 +1,6 @@
 """Rows of masked language models: what is hidden, and that it is said again."""
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -110,6 +111,51 @@ def test_whole_words_are_hidden_whole(shards: TokenShards) -> None:
                     parts += 1
                     assert (targets[i] == -1) == (targets[i - 1] == -1), pieces[i - 1 : i + 1]
     assert parts > 1000
+
+
+def unspaced(first: int, last: int, length: int) -> str:
+    """Text without stops, of the characters of a range."""
+    draw = random.Random(first)
+    return "".join(chr(min(first + int(draw.expovariate(0.01)), last)) for _ in range(length))
+
+
+# Texts without a space or a stop: Chinese, kana, Thai, Burmese and Khmer letters; and with spaces: Hindi,
+# Arabic, Korean.
+SCRIPTS = {
+    "zh": unspaced(0x4E00, 0x9FFF, 4000),
+    "ja": unspaced(0x3042, 0x30F3, 4000),
+    "th": unspaced(0x0E01, 0x0E4E, 4000),
+    "my": unspaced(0x1000, 0x1049, 4000),
+    "km": unspaced(0x1780, 0x17D2, 4000),
+    "hi": "यह किताब रोचक है और मुझे चाय पसंद है। " * 100,
+    "ar": "هذا الكتاب ممتع وأحب شرب الشاي في الصباح. " * 100,
+    "ko": "이 책은 재미있고 나는 차 마시는 것을 좋아합니다. " * 100,
+}
+
+
+@pytest.mark.parametrize("kind", ["bpe", "characters", "bytes"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_whole_words_hide_the_share_asked_for_in_every_script(script: str, kind: str) -> None:
+    text = SCRIPTS[script]
+    tokenizer = train_tokenizer(TokenizerSpec.model_validate({"kind": kind, "vocab_size": 400}), [text])
+    ids = np.array(tokenizer.encode([text], add_special=False)[0])
+    masking = Masking(tokenizer, MaskingSpec(whole_words=True))
+    generator = np.random.default_rng(0)
+    rows = [ids[start : start + 128] for start in range(0, len(ids) - 128, 128)]
+    shares = [masking.hide(row, generator)[1].mean() for row in rows]
+    assert np.mean(shares) == pytest.approx(0.15, abs=0.02)
+    assert max(shares) < 0.25
+
+
+def test_a_character_is_hidden_with_its_marks_and_all_of_its_bytes() -> None:
+    text = "กำลัง 今天 e\u0323👍🏽 ก็"
+    tokenizer = train_tokenizer(TokenizerSpec(kind="characters"), [text])
+    ids = np.array(tokenizer.encode([text], add_special=False)[0])
+    joined = Masking(tokenizer, MaskingSpec(whole_words=True))._joints
+    assert joined is not None
+    starts = np.flatnonzero(~np.concatenate([[False], joined.between(ids)]))
+    words = [tokenizer.decode([part.tolist()])[0] for part in np.split(ids, starts[1:])]
+    assert words == ["ก", "ำ", "ลั", "ง", " ", "今", "天", " ", "e\u0323", "👍🏽", " ", "ก็"]
 
 
 def test_nothing_attends_to_what_fills_a_row_up(shards: TokenShards) -> None:

@@ -25,6 +25,13 @@ def test_bleu_decides_alone_once_it_means_something() -> None:
     assert later == Score("bleu", 11.0)
 
 
+def test_chrf_decides_where_it_is_asked_for_once_bleu_is_no_noise() -> None:
+    early = judge({**figures(2.0, 3.0, 2.0), "valid_chrf": 40.0}, "chrf")
+    later = judge({**figures(2.5, 9.0, 8.0), "valid_chrf": 30.0}, "chrf")
+    assert (early, later) == (Score("loss", -2.0), Score("chrf", 30.0))
+    assert later.better_than(early)
+
+
 def test_a_validation_is_not_better_than_its_equal() -> None:
     for low in (0.0, 8.0):
         judged = judge(figures(2.0, 9.0, low), "bleu")

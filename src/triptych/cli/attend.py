@@ -31,6 +31,7 @@ from triptych.seeing.attending import (
     is_picture,
     json_pieces,
     looks_table,
+    most_telling,
     write_attention_csv,
     write_npz,
     written_table,
@@ -39,6 +40,8 @@ from triptych.seeing.reports import Table, is_page, render_table, write_csv
 
 # Rows of the table of `--steps` in the terminal.
 _MOST_KEYS = 40
+# Heads shown in the terminal unless they are chosen, or all are wanted.
+_MOST_HEADS = 10
 _OVER_CSV_START = b"stack,layer,head,called,"
 
 
@@ -52,6 +55,7 @@ def attend(
     target: str | None = None,
     reading: Annotated[Options, "Options", Model.attend, "max_new_tokens max_tokens"],
     heads: str | None = None,
+    show_all: bool = False,
     top: int | None = None,
     writes: int | None = None,
     steps: str | None = None,
@@ -70,15 +74,17 @@ def attend(
 ) -> None:
     """Show where every head of a model looks on a text.
 
-    The model runs with its own kernels; the weights are computed from the inputs of its layers. Prints the
-    strongest looks of each head, unless an output is chosen.
+    The model runs with its own kernels; the weights are computed from the inputs of its layers. Unless an
+    output is chosen, prints the strongest looks of the ten heads whose looks depend most on the token that
+    looks, or of all heads with --all.
 
     With --over, measures what heads do over a whole text instead; --csv and --html then have a row per head.
     With a text, --over and --html, the page of the text also shows what each head does over the corpus.
 
     Heads:
         heads: Heads to show: 3.2 is head 2 of layer 3, 3 a layer, cross.* a pattern; several with commas.
-            Default: all.
+            Default: all; the terminal shows the ten that tell most.
+        show_all: Show every head in the terminal.
         top: Keep the K largest weights of each token, and the sum of the others.
         writes: Show what each head writes for each token (W_OV): the K nearest tokens of the output table.
         steps: The computation of one row step by step, as HEAD:TOKEN: 3.2:5, cross.3.2:5.
@@ -110,7 +116,7 @@ def attend(
     wanted = map(Output, outputs, (is_attention_npz, of_csv, is_page, is_picture))
     read = [path for path in (Path(model), file, over, measured["targets"]) if path and path.exists()]
     require_free([*wanted], read, force=force)
-    of_text = {"heads": heads, "top": top, "writes": writes, "npz": npz, "svg": svg}
+    of_text = {"heads": heads, "show_all": show_all, "top": top, "writes": writes, "npz": npz, "svg": svg}
     if over is None:
         given = {**measured, "documents": measured["documents"] != "file"}
         refuse_options(given, "goes with --over: name a text")
@@ -129,6 +135,8 @@ def attend(
     refuse_options({"literal": literal and ids is not None}, "goes with a text, not with --ids")
     if not as_json and npz is None and csv is None and html is None:
         refuse_options({"top": top}, "goes with --json, --npz, --csv or --html")
+    if as_json:
+        refuse_options({"show_all": show_all}, "is for the terminal: --json has every head")
     special_tokens = special_tokens_of(literal)
     opened = load_model(model, without, opening)
     behaviour = None
@@ -155,7 +163,7 @@ def attend(
         return
     saved = [one.saved(heads or "*", top, writes) for one in attended]
     _write_files(attended, saved, outputs, behaviour)
-    _print_weights(saved, outputs, as_json=as_json)
+    _print_weights(saved, outputs, None if show_all or heads is not None else _MOST_HEADS, as_json=as_json)
 
 
 def _print_found(
@@ -204,8 +212,10 @@ def _write_files(
         write_text(svg, picture)
 
 
-def _print_weights(saved: Sequence[Saved], written: Sequence[Path | None], *, as_json: bool) -> None:
-    """Print the weights as JSON, or which files are written, or the strongest looks."""
+def _print_weights(
+    saved: Sequence[Saved], written: Sequence[Path | None], most_heads: int | None, *, as_json: bool
+) -> None:
+    """Print the weights as JSON, or which files are written, or the strongest looks of some or all heads."""
     if as_json:
         for one in saved:
             for piece in json_pieces(one):
@@ -215,7 +225,14 @@ def _print_weights(saved: Sequence[Saved], written: Sequence[Path | None], *, as
     console = Terminal(soft_wrap=True)
     print_written(written, console)
     for one in saved:
-        if one.writer is not None:
-            console.print(render_table(written_table(one.parts, one.writer)))
-        elif not any(written):
-            console.print(render_table(looks_table(one.parts)))
+        if one.writer is None and any(written):
+            continue
+        parts = one.parts
+        num_heads = sum(len(part.heads) for part in parts)
+        is_cut = most_heads is not None and num_heads > most_heads
+        if most_heads is not None and is_cut:
+            parts = most_telling(parts, most_heads)
+        table = looks_table(parts) if one.writer is None else written_table(parts, one.writer)
+        console.print(render_table(table))
+        if is_cut:
+            console.print(f"The {most_heads} of {num_heads} heads that tell most; --all shows every head.")

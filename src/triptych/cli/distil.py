@@ -69,6 +69,11 @@ def distil(
             f"{found.recipe}: {found.pairs:,} pairs of {found.sentences:,} sentences; the teacher's BLEU on "
             f"them is {found.bleu:.2f}"
         )
+        if found.num_at_limit:
+            say(
+                f"{found.num_at_limit:,} sentences are left out: their translations were cut off at the "
+                "limit (decoding.max_extra_tokens of the teacher's recipe)"
+            )
     if train:
         student = out / "student"
         summary = (

@@ -29,7 +29,7 @@ def evaluate(
     *,
     source: Path | None = None,
     reference: Path | None = None,
-    translating: Annotated[Options, "Translators", Model.evaluate, "beam_size alpha stop"],
+    translating: Annotated[Options, "Translators", Model.evaluate, "beam_size alpha stop bleu_tokenize"],
     workers: int | None = None,
     out: Path | None = None,
     text: Path | None = None,
@@ -182,6 +182,9 @@ def _print_scores(found: Evaluation) -> None:
         f"workers {found.workers}, {found.engine}",
         file=sys.stderr,
     )
+    if found.num_at_limit:
+        cut = f"{found.num_at_limit:,} translations were cut off at the limit of their length"
+        print(cut, file=sys.stderr)
 
 
 def _print_likelihood(found: Likelihood) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from triptych.cli.options import load_model, numbers
 from triptych.cli.outputs import Output, begins_with, require_free
@@ -83,7 +83,9 @@ def inspect(
         effects = [own for _, own in measured]
         if html is not None:
             write_text(html, heads_page(found, shlex.join(["triptych", *sys.argv[1:]])))
-        rows = [{"checkpoint": one.name, **row} for one in found for row in one.rows()]
+        rows = list[dict[str, Any]]()
+        for one in found:
+            rows += [{"checkpoint": one.name, **row} for row in one.rows()]
         if csv is not None:
             write_csv(rows, csv)
         if parquet is not None:

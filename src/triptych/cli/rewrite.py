@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -162,11 +163,13 @@ def _print_plan(plan: Plan, console: Console) -> None:
 
 def _steps_table(layers: Sequence[LayerRecord | NormRecord], of: str = "layers") -> Table:
     table = Table("step", of, "tier", "bound", "what")
-    for name in dict.fromkeys(step.rewrite for layer in layers for step in layer.steps):
+    for name in dict.fromkeys(step.rewrite for step in chain.from_iterable(layer.steps for layer in layers)):
         found = [(layer.count, step) for layer in layers for step in layer.steps if step.rewrite == name]
         done = [step for _, step in found if not step.refused]
         if done:
-            said = dict.fromkeys((*(s.choice for s in done if s.choice), *(n for s in done for n in s.notes)))
+            said = dict.fromkeys(
+                (*(s.choice for s in done if s.choice), *chain.from_iterable(s.notes for s in done))
+            )
             tiers = sorted({str(step.tier) for step in done})
             bound = max(step.bound for step in done)
             what = [*said][:4] + (["…"] if len(said) > 4 else [])
@@ -208,6 +211,7 @@ def _savings_table(title: str, before: Cost, after: Cost) -> Table:
 
 
 def _print_certificate(certificate: Certificate, out: Path, console: Console) -> None:
+    console.print(certificate.outcome)
     console.print(_steps_table(certificate.layers))
     if certificate.norms:
         console.print(_steps_table(certificate.norms, "other norms"))

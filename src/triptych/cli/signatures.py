@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import cleandoc
+from itertools import chain
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NamedTuple, get_origin
@@ -76,9 +77,9 @@ def read_function(module: str, name: str) -> FunctionText:
     """A function of a module of ours, a method as `Class.method`, or the fields of a record."""
     module, node = _definition(module, name)
     text, sections = _sections(cleandoc(ast.get_docstring(node) or ""))
-    documented = {
-        item: (title, said) for title, lines in sections.items() for item, said in _items(lines).items()
-    }
+    documented = dict[str, tuple[str, str]]()
+    for title, lines in sections.items():
+        documented |= {item: (title, said) for item, said in _items(lines).items()}
     found = list[Parameter]()
     for argument, annotation, default, positional in _arguments_of(node):
         assert annotation is not None, f"{module}.{name}: {argument} has no type"
@@ -151,7 +152,7 @@ def _where_defined(module: str, name: str) -> tuple[str, str]:
     """The module of ours where a name is defined, and its name there."""
     body = _tree(module).body
     # What is imported for types alone stands in an `if TYPE_CHECKING`.
-    for node in [*body, *(line for block in body if isinstance(block, ast.If) for line in block.body)]:
+    for node in [*body, *chain.from_iterable(block.body for block in body if isinstance(block, ast.If))]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("triptych"):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -19,8 +19,10 @@ from triptych.errors import DataError, UsageError
 from triptych.launch import speaks
 from triptych.printable import printable
 from triptych.seeing.reports import Table, render_table
-from triptych.training.progress import Display, SilentDisplay, display_for
 from triptych.untrusted import LONGEST_TEXT
+
+if TYPE_CHECKING:
+    from triptych.training.progress import Display
 
 # A word with a folder in it, or with an ending of a few letters.
 _FILE_NAME = re.compile(r"[^\s]*(?:/[^\s]*[^\s.!?/]|[^\s.]\.[a-z0-9]{1,7})")
@@ -120,8 +122,11 @@ def progress_bar(text: str, first: str = "", *, of_bytes: bool = True) -> Iterat
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
 
 
-def training_display() -> Display:
+def training_display() -> "Display":
     """What a person sees of a run: a bar on a terminal, lines elsewhere, nothing with --quiet."""
+    # Most commands train nothing: without this import they begin 0.3 seconds sooner.
+    from triptych.training.progress import SilentDisplay, display_for
+
     return SilentDisplay() if is_given("--quiet", "-q") else display_for(Terminal(stderr=True))
 
 

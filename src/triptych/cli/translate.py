@@ -37,7 +37,8 @@ def translate(
         Options,
         "Search",
         Model.translate,
-        "beam_size alpha num_best stop max_extra_tokens max_source_tokens split",
+        "beam_size alpha num_best stop max_extra_tokens max_source_tokens split no_repeat_ngram_size "
+        "repetition_penalty temperature top_k top_p min_p seed",
     ],
     glossary: Path | None = None,
     workers: int | None = None,
@@ -55,7 +56,8 @@ def translate(
 
     The sentences of a line are translated one by one, and the white space between them is kept. An empty
     line gives an empty line, and with --n-best one empty translation. A sentence longer than the limit is
-    translated in pieces, and standard error says so.
+    translated in pieces, and standard error says so, as it does of a translation that is cut off at the limit
+    of its length.
 
     Search:
         glossary: A file of forced terms: a term, a tab and its translation on each line. If a sentence has
@@ -103,6 +105,11 @@ def translate(
                     say(
                         f"line {number}: longer than the limit of {translator.max_source_tokens} "
                         f"tokens, translated in {sentence.num_pieces} pieces"
+                    )
+                if sentence.finish == "length":
+                    say(
+                        f"line {number}: the translation was cut off at the limit of its length; raise "
+                        "--max-extra-tokens"
                     )
                 if html and sentence.num_pieces == 1 and len(viewed) < _MOST_VIEWED:
                     viewed.append(sentence.source)
@@ -159,11 +166,13 @@ def _json_renderer(model: Model, wanted: Sequence[str]) -> Renderer:
             "source": translation.source,
             "translation": translation.text,
             "pieces": translation.num_pieces,
+            "finish": translation.finish,
             "candidates": [
                 {
                     "text": candidate.text,
                     "score": candidate.score,
                     "log_prob": candidate.log_prob,
+                    "finish": candidate.finish,
                     "tokens": list(candidate.pieces),
                 }
                 for candidate in translation.candidates

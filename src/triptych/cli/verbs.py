@@ -33,6 +33,7 @@ _SPELLED = {
     "origin": ("--from",),
     "overrides": ("--set",),
     "quiet": ("--quiet", "-q"),
+    "show_all": ("--all",),
     "targets": ("--over-targets",),
     "verbose": ("--verbose", "-v"),
 }

@@ -11,6 +11,7 @@ from triptych.cli.process import keep_freed_memory
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json
 from triptych.errors import DataError
+from triptych.rewriting.certificate import read_certificate
 
 _HOLDS = {True: "yes", False: "NO", None: "not tried"}
 
@@ -23,6 +24,9 @@ def verify(
 ) -> None:
     """Check a certificate again; exit code 1 if a claim fails.
 
+    The first line is the outcome that the certificate states for the whole model: no change (below 0.0001
+    nats a token), below 0.01 nats, noticeable, or ruined (1 nat or more).
+
     Options:
         folder: A rewritten checkpoint: its folder or its certificate.json.
 
@@ -33,12 +37,14 @@ def verify(
     keep_freed_memory()
     checks = triptych.verify(folder, **checking)
     failed = [check for check in checks if check.held is False]
+    outcome = read_certificate(folder).outcome
     if as_json:
-        print_json({"held": not failed, "checks": [check._asdict() for check in checks]})
+        print_json({"held": not failed, "outcome": outcome, "checks": [check._asdict() for check in checks]})
         if failed:
             sys.exit(1)
         return
     console = Terminal(soft_wrap=True)
+    console.print(outcome)
     table = Table("claim", "holds", "found")
     for check in checks:
         table.add_row(check.claim, _HOLDS[check.held], check.found)

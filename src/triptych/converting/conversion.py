@@ -14,6 +14,7 @@ from triptych.converting import ctranslate2, hugging_face
 from triptych.converting.gguf_writing import write_gguf
 from triptych.converting.onnx import write_onnx
 from triptych.converting.output_checks import ConversionCheck, WrittenModel
+from triptych.converting.target_formats import require_recipe
 from triptych.core.checkpoints.source import is_own_config
 from triptych.core.models import has_config, read_model
 from triptych.errors import DataError, UsageError
@@ -79,7 +80,7 @@ def convert(
             f"--quantization {quantization} goes with --to ctranslate2 or gguf, not with {other}"
         )
     if opened.translates:
-        opened.require_recipe()
+        require_recipe(opened)
         if to == "triptych" and is_own_config(read_json(opened.folder / "config.json")):
             raise UsageError(f"{opened.folder} is a run already: give a folder in Hugging Face's format")
     elif to not in ("hf", "ctranslate2"):

@@ -11,7 +11,7 @@ from triptych.converting.engines import (
 from triptych.converting.engines import make_generator as make_generator
 from triptych.converting.engines import make_translator as make_translator
 from triptych.errors import UsageError
-from triptych.literals import FileSettings, SpecialTokens, Stop
+from triptych.literals import BleuTokenizer, FileSettings, SpecialTokens, Stop, check_choices
 from triptych.progress import Progress
 from triptych.running.decoding import (
     Evaluation,
@@ -45,6 +45,21 @@ def translate_with(
         return translator.translate_stream(as_lines(text))
     with translator:
         return translator.translate(text)
+
+
+@check_choices
+def translator_of(
+    opened: Opened,
+    *,
+    stop: Stop | None = None,
+    glossary: Mapping[str, str] | None = None,
+    workers: int = 1,
+    special_tokens: SpecialTokens = "tokens",
+    **search: Any,
+) -> Translator:
+    """Make a translator; `search` are arguments of `Reader.search_options`."""
+    found = make_translator(opened.to_run, opened.options, workers, glossary, stop, **search)
+    return found.with_special_tokens(special_tokens)
 
 
 def generate(
@@ -108,6 +123,7 @@ def evaluate(
     beam_size: int | None,
     alpha: float | None,
     stop: Stop | None,
+    bleu_tokenize: BleuTokenizer | None,
     workers: int,
     special_tokens: SpecialTokens,
     progress: Progress,
@@ -115,13 +131,24 @@ def evaluate(
     """Score the prediction of a text, or its translation if there are references."""
     if references is not None:
         _refuse_given("a text to predict, without references", context=context, stride=stride)
-        translator = make_translator(
-            opened.to_run, opened.options, workers, None, stop, beam_size=beam_size, alpha=alpha
-        ).with_special_tokens(special_tokens)
+        translator = translator_of(
+            opened,
+            stop=stop,
+            workers=workers,
+            special_tokens=special_tokens,
+            beam_size=beam_size,
+            alpha=alpha,
+        )
         sources = given_texts(opened.reader, text)
         right = given_lines(references)
-        return evaluate_translations(translator, sources, right, partial(progress, "translating"))
-    searched: Mapping[str, Any] = {"beam_size": beam_size, "alpha": alpha, "stop": stop}
+        tell = partial(progress, "translating")
+        return evaluate_translations(translator, sources, right, tell, bleu_tokenize)
+    searched: Mapping[str, Any] = {
+        "beam_size": beam_size,
+        "alpha": alpha,
+        "stop": stop,
+        "bleu_tokenize": bleu_tokenize,
+    }
     _refuse_given("references", **searched, workers=None if workers == 1 else workers)
     documents = given_texts(opened.reader, text)
     scoring = partial(progress, "scoring")

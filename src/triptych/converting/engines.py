@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from triptych.converting.ctranslate2 import write_ct2_translator, write_generator
 from triptych.converting.plain import max_positions
+from triptych.converting.target_formats import require_recipe
 from triptych.core.models import (
     Block,
     LanguageModel,
@@ -457,8 +458,9 @@ def make_translator(
         require_ctranslate2()
         if opened.ensemble:
             raise UsageError("CTranslate2 runs one model: leave out the ensemble")
-        opened.require_recipe()
+        require_recipe(opened)
         wanted = opened.search_options(stop=stop or "full", **search)
+        _require_beam_alone(wanted)
         searcher = CTranslate2Searcher(opened, wanted, options.precision, workers, options.device)
         found = Translator(
             opened.encoder_decoder,
@@ -468,6 +470,15 @@ def make_translator(
             decoder=searcher,
         )
     return found if glossary is None else found.with_glossary(glossary)
+
+
+def _require_beam_alone(options: SearchOptions) -> None:
+    """Refuse what CTranslate2 does in another way than triptych's search."""
+    if options.sampling != SamplingOptions() or options.no_repeat_ngram_size is not None:
+        raise UsageError(
+            "CTranslate2 searches without sampling, repetition penalty and no_repeat_ngram_size here: leave "
+            "them out, or take --engine triptych"
+        )
 
 
 def _note_slow_precision(model: nn.Module, precision: Precision) -> None:

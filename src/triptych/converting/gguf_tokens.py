@@ -7,6 +7,7 @@ import json
 import tempfile
 import unicodedata
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -145,7 +146,7 @@ class _Tokens:
             case None:
                 return []
             case {"type": "Sequence", "pretokenizers": list(parts)}:
-                return [pattern for part in parts for pattern in self._patterns(part)]
+                return [*chain.from_iterable(self._patterns(part) for part in parts)]
             case {"type": "ByteLevel", "add_prefix_space": True}:
                 raise self._refused("it puts a space before texts")
             case {"type": "ByteLevel", "use_regex": use_regex}:

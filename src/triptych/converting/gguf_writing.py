@@ -6,6 +6,7 @@ compute something else is refused before anything is written. Tensors are writte
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, final
 
@@ -130,7 +131,7 @@ def _describe(model: Checkpoint) -> tuple[_Described, tuple[str, ...]]:
     model_type = str(model.settings.value("model_type"))
     candidates = architectures_of_type(model_type)
     if not candidates:
-        known = ", ".join(sorted({kind for one in architectures() for kind in one.types}))
+        known = ", ".join(sorted({*chain.from_iterable(one.types for one in architectures())}))
         raise UsageError(
             f"{model.name}: models of the type {shown(model_type)} are not written in GGUF; these are: "
             f"{known}"

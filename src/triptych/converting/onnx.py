@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -69,7 +70,7 @@ class EncoderGraph(nn.Module):
         """Map ids `[batch, src_len]` to a mask `[batch, src_len]`, then keys and values of each layer."""
         positions = PositionIds(torch.arange(src_ids.shape[1]), self.max_tokens, sharing=1)
         memory = self.engine.project_memory(self.model.encode(src_ids, positions))
-        return (src_ids != self.engine.pad_id, *(tensor for layer in memory for tensor in layer))
+        return (src_ids != self.engine.pad_id, *chain.from_iterable(memory))
 
 
 @final
@@ -97,7 +98,7 @@ class DecoderGraph(nn.Module):
             cast(JoinedCache, of_own).entries = (own[2 * i], own[2 * i + 1])
             of_memory.append((memory[2 * i], memory[2 * i + 1]))
         x = self.model.decode(tgt_ids, None, mask[:, None, None, :], cache, new)
-        kept = [entry for layer in cache.own for entry in layer.entries]
+        kept = [*chain.from_iterable(layer.entries for layer in cache.own)]
         return (self.model.head(x)[..., : self.vocab], *kept)
 
 
@@ -148,13 +149,14 @@ def _count_numbers(folder: Path) -> int:
     import onnx
 
     graphs = [onnx.load(folder / name).graph for name in (ENCODER, DECODER)]
-    return sum(math.prod(tensor.dims) for graph in graphs for tensor in graph.initializer)
+    tensors = chain.from_iterable(graph.initializer for graph in graphs)
+    return sum(math.prod(tensor.dims) for tensor in tensors)
 
 
 def _export_graphs(encoder: EncoderGraph, decoder: DecoderGraph, pairs: Pairs, folder: Path) -> None:
     with torch.no_grad():
         mask, *memory = encoder(pairs.src)
-    names = [f"{kind}.{i}" for i in range(len(memory) // 2) for kind in ("keys", "values")]
+    names = [f"{kind}.{i}" for i, kind in product(range(len(memory) // 2), ("keys", "values"))]
     rows = Dim.AUTO
     src_len = Dim.AUTO
     new = Dim.AUTO

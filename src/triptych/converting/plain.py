@@ -262,7 +262,7 @@ def head_sizes(layers: Sequence[AttentionWeights], refused: Refused) -> HeadSize
     if len(heads) > 1:
         raise refused(f"its layers have {' and '.join(map(str, sorted(heads)))} heads")
     groups = (max(weights.num_key_heads, weights.num_value_heads) for weights in layers)
-    width = max(weights.multiplied(side).d_out for weights in layers for side in ("q", "v"))
+    width = max(max(weights.multiplied("q").d_out, weights.multiplied("v").d_out) for weights in layers)
     return HeadSizes(heads.pop(), math.lcm(*groups), width)
 
 

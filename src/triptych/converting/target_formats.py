@@ -28,10 +28,12 @@ from triptych.core.algebra.weights import AttentionWeights
 from triptych.core.checkpoints.family import family_of
 from triptych.core.checkpoints.model_parts import ACTIVATIONS
 from triptych.core.checkpoints.stored_models import new_tensors
-from triptych.core.models import EncoderDecoder, LanguageModel, attention_sites, find_config
+from triptych.core.models import EncoderDecoder, LanguageModel, attention_sites, find_config, has_config
 from triptych.core.storage import Settings
 from triptych.errors import UsageError
+from triptych.running.opening import Reader
 from triptych.running.text import TokenizerPair
+from triptych.untrusted import read_json
 
 _ACTIVATIONS = {our: their for their, our in reversed([*ACTIVATIONS.items()])}
 
@@ -42,6 +44,23 @@ class ExportedModel:
     settings: Mapping[str, Any]  # settings of `config.json`
     tensors: Mapping[str, Tensor]  # tensors by their names in the format
     done: tuple[str, ...] = ()  # descriptions of the changes needed to fit the format
+
+
+def require_recipe(reader: Reader) -> None:
+    """Check that a recipe describes a translator: formats and losses of translators are written for those."""
+    if has_config(reader.encoder_decoder):
+        return
+    kind = read_json(reader.folder / "config.json").get("model_type")
+    if kind == "triptych":
+        raise UsageError(
+            f"{reader.folder} has layers or an architecture that no recipe describes: it is run here, and "
+            "not converted"
+        )
+    raise UsageError(
+        f"{reader.folder} is a checkpoint of {kind}, which is run here, and not converted: of other "
+        "libraries' translators only Marian's are, with scaled embeddings and feed-forward layers of one "
+        "width"
+    )
 
 
 def _fill_family(

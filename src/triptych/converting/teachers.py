@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from triptych.converting.engines import hash_of, make_translator
+from triptych.converting.target_formats import require_recipe
 from triptych.errors import UsageError
 from triptych.progress import Progress
 from triptych.running.decoding import Translator
@@ -35,7 +36,7 @@ def distil(
     if teacher_weight:
         if opened.changes:
             raise UsageError("teacher_weight needs a teacher without changes: save the changed model first")
-        opened.to_run.require_recipe()
+        require_recipe(opened.to_run)
     options = opened.options
     with (
         launched(options.device) as world,

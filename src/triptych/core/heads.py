@@ -1,5 +1,6 @@
 """Layers and heads of a model: their matrices, forms and other parts."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -60,7 +61,7 @@ class RotaryForm:
     rotary: RotaryEmbedding
 
     def at(self, distance: int) -> BilinearForm:
-        """Return the form between a query and a key `distance` positions before the query.
+        """Return the form of a query and a key `distance` positions before it, in a text, not a picture.
 
         Args:
             distance: distance in tokens, negative for a key after the query.
@@ -73,9 +74,9 @@ class RotaryForm:
     @property
     def pairs(self) -> PairEnergies:
         """Energies of the rotary pairs; unrotated channels are left out."""
-        places = [torch.tensor(channels) for channels in self.rotary.pairs]
+        first_and_second = [torch.tensor(channels) for channels in self.rotary.pairs]
         q, k = (
-            torch.stack([at_least_float32(rows).square().sum(dim=0)[of] for of in places], dim=-1)
+            torch.stack([at_least_float32(rows).square().sum(dim=0)[of] for of in first_and_second], dim=-1)
             for rows in (self.left, self.right)
         )
         energies = q[:, :, None] * k[:, None, :] * self.rotary.factor**4
@@ -200,11 +201,30 @@ class Head:
         return BilinearForm(self.W_V, self.W_O.mT)
 
     @property
+    def W_QK(self) -> Float[Tensor, "d_model d_memory"]:
+        """The matrix of `qk`, W_Q W_Kᵀ; of rotary heads at distance 0.
+
+        Raises:
+            UsageError: the scores are not a bilinear form; see `qk`.
+        """
+        form = self.qk
+        return (form.at(0) if isinstance(form, RotaryForm) else form).dense()
+
+    @property
+    def W_OV(self) -> Float[Tensor, "d_memory d_model"]:
+        """The matrix of `ov`, W_V W_O.
+
+        Raises:
+            UsageError: values are clipped or normalised; see `ov`.
+        """
+        return self.ov.dense()
+
+    @property
     def between(self) -> list[str]:
         """Parts of the computation besides the maps, in words, such as rotary positions or QK-norm."""
         found = self._outline.semantics.beyond(("scale", "kind", "dropout"))
         for sides, word in (("qk", _NORM_WITHIN_QK), ("v", _NORM_WITHIN_V)):
-            links = [link for side in sides for link in self._outline.chain(side)]  # type: ignore[arg-type]
+            links = [*itertools.chain.from_iterable(self._outline.chain(side) for side in sides)]  # type: ignore[arg-type]
             if any(link.norm is not None for link in links):
                 found.append(word)
         return found
@@ -342,7 +362,7 @@ class Layer:
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of different key or value maps."""
+        """Number of key heads, or of value heads if there are more of them."""
         return max(self.outline.num_key_heads, self.outline.num_value_heads)
 
     @property
@@ -494,7 +514,6 @@ def _one_head(weights: AttentionWeights, number: int) -> AttentionWeights:
 
 
 def _without_gain(norm: Norm | None) -> Norm | None:
-    """Remove gain and shift from a norm, after folding."""
     return None if norm is None else replace(norm, weight=torch.ones_like(norm.weight), bias=None, offset=0.0)
 
 

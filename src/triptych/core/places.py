@@ -132,12 +132,11 @@ class PlaceNames:
             return [(layer, head_of(head, counts[layer], f"{self._model}: layer {self.names[layer]}"))]
         # A pattern matches names of heads (`*.2`) or of layers (`decoder.*`): then all heads of the layer.
         pattern = self._full(place)
-        found = [
-            (layer, head)
-            for layer, name in enumerate(self.names)
-            for head in range(counts[layer])
-            if fnmatchcase(f"{name}.{head}", pattern) or fnmatchcase(name, pattern)
-        ]
+        found = list[tuple[int, int]]()
+        for layer, name in enumerate(self.names):
+            whole = fnmatchcase(name, pattern)
+            heads = range(counts[layer])
+            found += [(layer, head) for head in heads if whole or fnmatchcase(f"{name}.{head}", pattern)]
         if not found:
             raise UsageError(f"{self._model}: {place} matches no head; layers are {self._shown()}")
         return found

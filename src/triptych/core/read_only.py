@@ -69,7 +69,6 @@ class ReadOnlyTensor(Tensor):
 
 
 def _writes(func: Any) -> bool:
-    """Return True if an operation writes into its first argument."""
     schema = getattr(func, "_schema", None)
     if schema is not None:
         return bool(schema.is_mutable)

@@ -5,6 +5,7 @@ and thereby allows any frequencies.
 """
 
 from dataclasses import dataclass, fields
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -58,8 +59,9 @@ def as_latent(checkpoint: Checkpoint, before: AttentionLayer, after: AttentionWe
     new = _latent_place(place, site, family, settings)
     stored, old = (layer_map(one, checkpoint.tensors, size) for one, size in ((new, sizes), (place, None)))
     parts = latent_parts(weights) | {"o": weights.o[0].weight}
-    names = [name for named in stored.entries.values() for name in named.names]
-    gone = [name for named in old.entries.values() for name in named.names if name not in names]
+    names = [*chain.from_iterable(named.names for named in stored.entries.values())]
+    old_names = chain.from_iterable(named.names for named in old.entries.values())
+    gone = [name for name in old_names if name not in names]
     come = tuple(name for name in names if name not in old.names)
     if site == checkpoint.sites[0]:
         written = dict(stored.write(parts))

@@ -8,11 +8,12 @@ import hashlib
 import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, ClassVar, final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
+from pydantic import Field, ValidationError, model_serializer
 
 from triptych.core.algebra.cost import WritingCost
 from triptych.core.algebra.rewritten import TIERS, Tier
@@ -21,6 +22,8 @@ from triptych.core.storage import CERTIFICATE
 from triptych.errors import DataError, UsageError, near_path
 from triptych.printable import printable, table_html
 from triptych.rewriting.driver import StepOutcome
+from triptych.rewriting.outcome import EndToEnd as EndToEnd
+from triptych.rewriting.outcome import FrozenRecord, outcome, outcome_in_words
 from triptych.untrusted import read_json
 
 MODEL_CARD = "README.md"
@@ -29,12 +32,8 @@ FORMAT = 1
 RANDOM_TOKENS = "random tokens"
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
 @final
-class Cost(_Frozen):
+class Cost(FrozenRecord):
     """The cost of the weights of an attention layer, and of all layers sharing them.
 
     Attributes:
@@ -66,7 +65,7 @@ class Cost(_Frozen):
 
 
 @final
-class StepRecord(_Frozen):
+class StepRecord(FrozenRecord):
     """One step of one layer.
 
     Attributes:
@@ -111,7 +110,7 @@ class StepRecord(_Frozen):
 
 
 @final
-class Measured(_Frozen):
+class Measured(FrozenRecord):
     """Output differences of an attention layer, or of the maps that read a norm, on the probes.
 
     Outputs before and after are computed from the saved weights, in float64 and in the checkpoint's dtype.
@@ -136,7 +135,7 @@ class Measured(_Frozen):
 
 
 @final
-class LayerRecord(_Frozen):
+class LayerRecord(FrozenRecord):
     """The weights of one attention layer, or of several that share them.
 
     Attributes:
@@ -190,7 +189,7 @@ class LayerRecord(_Frozen):
 
 
 @final
-class NormRecord(_Frozen):
+class NormRecord(FrozenRecord):
     """A norm read by maps outside the attention.
 
     Attributes:
@@ -219,7 +218,7 @@ def _weakest(steps: Iterable[StepRecord]) -> Tier:
 
 
 @final
-class TensorRecord(_Frozen):
+class TensorRecord(FrozenRecord):
     """Hashes of a tensor, read and written: sha256 over dtype, shape and bytes; None if it does not exist."""
 
     read: str | None
@@ -227,7 +226,7 @@ class TensorRecord(_Frozen):
 
 
 @final
-class Probes(_Frozen):
+class Probes(FrozenRecord):
     """The random inputs of the layers' measurements.
 
     Attributes:
@@ -242,32 +241,7 @@ class Probes(_Frozen):
 
 
 @final
-class EndToEnd(_Frozen):
-    """Comparison of the whole models.
-
-    Attributes:
-        by: the library that ran them.
-        text: the name of the text file, or "random tokens", drawn with the seed of the probes.
-        text_sha256: hash of the file; None for random tokens, and in older certificates.
-        tokens: number of predicted tokens.
-        worst_logit: largest difference of a logit.
-        divergence_nats: mean KL divergence of the rewritten model's next token from the original's.
-        loss_before_nats: loss of the original per token; None for random tokens.
-        loss_after_nats: loss of the rewritten model per token.
-    """
-
-    by: str
-    text: str
-    text_sha256: str | None = None
-    tokens: int
-    worst_logit: float
-    divergence_nats: float
-    loss_before_nats: float | None = None
-    loss_after_nats: float | None = None
-
-
-@final
-class Certificate(_Frozen):
+class Certificate(FrozenRecord):
     """The steps of a rewrite and their measurements.
 
     Attributes:
@@ -282,8 +256,8 @@ class Certificate(_Frozen):
         layers: one entry per attention layer.
         norms: norms read by maps outside the attention, if a step concerned them; otherwise left out.
         before: cost of the original attention layers; `after`: cost of the written layers with padding.
-        unpadded: cost of the new maps without padding, as in runs of triptych with a width for each
-            layer; None for a file without padding.
+        unpadded: cost of the new maps without padding, each layer with widths of its own; None for a file
+            without padding.
         tensors: every tensor read or written.
         files: sha256 of the other written files.
         left_out: files of the source excluded from the copy.
@@ -321,6 +295,11 @@ class Certificate(_Frozen):
         tiers = [layer.tier for layer in self.layers] + [norm.tier for norm in self.norms]
         return max(tiers, key=TIERS.index, default="bit-exact")
 
+    @property
+    def outcome(self) -> str:
+        """A sentence on the change of the whole model: no change, below 0.01 nats, noticeable or ruined."""
+        return outcome_in_words(self.end_to_end, self.not_compared)
+
     @model_serializer(mode="wrap")
     def _leave_out_empty(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         """Omit entries missing in older certificates, so that these are read and written unchanged."""
@@ -340,6 +319,8 @@ class Certificate(_Frozen):
 
     def _shown(self) -> tuple[str, list[tuple[str, str]]]:
         rows = shown_rewrite((*self.layers, *self.norms), self.before, self.after)
+        if self.end_to_end is not None:
+            rows.insert(0, ("outcome", outcome(self.end_to_end)))
         if (found := self.end_to_end) is not None:
             rows.append(("whole models", f"logits within {found.worst_logit:.3g} on {found.tokens:,} tokens"))
         return f"Certificate {self.source}: {self.family}, {self.tier}", rows
@@ -362,7 +343,7 @@ def shown_rewrite(
     parts: Sequence[LayerRecord | NormRecord], before: Cost, after: Cost
 ) -> list[tuple[str, str]]:
     """Summarise a rewrite in at most six rows: its steps, and the cost before and after."""
-    names = list(dict.fromkeys(step.rewrite for part in parts for step in part.steps))
+    names = list(dict.fromkeys(step.rewrite for step in chain.from_iterable(part.steps for part in parts)))
     moved = sum(isinstance(part, LayerRecord) and part.heads is not None for part in parts)
     rows = []
     # A row is reserved for renumbered heads, if any.
@@ -427,7 +408,7 @@ def read_certificate(path: Path) -> Certificate:
 _MEANING: dict[Tier, str] = {
     "bit-exact": "the same numbers in another order or place",
     "rounding-exact": "the same function, except for rounding of the saved numbers",
-    "bounded": "another function, near the first",
+    "bounded": "another function; the first line says how far from the first",
 }
 
 
@@ -440,7 +421,8 @@ def card(certificate: Certificate, folder: str = "path/to/this/folder") -> str:
 def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str]]:
     """Yield the lines of each paragraph."""
     yield [CARD_HEADING]
-    maps = [name for norm in certificate.norms for name in norm.maps if norm.measured is not None]
+    yield [f"**{certificate.outcome}**"]
+    maps = [*chain.from_iterable(norm.maps for norm in certificate.norms if norm.measured is not None)]
     and_maps = f" {len(maps)} maps outside it took up the norms that they read." if maps else ""
     yield [
         f"The attention of this model was rewritten by {certificate.tool} from `{certificate.source}` "
@@ -492,8 +474,8 @@ def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str
 # Maximum number of layers in a summary of renumbered heads.
 _LAYERS_SHOWN = 12
 UNPADDED = (
-    "This format has fixed shapes: what the new maps do not need is filled with zeros. As a run of triptych, "
-    "where each layer has its own widths, the attention would have"
+    "This format has fixed shapes: what the new maps do not need is filled with zeros. Without "
+    "them, each layer with widths of its own, the attention would have"
 )
 
 

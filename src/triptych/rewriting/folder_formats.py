@@ -21,7 +21,7 @@ from triptych.core.models import (
     describe_model,
     model_tensors,
     read_own_model,
-    require_no_more,
+    require_held,
     write_config,
 )
 from triptych.core.storage import (
@@ -200,7 +200,7 @@ class RunFormat:
         same_sizes: bool = False,
     ) -> WrittenLayer:
         try:
-            require_no_more(read.site.name, weights, read.weights.semantics)
+            require_held(self._run.model, read.site.module, weights)
         except ValueError as error:
             raise RewriteRefusedError("write", str(error)) from None
         return WrittenLayer({}, {}, weights)

@@ -22,8 +22,10 @@ from triptych.core.models import (
     EncoderDecoder,
     LanguageModel,
     ModelT,
+    OffsetNorm,
     attention_sites,
     attention_weights,
+    require_held,
     with_attention,
 )
 from triptych.rewriting.driver import Driver
@@ -155,6 +157,11 @@ class _Function(LayerRewrite):
 
 def with_rewritten(model: ModelT, changed: Mapping[str, AttentionWeights]) -> ModelT:
     """Make a new model with rewritten weights at some sites. Folded norms become neutral."""
+    for name, weights in changed.items():
+        try:
+            require_held(model, name, weights)
+        except ValueError as error:
+            raise RewriteRefusedError("write", str(error)) from None
     before = attention_weights(model)
     new = with_attention(model, changed)
     _neutralise_folded_norms(new, before, {**before, **changed})
@@ -186,7 +193,8 @@ def _neutralise_folded_norms(
 @torch.no_grad()
 def _neutralise(norms: Sequence[nn.Module]) -> None:
     for norm in norms:
-        assert isinstance(norm, nn.LayerNorm | nn.RMSNorm)  # the norms available in recipes
-        norm.weight.fill_(1.0)
-        if isinstance(norm, nn.LayerNorm) and norm.bias is not None:
+        assert isinstance(norm, nn.LayerNorm | nn.RMSNorm | OffsetNorm)  # those that maps can take up
+        if norm.weight is not None:
+            norm.weight.fill_(1.0 - norm.offset if isinstance(norm, OffsetNorm) else 1.0)
+        if not isinstance(norm, nn.RMSNorm) and norm.bias is not None:
             norm.bias.zero_()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -196,7 +197,7 @@ def blocks(weight: Tensor, most_numbers: int = MOST_NUMBERS) -> Iterator[tuple[i
     if weight.ndim == 2:
         yield from ((part,) for part in parts)
     else:
-        yield from ((number, part) for number in range(len(weight)) for part in parts)
+        yield from product(range(len(weight)), parts)
 
 
 def _mapped(x: Tensor, map_: Map, block: tuple[int | slice, ...], dtype: torch.dtype) -> Tensor:

@@ -61,9 +61,9 @@ class OtherNorms:
             for site in sites
             if site.attention is not None and any(applies_to(step, site.attention.numbers) for step in along)
         }
-        self.owners = {  # norms by the names of their replaceable tensors
-            name: site for site in (*self._alone, *self._shared.values()) for name in site.all_tensors
-        }
+        self.owners = dict[str, NormSite]()  # norms by the names of their replaceable tensors
+        for site in (*self._alone, *self._shared.values()):
+            self.owners |= dict.fromkeys(site.all_tensors, site)
         self._nothing = form.why_no_norms if asked and not self._alone else ""
         if not skip_refused:
             self._require_foldable(form.source.name)
@@ -92,7 +92,7 @@ class OtherNorms:
             before = reader.read(self._tensors)
             after = _fold_into_map(norm, *before)
             self._errors[name] = measure_map(norm, neutral_norm(norm), before, after)
-            old, new = (reader.turned(weight) for weight, _ in (before, after))
+            old, new = (reader.in_other_layout(weight) for weight, _ in (before, after))
             if after[1] is not None:
                 self._biases[reader.bias] = after[1]
         elif norm.bias is None or not bool(norm.bias.any()):

@@ -1,5 +1,6 @@
 """Plans: previews of the rewrite of a checkpoint."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import torch
+from torch import Tensor
 
 from triptych.core.algebra.cost import writing_cost
 from triptych.core.algebra.forms import are_finite
@@ -45,9 +47,11 @@ from triptych.untrusted import shown
 
 def _require_finite_layer(source: AttentionSource, read: AttentionLayer) -> None:
     """Refuse a layer with NaN or infinity in its maps or in the norms before it, naming the tensor."""
-    norms = [norm for norm in (read.inputs.x, read.inputs.memory) if norm is not None]
     # All learned tensors of the layer, and the norms before it.
-    of_norms = [part for norm in norms for part in (norm.weight, norm.bias) if part is not None]
+    of_norms = list[Tensor]()
+    for norm in (read.inputs.x, read.inputs.memory):
+        if norm is not None:
+            of_norms += [norm.weight] if norm.bias is None else [norm.weight, norm.bias]
     learned = read.weights.semantics.learned().values()
     if all(map(are_finite, (*read.weights.tensors(), *learned, *of_norms))):
         return
@@ -187,7 +191,7 @@ def _cut_under_rotation(steps: Sequence[Rewrite], read: AttentionLayer, done: La
     refused = any(record.rewrite == Truncate.name and record.refused for record in done.steps)
     if not cut or refused or read.weights.semantics.rotary is None:
         return 0
-    links = {id(link): link for side in ("q", "k") for link in read.weights.chain(side)}
+    links = {id(link): link for link in (*read.weights.q, *read.weights.k)}
     return sum(link.num_parameters for link in links.values())
 
 
@@ -205,7 +209,7 @@ class Rewriting:
     """A recipe applied to a checkpoint: layers in its storage format, and total costs."""
 
     def __init__(self, source: AttentionSource, files: Source | Path, recipe: RewriteRecipe) -> None:
-        source.require_layers({layer for step in recipe.step for layer in step.layers or ()})
+        source.require_layers({*itertools.chain.from_iterable(step.layers or () for step in recipe.step)})
         require_calibration(recipe)
         self.form = storage_format(source)
         self._source = source

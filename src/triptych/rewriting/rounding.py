@@ -162,7 +162,9 @@ class RoundedAgain:
 
     def __call__(self, weights: AttentionWeights) -> AttentionWeights:
         # A shared map belongs to its first chain.
-        side_of = {id(link): side for side in reversed(SIDES) for link in weights.chain(side)}
+        side_of = dict[int, Side]()
+        for side in reversed(SIDES):
+            side_of |= dict.fromkeys(map(id, weights.chain(side)), side)
 
         def moved(link: Link) -> Link:
             side = side_of[id(link)]

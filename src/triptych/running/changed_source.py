@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import final
 
 from triptych.core.algebra.weights import Link, Side
@@ -124,7 +125,7 @@ def why_not_saved(change: Change, source: AttentionSource) -> str:
     for site in source.sites:
         shared = f"layers {in_ranges(site.numbers)} share their weights"
         if len(parts := _still_together(source, site, [change])) > 1:
-            changed = [layer for part in parts for layer in part if layer in change.layers]
+            changed = [layer for layer in chain.from_iterable(parts) if layer in change.layers]
             some = in_ranges(sorted(source.layers[layer].number for layer in changed))
             if len(changed) == len(site.numbers):
                 return f"{shared}, and it makes something else of each of them"

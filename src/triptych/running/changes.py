@@ -4,6 +4,7 @@ A change is a record of its effect on the weights of layers, or on the modules o
 original model is never modified: a changed model has new modules, and shares all unchanged tensors.
 """
 
+import itertools
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -114,7 +115,8 @@ class HeadTap:
 
     @property
     def patches(self) -> list["Patch"]:
-        return [edit for _, own in self.edits for edit in own.values() if isinstance(edit, Patch)]
+        edits = itertools.chain.from_iterable(own.values() for _, own in self.edits)
+        return [edit for edit in edits if isinstance(edit, Patch)]
 
     def require_lengths(self, queries: int | None, keys: int) -> None:
         """Check that patched values fit a text by its numbers of queries and keys.

@@ -19,6 +19,7 @@ from triptych.literals import Activation, By
 from triptych.running.changes import (
     SIDE_OF,
     Edit,
+    HeadTap,
     Part,
     Patch,
     PositionsOff,
@@ -88,6 +89,15 @@ def patch(
             head: take(values=getattr(run[f"{names[number]}.{head}"], what).detach()) for head in own
         }
     return opened.changed(ValueChange(f"patch({in_words(heads)}, {what})", what, edits))
+
+
+def patching_tap(opened: Opened, number: int, head: str, run: Run, what: Activation) -> HeadTap:
+    """Return the tap of layer `number` after `patch(opened, head, run, what)`, with all earlier edits."""
+    tap = opened.sites_of(opened.reader.model)[number].layer.tap
+    before = tap.edits if isinstance(tap, HeadTap) else ()
+    change = patch(opened, head, run, what).changes[-1]
+    assert isinstance(change, ValueChange)
+    return HeadTap((*before, (what, change.heads[number])))
 
 
 def edit(

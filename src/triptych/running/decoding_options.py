@@ -34,34 +34,6 @@ def require_alpha(alpha: float) -> None:
 
 
 @dataclass(frozen=True)
-class SearchOptions:
-    """Options of beam search."""
-
-    beam_size: int = 4  # hypotheses kept at every step; 1 is greedy
-    alpha: float = 0.6  # exponent of the length penalty; 0 for no penalty
-    max_extra_tokens: int = 50  # maximum length of an output, minus the length of its source
-    num_best: int = 1  # number of returned hypotheses, at most beam_size
-    # end of the search for a sentence. "certain": open hypotheses cannot overtake the num_best-th finished
-    # hypothesis any more. "full": beam_size hypotheses have finished; most toolkits use this criterion. It
-    # takes about half the steps. Greedy search ends at the first finished hypothesis
-    stop: Stop = "certain"
-    # maximum length of a sentence read at once; None for the model's limit, or 1,024 if it is unlimited
-    max_source_tokens: int | None = None
-    split: bool = True  # translate the sentences of a line one by one
-
-    def __post_init__(self) -> None:
-        require_count("beam_size", self.beam_size, LARGEST_BEAM)
-        require_count("max_extra_tokens", self.max_extra_tokens, MOST_TOKENS)
-        require_alpha(self.alpha)
-        if not 1 <= self.num_best <= self.beam_size:
-            raise ValueError(
-                f"num_best is {self.num_best}: it must be between 1 and beam_size ({self.beam_size})"
-            )
-        if self.max_source_tokens is not None:
-            require_count("max_source_tokens", self.max_source_tokens, MOST_TOKENS)
-
-
-@dataclass(frozen=True)
 class SamplingOptions:
     """Options for choosing the next token. The filters apply in this order."""
 
@@ -102,6 +74,53 @@ class SamplingOptions:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def has_filter(self) -> bool:
+        """True if a filter removes tokens before the draw."""
+        return any(value is not None for value in (self.top_k, self.top_p, self.min_p, self.typical_p))
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Options of the search for a translation: beam search, or sampling at a temperature."""
+
+    beam_size: int = 4  # hypotheses kept at every step; 1 is greedy
+    alpha: float = 0.6  # exponent of the length penalty; 0 for no penalty
+    max_extra_tokens: int = 50  # maximum length of an output, minus the length of its source
+    num_best: int = 1  # number of returned hypotheses, at most beam_size
+    # end of the search for a sentence. "certain": open hypotheses cannot overtake the num_best-th finished
+    # hypothesis any more. "full": beam_size hypotheses have finished; most toolkits use this criterion. It
+    # takes about half the steps. Greedy search ends at the first finished hypothesis
+    stop: Stop = "certain"
+    # maximum length of a sentence read at once; None for the model's limit, or 1,024 if it is unlimited
+    max_source_tokens: int | None = None
+    split: bool = True  # translate the sentences of a line one by one
+    # size of n-grams allowed only once in a translation; 0 for no rule, None for the checkpoint's
+    no_repeat_ngram_size: int | None = None
+    # repetition penalty, for any search; with a temperature, num_best translations are drawn, without a beam
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    seed: int = 0  # seed of sampling
+
+    def __post_init__(self) -> None:
+        require_count("beam_size", self.beam_size, LARGEST_BEAM)
+        require_count("max_extra_tokens", self.max_extra_tokens, MOST_TOKENS)
+        require_alpha(self.alpha)
+        if self.no_repeat_ngram_size is not None and self.no_repeat_ngram_size < 0:
+            raise ValueError(f"no_repeat_ngram_size is {self.no_repeat_ngram_size}: it must be at least 0")
+        if not self.sampling.is_greedy:
+            require_count("num_best", self.num_best, LARGEST_BEAM)
+            if self.beam_size > 1:
+                raise ValueError(
+                    f"beam_size is {self.beam_size}, and a temperature draws translations without a beam: "
+                    "give one of them"
+                )
+        elif not 1 <= self.num_best <= self.beam_size:
+            raise ValueError(
+                f"num_best is {self.num_best}: it must be between 1 and beam_size ({self.beam_size})"
+            )
+        if self.max_source_tokens is not None:
+            require_count("max_source_tokens", self.max_source_tokens, MOST_TOKENS)
 
 
 @dataclass(frozen=True)

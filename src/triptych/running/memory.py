@@ -8,6 +8,7 @@ import re
 import sys
 from bisect import bisect_right
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import final
 
@@ -95,8 +96,7 @@ def own_memory(modules: Iterable[nn.Module]) -> None:
     files = MappedFiles()
     held = [
         tensor
-        for module in modules
-        for tensor in (*module.parameters(), *module.buffers())
+        for tensor in chain.from_iterable((*module.parameters(), *module.buffers()) for module in modules)
         if not tensor.is_meta and tensor.layout == torch.strided and files.hold(tensor)
     ]
     if sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values()) > _free_memory():

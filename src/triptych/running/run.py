@@ -1,8 +1,10 @@
 """The run of a model on a text: logits, loss, and the activations of every layer and head."""
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import Any, final
 
 import torch
@@ -13,18 +15,22 @@ from torch.nn import functional as F
 from triptych.core.algebra.forms import at_least_float32
 from triptych.core.algebra.weights import AttentionWeights
 from triptych.core.attention import ACTIVATIONS, LayerSteps, Tap
-from triptych.core.models import AttentionSite, Residual
+from triptych.core.models import AttentionSite, Residual, sharing_copy
 from triptych.core.places import PlaceNames, head_of
 from triptych.errors import UsageError
 from triptych.literals import Activation, SpecialTokens, check_choices
 from triptych.printable import table_html
+from triptych.running.batching import EvaluationMode
 from triptych.running.opened_source import Opened
 from triptych.running.opening.layer_calls import (
     LayerCall,
     Recording,
     TextIds,
+    record_calls,
+    record_residuals,
 )
 from triptych.running.opening.reader import Reader
+from triptych.running.opening.rerunning import begins_anywhere, run_from
 from triptych.running.text.given import Text, as_texts, refuse_file_name
 
 
@@ -291,6 +297,49 @@ def run_texts(
     with torch.set_grad_enabled(grad), recorded as graph:
         recording = reader.run(ids, residuals=True)
         return [Run(reader, places, order, one, recording, row, graph) for row, one in enumerate(ids)]
+
+
+@torch.no_grad()
+def tapped_runs(opened: Opened, run: Run, number: int, taps: Sequence[Tap]) -> Iterator[Run]:
+    """Yield the run of the same text under each of several taps of a layer, by number in model order.
+
+    `run` is a run of `opened` on one text alone. The taps act on copies of the text in one batch, which runs
+    from this layer on: earlier layers compute what they did before.
+    """
+    reader = opened.reader.with_model(sharing_copy(opened.reader.model))
+    model = reader.model
+    site = opened.sites_of(model)[number]
+    site.layer.tap = partial(_tap_each_row, taps)
+    texts = [run._text] * len(taps)
+    before = run._recording
+    if begins_anywhere(model):
+        with EvaluationMode(model), record_calls(model) as calls, record_residuals(model, True) as streams:
+            hidden = run_from(model, before, site, len(taps))
+        after = Recording((*texts,), hidden, (*calls,), {name: (*own,) for name, own in streams.items()})
+    else:
+        after = reader.run(texts, residuals=True)
+    for row, tap in enumerate(taps):
+        one = slice(row, row + 1)
+        # A shallow copy of the layer has the same parameters, and a tap of its own.
+        layer = copy.copy(site.layer)
+        layer.tap = tap
+        of_row = dict(run._calls)
+        for call in after.calls:
+            kept = call.of_row(row, *run._lengths(call))
+            tapped = call.site.name == site.name
+            of_row[call.site.name] = replace(kept, site=site._replace(layer=layer)) if tapped else kept
+        residuals = {
+            # Blocks that did not run again have the streams of the run before.
+            name: (*own[: len(own) - len(new)], *(stream[one] for stream in new))
+            for name, own in before.residuals.items()
+            for new in [after.residuals.get(name, ())]
+        }
+        recording = Recording((run._text,), after.hidden[one], (*of_row.values(),), residuals)
+        yield Run(reader, run._places, run._order, run._text, recording, 0)
+
+
+def _tap_each_row(taps: Sequence[Tap], name: Activation, value: Tensor, first: int | None) -> Tensor:
+    return torch.cat([tap(name, value[row : row + 1], first) for row, tap in enumerate(taps)])
 
 
 @torch.no_grad()

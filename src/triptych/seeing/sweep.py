@@ -1,6 +1,6 @@
 """Activation patching of every head, from a run on one text into a run on another."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -9,16 +9,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triptych.core.algebra.resampling import ratio_intervals
+from triptych.core.models import EncoderDecoder
 from triptych.errors import UsageError
 from triptych.literals import Activation
 from triptych.progress import Progress
-from triptych.running.changing import patch
+from triptych.running.changing import patch, patching_tap
 from triptych.running.opened_source import Opened
-from triptych.running.run import Run, run_texts
+from triptych.running.run import Run, run_texts, tapped_runs
 from triptych.running.text import (
     as_texts,
     refuse_file_name,
 )
+
+# Tokens of a batch, which has a copy of the text for each head: inputs of all layers are in memory at once.
+_TOKENS_AT_A_TIME = 2048
 
 
 @final
@@ -84,12 +88,8 @@ def sweep_heads(
             f"there are {len(texts[0])} clean and {len(texts[1])} corrupted texts: give one for each"
         )
 
-    def run(model: Opened, text: str) -> Run:
-        (found,) = run_texts(model, as_texts(refuse_file_name(text)).texts)
-        return found
-
     # Patched positions must exist in both texts.
-    before = [(run(opened, one), run(opened, other)) for one, other in zip(*texts, strict=True)]
+    before = [(_run(opened, one), _run(opened, other)) for one, other in zip(*texts, strict=True)]
     for number, (one, other) in enumerate(before, start=1):
         if len(one.ids) != len(other.ids):
             raise UsageError(
@@ -105,16 +105,44 @@ def sweep_heads(
                 f"the metric of pair {number} is {pair.tolist()}, and has to be a number: the loss of a text "
                 "needs two tokens"
             )
+    model = opened.reader.model
+    is_pair = isinstance(model, EncoderDecoder)
+    sites = opened.sites_of(model)
     heads = [
-        f"{layer.name}.{head}"
-        for layer in opened.layers[: len(opened.sites_of(opened.reader.model))]
-        for head in range(layer.num_heads)
+        f"{layer.name}.{head}" for layer in opened.layers[: len(sites)] for head in range(layer.num_heads)
     ]
     values = torch.empty(len(heads), len(before), dtype=torch.float64)
-    for place, head in enumerate(heads):
-        progress(head, place, len(heads))
-        for text, ((one, _), other_text) in enumerate(zip(before, texts[1], strict=True)):
-            values[place, text] = float(metric(run(patch(opened, head, one, what), other_text)))
+    place = 0
+    for layer in range(len(sites)):
+        progress(heads[place], place, len(heads))
+        own = slice(place, place + sites[layer].layer.num_heads)
+        for text, (one, other) in enumerate(before):
+            patched: Iterable[Run]
+            if is_pair:
+                # The target is searched anew with each patch.
+                patched = (_run(patch(opened, head, one, what), texts[1][text]) for head in heads[own])
+            else:
+                patched = _patched_runs(opened, layer, heads[own], one, other, what)
+            values[own, text] = torch.tensor([float(metric(found)) for found in patched], dtype=torch.float64)
+        place = own.stop
     by_text = values.T
     low, high = ratio_intervals(by_text, torch.ones_like(by_text))
     return Sweep(what, tuple(heads), values, of_clean, of_corrupted, low, high)
+
+
+def _run(opened: Opened, text: str) -> Run:
+    (found,) = run_texts(opened, as_texts(refuse_file_name(text)).texts)
+    return found
+
+
+def _patched_runs(
+    opened: Opened, layer: int, heads: Sequence[str], clean: Run, corrupted: Run, what: Activation
+) -> Iterator[Run]:
+    """Yield the run on the corrupted text with each of a layer's heads patched from the clean run.
+
+    A run is that of `patch(opened, head, clean, what)`. Heads are patched in copies of one batch.
+    """
+    at_a_time = max(1, _TOKENS_AT_A_TIME // len(corrupted.ids))
+    for start in range(0, len(heads), at_a_time):
+        taps = [patching_tap(opened, layer, head, clean, what) for head in heads[start : start + at_a_time]]
+        yield from tapped_runs(opened, corrupted, layer, taps)

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from starlette.requests import Request
@@ -351,7 +352,7 @@ def _streamed(
                 if rest := one.text[given.get((number, sample), 0) :]:
                     yield event(number, sample, rest)
                 yield event(number, sample, "", _finish(one))
-        usage = _usage(asked, sum(len(one.ids) for of_prompt in found for one in of_prompt))
+        usage = _usage(asked, sum(len(one.ids) for one in chain.from_iterable(found)))
         server.count_tokens(usage["prompt_tokens"], usage["completion_tokens"])
         if asked.counts_usage:
             yield _event({**head, "choices": [], "usage": usage})

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import NamedTuple, final
 
 import torch
@@ -86,7 +86,7 @@ class TextRun:
             for number in stack:
                 inside.setdefault(number, []).append(place)
         # An element without a word takes the word with the largest attention to its text.
-        kept = Counter(number for stack in found for number in stack)
+        kept = Counter(chain.from_iterable(found))
         for number in sorted(inside):
             if kept[number]:
                 continue

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain, product
 from typing import Any
 
 from starlette.requests import Request
@@ -43,10 +44,10 @@ async def answer_translate(server: Server, request: Request) -> Response:
         detected = {"confidence": round(100 * confidences[source], 1), "language": source}
     model = None if source == target else _translator_of(server, source, target)
     documents = await _documents(server, texts) if kind == "html" and model else []
-    runs = [run for document in documents for run in document.runs]
+    runs = [*chain.from_iterable(document.runs for document in documents)]
     pieces = [[run.text for run in document.runs] for document in documents]
     pieces = pieces or [text.split("\n") for text in texts]
-    lines = [line for of_text in pieces for line in of_text]
+    lines = [*chain.from_iterable(pieces)]
     found = dict[int, Translation]()
     words = dict[tuple[int, int], AlignedWords | None]()
     ranked = [list(lines) for _ in range(1 + alternatives)]
@@ -56,12 +57,12 @@ async def answer_translate(server: Server, request: Request) -> Response:
             for rank, own in enumerate(ranked):
                 own[number] = _at_rank(result, rank)
         # Attention aligns words, for the answer and for elements inside a run.
-        pairs = {
-            (number, rank): [(part.source, _at_rank(part, rank).strip()) for part in found[number].sentences]
-            for rank in range(1 + alternatives)
-            for number in found
-            if (rank == 0 and fields.get("alignments")) or (documents and runs[number].needs_words)
-        }
+        pairs = {}
+        for rank, number in product(range(1 + alternatives), found):
+            if (rank == 0 and fields.get("alignments")) or (documents and runs[number].needs_words):
+                pairs[number, rank] = [
+                    (part.source, _at_rank(part, rank).strip()) for part in found[number].sentences
+                ]
         each = await server.compute(request, Aligning(model), [*pairs.values()]) if pairs else []
         words = dict(zip(pairs, each, strict=True))
     if documents:
@@ -116,7 +117,7 @@ async def _translate_lines(
     wanted = {number: line for number, line in enumerate(lines) if line.strip()}
     results = await server.compute(request, job, [*wanted.values()])
     read = await asyncio.to_thread(job.model.model.reader.tokenizers.source.encode, [*wanted.values()])
-    new = (len(one.pieces) for result in results for one in result.candidates)
+    new = (len(one.pieces) for one in chain.from_iterable(result.candidates for result in results))
     server.count_tokens(sum(map(len, read)), sum(new))
     return dict(zip(wanted, results, strict=True))
 
@@ -254,10 +255,16 @@ def _by_text(pieces: Sequence[Sequence[str]], values: Sequence[Any]) -> list[lis
 
 def _details(one: Translation) -> dict[str, Any]:
     candidates = [
-        {"text": of.text, "score": of.score, "log_prob": of.log_prob, "tokens": [*of.pieces]}
+        {
+            "text": of.text,
+            "score": of.score,
+            "log_prob": of.log_prob,
+            "finish": of.finish,
+            "tokens": [*of.pieces],
+        }
         for of in one.candidates
     ]
-    return {"source": one.source, "candidates": candidates}
+    return {"source": one.source, "finish": one.finish, "candidates": candidates}
 
 
 ROUTES = (

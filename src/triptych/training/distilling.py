@@ -18,7 +18,7 @@ import tomli_w
 from triptych.errors import DataError, UsageError
 from triptych.files import file_hash, hold_folder, write_json, write_text
 from triptych.progress import Progress
-from triptych.running.decoding import Translator, measure_bleu
+from triptych.running.decoding import Translation, Translator, measure_bleu, nearest_translation
 from triptych.training.corpora.corpora import ParallelCorpus
 from triptych.training.folder import hash_parts
 from triptych.training.processes import World
@@ -47,12 +47,15 @@ class Distilled:
         sentences: number of training sources translated by the teacher.
         pairs: number of pairs of the student's text.
         bleu: BLEU of the teacher's best translations against the references of the training text.
+        num_at_limit: number of sentences left out, since all their translations were cut off at the limit of
+            their length.
     """
 
     recipe: Path
     sentences: int
     pairs: int
     bleu: float
+    num_at_limit: int = 0
 
 
 def distil_text(
@@ -87,7 +90,7 @@ def distil_text(
     sides = train.source, train.target, valid.source, valid.target
     given = {
         "teacher": dict(known_by),
-        "search": asdict(teacher.options),
+        "search": json.loads(json.dumps(asdict(teacher.options))),
         "text": hash_parts({"sha256": [json.dumps(side).encode() for side in sides]}),
         "recipe": hash_parts({"sha256": [recipe.to_toml().encode()]}),
         "kept": {"interpolate": interpolate, "originals": originals},
@@ -120,7 +123,9 @@ def distil_text(
             write_json(folder / _RECORD, record)
         shutil.rmtree(folder / _BLOCKS, ignore_errors=True)
         written = record["written"]
-        return Distilled(folder / _RECIPE, len(train), written["pairs"], written["teacher_bleu"])
+        return Distilled(
+            folder / _RECIPE, len(train), written["pairs"], written["teacher_bleu"], written["at_limit"]
+        )
 
     def work() -> Distilled:
         if not world.on_first(lambda: "written" in read_json(folder / _RECORD)):
@@ -187,13 +192,17 @@ def _translate(
         for first in stream:
             number = taken.popleft()
             found = [first, *islice(stream, len(blocks[number]) - 1)]
-            # Different tokens may decode to the same text.
-            texts_of = (list(dict.fromkeys(one.text for one in line.candidates)) for line in found)
             write_text(
                 _block_path(folder, number),
-                "".join(f"{json.dumps(of, ensure_ascii=True)}\n" for of in texts_of),
+                "".join(f"{json.dumps(_whole_texts(line), ensure_ascii=True)}\n" for line in found),
             )
             tell()
+
+
+def _whole_texts(line: Translation) -> list[str]:
+    """Return the translations of a line that were not cut off at the limit of their length."""
+    # Different tokens may decode to the same text.
+    return list(dict.fromkeys(one.text for one in line.candidates if one.finish == "stop"))
 
 
 def _write_student(
@@ -208,13 +217,8 @@ def _write_student(
     """Write the student's text and recipe; returns the entries of the record about them."""
     kept = translations
     if interpolate:
-        import sacrebleu  # slow to import
-
-        metric = sacrebleu.BLEU(effective_order=True)
-        kept = [
-            [max(of, key=lambda text: metric.sentence_score(text, [reference]).score)]
-            for of, reference in zip(translations, train.target, strict=True)
-        ]
+        both = zip(translations, train.target, strict=True)
+        kept = [[nearest_translation(of, reference)] if of else [] for of, reference in both]
     pairs: list[dict[str, str]] = []
     for i, source in enumerate(train.source):
         pairs += ({"source": source, "target": text, "by": "teacher"} for text in kept[i] if text)
@@ -234,9 +238,10 @@ def _write_student(
     resolve(tree)
     command = f"triptych train {folder / _RECIPE} --out {folder / 'student'}"
     write_text(folder / _RECIPE, f"# Made by `triptych distil`; train it: {command}\n{tomli_w.dumps(tree)}")
-    best = [of[0] for of in translations]
+    best = [of[0] if of else "" for of in translations]
     return {
         "pairs": len(pairs),
+        "at_limit": sum(not of for of in translations),
         "teacher_bleu": round(measure_bleu(best, train.target), 2),
         "sha256": {name: file_hash(folder / name) for name in files},
     }

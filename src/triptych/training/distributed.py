@@ -7,6 +7,7 @@ Gradients are summed, never averaged: with gloo, an averaging reduce-scatter ret
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -183,7 +184,7 @@ def _of_same_parameters(blocks: list[nn.Module]) -> list[list[nn.Module]]:
 
 def _norms_outside(model: AnyModel, blocks: list[nn.Module]) -> list[nn.Module]:
     """Return the norms outside the blocks, except norms in a language model's embeddings."""
-    inside = {id(module) for block in blocks for module in block.modules()}
+    inside = {id(module) for module in chain.from_iterable(block.modules() for block in blocks)}
     before = set() if isinstance(model, EncoderDecoder) else set(map(id, model.embeddings.modules()))
     return [
         module

@@ -1,14 +1,14 @@
 """Training objectives: batches, the call of the model, the loss, and the figures of a validation.
 
-BLEU of a model that cannot translate yet is noise: a few n-grams match by chance. BLEU decides which
-validation is best from the first validation whose 95 % bootstrap interval lies above `LEAST_BLEU`. This
-validation is better than all before it. Until then the loss decides.
+BLEU of a model that cannot translate yet is noise: a few n-grams match by chance. BLEU or chrF decides which
+validation is best from the first validation whose 95 % bootstrap interval of BLEU lies above `LEAST_BLEU`.
+This validation is better than all before it. Until then the loss decides.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, final, runtime_checkable
+from typing import Generic, NamedTuple, Protocol, TypeVar, final, runtime_checkable
 
 import numpy as np
 import torch
@@ -19,34 +19,36 @@ from triptych.core.models import EncoderDecoder, LanguageModel
 from triptych.training.corpora.packing import NOT_COUNTED, LanguageBatch
 from triptych.training.corpora.pair_batches import Batch, TokenBatches
 from triptych.training.losses import Loss, head_loss, output_loss, rdrop_loss, teacher_loss
-from triptych.training.sections import TrainingConfig, ValidationConfig
+from triptych.training.sections import Metric, TrainingConfig, ValidationConfig
 
 # A model with the same frequent words for every source stays below this BLEU; so does the lower end of any
 # model's interval on a few sentences.
 LEAST_BLEU = 5.0
 
 
-class Bleu(NamedTuple):
-    """BLEU of the validation text, 0 to 100."""
+class Quality(NamedTuple):
+    """Quality of the translations of the validation text."""
 
-    value: float  # BLEU of the whole text
-    low: float  # lower end of its 95 % bootstrap interval
+    bleu: float  # BLEU of the whole text, 0 to 100
+    bleu_low: float  # lower end of its 95 % bootstrap interval
+    chrf: float  # chrF of the whole text, 0 to 100
+    num_at_limit: int  # number of translations that end at the limit of their length
 
 
 class Score(NamedTuple):
-    """Score of a validation; higher is better, and every score by BLEU is above every score by loss."""
+    """Score of a validation; higher is better, and every score of translations is above every loss."""
 
-    by: Literal["bleu", "loss"]  # metric
-    score: float  # BLEU, or minus the loss
+    by: Metric
+    score: float  # BLEU or chrF, or minus the loss
 
     def better_than(self, other: "Score") -> bool:
-        return (self.by == "bleu", self.score) > (other.by == "bleu", other.score)
+        return (self.by != "loss", self.score) > (other.by != "loss", other.score)
 
 
-def judge(figures: Mapping[str, float], metric: Literal["bleu", "loss"]) -> Score:
-    """Return the score of a validation: BLEU if the metric allows it, else minus the loss."""
-    if metric == "bleu" and figures["valid_bleu_low"] > LEAST_BLEU:
-        return Score("bleu", figures["valid_bleu"])
+def judge(figures: Mapping[str, float], metric: Metric) -> Score:
+    """Return the score of a validation: BLEU or chrF if BLEU is no noise, else minus the loss."""
+    if metric != "loss" and figures["valid_bleu_low"] > LEAST_BLEU:
+        return Score(metric, figures[f"valid_{metric}"])
     return Score("loss", -figures["valid_loss"])
 
 
@@ -90,7 +92,7 @@ class Objective(ABC, Generic[ModelT, BatchT]):
         train: Batches[BatchT],
         valid: Batches[BatchT],
         bytes_per_token: float | None = None,
-        metric: Literal["bleu", "loss"] = "loss",
+        metric: Metric = "loss",
         *,
         uses_whole_model: bool = False,
     ) -> None:
@@ -146,8 +148,8 @@ class Objective(ABC, Generic[ModelT, BatchT]):
         return None
 
 
-# Translates the validation text with a model and measures its BLEU.
-Scorer = Callable[[EncoderDecoder], Bleu]
+# Translates the validation text with a model and measures the quality.
+Scorer = Callable[[EncoderDecoder], Quality]
 
 
 @final
@@ -230,12 +232,22 @@ class TranslationObjective(Objective[EncoderDecoder, Batch]):
         found = super().figures(loss, model)
         if self.score is None:
             return found
-        bleu = self.score(model)
-        return {**found, "valid_bleu": bleu.value, "valid_bleu_low": bleu.low}
+        quality = self.score(model)
+        return {
+            **found,
+            "valid_bleu": quality.bleu,
+            "valid_bleu_low": quality.bleu_low,
+            "valid_chrf": quality.chrf,
+            "valid_at_limit": quality.num_at_limit,
+        }
 
     def describe(self, figures: Mapping[str, float]) -> str:
-        bleu = f"  BLEU {figures['valid_bleu']:.2f}" if "valid_bleu" in figures else ""
-        return super().describe(figures) + bleu
+        said = super().describe(figures)
+        if "valid_bleu" not in figures:
+            return said
+        said += f"  BLEU {figures['valid_bleu']:.2f}  chrF {figures['valid_chrf']:.2f}"
+        at_limit = figures["valid_at_limit"]
+        return said + (f"  {at_limit} translations end at the limit (max_extra_tokens)" if at_limit else "")
 
 
 @final

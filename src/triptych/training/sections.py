@@ -4,9 +4,13 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from triptych.literals import BleuTokenizer
 from triptych.running.opening import Section
 from triptych.running.text import LanguageCorpusSpec
 from triptych.training.corpora.corpora import CorpusSpec
+
+# Criteria of the best model of a translator.
+Metric = Literal["bleu", "chrf", "loss"]
 
 
 class DataConfig(Section):
@@ -149,23 +153,26 @@ class ValidationConfig(Section):
 
     Attributes:
         every_steps: updates between validations. The default is a tenth of the steps, at most 1,000.
-        metric: criterion of the best model: "loss" (lower), or "bleu" (higher; before its 95 %
-            bootstrap interval lies above 5 it is noise, and the loss decides).
-        bleu: True to translate the validation text as well.
+        metric: criterion of the best model: "loss" (lower), or "bleu" or "chrf" (higher; before the 95 %
+            bootstrap interval of BLEU lies above 5 both are noise, and the loss decides).
+        bleu: True to translate the validation text as well, for BLEU and chrF.
+        bleu_tokenize: the tokenizer of BLEU in sacreBLEU. The default fits the references: "13a", "zh" for
+            Chinese, "ja-mecab" for Japanese where it is installed, else "char", as for Thai.
         max_sentences: number of its first sentences to translate; all by default.
         beam_size: 1 is greedy.
     """
 
     every_steps: int = Field(1000, ge=1)
-    metric: Literal["bleu", "loss"] = "bleu"
+    metric: Metric = "bleu"
     bleu: bool = True
+    bleu_tokenize: BleuTokenizer | None = None
     max_sentences: int | None = Field(None, ge=1)
     beam_size: int = Field(1, ge=1, le=10_000)
 
     @model_validator(mode="after")
     def _metric_is_measured(self) -> "ValidationConfig":
-        if self.metric == "bleu" and not self.bleu:
-            raise ValueError("metric is 'bleu' but bleu = false: measure it or choose metric = 'loss'")
+        if self.metric != "loss" and not self.bleu:
+            raise ValueError(f"metric is '{self.metric}' but bleu = false: measure it or set metric = 'loss'")
         return self
 
 

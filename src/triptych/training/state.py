@@ -67,7 +67,7 @@ class Counters:
     tokens: int = 0  # target tokens so far
     seconds: float = 0.0  # training time so far, over all starts of the run
     # Metric of the best validation; empty before the first validation.
-    best_by: Literal["", "bleu", "loss"] = ""
+    best_by: Literal["", "bleu", "chrf", "loss"] = ""
     best_score: float | None = None  # score of the best validation, higher is better; None before the first
     best_step: int = 0  # step of the best validation
     validations_since_best: int = 0  # count for early stopping

@@ -21,7 +21,7 @@ from triptych.core.models import (
 from triptych.core.storage import SAFETENSORS
 from triptych.errors import DataError, UsageError
 from triptych.files import file_hash
-from triptych.running.decoding import SearchOptions, Translator, score_bleu
+from triptych.running.decoding import SearchOptions, Translator, score_translations
 from triptych.running.opening import check_tokenizers
 from triptych.running.text import ByteLevelTokenizer, TokenizerPair, require_kept_file
 from triptych.training.choices import fit_tokenizer, fit_training, say_choices
@@ -31,7 +31,7 @@ from triptych.training.corpora.pair_batches import TokenBatches
 from triptych.training.corpora.tokenizer_training import train_tokenizers, trained_once
 from triptych.training.folder import Prepared, hash_parts, settings, word_vectors
 from triptych.training.loop import TrainingResult
-from triptych.training.objectives import LEAST_BLEU, Bleu, Scorer, TranslationObjective
+from triptych.training.objectives import LEAST_BLEU, Quality, Scorer, TranslationObjective
 from triptych.training.progress import Display
 from triptych.training.recipe import (
     Recipe,
@@ -166,8 +166,10 @@ class TranslationTask(Task[Recipe]):
 
     def card(self, outcome: TrainingResult, best: str) -> CardWords:
         by = outcome.counters.best_by
-        is_noise = self.recipe.validation.metric == "bleu" and by == "loss"
-        why = f" (BLEU decides once its 95 % interval lies above {LEAST_BLEU:g})" if is_noise else ""
+        is_noise = self.recipe.validation.metric != "loss" and by == "loss"
+        metric = self.recipe.validation.metric
+        noise = f" ({metric} decides once the 95 % interval of BLEU lies above {LEAST_BLEU:g})"
+        why = noise if is_noise else ""
         model = self.recipe.model
         # A validation before BLEU decides was judged by its loss.
         load = 'load("path/to/this/folder").translate(["A sentence."])[0].text'
@@ -340,10 +342,13 @@ def _scorer(recipe: Recipe, tokenizers: TokenizerPair, valid: ParallelCorpus) ->
         split=recipe.decoding.split,
     )
 
-    def score(model: EncoderDecoder) -> Bleu:
+    def score(model: EncoderDecoder) -> Quality:
         translated = Translator(model, tokenizers, options).translate(sources)
-        found = score_bleu([translation.text for translation in translated], references, num_resamples=200)
-        return Bleu(found.value, found.low)
+        texts = [translation.text for translation in translated]
+        tokenize = recipe.validation.bleu_tokenize
+        bleu, chrf = score_translations(texts, references, num_resamples=200, tokenize=tokenize)
+        at_limit = sum(translation.finish == "length" for translation in translated)
+        return Quality(bleu.value, bleu.low, chrf.value, at_limit)
 
     return score
 

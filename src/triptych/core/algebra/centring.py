@@ -34,11 +34,11 @@ def removed_directions(norm: Norm) -> Float[Tensor, "d_model count"] | None:
 def centred(
     weights: AttentionWeights, norm: Norm | None, memory_norm: Norm | None, *, keys: bool = True
 ) -> AttentionWeights:
-    """Remove from the maps the directions removed by norms before and after the layer, in at least float32.
+    """Project out of the maps the directions that LayerNorms around the layer remove, in at least float32.
 
     Queries, keys and values read the output of `norm`; in cross-attention, keys and values read the
-    output of `memory_norm`. Without `keys`, keys and values are computed from another layer's input, and
-    their maps stay unchanged.
+    output of `memory_norm`. If `keys` is False, keys and values are computed from another layer's input, and
+    their maps stay unchanged. The mean of W_O's output is removed if `norm` is a LayerNorm, not a sandwich.
     """
     of_memory = memory_norm if weights.semantics.kind == "cross" else norm
     read = {"q": norm, "k": of_memory if keys else None, "v": of_memory if keys else None}
@@ -52,16 +52,16 @@ def centred(
             continue
         first = chain[0]
         if (first, own) not in found:
-            found[first, own] = replace(first, weight=_without_rows(first.weight, directions))
+            found[first, own] = replace(first, weight=_project_out(first.weight, directions))
         changed[side] = chains.setdefault((chain, own), (found[first, own], *chain[1:]))
     if norm is not None and norm.centred and weights.norm_place != "sandwich" and weights.o:
         *before, last = weights.o
         mean = last.weight.new_full((last.d_out, 1), last.d_out**-0.5, dtype=torch.float64)
-        changed["o"] = (*before, replace(last, weight=_without_rows(last.weight.mT, mean).mT))
+        changed["o"] = (*before, replace(last, weight=_project_out(last.weight.mT, mean).mT))
     return replace(weights, **changed) if changed else weights  # type: ignore[arg-type]
 
 
-def _without_rows(
+def _project_out(
     weight: Float[Tensor, "copies d_in d_out"], directions: Float[Tensor, "d_in count"]
 ) -> Float[Tensor, "copies d_in d_out"]:
     wide = weight.double()

@@ -4,6 +4,7 @@ All counts are derived from the chains of maps and the maps shared by them, with
 parameterisations. Shapes are enough: weights may be on the "meta" device.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, final
@@ -48,7 +49,7 @@ def writing_cost(weights: AttentionWeights) -> WritingCost:
 
 
 def maps_flops(chains: Sequence[Chain], streams: int = 1) -> int:
-    """Count floating-point operations of chains for one token; shared maps count once."""
+    """Count operations of chains for one token, which `streams` vectors enter; shared maps count once."""
     flops: dict[int, int] = {}
     for chain in chains:
         entering = streams
@@ -80,7 +81,6 @@ def _applied_before_storing(weights: AttentionWeights, chain: Chain) -> tuple[Ch
 
 
 def _out_width(weights: AttentionWeights, chain: Chain) -> int:
-    """Return the width of a chain's output for one head."""
     return chain[-1].d_out if chain else weights.d_model
 
 
@@ -104,7 +104,7 @@ class PassCost:
     flops: int  # operations of matrix products: a multiplication and an addition count as two
     diagonal_flops: int  # multiplications by diagonal maps, not included in `flops`
     weight_numbers: int  # parameters of the maps in use, biases included
-    moved_numbers: int  # values besides `weight_numbers` moved between memory and processor, ideally
+    moved_numbers: int  # values besides `weight_numbers` read from and written to memory, each tensor once
     kept_numbers: int  # values stored for the backward pass in training, each tensor once
     pair_numbers: int  # attention weights of all heads and pairs, stored as well where they are materialised
 
@@ -123,7 +123,7 @@ def pass_cost(
     expanded = _Pass(weights, query_len, cached, memory_len, "expanded").cost()
     # Without learned maps behind the cache there is only the expanded route.
     stored = (_applied_before_storing(weights, chain)[1] for chain in (weights.k, weights.v))
-    if not any(link.learned for chain in stored for link in chain):
+    if not any(link.learned for link in itertools.chain.from_iterable(stored)):
         if route == "absorbed":
             raise ValueError("these weights make keys and values before they are stored: nothing to absorb")
         return expanded

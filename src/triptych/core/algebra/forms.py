@@ -81,7 +81,7 @@ class BilinearForm:
             )
         if left.dtype not in _DTYPES:
             raise ValueError(f"factors are {left.dtype}: they must be float16, bfloat16, float32 or float64")
-        _require_alike("left", left, "right", right)
+        _require_one_batch("left", left, "right", right)
 
     def __repr__(self) -> str:
         shape = _times((*self.batch, self.d_left, self.d_right))
@@ -166,13 +166,13 @@ class BilinearForm:
         return BilinearForm(self.right, self.left)
 
     def __matmul__(self, other: "BilinearForm") -> "BilinearForm":
-        """Multiply two forms, A B; the result has the smaller of the two widths."""
+        """Multiply two forms of one batch, A B; the result has the smaller of the two widths."""
         if self.d_right != other.d_left:
             raise ValueError(
                 f"a form of {self.d_left} × {self.d_right} cannot be followed by one of "
                 f"{other.d_left} × {other.d_right}: {self.d_right} and {other.d_left} must be equal"
             )
-        _require_alike("the first form", self.left, "the second", other.left)
+        _require_one_batch("the first form", self.left, "the second", other.left)
         middle = self.right.mT @ other.left
         if self.width <= other.width:
             return BilinearForm(self.left, other.right @ middle.mT)
@@ -185,7 +185,7 @@ class BilinearForm:
                 f"forms of {self.d_left} × {self.d_right} and {other.d_left} × {other.d_right} "
                 "have no difference: they must be of one shape"
             )
-        _require_alike("the first form", self.left, "the second", other.left)
+        _require_one_batch("the first form", self.left, "the second", other.left)
         return BilinearForm(
             torch.cat((self.left, other.left), dim=-1), torch.cat((self.right, -other.right), dim=-1)
         )
@@ -241,7 +241,7 @@ class BilinearForm:
         """
         if tolerance is not None and not tolerance >= 0:
             raise ValueError(f"tolerance is {tolerance}: it must be at least 0")
-        return self._above(self.singular_values(), tolerance).sum(dim=-1)
+        return self._mask_above(self.singular_values(), tolerance).sum(dim=-1)
 
     def norm(self) -> Float[Tensor, "*batch"]:
         """Compute the Frobenius norm, √Σ σ_i²."""
@@ -325,7 +325,7 @@ class BilinearForm:
         self._require_rank(rank)
         U, S, Vh = self.svd()
         # A singular value of rounding size, about ε σ₁, would appear as √ε in both factors.
-        S = torch.where(self._above(S), S, 0.0)[..., None, :rank].sqrt()
+        S = torch.where(self._mask_above(S), S, 0.0)[..., None, :rank].sqrt()
         return BilinearForm(U[..., :rank] * S, Vh[..., :rank, :].mT * S)
 
     def gauge_fix(self) -> "BilinearForm":
@@ -360,12 +360,12 @@ class BilinearForm:
         return _finite_product(left, right.mT)
 
     def _squeeze(self, what: str) -> Tensor:
-        """Compute a small matrix M with the non-zero eigenvalues of a square A, so tr(Mⁿ) = tr(Aⁿ)."""
+        """Compute M = C Q_rightᵀ Q_left with the non-zero eigenvalues of a square A, so tr(Mⁿ) = tr(Aⁿ)."""
         self._require_square(what)
         Q_left, core, Q_right = self._reduce()
         return core @ (Q_right.mT @ Q_left)
 
-    def _above(self, S: Tensor, tolerance: float | None = None) -> Tensor:
+    def _mask_above(self, S: Tensor, tolerance: float | None = None) -> Tensor:
         if tolerance is None:
             tolerance = max(self.d_left, self.d_right) * torch.finfo(S.dtype).eps
         return S.gt(S[..., :1] * tolerance)
@@ -390,7 +390,7 @@ class BilinearForm:
             raise ValueError(
                 f"{name} has batch {list(x.shape[:-2])} and the form {list(self.batch)}: they differ"
             )
-        _require_same_kind(name, x, "the form", self.left)
+        _require_one_dtype_and_device(name, x, "the form", self.left)
 
 
 def are_finite(numbers: Tensor) -> bool:
@@ -411,16 +411,16 @@ def _times(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape))
 
 
-def _require_alike(name: str, first: Tensor, other_name: str, second: Tensor) -> None:
+def _require_one_batch(name: str, first: Tensor, other_name: str, second: Tensor) -> None:
     if first.shape[:-2] != second.shape[:-2]:
         raise ValueError(
             f"{name} has batch {list(first.shape[:-2])} and {other_name} {list(second.shape[:-2])}: "
             "they must agree"
         )
-    _require_same_kind(name, first, other_name, second)
+    _require_one_dtype_and_device(name, first, other_name, second)
 
 
-def _require_same_kind(name: str, first: Tensor, other_name: str, second: Tensor) -> None:
+def _require_one_dtype_and_device(name: str, first: Tensor, other_name: str, second: Tensor) -> None:
     if first.dtype != second.dtype:
         raise ValueError(f"{name} is {first.dtype} and {other_name} {second.dtype}: cast one of them")
     if first.device != second.device:

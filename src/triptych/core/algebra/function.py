@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from triptych.core.algebra.weights import AttentionWeights, Side
-from triptych.core.attention.position_modules import TokenPlaces
+from triptych.core.attention.position_modules import TokenPositions
 from triptych.core.attention.routes import Inputs
 from triptych.core.attention.steps import (
     BEFORE_ROTATION,
@@ -27,7 +27,7 @@ from triptych.core.attention.steps import (
 )
 
 # A whole text has consecutive positions from 0.
-_PLACES = TokenPlaces(0)
+_FROM_THE_START = TokenPositions(0)
 
 
 def run_layer(
@@ -48,7 +48,10 @@ def run_layer(
 
 
 class Channels(NamedTuple):
-    """Queries of every head, and keys and values of every key and value head, before rotation."""
+    """Queries of every head, and keys and values of every key and value head.
+
+    Norms and clipping are applied, and the rotation is not.
+    """
 
     q: Float[Tensor, "batch heads query_len d_k"]
     k: Float[Tensor, "batch key_heads key_len d_k"]
@@ -60,12 +63,12 @@ def channels(
     x: Float[Tensor, "batch query_len d_model"],
     memory: Float[Tensor, "batch key_len d_memory"] | None = None,
 ) -> Channels:
-    """Compute queries, keys and values before rotation, from the arguments of `run_layer`."""
+    """Compute queries, keys and values after norms and clipping, before rotation, as for `run_layer`."""
     y = x if memory is None else memory
     semantics = weights.semantics
-    q = prepare(_through(weights, "q", x), "q", semantics, _PLACES, BEFORE_ROTATION)
-    k = prepare(_through(weights, "k", y), "k", semantics, _PLACES, BEFORE_ROTATION)
-    v = prepare(_through(weights, "v", y), "v", semantics, _PLACES, BEFORE_ROTATION)
+    q = prepare(_apply_chain(weights, "q", x), "q", semantics, _FROM_THE_START, BEFORE_ROTATION)
+    k = prepare(_apply_chain(weights, "k", y), "k", semantics, _FROM_THE_START, BEFORE_ROTATION)
+    v = prepare(_apply_chain(weights, "v", y), "v", semantics, _FROM_THE_START, BEFORE_ROTATION)
     return Channels(for_heads(q, weights.num_heads), k, v)
 
 
@@ -103,16 +106,18 @@ def gated(
 
 
 def _inputs(weights: AttentionWeights, made: Channels, mask: Tensor | None) -> tuple[Tensor, Inputs]:
-    """Return the queries as compared with keys, and the inputs of the steps from products on."""
+    """Rotate queries and keys; return the queries and the inputs of the steps from products on."""
     semantics = weights.semantics
-    q = prepare(made.q, "q", semantics, _PLACES, FROM_ROTATION)
-    k = for_heads(prepare(made.k, "k", semantics, _PLACES, FROM_ROTATION), weights.num_heads)
+    q = prepare(made.q, "q", semantics, _FROM_THE_START, FROM_ROTATION)
+    k = for_heads(prepare(made.k, "k", semantics, _FROM_THE_START, FROM_ROTATION), weights.num_heads)
     v = for_heads(made.v, weights.num_heads)
-    near, bias = LOCATE.run(q, k, semantics, _PLACES.query_positions(q), _PLACES.key_positions(k))
+    near, bias = LOCATE.run(
+        q, k, semantics, _FROM_THE_START.query_positions(q), _FROM_THE_START.key_positions(k)
+    )
     return q, Inputs(q, k, v, both(near, mask), bias, is_causal(semantics, None), semantics, 0.0)
 
 
-def _through(weights: AttentionWeights, side: Side, x: Tensor) -> Tensor:
+def _apply_chain(weights: AttentionWeights, side: Side, x: Tensor) -> Tensor:
     """Apply a chain to the input; the result is `[batch, copies, length, width]`."""
     x = x[:, None].to(weights.dtype)
     for link in weights.chain(side):

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, final
 
+from torch import Tensor
+
 from triptych.core.algebra.forms import are_finite
 from triptych.core.algebra.rewritten import RewriteRefusedError, Rewritten, rewritten
 from triptych.core.algebra.semantics import ALIKE_FOR_HEADS, HEADS_OF
@@ -15,8 +17,8 @@ INPUT_SIDES: tuple[Side, ...] = ("q", "k", "v")
 class Trait(NamedTuple):
     """A feature of layers for which some rewrites are refused."""
 
-    words: str
-    there: Callable[[AttentionWeights], bool]
+    words: str  # the feature in the plural
+    there: Callable[[AttentionWeights], bool]  # returns True for a layer with the feature
 
 
 @final
@@ -61,33 +63,33 @@ class Need:
         return ""
 
     def require(self, name: str, weights: AttentionWeights, advice: str = "", about: str = "") -> None:
-        """Raise RewriteRefusedError unless a layer satisfies the requirement."""
+        """Raise RewriteRefusedError unless a layer satisfies the requirement; `about` precedes the reason."""
         if reason := self.why_not(weights):
             raise RewriteRefusedError(name, about + reason, advice)
 
 
-def _positions(words: str, scheme: str) -> Trait:
+def _scheme_trait(words: str, scheme: str) -> Trait:
     return Trait(words, lambda weights: weights.semantics.positions == scheme)
 
 
-def _part(words: str, *names: str) -> Trait:
+def _field_trait(words: str, *names: str) -> Trait:
     return Trait(words, lambda weights: any(getattr(weights.semantics, name) is not None for name in names))
 
 
 TRAITS: dict[str, Trait] = {
-    "rotary": _positions("rotary positions", "rotary"),
+    "rotary": _scheme_trait("rotary positions", "rotary"),
     "disentangled": Trait(
         "disentangled positions",
         lambda weights: (bias := weights.semantics.bias) is not None and bias.reads_content,
     ),
-    "alibi": _positions("ALiBi", "alibi"),
-    "relative": _positions("relative position biases", "relative"),
-    "qk_norm": _part("QK-norm", "q_norm", "k_norm"),
-    "v_norm": _part("norms of values", "v_norm"),
-    "clip": _part("clipping", "clip"),
-    "soft_cap": _part("soft caps", "soft_cap"),
-    "sinks": _part("sinks", "sinks"),
-    "gate": _part("gates", "gate"),
+    "alibi": _scheme_trait("ALiBi", "alibi"),
+    "relative": _scheme_trait("relative position biases", "relative"),
+    "qk_norm": _field_trait("QK-norm", "q_norm", "k_norm"),
+    "v_norm": _field_trait("norms of values", "v_norm"),
+    "clip": _field_trait("clipping", "clip"),
+    "soft_cap": _field_trait("soft caps", "soft_cap"),
+    "sinks": _field_trait("sinks", "sinks"),
+    "gate": _field_trait("gates", "gate"),
     "channel_gate": Trait(
         "gates of channels", lambda weights: (gate := weights.semantics.gate) is not None and gate.per_channel
     ),
@@ -97,9 +99,9 @@ TRAITS: dict[str, Trait] = {
         "positions of patches",
         lambda weights: (rotary := weights.semantics.rotary) is not None and rotary.places is not None,
     ),
-    "window": _part("windows", "window", "chunk"),
-    "temperature": _part("temperatures that grow with the position", "temperature"),
-    "compared": _part("scores other than products", "scores"),
+    "window": _field_trait("windows", "window", "chunk"),
+    "temperature": _field_trait("temperatures that grow with the position", "temperature"),
+    "compared": _field_trait("scores other than products", "scores"),
     "both_ways": Trait(
         "attention to later tokens or another text", lambda weights: weights.semantics.kind != "causal"
     ),
@@ -288,7 +290,7 @@ def require_whole_number(name: str, what: str, value: object) -> None:
 def require_one_each(
     name: str, what: str, given: int | Sequence[int], heads: int, side: str, most: int, why: str
 ) -> list[int]:
-    """Return a number from 1 to `most` for each key or value head; a single number is for all heads."""
+    """Return a number from 1 to `most` for each of the heads, or refuse; one number is for all heads."""
     numbers = list(given) if isinstance(given, Sequence) else [given] * heads
     if len(numbers) != heads:
         plural = "s" if heads > 1 else ""
@@ -306,20 +308,15 @@ def require_one_each(
 def require_finite(name: str, weights: AttentionWeights) -> None:
     """Refuse layers with NaN or infinity in maps, norms or other learned parameters."""
     # The message names the first tensor with NaN or infinity: of the maps, the norms, then the semantics.
-    of_maps = (
-        (f"a {what} of {side}", numbers)
-        for side in SIDES
-        for link in weights.chain(side)
-        for what, numbers in (("map", link.weight), ("bias", link.bias))
-    )
-    of_norms = (
-        (f"the {what} of the {name}", numbers)
-        for name, norm in (("norm", weights.norm), ("memory's norm", weights.memory_norm))
-        if norm is not None
-        for what, numbers in (("weight", norm.weight), ("bias", norm.bias))
-    )
-    bias_of_output = ("the bias of o", weights.o_bias)
-    for what, numbers in (*of_maps, bias_of_output, *of_norms, *weights.semantics.learned().items()):
+    found = list[tuple[str, Tensor | None]]()
+    for side in SIDES:
+        for link in weights.chain(side):
+            found += [(f"a map of {side}", link.weight), (f"a bias of {side}", link.bias)]
+    found.append(("the bias of o", weights.o_bias))
+    for which, norm in (("norm", weights.norm), ("memory's norm", weights.memory_norm)):
+        if norm is not None:
+            found += [(f"the weight of the {which}", norm.weight), (f"the bias of the {which}", norm.bias)]
+    for what, numbers in (*found, *weights.semantics.learned().items()):
         if numbers is not None and not are_finite(numbers):
             bad = int((~numbers.isfinite()).sum())
             raise RewriteRefusedError(
@@ -328,14 +325,14 @@ def require_finite(name: str, weights: AttentionWeights) -> None:
 
 
 def require_nothing_between(name: str, side: Side, chain: Chain, advice: str = "") -> None:
-    """Refuse to move parts out of a chain through a norm after a map."""
-    for place, link in enumerate(chain, start=1):
+    """Refuse a chain with a norm after any map: no part of a map can be moved through a norm."""
+    for number, link in enumerate(chain, start=1):
         if link.norm is not None:
-            raise RewriteRefusedError(name, f"there is a norm after map {place} of {side}", advice)
+            raise RewriteRefusedError(name, f"there is a norm after map {number} of {side}", advice)
 
 
 def require_last_map(name: str, side: Side, chain: Chain) -> None:
-    """Refuse to change the channels of a chain ending in a norm without a learned map behind it."""
+    """Refuse to change the channels of a chain through an inner norm; a learned last matrix absorbs it."""
     if side == "o" or not chain or not chain[-1].learned or chain[-1].diagonal:
         require_nothing_between(name, side, chain[:-1])
 
@@ -346,7 +343,7 @@ def share_a_map(one: Chain, other: Chain) -> bool:
 
 
 def sharing_sides(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
-    """Return the other input chains (q, k, v) sharing a map with a chain."""
+    """Return the sides among q, k and v, other than `side`, whose chains share a map with its chain."""
     return tuple(
         other
         for other in INPUT_SIDES
@@ -363,12 +360,11 @@ def separate(chain: Chain) -> Chain:
 
 
 def with_chains(weights: AttentionWeights, chains: dict[Side, Chain]) -> AttentionWeights:
-    """Replace some chains of a layer."""
     return replace(weights, **{str(side): chain for side, chain in chains.items()})  # type: ignore[arg-type]
 
 
 def unchanged(name: str, weights: AttentionWeights, note: str) -> Rewritten:
-    """Return the weights unchanged, with a record of the reason."""
+    """Return the weights unchanged, with a bit-exact record whose note has the reason."""
     return rewritten(name, "bit-exact", weights, weights, notes=(note,))
 
 

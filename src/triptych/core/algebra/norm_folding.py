@@ -104,7 +104,6 @@ def _folded_chains(weights: AttentionWeights, read: dict[Side, Norm | None]) -> 
 
 
 def _inner_norms(chain: Chain) -> list[Link]:
-    """Return gain and shift of the norms between the maps of a chain, as maps."""
     return [found for link in chain[:-1] if (found := link.norm_map) is not None]
 
 
@@ -114,10 +113,10 @@ def _with_inner_norms_folded(weights: AttentionWeights) -> AttentionWeights:
     links: dict[tuple[Chain, bool], Link] = {}
     chains: dict[Chain, Chain] = {}
 
-    def folded(chain: Chain, place: int) -> Link:
-        link = chain[place]
-        is_last = place == len(chain) - 1
-        norm_map = chain[place - 1].norm_map if place else None
+    def folded(chain: Chain, index: int) -> Link:
+        link = chain[index]
+        is_last = index == len(chain) - 1
+        norm_map = chain[index - 1].norm_map if index else None
         new = link if norm_map is None else norm_map.then(link)
         if is_last or link.norm is None or link.norm_map is None:
             return new
@@ -125,10 +124,10 @@ def _with_inner_norms_folded(weights: AttentionWeights) -> AttentionWeights:
 
     for chain in map(weights.chain, INPUT_SIDES):
         if _inner_norms(chain) and chain not in chains:
-            keys = [(chain[: place + 1], place == len(chain) - 1) for place in range(len(chain))]
-            for place, key in enumerate(keys):
+            keys = [(chain[: index + 1], index == len(chain) - 1) for index in range(len(chain))]
+            for index, key in enumerate(keys):
                 if key not in links:
-                    links[key] = folded(chain, place)
+                    links[key] = folded(chain, index)
             chains[chain] = tuple(links[key] for key in keys)
     return with_chains(
         weights, {side: chains.get(weights.chain(side), weights.chain(side)) for side in INPUT_SIDES}
@@ -138,8 +137,8 @@ def _with_inner_norms_folded(weights: AttentionWeights) -> AttentionWeights:
 def require_readers_foldable(
     place: Literal["pre", "post", "sandwich"], norm: Norm | None, readers: dict[str, bool]
 ) -> tuple[str, ...]:
-    """Refuse unless the maps outside the attention can absorb a norm; return the checks in words."""
-    _require_before(NAME_OF_OTHERS, place)
+    """Refuse unless maps (by name; True for a bias slot) can absorb a norm; return the checks in words."""
+    _require_pre_norm(NAME_OF_OTHERS, place)
     checked = ["pre-norm", "nothing else reads the norm", "every map that reads it is learned"]
     if norm is not None and _as_map(norm).bias is not None:
         slotless = [name for name, has_slot in readers.items() if not has_slot]
@@ -159,8 +158,7 @@ def fold_norm_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple
     return weight * (norm.weight + norm.offset), shifted
 
 
-def _require_before(name: str, place: str) -> None:
-    """Refuse post-norms and sandwich norms: the norm has to be directly before its readers."""
+def _require_pre_norm(name: str, place: str) -> None:
     if place == "post":
         raise RewriteRefusedError(name, "the norm is a post-norm: the residual carries its gain, too")
     if place == "sandwich":
@@ -172,7 +170,7 @@ def _require_foldable(
 ) -> tuple[str, ...]:
     """Refuse unless every reader of the norms can absorb them; return the checks in words."""
     # An empty chain of keys is allowed: the map of queries absorbs its gain.
-    _require_before(NAME, weights.norm_place)
+    _require_pre_norm(NAME, weights.norm_place)
     INPUT_READ_BY_MAPS.require(NAME, weights)
     inner = {side: _inner_norms(weights.chain(side)) for side in INPUT_SIDES}
     if not any(read.values()) and not any(inner.values()):
@@ -183,7 +181,7 @@ def _require_foldable(
         raise RewriteRefusedError(NAME, reason)
     for side in INPUT_SIDES:
         if read[side] is not None and not (side == "k" and not weights.k and weights.q):
-            _require_map(side, weights.chain(side))
+            _require_learned_first_map(side, weights.chain(side))
     checked = ["pre-norm", "nothing else reads the norm", "every map that reads it is learned"]
     if weights.other_norm_readers and others:
         checked[1] = f"what else reads the norm takes it up as well: {', '.join(others.maps)}"
@@ -200,7 +198,7 @@ def _require_foldable(
     return tuple(checked)
 
 
-def _require_map(side: Side, chain: Chain) -> None:
+def _require_learned_first_map(side: Side, chain: Chain) -> None:
     if not chain:
         raise RewriteRefusedError(
             NAME, f"{side} is the norm's output itself: no map is there to take up the gain"

@@ -24,7 +24,7 @@ def apply_rotary(
     pairing: Pairing = "halves",
     start: int = 0,
 ) -> Float[Tensor, "*batch length width"]:
-    """Rotate pairs of channels: `(a, b) → (a cos − b sin, a sin + b cos)`."""
+    """Rotate pairs of channels (`RotaryEmbedding.pairs`): `(a, b) → (a cos − b sin, a sin + b cos)`."""
     # Channels before `start` and after the last pair stay unchanged.
     pairs = cos.shape[-1]
     end = start + 2 * pairs
@@ -53,7 +53,7 @@ class OtherFrequencies:
 
     grows = False  # True if every length has a separate rotation
     limit: int  # largest length in tokens with the plain rotation
-    frequencies: Float[Tensor, " pairs"]
+    frequencies: Float[Tensor, " pairs"]  # θ_f of texts above the limit
     times: float = 1.0  # additional factor of rotated channels
 
     def rotation(self, plain: "RotaryEmbedding", length: int) -> "RotaryEmbedding":
@@ -74,10 +74,10 @@ class GrowingBase:
     """
 
     grows = True
-    limit: int
+    limit: int  # largest length in tokens with the plain rotation
     base: float  # b, the base within the limit
     stretch: float  # s
-    times: float = 1.0
+    times: float = 1.0  # additional factor of rotated channels
 
     def rotation(self, plain: "RotaryEmbedding", length: int) -> "RotaryEmbedding":
         width = 2 * len(plain.frequencies)
@@ -153,7 +153,7 @@ class RotaryEmbedding:
     def __call__(
         self, x: Float[Tensor, "*batch length width"], position: int = 0
     ) -> Float[Tensor, "*batch length width"]:
-        """Rotate queries or keys at consecutive positions from `position` on; the last row ends the text.
+        """Rotate queries or keys at consecutive positions from `position` to the end of the text.
 
         The products are computed in at least float32, and rounded to the dtype of `x`.
         """
@@ -164,7 +164,7 @@ class RotaryEmbedding:
     def at(
         self, x: Float[Tensor, "batch heads length width"], positions: Int[Tensor, "*rows placed"], end: int
     ) -> Float[Tensor, "batch heads length width"]:
-        """Rotate queries or keys at given positions below `end`."""
+        """Rotate queries or keys at given positions; `end` is an upper bound above every position."""
         # `end` is an upper bound; above the limit the rotation depends on the exact length of the text.
         if self.long is not None and end > self.long.limit:
             end = int(positions.max()) + 1
@@ -183,21 +183,21 @@ class RotaryEmbedding:
     def cos_sin(
         self, begin: int, end: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Float[Tensor, "positions pairs"], Float[Tensor, "positions pairs"]]:
-        """Return cosines and sines of positions `begin` to `end − 1`, times the factor, for `end` tokens."""
+        """Return cosines and sines, times the factor, from position `begin` on in a text of `end` tokens."""
         if self.places is not None:
             _require_in_picture(end, len(self.places))
         precise = torch.float64 if dtype == torch.float64 else torch.float32
         turned = self.of_length(end)
         if turned is not self:
             grows = self.long is not None and self.long.grows  # tables of one length: not cached
-            return (turned._make if grows else turned.cos_sin)(begin, end, device, precise)
+            return (turned._table if grows else turned.cos_sin)(begin, end, device, precise)
         tables = self._tables.get((device, precise))
         if tables is None or len(tables[0]) < end:
-            tables = self._make(0, max(256, 1 << (end - 1).bit_length()), device, precise)
+            tables = self._table(0, max(256, 1 << (end - 1).bit_length()), device, precise)
             self._tables[device, precise] = tables
         return tables[0][begin:end], tables[1][begin:end]
 
-    def _make(self, begin: int, end: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _table(self, begin: int, end: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # Angles in float64, rounded once: in float32 the error would be 1e-3 at position 30,000.
         # Never inference tensors: training may use the tables of an earlier translation.
         with torch.inference_mode(False):
@@ -299,18 +299,19 @@ class RelativePositionBias(ScoreBias):
     max_distance: int  # distances from here on share the last bucket
 
     def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        distance = -distances(query_positions, key_positions)
-        return self.table.to(q.dtype)[self._buckets(distance)].movedim(-1, -3)
+        offset = -distances(query_positions, key_positions)
+        return self.table.to(q.dtype)[self._buckets(offset)].movedim(-1, -3)
 
-    def _buckets(self, distance: Tensor) -> Tensor:
+    def _buckets(self, offset: Tensor) -> Tensor:
+        """Return the bucket, a row of the table, of each offset: key position − query position."""
         buckets = len(self.table)
-        first = torch.zeros_like(distance)
+        first = torch.zeros_like(offset)
         if self.both_ways:
             buckets //= 2
-            first = (distance > 0) * buckets
-            distance = distance.abs()
+            first = (offset > 0) * buckets
+            distance = offset.abs()
         else:
-            distance = (-distance).clamp(min=0)
+            distance = (-offset).clamp(min=0)
         # Half of the buckets are for single distances, and half for ranges of distances with equal ratios.
         # Logarithms in float32, as in the training of T5.
         exact = buckets // 2
@@ -344,12 +345,12 @@ class PatchPositionBias(ScoreBias):
         other = key_positions[..., None, :] - 1
         down = one // self.columns - other // self.columns + self.rows - 1
         right = one % self.columns - other % self.columns + self.columns - 1
-        place = down * (2 * self.columns - 1) + right
-        last = len(self.table)
-        place = torch.where(one < 0, last - 3, place)
-        place = torch.where(other < 0, last - 2, place)
-        place = torch.where((one < 0) & (other < 0), last - 1, place)
-        return self.table.to(q.dtype)[place].movedim(-1, -3)
+        entry = down * (2 * self.columns - 1) + right
+        count = len(self.table)
+        entry = torch.where(one < 0, count - 3, entry)
+        entry = torch.where(other < 0, count - 2, entry)
+        entry = torch.where((one < 0) & (other < 0), count - 1, entry)
+        return self.table.to(q.dtype)[entry].movedim(-1, -3)
 
 
 @final
@@ -377,18 +378,19 @@ class DisentangledBias(ScoreBias):
         shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         total = torch.zeros(shape, dtype=q.dtype, device=q.device)
         if self.keys is not None:
-            place = (distance + self.span).clamp(0, 2 * self.span - 1)
-            total = total + (q @ self.keys.to(q.dtype).mT).gather(-1, place.expand(shape))
+            row = (distance + self.span).clamp(0, 2 * self.span - 1)
+            total = total + (q @ self.keys.to(q.dtype).mT).gather(-1, row.expand(shape))
         if self.queries is not None:
-            place = (self.span + distance).clamp(0, 2 * self.span - 1).mT
+            row = (self.span + distance).clamp(0, 2 * self.span - 1).mT
             own = k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
             of_keys = (own @ self.queries.to(q.dtype).mT).gather(
-                -1, place.expand(*shape[:2], shape[3], shape[2])
+                -1, row.expand(*shape[:2], shape[3], shape[2])
             )
             total = total + of_keys.mT
         return total * self.scale
 
     def _bucketed(self, distance: Tensor) -> Tensor:
+        """Return the signed bucket of each distance, query position − key position."""
         if self.max_distance is None:
             return distance
         middle = self.span // 2
@@ -401,11 +403,10 @@ class DisentangledBias(ScoreBias):
 def distances(
     queries: Int[Tensor, "*rows query_len"], keys: Int[Tensor, "*columns key_len"]
 ) -> Int[Tensor, "*pairs query_len key_len"]:
-    """Return the distance of each key behind each query: query position − key position."""
+    """Return query position − key position of each query and key: positive for earlier keys."""
     return queries[..., None] - (keys if keys.ndim == 1 else keys[..., None, :])
 
 
 def _require_in_picture(end: int, count: int) -> None:
-    """Raise ValueError for more positions than the tokens of a picture."""
     if end > count:
         raise ValueError(f"there are {end} positions, and a picture has {count}")

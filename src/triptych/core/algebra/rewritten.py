@@ -106,8 +106,8 @@ def rewritten(
     bound: float = 0.0,
     error: float | None = None,
 ) -> Rewritten:
-    """Build the result of a rewrite, with the cost of the layer before and after."""
-    # Scores other than products depend on W_Q and W_K, not on W_QK alone.
+    """Build the result of a rewrite; refuse changed queries or keys of scores other than products."""
+    # Such scores depend on W_Q and W_K, not on W_QK alone.
     if before.semantics.scores is not None and not _same_queries_and_keys(before, after):
         raise RewriteRefusedError(
             name, "queries and keys are compared by scores that are no product, and W_QK says nothing of them"
@@ -123,12 +123,12 @@ def _same_queries_and_keys(one: AttentionWeights, other: AttentionWeights) -> bo
     if len(links[0]) != len(links[1]):
         return False
     return all(
-        _same_numbers(mine.weight, theirs.weight) and _same_numbers(mine.bias, theirs.bias)
+        _are_equal(mine.weight, theirs.weight) and _are_equal(mine.bias, theirs.bias)
         for mine, theirs in zip(*links, strict=True)
     )
 
 
-def _same_numbers(one: Tensor | None, other: Tensor | None) -> bool:
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return one.shape == other.shape and torch.equal(one, other)

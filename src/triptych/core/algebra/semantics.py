@@ -28,7 +28,8 @@ class HeadNorm:
 
     Attributes:
         eps: constant added to the mean square.
-        weight: stored weight, `[width]`, or `[heads, width]` with a row for each head or group of heads. The
+        weight: stored weight, `[width]`, or `[heads, width]` with a row for each head or group of heads; the
+            width is 1 for a gain of all channels, and `channels` where some channels are not normalised. The
             gain is `weight + offset`. Default: a gain of 1.
         bias: shift, with the shapes of `weight`. Default: 0.
         centred: True to subtract the mean first (LayerNorm), False for RMSNorm.
@@ -74,8 +75,8 @@ class HeadNorm:
         if self.channels is not None and self.channels < x.shape[-1]:
             first = x[..., : self.channels]
             rest = x[..., self.channels :]
-            return torch.cat([self._normalised(first), rest], dim=-1)
-        return self._normalised(x)
+            return torch.cat([self._apply(first), rest], dim=-1)
+        return self._apply(x)
 
     def apply_late_gain(self, x: Float[Tensor, "batch heads length width"]) -> Tensor:
         """Multiply rotated queries or keys by the gain, if it is applied after the rotation."""
@@ -106,7 +107,7 @@ class HeadNorm:
         return self.with_own(width, select) if self.per_head else self
 
     def with_own(self, width: int, change: Callable[[Tensor], Tensor]) -> "HeadNorm":
-        """Change the separate parameters of heads, given to `change` as `[heads, width]`."""
+        """Change weight and bias that differ between heads, given to `change` as `[heads, width]`."""
 
         def changed(part: Tensor) -> Tensor:
             if self.over == "all heads":
@@ -116,18 +117,19 @@ class HeadNorm:
         parts: dict[str, Any] = {name: changed(part) for name, part in self.tensors().items()}
         return replace(self, **parts)
 
-    def _normalised(self, x: Tensor) -> Tensor:
+    def _apply(self, x: Tensor) -> Tensor:
+        """Normalise all channels of x, with the gain unless `turned`."""
         wide = torch.promote_types(x.dtype, torch.float32)
         plain = self.turned or self.weight is None
-        weight = self._numbers(None if plain else self.gain(wide), x)
-        bias = self._numbers(self.bias, x)
+        weight = self._for_heads_of(x, None if plain else self.gain(wide))
+        bias = self._for_heads_of(x, self.bias)
         if self.over == "all heads":
-            normal = self._scaled(x.transpose(1, 2).flatten(2), weight, bias)
+            normal = self._normalise_rows(x.transpose(1, 2).flatten(2), weight, bias)
             return normal.reshape(*normal.shape[:2], x.shape[1], x.shape[3]).transpose(1, 2)
-        return self._scaled(x, weight, bias)
+        return self._normalise_rows(x, weight, bias)
 
-    def _numbers(self, part: Tensor | None, x: Tensor) -> Tensor | None:
-        """Expand a weight or bias to the heads of x, `[batch, heads, length, width]`."""
+    def _for_heads_of(self, x: Tensor, part: Tensor | None) -> Tensor | None:
+        """Repeat the rows of a weight or bias for the heads of x, `[batch, heads, length, width]`."""
         if part is None:
             return None
         heads = x.shape[1]
@@ -139,7 +141,7 @@ class HeadNorm:
             return part
         return (part.repeat_interleave(heads // len(part), dim=0) if len(part) < heads else part)[:, None]
 
-    def _scaled(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def _normalise_rows(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         dtype = x.dtype
         x = x.to(torch.promote_types(dtype, torch.float32))
         if self.centred:
@@ -201,7 +203,7 @@ class HeadGate:
     def of_shares(
         self, shares: Float[Tensor, "batch length gates"]
     ) -> Float[Tensor, "batch heads length channels"]:
-        """Arrange the values of gates by head, with 1 for ungated heads and a minus for their partners."""
+        """Arrange the sigmoids of gates by head, with 1 for ungated heads and a minus for their partners."""
         heads = (len(self.weight), -1)
         of_heads: Tensor = shares.unflatten(-1, heads).transpose(1, 2)  # type: ignore[no-untyped-call]
         if not self.whole:
@@ -210,8 +212,7 @@ class HeadGate:
         one = torch.ones_like(of_heads[:, 0])
         return torch.stack([one if whole else next(negative) for whole in self.whole], dim=1)
 
-    def _own(self, heads: Iterable[int]) -> list[int]:
-        """Return the gated heads among some heads."""
+    def _gated(self, heads: Iterable[int]) -> list[int]:
         return [head for head in heads if not self.whole or not self.whole[head]]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -233,8 +234,8 @@ class HeadGate:
 
     def select_heads(self, order: Sequence[int]) -> "HeadGate | None":
         """Select the gates of some heads in a given order; None if all of these heads are ungated."""
-        rows = {head: row for row, head in enumerate(self._own(range(self.num_heads)))}
-        chosen = [rows[head] for head in self._own(order)]
+        rows = {head: row for row, head in enumerate(self._gated(range(self.num_heads)))}
+        chosen = [rows[head] for head in self._gated(order)]
         if not chosen:
             return None
         whole = tuple(self.whole[head] for head in order) if self.whole else ()
@@ -255,7 +256,7 @@ class Temperature:
 
     strength: float  # factor of the logarithm
     every: float  # number of positions with the same factor
-    first: int = 0  # number of position m = 0
+    first: int = 0  # offset added to the position: 1 if the formula counts positions from 1
 
     def __call__(
         self, q: Float[Tensor, "batch heads length width"], positions: Int[Tensor, "*rows placed"]
@@ -504,12 +505,11 @@ def select_rows(part: Tensor, rows: list[int]) -> Tensor:
 
 
 def _select_heads_of(part: Any, order: list[int]) -> Any:
-    """Select some heads of a field with parameters for each query head."""
     return select_rows(part, order) if isinstance(part, Tensor) else part.select_heads(order)
 
 
-# Fields with separate parameters per head, and the heads in question: of queries, keys or values. All code
-# selecting or reordering heads follows this table.
+# Fields with separate parameters per head, and the side whose heads these are. All code that selects or
+# reorders heads follows this table.
 HEADS_OF: Mapping[str, HeadSide] = {
     "q_norm": "q",
     "k_norm": "k",

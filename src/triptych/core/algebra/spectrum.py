@@ -42,7 +42,7 @@ class Spectrum:
         """
         shares = self._relative / or_one(self._relative.sum(dim=-1, keepdim=True))
         entropy: Tensor = torch.special.entr(shares).sum(dim=-1)
-        return entropy.exp() * self._alive
+        return entropy.exp() * self._is_nonzero
 
     @property
     def stable_rank(self) -> Float[Tensor, "*batch"]:
@@ -60,7 +60,7 @@ class Spectrum:
         """Share of Σσ² in the first 1, 2, … singular values; 1 if all singular values are 0."""
         squares = self._relative.square()
         shares = squares.cumsum(dim=-1) / or_one(squares.sum(dim=-1, keepdim=True))
-        return torch.where(self._alive[..., None], shares, 1.0)
+        return torch.where(self._is_nonzero[..., None], shares, 1.0)
 
     def rank(self, tolerance: float) -> Int[Tensor, "*batch"]:
         """Count the singular values above `tolerance` times the largest singular value."""
@@ -70,7 +70,7 @@ class Spectrum:
         """Return the lowest rank for a loss of at most this share of Σσ²; 0 if all singular values are 0."""
         kept = self.kept
         missing = kept.lt(1 - loss - _ROUNDING * math.sqrt(kept.shape[-1])).sum(dim=-1)
-        return (missing + 1) * self._alive
+        return (missing + 1) * self._is_nonzero
 
     @property
     def _relative(self) -> Tensor:
@@ -78,7 +78,7 @@ class Spectrum:
         return self.values / or_one(self.values[..., :1])
 
     @property
-    def _alive(self) -> Tensor:
+    def _is_nonzero(self) -> Tensor:
         return self.values[..., 0] > 0
 
 

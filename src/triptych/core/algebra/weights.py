@@ -59,20 +59,20 @@ class Link:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters, biases included; 0 if the map is not learned."""
+        """Number of parameters of weight and bias, without the norm; 0 if the map is not learned."""
         if not self.learned:
             return 0
         return self.weight.numel() + (0 if self.bias is None else self.bias.numel())
 
     @property
     def flops(self) -> int:
-        """Floating-point operations for one token, biases left out."""
+        """Floating-point operations of all copies for one token, biases left out; 0 for a fixed matrix."""
         if self.diagonal:
             return self.weight.numel()
         return 2 * self.weight.numel() if self.learned else 0
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Link":
-        """Apply a function to every tensor of the map."""
+        """Apply a function to every tensor of the map and of its norm."""
         bias = None if self.bias is None else change(self.bias)
         norm = self.norm
         if norm is not None:
@@ -80,7 +80,7 @@ class Link:
         return replace(self, weight=change(self.weight), bias=bias, norm=norm)
 
     def repeat(self, num_heads: int) -> "Link":
-        """Repeat the copies of the map to `num_heads`, a multiple of `copies`."""
+        """Repeat each copy for consecutive heads, `num_heads` in total, a multiple of `copies`."""
         times = num_heads // self.copies
         if times == 1:
             return self
@@ -197,7 +197,7 @@ class AttentionWeights:
     memory_norm: Norm | None = None  # norm of the memory of a cross-attention
     norm_place: Literal["pre", "post", "sandwich"] = "pre"  # position of the norm around the layer
     other_norm_readers: str = ""  # readers of the norm's output besides this layer; "" if there are none
-    bias_slots: frozenset[str] = frozenset(SIDES)  # maps with room for a bias in the target format
+    bias_slots: frozenset[str] = frozenset(SIDES)  # sides whose maps can have a bias in the target format
 
     def __repr__(self) -> str:
         maps = {
@@ -224,6 +224,7 @@ class AttentionWeights:
         return {"q": self.q, "k": self.k, "v": self.v, "o": self.o}[side]
 
     def links(self) -> Iterator[Link]:
+        """Yield every map of the four chains, shared maps once."""
         seen: set[int] = set()
         for side in SIDES:
             for link in self.chain(side):
@@ -232,7 +233,7 @@ class AttentionWeights:
                     yield link
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield every tensor of maps and norms, shared tensors once."""
+        """Yield every tensor of maps and norms, those of shared maps once."""
         # The tensors of `semantics` are left out: their dtype may differ (ALiBi's slopes are float64).
         for link in self.links():
             yield link.weight
@@ -254,7 +255,7 @@ class AttentionWeights:
 
     @property
     def norms_within(self) -> bool:
-        """True if a map of a chain is followed by a norm."""
+        """True if a norm follows any map, the last map of a chain included."""
         return any(link.norm is not None for link in self.links())
 
     def tied(self, one: Side, other: Side) -> bool:
@@ -263,7 +264,7 @@ class AttentionWeights:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters of maps, biases and gates; shared parameters count once."""
+        """Number of parameters of maps, biases and gates, without norms; shared parameters count once."""
         gate = self.semantics.gate
         return (
             sum(link.num_parameters for link in self.links())
@@ -272,7 +273,7 @@ class AttentionWeights:
         )
 
     def copies(self, side: Side) -> int:
-        """Count the different maps of a chain; 1 for an empty chain."""
+        """Return the largest number of copies of a map in a chain; 1 for an empty chain."""
         return max((link.copies for link in self.chain(side)), default=1)
 
     def width(self, side: HeadSide) -> int:
@@ -282,17 +283,17 @@ class AttentionWeights:
 
     @property
     def _head_sides(self) -> dict[HeadSide, tuple[int, int]]:
-        """Number and width of the queries, keys and values."""
+        """Number of heads, and width of a head, of queries, keys and values."""
         return {side: (self.copies(side), self.width(side)) for side in HEAD_SIDES}
 
     @property
     def num_key_heads(self) -> int:
-        """Number of different key maps."""
+        """Number of key heads: 1, one for each group of query heads, or one for each query head."""
         return self.copies("k")
 
     @property
     def num_value_heads(self) -> int:
-        """Number of different value maps."""
+        """Number of value heads: 1, one for each group of query heads, or one for each query head."""
         return self.copies("v")
 
     def multiplied(self, side: Side) -> Link:
@@ -311,15 +312,16 @@ class AttentionWeights:
         return whole
 
     def behind_norms(self) -> "AttentionWeights":
-        """Cut the chains of queries, keys and values after their last norm.
+        """Remove from the chains of queries, keys and values all maps up to their last inner norm.
 
-        The first remaining map reads the normalised values, and absorbs gain and shift of the norm.
+        An inner norm stands between two maps. The first remaining map reads the normalised vector of this
+        norm, and absorbs its gain and shift.
         """
         chains: dict[str, Chain] = {}
         for side in SIDES[:3]:
             chain = self.chain(side)
             last = max(
-                (place for place, link in enumerate(chain[:-1], 1) if link.norm is not None), default=0
+                (count for count, link in enumerate(chain[:-1], 1) if link.norm is not None), default=0
             )
             chains[side] = chain[last:]
             if last and (norm_map := chain[last - 1].norm_map) is not None:
@@ -373,7 +375,7 @@ class AttentionWeights:
         return BilinearForm(exact.W_V, exact.W_O.mT)
 
     def _for_products(self, *sides: Side) -> "AttentionWeights":
-        """Convert weights to float32 if chains of several maps would be multiplied in half precision."""
+        """Convert all maps to at least float32 if one of these chains has several maps to multiply."""
         if all(len(self.chain(side)) < 2 for side in sides):
             return self
         return self.mapped(at_least_float32)
@@ -394,7 +396,7 @@ class AttentionWeights:
         num_heads: int | None = None,
         **others: Any,
     ) -> "AttentionWeights":
-        """Change every map of some chains, and other fields; shared maps and chains stay shared."""
+        """Change every map of some chains, and fields in `others`; shared maps and chains stay shared."""
         # Keyed by identity, so that a shared object is changed once.
         links: dict[int, Link] = {}
         chains: dict[int, Chain] = {}
@@ -449,7 +451,7 @@ class AttentionWeights:
 
     @property
     def takes_up_scale(self) -> bool:
-        """True if the query map can absorb another scale of the scores."""
+        """True if the last query map can absorb another scale: learned, unshared, read by products only."""
         semantics = self.semantics
         q = self.q
         read = semantics.bias is not None and semantics.bias.reads_content
@@ -458,7 +460,7 @@ class AttentionWeights:
         return bool(q) and q[-1].learned and q[-1].norm is None and not self.tied("q", "k") and not changes
 
     def with_scale(self, scale: float) -> "AttentionWeights":
-        """Change the scale without changing the scores: the query map absorbs the ratio."""
+        """Change the scale, not the scores: the last query map absorbs the ratio, or else ValueError."""
         if math.isclose(scale, self.scale, rel_tol=1e-12):
             return self
         # A map shared with the keys cannot absorb the ratio: the keys would change as well.
@@ -482,7 +484,7 @@ class AttentionWeights:
     def with_single_links(self) -> "AttentionWeights":
         """Multiply every chain into one link, in at least float32; shared chains stay shared.
 
-        As in `multiplied`, only the gain of a norm between two links is kept.
+        As in `multiplied`, only the gain of a norm between two links is kept; an empty chain is the identity.
         """
         wide = torch.promote_types(self.dtype, torch.float32)
         whole = self if all(len(self.chain(side)) == 1 for side in SIDES) else self.to(wide)

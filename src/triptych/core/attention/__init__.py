@@ -1,9 +1,9 @@
-"""The attention layer: the operation, masks, positions, the cache, and the ways to write a head.
+"""The attention layer: the operation, masks, positions, the cache, and the parameterisations of heads.
 
 `MultiHeadAttention` (`layer.py`) contains projections, built by a `Parameterisation` (`projections/`) from
 chains of maps. `attention` (`operation.py`) computes softmax(QKᵀ)V by the kernel that `routes.py` chooses;
-`written_out.py` is the slow reference. A `LayerCache` (`layer_cache.py`) stores decoded tokens in the form
-that the parameterisation needs. Hidden states in, hidden states out. Start with `layer.py`, then
+the steps of `steps.py` are the slow reference. A `LayerCache` (`layer_cache.py`) stores decoded tokens in the
+form that the parameterisation needs. Hidden states in, hidden states out. Start with `layer.py`, then
 `projections/table.py`.
 """
 
@@ -25,7 +25,7 @@ from triptych.core.attention.position_modules import NoPositions as NoPositions
 from triptych.core.attention.position_modules import PositionIds as PositionIds
 from triptych.core.attention.position_modules import RotaryPositions as RotaryPositions
 from triptych.core.attention.position_modules import SinusoidalPositions as SinusoidalPositions
-from triptych.core.attention.position_modules import TokenPlaces as TokenPlaces
+from triptych.core.attention.position_modules import TokenPositions as TokenPositions
 from triptych.core.attention.position_modules import sinusoidal as sinusoidal
 from triptych.core.attention.projections import PARAMETERISATIONS as PARAMETERISATIONS
 from triptych.core.attention.projections import parameterisation as parameterisation
@@ -70,8 +70,8 @@ from triptych.core.attention.steps import BEFORE_ROTATION as BEFORE_ROTATION
 from triptych.core.attention.steps import LOCATE as LOCATE
 from triptych.core.attention.steps import ROTATE as ROTATE
 from triptych.core.attention.steps import SIDE_STEPS as SIDE_STEPS
-from triptych.core.attention.steps import SOFTMAX as SOFTMAX
 from triptych.core.attention.steps import TEMPER as TEMPER
+from triptych.core.attention.steps import TO_WEIGHTS as TO_WEIGHTS
 from triptych.core.attention.steps import Tap as Tap
 from triptych.core.attention.steps import causal_mask as causal_mask
 from triptych.core.attention.steps import compare as compare

@@ -13,7 +13,7 @@ from triptych.core.algebra.semantics import HeadGate, HeadNorm, Kind, Semantics
 from triptych.core.algebra.weights import AttentionWeights, HeadForms, standard_scale
 from triptych.core.attention.layer_cache import AttentionCache
 from triptych.core.attention.operation import Explanation, compute_attention, explain_inputs
-from triptych.core.attention.position_modules import AttentionPositions, PositionIds, TokenPlaces
+from triptych.core.attention.position_modules import AttentionPositions, PositionIds, TokenPositions
 from triptych.core.attention.projections import fit_parameterisation
 from triptych.core.attention.projections.abstract import Parameterisation
 from triptych.core.attention.projections.composed import AsWritten, ScaledOutside, ScalePlace
@@ -54,20 +54,20 @@ ACTIVATIONS: tuple[Activation, ...] = ("q", "k", "v", "scores", "weights", "z")
 class Kept(NamedTuple):
     """Keys and values of a call in cached form (`Projections.project_kv`), and the positions of tokens."""
 
-    places: TokenPlaces
+    token_positions: TokenPositions
     entries: tuple[Tensor, ...]
 
     def __repr__(self) -> str:
         return shown_fields(type(self).__name__, self._asdict())
 
     def of_row(self, row: int, query_len: int, key_len: int) -> "Kept":
-        """Select one row of the batch and cut padding on the right."""
+        """Select one row of the batch, with its first `query_len` queries and `key_len` keys."""
         one = slice(row, row + 1)
-        keys = self.places.keys
-        given = self.places.given and self.places.given.of_row(row, query_len)
+        keys = self.token_positions.keys
+        given = self.token_positions.given and self.token_positions.given.of_row(row, query_len)
         keys = keys[one, :key_len] if keys is not None and keys.ndim == 2 else keys
-        places = self.places._replace(given=given, keys=keys)
-        return Kept(places, tuple(entry[one, :, :key_len] for entry in self.entries))
+        token_positions = self.token_positions._replace(given=given, keys=keys)
+        return Kept(token_positions, tuple(entry[one, :, :key_len] for entry in self.entries))
 
 
 @final
@@ -84,6 +84,7 @@ class LayerSteps:
     biased: Float[Tensor, "batch heads query_len key_len"]  # scaled products plus position bias
     # input of the softmax, after the soft cap and before any mask
     scores: Float[Tensor, "batch heads query_len key_len"]
+    # True where a query may attend: mask, causality, window and chunk
     visible: Bool[Tensor, "#batch #heads #query_len key_len"]
     weights: Float[Tensor, "batch heads query_len key_len"]
     # factor of the mixed values of each head; None without a gate
@@ -107,7 +108,7 @@ class LayerSteps:
         return shown_fields(type(self).__name__, {one.name: getattr(self, one.name) for one in fields(self)})
 
 
-_FROM_THE_START = TokenPlaces(0)
+_FROM_THE_START = TokenPositions(0)
 # Epsilon of QK-norm, the value of most families.
 _EPS = 1e-6
 # Fields of `Semantics` that leave the absorbed route exact: they change neither keys nor values after their
@@ -348,9 +349,9 @@ class MultiHeadAttention(nn.Module):
         return replace(found, semantics=semantics)
 
     def borrow(self, lender: "MultiHeadAttention") -> None:
-        """Make this a KV-sharing layer with the key and value maps of another layer of equal structure."""
+        """Make this a KV-sharing layer with the key maps, value maps and key norm of an equal layer."""
         self.borrows = True
-        self.projections.share_keys(lender.projections)
+        self.projections.share_keys_and_values(lender.projections)
         for name in ("k_norm_weight", "k_norm_bias"):
             if name in self._learned:
                 setattr(self, name, getattr(lender, name))
@@ -391,7 +392,7 @@ class MultiHeadAttention(nn.Module):
                 Causality follows the order of tokens, not their positions.
             lent: for a KV-sharing layer, `kept` of the layer that shares keys and values, from the same call
                 of the model.
-            path: see `attention`; "reference" also forces the expanded route.
+            path: see `operation.attention`; "reference" also forces the expanded route.
 
         Raises:
             ValueError: an input has the wrong width, a parameterisation with shared maps of keys and values
@@ -402,17 +403,19 @@ class MultiHeadAttention(nn.Module):
         semantics = self.semantics
         causal = is_causal(semantics, causal)
         # project; keys and values in cached form
-        q, places, cached = self._project(semantics, x, memory, value_memory, cache, positions, lent)
+        q, token_positions, cached = self._project(semantics, x, memory, value_memory, cache, positions, lent)
         # norm, clip, rotate, gain, temper
-        q = prepare(q, "q", semantics, places, self._on_queries)
+        q = prepare(q, "q", semantics, token_positions, self._on_queries)
         # Kernels do not expose the activations for a tap, so the watched steps compute the call instead.
         if self.tap is not None:
             first = _first_query(q, cached, memory)
-            steps = self._watched(semantics, x, q, places, cached, mask, causal, first, self.tap, None)
+            steps = self._watched(
+                semantics, x, q, token_positions, cached, mask, causal, first, self.tap, None
+            )
             return LayerOutput(steps.output, steps.weights if need_weights else None, steps.kept)
         # The same for keys and values; then locate.
         dropout = self.dropout if self.training else 0.0
-        inputs, route = self._inputs(semantics, q, places, cached, mask, causal, dropout, path)
+        inputs, route = self._inputs(semantics, q, token_positions, cached, mask, causal, dropout, path)
         # products, scale, bias, cap, softmax, mix (a kernel)
         attended = compute_attention(inputs, need_weights, path)
         mixed = self.projections.values(attended.output, route)
@@ -421,7 +424,7 @@ class MultiHeadAttention(nn.Module):
         z = self.before_output(mixed if factors is None else mixed * factors)
         # output
         output = self.projections.output(z)
-        return LayerOutput(output, attended.weights, Kept(places, cached))
+        return LayerOutput(output, attended.weights, Kept(token_positions, cached))
 
     def steps(
         self,
@@ -443,18 +446,18 @@ class MultiHeadAttention(nn.Module):
         self._check_inputs(x, memory, None)
         semantics = self.semantics
         causal = is_causal(semantics, causal)
-        q, places, cached = self._project(semantics, x, memory, None, cache, positions, lent)
-        q = prepare(q, "q", semantics, places, self._on_queries)
+        q, token_positions, cached = self._project(semantics, x, memory, None, cache, positions, lent)
+        q = prepare(q, "q", semantics, token_positions, self._on_queries)
         first = _first_query(q, cached, memory)
         tap = self.tap or _untouched
-        return self._watched(semantics, x, q, places, cached, mask, causal, first, tap, row)
+        return self._watched(semantics, x, q, token_positions, cached, mask, causal, first, tap, row)
 
     def _watched(
         self,
         semantics: Semantics,
         x: Tensor,
         q: Tensor,
-        places: TokenPlaces,
+        token_positions: TokenPositions,
         cached: tuple[Tensor, ...],
         mask: Tensor | None,
         causal: bool,
@@ -462,12 +465,12 @@ class MultiHeadAttention(nn.Module):
         tap: Tap,
         row: int | None,
     ) -> LayerSteps:
-        """Walk the steps from prepared queries to the output; a tap sees and replaces activations."""
-        k, v = self._keys_values(semantics, places, cached)
+        """Walk the steps from prepared queries to the output, and select one query unless `row` is None."""
+        k, v = self._keys_values(semantics, token_positions, cached)
         q = tap("q", q, first)
         k = tap("k", for_heads(k, self.num_heads), first)
         v = tap("v", for_heads(v, self.num_heads), first)
-        queries, keys = _query_and_key_positions(places, q, k)
+        queries, keys = _query_and_key_positions(token_positions, q, k)
         visible = visible_keys(mask, causal, q.shape[2], k.shape[2], q.device)
         # A tap may read and change any query, so the row is selected at the end.
         if row is not None and tap is _untouched:
@@ -504,7 +507,7 @@ class MultiHeadAttention(nn.Module):
             gate=factors,
             z=z,
             output=self.projections.output(z),
-            kept=Kept(places, cached),
+            kept=Kept(token_positions, cached),
         )
         return steps if row is None else steps.of_query(row)
 
@@ -524,9 +527,9 @@ class MultiHeadAttention(nn.Module):
         """
         self._check_inputs(x, memory, None)
         semantics = self.semantics
-        q, places, cached = self._project(semantics, x, memory, None, None, positions, lent)
-        q = prepare(q, "q", semantics, places, self._on_queries)
-        k, _ = self._keys_values(semantics, places, cached)
+        q, token_positions, cached = self._project(semantics, x, memory, None, None, positions, lent)
+        q = prepare(q, "q", semantics, token_positions, self._on_queries)
+        k, _ = self._keys_values(semantics, token_positions, cached)
         first = _first_query(q, cached, memory)
         watch = None
         if self.tap is not None:
@@ -535,7 +538,7 @@ class MultiHeadAttention(nn.Module):
             watch = watch_with(self.tap, first)
         # Half precision would round the weights.
         wide = torch.promote_types(q.dtype, torch.float32)
-        where = _query_and_key_positions(places, q, k)
+        where = _query_and_key_positions(token_positions, q, k)
         causal = is_causal(semantics, causal)
         return QueriesAndKeys(q.to(wide), k.to(wide), semantics, *where, mask, causal, watch)
 
@@ -570,10 +573,10 @@ class MultiHeadAttention(nn.Module):
         # The choice depends on sizes, dtypes and gradients, not on values: zeros suffice.
         y = self._zeros(batch, key_len, self.projections.memory_width)
         q = self.projections.queries(self._zeros(batch, query_len, self.d_model))
-        places = TokenPlaces(max(0, key_len - query_len))
-        q = prepare(q, "q", semantics, places, self._on_queries)
+        token_positions = TokenPositions(max(0, key_len - query_len))
+        q = prepare(q, "q", semantics, token_positions, self._on_queries)
         cached = self._to_cache(semantics, self.projections.project_kv(y, y), _FROM_THE_START)
-        inputs, route = self._inputs(semantics, q, places, cached, mask, causal, dropout, path)
+        inputs, route = self._inputs(semantics, q, token_positions, cached, mask, causal, dropout, path)
         return route, explain_inputs(inputs, need_weights, path)
 
     def _zeros(self, batch: int, length: int, width: int) -> Tensor:
@@ -610,8 +613,8 @@ class MultiHeadAttention(nn.Module):
         cache: AttentionCache | None,
         positions: PositionIds | None,
         lent: Kept | None,
-    ) -> tuple[Tensor, TokenPlaces, tuple[Tensor, ...]]:
-        """Return queries, positions, and keys and values in cached form of all tokens attended to."""
+    ) -> tuple[Tensor, TokenPositions, tuple[Tensor, ...]]:
+        """Project; return queries, positions, and keys and values in cached form, with those of the cache."""
         # KV-sharing layers use the keys and values of another layer of the same call.
         if lent is not None:
             return self.projections.queries(x), *lent
@@ -626,71 +629,71 @@ class MultiHeadAttention(nn.Module):
                 keys_from, keys_from if value_memory is None else value_memory
             )
             q = self.projections.queries(x)
-        places = _FROM_THE_START if memory is not None else TokenPlaces.after(cache, positions)
-        added = self._to_cache(semantics, added, places)
+        token_positions = _FROM_THE_START if memory is not None else TokenPositions.after(cache, positions)
+        added = self._to_cache(semantics, added, token_positions)
         if cache is None:
-            return q, places, added
+            return q, token_positions, added
         if memory is not None or not self._caches_positions:
-            return q, places, cache.append(added)
-        return q, *places.add(cache, added)
+            return q, token_positions, cache.append(added)
+        return q, *token_positions.add(cache, added)
 
     def _to_cache(
-        self, semantics: Semantics, added: tuple[Tensor, ...], places: TokenPlaces
+        self, semantics: Semantics, added: tuple[Tensor, ...], token_positions: TokenPositions
     ) -> tuple[Tensor, ...]:
         """Walk the steps before the cache, on projected keys and values of new tokens."""
         if self.projections.caches_keys:
             k, v = added
-            k = prepare(k, "k", semantics, places, self._on_keys)
-            return k, prepare(v, "v", semantics, places, self._on_values)
+            k = prepare(k, "k", semantics, token_positions, self._on_keys)
+            return k, prepare(v, "v", semantics, token_positions, self._on_values)
         if self._rotate_latents is not None:
             (latents,) = added
-            return (places.rotate(latents, self._rotate_latents),)
+            return (token_positions.rotate(latents, self._rotate_latents),)
         if self._keeps_keys:
             k, _ = self.projections.keys_values(added)
-            return *added, prepare(k, "k", semantics, places, self._on_keys)
+            return *added, prepare(k, "k", semantics, token_positions, self._on_keys)
         return added
 
     def _keys_values(
-        self, semantics: Semantics, places: TokenPlaces, cached: tuple[Tensor, ...]
+        self, semantics: Semantics, token_positions: TokenPositions, cached: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values from their cached form: walk the steps after the cache."""
         k, v = self.projections.keys_values(cached)
         if self.projections.caches_keys:
             return k, v
-        v = prepare(v, "v", semantics, places, self._on_values)
+        v = prepare(v, "v", semantics, token_positions, self._on_values)
         if self._keeps_keys:
             return cached[1], v
         if self._on_keys and self._rotate_latents is None:
-            k = prepare(k, "k", semantics, places.of_keys(k), self._on_keys)
+            k = prepare(k, "k", semantics, token_positions.of_keys(k), self._on_keys)
         return k, v
 
     def _inputs(
         self,
         semantics: Semantics,
         q: Tensor,
-        places: TokenPlaces,
+        token_positions: TokenPositions,
         cached: tuple[Tensor, ...],
         mask: Tensor | None,
         causal: bool,
         dropout: float,
         path: Path,
     ) -> tuple[Inputs, Route]:
-        """Return the inputs of the operation, and the route by which the outputs of heads are read."""
+        """Return the inputs of the operation, and the route that `Projections.values` has to finish."""
         key_len = cached[0].shape[2]
         route = self.projections.route(q.shape[2], key_len)
         # If there are more queries than keys, a causal mask leaves the first queries without keys.
         sums_to_one = mask is None and dropout == 0.0 and not (causal and q.shape[2] > key_len)
         # Weights with the sum 1 leave a bias of the values unchanged.
-        is_exact = sums_to_one or self.projections.absorbs_biases
+        is_exact = sums_to_one or self.projections.is_absorbed_exact_below_one
         if path == "reference" or self._needs_expanded or not is_exact:
             route = "expanded"
         if route == "absorbed":
             q, k, v = self.projections.absorbed(q, cached)
         else:
-            k, v = self._keys_values(semantics, places, cached)
+            k, v = self._keys_values(semantics, token_positions, cached)
         bias = None
         if self._compares_positions:
-            near, bias = LOCATE.run(q, k, semantics, *_query_and_key_positions(places, q, k))
+            near, bias = LOCATE.run(q, k, semantics, *_query_and_key_positions(token_positions, q, k))
             mask = both(mask, near)
         return Inputs(q, k, v, mask, bias, causal, semantics, dropout), route
 
@@ -701,13 +704,11 @@ def _first_query(q: Tensor, cached: tuple[Tensor, ...], memory: Tensor | None) -
 
 
 def _untouched(name: str, value: Tensor, first: int | None) -> Tensor:
-    """Return the value unchanged, as the default tap."""
     return value
 
 
-def _query_and_key_positions(places: TokenPlaces, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions of queries and keys."""
-    if places.given is not None:
-        return places.query_positions(q), places.key_positions(k)
+def _query_and_key_positions(token_positions: TokenPositions, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    if token_positions.given is not None:
+        return token_positions.query_positions(q), token_positions.key_positions(k)
     key_len = k.shape[2]
-    return torch.arange(key_len - q.shape[2], key_len, device=q.device), places.key_positions(k)
+    return torch.arange(key_len - q.shape[2], key_len, device=q.device), token_positions.key_positions(k)

@@ -79,12 +79,12 @@ class LayerCache(AttentionCache):
 
 @final
 class DecoderCache:
-    """The caches of a whole decoder: target tokens (`own`) and memory, for every layer."""
+    """The caches of a whole decoder: for every layer a cache of target tokens and a cache of the memory."""
 
     def __init__(self, num_layers: int, new: Callable[[], AttentionCache] = LayerCache) -> None:
-        """Create empty caches."""
-        self.own = [new() for _ in range(num_layers)]
-        self.memory = [LayerCache() for _ in range(num_layers)]
+        """Create empty caches; `new` makes a cache of target tokens."""
+        self.own = [new() for _ in range(num_layers)]  # keys and values of the tokens before
+        self.memory = [LayerCache() for _ in range(num_layers)]  # of the encoder's output
 
     @property
     def length(self) -> int:

@@ -23,12 +23,12 @@ SinusoidalLayout = Literal["halves", "interleaved", "tensor2tensor"]
 class PositionIds(NamedTuple):
     """Explicit positions of tokens, in place of consecutive positions."""
 
-    # position of every token; a single id for all tokens; `[batch, length]` if the rows of a batch differ, as
-    # under padding on the left
+    # position of every token: `[length]`, `[1]` for one position of all tokens, or `[batch, length]` if the
+    # rows of a batch differ, as under padding on the left
     ids: Int[Tensor, "*rows length"]
     end: int  # upper bound above every id, known without reading the tensor
-    # number of tokens per position: key j has position j // sharing. If None, layers that compare positions
-    # cache the positions of keys
+    # number of consecutive tokens with one position: key j has position j // sharing. If None, layers that
+    # compare positions cache the positions of keys
     sharing: int | None = None
 
     def of_row(self, row: int, length: int) -> "PositionIds":
@@ -36,10 +36,10 @@ class PositionIds(NamedTuple):
         ids = self.ids[row : row + 1] if self.ids.ndim == 2 else self.ids
         return self._replace(ids=ids[..., :length])
 
-    def slot_positions(self, count: Any) -> Int[Tensor, " key_len"]:
-        """Return the positions of `count` keys; `count` is an int, or a symbol in a traced model."""
-        slots = torch.arange(count, device=self.ids.device)
-        return slots if self.sharing in (None, 1) else slots // self.sharing
+    def positions_of_first_keys(self, count: Any) -> Int[Tensor, " key_len"]:
+        """Return the positions of the first `count` keys (a symbol in a traced model) of a text."""
+        keys = torch.arange(count, device=self.ids.device)
+        return keys if self.sharing in (None, 1) else keys // self.sharing
 
     @staticmethod
     def rows(
@@ -58,7 +58,7 @@ class PositionIds(NamedTuple):
         return start.end if isinstance(start, PositionIds) else start + x.shape[-2]
 
 
-class TokenPlaces(NamedTuple):
+class TokenPositions(NamedTuple):
     """Positions of the tokens and of the keys of a call."""
 
     start: int  # position of the first token, without given positions
@@ -67,18 +67,20 @@ class TokenPlaces(NamedTuple):
     keys: Int[Tensor, "*rows key_len"] | None = None
 
     @classmethod
-    def after(cls, cache: AttentionCache | None, given: PositionIds | None) -> "TokenPlaces":
+    def after(cls, cache: AttentionCache | None, given: PositionIds | None) -> "TokenPositions":
         """Build the positions of tokens after the tokens of a cache, if there is a cache."""
         own = given.ids if cache is None and given is not None and given.sharing is None else None
         return cls(0 if cache is None else cache.length, given, own)
 
-    def piece(self, queries: slice, keys: slice) -> "TokenPlaces":
+    def piece(self, queries: slice, keys: slice) -> "TokenPositions":
         """Select given positions and key positions by slices; `start` stays unchanged."""
         given = self.given and self.given._replace(ids=self.given.ids[..., queries])
         return self._replace(given=given, keys=None if self.keys is None else self.keys[..., keys])
 
-    def add(self, cache: AttentionCache, new: tuple[Tensor, ...]) -> "tuple[TokenPlaces, tuple[Tensor, ...]]":
-        """Append tokens to a cache, with given positions; return updated positions and all entries."""
+    def add(
+        self, cache: AttentionCache, new: tuple[Tensor, ...]
+    ) -> "tuple[TokenPositions, tuple[Tensor, ...]]":
+        """Append tokens to a cache, with given positions; return the positions and entries of all tokens."""
         given = self.given
         keeps = given is not None and given.sharing is None
         try:
@@ -94,20 +96,20 @@ class TokenPlaces(NamedTuple):
         return self._replace(keys=keys[:, 0, :, 0]), tuple(held)
 
     def rotate(self, x: Tensor, rotary: RotaryEmbedding) -> Tensor:
-        """Rotate queries or keys of the tokens."""
+        """Rotate queries or keys of the tokens, `[batch, heads, length, width]`, by their positions."""
         if self.given is None:
             return rotary(x, self.start)
         return rotary.at(x, self.given.ids, self.given.end)
 
-    def of_keys(self, k: Tensor) -> "TokenPlaces":
+    def of_keys(self, k: Tensor) -> "TokenPositions":
         """Return the positions of all keys, including cached keys, as positions of tokens."""
         given = self.given
         if given is None:
-            return TokenPlaces(0)
+            return TokenPositions(0)
         if self.keys is not None:
-            return TokenPlaces(0, PositionIds(self.keys, max(given.end, k.shape[2])))
-        # Slots without a token may follow: their positions are clamped below `end`.
-        return TokenPlaces(0, PositionIds(self.key_positions(k).clamp(max=given.end - 1), given.end))
+            return TokenPositions(0, PositionIds(self.keys, max(given.end, k.shape[2])))
+        # A cache of fixed size may be longer than its text: positions after it are clamped below `end`.
+        return TokenPositions(0, PositionIds(self.key_positions(k).clamp(max=given.end - 1), given.end))
 
     def query_positions(self, x: Tensor) -> Tensor:
         """Return the position of every token."""
@@ -121,15 +123,18 @@ class TokenPlaces(NamedTuple):
             return self.keys
         if self.given is None:
             return torch.arange(k.shape[2], device=k.device)
-        return self.given.slot_positions(k.shape[2])
+        return self.given.positions_of_first_keys(k.shape[2])
 
 
 def sinusoidal(
     length: int, d_model: int, layout: SinusoidalLayout = "interleaved"
 ) -> Float[Tensor, "length d_model"]:
-    """Compute the paper's fixed encoding, sines on even and cosines on odd channels.
+    """Compute the paper's fixed encoding in float64.
 
         PE(pos, 2i) = sin(pos / 10000^(2i/d_model))    PE(pos, 2i+1) = cos(the same)
+
+    "interleaved" is this formula. "halves" has all sines before all cosines. "tensor2tensor" has them in
+    halves as well, with the exponent i / (d_model / 2 − 1).
 
     Source: Vaswani et al. 2017, arXiv 1706.03762, section 3.5; "halves": Junczys-Dowmunt et al.
     2018, Marian, as in `MarianSinusoidalPositionalEmbedding`, github.com/huggingface/transformers;
@@ -185,7 +190,7 @@ class LearnedPositions(nn.Module):
     """
 
     def __init__(self, max_tokens: int, d_model: int) -> None:
-        """Create and draw the rows."""
+        """Draw the rows."""
         super().__init__()
         if max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens}: at least one position is needed")
@@ -196,7 +201,7 @@ class LearnedPositions(nn.Module):
     def forward(
         self, x: Float[Tensor, "batch length d_model"], start: int | PositionIds = 0
     ) -> Float[Tensor, "batch length d_model"]:
-        """Add the rows at positions from `start` on, or at given positions."""
+        """Add the rows at positions from `start` on, or at given positions; ValueError for longer texts."""
         end = PositionIds.end_of(start, x)
         if end > self.weight.shape[0]:
             raise ValueError(

@@ -89,7 +89,7 @@ class QueriesAndKeys:
         return part._weights(slice(*rows.indices(self.query_len)))
 
     def visible(self) -> Bool[Tensor, "rows heads query_len key_len"]:
-        """Return the combined mask of queries and keys; dimensions of 1 where rows or heads agree."""
+        """Return the combined mask; the first dimensions are batch and heads, 1 where all are the same."""
         near = self.semantics.visible(self.query_positions, self.key_positions)
         mask = both(near, self.mask)
         return visible_keys(mask, self.causal, self.query_len, self.key_len, self.q.device)
@@ -113,7 +113,7 @@ class QueriesAndKeys:
             yield WeightBlock(rows, part._weights(rows))
 
     def _select_heads(self, heads: Sequence[int]) -> "QueriesAndKeys":
-        # Every chosen head then has a key head, so that any choice of heads stays valid.
+        """Select query heads, each with a key head of its own, so that any choice of heads is valid."""
         chosen = list(heads)
         shared = self.num_heads // self.k.shape[1]
         mask = self.mask
@@ -130,13 +130,14 @@ class QueriesAndKeys:
         )
 
     def _weights(self, rows: slice) -> Tensor:
+        """Compute the weights of some queries and all heads; `rows` has a start and a stop."""
         # Keys after the last query of the rows are masked for all rows.
         seen = max(0, self.key_len - self.query_len + rows.stop) if self.causal else self.key_len
         weights = self._walk(QUICK_WEIGHT_STEPS, rows, seen)
         return weights if seen == self.key_len else F.pad(weights, (0, self.key_len - seen))
 
     def _watched(self, name: str, rows: slice, heads: Sequence[int] | None) -> Tensor:
-        """Walk all steps for all heads and queries, and select from the result of a step."""
+        """Walk all steps for all heads and queries; select rows and heads of the result of step `name`."""
         found = dict[str, Tensor]()
 
         def watch(step: Step, value: Tensor) -> Tensor:

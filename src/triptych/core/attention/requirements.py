@@ -1,4 +1,6 @@
-"""Checks of the parts of a layer, before the layer is built."""
+"""Checks of the parts of a layer, before the layer is built: each raises ValueError with the reason."""
+
+from itertools import chain
 
 from triptych import user_code
 from triptych.core.algebra.positions import RotaryEmbedding
@@ -19,7 +21,7 @@ def scores_class(name: str) -> type[Scores]:
 
 
 def scores_name(semantics: Semantics) -> str:
-    """Return the name in recipes for a layer's comparison of queries with keys."""
+    """Return the name of a layer's scores in recipes: "dot", "cosine" (one gain per head), or a class."""
     if semantics.scores is not None:
         return semantics.scores.name
     weight = None if semantics.q_norm is None else semantics.q_norm.weight
@@ -27,11 +29,11 @@ def scores_name(semantics: Semantics) -> str:
 
 
 # Fields of `Semantics` that `MultiHeadAttention` supports.
-HELD = frozenset(field for step in STEPS for field in step.fields)
+HELD = frozenset(chain.from_iterable(step.fields for step in STEPS))
 
 
 def check_can_be_held(weights: AttentionWeights) -> None:
-    """Check that `MultiHeadAttention` supports all semantics of the weights."""
+    """Check that `MultiHeadAttention` supports the weights: fields, sizes of the gate, no norm before it."""
     found = weights.semantics.beyond(HELD)
     if found:
         raise ValueError(
@@ -66,7 +68,7 @@ def check_sizes(
     positions: AttentionPositions | None,
     scores: str = "dot",
 ) -> None:
-    """Check that a layer of these sizes could be built, without building the layer."""
+    """Check that a layer of these sizes could be built, and that rotary positions fit its scores."""
     # `skeleton` raises if sizes do not fit; rotary positions have requirements besides.
     skeleton = projections.skeleton(d_model, num_heads)
     if not isinstance(positions, RotaryPositions):

@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
     dropout: float
 
     def check(self) -> None:
-        """Check shapes, dtypes and values."""
+        """Raise ValueError unless shapes, dtypes and values fit together."""
         # Keys and values share batch and length; head counts of keys and values divide that of queries.
         batch, num_heads, query_len, d_k = self.q.shape
         key_batch, key_heads, key_len, key_width = self.k.shape
@@ -67,7 +67,7 @@ class Inputs(NamedTuple):
 
     @property
     def common_heads(self) -> int:
-        """A number of heads to which key heads and value heads can be repeated."""
+        """Number of heads to which keys and values are repeated: of keys, of values, or of queries."""
         counts = self.k.shape[1], self.v.shape[1]
         fewer = min(counts)
         more = max(counts)
@@ -135,7 +135,7 @@ class AttentionPlan(NamedTuple):
 
 
 def make_plan(given: Inputs, need_weights: bool, path: Path) -> AttentionPlan:
-    """Choose the implementation of a call."""
+    """Choose the implementation of a call; raise ValueError if "fast" cannot compute the call."""
     why = "asked" if path == "reference" else _why_written_out(given, need_weights)
     if path == "fast":
         if why == "weights" or why == "dropout":
@@ -180,6 +180,7 @@ def make_plan(given: Inputs, need_weights: bool, path: Path) -> AttentionPlan:
 
 
 def _flash_on_gpu(given: Inputs) -> bool:
+    """Return True if torch's flash kernel for GPUs can compute the call."""
     q = given.q
     return (
         q.dtype in (torch.float16, torch.bfloat16)
@@ -230,12 +231,14 @@ def _why_written_out(given: Inputs, need_weights: bool) -> _Why | None:
 
 
 def _wide_or_many(q: Tensor, k: Tensor) -> bool:
+    """Return True if torch's kernel is faster for few keys as well: wide heads, or many weights in all."""
     batch, num_heads, query_len, d_k = q.shape
     many = batch * num_heads * query_len * k.shape[2] >= thresholds.MANY_WEIGHTS
     return q.dtype != torch.bfloat16 and (many or d_k >= thresholds.WIDE_HEADS)
 
 
 def _pays_in_pieces(given: Inputs) -> bool:
+    """Return True if bfloat16 products in pieces are faster than torch's kernel for CPUs."""
     q = given.q
     num_keys = given.k.shape[2]
     batch, num_heads, query_len, d_k = q.shape
@@ -279,6 +282,7 @@ def _copied(given: Inputs) -> int:
 
 
 def _max_keys(dtype: torch.dtype) -> int:
+    """Return the number of keys up to which products written out are faster on a CPU."""
     return thresholds.MAX_KEYS_WRITTEN_OUT.get(dtype, thresholds.MAX_KEYS_WRITTEN_OUT_OTHERWISE)
 
 

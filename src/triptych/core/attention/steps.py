@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from triptych.core.algebra.semantics import HeadSide, Semantics
-from triptych.core.attention.position_modules import TokenPlaces
+from triptych.core.attention.position_modules import TokenPositions
 from triptych.core.attention.routes import Inputs
 from triptych.literals import Activation
 
@@ -73,7 +73,7 @@ class SideStep(Step):
     """
 
     sides: Mapping[HeadSide, tuple[str, ...]]
-    run: Callable[[Tensor, HeadSide, Semantics, TokenPlaces], Tensor]
+    run: Callable[[Tensor, HeadSide, Semantics, TokenPositions], Tensor]
     is_linear: bool
     by_position: bool = False
 
@@ -124,32 +124,32 @@ class Tap(Protocol):
 # Steps on queries, keys and values.
 
 
-def norm(x: Tensor, side: HeadSide, semantics: Semantics, places: TokenPlaces) -> Tensor:
-    """Normalise queries, keys or values of each head."""
+def norm(x: Tensor, side: HeadSide, semantics: Semantics, token_positions: TokenPositions) -> Tensor:
+    """Normalise queries, keys or values, each by its own norm."""
     own = {"q": semantics.q_norm, "k": semantics.k_norm, "v": semantics.v_norm}[side]
     return x if own is None else own(x)
 
 
-def clip(x: Tensor, side: HeadSide, semantics: Semantics, places: TokenPlaces) -> Tensor:
+def clip(x: Tensor, side: HeadSide, semantics: Semantics, token_positions: TokenPositions) -> Tensor:
     """Clamp queries, keys or values."""
     return x if semantics.clip is None else x.clamp(-semantics.clip, semantics.clip)
 
 
-def rotate(x: Tensor, side: HeadSide, semantics: Semantics, places: TokenPlaces) -> Tensor:
+def rotate(x: Tensor, side: HeadSide, semantics: Semantics, token_positions: TokenPositions) -> Tensor:
     """Apply the rotary embedding to queries or keys."""
-    return x if side == "v" or semantics.rotary is None else places.rotate(x, semantics.rotary)
+    return x if side == "v" or semantics.rotary is None else token_positions.rotate(x, semantics.rotary)
 
 
-def gain(x: Tensor, side: HeadSide, semantics: Semantics, places: TokenPlaces) -> Tensor:
+def gain(x: Tensor, side: HeadSide, semantics: Semantics, token_positions: TokenPositions) -> Tensor:
     """Apply the late gains of the norms of queries and keys to rotated queries."""
     return semantics.apply_late_gains(x) if side == "q" else x
 
 
-def temper(x: Tensor, side: HeadSide, semantics: Semantics, places: TokenPlaces) -> Tensor:
+def temper(x: Tensor, side: HeadSide, semantics: Semantics, token_positions: TokenPositions) -> Tensor:
     """Multiply rotated queries by the temperature of their positions."""
     if side != "q" or semantics.temperature is None:
         return x
-    return semantics.temperature(x, places.query_positions(x))
+    return semantics.temperature(x, token_positions.query_positions(x))
 
 
 NORM = SideStep(
@@ -174,7 +174,7 @@ FROM_ROTATION = SIDE_STEPS[SIDE_STEPS.index(ROTATE) :]
 
 
 def steps_on(side: HeadSide, semantics: Semantics) -> tuple[SideStep, ...]:
-    """Return the steps that change queries, keys or values of a layer."""
+    """Return the steps that change one side, queries, keys or values, of a layer."""
     return tuple(
         step
         for step in SIDE_STEPS
@@ -186,12 +186,12 @@ def prepare(
     x: Tensor,
     side: HeadSide,
     semantics: Semantics,
-    places: TokenPlaces,
+    token_positions: TokenPositions,
     steps: tuple[SideStep, ...] = SIDE_STEPS,
 ) -> Tensor:
     """Walk the steps on projected queries, keys or values."""
     for step in steps:
-        x = step.run(x, side, semantics, places)
+        x = step.run(x, side, semantics, token_positions)
     return x
 
 
@@ -239,7 +239,7 @@ def scale(scores: Tensor, given: Inputs) -> Tensor:
 
 
 def scaled_products(q: Tensor, given: Inputs) -> Tensor:
-    """Compute scaled products; queries are smaller than scores."""
+    """Compute scaled products by scaling the queries, which are smaller than the scores."""
     return products(q if given.semantics.scores is not None else q * given.semantics.scale, given)
 
 
@@ -278,7 +278,7 @@ def softmax(scores: Tensor, given: Inputs) -> Tensor:
 
 
 def mix(weights: Tensor, given: Inputs) -> Tensor:
-    """Drop weights and mix the values."""
+    """Apply dropout to the weights, and sum the values with them as factors."""
     return _grouped_product(F.dropout(weights, given.dropout), given.v)
 
 
@@ -290,12 +290,14 @@ SOFTMAX = ScoreStep("softmax", ("kind", "sinks"), softmax)
 MIX = ScoreStep("mix", ("dropout",), mix)
 # Steps from scaled products to the input of the softmax.
 AFTER_SCALE = (BIAS, CAP)
-WEIGHT_STEPS = (PRODUCTS, SCALE, *AFTER_SCALE, SOFTMAX)
+# Steps from the input of the softmax to the weights.
+TO_WEIGHTS = (SOFTMAX,)
+WEIGHT_STEPS = (PRODUCTS, SCALE, *AFTER_SCALE, *TO_WEIGHTS)
 KERNEL_STEPS = (*WEIGHT_STEPS, MIX)
 # The same steps where the products are not observed.
 _SCALED_PRODUCTS = ScoreStep("scale", ("scores", "scale"), scaled_products)
 QUICK_SCORE_STEPS = (_SCALED_PRODUCTS, *AFTER_SCALE)
-QUICK_WEIGHT_STEPS = (*QUICK_SCORE_STEPS, SOFTMAX)
+QUICK_WEIGHT_STEPS = (*QUICK_SCORE_STEPS, *TO_WEIGHTS)
 
 
 def walk(steps: tuple[ScoreStep, ...], value: Tensor, given: Inputs, watch: Watcher | None = None) -> Tensor:
@@ -316,16 +318,16 @@ def watch_with(tap: Tap, first: int | None) -> Watcher:
     return watch
 
 
-# The step after the kernel.
-
-
 def compare(q: Tensor, k: Tensor, semantics: Semantics) -> Tensor:
-    """Compute the scaled products of queries and keys of every head, or other scores."""
+    """Compute scaled products of queries and grouped keys, or other scores, without bias and cap."""
     return walk((PRODUCTS, SCALE), q, Inputs(q, k, k, None, None, False, semantics, 0.0))
 
 
+# The step after the kernel.
+
+
 def gate(x: Tensor, semantics: Semantics) -> Tensor | None:
-    """Return the factors of mixed values for the inputs of the queries; None without a gate."""
+    """Return the factors of mixed values, from the layer's input x; None for a layer without a gate."""
     return None if semantics.gate is None else semantics.gate(x)
 
 
@@ -386,7 +388,7 @@ def both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 def visible_keys(
     mask: Tensor | None, causal: bool, query_len: int, key_len: int, device: torch.device
 ) -> Bool[Tensor, "#batch #heads query_len key_len"]:
-    """Return the mask in full size, combined with causality."""
+    """Return the mask combined with causality, with four dimensions and every query and key."""
     seen = torch.ones(query_len, key_len, dtype=torch.bool, device=device)
     found = combined_mask(mask, causal, query_len, key_len, device)
     seen = seen if found is None else seen & found
@@ -394,7 +396,7 @@ def visible_keys(
 
 
 def slice_broadcast(x: Tensor, ranges: tuple[slice, ...]) -> Tensor:
-    """Slice a tensor by ranges of `[batch, num_heads, query_len, key_len]`; broadcast dimensions stay."""
+    """Slice a tensor that broadcasts to four dimensions by a range for each; dimensions of 1 stay."""
     own = ranges[len(ranges) - x.dim() :]
     return x[tuple(slice(None) if size == 1 else range_ for size, range_ in zip(x.shape, own, strict=True))]
 

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, final
 
@@ -271,10 +272,11 @@ class Checkpoint(AttentionSource):
         return found
 
     def _not_followed(self) -> tuple[str, ...]:
-        """Return sentences on fields of the configuration without effect."""
         found = {id(place.spec): place for place in self._places.values()}
         said = dict.fromkeys(
-            said for place in found.values() for said in not_followed(self.family, place.spec, place.settings)
+            chain.from_iterable(
+                not_followed(self.family, place.spec, place.settings) for place in found.values()
+            )
         )
         return tuple(said)
 
@@ -294,7 +296,6 @@ class Checkpoint(AttentionSource):
         return (*further, *unused)
 
     def _num_borrowing(self, spec: AttentionSpec, settings: Settings, layers: int) -> int:
-        """Return the number of KV-sharing layers, at the end of the stack."""
         if not spec.borrowing or settings.value(spec.borrowing) in (None, 0):
             return 0
         count = settings.count(spec.borrowing)
@@ -351,9 +352,9 @@ class Checkpoint(AttentionSource):
         # Every tensor is unread with a reason, or belongs to a layer, or is outside attention. The last is an
         # error for a name like attention's, unless the family knows the tensor.
         modules = {site.module + "." for site in self.sites}
-        beside = {name for r in readers for name in (*r.names_beside(), *stored_angles(r.place))}
-        known = [*self.family.rest, *(k for spec in self.family.attention for k in spec.known)]
-        unused = {name for reader in readers for name in reader.unused()}
+        beside = {*chain.from_iterable((*r.names_beside(), *stored_angles(r.place)) for r in readers)}
+        known = [*self.family.rest, *chain.from_iterable(spec.known for spec in self.family.attention)]
+        unused = {*chain.from_iterable(reader.unused() for reader in readers)}
         others = []
         strange = []
         for name in self.tensors.infos:

@@ -27,10 +27,7 @@ def is_known(path: str, keys: Collection[str]) -> bool:
 
 
 def _kind_of(settings: Settings) -> str | None:
-    """Return the `model_type` of the class of a record.
-
-    A nested record without a `model_type` has the type of the corresponding part of the outer class.
-    """
+    """Return the `model_type` of a record, or that of the corresponding part of the outer class."""
     classes = _file()["classes"]
     kind = settings.outermost.record.get("model_type")
     if settings.path:

@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
+from itertools import chain
 from pathlib import Path
 from typing import Any, final
 
@@ -46,7 +47,7 @@ class Family(Spec):
         return self
 
     def defaults_of(self, settings: str) -> dict[str, dict[str, Any]]:
-        """Return the values that a record leaves out, by `model_type`, for the attention layers it covers."""
+        """Return the defaults of the record at this path, by `model_type`, of all its attention entries."""
         found: dict[str, dict[str, Any]] = {}
         for spec in self.attention:
             if spec.settings == settings:
@@ -99,7 +100,7 @@ def read_family(path: str | Path) -> Family:
     try:
         family = validated(Family, _expanded(record, path.stem), path)
         for spec in family.attention:
-            _try_names(spec)
+            _require_known_placeholders(spec)
             # `refuse_unknown` writes "?" for fields to complete.
             if any("?" in said for said in (spec.at, spec.q, spec.k, spec.v, spec.o, *spec.expressions())):
                 raise DataError(f'{path}: complete each "?" first')
@@ -108,7 +109,7 @@ def read_family(path: str | Path) -> Family:
         raise UsageError(str(error)) from None
 
 
-def _files() -> Iterator[tuple[str, str]]:
+def _files() -> Iterator[tuple[str, str]]:  # names and texts
     for entry in sorted(_FOLDER.iterdir(), key=lambda entry: entry.name):
         if entry.name.endswith(".toml"):
             yield entry.name, entry.read_text(encoding="utf-8")
@@ -118,10 +119,9 @@ def _read(name: str, text: str) -> Family:
     return Family.model_validate(_expanded(tomllib.loads(text), name))
 
 
-def _try_names(spec: AttentionSpec) -> None:
-    """Check the placeholders in names of modules and tensors."""
+def _require_known_placeholders(spec: AttentionSpec) -> None:
     head_norm = () if spec.head_norm is None else (spec.head_norm.q, spec.head_norm.k)
-    beside = [name for norm in spec.norm for name in (norm.at, norm.memory)]
+    beside = [*chain.from_iterable((norm.at, norm.memory) for norm in spec.norm)]
     beside += [p.table for p in spec.positions]
     for position in spec.positions:
         beside += [*position.stored, *(choice.value for choice in position.more_tables)]
@@ -146,7 +146,7 @@ def _expanded(record: dict[str, Any], where: str) -> dict[str, Any]:
         record = {**record, "model": _model_laid_over(model, where)}
     if not isinstance(entries, list):
         return record
-    return {**record, "attention": [_laid_over(entry, where) for entry in entries]}
+    return {**record, "attention": [_attention_laid_over(entry, where) for entry in entries]}
 
 
 def _model_laid_over(model: dict[str, Any], where: str) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _family_record(name: str, where: str) -> dict[str, Any]:
     return _expanded(tomllib.loads(path.read_text(encoding="utf-8")), name)
 
 
-def _laid_over(entry: Any, where: str) -> Any:
+def _attention_laid_over(entry: Any, where: str) -> Any:  # `like = "NAME#2"`: entry 2 of the family NAME
     if not isinstance(entry, dict) or "like" not in entry:
         return entry
     name, _, number = str(entry["like"]).partition("#")

@@ -9,6 +9,7 @@ import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from importlib.resources import files
+from itertools import chain
 from typing import Any
 
 from triptych.core.checkpoints.class_fields import is_known, known_keys
@@ -58,7 +59,7 @@ def overlooked(record: Mapping[str, Any], read: Collection[str], path: str = "")
 
 def fields_read(family: Family) -> frozenset[str]:
     """Return the paths of the fields that a family reads, or lists as ignored."""
-    ignored = {ignored.field for spec in family.attention for ignored in spec.ignored}
+    ignored = {ignored.field for ignored in chain.from_iterable(spec.ignored for spec in family.attention)}
     hooks = (hook_of(spec.hook) for spec in family.attention)
     hooked = (hook.fields for hook in hooks if hook is not None)
     return _NAMES["read_in_code"].union(
@@ -74,7 +75,7 @@ def of_attention(path: str) -> bool:
 
 
 def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Iterator[str]:
-    """Yield sentences on the set fields of a configuration without effect."""
+    """Yield sentences on fields that are set and have no effect: ignored, unknown, or not read."""
     # One sentence for all omitted fields, and a sentence for all fields with the same other value.
     for as_with in dict.fromkeys(ignored.as_with for ignored in spec.ignored):
         fields = [ignored.field for ignored in spec.ignored if ignored.as_with == as_with]
@@ -174,7 +175,7 @@ def sees_both_ways(spec: AttentionSpec, settings: Settings, layer: int) -> bool:
     """Return True if a layer of a causal family sees later tokens, too."""
     # `transformers` makes the mask of any decoder-only model by `is_causal`, a field missing in all classes.
     own = bool(spec.both_ways) and settings.holds(spec.both_ways, layer)
-    if not is_turned_round(spec, settings):
+    if not is_made_bidirectional(spec, settings):
         return own
     position = next((p for p in spec.positions if settings.holds(p.when, layer)), None)
     if position is not None and position.kind == "alibi":
@@ -186,7 +187,7 @@ def sees_both_ways(spec: AttentionSpec, settings: Settings, layer: int) -> bool:
     return True
 
 
-def is_turned_round(spec: AttentionSpec, settings: Settings) -> bool:
+def is_made_bidirectional(spec: AttentionSpec, settings: Settings) -> bool:
     """Return True if `is_causal` is false and makes causal layers bidirectional."""
     heeded = spec.kind == "causal" and all(ignored.field != "is_causal" for ignored in spec.ignored)
     return heeded and settings.value("is_causal") is False

@@ -124,7 +124,7 @@ def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] |
     after = Settings({**settings.record, **found}, settings.where)
     if after.value(groups, place.layer) != wanted.groups:
         # Choose a field without effect on the number of heads; prefer the field in use.
-        fields = [a for a in _either(groups) if _is_plain(a) and a not in _either(spec.heads)]
+        fields = [a for a in _alternatives(groups) if _is_plain(a) and a not in _alternatives(spec.heads)]
         read = _field_read(groups, settings, place.layer)
         field = read if read in fields else next(iter(fields), None)
         if field is None:
@@ -133,7 +133,7 @@ def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] |
     return found
 
 
-def _either(expression: str) -> list[str]:
+def _alternatives(expression: str) -> list[str]:
     return [alternative.strip() for alternative in expression.split("|")]
 
 
@@ -143,7 +143,7 @@ def _is_plain(name: str) -> bool:
 
 def _field_read(expression: str, settings: Settings, layer: int) -> str | None:
     """Return the field with the current value, or None if it is not a plain field."""
-    read = next((a for a in _either(expression) if settings.value(a, layer) is not None), "")
+    read = next((a for a in _alternatives(expression) if settings.value(a, layer) is not None), "")
     return read if _is_plain(read) else None
 
 
@@ -186,7 +186,7 @@ def _is_free(place: Place, old: MapSizes, new: MapSizes, tensors: Tensors) -> bo
 
 def path_of_record(checkpoint: Checkpoint, place: Place) -> str:
     """Return the prefix of the fields of a layer's record: "text_config." or ""."""
-    for path in _either(place.spec.settings):
+    for path in _alternatives(place.spec.settings):
         try:
             checkpoint.settings.below(path)
         except DataError:
@@ -223,7 +223,7 @@ class Fitting:
         old = sizes_of(self.before)
         whole = self._through_latent() if self.place.spec.latent else self._one_map_a_side()
         self._require_channels_of_old(whole)
-        fitted = self._in_widths(self._in_groups(self._in_heads(whole, old), old), old)
+        fitted = self._fit_widths(self._fit_groups(self._fit_heads(whole, old), old), old)
         # The file's reader scales by the configuration's value, or else by 1/√ of the new width.
         narrower = 1.0 if self.place.spec.scale else old.width / sizes_of(fitted).width
         scale = self.before.scale * math.sqrt(narrower)
@@ -276,28 +276,27 @@ class Fitting:
         }
         return replace(after, **evened, o=o, norm=None, memory_norm=None)  # type: ignore[arg-type]
 
-    def _can_be(self, sizes: MapSizes) -> bool:
+    def _can_resize_to(self, sizes: MapSizes) -> bool:
         return not self.same_sizes and resizing(self.checkpoint, self.layer.site, sizes) is not None
 
-    def _in_heads(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
+    def _fit_heads(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
         if whole.num_heads == old.heads:
             if self.kept != list(range(old.heads)):
-                self._require_heads_without_numbers()
+                self._require_no_parameters_of_heads()
             return whole
-        if self._can_be(old._replace(heads=whole.num_heads, groups=whole.k[-1].copies)):
+        if self._can_resize_to(old._replace(heads=whole.num_heads, groups=whole.k[-1].copies)):
             return whole
-        return self._in_old_places(whole, old)
+        return self._at_old_indices(whole, old)
 
-    def _in_old_places(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
-        """Put every head at its old index, with zero maps for removed heads."""
+    def _at_old_indices(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
         heads = torch.tensor(self.kept)
         groups = heads // (old.heads // old.groups)
         q, k, v, o = (whole.chain(side)[-1] for side in SIDES)
-        filled: dict[Side, Link] = {"q": _placed(q, heads, old.heads), "o": _placed(o, heads, old.heads)}
+        filled: dict[Side, Link] = {"q": _spread(q, heads, old.heads), "o": _spread(o, heads, old.heads)}
         both: tuple[tuple[Side, Link], ...] = ("k", k), ("v", v)
         for side, link in both:
             of_heads = link.repeat(whole.num_heads)
-            filled[side] = _placed(of_heads, groups, old.groups)
+            filled[side] = _spread(of_heads, groups, old.groups)
             if not torch.equal(filled[side].weight[groups], of_heads.weight):
                 reject(
                     f"{whole.num_heads} of {old.heads} heads are left, in their old places, and some of one "
@@ -308,9 +307,9 @@ class Fitting:
         semantics = replace(self.semantics, scale=whole.scale)  # parameters of all old heads
         return replace(whole, num_heads=old.heads, semantics=semantics, **chains)  # type: ignore[arg-type]
 
-    def _in_groups(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
+    def _fit_groups(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
         groups = whole.k[-1].copies
-        if groups == old.groups or self._can_be(old._replace(heads=whole.num_heads, groups=groups)):
+        if groups == old.groups or self._can_resize_to(old._replace(heads=whole.num_heads, groups=groups)):
             return whole
         if old.groups % groups:
             # Repetition keeps the function only if every head is repeated as often.
@@ -322,7 +321,7 @@ class Fitting:
             )
         return whole.with_even_copies(old.groups)
 
-    def _in_widths(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
+    def _fit_widths(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
         # Wider heads are refused. Narrower heads are padded with zeros, unless the configuration can change.
         sizes = sizes_of(whole)
         for what, now, there in (
@@ -336,7 +335,7 @@ class Fitting:
                     f"truncate to {there} or fewer",
                 )
         one_width = sizes.width == sizes.value_width or sizes.rank is not None
-        if sizes != old and one_width and self._can_be(sizes):
+        if sizes != old and one_width and self._can_resize_to(sizes):
             return whole
         if sizes.rank is not None:
             return whole if sizes == old else widened_latent(whole, old)
@@ -351,7 +350,7 @@ class Fitting:
             o=(Link(pad(whole.o[0].weight, (0, 0, 0, more_ov))),),
         )
 
-    def _require_heads_without_numbers(self) -> None:
+    def _require_no_parameters_of_heads(self) -> None:
         """Check that reordered heads leave no parameters of single heads behind."""
         positions = self.semantics.positions
         bias = self.semantics.bias
@@ -394,12 +393,12 @@ def reject(reason: str, advice: str = "") -> NoReturn:
     raise RewriteRefusedError(_NAME, reason, advice)
 
 
-def _placed(link: Link, places: Tensor, copies: int) -> Link:
-    """Spread the heads of a link over `copies` heads, with zeros for heads not in `places`."""
+def _spread(link: Link, indices: Tensor, copies: int) -> Link:
+    """Put the heads of a link at `indices` of `copies` heads; other heads are zero maps."""
 
     def spread(part: Tensor) -> Tensor:
         whole = part.new_zeros(copies, *part.shape[1:])
-        whole[places] = part
+        whole[indices] = part
         return whole
 
     return Link(spread(link.weight), None if link.bias is None else spread(link.bias))

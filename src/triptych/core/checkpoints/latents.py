@@ -42,20 +42,21 @@ def read_latent(place: Place, parts: Mapping[str, Tensor]) -> tuple[Chain, Chain
     k_up, v_up = link("kv_up").weight.split([sizes.width - turned, sizes.value_width], dim=-1)  # type: ignore[no-untyped-call]
     return (
         q,
-        (down, Link(_with_turned(k_up, turned))),
-        (down, Link(_pad_turned(v_up, turned))),
+        (down, Link(_pass_rotated(k_up, turned))),
+        (down, Link(_skip_rotated(v_up, turned))),
         (Link(parts["o"]),),
     )
 
 
-def _pad_turned(up: Tensor, turned: int) -> Tensor:
+# Extends maps by rows of zeros: the rotated channels after the latent's are not read.
+def _skip_rotated(up: Tensor, turned: int) -> Tensor:
     return torch.nn.functional.pad(up, (0, 0, 0, turned))
 
 
-def _with_turned(up: Tensor, turned: int) -> Tensor:
+def _pass_rotated(up: Tensor, turned: int) -> Tensor:
     """Extend maps `[heads, rank, plain]` by an identity for the rotated channels, after the latent's."""
     passed = torch.eye(up.shape[1] + turned, turned, dtype=up.dtype, device=up.device).roll(up.shape[1], 0)
-    return torch.cat([_pad_turned(up, turned), passed.expand(len(up), -1, -1)], dim=-1)
+    return torch.cat([_skip_rotated(up, turned), passed.expand(len(up), -1, -1)], dim=-1)
 
 
 def is_latent(weights: AttentionWeights) -> bool:
@@ -70,12 +71,12 @@ def is_latent(weights: AttentionWeights) -> bool:
     if norm is None or norm.channels is None or norm.centred or k[0].copies != 1:
         return False
     alike = down is v[0] or all(map(torch.equal, _link_tensors(down), _link_tensors(v[0])))
-    # All maps must have the form of `_with_turned` and `_pad_turned`, or the file could not express them.
+    # A file can only express maps of the forms of `_pass_rotated` and `_skip_rotated`.
     return (
         alike
         and v[0].norm is not None
         and v[0].norm.structure == norm.structure
-        and torch.equal(k[1].weight, _with_turned(_ups(weights)[0], down.d_out - norm.channels))
+        and torch.equal(k[1].weight, _pass_rotated(_ups(weights)[0], down.d_out - norm.channels))
         and not bool(v[1].weight[:, norm.channels :].any())
         and (len(q) == 1 or (q[0].norm is not None and q[0].copies == 1))
     )
@@ -149,9 +150,9 @@ def widened_latent(weights: AttentionWeights, sizes: MapSizes) -> AttentionWeigh
     k = pad(k, (0, more))
     v = pad(v, (0, wider))
     o = Link(pad(weights.o[0].weight, (0, 0, 0, wider)))
-    return replace(
-        weights, q=q, k=(down, Link(_with_turned(k, turned))), v=(down, Link(_pad_turned(v, turned))), o=(o,)
-    )
+    keys = (down, Link(_pass_rotated(k, turned)))
+    values = (down, Link(_skip_rotated(v, turned)))
+    return replace(weights, q=q, k=keys, v=values, o=(o,))
 
 
 def _of_rank(down: Link, rank: int, turned: int, *ups: Tensor) -> tuple[Link, list[Tensor]]:

@@ -5,6 +5,7 @@ The maps only split, stack, reorder and transpose: `write(read(stored))` equals 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import final
 
 import torch
@@ -98,16 +99,17 @@ def split_rows(layout: FusedLayout, sizes: MapSizes) -> TensorMap:
         found = _from_blocks(parts[0], blocks, *(counts[side] for side in order))
         return [found[side] for side in order]
 
-    return TensorMap(read, lambda parts: [_in_blocks(blocks, *(parts[side] for side in order))])
+    return TensorMap(read, lambda parts: [_to_blocks(blocks, *(parts[side] for side in order))])
 
 
+# Splits rows of equal blocks, each with a share of every part; returns the parts, collected from all blocks.
 def _from_blocks(rows: Tensor, blocks: int, *counts: int) -> Parts:
     of_blocks = rows.reshape(blocks, sum(counts) // blocks, *rows.shape[1:])
     split = torch.split(of_blocks, [count // blocks for count in counts], dim=1)
     return [part.flatten(0, 1) for part in split]
 
 
-def _in_blocks(blocks: int, *parts: Tensor) -> Tensor:
+def _to_blocks(blocks: int, *parts: Tensor) -> Tensor:  # the inverse of `_from_blocks`
     return torch.cat([part.reshape(blocks, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
 
 
@@ -115,7 +117,7 @@ def queries_and_gates(heads: int) -> TensorMap:
     """Return the map of rows `[heads · (queries, gates)]` to all queries and all gates."""
     return TensorMap(
         lambda parts: _from_blocks(parts[0], heads, *[parts[0].shape[0] // 2] * 2),
-        lambda parts: [_in_blocks(heads, *parts)],
+        lambda parts: [_to_blocks(heads, *parts)],
     )
 
 
@@ -157,16 +159,16 @@ class LayerMap:
     entries: Mapping[tuple[str, ...], Named]  # stored tensors, by names of tensors of this library
 
     @property
-    def names(self) -> set[str]:
-        return {name for stored in self.entries.values() for name in stored.names}
+    def names(self) -> set[str]:  # of the stored tensors
+        return {*chain.from_iterable(stored.names for stored in self.entries.values())}
 
     @property
-    def parts(self) -> set[str]:
-        return {part for parts in self.entries for part in parts}
+    def parts(self) -> set[str]:  # names of this library's tensors
+        return {*chain.from_iterable(self.entries)}
 
     def read(self, take: Take) -> dict[str, Tensor]:
         read = ((parts, stored.read(take)) for parts, stored in self.entries.items())
-        return {part: tensor for parts, tensors in read for part, tensor in zip(parts, tensors, strict=True)}
+        return dict(chain.from_iterable(zip(parts, tensors, strict=True) for parts, tensors in read))
 
     def write(self, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values of stored tensors lazily, since a layer may be large.
@@ -179,6 +181,7 @@ class LayerMap:
 
 
 def layer_map(place: Place, tensors: Tensors, sizes: MapSizes | None = None) -> LayerMap:
+    """Return the map of a layer's tensors; its sizes are those of the configuration if None."""
     sizes = place.sizes if sizes is None else sizes
     spec = place.spec
     read = _latent_maps if spec.latent else _fused_maps if spec.qkv else _separate_maps
@@ -274,10 +277,7 @@ def _norms(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
 
 
 def _of_heads(name: str, heads: int, tensors: Tensors) -> tuple[str, ...]:
-    """Return a name for each head, up to the first missing tensor.
-
-    The configuration may state any number of heads; stopping there bounds the list.
-    """
+    """Return a name for each head, up to the first missing tensor: any number of heads may be stated."""
     if "{head}" not in name:
         return (name,)
     names = []

@@ -10,13 +10,13 @@ from triptych.core.storage.tensors import Tensors
 class WithAndWithout(NamedTuple):
     """A model without and with adapters."""
 
-    names: tuple[str, ...]  # of the adapters
+    names: tuple[str, ...]  # names of the adapters
     base: Tensors
     adapted: Tensors
 
 
 class MadeFiles(ABC):
-    """A model in another form: its configuration and tokenizer are written to a temporary folder."""
+    """A model in GGUF, with adapters, or in memory; files for `transformers` go to a temporary folder."""
 
     has_tokenizer: bool
     is_in_memory: bool = False  # True if there are no files that could be replaced

@@ -116,13 +116,14 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchit
         replace(target, kind="decoder", head=head and replace(head, scale=1.0, input_scale=head.scale)),
         shared=read.table == write.table,
     )
-    entries = [
-        (tuple(f"{half}.{name}" for name in ours), stored)
-        for half, mapping in (("encoder", read), ("decoder", write))
-        for ours, stored in mapping.entries.found
-        if not (architecture.shared and half == "encoder" and ours == ("embeddings.table.weight",))
-    ]
-    tensors = LayerMap(dict(entries))
+    entries = {}
+    for half, mapping in (("encoder", read), ("decoder", write)):
+        for ours, stored in mapping.entries.found:
+            # A shared table is written once, as the decoder's.
+            if architecture.shared and half == "encoder" and ours == ("embeddings.table.weight",):
+                continue
+            entries[tuple(f"{half}.{name}" for name in ours)] = stored
+    tensors = LayerMap(entries)
     unread = _account(checkpoint, tensors, (read, write))
     pad_id = write.settings.whole("pad_token_id | 0")
     copies = {**read.entries.copies, **write.entries.copies}
@@ -227,7 +228,6 @@ class _Mapping:
         return StreamsConfig(count, active, place.holds(spec.scaled), place.count(spec.rank), eps)
 
     def _enter_streams(self) -> None:
-        """Enter the maps between one residual stream and several."""
         if self.spec.streams is None or self._streams is None:
             return
         for name, stored in self.spec.streams.around.items():
@@ -261,7 +261,9 @@ class _Mapping:
         """Return the blocks in the order of their use; empty if every block is used once."""
         if not any(site.also for site in self.sites):
             return ()
-        blocks = {number: block for block, site in enumerate(self.sites) for number in site.numbers}
+        blocks = dict[int, int]()
+        for block, site in enumerate(self.sites):
+            blocks |= dict.fromkeys(site.numbers, block)
         return tuple(blocks[number] for number in sorted(blocks))
 
     def _first_use(self, site: Site) -> int:
@@ -418,7 +420,7 @@ class _Mapping:
         return self.entries.norm(ours, place, norm, module, width, self.spec.eps)
 
     @cached_property
-    def table(self) -> str:
+    def table(self) -> str:  # name of the stored table of tokens
         names = [f"{self.first.beside(module)}.weight" for module in (self.spec.embedding, *self.spec.copies)]
         own = f"{self.first.beside(self.spec.untied_embedding)}.weight"
         if self._is_untied and own in self.tensors.infos:

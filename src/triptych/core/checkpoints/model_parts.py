@@ -62,7 +62,7 @@ class Entries:
         """Enter a tensor stored without conversion; raise DataError if it is missing or of another shape."""
         self.add((ours,), Named((name,), shape))
 
-    def add(self, ours: tuple[str, ...], stored: Named) -> None:
+    def add(self, ours: tuple[str, ...], stored: Named) -> None:  # as `enter`, with conversions
         for name in stored.names:
             if name not in self.tensors.infos:
                 raise DataError(f"{self.tensors.name}: there is no tensor {name}; fetch the checkpoint again")
@@ -262,7 +262,6 @@ class FeedForwardMap:
             self._add((ours,), (name,), (count,))
 
     def _maps(self, ours: str, spec: FeedForwardSpec, config: FeedForwardConfig, experts: int | None) -> None:
-        """Enter the maps of a layer, or of all of its experts."""
         size = config.d_ff
         d_model = self.d_model
         # A fused tensor is split along its rows, the second dimension of stacked experts.
@@ -349,7 +348,6 @@ class OutputHeadMap:
         return not has_head and f"{self._above(spec.at)}.weight" not in self.infos
 
     def _is_tied(self, spec: HeadSpec) -> bool:
-        """Return True if the output table is the table of tokens."""
         own = f"{self._above(spec.at)}.weight"
         if spec.outputs:  # another number of outputs than tokens
             return False

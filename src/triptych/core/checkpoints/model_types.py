@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from triptych.core.checkpoints.family import Family, families
@@ -17,7 +18,7 @@ def model_type_of_class(record: Mapping[str, Any]) -> str | None:
     """Return the model type of the first class in `architectures`, or None for an unknown class."""
     classes = record.get("architectures")
     named = str(classes[0]).replace("_", "") if isinstance(classes, list) and classes else ""
-    known = {kind for family in families() for kind in family.model_types}
+    known = {*chain.from_iterable(family.model_types for family in families())}
     found = max((kind for kind in known if _is_class_of(named, kind)), key=len, default=None)
     # Models of pictures and text have a type for the whole and a type for the text part.
     of_text = f"{found}_text"
@@ -84,7 +85,7 @@ def _prefixes(family: Family, infos: Mapping[str, TensorInfo]) -> Iterator[str]:
 
 def _has_parts(spec: AttentionSpec, model: ModelSpec, prefix: str, infos: Mapping[str, TensorInfo]) -> bool:
     """Return True if a file has the embeddings of a family, its angles, and the norms of its first block."""
-    stored = {name for position in spec.positions for name in position.stored}
+    stored = {*chain.from_iterable(position.stored for position in spec.positions)}
     if any(f"{prefix}{name.format(layer=0, inner=0)}" not in infos for name in stored):
         return False
     # Embeddings of a width of their own always have a map to that of the model.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, final
 
@@ -43,8 +44,7 @@ class ModuleLayers(AttentionSource):
         # The maps are views of parameters: equal storage identifies the parameters of attention.
         attention = {
             tensor.untyped_storage().data_ptr()
-            for weights in self._weights.values()
-            for tensor in _tensors_of(weights)
+            for tensor in chain.from_iterable(_tensors_of(weights) for weights in self._weights.values())
         }
         self.num_tensors = len(parameters)
         self.left_over = tuple(
@@ -56,8 +56,8 @@ class ModuleLayers(AttentionSource):
 
     @classmethod
     def read_folder(cls, folder: Path, name: str | None = None) -> "ModuleLayers":
-        """Read the model in a folder in this library's format, with all of its weights."""
-        return cls(read_own_model(folder), name or str(folder))
+        """Read the model in a folder in this library's format; each weight is read when it is used."""
+        return cls(read_own_model(folder, mapped=True), name or str(folder))
 
     @property
     def num_parameters(self) -> int:

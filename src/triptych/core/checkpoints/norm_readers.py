@@ -7,6 +7,7 @@ reader of a norm is overlooked.
 import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import final
 
 from torch import Tensor
@@ -37,9 +38,9 @@ class NormReader:
     def read(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
         """Read weight `[…, out, in]` and bias `[…, out]`; a transposed weight is a view."""
         weight = tensors.read(self.weight)
-        return self.turned(weight), (tensors.read(self.bias) if self.bias else None)
+        return self.in_other_layout(weight), (tensors.read(self.bias) if self.bias else None)
 
-    def turned(self, weight: Tensor) -> Tensor:
+    def in_other_layout(self, weight: Tensor) -> Tensor:
         """Convert a weight between `[…, out, in]` and its stored layout."""
         return weight.mT if self.transposed else weight
 
@@ -68,7 +69,7 @@ class NormSite:
 
     @property
     def all_tensors(self) -> tuple[str, ...]:
-        return (*self.own_tensors, *(name for reader in self.readers for name in reader.tensors))
+        return (*self.own_tensors, *chain.from_iterable(reader.tensors for reader in self.readers))
 
 
 def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
@@ -79,7 +80,7 @@ def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
         if place.norm_module:
             attention.setdefault(place.norm_module, site)
     found: dict[str, NormSite] = {}
-    taken = {name for site in checkpoint.sites for name in checkpoint.read_names(site)}
+    taken = {*chain.from_iterable(checkpoint.read_names(site) for site in checkpoint.sites)}
     for site in checkpoint.sites:
         place = checkpoint.place(site)
         for other in place.spec.other_norms:
@@ -87,7 +88,7 @@ def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
                 module = place.beside(spec.at)
                 if module not in found:
                     readers, refused = _readers(checkpoint, place, other, spec)
-                    tensors = {name for reader in readers for name in reader.tensors}
+                    tensors = {*chain.from_iterable(reader.tensors for reader in readers)}
                     # Folding into a map with a second input norm, or one of attention, would be wrong.
                     if twice := sorted(tensors & taken):
                         readers = ()
@@ -124,7 +125,8 @@ def _readers_within(
 ) -> tuple[tuple[NormReader, ...], str]:
     below = [name.removeprefix(f"{module}.") for name in tensors.below(module)]
     readers = tuple(_maps(below, module, other))
-    read = {name.removeprefix(f"{module}.") for reader in readers for name in reader.tensors}
+    names = chain.from_iterable(reader.tensors for reader in readers)
+    read = {name.removeprefix(f"{module}.") for name in names}
     strange = [name for name in below if name not in read and not _matches(name, other.rest)]
     if strange:
         return (), f"it is not known whether {module}.{strange[0]} reads it"

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import final
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from triptych.core.algebra.positions import RotaryEmbedding
 from triptych.core.algebra.semantics import HeadGate, HeadNorm, Semantics, Temperature
 from triptych.core.algebra.weights import AttentionWeights, Chain, Link, Norm, Side
-from triptych.core.checkpoints.fields import is_turned_round
+from triptych.core.checkpoints.fields import is_made_bidirectional
 from triptych.core.checkpoints.hooks import Hook, hook_of
 from triptych.core.checkpoints.latents import read_latent
 from triptych.core.checkpoints.layer_map import LayerMap, Parts, Shape, layer_map, norm_tensors, tensor_names
@@ -74,7 +75,7 @@ class LayerReader:
             place.site,
             weights,
             tuple(self._read_names),
-            InputNorms() if self._outline else self._inputs(q, k, norm),
+            InputNorms() if self._outline else self._input_norms(q, k, norm),
             embedded_positions=kind if kind in ("sinusoidal", "learned") else "none",
             fixed=spec.unwritten,
             borrows=None if place.lender is None else place.lender.site,
@@ -101,11 +102,11 @@ class LayerReader:
         for step in stored.steps:
             found = step.read(found)
         copies = found[parts.index(side)]
-        place = head * len(copies) // self.place.sizes.heads
-        part = self._checked(name, self.tensors.read_part(name, dim, copies[place].flatten().tolist()))
+        copy = head * len(copies) // self.place.sizes.heads
+        part = self._checked(name, self.tensors.read_part(name, dim, copies[copy].flatten().tolist()))
         biases = (entry for entry in self.map.entries.items() if f"{side}.bias" in entry[0])
         bias = next((own.read(self.take)[names.index(f"{side}.bias")] for names, own in biases), None)
-        bias = None if bias is None or side == "o" else bias[place, None]
+        bias = None if bias is None or side == "o" else bias[copy, None]
         return Link((part if spec.transposed else part.mT)[None], bias)
 
     @cached_property
@@ -114,8 +115,10 @@ class LayerReader:
         if self.place.lender is None:
             return own
         theirs = layer_map(self.place.lender, self.tensors)
-        entries = {parts: stored for parts, stored in own.entries.items() if not _is_of_keys(parts)}
-        return LayerMap(entries | {parts: of for parts, of in theirs.entries.items() if _is_of_keys(parts)})
+        entries = {parts: stored for parts, stored in own.entries.items() if not _is_of_keys_or_values(parts)}
+        return LayerMap(
+            entries | {parts: of for parts, of in theirs.entries.items() if _is_of_keys_or_values(parts)}
+        )
 
     def unused(self) -> set[str]:
         """Return the stored, unused tensors of keys and values of a KV-sharing layer."""
@@ -128,7 +131,6 @@ class LayerReader:
     def _require_sizes(
         self, q: Chain, k: Chain, v: Chain, o: Chain, o_bias: Tensor | None, norm: Norm | None
     ) -> None:
-        """Check the widths of inputs, outputs and the norm against the configuration."""
         place = self.place
         read = q[0].d_in
         written = o[-1].d_out
@@ -150,7 +152,6 @@ class LayerReader:
                 raise DataError(f"{self._here()}: {what} has width {width}, where {by} {wanted}")
 
     def _require_biases(self, there: Mapping[str, Tensor | None]) -> None:
-        """Check that exactly the maps with a bias in the configuration have a bias."""
         choice = self.place.first(self.place.spec.biases)
         if choice is None:
             return
@@ -161,7 +162,7 @@ class LayerReader:
                 state = "has a bias" if bias is not None else "has no bias"
                 raise DataError(f"{self._here()}: the map of {side} {state}, against the configuration")
 
-    def _here(self) -> str:
+    def _here(self) -> str:  # words for messages
         return f"{self.tensors.name}: {self.place.site.module}"
 
     # The semantics.
@@ -210,8 +211,7 @@ class LayerReader:
             return None
         return Norm(parts["norm"], parts.get("norm.bias"), norm.offset, centred=norm.kind == "layer")
 
-    def _inputs(self, q: Chain, k: Chain, own: Norm | None) -> InputNorms:
-        """Return the norms before the layer that the family names."""
+    def _input_norms(self, q: Chain, k: Chain, own: Norm | None) -> InputNorms:
         place = self.place
         spec = self.place.norm
         if spec is None:
@@ -264,7 +264,7 @@ class LayerReader:
             return None
         if self.place.spec.window_around:
             return width // 2 + 1
-        if is_turned_round(self.place.spec, self.place.settings):
+        if is_made_bidirectional(self.place.spec, self.place.settings):
             return width + 1  # `width` tokens before and after the query, and the query's own
         # In a bidirectional layer of a causal family, half of the window is before and half after the query.
         return width if self.place.site.kind == self.place.spec.kind else width // 2 + 1
@@ -308,7 +308,7 @@ class LayerReader:
         patterns = [*spec.known]
         if spec.head_norm is not None:  # norms may be in the file even if the configuration disables them
             names = (name.replace("{head}", "*") for name in (spec.head_norm.q, spec.head_norm.k) if name)
-            patterns += [name for module in names for name in tensor_names(module)]
+            patterns += [*chain.from_iterable(tensor_names(module) for module in names)]
         expected = {*self.map.names, *self.unused(), *self.names_beside(), *stored_angles(self.place)}
         return [
             name
@@ -348,11 +348,11 @@ class LayerReader:
                 found = info.dtype if found is None else torch.promote_types(found, info.dtype)
         return found
 
-    def _of(self, name: str) -> str:
+    def _of(self, name: str) -> str:  # words for messages
         return f"{self.tensors.where(name)}, tensor {name}"
 
 
-def _is_of_keys(parts: tuple[str, ...]) -> bool:
+def _is_of_keys_or_values(parts: tuple[str, ...]) -> bool:
     return all(part.partition(".")[0].partition("_")[0] in ("k", "v") for part in parts)
 
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, final
@@ -43,6 +44,9 @@ from triptych.untrusted import Stamps, read_json, shown
 
 # The kind of an encoder-decoder in the format of this library.
 _PAIR = "encoder-decoder"
+# The translator that comes with the package, and its name.
+DEMO = "demo"
+_DEMO_FOLDER = Path(__file__).parents[2] / "demo_model"
 
 
 @final
@@ -101,7 +105,7 @@ class Source:
             yield folder / SAFETENSORS
         else:
             # Include names of absent files: a file added later may take precedence over the present files.
-            yield from (folder / name for pair in INDEX_AND_WHOLE for name in pair)
+            yield from (folder / name for name in chain.from_iterable(INDEX_AND_WHOLE))
             for pattern in ("*.safetensors", "*.bin", "*.index.json"):
                 yield from sorted(folder.glob(pattern))
 
@@ -259,7 +263,6 @@ class ModuleOfOthers(MadeFiles):
         return of_one(InMemory(type(module).__name__, revert_weight_conversion(module, found)))
 
     def fetch(self) -> Path:
-        """Write the model in the format of `transformers`, once; return the folder."""
         if not any(self.folder.glob("*.safetensors")):
             try:
                 self._module.save_pretrained(self.folder)
@@ -361,8 +364,7 @@ def _gguf_at(path: Path) -> Path | None:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Return True for a folder with weights in Hugging Face's format."""
-    return any((folder / name).exists() for pair in INDEX_AND_WHOLE for name in pair)
+    return any((folder / name).exists() for name in chain.from_iterable(INDEX_AND_WHOLE))
 
 
 def adapted(base: Source, folders: Sequence[Path], name: str) -> Source:
@@ -389,7 +391,7 @@ def _with_adapters(base: Source, adapters: Sequence[AdapterFolder | AdapterInMem
     return found
 
 
-def _no_adapter(folder: Path) -> str:
+def _no_adapter(folder: Path) -> str:  # words for messages
     if not folder.exists():
         return f"there is no such folder{near_path(folder)}: give that of an adapter"
     below = ", ".join(shown(str(path)) for path in adapters_below(folder))
@@ -397,7 +399,6 @@ def _no_adapter(folder: Path) -> str:
 
 
 def _with_its_base(folder: Path, offline: bool) -> Source:
-    """Open an adapter with the base that its configuration names."""
     adapter = AdapterFolder(folder).adapter
     base = adapter.base
     if base is None:
@@ -425,7 +426,6 @@ def _with_its_base(folder: Path, offline: bool) -> Source:
 
 
 def _work_out_model_type(source: Source) -> None:
-    """Add a missing model type to a configuration if its class or its tensors determine it."""
     record = source.record
     found = model_type_of_class(record)
     how = f"architectures ({shown(record['architectures'][0])})" if found else "the names of its tensors"
@@ -462,6 +462,8 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
         )
     name = str(source)
     path = Path(source)
+    if name == DEMO and not path.exists():
+        path = _DEMO_FOLDER
     if not path.exists() and (on_hub := gguf_on_hub(name)) is not None:
         return _of_gguf(name, on_hub, offline=offline)
     if not path.exists():

@@ -32,7 +32,7 @@ class Spec(BaseModel):
 
 
 @final
-class Choice(Spec):
+class Choice(Spec):  # a value under a condition
     when: Expression = ""
     value: Expression
 

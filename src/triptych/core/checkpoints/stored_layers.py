@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from typing import Any, Literal, NamedTuple, TypeVar, final
 
 from triptych.core.algebra.weights import AttentionWeights, Link, Norm, Side
@@ -175,7 +175,7 @@ class AttentionSource(ABC):
 
     def require_layers(self, numbers: Collection[int]) -> None:
         """Raise UsageError for numbers of missing layers, or of layers without attention."""
-        there = {number for site in self.sites for number in site.numbers}
+        there = {*chain.from_iterable(site.numbers for site in self.sites)}
         for number in sorted({*numbers} - there):
             why = f"is no attention: {self.others}" if self.others else "does not exist"
             layers = "" if self.others else f"; layers are 0 to {max(there)}"
@@ -280,7 +280,7 @@ class Place:
         return f"{self.site.module}.{name}"
 
     def beside(self, name: str, **numbers: int) -> str:
-        """Return the full name of a module or tensor outside the attention's module."""
+        """Return the full name outside the attention's module; `numbers` fill its other placeholders."""
         return self.prefix + name.format(layer=self.layer, inner=self.inner, **numbers)
 
     @property

@@ -55,7 +55,6 @@ def load_language_model(
 
 
 def _open_mapped(path: Source | Path | str, dtype: torch.dtype | None) -> Checkpoint:
-    """Open a checkpoint with memory-mapped tensors."""
     if dtype is not None and not dtype.is_floating_point:
         raise UsageError(f"dtype {dtype} cannot be run in: give float32, bfloat16 or float16")
     source = find_source(path)
@@ -344,7 +343,6 @@ def _stored_table(checkpoint: Checkpoint, place: Place, table: Tensor, *, change
 
 
 def _as_stored(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Tensor:
-    """Convert a tensor to its dtype in the checkpoint."""
     dtype = checkpoint.tensors.infos[name].dtype
     if how := checkpoint.tensors.packed_as(name):
         raise DataError(

@@ -221,7 +221,6 @@ def _backwards(found: Frequencies, where: str) -> Frequencies:
 
 
 def _share(place: Place, scaling: Mapping[str, Any]) -> float:
-    """Return the rotated share of a head's rotary width."""
     own = place.number(place.position.share)
     kind = rope_type(scaling)
     record = Settings({**place.settings.record, **scaling}, place.settings.where)
@@ -251,8 +250,8 @@ def _rotary_of_patches(place: Place, patches: PatchesSpec, width: int) -> Rotary
     # Centres of patches, relative to the image; tokens before the patches are not rotated.
     centres = [(2 * torch.arange(n, dtype=torch.float64) + 1) / n - 1 for n in _grid(place, patches)]
     of_patches = torch.stack(torch.meshgrid(*centres, indexing="ij"), dim=-1).flatten(0, 1)
-    places = torch.cat([torch.zeros(before, 2, dtype=torch.float64), of_patches])
-    of_pairs = places.repeat_interleave(len(plain), dim=1)
+    of_tokens = torch.cat([torch.zeros(before, 2, dtype=torch.float64), of_patches])
+    of_pairs = of_tokens.repeat_interleave(len(plain), dim=1)
     return RotaryEmbedding(2 * math.pi * plain.repeat(2), place.position.pairing, places=of_pairs)
 
 
@@ -269,7 +268,7 @@ def _grid(place: Place, patches: PatchesSpec) -> tuple[int, int]:
     return rows, columns
 
 
-def _two(place: Place, expression: str) -> tuple[int, int]:
+def _two(place: Place, expression: str) -> tuple[int, int]:  # a height and a width
     found = place.value(expression)
     two = found if isinstance(found, list | tuple) and len(found) == 2 else (found, found)
     record = Settings({"height": two[0], "width": two[1]}, f"{place.settings.where}, {expression}")
@@ -282,7 +281,6 @@ def stored_angles(place: Place) -> list[str]:
 
 
 def _require_stored(place: Place, tensors: Tensors, per_position: Tensor) -> None:
-    """Check that the angles in the file match the configuration."""
     for name in stored_angles(place):
         if name not in tensors.infos:
             continue

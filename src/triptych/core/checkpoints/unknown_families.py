@@ -91,7 +91,6 @@ def _modules(kinds: Mapping[str, list[int]]) -> dict[str, list[str]]:
 
 
 def _record_with_heads(settings: Settings) -> tuple[str, Mapping[str, object]]:
-    """Return the record with the number of heads, and its path."""
     for name, value in [("", settings.record), *settings.record.items()]:
         if isinstance(value, Mapping) and any(field in value for field in _FIELDS["heads"]):
             return name, value

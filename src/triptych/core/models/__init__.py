@@ -58,5 +58,5 @@ from triptych.core.models.storage import write_config as write_config
 from triptych.core.models.storage import write_model as write_model
 from triptych.core.models.storage import write_weights as write_weights
 from triptych.core.models.with_attention import ModelT as ModelT
-from triptych.core.models.with_attention import require_no_more as require_no_more
+from triptych.core.models.with_attention import require_held as require_held
 from triptych.core.models.with_attention import with_attention as with_attention

@@ -218,7 +218,7 @@ class EmbeddingsConfig:
     map_first: bool = False
     scale: float = 1.0  # factor of the rows
     positions: Literal["none", "learned", "sinusoidal"] = "none"  # position encoding added to the rows
-    num_positions: int = 0  # rows of learned positions
+    num_positions: int = 0  # number of learned positions, or stated limit of sinusoidal positions
     position_offset: int = 0  # position p is row `p + position_offset` of the learned or sinusoidal table
     # padding token, which default positions do not count: padding has the position before the first token.
     # None to count all tokens

@@ -101,7 +101,7 @@ class Residual(nn.Module):
         return total if self.pre else self.norm(total)
 
     def added(self, change: Tensor) -> Tensor:
-        """Return the summand of the stream: the sub-layer's output after norm, scale and dropout."""
+        """Return the summand of the stream: norm, scale and dropout of the sub-layer's output."""
         if self.out_norm is not None:
             change = self.out_norm(change)
         if self.scale != 1.0:
@@ -214,7 +214,7 @@ class Block(nn.Module):
         memory_cache: AttentionCache | None = None,
         **options: Any,
     ) -> Float[Tensor, "batch length *streams d_model"]:
-        """Apply the block to the stream, or to several streams; see `_computed` for options.
+        """Apply the block to the stream, or to several streams; `options` are those of `_computed`.
 
         In decoding, several hypotheses may share the memory of a sentence: the rows of `x` are then a
         multiple of the rows of the memory, with rows of a sentence next to each other, and the hypotheses of
@@ -280,6 +280,7 @@ class Block(nn.Module):
             x = x + self.input(x, given)
         return self._steered(x if self.scale is None else x * self.scale)
 
+    # The vector of `steer` after this block; `added_before` is that before the first block.
     def _steered(self, x: Tensor) -> Tensor:
         return x if self.added_after is None else x + self.added_after.to(x)
 
@@ -293,7 +294,7 @@ def sharing_copy(module: ModuleT) -> ModuleT:
 def each_once(
     layers: Iterable[MultiHeadAttention], seen: dict[int, MultiHeadAttention]
 ) -> Iterator[MultiHeadAttention]:
-    """Yield layers; a repeated layer, or a layer in `seen`, becomes a new module with shared parameters."""
+    """Yield layers, and enter them in `seen`; a layer seen before is copied, with shared parameters."""
     for layer in layers:
         yield sharing_copy(layer) if id(layer) in seen else layer
         seen[id(layer)] = layer

@@ -20,7 +20,7 @@ from triptych.core.models.site_configuration import (
     WIDEST,
     AttentionConfig,
     PositionsConfig,
-    StoredTable,
+    StoredConfig,
     option_types,
 )
 from triptych.core.storage.settings import MOST_LAYERS
@@ -93,7 +93,7 @@ class DecoderConfig(BaseModel):
     cross_attention_in_layer: dict[int, AttentionConfig] = {}
 
 
-class ModelConfig(StoredTable):
+class ModelConfig(StoredConfig):
     """An encoder-decoder Transformer; the defaults are the paper's base model.
 
     Attributes:
@@ -204,7 +204,7 @@ class ModelConfig(StoredTable):
         return BlockConfig(frame, feed_forward, frame, frame if cross else None)
 
 
-class LanguageModelConfig(StoredTable):
+class LanguageModelConfig(StoredConfig):
     """A decoder-only model for the next token, or an encoder-only model for masked tokens.
 
     Attributes:

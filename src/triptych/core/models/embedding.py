@@ -47,7 +47,7 @@ class Embeddings(nn.Module):
         config = self.config
         x = self.table(ids)
         if self.map is not None and config.map_first:
-            x = self.map(self._in_stream(x))
+            x = self.map(self._to_stream_dtype(x))
         if config.scale != 1.0:
             x = x * config.scale
         if config.masked is not None:
@@ -61,11 +61,11 @@ class Embeddings(nn.Module):
         else:
             x = self.positions(x, rows)
             x = self.norm(x if segments is None else x + segments)
-        x = self._in_stream(x)
+        x = self._to_stream_dtype(x)
         x = self.dropout(x) if self.training else x
         return x if self.map is None or config.map_first else self.map(x)
 
-    def _in_stream(self, x: Tensor) -> Tensor:
+    def _to_stream_dtype(self, x: Tensor) -> Tensor:
         return x if self.stream_dtype is None else x.to(self.stream_dtype)
 
 
@@ -88,7 +88,7 @@ def _make_positions(config: EmbeddingsConfig, width: int) -> nn.Module:
 def _rows_of_positions(
     config: EmbeddingsConfig, ids: Int[Tensor, "batch length"], start: int | PositionIds
 ) -> int | PositionIds:
-    """Return the rows of the position table for tokens from `start` on, or at given positions."""
+    """Return positions shifted to the rows of the table, which padding may also precede or not count."""
     offset = config.position_offset
     if config.padding_id is not None and not isinstance(start, PositionIds):
         start = _counted_positions(ids, config.padding_id, start)

@@ -81,6 +81,7 @@ def _sparse_mixer(logits: Tensor, top_k: int, threshold: float) -> tuple[Tensor,
     return torch.cat(experts, dim=-1), torch.cat(weights, dim=-1)
 
 
+# Linear maps of all experts in one parameter, `[experts, d_out, d_in]`; a call applies that of one expert.
 @final
 class StackedLinear(nn.Module):
     def __init__(self, num_experts: int, d_in: int, d_out: int, bias: bool) -> None:
@@ -136,7 +137,6 @@ class Experts(nn.Module):
         return self._with_shared(total, tokens).view(x.shape)
 
     def _with_shared(self, total: Tensor, tokens: Tensor) -> Tensor:
-        """Add the output of the shared layer to the sum over experts."""
         if self.shared is None:
             return total
         if self.norms is not None:

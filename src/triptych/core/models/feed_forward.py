@@ -33,13 +33,14 @@ class Dropout(nn.Module):
             return x
         if x.device.type != "cpu":
             return F.dropout(x, self.p)
-        return x * _keep(x, self.p)
+        return x * _dropout_factors(x, self.p)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
 
-def _keep(x: Tensor, p: float) -> Tensor:
+# A factor for each element of x: 0 with probability p, else 1/(1 − p).
+def _dropout_factors(x: Tensor, p: float) -> Tensor:
     draws = torch.empty(-(-x.numel() // _LANES), dtype=torch.int64).random_(-(1 << 63), None)
     levels = draws.view(torch.int16)[: x.numel()].view(x.shape)
     threshold = min(round(p * _LEVELS), _LEVELS - 1)

@@ -15,6 +15,7 @@ _RANDOM = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.n
 _CONSTANT = (nn.init.constant_, Tensor.zero_, Tensor.fill_, Tensor.copy_)
 
 
+# A recorded call of `function` that fills a whole parameter.
 class _Fill(NamedTuple):
     parameter: nn.Parameter
     function: Callable[..., Any]
@@ -82,6 +83,7 @@ class DeferredInit(TorchFunctionMode):
             "numbers were drawn that no parameter holds"
         )
 
+    # Hook of torch: registers a parameter on "meta" instead of the given one, and keeps its values.
     def _registered(
         self, module: nn.Module, name: str, parameter: nn.Parameter | None
     ) -> nn.Parameter | None:
@@ -117,7 +119,10 @@ class DeferredInit(TorchFunctionMode):
         return isinstance(changed, Tensor) and not {id(changed), id(changed._base)}.isdisjoint(self._held)
 
     def values(self, model: nn.Module, seed_by_name: int | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and value of each parameter, with the same values as without deferral."""
+        """Yield name and value of each parameter, with the same values as without deferral.
+
+        With `seed_by_name`, random values depend on this seed and the parameter's name only.
+        """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         return self._drawn(names, seed_by_name)
 

@@ -275,22 +275,22 @@ class LanguageModel(nn.Module):
         memory_mask: Tensor | None = None,
         given: Float[Tensor, "rows length blocks width"] | None = None,
     ) -> Float[Tensor, "rows length d_model"]:
-        """Compute `hidden` from the input of layer `first`; `given` are the inputs of all blocks."""
+        """Compute `hidden` from the stream before use `first` of a block; `given` is from `BlockInputs`."""
         causal = self.causal if causal is None else causal
         # Keys and values of KV sharing, by block, for this call alone.
         lent = dict[int, Kept]()
         uses = self.architecture.uses
-        for place in range(first, len(uses)):
-            x = self.blocks[place](
+        for use in range(first, len(uses)):
+            x = self.blocks[use](
                 x,
                 mask,
                 causal=causal,
                 memory=memory,
                 memory_mask=memory_mask,
-                cache=None if cache is None else cache.own[place],
-                memory_cache=None if cache is None else cache.memory[place],
+                cache=None if cache is None else cache.own[use],
+                memory_cache=None if cache is None else cache.memory[use],
                 positions=positions,
                 lent=lent,
-                given=None if given is None else given[:, :, uses[place]],
+                given=None if given is None else given[:, :, uses[use]],
             )
         return self.final_norm(x if self.streams is None else self.streams.leave(x))  # type: ignore[no-any-return]

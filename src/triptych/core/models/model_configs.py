@@ -68,7 +68,10 @@ def has_config(model: AnyModel) -> bool:
 def configured(
     config: ModelConfig | LanguageModelConfig, sites: Mapping[str, AttentionConfig]
 ) -> ModelConfig | LanguageModelConfig:
-    """Return the configuration with these sites: the most frequent site, and exceptions by layer."""
+    """Return the configuration with these attention sites, by name.
+
+    The most frequent site of a stack is its default, and other sites are exceptions by layer.
+    """
     # Configurations are compared as JSON.
     of_stack: dict[str, dict[int, AttentionConfig]] = {}
     for name, site in sites.items():
@@ -173,7 +176,7 @@ def _positions(made: LanguageModelArchitecture, layer: MultiHeadAttention) -> di
 
 
 def _rotary_base(rotary: RotaryEmbedding) -> float:
-    """Return the base with exactly these frequencies, with as few digits as possible."""
+    """Return the base of exactly these frequencies, with as few digits as possible; else ValueError."""
     frequencies = rotary.frequencies
     count = len(frequencies)
     near = float(frequencies[1].double()) ** -count if count > 1 else 10_000.0

@@ -8,6 +8,7 @@ frequencies, are in the record.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from itertools import chain
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, cast, final, get_args, get_origin, get_type_hints
 
@@ -16,10 +17,12 @@ from torch import Tensor
 
 from triptych.core.algebra import positions, semantics
 from triptych.core.algebra.semantics import Scores, Semantics
+from triptych.core.algebra.weights import SIDES, Side
 from triptych.core.attention.layer import MultiHeadAttention
 from triptych.core.attention.projections import parameterisation, parameterisation_class
 from triptych.core.attention.projections.abstract import Parameterisation
-from triptych.core.attention.projections.composed import ScaledOutside
+from triptych.core.attention.projections.composed import AsWritten, ScaledOutside
+from triptych.core.attention.projections.maps import FromHeads, HeadMap, LinkMap
 from triptych.core.attention.requirements import scores_class
 from triptych.core.models import architecture
 from triptych.core.models.architecture import EncoderDecoderArchitecture, LanguageModelArchitecture
@@ -30,19 +33,24 @@ from triptych.core.models.language_model import LanguageModel
 # Classes that a record may name, by name.
 _CLASSES: dict[str, type] = {
     cls.__name__: cls
-    for module in (architecture, semantics, positions)
-    for cls in vars(module).values()
-    if isinstance(cls, type) and is_dataclass(cls) and cls.__module__ == module.__name__
+    for cls in (*vars(architecture).values(), *vars(semantics).values(), *vars(positions).values())
+    if isinstance(cls, type)
+    and is_dataclass(cls)
+    and cls.__module__ in (architecture.__name__, semantics.__name__, positions.__name__)
 }
+_CLASSES |= {cls.__name__: cls for cls in (LinkMap, FromHeads)}
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64)}
 _LAYERS = {"encoder": ("self",), "decoder": ("self", "cross")}
 
 
-def describe_model(model: AnyModel) -> dict[str, Any]:
+def describe_model(
+    model: AnyModel, instead: Mapping[int, MultiHeadAttention] | None = None
+) -> dict[str, Any]:
     """Return a model as data: its architecture, attention layers and limits.
 
-    Raises ValueError if a layer has a parameterisation without a name.
+    `instead`: layers to describe in the place of the model's, by the identity (`id`) of the model's layers.
     """
+    instead = instead or {}
     record: dict[str, Any] = {"architecture": encode(model.architecture), "limit": model.recipe_limit}
     if isinstance(model, EncoderDecoder):
         record["pad_id"] = model.pad_id
@@ -50,10 +58,11 @@ def describe_model(model: AnyModel) -> dict[str, Any]:
     for stack, half in model.stacks.items():
         for part in _LAYERS[stack]:
             name = f"{stack}.{part}" if isinstance(model, EncoderDecoder) else part
-            layers[name] = [describe_layer(layer) for layer in _layers_of(half, part)]
+            found = [instead.get(id(layer), layer) for layer in _layers_of(half, part)]
+            layers[name] = [describe_layer(layer) for layer in found]
     # Equal layers are written once: a list of different layers, and the number of each layer in it.
     kinds: list[dict[str, Any]] = []
-    for layer in (layer for own in layers.values() for layer in own):
+    for layer in chain.from_iterable(layers.values()):
         if layer not in kinds:
             kinds.append(layer)
     record["layers"] = kinds
@@ -68,17 +77,49 @@ def describe_layer(layer: MultiHeadAttention) -> dict[str, Any]:
     if isinstance(chosen, ScaledOutside):
         record["scale"] = "outside"
         chosen = chosen.inner
+    if isinstance(chosen, AsWritten):
+        record["projections"] = _describe_maps(chosen)
+    else:
+        record["projections"] = _describe_options(chosen)
+    record["semantics"] = describe_semantics(layer)
+    return record
+
+
+def _describe_options(chosen: Parameterisation) -> dict[str, Any]:
+    """Return a named parameterisation as data: its name and the options besides their defaults."""
     # A class of the user's has the name `FILE.py:CLASS`.
     if parameterisation_class(chosen.name) is not type(chosen):
         raise ValueError(f"{chosen.name} has changed since the layer was made: open the model again")
     options = {field.name: getattr(chosen, field.name) for field in fields(chosen)}
     defaults = {field.name: field.default for field in fields(chosen)}
-    record["projections"] = {
+    return {
         "name": chosen.name,
         **{name: value for name, value in options.items() if value != defaults[name]},
     }
-    record["semantics"] = describe_semantics(layer)
-    return record
+
+
+def _describe_maps(chosen: AsWritten) -> dict[str, Any]:
+    """Return chains of maps as data: the maps by name, and the names of the maps of each chain."""
+    return {
+        "name": chosen.name,
+        "width": chosen.width,
+        "maps": {name: encode(one) for name, one in chosen.own_maps.items()},
+        "chains": {side: [*names] for side, names in chosen.chains.items()},
+    }
+
+
+def _maps_as_written(record: Mapping[str, Any]) -> AsWritten:
+    """Return the parameterisation of `_describe_maps`; ValueError or KeyError for a wrong record."""
+    own_maps: dict[str, HeadMap] = {}
+    for name, one in record["maps"].items():
+        found = decode(one, f"maps.{name}")
+        if not isinstance(found, LinkMap | FromHeads) or not name.isidentifier():
+            raise ValueError(f"maps.{name} is no map")
+        own_maps[name] = found
+    chains: dict[Side, tuple[str, ...]] = {side: tuple(record["chains"][side]) for side in SIDES}
+    if unknown := {*chain.from_iterable(chains.values())} - own_maps.keys():
+        raise ValueError(f"chains name {sorted(unknown)[0]}, which is no map")
+    return AsWritten(own_maps, chains, _whole(record["width"], "width"))
 
 
 def describe_semantics(layer: MultiHeadAttention) -> dict[str, Any]:
@@ -94,7 +135,8 @@ class ModelRecord:
     """A model as data, from `config.json`."""
 
     architecture: LanguageModelArchitecture | EncoderDecoderArchitecture
-    layers: Mapping[str, Sequence[Mapping[str, Any]]]  # layers by stack and part
+    # records of layers by "self", or by "encoder.self", "decoder.self" and "decoder.cross"
+    layers: Mapping[str, Sequence[Mapping[str, Any]]]
     limit: int | None  # longest text by the recipe; None without
     pad_id: int  # padding token of an encoder-decoder
 
@@ -149,7 +191,11 @@ class ModelRecord:
 
 def _build_layer(record: Mapping[str, Any], d_model: int) -> MultiHeadAttention:
     given = dict(record["projections"])
-    chosen: Parameterisation = parameterisation(given.pop("name"), **given)
+    chosen: Parameterisation
+    if given["name"] == AsWritten.name:
+        chosen = _maps_as_written(given)
+    else:
+        chosen = parameterisation(given.pop("name"), **given)
     scale: Literal["inside", "outside"] = "outside" if record.get("scale") == "outside" else "inside"
     held = decode(record["semantics"], "semantics")
     if not isinstance(held, Semantics):
@@ -191,6 +237,8 @@ def encode(value: Any) -> Any:
         return {"values": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, tuple):
         return [encode(part) for part in value]
+    if isinstance(value, dict):
+        return {name: encode(part) for name, part in value.items()}
     if not is_dataclass(value):
         return value
     name = type(value).__name__
@@ -241,6 +289,11 @@ def _class_of(name: object) -> type:
 
 
 def _decode_field(part: Any, hint: Any, where: str) -> Any:
+    if hint is torch.Size:
+        return torch.Size(_whole(size, where) for size in part)
+    if get_origin(hint) is dict:
+        _, of_value = get_args(hint)
+        return {name: _decode_field(own, of_value, f"{where}.{name}") for name, own in part.items()}
     if isinstance(part, list):
         inner = [own for own in get_args(hint) if own is not Ellipsis] if get_origin(hint) is tuple else []
         if not inner:
@@ -253,7 +306,6 @@ def _decode_field(part: Any, hint: Any, where: str) -> Any:
 
 
 def _is_of(value: object, hint: Any) -> bool:
-    """Return True if a value is of the type of a field."""
     origin = get_origin(hint)
     if origin in (Union, UnionType):
         return any(_is_of(value, one) for one in get_args(hint))

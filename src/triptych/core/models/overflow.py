@@ -34,29 +34,29 @@ def require_finite_values(
 ) -> None:
     """Check that computed values are finite; `again` repeats the computation to find the first layer."""
     if not are_finite(values):
-        raise overflow(model, "" if again is None else _first_place(model, again))
+        raise overflow(model, "" if again is None else _first_overflow(model, again))
 
 
 def require_finite_logits(
     model: EncoderDecoder | LanguageModel, logits: Tensor, again: Callable[[], object] | None = None
 ) -> None:
-    """Check logits in the same way, but allow −inf for excluded tokens."""
+    """Check logits as `require_finite_values` checks values, but allow −inf for excluded tokens."""
     if not are_finite(logits) and not _are_scores(logits):
-        raise overflow(model, "" if again is None else _first_place(model, again))
+        raise overflow(model, "" if again is None else _first_overflow(model, again))
 
 
 def overflow_again(
     model: EncoderDecoder | LanguageModel, again: Callable[[], object]
 ) -> NumbersOverflowError:
-    """Make the error for a computation outside the model, which `again` repeats with the model."""
-    return overflow(model, _first_place(model, again))
+    """Make the error after a fused copy of the model overflowed; `again` computes the same with `model`."""
+    return overflow(model, _first_overflow(model, again))
 
 
-def overflow(model: EncoderDecoder | LanguageModel, place: str = "") -> NumbersOverflowError:
-    """Make the error, with the overflowing part of the model in the message."""
+def overflow(model: EncoderDecoder | LanguageModel, part: str = "") -> NumbersOverflowError:
+    """Make the error; `part` names the first part of the model with NaN or infinity, where it is known."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     wider = "float32 or bfloat16" if dtype == "float16" else "float64"
-    by = f"{place} of the model" if place else "the model"
+    by = f"{part} of the model" if part else "the model"
     return NumbersOverflowError(
         f"{by} computed numbers that are not finite (NaN or infinite) from weights that are: they overflow "
         f"{dtype}; read the model in {wider} (dtype=, --dtype)"
@@ -69,7 +69,7 @@ def _are_scores(logits: Tensor) -> bool:
     return are_finite(rows)
 
 
-def _first_place(model: EncoderDecoder | LanguageModel, again: Callable[[], object]) -> str:
+def _first_overflow(model: EncoderDecoder | LanguageModel, again: Callable[[], object]) -> str:
     """Find the first part of a model with NaN or infinity in its output, in words; "" if not found."""
     found = list[str]()
 

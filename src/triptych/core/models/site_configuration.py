@@ -46,15 +46,15 @@ LONGEST = 10**9
 Option = int | bool | None
 
 
-class StoredTable(BaseModel):
-    """A configuration stored without unused newer options (`newer`).
+class StoredConfig(BaseModel):
+    """A table of a recipe or of `config.json`, written without options of `newer` with their default.
 
     The stored configuration of older runs then stays unchanged, and such runs can be resumed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    newer: ClassVar[tuple[str, ...]] = ()
+    newer: ClassVar[tuple[str, ...]] = ()  # options that older runs do not have
 
     @model_serializer(mode="wrap")
     def _without_newer(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class StoredTable(BaseModel):
         return {name: value for name, value in handler(self).items() if name not in unused}
 
 
-class AttentionConfig(StoredTable):
+class AttentionConfig(StoredConfig):
     """Configuration of one attention site. Missing sizes are taken from the model.
 
     Attributes:

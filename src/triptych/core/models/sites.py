@@ -70,7 +70,7 @@ def attention_weights(model: AnyModel) -> dict[str, AttentionWeights]:
         weights = site.layer.weights(site.kind)
         norm = memory_norm = None
         if site.residual.pre:
-            norm = _norm_of(site.residual.norm)
+            norm = None if _is_read_elsewhere(model, site) else _norm_of(site.residual.norm)
             if isinstance(model, EncoderDecoder) and site.kind == "cross":
                 memory_norm = _norm_of(model.encoder.final_norm)
         place: Literal["pre", "post"] = "pre" if site.residual.pre else "post"
@@ -78,10 +78,16 @@ def attention_weights(model: AnyModel) -> dict[str, AttentionWeights]:
     return found
 
 
-def input_norms(model: AnyModel) -> dict[str, tuple[Norm | None, Norm | None]]:
-    """Return, by site, the last norm on the input of the layer and the last norm on its memory.
+def _is_read_elsewhere(model: AnyModel, site: AttentionSite) -> bool:
+    """Return True if more than the attention reads the output of the norm before it."""
+    block = blocks_of(model, site.stack)[site.block]
+    return site.residual.from_norm or block.shares_norm or block.streams is not None
 
-    The norm before a layer belongs to the previous sub-layer in a post-norm model.
+
+def input_norms(model: AnyModel) -> dict[str, tuple[Norm | None, Norm | None]]:
+    """Return, by site, the norm whose output the layer reads, and that of the memory.
+
+    In a post-norm model the former is the norm of the previous sub-layer.
     """
     # `last` is the norm at the end of the stream so far.
     found: dict[str, tuple[Norm | None, Norm | None]] = {}
@@ -103,6 +109,8 @@ def input_norms(model: AnyModel) -> dict[str, tuple[Norm | None, Norm | None]]:
 
 
 def _norm_of(norm: nn.Module) -> Norm | None:
+    if getattr(norm, "weight", None) is None:
+        return None
     match norm:
         case nn.LayerNorm() | OffsetNorm():
             offset = norm.offset if isinstance(norm, OffsetNorm) else 0.0

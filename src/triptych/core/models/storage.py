@@ -13,12 +13,15 @@ from safetensors.torch import load_file, save
 from torch import nn
 
 from triptych import user_code
+from triptych.core.attention.layer import MultiHeadAttention
+from triptych.core.attention.projections.composed import AsWritten
 from triptych.core.attention.projections.maps import StoredLink
 from triptych.core.attention.shapes import shapes_only
 from triptych.core.models.configuration import LanguageModelConfig, ModelConfig
 from triptych.core.models.encoder_decoder import AnyModel, EncoderDecoder
 from triptych.core.models.language_model import LanguageModel
 from triptych.core.models.model_records import ModelRecord, describe_model
+from triptych.core.storage.tensors import open_tensors
 from triptych.errors import DataError, UsageError, first_line
 from triptych.files import write_bytes, write_json
 from triptych.untrusted import LONGEST_JSON, read_limited, require_regular
@@ -28,6 +31,12 @@ _FORMAT = 2
 _READ = (1, 2)
 _ENCODER_DECODER = "encoder-decoder"
 _WEIGHTS = "model.safetensors"
+# Types that have all values of a type.
+_WIDER = {
+    torch.float16: (torch.float32, torch.float64),
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -62,10 +71,14 @@ def stored_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def _stored(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and stored buffers, such as the corrections of a router, by their names in files.
 
-    A fixed map of a parameterisation is left out: it follows from the configuration.
+    A fixed map of a named parameterisation is left out: it follows from the configuration.
     """
     kept = model.state_dict().keys()
-    fixed = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, StoredLink)}
+    fixed = set[str]()
+    for path, module in model.named_modules():
+        if isinstance(module, MultiHeadAttention) and not isinstance(module.parameterisation, AsWritten):
+            of_links = (name for name, part in module.named_modules() if isinstance(part, StoredLink))
+            fixed |= {f"{path}.{name}.weight" for name in of_links}
     buffers = {stored_name(n): value for n, value in model.named_buffers() if n in kept and n not in fixed}
     return {**stored_parameters(model), **buffers}
 
@@ -111,7 +124,10 @@ def write_model(model: AnyModel, folder: Path) -> None:
 
 
 def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -> AnyModel:
-    """Build a model from a folder's `config.json`, in its dtype (float32 by default), with fresh weights."""
+    """Build a model from a folder's `config.json`, in its dtype (float32 by default), with fresh weights.
+
+    `held` are the shapes of the stored tensors, compared with the model before memory is allocated.
+    """
     path = folder / "config.json"
     try:
         record = json.loads(read_limited(path, LONGEST_JSON))
@@ -151,13 +167,13 @@ _Made = tuple[Callable[[], AnyModel], Mapping[str, int]]
 
 
 def _of_data(record: dict[str, Any]) -> _Made:
-    """Return the model of a configuration of version 2."""
+    """Return constructor and numbers of layers from a configuration of version 2."""
     found = ModelRecord.read(record["model"])
     return found.build, found.num_layers
 
 
 def _of_recipe(record: dict[str, Any], path: Path) -> _Made:
-    """Return the model of a configuration of version 1."""
+    """Return constructor and numbers of layers from a configuration of version 1."""
 
     def size(name: str) -> int:
         value = record[name]
@@ -240,9 +256,15 @@ def load_tensors(
     model: nn.Module,
     tensors: dict[str, torch.Tensor],
     origin: str,
-    place: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda parameter, whole: whole,
+    part_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda parameter, whole: whole,
+    *,
+    adopted: bool = False,
 ) -> None:
-    """Copy named tensors into a model; names must match exactly."""
+    """Copy named tensors into a model, or make them its own; names, shapes and dtypes must match exactly.
+
+    `part_of(parameter, whole)` returns what a sharded parameter holds of the whole tensor. `adopted`: use the
+    tensors themselves instead of copies.
+    """
     # Check everything first, so that an error leaves the model unchanged.
     _require_fit(model, _shapes(tensors), origin)
     wanted = _stored(model)
@@ -254,7 +276,11 @@ def load_tensors(
             )
     with torch.no_grad():
         for name, parameter in wanted.items():
-            parameter.copy_(place(parameter, tensors[name]))
+            own = part_of(parameter, tensors[name])
+            if adopted:
+                parameter.data = own
+            else:
+                parameter.copy_(own)
 
 
 def read_model(folder: Path) -> EncoderDecoder:
@@ -267,8 +293,11 @@ def read_model(folder: Path) -> EncoderDecoder:
     return model
 
 
-def read_own_model(folder: Path) -> AnyModel:
-    """Read a model of either kind from a folder of `write_model`, in evaluation mode."""
+def read_own_model(folder: Path, *, mapped: bool = False) -> AnyModel:
+    """Read a model of either kind from a folder of `write_model`, in evaluation mode.
+
+    `mapped`: map the weights into memory, so that each is read at its first use, as those of checkpoints.
+    """
     path = folder / _WEIGHTS
     try:
         require_regular(path)
@@ -279,5 +308,19 @@ def read_own_model(folder: Path) -> AnyModel:
         if (folder / "config.json").exists():
             read_tensors(path)  # raises with the reason
     model = read_config(folder, held)
-    load_tensors(model, read_tensors(path), str(path))
+    if mapped:
+        found = open_tensors(path, mapped=True)
+        tensors = {name: found.read(name) for name in found.infos}
+    else:
+        tensors = read_tensors(path)
+    load_tensors(model, _widened(tensors, model), str(path), adopted=mapped)
     return model.eval()
+
+
+def _widened(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return tensors of a narrower type in the type of the model's parameters, which has all their values."""
+    wanted = {name: parameter.dtype for name, parameter in _stored(model).items()}
+    return {
+        name: tensor.to(wanted[name]) if wanted.get(name) in _WIDER.get(tensor.dtype, ()) else tensor
+        for name, tensor in tensors.items()
+    }

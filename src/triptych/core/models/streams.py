@@ -68,6 +68,7 @@ class BlockStreams(nn.Module):
         self.right = nn.Linear(config.rank, d_model, bias=False)
         self.low_rank_norm = nn.RMSNorm(d_model, config.eps)
 
+    # Coefficients between −1 and 1, one for each stream.
     def _routed(self, x: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length streams"]:
         routed: Tensor = self.router(self.router_norm(x) / x.shape[-1])
         return torch.tanh(routed.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)

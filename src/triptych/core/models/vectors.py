@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import final
 
@@ -38,13 +39,13 @@ class WordVectors:
 
     @cached_property
     def _read(self) -> tuple[Tensor, Tensor]:
-        """Rows `[tokens, width]`, and a mask of tokens with a vector."""
+        """Vectors of the file, `[tokens, width]`, and the mask `[tokens]` of tokens with a vector."""
         # Words are looked up by their text, then in lower case.
         try:
             require_regular(self.path)
             if self.path.suffix == ".safetensors":
-                return self._rows(), torch.ones(len(self._words), dtype=torch.bool)
-            by_word = dict(self._lines())
+                return self._read_safetensors(), torch.ones(len(self._words), dtype=torch.bool)
+            by_word = dict(self._read_text())
         except (OSError, SafetensorError) as error:
             raise DataError(f"{self.path}: the vectors cannot be read ({error})") from None
         rows = torch.zeros(len(self._words), self._width)
@@ -58,7 +59,7 @@ class WordVectors:
             raise DataError(f"{self.path} has a vector for no token of the vocabulary")
         return rows, torch.tensor(found)
 
-    def _rows(self) -> Tensor:
+    def _read_safetensors(self) -> Tensor:
         with safe_open(self.path, framework="pt") as file:
             names = list(file.keys())
             shape = file.get_slice(names[0]).get_shape() if len(names) == 1 else []
@@ -69,9 +70,9 @@ class WordVectors:
                 )
             return file.get_tensor(names[0]).float()  # type: ignore[no-any-return]
 
-    def _lines(self) -> Iterator[tuple[str, Tensor]]:
+    def _read_text(self) -> Iterator[tuple[str, Tensor]]:
         """Yield words of the vocabulary with their vectors."""
-        wanted = {form for word in self._words if word for form in (word, word.lower())}
+        wanted = {*chain.from_iterable((word, word.lower()) for word in self._words if word)}
         with self.path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, start=1):
                 parts = line.rstrip().split(" ")

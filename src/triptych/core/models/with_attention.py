@@ -1,149 +1,107 @@
 """Models with rewritten attention layers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 from triptych import user_code
-from triptych.core.algebra.semantics import Semantics, same_norm_structure
 from triptych.core.algebra.weights import AttentionWeights
 from triptych.core.attention.layer import MultiHeadAttention
-from triptych.core.attention.projections import fit_parameterisation
-from triptych.core.models.configuration import LanguageModelConfig, ModelConfig
-from triptych.core.models.encoder_decoder import EncoderDecoder
+from triptych.core.attention.requirements import check_can_be_held
+from triptych.core.models.encoder_decoder import AnyModel, EncoderDecoder
 from triptych.core.models.language_model import LanguageModel
-from triptych.core.models.model_configs import configured, find_config
-from triptych.core.models.site_configuration import AttentionConfig
-from triptych.core.models.sites import AttentionSite, attention_sites
+from triptych.core.models.model_records import ModelRecord, describe_model
+from triptych.core.models.sites import AttentionSite, attention_sites, blocks_of
 from triptych.errors import UsageError
 
 ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | LanguageModel)
 
 
 def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> ModelT:
-    """Build a model with changed weights at some sites and copied weights elsewhere."""
-    config = find_config(model)
+    """Build a model with changed weights at some sites and copied weights elsewhere.
+
+    A changed layer has the semantics of its weights. Weights without positions keep the positions of the
+    site.
+
+    Raises ValueError for an unknown site, and for weights that a layer of the model cannot have.
+    """
     sites = {site.name: site for site in attention_sites(model)}
     if unknown := [name for name in changed if name not in sites]:
         raise ValueError(f"there is no attention site {unknown[0]}: there are {', '.join(sites)}")
+    layers: dict[int, MultiHeadAttention] = {}  # new layers, by the identity of the layer that they replace
     for name, weights in changed.items():
         read = weights.d_model
-        has = config.d_model
+        has = sites[name].layer.d_model
         if read != has:
             raise ValueError(f"the weights for {name} read {read} channels, the model has {has}")
-        require_no_more(name, weights, sites[name].layer.semantics)
-    # The configuration must describe the new layers, so it is read off the layers.
-    layers = {
-        name: _rewritten_layer(site, changed[name]) if name in changed else site.layer
-        for name, site in sites.items()
-    }
-    configs = {name: AttentionConfig.of(layer) for name, layer in layers.items()}
-    new = _assembled(model, configured(config, configs), layers)
-    for site in attention_sites(new):
-        if site.name in changed:
-            _require_positions(site, changed[site.name].semantics)
+        require_held(model, name, weights)
+        layer = _rewritten_layer(sites[name], weights)
+        # Uses of a repeated block may be modules of their own with the same parameters.
+        own = {*sites[name].layer.parameters()}
+        for site in sites.values():
+            if {*site.layer.parameters()} == own:
+                layers[id(site.layer)] = layer
+    # The model is described as data with the new layers, built from it, and filled with the old tensors.
+    with torch.random.fork_rng(devices=[]):  # initial values are drawn only to be overwritten
+        new = ModelRecord.read(describe_model(model, layers)).build()
+    assert isinstance(new, type(model))
+    some = next(model.parameters())
+    new = new.to(device=some.device, dtype=some.dtype).train(model.training)
+    _copy_tensors(model, new, layers)
     return new
 
 
 def _rewritten_layer(site: AttentionSite, weights: AttentionWeights) -> MultiHeadAttention:
     """Build a layer from changed weights; the norms stay in the model."""
     before = site.layer.parameterisation
+    held = site.layer.semantics
     weights = weights.without_norms()
+    semantics = replace(weights.semantics, kind=held.kind)
+    if semantics.positions == "none":
+        semantics = replace(semantics, rotary=held.rotary, bias=held.bias)
     own = before if user_code.is_in_file(before.name) else None
     try:
-        return MultiHeadAttention.from_weights(weights, site.layer.dropout, named=True, own=own)
+        return MultiHeadAttention.from_weights(
+            replace(weights, semantics=semantics), site.layer.dropout, own=own
+        )
     except ValueError as error:
         if own is None:
             raise
         raise UsageError(f"{site.name}: {own.name} does not write what was made of it, and {error}") from None
 
 
-def require_no_more(name: str, weights: AttentionWeights, own: Semantics) -> None:
-    """Check that the configuration of a model can express the semantics of the weights.
+def require_held(model: AnyModel, name: str, weights: AttentionWeights) -> None:
+    """Check that a layer of a model can have changed weights; ValueError gives the reason.
 
-    QK-norm and gates are allowed if the layer of the model has them with the same structure, gates of pairs
-    if the parameterisation has them.
+    Heads in pairs, as those of differential attention, stay in pairs.
     """
-    # The query map absorbs the scale; `_require_positions` checks rotary positions.
-    given = weights.semantics
-    held = {"scale", "kind", "dropout", "rotary"}
-    if given.bias is None or not given.bias.learned:
-        held.add("bias")
-    if same_norm_structure(given.q_norm, own.q_norm) and same_norm_structure(given.k_norm, own.k_norm):
-        held |= {"q_norm", "k_norm"}
-    if (
-        given.gate is not None
-        and own.gate is not None
-        and given.gate.tensors().keys() == own.gate.tensors().keys()
-        and given.gate.weight.shape[1:] == own.gate.weight.shape[1:]
-        and bool(given.gate.whole) == bool(own.gate.whole)
-        and (not own.gate.whole or _has_pairs(name, weights))
-    ):
-        held.add("gate")
-    if type(given.scores) is type(own.scores):
-        held.add("scores")
-    found = given.beyond(held)
-    if found:
-        raise ValueError(
-            f"the weights for {name} are of a layer with {', '.join(found)}, which the configuration of a "
-            "model cannot say"
-        )
-
-
-def _has_pairs(name: str, weights: AttentionWeights) -> bool:
-    """Return True if heads form the pairs of a parameterisation; a pair that lost one head is refused."""
+    stack, number = name.split(".")
+    if blocks_of(model, stack)[int(number)].keys is not None:
+        raise ValueError(f"{name} shares its keys and values with other layers, which would change as well")
+    check_can_be_held(weights.without_norms())
     gate = weights.semantics.gate
-    assert gate is not None
-    if gate.whole != (True, False) * (len(gate.whole) // 2):
+    if gate is not None and gate.whole and gate.whole != (True, False) * (len(gate.whole) // 2):
         raise ValueError(
             f"heads stand in pairs at {name}, and half of a pair is left: leave out both or none"
         )
-    _, found = fit_parameterisation(weights.without_norms(), named=True)
-    return found.gate(weights.d_model, weights.num_heads) is not None
 
 
-def _require_positions(site: AttentionSite, given: Semantics) -> None:
-    """Check that the position encoding of weights, if any, equals the model's at a site."""
-    held = site.layer.semantics
-    same = given.positions in ("none", held.positions)
-    if given.rotary is not None and held.rotary is not None:
-        same = given.rotary.pairs == held.rotary.pairs
-        same = same and torch.equal(given.rotary.frequencies, held.rotary.frequencies)
-        same = same and given.rotary.factor == held.rotary.factor and given.rotary.long is held.rotary.long
-    if not same:
-        raise ValueError(
-            f"the weights for {site.name} are of a layer with {given.positions} positions, which are not "
-            f"the model's ({held.positions})"
-        )
-
-
-def _assembled(
-    model: ModelT, config: ModelConfig | LanguageModelConfig, layers: Mapping[str, MultiHeadAttention]
-) -> ModelT:
-    """Build a model from a configuration, attention layers, and all other parameters of a model."""
-    some = next(model.parameters())
-    with torch.random.fork_rng(devices=[]):  # initial values are drawn only to be overwritten
-        new = _fresh(model, config)
-    new.recipe_limit = model.recipe_limit  # stays None for a model without a recipe
-    new = new.to(device=some.device, dtype=some.dtype).train(model.training)
-    in_layers = {id(parameter) for site in attention_sites(new) for parameter in site.layer.parameters()}
-    old = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, parameter in new.named_parameters():
-            if id(parameter) not in in_layers:
-                parameter.copy_(old[name])
-                parameter.requires_grad_(old[name].requires_grad)
-        for site, before in zip(attention_sites(new), attention_sites(model), strict=True):
-            site.layer.load_state_dict(layers[site.name].state_dict())
-            site.layer.requires_grad_(any(p.requires_grad for p in before.layer.parameters()))
-    return new
-
-
-def _fresh(model: ModelT, config: ModelConfig | LanguageModelConfig) -> ModelT:
-    """Build a model from a configuration with fresh weights, with the vocabulary of a given model."""
-    if isinstance(model, LanguageModel):
-        assert isinstance(config, LanguageModelConfig)
-        return LanguageModel.of(config, model.architecture.kind, model.vocab_size)
-    assert isinstance(config, ModelConfig)
-    return EncoderDecoder.of(config, model.src_vocab_size, model.tgt_vocab_size, model.pad_id)
+def _copy_tensors(model: nn.Module, new: nn.Module, layers: Mapping[int, MultiHeadAttention]) -> None:
+    """Copy all tensors of a model into a new model, those of replaced layers from the new layers."""
+    tensors = model.state_dict()
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if (layer := layers.get(id(module))) is None:
+            continue
+        below = f"{path}."
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(below)}
+        tensors |= {below + name: tensor for name, tensor in layer.state_dict().items()}
+        # A new map may be made of several: it is trained if one of them was.
+        is_trained = any(parameter.requires_grad for parameter in module.parameters())
+        trained |= {below + name: is_trained for name, _ in layer.named_parameters()}
+    new.load_state_dict(tensors)
+    for name, parameter in new.named_parameters():
+        parameter.requires_grad_(trained[name])

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -57,7 +58,7 @@ class FolderCopy:
         self._source, self._target = self._layout.folder, target.absolute()
         require_new_folder(self._source, self._target)
         # Links out of the folder are refused before anything is written.
-        self.left_out, self._beside = _sorted_out(self._layout)
+        self.left_out, self._beside = _sort_files(self._layout)
         self.num_bytes = sum(info.num_bytes for info in self._layout.tensors.infos.values())
         needed = self.num_bytes + sum((self._source / name).stat().st_size for name in self._beside)
         free = shutil.disk_usage(self._target.parent).free
@@ -100,15 +101,15 @@ class FolderCopy:
         `settings`: new entries of the configuration, by dotted path.
         """
         for name in self._beside:
-            place = self.folder / name
-            place.parent.mkdir(parents=True, exist_ok=True)
+            path = self.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
             if name == CONFIG and settings:
                 record = read_json(self._source / name)
-                for path, value in settings.items():
-                    set_entry(record, path, value)
-                write_json(place, record)
+                for entry, value in settings.items():
+                    set_entry(record, entry, value)
+                write_json(path, record)
             else:
-                shutil.copyfile(self._source / name, place)
+                shutil.copyfile(self._source / name, path)
 
     def finish(self, extra: Mapping[str, bytes] | None = None) -> None:
         """Add files to the copy, flush it to the disk, and give it its name."""
@@ -125,15 +126,17 @@ class FolderCopy:
         if not layout.index:
             return
         # With unchanged names and shapes, the index is copied unchanged, unless names of files change.
-        infos = {name: info for of_shard in written.values() for name, info in of_shard.items()}
+        infos = dict(chain.from_iterable(of_shard.items() for of_shard in written.values()))
         shapes = {name: info.shape for name, info in layout.tensors.infos.items()}
         if layout.index != PICKLED_INDEX and shapes == {name: info.shape for name, info in infos.items()}:
             shutil.copyfile(self._source / layout.index, self.folder / layout.weights)
             return
         record = read_json(self._source / layout.index)
-        places = {tensor: name for name, of_shard in written.items() for tensor in of_shard}
-        kept = [tensor for tensor in record["weight_map"] if tensor in places]
-        record["weight_map"] = {tensor: places[tensor] for tensor in dict.fromkeys((*kept, *places))}
+        shard_of = dict[str, str]()
+        for name, of_shard in written.items():
+            shard_of |= dict.fromkeys(of_shard, name)
+        kept = [tensor for tensor in record["weight_map"] if tensor in shard_of]
+        record["weight_map"] = {tensor: shard_of[tensor] for tensor in dict.fromkeys((*kept, *shard_of))}
         metadata = record.get("metadata")
         if isinstance(metadata, dict):
             numbers = {name: prod(info.shape) for name, info in infos.items()}
@@ -216,10 +219,10 @@ def _in_safetensors(name: str) -> str:
 
 def names_beside(source: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of files left out of a copy, and of files copied besides the tensors."""
-    return _sorted_out(_layout(source))
+    return _sort_files(_layout(source))
 
 
-def _sorted_out(layout: _Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _sort_files(layout: _Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
     # Files to copy must be in the folder or in its Hub cache; files left out are not checked.
     left_out: list[str] = []
     beside: list[str] = []

@@ -178,7 +178,7 @@ class _Header:
                 raise DataError(f"{source.name}: {shown(key)} is in its metadata twice")
             self.metadata[key] = self._value(self._number("<I"), key)
         found = [self._tensor() for _ in range(num_tensors)]
-        self._place(found)
+        self._locate(found)
 
     def _tensor(self) -> tuple[str, StoredType, tuple[int, ...], int]:
         name = self._string(_LONGEST_KEY, "the name of a tensor")
@@ -198,7 +198,7 @@ class _Header:
             )
         return name, stored, tuple(reversed(sides)), self._number("<Q")
 
-    def _place(self, found: list[tuple[str, StoredType, tuple[int, ...], int]]) -> None:
+    def _locate(self, found: list[tuple[str, StoredType, tuple[int, ...], int]]) -> None:
         """Find the bytes of every tensor, and check that they lie in the file and do not overlap."""
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         powers = (
@@ -253,10 +253,10 @@ class _Header:
         return [float(str(number)) for number in found]
 
     def _strings(self, count: int, what: str) -> list[str]:
-        """Read many short texts, most of them without a call of `_take`."""
+        """Read many short strings, most of them without a call of `_take`."""
         found: list[str] = []
         for _ in range(count):
-            # Vocabularies have hundreds of thousands of texts: slices are faster than calls.
+            # Vocabularies have hundreds of thousands of strings: slices are faster than calls.
             start = self._at - self._piece_start
             length = int.from_bytes(self._piece[start : start + 8], "little")
             stop = start + 8 + length
@@ -305,6 +305,7 @@ class _Header:
     def _left(self) -> int:
         return min(self._source.size, _LONGEST_HEADER) - self._at
 
+    # The next bytes of the header.
     def _take(self, length: int) -> bytes:
         if length > self._left:
             raise DataError(

@@ -155,7 +155,7 @@ class Repository:
         self._gguf = gguf
         self.offline = offline
         self._cache = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
-        self.revision = self._kept_commit(revision) if offline else self._commit(revision)
+        self.revision = self._stored_commit(revision) if offline else self._commit(revision)
         self.folder = self._cache / "snapshots" / self.revision
         config = None if gguf else self.download("config.json")
         if config is None and gguf is None:
@@ -202,48 +202,47 @@ class Repository:
 
     def download(self, file: str) -> Path | None:
         """Return the path of a file, downloaded unless it is cached, or None if the repository lacks it."""
-        place = self.folder / file
-        if place.is_file():
-            return place
-        if self.offline or (found := self._look(file, self.revision)) is None:
+        path = self.folder / file
+        if path.is_file():
+            return path
+        if self.offline or (found := self._find_file(file, self.revision)) is None:
             return None
         self._save(found[0], file)
-        return place
+        return path
 
     def _save(self, there: "HubBytes", file: str) -> None:
         """Download a whole file into the cache and check it against the Hub's hash."""
-        place = self.folder / file
+        path = self.folder / file
         with _explained(self.name):
             blob = self._cache / "blobs" / there.digest
             blob.parent.mkdir(parents=True, exist_ok=True)
             if not blob.is_file():
                 self._require_room(there, file)
                 write_atomically(blob, there.save)
-            place.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                place.symlink_to(os.path.relpath(blob, place.parent))
+                path.symlink_to(os.path.relpath(blob, path.parent))
             except FileExistsError:  # another process was quicker
                 pass
             except OSError:  # a system without links
-                shutil.copyfile(blob, place)
+                shutil.copyfile(blob, path)
 
     def open(self, file: str, *, mapped: bool = False) -> Bytes:
         """Open a file of weights; files larger than 32 MiB are not downloaded, but read by ranges."""
-        place = self.folder / file
-        if not place.is_file():
+        path = self.folder / file
+        if not path.is_file():
             if self.offline:
                 raise DataError(
                     f"{self.name}: {file} is not in {self._cache}, and no connection is asked for"
                 )
-            if (found := self._look(file, self.revision)) is None:
+            if (found := self._find_file(file, self.revision)) is None:
                 raise DataError(f"{self.name} has no {file}: only safetensors are read from the Hub")
             if found[0].size > _TAKEN_WHOLE:
                 return found[0]
             self._save(found[0], file)
-        return MappedBytes(place) if mapped else LocalBytes(place)
+        return MappedBytes(path) if mapped else LocalBytes(path)
 
     def files(self) -> list[str]:
-        """Return the names of all files."""
         url = f"{self.endpoint or constants.ENDPOINT}/api/models/{self.name}/revision/{self.revision}"
         where = f"{self.name}, its list of files"
         with _explained(self.name):
@@ -260,7 +259,7 @@ class Repository:
 
     def _commit(self, revision: str | None) -> str:
         """Return the commit of a revision, and store it for offline use."""
-        found = self._look(self._gguf or "config.json", revision)
+        found = self._find_file(self._gguf or "config.json", revision)
         if found is None:
             raise self._no_file()
         (_, commit), wanted = found, revision or constants.DEFAULT_REVISION
@@ -280,7 +279,7 @@ class Repository:
             f"by its file, {self.name}/FILE.gguf"
         )
 
-    def _kept_commit(self, revision: str | None) -> str:
+    def _stored_commit(self, revision: str | None) -> str:
         wanted = revision or constants.DEFAULT_REVISION
         kept = self._cache / "refs" / wanted
         commit = kept.read_text().strip() if stays_in_folder(wanted) and kept.is_file() else wanted
@@ -291,7 +290,7 @@ class Repository:
             )
         return commit
 
-    def _look(self, file: str, revision: str | None) -> tuple["HubBytes", str] | None:
+    def _find_file(self, file: str, revision: str | None) -> tuple["HubBytes", str] | None:
         """Return a file and its commit from the Hub's metadata, or None if the repository lacks the file."""
         where = f"{self.name}/{file}"
         with _explained(self.name):
@@ -344,7 +343,7 @@ class HubBytes(Bytes):
 
     def save(self, path: Path) -> None:
         """Download the whole file to a path and check its hash."""
-        found = self._begun()
+        found = self._new_digest()
         silent = not (sys.stderr.isatty() and speaks())
         bar = tqdm(  # type: ignore[no-untyped-call]
             desc=self.name, total=self.size, unit="B", unit_scale=True, delay=1, leave=False, disable=silent
@@ -356,7 +355,7 @@ class HubBytes(Bytes):
                 file.write(piece)
         self._require_hash(found)
 
-    def _begun(self) -> "hashlib._Hash":
+    def _new_digest(self) -> "hashlib._Hash":
         if len(self.digest) == hashlib.sha256().digest_size * 2:
             return hashlib.sha256()
         return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)

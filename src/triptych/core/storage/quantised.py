@@ -7,6 +7,7 @@ github.com/neuralmagic/compressed-tensors, github.com/AutoGPTQ/AutoGPTQ, github.
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from math import ceil, prod
 from typing import ClassVar, final
 
@@ -117,7 +118,6 @@ class Awq(Packed):
 
 
 def _require_groups(scales: Tensor, d_in: int, group: int) -> None:
-    """Check that the number of groups with scales is that of the configuration."""
     wanted = ceil(d_in / group)
     if len(scales) != wanted:
         raise ValueError(
@@ -161,7 +161,7 @@ def dequantised(tensors: Tensors, settings: Settings) -> Tensors:
     found = [packed for name in tensors.infos if (packed := _packed(name, tensors, settings)) is not None]
     if not found:
         return tensors
-    hidden = {part for packed in found for part in packed.parts}
+    hidden = {*chain.from_iterable(packed.parts for packed in found)}
     return tensors.replacing(hidden, _Unpacking(tensors, found))
 
 
@@ -227,7 +227,6 @@ def _packed(name: str, tensors: Tensors, settings: Settings) -> Packed | None:
 
 
 def _refuse_by_name(tensors: Tensors, settings: Settings) -> None:
-    """Raise DataError for known, unsupported quantisation formats."""
     # AWQ's layouts differ only by the configuration; further formats are recognised by their tensors.
     method = settings.value("quantization_config.quant_method")
     version = settings.value("quantization_config.version")
@@ -250,7 +249,7 @@ def _said(known: str, method: object) -> str:
     return known if same else f"{known} (quant_method {shown(method)})"
 
 
-def _unread(tensors: Tensors, what: str, how: str) -> str:
+def _unread(tensors: Tensors, what: str, how: str) -> str:  # words for messages
     return (
         f"{tensors.name}: {what} is quantised by {how}, which is not read: use the checkpoint before "
         "quantisation"

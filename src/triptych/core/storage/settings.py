@@ -4,9 +4,9 @@ num_attention_heads                      a field
 rope_parameters.rope_theta | 10000       the first alternative present and not null
 hidden_size / num_attention_heads        a product, quotient (`//` rounds down), sum or difference, from left
                                          to right
-#layers_block_type                       the length of a list or text
-hidden_act | 'silu'                      a text in quotes is a constant
-layer_types[]                            the entry of this layer in a list, its character in a text, or the
+#layers_block_type                       the length of a list or string
+hidden_act | 'silu'                      a string in quotes is a constant
+layer_types[]                            the entry of this layer in a list, its character in a string, or the
                                          field of a record under its number
 layer_types[] == sliding_attention       a condition; also !=, <, >=, a bare field (true?), !field
 attn_config.softmax_scale != null        a field is present and not null
@@ -20,6 +20,7 @@ layer in full_attn_idxs                  a list contains this layer
 import operator
 import re
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, final
 
 from triptych.errors import DataError
@@ -136,7 +137,7 @@ class Settings:
             return all(self.holds(part, layer) for part in condition.split(" and "))
         if found := _CONDITION.fullmatch(condition):
             left, sign, right = found.groups()
-            number = self._of_number(left, layer)
+            number = self._layer_number(left, layer)
             value = self.value(left, layer) if number is None else number
             if sign.strip() == "is":
                 return self._field(left, layer) is None
@@ -157,11 +158,8 @@ class Settings:
             return not self.value(condition[1:].strip(), layer)
         return bool(self.value(condition, layer))
 
-    def _of_number(self, expression: str, layer: int) -> int | None:
-        """Return the value of `layer`, `layer % N` or `(layer + 1) % N`, with an expression N.
-
-        Return None for all further expressions, and for an N without a value.
-        """
+    def _layer_number(self, expression: str, layer: int) -> int | None:
+        """Return the value of `layer`, `layer % N` or `(layer + 1) % N`; None for other words or no N."""
         found = re.fullmatch(r"(layer|\(layer \+ 1\))(?:\s*%\s*(.+))?", expression)
         if found is None:
             return None
@@ -231,14 +229,13 @@ def paths_in(expression: str) -> set[str]:
         else:
             both = found[1].split()[0] in ("layer", "(layer") or found[2] in ("<", ">=")
             sides += [found[1], found[3]] if both else [found[1]]
-    words = {
-        word.removesuffix("[]") for side in sides for word in re.findall(r"[A-Za-z_][\w.]*(?:\[\])?", side)
-    }
+    found_words = chain.from_iterable(re.findall(r"[A-Za-z_][\w.]*(?:\[\])?", side) for side in sides)
+    words = {word.removesuffix("[]") for word in found_words}
     return words - {"layer", "null", "true", "false"}
 
 
 def _literal(text: str) -> Any:
-    """Convert a number, "true" or "false" to its value; return any further text unchanged."""
+    """Convert a number, "true" or "false" to its value; return any other string unchanged."""
     text = text.strip()
     if text in ("true", "false"):
         return text == "true"

@@ -80,7 +80,7 @@ class _SafetensorsShard:
         for at in range(0, size, _BLOCK):
             yield self._source.read(start + at, min(_BLOCK, size - at))
 
-    def place(self, name: str) -> tuple[int, int] | None:
+    def location(self, name: str) -> tuple[int, int] | None:
         """Return the open file and the offset of a tensor's bytes in it."""
         return self._handle, self._file.start(name)
 
@@ -110,7 +110,7 @@ class _PickledShard:
     def blocks(self, name: str) -> _Blocks:
         return _blocks_of(self._file.read(name))
 
-    def place(self, name: str) -> tuple[int, int] | None:
+    def location(self, name: str) -> tuple[int, int] | None:
         return None
 
     def close(self) -> None:
@@ -197,14 +197,14 @@ def _copy(
     info = shard.infos[name]
     # A replaced tensor is read, too, since its hash is part of the result.
     read = _new_digest(info.dtype, info.shape)
-    place = shard.place(name)
+    source = shard.location(name)  # for a copy in the kernel
     done = 0
     for block in shard.blocks(name):
         read.update(block)
         if new is None and (
-            place is None or not _copy_in_kernel(place[0], place[1] + done, handle, at + done, len(block))
+            source is None or not _copy_in_kernel(source[0], source[1] + done, handle, at + done, len(block))
         ):
-            place = None
+            source = None
             _write_at(handle, block, at + done)
         done += len(block)
     if new is None:

@@ -110,25 +110,25 @@ class Safetensors(TensorFile):
         self.data_start, header = _header(source)
         self.metadata = header.get("__metadata__")
         self.infos: dict[str, TensorInfo] = {}
-        self._places: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
         for name, entry in header.items():
             if name == "__metadata__":
                 continue
-            _require_plain(name, self.name)
-            self.infos[name], self._places[name] = self._entry(name, entry)
+            _require_printable(name, self.name)
+            self.infos[name], self._offsets[name] = self._entry(name, entry)
         self._refuse_overlaps()
 
     def read(self, name: str) -> Tensor:
         info = self.infos[name]
-        return self._numbers(name, 0, info.num_bytes).reshape(info.shape)
+        return self._read_values(name, 0, info.num_bytes).reshape(info.shape)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         rows, *rest = self.infos[name].shape
         stop = min(stop, rows)
         width = self.infos[name].num_bytes // max(rows, 1)
-        return self._numbers(name, start * width, (stop - start) * width).reshape(stop - start, *rest)
+        return self._read_values(name, start * width, (stop - start) * width).reshape(stop - start, *rest)
 
-    def _numbers(self, name: str, first: int, num_bytes: int) -> Tensor:
+    def _read_values(self, name: str, first: int, num_bytes: int) -> Tensor:
         dtype = self.infos[name].dtype
         if num_bytes == 0:
             return torch.empty(0, dtype=dtype)
@@ -137,7 +137,7 @@ class Safetensors(TensorFile):
 
     def start(self, name: str) -> int:
         """Return the offset of a tensor's bytes in the file."""
-        return self.data_start + self._places[name]
+        return self.data_start + self._offsets[name]
 
     def _entry(self, name: str, entry: Any) -> tuple[TensorInfo, int]:
         # The size follows twice from an entry, by its shape and by its offsets: both must agree.
@@ -172,7 +172,7 @@ class Safetensors(TensorFile):
     def _refuse_overlaps(self) -> None:
         filled = [
             (start, start + self.infos[name].num_bytes, name)
-            for name, start in self._places.items()
+            for name, start in self._offsets.items()
             if self.infos[name].num_bytes
         ]
         filled.sort()
@@ -220,7 +220,7 @@ class Pickled(TensorFile):
                 raise DataError(
                     f"{path}: {shown(name)} is a {type(tensor).__name__} and no tensor{_within(found)}"
                 )
-            _require_plain(name, str(path))
+            _require_printable(name, str(path))
             held = 0 if tensor.is_meta else tensor.untyped_storage().nbytes()
             if tensor.layout == torch.strided and tensor.nbytes > held:
                 raise DataError(f"{path}, tensor {name}: it claims more numbers than it holds")
@@ -278,23 +278,22 @@ class Tensors:
         """Read a tensor in its stored dtype and shape."""
         return self._files[name].read(name)
 
-    def read_part(self, name: str, dim: int, places: Sequence[int]) -> Tensor:
+    def read_part(self, name: str, dim: int, indices: Sequence[int]) -> Tensor:
         """Read some rows (`dim` 0) or columns (`dim` 1) of a matrix; only rows save reading the whole."""
         if dim:
-            return self.read(name)[:, list(places)]
+            return self.read(name)[:, list(indices)]
         # Merge consecutive rows into runs: each run is a single read, perhaps over the network.
         file = self._files[name]
         runs = list[tuple[int, int]]()
-        for place in places:
-            if runs and runs[-1][1] == place:
-                runs[-1] = runs[-1][0], place + 1
+        for index in indices:
+            if runs and runs[-1][1] == index:
+                runs[-1] = runs[-1][0], index + 1
             else:
-                runs.append((place, place + 1))
+                runs.append((index, index + 1))
         parts = [file.read_rows(name, start, stop) for start, stop in runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def packed_as(self, name: str) -> str:
-        """Return the quantisation format of a tensor, or "" for a plain tensor."""
         return self._files[name].packed_as(name)
 
     def where(self, name: str) -> str:
@@ -332,11 +331,11 @@ def from_index(
 ) -> Tensors:
     """Open the tensors that an index distributes over shards."""
     # Index and shards must list the same tensors: check both directions.
-    places = index.get("weight_map")
-    if not isinstance(places, dict) or not places:
+    shard_of = index.get("weight_map")
+    if not isinstance(shard_of, dict) or not shard_of:
         raise DataError(f"{where}: it has no weight_map from tensors to files")
     files: dict[str, TensorFile] = {}
-    for tensor, shard in places.items():
+    for tensor, shard in shard_of.items():
         if not isinstance(shard, str) or not stays_in_folder(shard):
             raise DataError(
                 f"{where}: tensor {shown(tensor)} is in {shown(shard)}, which is no file of that folder"
@@ -346,11 +345,11 @@ def from_index(
         if tensor not in files[shard].infos:
             raise DataError(f"{where}: {shown(shard)} does not hold tensor {shown(tensor)}")
     for shard, file in files.items():
-        if unlisted := [tensor for tensor in file.infos if places.get(tensor) != shard]:
+        if unlisted := [tensor for tensor in file.infos if shard_of.get(tensor) != shard]:
             raise DataError(
                 f"{where}: {shown(shard)} holds tensor {shown(unlisted[0])}, which is not listed for it"
             )
-    return Tensors(name, {tensor: files[shard] for tensor, shard in places.items()})
+    return Tensors(name, {tensor: files[shard] for tensor, shard in shard_of.items()})
 
 
 def _header(source: Bytes) -> tuple[int, dict[str, Any]]:
@@ -393,8 +392,7 @@ def of_one(file: TensorFile) -> Tensors:
     return Tensors(file.name, dict.fromkeys(file.infos, file))
 
 
-def _require_plain(name: str, where: str) -> None:
-    """Check that a name can be printed in reports and on terminals."""
+def _require_printable(name: str, where: str) -> None:
     if not name.isprintable():
         raise DataError(f"{where}: a tensor is named {shown(name)}, with unprintable characters")
 

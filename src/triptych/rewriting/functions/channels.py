@@ -132,7 +132,7 @@ def rebase(
 
 def with_learned_maps(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
     """Replace fixed slices of the input by learned maps: layers do not store other fixed maps."""
-    if all(link.learned for side in ("q", "k", "v") for link in weights.chain(side)):
+    if all(link.learned for link in (*weights.q, *weights.k, *weights.v)):
         return weights
     notes.append("the fixed slices of the input became learned maps")
 

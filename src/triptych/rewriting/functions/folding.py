@@ -1,5 +1,6 @@
 """Folding of products of maps, factoring of forms, and copying of shared maps."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
@@ -116,9 +117,8 @@ class _Price(NamedTuple):
         """Compute the cost of the plan's chains alone."""
         chains = [weights.chain(side) for side in plan.sides]
         # Maps shared by chains count once.
-        parameters = sum(
-            link.num_parameters for link in {id(link): link for c in chains for link in c}.values()
-        )
+        links = {id(link): link for link in itertools.chain.from_iterable(chains)}
+        parameters = sum(link.num_parameters for link in links.values())
         cost = writing_cost(weights)
         match self.by:
             case "parameters":
@@ -265,7 +265,7 @@ def _plans_for_chains(weights: AttentionWeights, sides: Sequence[FoldedSide]) ->
 def _sharing(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
     """Return a chain and all chains sharing maps with it, directly or transitively."""
     found = {side}
-    while more := {other for one in found for other in sharing_sides(weights, one)} - found:
+    while more := {*itertools.chain.from_iterable(sharing_sides(weights, one) for one in found)} - found:
         found |= more
     return tuple(one for one in SIDES if one in found)
 
@@ -344,7 +344,7 @@ def expand(weights: AttentionWeights) -> Rewritten:
     only their first map (latent), or heads weight the channels of one map (collaborative), their product is
     used: layers cannot store a copy of such a map per reader.
     """
-    mixing = any(link.diagonal for side in ("q", "k") for link in weights.chain(side))
+    mixing = any(link.diagonal for link in (*weights.q, *weights.k))
     chains: dict[Side, Chain] = {}
     notes = list[str]()
     tier: Tier = "bit-exact"

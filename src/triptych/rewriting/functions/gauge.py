@@ -4,6 +4,7 @@
 preserves W_OV. Query heads sharing a key head share G.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
@@ -103,7 +104,7 @@ def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Re
         "rounding-exact",
         weights,
         result.to(weights.dtype),
-        checked=tuple(said for form in forms for said in CHANNELS_FREE[form].checked),
+        checked=tuple(itertools.chain.from_iterable(CHANNELS_FREE[form].checked for form in forms)),
         notes=(*notes, *untied(weights, result)),
     )
 

@@ -1,5 +1,6 @@
 """Merging of key-value heads, shared by several query heads afterwards."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, final
@@ -129,7 +130,7 @@ def merge_kv_heads(
         attempt.to(weights.dtype),
         checked=(
             f"{present} key-value heads can be shared out among {num_kv_heads}",
-            *(said for need in needs.values() for said in need.checked),
+            *itertools.chain.from_iterable(need.checked for need in needs.values()),
             *([] if differing else ["the heads of a group are equal up to gauge"]),
         ),
         choice=differing,

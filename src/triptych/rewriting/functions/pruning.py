@@ -106,7 +106,8 @@ class PruneHeads(LayerRewrite):
                 "prune_heads", f"number is {self.number}, and heads stand in pairs", "give an even number"
             )
         least = does.view(-1, together).sum(dim=1).argsort()[: self.number // together]
-        return sorted(first * together + place for first in least.tolist() for place in range(together))
+        of_group = (least * together)[:, None] + torch.arange(together)
+        return sorted(of_group.flatten().tolist())
 
 
 def prune_heads(

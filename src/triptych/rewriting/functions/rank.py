@@ -1,5 +1,6 @@
 """Rank reduction of forms: truncations of least loss in a metric."""
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -108,7 +109,7 @@ def truncate(
         "rounding-exact" if exact else "bounded",
         weights,
         result.to(weights.dtype),
-        checked=tuple(said for metric in metrics.values() for said in metric.said.need.checked),
+        checked=tuple(itertools.chain.from_iterable(metric.said.need.checked for metric in metrics.values())),
         choice=cuts,
         notes=(*notes, *untied(weights, result)),
         bound=0.0 if exact else bound,

@@ -12,6 +12,7 @@ Means cannot be subtracted: with rotary embeddings the softmax does not cancel a
 tokens does not use rank if a bias can store it (c, else 0), and only the variation is truncated.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, final
@@ -220,6 +221,6 @@ def _strongest_pairs(
     kept = torch.zeros(len(ranks), scores.width, dtype=order.dtype, device=order.device)
     for group, rank in enumerate(ranks):
         strongest = order[group, : rank // 2].tolist()
-        turned = [channel for pair in strongest for channel in (first[pair], second[pair])]
+        turned = [*itertools.chain.from_iterable((first[pair], second[pair]) for pair in strongest)]
         kept[group, (turned + stays)[:rank]] = 1
     return torch.diag_embed(kept.to(scores.q.dtype))

@@ -16,9 +16,10 @@ from triptych.running.decoding.decoder import Hypotheses as Hypotheses
 from triptych.running.decoding.decoder import never_ends as never_ends
 from triptych.running.decoding.engine import Engine as Engine
 from triptych.running.decoding.evaluation import Evaluation as Evaluation
+from triptych.running.decoding.evaluation import composed as composed
 from triptych.running.decoding.evaluation import evaluate_translations as evaluate_translations
 from triptych.running.decoding.evaluation import measure_bleu as measure_bleu
-from triptych.running.decoding.evaluation import score_bleu as score_bleu
+from triptych.running.decoding.evaluation import nearest_translation as nearest_translation
 from triptych.running.decoding.evaluation import score_translations as score_translations
 from triptych.running.decoding.filling import Filling as Filling
 from triptych.running.decoding.filling import fill_masks as fill_masks

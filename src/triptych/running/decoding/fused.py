@@ -26,7 +26,7 @@ from triptych.core.attention import (
     LOCATE,
     ROTATE,
     SIDE_STEPS,
-    SOFTMAX,
+    TO_WEIGHTS,
     AttentionCache,
     Inputs,
     Kept,
@@ -34,7 +34,7 @@ from triptych.core.attention import (
     LearnedPositions,
     MultiHeadAttention,
     PositionIds,
-    TokenPlaces,
+    TokenPositions,
     beyond_kernels,
     compares_positions,
     prepare,
@@ -66,7 +66,7 @@ _SMALL_PRODUCT_OTHERWISE = 400
 _FEWEST_ROWS = {torch.bfloat16: 4}
 # Fields of `Semantics` of a fused layer. Cross-attention lacks steps before the products.
 _OF_CROSS = frozenset({"scale", "kind", "dropout", "gate"})
-_WALKED = (*SIDE_STEPS, LOCATE, *AFTER_SCALE, SOFTMAX)
+_WALKED = (*SIDE_STEPS, LOCATE, *AFTER_SCALE, *TO_WEIGHTS)
 _OF_ONE_SEQUENCE = _OF_CROSS.union(*(step.fields for step in _WALKED))
 
 
@@ -146,28 +146,30 @@ class FusedAttention(nn.Module):
             heads = self.inward(x).view(batch, length, -1, self.width).transpose(1, 2)
         if self.is_cross:
             assert cache is not None
-            places, (k, v) = TokenPlaces(0), cache.entries
+            token_positions, (k, v) = TokenPositions(0), cache.entries
         else:
-            heads, k, v, places = self._of_one_sequence(heads, cache, positions, lent)
-        kept = Kept(places, (v,) if self.same else (k, v))
+            heads, k, v, token_positions = self._of_one_sequence(heads, cache, positions, lent)
+        kept = Kept(token_positions, (v,) if self.same else (k, v))
         first = k.shape[2] - length  # unused if positions are given: then empty slots follow the tokens
         # This test comes first because lengths of a traced model are symbolic.
         if torch.compiler.is_compiling():
-            mixed = self._mixed(heads, k, v, places, first, mask, causal, is_even=False)
+            mixed = self._mixed(heads, k, v, token_positions, first, mask, causal, is_even=False)
             return self._output(mixed, x, kept)
         is_even = isinstance(cache, SlotCache) or self.is_cross or cache is None
         causal = causal and length > 1
         at_a_time = thresholds.SCORES_AT_A_TIME // (batch * self.num_heads * k.shape[2])
         at_a_time = max(EVEN_ROWS, at_a_time // EVEN_ROWS * EVEN_ROWS)
         if length <= at_a_time:
-            return self._output(self._mixed(heads, k, v, places, first, mask, causal, is_even), x, kept)
+            return self._output(
+                self._mixed(heads, k, v, token_positions, first, mask, causal, is_even), x, kept
+            )
         mixed = torch.empty_like(heads)
         key_len = k.shape[2]
         for start in range(0, length, at_a_time):
             rows = slice(start, min(start + at_a_time, length))
             seen = slice(0, min(even_length(first + rows.stop), key_len) if causal else key_len)
             own = None if mask is None else slice_broadcast(mask, (slice(None), slice(None), rows, seen))
-            part = heads[:, :, rows], k[:, :, seen], v[:, :, seen], places.piece(rows, seen)
+            part = heads[:, :, rows], k[:, :, seen], v[:, :, seen], token_positions.piece(rows, seen)
             found = self._mixed(*part, first + start, own, causal, is_even)
             mixed[:, :, rows] = found.reshape(batch, self.num_heads, -1, self.width)
         return self._output(mixed, x, kept)
@@ -177,7 +179,7 @@ class FusedAttention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        places: TokenPlaces,
+        token_positions: TokenPositions,
         first: Any,
         mask: Tensor | None,
         causal: bool,
@@ -186,7 +188,7 @@ class FusedAttention(nn.Module):
         """Compute the heads' outputs, in any shape; `first` is the key index of the first query."""
         bias = None
         if self.positional:
-            mask, bias = self._compared(mask, q, k, places, first)
+            mask, bias = self._compared(mask, q, k, token_positions, first)
         if causal:
             keys = torch.arange(k.shape[2], device=k.device)
             mask = _both(mask, keys <= keys[first : first + q.shape[2], None], k)
@@ -197,7 +199,7 @@ class FusedAttention(nn.Module):
         rows = q.reshape(q.shape[0] * self.groups, -1, self.width)
         if self.by_products:
             # A step has one query for each row, at a given position, whatever the batch.
-            varies = not self.is_cross and places.given is None
+            varies = not self.is_cross and token_positions.given is None
             return self._by_products(rows, k, v, mask, bias, is_even, varies)
         added = mask if bias is None else bias if mask is None else mask + bias
         return self._by_kernel(rows, k, v, added)
@@ -214,47 +216,51 @@ class FusedAttention(nn.Module):
 
     def _of_one_sequence(
         self, heads: Tensor, cache: AttentionCache | None, positions: PositionIds | None, lent: Kept | None
-    ) -> tuple[Tensor, Tensor, Tensor, TokenPlaces]:
+    ) -> tuple[Tensor, Tensor, Tensor, TokenPositions]:
         """Return queries, keys, values and positions: walk the steps before and after the cache."""
-        places = TokenPlaces.after(cache, positions)
+        token_positions = TokenPositions.after(cache, positions)
         semantics = self.semantics
         if lent is not None:
-            places = lent.places
-            q = prepare(heads, "q", semantics, places, self._on_queries)
-            return q, *self._read(lent.entries, places), places
+            token_positions = lent.token_positions
+            q = prepare(heads, "q", semantics, token_positions, self._on_queries)
+            return q, *self._read(lent.entries, token_positions), token_positions
         q, *kept = torch.split_with_sizes(heads, self._parts, 1)
         on_queries = self._on_queries
         if self.rotates_together:
             queries_and_keys = heads.narrow(1, 0, self.num_heads + self.groups)
-            rotated = ROTATE.run(queries_and_keys, "q", semantics, places)
+            rotated = ROTATE.run(queries_and_keys, "q", semantics, token_positions)
             q, kept[0] = rotated.split_with_sizes(self._parts[:2], 1)
             on_queries = on_queries[1:]
         elif not self.same:
             kept = [
-                prepare(kept[0], "k", semantics, places, self._on_keys),
-                prepare(kept[1], "v", semantics, places, self._on_values),
+                prepare(kept[0], "k", semantics, token_positions, self._on_keys),
+                prepare(kept[1], "v", semantics, token_positions, self._on_values),
             ]
-        q = prepare(q, "q", semantics, places, on_queries)
+        q = prepare(q, "q", semantics, token_positions, on_queries)
         # Keys are cached with their positions if they are rotated at reading.
         if cache is not None and (self.positional or (self.same and self._on_keys)):
-            places, entries = places.add(cache, tuple(kept))
+            token_positions, entries = token_positions.add(cache, tuple(kept))
         else:
             entries = tuple(kept) if cache is None else cache.append(tuple(kept))
-        return q, *self._read(entries, places), places
+        return q, *self._read(entries, token_positions), token_positions
 
-    def _read(self, entries: tuple[Tensor, ...], places: TokenPlaces) -> tuple[Tensor, Tensor]:
+    def _read(self, entries: tuple[Tensor, ...], token_positions: TokenPositions) -> tuple[Tensor, Tensor]:
         """Return keys and values from cached entries."""
         if not self.same:
             return entries[0], entries[1]
         (v,) = entries
-        return prepare(v, "k", self.semantics, places.of_keys(v), self._on_keys) if self._on_keys else v, v
+        return prepare(
+            v, "k", self.semantics, token_positions.of_keys(v), self._on_keys
+        ) if self._on_keys else v, v
 
     def _compared(
-        self, mask: Tensor | None, q: Tensor, k: Tensor, places: TokenPlaces, first: Any
+        self, mask: Tensor | None, q: Tensor, k: Tensor, token_positions: TokenPositions, first: Any
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the mask with local windows applied, and the positional bias of scores."""
-        keys = places.key_positions(k)
-        queries = keys[first : first + q.shape[2]] if places.given is None else places.given.ids
+        keys = token_positions.key_positions(k)
+        queries = (
+            keys[first : first + q.shape[2]] if token_positions.given is None else token_positions.given.ids
+        )
         near, bias = LOCATE.run(q[..., : self.d_k], k[..., : self.d_k], self.semantics, queries, keys)
         return mask if near is None else _both(mask, near, k), bias
 
@@ -301,7 +307,7 @@ class FusedAttention(nn.Module):
         # is additive. The steps between are walked.
         given = Inputs(rows, k, v, None, bias, False, self.semantics, 0.0)
         scores = walk(AFTER_SCALE, scores, given)
-        weights = SOFTMAX.run(scores if mask is None else scores + mask, given)
+        weights = walk(TO_WEIGHTS, scores if mask is None else scores + mask, given)
         weights = weights.reshape(groups, count, key_len)
         if missing > 0:
             weights = F.pad(weights, (0, 0, 0, missing))

@@ -11,6 +11,7 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import final
 
 import numpy as np
@@ -19,11 +20,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triptych.errors import UsageError
+from triptych.running.text.scripts import UNSPACED, is_unspaced
 from triptych.running.text.tokenizers import SentenceTokenizer
 
-# Scripts without spaces between words: Thai, Lao, Japanese and Chinese.
-_UNSPACED = "\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff"
-_LETTER = rf"[^\W{_UNSPACED}]"
+_LETTER = rf"[^\W{UNSPACED}]"
 _NO_TERM = -1
 
 
@@ -37,7 +37,7 @@ class Glossary:
 
     def __init__(self, terms: Mapping[str, str], tokenizer: SentenceTokenizer) -> None:
         """Raise `UsageError` for an empty term, or for a translation that the vocabulary cannot express."""
-        pairs = [(source.strip(), " ".join(target.split())) for source, target in terms.items()]
+        pairs = [(_composed(source.strip()), " ".join(target.split())) for source, target in terms.items()]
         for source, target in pairs:
             if not source or not target:
                 raise UsageError(f"glossary: {source!r} → {target!r}: give a term and its translation")
@@ -50,7 +50,7 @@ class Glossary:
 
     def sentence(self, text: str, ids: Sequence[int]) -> "Sentence":
         """Attach to the tokens of a text the translations of its terms."""
-        places = [match.lastindex for match in self._pattern.finditer(text)]
+        places = [match.lastindex for match in self._pattern.finditer(_composed(text))]
         terms = dict.fromkeys(self._ids[place - 1] for place in places if place)
         whole = []
         for term in terms:
@@ -74,12 +74,17 @@ def _ids(term: str, tokenizer: SentenceTokenizer) -> tuple[int, ...]:
     # The term is encoded after a word, since tokens at the start of a text may differ.
     alone, before, both = _encoded([term, "a", f"a {term}"], tokenizer)
     ids = both[len(before) :] if both[: len(before)] == before else alone
-    if re.match(f"[{_UNSPACED}]", term) and not tokenizer.decode([ids[:1]])[0].strip():
+    if is_unspaced(term[0]) and not tokenizer.decode([ids[:1]])[0].strip():
         ids = ids[1:]
-    written = unicodedata.normalize("NFC", tokenizer.decode([ids])[0].strip())
-    if written != unicodedata.normalize("NFC", term) or not {*ids}.isdisjoint(tokenizer.rules.never):
+    written = _composed(tokenizer.decode([ids])[0].strip())
+    if written != _composed(term) or not {*ids}.isdisjoint(tokenizer.rules.never):
         raise UsageError(f"glossary: the model's tokens cannot write {term!r} (they give {written!r})")
     return tuple(ids)
+
+
+def _composed(text: str) -> str:
+    """Return a text in normalization form C, in which equal letters are equal characters."""
+    return unicodedata.normalize("NFC", text)
 
 
 def _encoded(texts: Sequence[str], tokenizer: SentenceTokenizer) -> list[list[int]]:
@@ -105,7 +110,7 @@ class Terms:
         self._terms = tuple(terms)
         self._lengthening = lengthening
         self.num_tokens = sum(map(len, terms))
-        self.tokens = frozenset(token for term in terms for token in term)
+        self.tokens = frozenset(chain.from_iterable(terms))
 
     def num_met(self, ids: tuple[int, ...]) -> int:
         """Count the tokens of completed terms in an output, and of a term that the output ends in."""
@@ -145,8 +150,8 @@ class Terms:
         # Each bank gets an equal share of the beam; unused shares go to the best remaining candidates.
         going = [[one for one in bank if one[2] != end] for bank in ranked]
         share = len(beam) // len(banks)
-        chosen = [one for bank in going for one in bank[:share]]
-        left = sorted((one for bank in going for one in bank[share:]), reverse=True)
+        chosen = [*chain.from_iterable(bank[:share] for bank in going)]
+        left = sorted(chain.from_iterable(bank[share:] for bank in going), reverse=True)
         chosen += left[: len(beam) - len(chosen)]
         ends = [one for one in ranked[-1][: len(beam) - self.num_tokens] if one[2] == end]
         return ends + sorted(chosen, reverse=True)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ def score_continuations(
     model.eval()
     batches = (order[start : start + batch_rows] for start in range(0, len(order), batch_rows))
     lengths = [len(text) - 1 for text in texts]  # the last token is only predicted
-    for batch in (part for whole in batches for part in padded_alike(whole, lengths, model.rotary_limit)):
+    for batch in chain.from_iterable(padded_alike(whole, lengths, model.rotary_limit) for whole in batches):
         rows = [torch.tensor(texts[i][:-1]) for i in batch]
         read = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         for i, logits in zip(batch, model(read).logits, strict=True):
@@ -179,9 +180,7 @@ def measure_likelihood(
             )
         progress(done, len(documents))
     units = "documents" if len(losses) > 1 else "windows"
-    parts = (
-        [torch.cat(own) for own in losses if own] if len(losses) > 1 else [w for own in losses for w in own]
-    )
+    parts = [torch.cat(own) for own in losses if own] if len(losses) > 1 else [*chain.from_iterable(losses)]
     if not parts:
         raise DataError("the text is empty or a single token: give one of at least two tokens")
     sums = torch.stack([part.double().sum() for part in parts]).cpu()

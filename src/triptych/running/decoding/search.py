@@ -9,8 +9,8 @@ section 7; Vaswani et al. 2017, section 6.1, for the limit on length.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, final
 
 import torch
@@ -22,6 +22,7 @@ from triptych import thresholds
 from triptych.errors import UsageError
 from triptych.running.decoding.engine import GROUP, DecodingEngine
 from triptych.running.decoding.glossary import Terms
+from triptych.running.decoding.sampling import penalise_repeats
 from triptych.running.decoding.token_loop import DecodingBatch, Read, Text, require_finite_best
 from triptych.running.decoding_options import SearchOptions
 from triptych.running.text.tokenizers import OutputRules
@@ -79,6 +80,7 @@ class BeamKind:
     wanted: int | None = None
     rules: OutputRules | None = None  # rules of a translator's output
     closed: int | None = None  # length of the texts, if a batch may not mix lengths
+    penalty: float = 1.0  # `SamplingOptions.repetition_penalty`
 
 
 _NOTHING = Hypothesis((), -math.inf)
@@ -108,6 +110,7 @@ class BeamText(Text):
         # All rows of a text start equal, so only the first row is continued; otherwise all would stay equal.
         self.open = [Hypothesis((), 0.0), *[_NOTHING] * (kind.size - 1)]
         self.ended: list[Hypothesis] = []
+        self.cut_rows: Collection[int] = ()  # rows that the limit ends, and not the model
         # Divisor for an upper bound of an open hypothesis's score: the log-probability is at most 0 and only
         # falls, and the length penalty is largest at the maximum length.
         self.kindest = length_penalty(limit + 1, kind.alpha)
@@ -152,7 +155,7 @@ class BeamText(Text):
                 open_.append(Hypothesis((*before.ids, token), total, 0.0, log_probs))
                 going.append((parent, token))
             elif rank < kind.size:
-                self._close(before.ids, total, log_probs, "token")
+                self._close(before.ids, total, log_probs, "length" if parent in self.cut_rows else "token")
         # At the limit, open hypotheses count as finished unless the rules require an end token.
         if open_ and length == self.limit and kind.rules is None and len(self.ended) < kind.enough:
             for one in open_:
@@ -166,7 +169,9 @@ class BeamText(Text):
         self, ids: tuple[int, ...], total: float, log_probs: tuple[float, ...], finish: Finish
     ) -> None:
         score = total / length_penalty(len(log_probs), self.kind.alpha)
-        self.ended.append(Hypothesis(ids, total, score, log_probs, finish))
+        # A penalty changes the score of the search, and not the model's probability.
+        log_prob = total if self.kind.penalty == 1 else math.fsum(log_probs)
+        self.ended.append(Hypothesis(ids, log_prob, score, log_probs, finish))
 
     def _is_certain(self, best_open: float) -> bool:
         """Return True if open hypotheses cannot overtake the finished hypothesis of rank `wanted`."""
@@ -174,6 +179,34 @@ class BeamText(Text):
         if wanted is None or len(self.ended) < wanted:
             return False
         return self.best[wanted - 1].score >= best_open / self.kindest
+
+
+def rules_of(options: SearchOptions, rules: OutputRules) -> OutputRules:
+    """Return the rules of an output, with the size of n-grams of the options if they have one."""
+    size = options.no_repeat_ngram_size
+    return rules if size is None else replace(rules, no_repeat=size)
+
+
+def limit_of_sentence(
+    engine: DecodingEngine, ids: Sequence[int], options: SearchOptions, rules: OutputRules
+) -> int:
+    """Return the maximum length of the output of a sentence, token ids with the end of sentence."""
+    most = engine.max_tokens
+    if most is not None:  # start tokens take positions, too; `limit_of` counts only the first
+        most -= len(rules.start) - 1
+    return limit_of(len(ids) - 1, options.max_extra_tokens, most)
+
+
+def read_sources(
+    engine: DecodingEngine, given: Sequence[Sequence[int]], width: int, start: Sequence[int]
+) -> tuple[Any, Tensor]:
+    """Read sentences and the start of their outputs; return the cache and the logits of `width` rows each."""
+    rows = [torch.tensor(ids, device=engine.device) for ids in given]
+    src = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=engine.pad_id)
+    cache = engine.start(src, width)
+    for token in start:
+        logits = engine.step(torch.full((len(given) * width,), token, device=src.device), cache)
+    return cache, logits
 
 
 def sentence_text(
@@ -191,11 +224,10 @@ def sentence_text(
     if terms is not None:
         size = size + terms.num_tokens
         enough = math.inf
-    kind = BeamKind(size, options.alpha, (rules.end,), enough, options.num_best, rules)
-    most = engine.max_tokens
-    if most is not None:  # start tokens take positions, too; `limit_of` counts only the first
-        most -= len(rules.start) - 1
-    limit = limit_of(len(ids) - 1, options.max_extra_tokens, most)
+    penalty = options.sampling.repetition_penalty
+    rules = rules_of(options, rules)
+    kind = BeamKind(size, options.alpha, (rules.end,), enough, options.num_best, rules, penalty=penalty)
+    limit = limit_of_sentence(engine, ids, options, rules)
     if terms is not None and terms.num_tokens > limit:
         raise UsageError(
             f"glossary: the terms of a sentence need {terms.num_tokens} tokens, and its translation may have "
@@ -220,17 +252,13 @@ class Beams(DecodingBatch[BeamText]):
         if self.kind.rules is None:
             cache, logits = self.engine.read(given)
             return cache.of_copies(k), logits.repeat_interleave(k, dim=0)
-        rows = [torch.tensor(ids, device=self.engine.device) for ids in given]
-        src = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.engine.pad_id)
-        cache = self.engine.start(src, k)
-        for token in self.kind.rules.start:
-            logits = self.engine.step(torch.full((len(texts) * k,), token, device=src.device), cache)
-        return cache, logits
+        return read_sources(self.engine, given, k, self.kind.rules.start)
 
     def choose(self) -> list[BeamText]:
         k = self.kind.size
         texts = self.texts
-        log_probs = self.logits.log_softmax(dim=-1)[:, : self.engine.num_choices].view(len(texts), k, -1)
+        of_model = self.logits.log_softmax(dim=-1)[:, : self.engine.num_choices].view(len(texts), k, -1)
+        log_probs = of_model if self.kind.penalty == 1 else self._penalised(self.kind.penalty)
         if self.kind.rules is not None:
             self._obey(log_probs, self.kind.rules)
         # Finished texts stay in the batch for a while: their rows continue themselves with token 0.
@@ -241,6 +269,8 @@ class Beams(DecodingBatch[BeamText]):
             if text is not None and text.terms is not None:
                 beam = [(one.ids, one.log_prob) for one in text.open]
                 best[place] = text.terms.best(log_probs[place], beam, self.kind.ends[0])
+            if log_probs is not of_model:
+                best[place] = [(*one[:3], float(of_model[place, one[1], one[2]])) for one in best[place]]
         chosen = [
             stays if text is None or text.is_over else text.take(found)
             for text, found in zip(texts, best, strict=True)
@@ -252,6 +282,20 @@ class Beams(DecodingBatch[BeamText]):
             self.tokens = found[:, :, 1].flatten()
         return []
 
+    def _penalised(self, penalty: float) -> Float[Tensor, "texts beam vocab"]:
+        """Return log-probabilities after the repetition penalty on the logits."""
+        rules = self.kind.rules
+        start = () if rules is None else rules.start
+        logits = self.logits[:, : self.engine.num_choices]
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+        for place in self.open_places:
+            text = self.texts[place]
+            assert text is not None
+            for row, one in enumerate(text.open):
+                seen[place * self.kind.size + row, [*start, *one.ids]] = True
+        penalised = penalise_repeats(logits, seen, penalty)
+        return penalised.log_softmax(dim=-1).view(len(self.texts), self.kind.size, -1)
+
     def _obey(self, log_probs: Float[Tensor, "texts beam vocab"], rules: OutputRules) -> None:
         """Set log-probabilities of forbidden next tokens to −inf."""
         end = rules.end if self.cache.columns is None else 0
@@ -260,7 +304,10 @@ class Beams(DecodingBatch[BeamText]):
             own = log_probs[place]
             assert text is not None
             length = len(rules.start) + text.length
-            of_end = own[:, end].clone() if text.length >= text.limit else None
+            of_end = None
+            if text.length >= text.limit:
+                of_end = own[:, end].clone()
+                text.cut_rows = (of_end < own.amax(dim=1)).nonzero()[:, 0].tolist()
             if length < rules.min_length:
                 own[:, end] = -torch.inf
             if 0 < rules.no_repeat <= length:

@@ -15,7 +15,8 @@ from triptych.running.decoding.ensemble import EnsembleEngine
 from triptych.running.decoding.glossary import Sentence
 from triptych.running.decoding.linear_maps import unsupported_precision
 from triptych.running.decoding.plain_engine import PlainEngine, needs_plain
-from triptych.running.decoding.search import Hypothesis, sentence_text
+from triptych.running.decoding.search import Hypothesis, best_first, rules_of, sentence_text
+from triptych.running.decoding.sentence_sampling import sentence_samples
 from triptych.running.decoding.shortlisting import ShortlistEngine
 from triptych.running.decoding.token_loop import Asked, Loop
 from triptych.running.decoding.workers import Searcher, WorkerPool
@@ -31,7 +32,7 @@ _GROUPS_IN_HAND = 3
 
 @final
 class SentenceDecoder(EngineDecoder[SearchOptions]):
-    """Beam search: maps sentences, token ids without the end of sentence, to hypotheses."""
+    """Beam search or sampling: maps sentences, token ids without the end of sentence, to hypotheses."""
 
     def __init__(
         self,
@@ -82,6 +83,9 @@ class SentenceDecoder(EngineDecoder[SearchOptions]):
     ) -> Asked[list[Hypothesis]]:
         terms = ids.terms if isinstance(ids, Sentence) else None
         whole = [*ids, self._src_eos_id]
+        if not options.sampling.is_greedy:
+            samples = sentence_samples(self._last_engine, whole, options, self._rules)
+            return Asked(samples, lambda: best_first([sample.hypothesis for sample in samples]))
         text = sentence_text(self._last_engine, whole, options, self._rules, terms)
         return Asked([text], lambda: text.best[: options.num_best])
 
@@ -107,11 +111,21 @@ class SentenceDecoder(EngineDecoder[SearchOptions]):
             self._pool = None
 
     def _make_engine(self) -> DecodingEngine:
-        if self._shortlist is not None and (len(self.models) > 1 or self._rules.no_repeat):
-            what = "an ensemble" if len(self.models) > 1 else "a model that repeats no phrase"
-            raise UsageError(f"{what} runs without a shortlist: leave it out")
+        if self._shortlist is not None and (reason := self._beyond_shortlists()):
+            raise UsageError(f"{reason} runs without a shortlist: leave it out")
         engines = [_engine(model, self.precision, self._rules, self._shortlist) for model in self.models]
         return engines[0] if len(engines) == 1 else EnsembleEngine(engines)
+
+    def _beyond_shortlists(self) -> str | None:
+        """Return what needs all tokens of the vocabulary; None without a need."""
+        sampling = self.options.sampling
+        needs = {
+            "an ensemble": len(self.models) > 1,
+            "a model that repeats no phrase": rules_of(self.options, self._rules).no_repeat > 0,
+            "a repetition penalty": sampling.repetition_penalty != 1,
+            "sampling": not sampling.is_greedy,
+        }
+        return next((name for name, is_needed in needs.items() if is_needed), None)
 
     def _ready_pool(self) -> WorkerPool:
         self._forget_what_is_stale()

@@ -25,14 +25,28 @@ from triptych.running.text.shortlists import Shortlist
 _LINE_BREAKS = {ord("\n"): " ", ord("\r"): " "}
 
 
+Ending = Literal["stop", "length"]
+
+
 @dataclass(frozen=True)
 class Candidate:
-    """One translation of a line."""
+    """One translation of a line.
 
-    text: str  # detokenised translation, in one line
-    pieces: tuple[str, ...]  # readable tokens
-    score: float  # log-probability over the length penalty; sum over the pieces of a long line
-    log_prob: float  # natural logarithm of the probability
+    Attributes:
+        text: detokenised translation, in one line.
+        pieces: readable tokens.
+        score: log-probability over the length penalty; sum over the pieces of a long line. With a repetition
+            penalty, of the penalised probabilities.
+        log_prob: natural logarithm of the probability.
+        finish: "stop" if the model ended every part of the translation; "length" if one was cut off at the
+            limit, `max_extra_tokens` more tokens than its source or the model's positions.
+    """
+
+    text: str
+    pieces: tuple[str, ...]
+    score: float
+    log_prob: float
+    finish: Ending = "stop"
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,11 @@ class Translation:
     def text(self) -> str:
         """Best translation."""
         return self.candidates[0].text
+
+    @property
+    def finish(self) -> Ending:
+        """End of the best translation: "stop", or "length" if it was cut off at the limit."""
+        return self.candidates[0].finish
 
     @property
     def sentences(self) -> tuple["Translation", ...]:
@@ -174,6 +193,8 @@ class Translator:
         """Return a copy of the translator with a glossary of source terms and required translations."""
         if self.engine != "triptych" or self.shortlist is not None:
             raise UsageError("a glossary goes with --engine triptych, and without a shortlist")
+        if not self.options.sampling.is_greedy:
+            raise UsageError("a glossary is searched with a beam: leave out the temperature")
         own = copy(self)
         own._glossary = Glossary(terms, self.tokenizers.target)
         return own
@@ -261,6 +282,7 @@ class Translator:
             pieces=tuple(tokenizer.pieces(hypothesis.ids)),
             score=hypothesis.score,
             log_prob=hypothesis.log_prob,
+            finish="length" if hypothesis.finish in ("length", "positions") else "stop",
         )
 
 
@@ -276,4 +298,5 @@ def _joined(spaced: Spaced, candidates: Sequence[Candidate]) -> Candidate:
         pieces=tuple(chain.from_iterable(candidate.pieces for candidate in candidates)),
         score=sum((candidate.score for candidate in candidates), start=0.0),
         log_prob=sum((candidate.log_prob for candidate in candidates), start=0.0),
+        finish="length" if any(candidate.finish == "length" for candidate in candidates) else "stop",
     )

@@ -4,10 +4,12 @@ All heads of a layer are left out in one batch, with a copy of the rows for ever
 is replaced before W_O. The blocks before the layer are not run again.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, final
 
 import torch
@@ -23,6 +25,7 @@ from triptych.core.models import (
     EncoderDecoder,
     LanguageModel,
     attention_sites,
+    blocks_of,
     require_finite_values,
 )
 from triptych.errors import UsageError
@@ -31,10 +34,10 @@ from triptych.running.batching import EvaluationMode, batches_of_like_length, pa
 from triptych.running.measuring.windows import DocumentWindow, HeadFigures, Place, Told, Windows
 from triptych.running.opening.layer_calls import (
     LayerCall,
-    Recording,
     TextIds,
 )
 from triptych.running.opening.reader import Reader
+from triptych.running.opening.rerunning import begins_anywhere, run_from
 from triptych.running.text.masking import MaskingSpec
 from triptych.running.text.tokenizers import Tokenizer
 
@@ -115,8 +118,11 @@ def measure_worth(
     progress: Told = lambda done, total: None,
     *,
     together: Sequence[Sequence[str]] | None = None,
+    expect: Callable[[float], None] = lambda seconds: None,
 ) -> Worth:
     """Measure the loss of a model on a text without each of its heads.
+
+    `expect` is called once, before the first head is left out, with the expected time in seconds.
 
     `together` has groups of layers of a stack, by their names in order. The layers of a group lose a head at
     once; the result is given for the first layer, and `added` is a mean over the group. By default, every
@@ -127,7 +133,7 @@ def measure_worth(
     model = reader.model
     by_name = {site.name: site for site in attention_sites(model)}
     groups = [[by_name[name] for name in names] for names in together or [[name] for name in by_name]]
-    sites = [site for group in groups for site in group]
+    sites = [*chain.from_iterable(groups)]
     most_heads = max(site.layer.num_heads for site in sites)
     batches = [*batches_of(reader, windows, _TOKENS_AT_A_TIME // most_heads)]
     losses, tokens = torch.zeros(2, windows.num_units, dtype=torch.float64)
@@ -141,10 +147,16 @@ def measure_worth(
     total = len(batches) * len(groups)
     with torch.no_grad(), EvaluationMode(model):
         means = _mean_outputs(reader, sites, batches) if instead == "mean" else {}
-        for batch in batches:
+        for number, batch in enumerate(batches):
+            began = time.perf_counter()
             with head_outputs(sites) as outputs:
                 run = reader.run(batch.texts, residuals=True)
+            ran = time.perf_counter()
             whole = row_losses(model, batch, run.hidden)[0].cpu()
+            if number == 0:
+                share = sum(one.tokens.numel() for one in batches) / batch.tokens.numel()
+                scored = time.perf_counter() - ran
+                expect(share * sum(_expected(model, first, ran - began, scored) for first, *_ in groups))
             losses.index_add_(0, batch.units, whole)
             tokens.index_add_(0, batch.units, batch.predicts.sum(dim=1).double().cpu())
             calls = {call.site.name: call for call in run.calls}
@@ -156,7 +168,8 @@ def measure_worth(
                 elif instead == "even":
                     others = {site.name: even_output(calls[site.name]) for site in group}
                 with _heads_left_out(group, others):
-                    without = _losses_from(model, batch, run, first)
+                    hidden = run_from(model, run, first, first.layer.num_heads)
+                    without = row_losses(model, batch, hidden)
                 changes[first.name].index_add_(0, batch.units, (without.cpu() - whole).mT)
                 for site in group:
                     z = outputs[site.name].transpose(1, 2)[batch.tokens_of(site)]
@@ -176,11 +189,20 @@ def measure_worth(
     return Worth(instead, ordered, float(losses.sum() / tokens.sum()), int(tokens.sum()))
 
 
+def _expected(
+    model: LanguageModel | EncoderDecoder, site: AttentionSite, run_seconds: float, loss_seconds: float
+) -> float:
+    """Return the expected time without each head of a layer, from those of a run and of its losses."""
+    # Blocks before the layer are not run again; a change in the encoder affects the whole decoder.
+    num_blocks = len(blocks_of(model, site.stack))
+    is_memory = isinstance(model, EncoderDecoder) and site.stack == "encoder"
+    share = 1.0 if is_memory else (num_blocks - site.block) / num_blocks
+    return site.layer.num_heads * (share * run_seconds + loss_seconds)
+
+
 def require_worth(reader: Reader) -> None:
     """Check that the model has a loss, and that a run can start at any block."""
-    model = reader.model
-    blocks = model.architecture.blocks if isinstance(model, LanguageModel) else ()
-    if any(block.keys is not None or block.input is not None for block in blocks):
+    if not begins_anywhere(reader.model):
         raise UsageError(
             f"{reader.name} has blocks that read more than the stream before them: heads cannot be left out "
             "one layer at a time (--worth)"
@@ -272,34 +294,6 @@ def _mean_outputs(
         )
         for site in sites
     }
-
-
-def _losses_from(
-    model: LanguageModel | EncoderDecoder, batch: WindowBatch, run: Recording, site: AttentionSite
-) -> Float[Tensor, "heads rows"]:
-    """Compute the losses of the rows from a layer's block on, repeated for every head of the layer."""
-    # The stream before the block is recorded, so earlier blocks are not run. A change in the encoder
-    # affects the whole decoder.
-
-    def repeated(x: Tensor) -> Tensor:
-        return x.repeat(site.layer.num_heads, *[1] * (x.ndim - 1))
-
-    if isinstance(model, LanguageModel):
-        x = repeated(run.residuals[model.architecture.kind][site.block])
-        mask = None if model.causal else repeated(batch.tokens[:, None, None, :])
-        return row_losses(model, batch, model.from_stream(x, site.block, mask=mask))
-    assert batch.src_tokens is not None
-    mask = repeated(batch.src_tokens[:, None, None, :])
-    read = run.residuals["encoder"]
-    written = run.residuals["decoder"]
-    if site.stack == "encoder":
-        memory = model.encoder.from_stream(repeated(read[site.block]), site.block, mask=mask)
-        first = 0
-    else:
-        memory = repeated(model.encoder.final_norm(read[-1]))
-        first = site.block
-    x = model.decoder.from_stream(repeated(written[first]), first, memory=memory, memory_mask=mask)
-    return row_losses(model, batch, x)
 
 
 def row_losses(

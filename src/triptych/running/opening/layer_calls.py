@@ -155,7 +155,9 @@ def record_residuals(model: AnyModel, wanted: bool) -> Iterator[dict[str, list[T
     def keep(module: nn.Module, given: tuple[Any, ...], *, stack: str) -> None:
         found.setdefault(stack, []).append(given[0])
 
-    places = [(n, module) for n, half in model.stacks.items() for module in (*half.blocks, half.final_norm)]
+    places = list[tuple[str, nn.Module]]()
+    for of_stack, half in model.stacks.items():
+        places += [(of_stack, module) for module in (*half.blocks, half.final_norm)]
     with ExitStack() as hooks:
         for stack, module in places:
             hooks.callback(module.register_forward_pre_hook(partial(keep, stack=stack)).remove)

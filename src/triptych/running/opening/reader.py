@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, Any, final
 
 import tomli_w
 import torch
@@ -20,7 +20,6 @@ from triptych.core.models import (
     EncoderDecoder,
     LanguageModel,
     attention_sites,
-    has_config,
     require_finite_logits,
     require_finite_values,
     require_lengths,
@@ -31,7 +30,7 @@ from triptych.errors import TriptychError, UsageError
 from triptych.files import write_text
 from triptych.literals import Precision, SpecialTokens, Stop
 from triptych.running.batching import EvaluationMode, batches_of_like_length, padded_alike
-from triptych.running.decoding_options import GenerationOptions, SearchOptions
+from triptych.running.decoding_options import GenerationOptions, SamplingOptions, SearchOptions
 from triptych.running.input_limits import LONGEST_SHOWN, check_length, check_vocabulary
 from triptych.running.opening.generation_config import GenerationConfig
 from triptych.running.opening.layer_calls import (
@@ -57,7 +56,6 @@ from triptych.running.text.numbered import NumberedTokens
 from triptych.running.text.sentence_tokenizers import TokenizerPair
 from triptych.running.text.shortlists import Shortlist, read_shortlist
 from triptych.running.text.tokenizers import Tokenizer
-from triptych.untrusted import read_json
 
 if TYPE_CHECKING:
     from triptych.running.decoding.text_generator import TextGenerator
@@ -227,16 +225,6 @@ class Reader(TextReader):
         changed._decoding = decoding
         return changed
 
-    def require_recipe(self) -> None:
-        """Check that the model is from a recipe or Marian, so that it can be converted."""
-        if not has_config(self.encoder_decoder):
-            kind = read_json(self.folder / "config.json").get("model_type")
-            raise UsageError(
-                f"{self.folder} is a checkpoint of {kind}, which is run here, and not converted: of other "
-                "libraries' translators only Marian's are, with scaled embeddings and feed-forward layers of "
-                "one width"
-            )
-
     def save_tokenizers(self, folder: Path) -> None:
         """Write the tokenizer files of a triptych model into its folder."""
         if isinstance(self._tokenizers, TokenizerPair):
@@ -259,19 +247,34 @@ class Reader(TextReader):
         stop: Stop | None = None,
         max_source_tokens: int | None = None,
         split: bool | None = None,
+        no_repeat_ngram_size: int | None = None,
+        seed: int = 0,
+        **sampling: Any,
     ) -> SearchOptions:
-        """Return the search options: the arguments, or else the recipe's or the checkpoint's settings."""
+        """Return the search options: the arguments, or else the recipe's or the checkpoint's settings.
+
+        `sampling` are arguments of `SamplingOptions`, or None. Translations are drawn without a beam.
+        """
         decoding = self.decoding
+        given = {name: value for name, value in sampling.items() if value is not None}
         # Without a given beam size, the beam is at least as large as the number of results.
         try:
+            drawing = SamplingOptions(**given)
+            if drawing.is_greedy and drawing.has_filter:
+                raise ValueError("top_k, top_p and min_p go with a temperature above 0: leave them out")
+            if beam_size is None:
+                beam_size = max(decoding.beam_size, num_best) if drawing.is_greedy else 1
             return SearchOptions(
-                beam_size=max(decoding.beam_size, num_best) if beam_size is None else beam_size,
+                beam_size=beam_size,
                 alpha=decoding.alpha if alpha is None else alpha,
                 max_extra_tokens=max_extra_tokens or decoding.max_extra_tokens,
                 num_best=num_best,
                 stop=stop or decoding.stop,
                 max_source_tokens=max_source_tokens,
                 split=decoding.split if split is None else split,
+                no_repeat_ngram_size=no_repeat_ngram_size,
+                sampling=drawing,
+                seed=seed,
             )
         except ValueError as error:
             raise UsageError(str(error)) from None
@@ -330,6 +333,16 @@ class Reader(TextReader):
         """Return True for models of the next token."""
         last = self.last_stack
         return last.causal and last.head is not None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the parameters."""
+        return next(self.model.parameters()).dtype
 
     @property
     def source_tokenizer(self) -> Tokenizer:

@@ -7,6 +7,7 @@ Source: Junczys-Dowmunt et al. 2018, arXiv 1804.00344; `modeling_marian.py`, `Ge
 tokenizers of github.com/huggingface/transformers, version 5.23.0.
 """
 
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,9 +99,8 @@ def _with_recipe(
     model: EncoderDecoder, settings: _MarianSettings, longest: int | float | None, path: Path
 ) -> EncoderDecoder:
     """Rebuild the model from the equivalent recipe with the same tensors; unchanged without such a recipe."""
-    first, *others = (
-        block.feed_forward for stack in model.stacks.values() for block in stack.architecture.blocks
-    )
+    blocks = chain.from_iterable(stack.architecture.blocks for stack in model.stacks.values())
+    first, *others = (block.feed_forward for block in blocks)
     if not settings.scale_embedding or any(other != first for other in others):
         return model
     if not isinstance(first, FeedForwardConfig) or first.activation not in ("relu", "gelu", "swish"):

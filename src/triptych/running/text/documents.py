@@ -3,6 +3,7 @@
 import glob
 import hashlib
 from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -24,10 +25,9 @@ from triptych.running.text.record_files import (
 # Maximum length of a part in characters. Tokenization needs about a hundred times its size in memory.
 LONGEST_PART = 1 << 17
 
-_FOLDER_ENDINGS = tuple(
-    ending + compression
-    for ending in (".txt", ".text", ".md", ".jsonl", ".parquet")
-    for compression in (("",) if ending == ".parquet" else ("", ".gz", ".zst"))
+_FOLDER_ENDINGS = (
+    ".parquet",
+    *map("".join, product((".txt", ".text", ".md", ".jsonl"), ("", ".gz", ".zst"))),
 )
 _OPTION_PLACES = {"split": "hub", "config_name": "hub", "documents": "files"}
 

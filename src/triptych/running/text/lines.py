@@ -1,7 +1,8 @@
 """Lines of UTF-8 text from plain, gzip and Zstandard files; errors name file and line.
 
 A line ends at a line feed only; a carriage return before it is dropped. Unicode's other line separators occur
-within sentences, and splitting at them would misalign the source and target lines of a corpus.
+within sentences, and splitting at them would misalign the source and target lines of a corpus. Byte order
+marks are dropped, also inside a file, where joined files leave them.
 """
 
 import codecs
@@ -26,6 +27,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair, invalid i
 _ENDINGS = {GZIP: ".gz", ZSTANDARD: ".zst", PARQUET: ".parquet"}
 _COMPRESSIONS = {".gz": GZIP, ".zst": ZSTANDARD}
 _DECOMPRESSION_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError)
+_BYTE_ORDER_MARK = "\ufeff"
 _UTF8_MARK = b"\xef\xbb\xbf"
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _CHUNK_BYTES = 1 << 16
@@ -113,7 +115,6 @@ def iterate_lines(stream: ByteLines, name: str) -> Iterator[str]:
     for number, raw in enumerate(iter(lambda: stream.readline(_LONGEST_LINE_BYTES + 1), b""), start=1):
         if number == 1:
             _require_no_utf16(raw, name)
-            raw = raw.removeprefix(_UTF8_MARK)
         raw = raw.removesuffix(b"\n").removesuffix(b"\r")
         where = f"{name}, line {number}"
         if b"\0" in raw:
@@ -121,7 +122,7 @@ def iterate_lines(stream: ByteLines, name: str) -> Iterator[str]:
         if len(raw) > _LONGEST_LINE_BYTES:
             raise DataError(f"{where}: has more than {_LONGEST_LINE_BYTES:,} bytes; break it into lines")
         try:
-            yield raw.decode("utf-8")
+            yield raw.decode("utf-8").replace(_BYTE_ORDER_MARK, "")
         except UnicodeDecodeError as error:
             raise DataError(
                 f"{where}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8; "

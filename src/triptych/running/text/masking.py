@@ -1,7 +1,7 @@
 """Masking of tokens for masked language models."""
 
 import unicodedata
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 from jaxtyping import Bool, Int64
@@ -9,10 +9,16 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from triptych.errors import UsageError
 from triptych.running.text.pieces import bytes_of
+from triptych.running.text.scripts import is_unspaced
 from triptych.running.text.sentencepiece import SPACE_MARK
 from triptych.running.text.tokenizers import Tokenizer
 
 _CONTINUES = "##"
+_INCOMPLETE = "\ufffd"
+_INSIDE = "\u0300"  # a mark, in the place of the later bytes of a character
+_LEAST_LATER = 0x80  # bytes of UTF-8: later bytes of a character, and first bytes of several
+_LEAST_LEAD = 0xC0
+_JOINERS = frozenset("\u200c\u200d🏻🏼🏽🏾🏿")
 
 
 @final
@@ -23,7 +29,8 @@ class MaskingSpec(BaseModel):
         share: share of the tokens that are targets.
         masked: share of the targets that are replaced by the mask token.
         random: share of the targets that are replaced by a random token; the rest stay as they are.
-        whole_words: choose whole words; all tokens of a word are targets, or none.
+        whole_words: choose whole words; all tokens of a word are targets, or none. In scripts without spaces
+            between words, a word is a token, or all tokens of a character with its marks.
 
     Source: Devlin et al. 2019, arXiv 1810.04805.
     """
@@ -56,7 +63,7 @@ class Masking:
         self._is_special = np.zeros(tokenizer.vocab_size, dtype=bool)
         self._is_special[list(tokenizer.special_ids)] = True
         self._ordinary = np.flatnonzero(~self._is_special)
-        self._joints = _joints(tokenizer) if spec.whole_words else None
+        self._joints = _Joints.of(tokenizer) if spec.whole_words else None
 
     def hide(
         self, tokens: Int64[np.ndarray, "length"], generator: np.random.Generator
@@ -79,32 +86,88 @@ class Masking:
         wanted = max(1, round(self.share * int(is_ordinary.sum())))
         joins = np.zeros(len(tokens), dtype=bool)
         if self._joints is not None:
-            joins_left, joins_right = self._joints
-            joins[1:] = joins_left[tokens[1:]] & joins_right[tokens[:-1]]
+            joins[1:] = self._joints.between(tokens)
         word_of = np.cumsum(~joins) - 1
         sizes = np.bincount(word_of, weights=is_ordinary).astype(np.int64)
         order = generator.permutation(np.flatnonzero(sizes))
-        # Add words in random order until the number of targets is reached.
-        enough = np.cumsum(sizes[order]) - sizes[order]
-        return np.asarray(np.isin(word_of, order[enough < wanted]) & is_ordinary)
+        # Add words in random order up to the number of targets that is nearest to the wanted one.
+        middles = np.cumsum(sizes[order]) - sizes[order] / 2
+        middles[0] = 0
+        return np.asarray(np.isin(word_of, order[middles < wanted]) & is_ordinary)
 
 
-def _joints(tokenizer: Tokenizer) -> tuple[Bool[np.ndarray, "vocab"], Bool[np.ndarray, "vocab"]]:
-    """Return two masks over the vocabulary: tokens able to continue a word, tokens able to be continued."""
-    # A word is a run of letters and digits, or a run marked by the vocabulary ("##").
-    pieces = tokenizer.pieces(range(tokenizer.vocab_size))
-    special = tokenizer.special_ids
-    ordinary = np.array([token not in special for token in range(len(pieces))])
-    if any(piece.startswith(_CONTINUES) for piece in pieces):
-        return np.array([piece.startswith(_CONTINUES) for piece in pieces]) & ordinary, ordinary
-    if not any(SPACE_MARK in piece for piece in pieces):
-        return np.zeros_like(ordinary), ordinary  # without spaces in the vocabulary, every token is a word
-    texts = [bytes_of(piece).decode("utf-8", errors="replace") for piece in pieces]
-    joins_left = np.array([text != "" and _is_of_word(text[0]) for text in texts])
-    joins_right = np.array([text != "" and _is_of_word(text[-1]) for text in texts])
-    return joins_left & ordinary, joins_right & ordinary
+class _Joints(NamedTuple):
+    """Masks over the vocabulary: how tokens join their neighbours to words."""
+
+    is_ordinary: Bool[np.ndarray, "vocab"]  # not special
+    goes_on: Bool[np.ndarray, "vocab"]  # begins inside a character: with a mark, or a byte of it
+    # begins inside a character, and contains the start of another: its word ends with it, since such tokens
+    # may follow each other for a whole text
+    spans: Bool[np.ndarray, "vocab"]
+    begins: Bool[np.ndarray, "vocab"]  # begins with a letter of a word
+    ends: Bool[np.ndarray, "vocab"]  # ends with a letter of a word
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "_Joints":
+        pieces = tokenizer.pieces(range(tokenizer.vocab_size))
+        is_ordinary = np.array([token not in tokenizer.special_ids for token in range(len(pieces))])
+        are_marked = any(piece.startswith(_CONTINUES) for piece in pieces)
+        texts = [bytes_of(piece.removeprefix(_CONTINUES) if are_marked else piece) for piece in pieces]
+        firsts = [*map(_first_character, texts)]
+        lasts = [raw.decode("utf-8", errors="replace")[-1:] for raw in texts]
+        if are_marked:
+            begins = [
+                piece.startswith(_CONTINUES) and not is_unspaced(first)
+                for piece, first in zip(pieces, firsts, strict=True)
+            ]
+            ends = [not is_unspaced(last) for last in lasts]
+        else:
+            # Without spaces in the vocabulary, every token is a word.
+            has_words = any(SPACE_MARK in piece for piece in pieces)
+            begins = [has_words and _is_of_word(first) for first in firsts]
+            ends = [*map(_is_of_word, lasts)]
+        goes_on = np.array([*map(_is_inside_character, firsts)]) & is_ordinary
+        spans = np.array([_begins_inside(raw) and max(raw) >= _LEAST_LEAD for raw in texts])
+        is_first = np.array(begins) & is_ordinary & ~goes_on
+        return cls(is_ordinary, goes_on, spans, is_first, np.array(ends) & is_ordinary)
+
+    def between(self, tokens: Int64[np.ndarray, "length"]) -> Bool[np.ndarray, "gaps"]:
+        """Return True for each pair of neighbours in the same word."""
+        before = tokens[:-1]
+        after = tokens[1:]
+        in_character = self.goes_on[after] & self.is_ordinary[before] & ~self.spans[before]
+        return np.asarray(in_character | (self.begins[after] & self.ends[before]))
 
 
-def _is_of_word(char: str) -> bool:
-    # U+FFFD stands for an incomplete character, nearly always a letter.
-    return char.isalnum() or char == "\ufffd" or unicodedata.category(char).startswith("M")
+def _begins_inside(raw: bytes) -> bool:
+    """Return True for a token that begins with a later byte of a character."""
+    return raw[:1] != b"" and _LEAST_LATER <= raw[0] < _LEAST_LEAD
+
+
+def _first_character(raw: bytes) -> str:
+    """Return the first character of a token; of the bytes of an incomplete one, what it may be."""
+    if _begins_inside(raw):
+        return _INSIDE
+    character = raw.decode("utf-8", errors="replace")[:1]
+    if character != _INCOMPLETE:
+        return character
+    # An incomplete character that may be of a script without spaces is taken for one: its word ends sooner.
+    longer = (raw[:3] + bytes([byte]) + b"\x80\x80" for byte in range(_LEAST_LATER, _LEAST_LEAD))
+    possible = (some.decode("utf-8", errors="replace")[0] for some in longer)
+    return next((one for one in possible if is_unspaced(one)), _INCOMPLETE)
+
+
+def _is_of_word(character: str) -> bool:
+    """Return True for a letter or digit of a script with spaces between words."""
+    if character == "" or is_unspaced(character):
+        return False
+    # An incomplete character is nearly always a letter.
+    is_letter = character.isalnum() or unicodedata.category(character).startswith("M")
+    return is_letter or character == _INCOMPLETE
+
+
+def _is_inside_character(character: str) -> bool:
+    """Return True for what joins the character before it: marks, joiners, modifiers of emoji."""
+    if character == "":
+        return False
+    return unicodedata.category(character).startswith("M") or character in _JOINERS

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -284,7 +285,7 @@ def _chat_templates(folder: Path, settings: TokenizerSettings) -> dict[str, str]
         return {"default": found}
     try:
         templates = found if isinstance(found, dict) else {one["name"]: one["template"] for one in found}
-        if all(isinstance(text, str) for pair in templates.items() for text in pair):
+        if all(isinstance(text, str) for text in chain.from_iterable(templates.items())):
             return dict(templates)
     except (TypeError, KeyError):
         pass

@@ -6,6 +6,7 @@ A null or a blank line yields empty texts.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def read_parquet(path: Path, fields: Sequence[str]) -> Iterator[NumberedTexts]:
             table = pyarrow.parquet.ParquetFile(file)
             columns = _columns_of(fields, table.schema_arrow.names, str(path))
             batches = table.iter_batches(batch_size=1000, columns=columns)
-            records = (record for batch in batches for record in batch.to_pylist())
+            records = chain.from_iterable(batch.to_pylist() for batch in batches)
             yield from _texts_of(records, fields, str(path))
         except (pyarrow.ArrowException, OSError) as error:
             raise DataError(
@@ -88,10 +89,10 @@ def read_hub(
     rows = rows.select_columns(_columns_of(fields, rows.column_names, where))
     names = rows.column_names
     batches = rows.iter(batch_size=1000)
+    columns = ([batch[name] for name in names] for batch in batches)
     records = (
         dict(zip(names, row, strict=True))
-        for batch in batches
-        for row in zip(*(batch[name] for name in names), strict=True)
+        for row in chain.from_iterable(zip(*own, strict=True) for own in columns)
     )
     yield from _texts_of(records, fields, where)
 

@@ -5,6 +5,7 @@ part before it.
 """
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
@@ -175,6 +176,21 @@ def cut_to_fit(text: str, fits: Callable[[str], bool], level: int = 0) -> list[s
     return [*chain.from_iterable(cut_to_fit(part, fits, level + 1) for part in joined)]
 
 
+# Characters that show nothing, besides spaces, control and format characters: fillers of Hangul, vowels of
+# Khmer, selectors of variants, the empty pattern of Braille.
+_SHOWS_NOTHING = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+
+
+def is_invisible(text: str) -> bool:
+    """Return True for a text without a character that a reader sees."""
+    return all(
+        char.isspace() or unicodedata.category(char) in ("Cc", "Cf") or _SHOWS_NOTHING.match(char)
+        for char in text
+    )
+
+
 class Spaced(NamedTuple):
     """Texts without outer white space, and the white space before, between and behind them."""
 
@@ -183,12 +199,12 @@ class Spaced(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[str]) -> "Spaced":
-        """Separate parts of a text from the white space around them; parts of white space alone join it."""
+        """Separate parts of a text from the white space around them; invisible parts join it."""
         texts = list[str]()
         spaces = [""]
         for part in parts:
             text = part.strip()
-            if not text:
+            if is_invisible(text):
                 spaces[-1] += part
                 continue
             start = part.index(text)

@@ -9,6 +9,7 @@ Source: Brown et al. 1993, aclanthology.org/J93-2003 (IBM Model 1); Moore 2004, 
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import final
 
@@ -73,7 +74,7 @@ class Shortlist:
         source = tokenizers.source.vocabulary
         target = tokenizers.target.vocabulary
         lines = {"": self.always, **{source[token]: ids for token, ids in self.by_source.items()}}
-        names = {*lines, *(target[i] for ids in lines.values() for i in ids)}
+        names = {*lines, *(target[i] for i in chain.from_iterable(lines.values()))}
         if spaced := next((name for name in names if not _SPACES.isdisjoint(name)), None):
             raise UsageError(
                 f"the token {spaced!r} has a space in it, which the file of a shortlist cannot say"

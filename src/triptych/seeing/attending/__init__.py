@@ -27,6 +27,7 @@ from triptych.seeing.attending.attention_page import viewer_data as viewer_data
 from triptych.seeing.attending.head_steps import HeadSteps as HeadSteps
 from triptych.seeing.attending.held_out import HeldOutText as HeldOutText
 from triptych.seeing.attending.looks import looks_table as looks_table
+from triptych.seeing.attending.looks import most_telling as most_telling
 from triptych.seeing.attending.looks import written_table as written_table
 from triptych.seeing.attending.over import OverText as OverText
 from triptych.seeing.attending.over import attend_over as attend_over

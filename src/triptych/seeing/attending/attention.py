@@ -41,7 +41,7 @@ from triptych.seeing.attending.attention_page import (
     write_attention_page,
 )
 from triptych.seeing.attending.head_steps import HeadSteps
-from triptych.seeing.attending.looks import Looks, strongest_looks
+from triptych.seeing.attending.looks import Look, Looks, strongest_looks
 from triptych.seeing.attending.over import OverText, attend_over
 from triptych.seeing.attending.picture import head_svg
 from triptych.seeing.attending.written_tokens import NEAREST, TokenWriter
@@ -126,12 +126,10 @@ class Attention:
         """
         if k < 1:
             raise UsageError(f"the {k} strongest looks: at least 1 is needed")
-        found = [
-            look
-            for part in self.parts()
-            for head in strongest_looks(part, k, self._name(part.stack, part.layer))
-            for look in head.looks
-        ]
+        found = list[Look]()
+        for part in self.parts():
+            for head in strongest_looks(part, k, self._name(part.stack, part.layer)):
+                found += head.looks
         return Looks(found if per_head else sorted(found, key=lambda look: -look.weight)[:k])
 
     def over(

@@ -4,6 +4,7 @@ import csv
 import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,7 +101,7 @@ def _place_of_head(part: Part, head: int) -> dict[str, Any]:
 def _head_record(part: Part, head: int, top: int | None) -> dict[str, Any]:
     record = _place_of_head(part, head)
     if top is None:
-        rows = [row for block in part.layer.blocks([head]) for row in block.weights[0].tolist()]
+        rows = [*chain.from_iterable(block.weights[0].tolist() for block in part.layer.blocks([head]))]
         return {**record, "weights": [_rounded(row) for row in rows]}
     keys, weights, left_out = _kept(part, head, top)
     return {

@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from triptych.files import write_text
@@ -23,6 +25,7 @@ from triptych.running.measuring import (
     HeadWeights,
     bin_width,
 )
+from triptych.seeing.attending.telling import Telling
 from triptych.seeing.reports.html import make_page
 
 Kind = Literal["encoder", "decoder", "cross"]
@@ -102,7 +105,7 @@ class AttentionPage:
 
 def join_pages(pages: Sequence[AttentionPage]) -> AttentionPage:
     """Join the texts of at least one page into a page; all else is taken from the first page."""
-    return replace(pages[0], texts=tuple(text for page in pages for text in page.texts))
+    return replace(pages[0], texts=tuple(chain.from_iterable(page.texts for page in pages)))
 
 
 def attention_html(page: AttentionPage, progress: Progress = untold) -> str:
@@ -137,10 +140,10 @@ def viewer_data(
         {"title": text.title, "kinds": [*map(_pack_kind, text.kinds)]} for text in page.texts
     ]
     # Overviews are always included; the remaining bytes are for the weights.
-    room = (
-        limit_bytes - _FOR_THE_REST - sum(len(kind["overviews"]) for text in fixed for kind in text["kinds"])
-    )
-    heads = [h for text in page.texts for kind in text.kinds for layer in kind.layers for h in layer.heads]
+    kinds = chain.from_iterable(text["kinds"] for text in fixed)
+    room = limit_bytes - _FOR_THE_REST - sum(len(kind["overviews"]) for kind in kinds)
+    layers = chain.from_iterable(kind.layers for text in page.texts for kind in text.kinds)
+    heads = [*chain.from_iterable(layer.heads for layer in layers)]
     packed = _pack_maps([head.map for head in heads], room, partial(progress, "packing heads"))
     return {"texts": fixed, "maps": packed}
 
@@ -197,7 +200,7 @@ def _pack_rows(of: HeadWeights, keys: NDArray[np.integer], left_out: NDArray[np.
 
 
 def _pack_kind(kind: ViewedKind) -> dict[str, Any]:
-    heads = [head for layer in kind.layers for head in layer.heads]
+    heads = [*chain.from_iterable(layer.heads for layer in kind.layers)]
     step = 2 if len(heads) > _MANY_HEADS else 1
     # Overviews in 8 bits, by the square root of the weight.
     overviews = np.stack([_smaller(head.map.overview, step) for head in heads])
@@ -223,20 +226,13 @@ def _pack_kind(kind: ViewedKind) -> dict[str, Any]:
 
 
 def _telling(kind: ViewedKind, overviews: NDArray[np.float32]) -> list[int]:
-    """Return indices of the layer and the head with the most information about the query token.
-
-    The measure is the mutual information of query and key without weights on the query's own token: 0 if all
-    tokens attend to the same keys.
-    """
-    # The joint distribution of query and key, for uniformly drawn queries.
-    joint = overviews.astype(np.float64) / max(1, overviews.shape[1])
+    """Return indices of the layer and the head with the most information about the query token."""
+    weights = torch.from_numpy(overviews.astype(np.float64))
     if kind.kind != "cross":
-        own = np.arange(min(joint.shape[1:]))
-        joint[:, own, own] = 0
-    apart = joint.sum(2, keepdims=True) * joint.sum(1, keepdims=True)
-    total = joint.sum((1, 2), keepdims=True)
-    ratio = np.divide(joint * total, apart, out=np.ones_like(joint), where=(joint > 0) & (apart > 0))
-    best = int((joint * np.log(ratio)).sum((1, 2)).argmax())
+        weights.diagonal(dim1=1, dim2=2).zero_()
+    found = Telling()
+    found.add(weights)
+    best = int(found.nats().argmax())
     places = [[layer, head] for layer, of in enumerate(kind.layers) for head in range(len(of.heads))]
     return places[best]
 

@@ -8,6 +8,7 @@ row's mean over the query's visible keys.
 
 import math
 from dataclasses import dataclass, replace
+from itertools import chain, product
 from typing import final
 
 import torch
@@ -193,7 +194,7 @@ def explain_text(reader: Reader, windows: Windows, progress: Told) -> dict[Place
     cuts: dict[int, dict[int, AttentionWeights]] = {}
     found = UnitSums(windows.num_units)
     for unit, _, stacks in read_windows(reader, windows, progress):
-        for kind, layer in ((stack.kind, layer) for stack in stacks for layer in stack.layers):
+        for kind, layer in chain.from_iterable(product([stack.kind], stack.layers) for stack in stacks):
             call = layer.call
             # Truncations are computed once per layer.
             cut = cuts.get(id(call.layer))

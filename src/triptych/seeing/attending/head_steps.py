@@ -171,7 +171,7 @@ class HeadSteps:
         of_row = (0, head, 0)
         # Content exists only if positions change queries or keys.
         self.content = None
-        turned = any(step.by_position for side in ("q", "k") for step in steps_on(side, semantics))
+        turned = any(step.by_position for step in (*steps_on("q", semantics), *steps_on("k", semantics)))
         if turned and semantics.scores is None:
             q, k, _ = channels(weights, call.x, call.memory)
             self.content = self._labelled(for_heads(k, weights.num_heads)[0, head] @ q[0, head, self.query])
@@ -311,10 +311,10 @@ class HeadSteps:
         if self.effect is None:
             return found
         # Most raised tokens first, then most lowered.
+        half = _MOST_TOKENS_CHANGED // 2
+        tokens = (*self.effect.top(half), *self.effect.top(half, lowered=True))
         rows = [
-            (_token(token), f"{logit:+.4f}", f"{probability:+.5f}")
-            for lowered in (False, True)
-            for token, logit, probability in self.effect.top(_MOST_TOKENS_CHANGED // 2, lowered=lowered)
+            (_token(token), f"{logit:+.4f}", f"{probability:+.5f}") for token, logit, probability in tokens
         ]
         found.append(
             Table(

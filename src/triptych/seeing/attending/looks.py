@@ -4,8 +4,11 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, final, overload
 
+import torch
+
 from triptych.printable import shortened, table_html
 from triptych.running.measuring import Part
+from triptych.seeing.attending.telling import Telling
 from triptych.seeing.attending.written_tokens import TokenWriter
 from triptych.seeing.reports.records import Table
 
@@ -73,10 +76,11 @@ class Looks(Sequence[Look]):
 
 
 class HeadLooks(NamedTuple):
-    """Mean weight of a head on the first token, and its largest weights."""
+    """What one head looks at."""
 
-    first: float
-    looks: list[Look]
+    first: float  # mean weight on the first token
+    nats: float  # information of the token that looks about the token looked at, see `Telling`
+    looks: list[Look]  # largest weights, in descending order
 
 
 def strongest_looks(part: Part, count: int, layer: str = "") -> list[HeadLooks]:
@@ -85,43 +89,65 @@ def strongest_looks(part: Part, count: int, layer: str = "") -> list[HeadLooks]:
     Weights on the query's own token and on the first token are omitted if other weights exist: they are large
     in most heads.
     """
-    found = []
     stack = part.stack
-    for head in part.heads:
-        total = 0.0
-        best = list[tuple[float, int, int]]()
-        # Only a block of the weights is in memory.
-        for block in part.layer.blocks([head]):
-            weights = block.weights[0]
-            total += float(weights[:, 0].sum())
-            others = weights.clone()
-            others[:, 0] = 0
-            if stack.kind != "cross":
-                others.diagonal(block.rows.start).zero_()
-            values, places = others.flatten().topk(min(count, others.numel()))
-            best += [
-                (value, block.rows.start + place // others.shape[1], place % others.shape[1])
-                for value, place in zip(values.tolist(), places.tolist(), strict=True)
-            ]
-        best = sorted(best, key=lambda look: (-look[0], look[1:]))[:count]
+    num_heads = len(part.heads)
+    first = torch.zeros(num_heads, dtype=torch.float64)
+    telling = Telling()
+    best: list[list[tuple[float, int, int]]] = [[] for _ in range(num_heads)]
+    # Only a block of the weights is in memory.
+    for block in part.layer.blocks(part.heads):
+        # The caller of `blocks` owns what it yields, so the weights that are left out are zeroed in place.
+        others = block.weights
+        first += others[:, :, 0].double().sum(dim=1).cpu()
+        if stack.kind != "cross":
+            others.diagonal(block.rows.start, dim1=1, dim2=2).zero_()
+        telling.add(others)
+        others[:, :, 0] = 0
+        # The largest weights lie in the rows of the largest maxima.
+        order = others.amax(dim=2).sort(dim=1, descending=True, stable=True).indices
+        rows = order[:, :count].sort(dim=1).values
+        found = others.gather(1, rows[:, :, None].expand(-1, -1, others.shape[2])).flatten(1)
+        values, places = found.sort(dim=1, descending=True, stable=True)
+        queries = block.rows.start + rows.gather(1, places // others.shape[2])
+        kept = zip(values[:, :count].tolist(), queries[:, :count].tolist(), strict=True)
+        keys = (places % others.shape[2])[:, :count].tolist()
+        for head, (weights, own) in enumerate(kept):
+            best[head] += zip(weights, own, keys[head], strict=True)
+    heads = []
+    nats = telling.nats().tolist()
+    for number, head in enumerate(part.heads):
+        ordered = sorted(best[number], key=lambda look: (-look[0], look[1:]))[:count]
         looks = [
             Look(f"{layer}.{head}", query, stack.queries[query], key, stack.keys[key], weight)
-            for weight, query, key in best
+            for weight, query, key in ordered
             if weight > 0
         ]
-        found.append(HeadLooks(total / len(stack.queries), looks))
-    return found
+        heads.append(HeadLooks(float(first[number]) / len(stack.queries), nats[number], looks))
+    return heads
+
+
+def most_telling(parts: Sequence[Part], count: int) -> list[Part]:
+    """Return the `count` heads that tell most (`Telling`), in descending order, each as a part of its own."""
+    found = [
+        (own.nats, Part(part.stack, part.layer, (head,)))
+        for part in parts
+        for head, own in zip(part.heads, strongest_looks(part, 1), strict=True)
+    ]
+    return [part for _, part in sorted(found, key=lambda one: -one[0])[:count]]
 
 
 def looks_table(parts: Sequence[Part]) -> Table:
     """Return a row for every head with its three largest weights."""
     rows = []
     for part in parts:
-        for head, (first, looks) in zip(part.heads, strongest_looks(part, _EACH), strict=True):
-            cells = [f"{_token(one.query_token)} → {_token(one.key_token)} {one.weight:.2f}" for one in looks]
-            cells += [""] * (_EACH - len(cells))
-            rows.append((part.stack.kind, str(part.layer.number), str(head), f"{first:.2f}", *cells))
-    columns = ("kind", "layer", "head", "first token", *(f"look {n + 1}" for n in range(_EACH)))
+        for head, own in zip(part.heads, strongest_looks(part, _EACH), strict=True):
+            looks = [
+                f"{_token(one.query_token)} → {_token(one.key_token)} {one.weight:.2f}" for one in own.looks
+            ]
+            looks += [""] * (_EACH - len(looks))
+            place = (part.stack.kind, str(part.layer.number), str(head))
+            rows.append((*place, f"{own.nats:.2f}", f"{own.first:.2f}", *looks))
+    columns = ("kind", "layer", "head", "tells", "first token", *(f"look {n + 1}" for n in range(_EACH)))
     return Table("strongest looks: token that looks → token looked at", columns, tuple(rows))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, final
 
@@ -13,6 +14,7 @@ from triptych.running.measuring import (
     MOST_TOKENS,
     MOST_TOKENS_OF_WORTH,
     HeadFigures,
+    Windows,
     Worth,
     cut_windows,
     given_lines,
@@ -35,6 +37,7 @@ from triptych.seeing.reports.records import (
 )
 
 _MOST_SHOWN = 12
+_SECONDS_SHOWN = 100  # longer times are stated in minutes
 # Further facts about a head on the page of a text, by column of `OverText.rows`.
 _OTHER_FACTS = {
     "worth": "loss without it",
@@ -70,8 +73,8 @@ class OverText:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one flat record per head: its place, its name, then every figure with its interval."""
-        rows = [row for layer in self.layers for row in layer.rows()]
-        columns = dict.fromkeys(name for row in rows for name in row)
+        rows = [*chain.from_iterable(layer.rows() for layer in self.layers)]
+        columns = dict.fromkeys(chain.from_iterable(rows))
         return [{name: row.get(name) for name in columns} for row in rows]
 
     def record(self) -> dict[str, Any]:
@@ -90,12 +93,10 @@ class OverText:
 
     def most(self, figure: str, count: int = 3) -> list[tuple[LayerFigures, int]]:
         """Return the heads with the largest values of a figure, in descending order."""
-        found = [
-            (layer, head)
-            for layer in self.layers
-            if figure in layer.figures and layer.figures[figure].count
-            for head in range(layer.num_heads)
-        ]
+        found = list[tuple[LayerFigures, int]]()
+        for layer in self.layers:
+            if figure in layer.figures and layer.figures[figure].count:
+                found += [(layer, head) for head in range(layer.num_heads)]
         return sorted(found, key=lambda place: -float(place[0].figures[figure].value[place[1]]))[:count]
 
     def summary(self) -> tuple[str, ...]:
@@ -161,7 +162,8 @@ class OverText:
 
     def _strongest(self, count: int) -> Iterator[tuple[str, str, str, str, str, bool]]:
         """Yield the heads with the largest values of each naming figure."""
-        figures = {f.name: f for layer in self.layers for f in figures_of(layer.kind) if f.names_head}
+        every = chain.from_iterable(figures_of(layer.kind) for layer in self.layers)
+        figures = {figure.name: figure for figure in every if figure.names_head}
         for figure in figures.values():
             for layer, head in self.most(figure.name, count):
                 found = layer.figures[figure.name]
@@ -231,14 +233,14 @@ def attend_over(
     measured = [measure_behaviour(reader, windows, partial(progress, "where heads look"))]
     found = None
     if worth is not None:
-        found = measure_worth(reader, fewer, worth, partial(progress, "leaving heads out"))
+        found = _measure_worth(reader, fewer, worth, progress)
         measured.append(found.figures())
     if explain:
         measured.append(explain_text(reader, fewer, partial(progress, "explaining scores")))
         measured.append(measure_copies(reader, fewer, partial(progress, "reading what heads write")))
     layers = []
     for place in measured[0]:
-        figures = {name: figure for one in measured for name, figure in one.get(place, {}).items()}
+        figures = dict(chain.from_iterable(one.get(place, {}).items() for one in measured))
         layers.append(LayerFigures(*place, figures))
     return OverText(
         reader.name,
@@ -249,6 +251,22 @@ def attend_over(
         windows.context,
         found,
     )
+
+
+def _measure_worth(reader: Reader, windows: Windows, instead: Instead, progress: Progress) -> Worth:
+    """Measure the worth of heads; the progress states the expected time before it begins."""
+    label = "leaving heads out"
+
+    def expect(seconds: float) -> None:
+        nonlocal label
+        in_words = f"{seconds:.0f} s" if seconds < _SECONDS_SHOWN else f"{seconds / 60:.0f} min"
+        label = f"{label}, about {in_words} in all"
+        progress(label, 0, 1)
+
+    def tell(done: int, total: int) -> None:
+        progress(label, done, total)
+
+    return measure_worth(reader, windows, instead, tell, expect=expect)
 
 
 def _worth_table(worth: Worth) -> Table:
@@ -277,8 +295,9 @@ def _worth_table(worth: Worth) -> Table:
 def _explained_table(layers: Sequence[LayerFigures]) -> Table:
     """Return a table of means over the heads of every layer."""
     # Order of columns: shares, divergences, copies.
-    names = list(dict.fromkeys(name for layer in layers for name in layer.figures))
-    shown = [name for end in ("_share", "_nats") for name in names if name.endswith(end)]
+    names = list(dict.fromkeys(chain.from_iterable(layer.figures for layer in layers)))
+    shown = [name for name in names if name.endswith("_share")]
+    shown += [name for name in names if name.endswith("_nats")]
     shown += ["copies"] if "copies" in names else []
     rows = []
     for layer in layers:

@@ -1,6 +1,7 @@
 """A readable cost report: tables for the terminal, and a page with charts."""
 
 from collections.abc import Callable
+from itertools import chain
 
 from triptych.seeing.costing.counting import CostReport, CostRow, CostSpec
 from triptych.seeing.reports.records import (
@@ -158,11 +159,7 @@ def cost_page(report: CostReport, command: str = "") -> Report:
         ),
         BarChart(
             "FLOPs per token",
-            tuple(
-                Bar(row.name, flops, format_count(flops), series)
-                for row in rows
-                for series, flops in (("prefill", row.prefill_flops), ("decode", row.decode_flops))
-            ),
+            tuple(chain.from_iterable(map(_flops_bars, rows))),
             unit="FLOPs",
             caption=f"Prefill of {spec.length:,} tokens, a step of decoding at {spec.context:,}.",
         ),
@@ -194,6 +191,15 @@ def cost_page(report: CostReport, command: str = "") -> Report:
         charts=tuple(charts),
         tables=tuple(tables),
         commands=(command,) if command else (),
+    )
+
+
+def _flops_bars(row: CostRow) -> tuple[Bar, Bar]:
+    prefill = row.prefill_flops
+    decode = row.decode_flops
+    return (
+        Bar(row.name, prefill, format_count(prefill), "prefill"),
+        Bar(row.name, decode, format_count(decode), "decode"),
     )
 
 

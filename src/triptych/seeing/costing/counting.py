@@ -1,6 +1,7 @@
 """Costs of the parameterisations at one size, counted and compared: `cost(CostSpec(...))`."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, final
@@ -88,7 +89,7 @@ class CostSpec:
             parameterisation_class(name)
             if times > 1:
                 raise ValueError(f"{name} is given {times} times")
-        known = {field for name in self.parameterisations for field in _option_names(name)}
+        known = {*itertools.chain.from_iterable(_option_names(name) for name in self.parameterisations)}
         for field in _SIZES:
             if getattr(self, field) is not None and field not in known:
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from triptych.seeing.inspection.layer_records import InspectedLayer
@@ -14,7 +15,7 @@ _SHADES = " ░▒▓█"
 
 def shaded_map(layers: Sequence[InspectedLayer], measure: str) -> list[str]:
     """Draw a map of layers × heads in shades of the finite values; a dot is a missing value."""
-    if all(value is None for layer in layers for value in layer.figures[measure]):
+    if all(value is None for value in chain.from_iterable(layer.figures[measure] for layer in layers)):
         return []
     # Figures of W_QK of different kinds are not comparable, so each kind has its scale.
     about = next(m for m in MEASURES if m.name == measure)
@@ -22,11 +23,11 @@ def shaded_map(layers: Sequence[InspectedLayer], measure: str) -> list[str]:
     scales: dict[str, tuple[float, float]] = {}
     for kind in dict.fromkeys(kinds):
         of = [layer.figures[measure] for layer, own in zip(layers, kinds, strict=True) if own == kind]
-        finite = [value for values in of for value in values if value is not None and math.isfinite(value)]
+        finite = [value for value in chain.from_iterable(of) if value is not None and math.isfinite(value)]
         scales[kind] = min(finite, default=0.0), max(finite, default=0.0)
     width = max(len(layer.name) for layer in layers)
     chosen = {layer.heads for layer in layers if len(layer.heads) < layer.num_heads}
-    which = f"; heads {', '.join(map(str, sorted({h for of in chosen for h in of})))}" if chosen else ""
+    which = f"; heads {', '.join(map(str, sorted({*chain.from_iterable(chosen)})))}" if chosen else ""
     said = "; ".join(
         f"{_SHADES[0]!r} {low:.3g} to {_SHADES[-1]!r} {high:.3g}" + (f" ({kind})" if len(scales) > 1 else "")
         for kind, (low, high) in scales.items()

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from html import escape
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
 
@@ -236,7 +237,7 @@ def _findings(inspection: Inspection) -> Iterator[str]:
 
 def _notes(inspection: Inspection) -> Iterator[str]:
     layers = inspection.layers
-    broken = {name: count for layer in layers for name, count in layer.broken.items()}
+    broken = dict(chain.from_iterable(layer.broken.items() for layer in layers))
     if broken:
         first = ", ".join(f"{name} ({count:,} entries)" for name, count in [*broken.items()][:4])
         yield f"Not finite, left out: {first}{' …' if len(broken) > 4 else ''}."
@@ -254,7 +255,7 @@ def _notes(inspection: Inspection) -> Iterator[str]:
         )
     if inspection.ignores_rotary and any(layer.turns for layer in layers):
         yield "Rotary positions are ignored: figures of W_QK hold at distance 0 only."
-    for caveat, count in Counter(caveat for layer in layers for caveat in layer.caveats).items():
+    for caveat, count in Counter(chain.from_iterable(layer.caveats for layer in layers)).items():
         yield f"In {count} of {_count_of(len(layers), 'layer')} {caveat}."
     for form, title in (("qk", "W_QK"), ("ov", "W_OV")):
         conditions = values_of(inspection, f"{form}_condition")
@@ -406,7 +407,7 @@ def _redundant(inspection: Inspection) -> dict[str, int]:
 def _percent_saved(inspection: Inspection) -> dict[float, float]:
     """Return the parameters saved by truncation in percent, by the energy loss of every form."""
     total = sum(layer.parameters for layer in inspection.layers)
-    cuts = [cut for layer in inspection.layers for cut in layer.cut.values()]
+    cuts = [*chain.from_iterable(layer.cut.values() for layer in inspection.layers)]
     if not cuts or any(len(layer.heads) < layer.num_heads for layer in inspection.layers):
         return {}
     return {loss: 100 * sum(cut[i] for cut in cuts) / total for i, loss in enumerate(LOSSES)}

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def write_picture(chart: Plot, path: Path) -> bool:
 def render_report(report: Report) -> str:
     """Return the HTML of the page written by `write_report`."""
     learning = learning_charts(report.metrics)
-    names = list(dict.fromkeys(name for chart in report.plots for name in chart.names))
+    names = list(dict.fromkeys(chain.from_iterable(chart.names for chart in report.plots)))
     charts: list[tuple[BarChart | Plot, Spec]] = [
         *((chart, spec) for chart in report.charts if (spec := bar_chart(chart))),
         *((chart, spec) for chart in report.plots if (spec := plot(chart, names))),

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Any, final
 
@@ -312,11 +312,10 @@ def _sweep_learning_rates(runner: "_Runner", variants: Sequence[Variant], say: S
     sweep = runner.study.sweep
     if not sweep.learning_rates:
         return list(variants)
-    planned = {
-        (one.name, rate): [_of_sweep(runner, one, rate, number) for number in range(sweep.seeds)]
-        for one in variants
-        for rate in sweep.learning_rates
-    }
+    planned = {}
+    for one, rate in product(variants, sweep.learning_rates):
+        seeds = range(sweep.seeds)
+        planned[one.name, rate] = [_of_sweep(runner, one, rate, number) for number in seeds]
     found, _ = runner.run("sweep", list(chain.from_iterable(planned.values())))
     runner.sweep_seconds += sum(result.seconds for result in found.values())
     losses = {

@@ -20,7 +20,7 @@ from triptych.errors import DataError
 from triptych.files import write_json
 from triptych.rewriting.opened_models import rewrite_checkpoint
 from triptych.rewriting.recipe import read_rewrite_recipe
-from triptych.running.decoding import evaluate_translations, measure_likelihood
+from triptych.running.decoding import composed, evaluate_translations, measure_likelihood
 from triptych.running.opening import open_reader, open_translator
 from triptych.running.text import (
     LanguageCorpusSpec,
@@ -175,7 +175,8 @@ def _translations(folder: Path, test: CorpusSpec, count: int | None) -> dict[str
     sources = pairs.source[:count]
     references = pairs.target[:count]
     found = evaluate_translations(open_translator(folder).translator(), sources, references)
-    exact = sum(a == b for a, b in zip(found.translations, references, strict=True)) / len(references)
+    both = zip(composed(found.translations), composed(references), strict=True)
+    exact = sum(a == b for a, b in both) / len(references)
     scores = {score.name: score.value for score in found.scores}
     return {"bleu": scores["BLEU"], "chrf": scores["chrF2"], "exact_match": exact}
 

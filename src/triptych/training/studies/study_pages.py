@@ -1,6 +1,7 @@
 """Page of a study: curves, quality against cost, tables."""
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median_high
 
@@ -53,7 +54,10 @@ def write_study_pictures(outcome: Outcome, folder: Path) -> list[Path]:
         ("differences.svg", _differences(outcome)[:1]),
         ("curves.svg", _loss_curves(outcome)[:1]),
     ]
-    return [folder / name for name, found in charts for chart in found if write_picture(chart, folder / name)]
+    paths = list[Path]()
+    for name, found in charts:
+        paths += [folder / name for chart in found if write_picture(chart, folder / name)]
+    return paths
 
 
 def _differences(outcome: Outcome) -> list[IntervalChart]:
@@ -81,8 +85,9 @@ def _differences(outcome: Outcome) -> list[IntervalChart]:
 def _study_facts(outcome: Outcome) -> list[tuple[str, str]]:
     # Training time counts trained runs only: rewritten runs repeat the figures of their trained run.
     study = outcome.study
-    runs = [one for results in outcome.results.values() for one in results.values()]
-    seconds = sum(one.seconds for results in outcome.trained.values() for one in results.values())
+    runs = [*chain.from_iterable(results.values() for results in outcome.results.values())]
+    trained = chain.from_iterable(results.values() for results in outcome.trained.values())
+    seconds = sum(one.seconds for one in trained)
     found = [
         ("base", study.base),
         ("baseline", study.baseline_name),

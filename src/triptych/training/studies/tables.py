@@ -5,6 +5,7 @@ import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -133,7 +134,7 @@ def costs_table(outcome: Outcome) -> Table:
 def sweep_table(outcome: Outcome) -> Table:
     """Return the table of the sweep: validation losses by learning rate, and the chosen rates."""
     # Rewritten variants are not swept: the table omits them.
-    rates = sorted({rate for one in outcome.variants.values() for rate in one.swept})
+    rates = sorted({*chain.from_iterable(one.swept for one in outcome.variants.values())})
     rows = [
         (
             name,

@@ -82,7 +82,10 @@ def parameterisation(name: str, **options: int | bool | None) -> Parameterisatio
 def fit_parameterisation(
     weights: AttentionWeights, *, named: bool = False, own: Parameterisation | None = None
 ) -> tuple[AttentionWeights, Parameterisation]:
-    """Find the parameterisation of the same structure as given weights; return it with the fitted weights."""
+    """Return given weights, with maps repeated if necessary, and a parameterisation of their structure.
+
+    `own` is tried first, and `AsWritten` last, unless `named`. Raise ValueError if none fits.
+    """
     if own is not None and not structural_difference(
         own.skeleton(weights.d_model, weights.num_heads), weights
     ):

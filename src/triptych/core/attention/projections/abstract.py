@@ -6,6 +6,7 @@ projections for queries, for cached tensors, for keys and values from cached ten
 without knowledge of the parameterisation.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar, final
@@ -16,6 +17,7 @@ from triptych.core.attention.projections.maps import FromHeads, HeadMap, ToHeads
 from triptych.core.attention.projections.module import Projections
 from triptych.core.attention.shapes import shapes_only
 
+# Defaults of `Parameterisation.read_off`.
 _READ_OFF = {"d_k": "q_proj", "d_v": "v_proj"}
 Maps = dict[str, HeadMap]
 
@@ -57,7 +59,7 @@ class LayerSizes:
         return self.d // self.h
 
     def width(self, name: str) -> int:
-        """Return a width from the parameterisation's field of this name; d_model / num_heads by default."""
+        """Return the parameterisation's field of this name; d_model / num_heads if it is None or missing."""
         if not hasattr(self.of, name):
             return self.slice_width
         if (width := getattr(self.of, name)) is not None:
@@ -118,7 +120,7 @@ class Parameterisation:
         By default these are the maps of the chains among `q_proj`, `k_proj` and `v_proj`, each `ToHeads` with
         all heads, and `o_proj`, with biases by the options `q_bias`, ….
         """
-        named = {name for side in SIDES for name in self.chain(side)}
+        named = {*itertools.chain.from_iterable(self.chain(side) for side in SIDES)}
         # Only names in the chains: a subclass adds the other maps of its chains.
         found: dict[str, HeadMap] = {}
         for side in SIDES:
@@ -171,8 +173,9 @@ class Parameterisation:
             for name, link in zip(names, links, strict=True):
                 found.setdefault(name, []).append(link)
         # A name stands for one map: the links of a shared name must be one object.
-        if any(link is not links[0] for name, links in found.items() if name != "o_proj" for link in links):
-            return None
+        for name, same in found.items():
+            if name != "o_proj" and any(link is not same[0] for link in same):
+                return None
         options: dict[str, int | bool] = {}
         for option in (field.name for field in fields(cls)):
             usual = _READ_OFF.get(option, option.replace("_bias", "_proj"))

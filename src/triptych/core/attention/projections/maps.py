@@ -240,7 +240,7 @@ class ConcatenatedHeads(nn.Module):
 @final
 @dataclass(frozen=True)
 class Joined(HeadMap):
-    """W^O = I: head i writes the i-th slice of the output."""
+    """W^O = I: the i-th slice of the output is the output of head i."""
 
     num_heads: int  # number of heads
     width: int  # width of each slice
@@ -446,7 +446,7 @@ def join_heads(
 def through_own_map(
     heads: Float[Tensor, "batch num_heads length d_in"], maps: Float[Tensor, "num_heads d_in d_out"]
 ) -> Float[Tensor, "batch num_heads length d_out"]:
-    """Compute `head_i W_i`; `heads @ maps` would copy the maps for every sentence of the batch."""
+    """Apply to each head its own map, `head_i W_i`, without a copy of the maps for every sentence."""
     return torch.einsum("bhnk,hkr->bhnr", heads, maps)
 
 

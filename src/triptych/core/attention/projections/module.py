@@ -1,5 +1,6 @@
 """`Projections`: the module with the maps of one attention layer."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -68,12 +69,12 @@ class Projections(nn.Module):
         v = self._chains["v"]
         shared = sum(1 for one, other in zip(k, v, strict=False) if one == other)
         self._shared = k[:shared]
-        self._of_shared = k[shared:], v[shared:]
+        self._after_shared = k[shared:], v[shared:]
         self._ups = self._maps_to_absorb()
 
     @property
     def caches_keys(self) -> bool:
-        """Return True if the first cached tensor is exactly the keys."""
+        """True if keys and values are cached apart; False if one tensor, after a shared map, is cached."""
         return not self._shared
 
     @property
@@ -101,7 +102,7 @@ class Projections(nn.Module):
             return None
         (k_up, (read, written, passed)), (_, (of_values, _, _)) = self._ups
         # Key channels from `written` on are latent channels from `read` on.
-        channels = [channel for pair in rotary.pairs for channel in pair]
+        channels = [*itertools.chain.from_iterable(rotary.pairs)]
         outside = min(channels) < written or max(channels) >= written + passed
         if outside or self._matrices(k_up)[1] is not None or of_values > read:
             return None
@@ -111,9 +112,9 @@ class Projections(nn.Module):
         self, x: Float[Tensor, "batch query_len d_model"]
     ) -> Float[Tensor, "batch num_heads query_len width"]:
         """Compute the queries of every head."""
-        return self._through(self._chains["q"], x[:, None])
+        return self._apply_chain(self._chains["q"], x[:, None])
 
-    def share_keys(self, lender: "Projections") -> None:
+    def share_keys_and_values(self, lender: "Projections") -> None:
         """Replace the key and value maps by the maps of another layer, with shared parameters."""
         for name in {*self._chains["k"], *self._chains["v"]}:
             setattr(self, name, getattr(lender, name))
@@ -128,30 +129,30 @@ class Projections(nn.Module):
         The result is keys and values, or a single tensor after the shared maps of keys and values.
         """
         if self._shared:
-            return (self._through(self._shared, key_input[:, None]),)
+            return (self._apply_chain(self._shared, key_input[:, None]),)
         # One sequence: the first maps of both chains can be one product.
         if value_input is key_input:
-            return tuple(self._through_all(self._of_shared, key_input))
-        keys, values = self._of_shared
-        return self._through(keys, key_input[:, None]), self._through(values, value_input[:, None])
+            return tuple(self._apply_chains(self._after_shared, key_input))
+        keys, values = self._after_shared
+        return self._apply_chain(keys, key_input[:, None]), self._apply_chain(values, value_input[:, None])
 
     def keys_values(self, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Compute keys `[batch, num_key_heads, key_len, width]` and values `[batch, num_value_heads, …]`."""
         if not self._shared:
             k, v = cached
             return k, v
-        keys, values = self._of_shared
-        return self._through(keys, cached[0]), self._through(values, cached[0])
+        keys, values = self._after_shared
+        return self._apply_chain(keys, cached[0]), self._apply_chain(values, cached[0])
 
     def project_one_sequence(
         self, x: Float[Tensor, "batch length d_model"]
     ) -> tuple[Float[Tensor, "batch num_heads length width"], tuple[Tensor, ...]]:
         """Compute `queries(x)` and `project_kv(x, x)` for self-attention, with shared maps applied once."""
-        cached = (self._shared,) if self._shared else self._of_shared
+        cached = (self._shared,) if self._shared else self._after_shared
         if self._chains["q"] == cached[0]:
-            keys, *values = self._through_all(cached, x)
+            keys, *values = self._apply_chains(cached, x)
             return keys, (keys, *values)
-        *keys_values, q = self._through_all((*cached, self._chains["q"]), x)
+        *keys_values, q = self._apply_chains((*cached, self._chains["q"]), x)
         return q, tuple(keys_values)
 
     def values(
@@ -169,7 +170,7 @@ class Projections(nn.Module):
         self, heads: Float[Tensor, "batch num_heads query_len d_v"]
     ) -> Float[Tensor, "batch query_len d_model"]:
         """Compute `Σ_i head_i W_i^O` as one product."""
-        return self._through(self._chains["o"], heads)[:, 0]
+        return self._apply_chain(self._chains["o"], heads)[:, 0]
 
     def weights(self) -> AttentionWeights:
         """Return the maps as chains of views of the parameters; shared maps and chains are one object."""
@@ -192,7 +193,7 @@ class Projections(nn.Module):
         )
 
     def route(self, query_len: int, key_len: int) -> Route:
-        """Return the cheaper route by the number of multiplications, for one head."""
+        """Return the route with fewer multiplications per head; "expanded" if no map can be absorbed."""
         if self._ups is None:
             return "expanded"
         (_, (k_read, k_written, passed)), (_, (v_read, v_written, _)) = self._ups
@@ -202,8 +203,8 @@ class Projections(nn.Module):
         return "absorbed" if absorbed < expanded else "expanded"
 
     @property
-    def absorbs_biases(self) -> bool:
-        """Return True if the absorbed route is exact for sums of weights below 1 (masked, dropped)."""
+    def is_absorbed_exact_below_one(self) -> bool:
+        """True if the absorbed route is exact for weights with a sum below 1: values have no bias."""
         return self._ups is None or self._matrices(self._ups[1][0])[1] is None
 
     def absorbed(self, q: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,7 +224,7 @@ class Projections(nn.Module):
         # A map can be absorbed if it is the only map after the shared maps, a learned matrix for every head.
         like = next(iter(self.parameters()), torch.empty(0))
         found: list[_Up] = []
-        for names in self._of_shared if self._shared else ():
+        for names in self._after_shared if self._shared else ():
             own = self._maps[names[0]] if len(names) == 1 else None
             if own is None or own.channels is None:
                 return None
@@ -240,17 +241,15 @@ class Projections(nn.Module):
 
     @torch.no_grad()
     def load(self, weights: AttentionWeights) -> None:
-        """Copy weights of the same structure into the parameters."""
+        """Copy weights of the same structure into the parameters, in the scale of the parameterisation."""
         mine = self.weights()
         weights = weights.with_scale(mine.scale)
         difference = structural_difference(mine, weights)
         if difference:
             raise ValueError(f"{self._name} cannot hold these weights: {difference}")
-        names = {
-            id(link): name
-            for side in SIDES
-            for name, link in zip(self._chains[side], mine.chain(side), strict=True)
-        }
+        names = dict[int, str]()
+        for side in SIDES:
+            names |= zip(map(id, mine.chain(side)), self._chains[side], strict=True)
         # Links are views of the parameters, except a padded link of a `StoredLink`.
         for own, given in zip(mine.links(), weights.links(), strict=True):
             stored = self._stored(names[id(own)])
@@ -296,29 +295,30 @@ class Projections(nn.Module):
     def _stored(self, name: str) -> Stored:
         return getattr(self, name, None)
 
-    def _through(self, names: tuple[str, ...], x: Tensor) -> Tensor:
+    def _apply_chain(self, names: tuple[str, ...], x: Tensor) -> Tensor:
+        """Apply maps one after the other to a stream `[batch, copies, length, width]`."""
         for name in names:
             x = self._maps[name].apply(self._stored(name), x)
         return x
 
-    def _through_all(self, chains: Sequence[tuple[str, ...]], x: Tensor) -> list[Tensor]:
-        """Apply several chains to one input, with the first maps as one product where faster."""
+    def _apply_chains(self, chains: Sequence[tuple[str, ...]], x: Tensor) -> list[Tensor]:
+        """Apply several chains to one input `[batch, length, width]`, with one product of the first maps."""
         names = [chain[0] for chain in chains if chain]
         # No := here: torch.compile would break its graph.
         first = [own for own in [self._maps[name] for name in names] if isinstance(own, ToHeads)]
         biased = {own.bias for own in first}
         if x.device.type not in thresholds.ONE_PRODUCT_ON or len(first) < len(chains) or len(biased) > 1:
-            return [self._through(chain, x[:, None]) for chain in chains]
+            return [self._apply_chain(chain, x[:, None]) for chain in chains]
         weight = torch.cat([self.get_parameter(f"{name}.weight") for name in names])
         bias = torch.cat([self.get_parameter(f"{name}.bias") for name in names]) if biased == {True} else None
         widths = [own.copies * own.d_out for own in first]
         parts = torch.split(F.linear(x, weight, bias), widths, dim=-1)
         streams = [split_heads(part, own.copies) for part, own in zip(parts, first, strict=True)]
-        return [self._through(chain[1:], stream) for chain, stream in zip(chains, streams, strict=True)]
+        return [self._apply_chain(chain[1:], stream) for chain, stream in zip(chains, streams, strict=True)]
 
 
 def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str:
-    """Return the first reason why weights `other` do not fit the structure of `one`; "" if they fit."""
+    """Return why `other`, perhaps without biases, does not fit the structure of `one`; "" if it fits."""
     if one.num_heads != other.num_heads:
         return f"{one.num_heads} heads, not {other.num_heads}"
     # Sharing of maps must agree, in both directions.
@@ -348,6 +348,6 @@ def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str
 
 
 def same_but_rounded(fixed: Tensor, given: Tensor) -> bool:
-    """Return True if a fixed map is the same up to rounding to a dtype of lower precision."""
+    """Return True if `given` is `fixed`, or `fixed` rounded to a dtype of lower precision."""
     dtypes = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
     return any(torch.equal(fixed.to(dtype).to(fixed.dtype), given) for dtype in dtypes)

@@ -378,7 +378,7 @@ class Collaborative(_OfFourSides):
 
 @dataclass(frozen=True)
 class _Sliced(Parameterisation):
-    """Chains without a map: heads read or write their slices of the stream."""
+    """Chains without a map: the input or the output of a head is its slice of the stream."""
 
     sliced: ClassVar[tuple[Side, ...]] = ()
 
@@ -442,7 +442,7 @@ class IdentityValue(_Sliced):
 @final
 @dataclass(frozen=True)
 class IdentityOutput(_Sliced):
-    """W^O = I: head i writes the i-th slice of the output, `W_OV = W_i^V I_iᵀ`.
+    """W^O = I: the i-th slice of the output is that of head i, `W_OV = W_i^V I_iᵀ`.
 
     d_v = d_model / num_heads. Heads do not mix before the residual sum. `o_bias` belongs to the output.
     """

@@ -65,7 +65,7 @@ class AdaptedModel(MadeFiles):
             one.require_same()
 
     def base_tensors(self, *, mapped: bool = False) -> Tensors:
-        """Open the tensors of the base, as plain numbers."""
+        """Open the tensors of the base, dequantised."""
         return dequantised(
             self.base.tensors(mapped=mapped), Settings(dict(self.base.record), self.base.where)
         )
@@ -148,7 +148,7 @@ class _Merged(TensorFile):
         self._saved: dict[str, str] = {}
         self._modules: dict[str, str] = {}  # modules of the adapter by the names of weights
         self._biases: dict[str, str] = {}
-        self._turned: set[str] = set()
+        self._transposed: set[str] = set()
         self._skipped = ""
         self.infos = dict(tensors.infos)
         self._untie()
@@ -165,8 +165,8 @@ class _Merged(TensorFile):
         module = self._modules.get(name)
         if module is not None:
             factors = self._adapter.factors(module)
-            base = self._base.read(name) if self._is_base(name) else found
-            if name in self._turned:
+            base = self._base.read(name) if self._is_from_base(name) else found
+            if name in self._transposed:
                 return self._as_stored(name, factors.added(found.mT, base.mT).mT)
             return self._as_stored(name, factors.added(found, base))
         bias = self._adapter.bias(self._biases[name]) if name in self._biases else None
@@ -177,17 +177,17 @@ class _Merged(TensorFile):
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         module = self._modules.get(name)
-        if name in self._saved or name in self._biases or name in self._turned:
+        if name in self._saved or name in self._biases or name in self._transposed:
             return self.read(name)[start:stop]
         stop = min(stop, self.infos[name].shape[0])
         found = self._tensors.read_part(self._sources[name], 0, range(start, stop))
         if module is None:
             return found
-        base = self._base.read_part(name, 0, range(start, stop)) if self._is_base(name) else found
+        base = self._base.read_part(name, 0, range(start, stop)) if self._is_from_base(name) else found
         return self._as_stored(name, self._adapter.factors(module).added(found, base, slice(start, stop)))
 
-    def _is_base(self, name: str) -> bool:
-        """Return True for a map that another adapter may have changed before this one."""
+    def _is_from_base(self, name: str) -> bool:
+        """Return True for a map whose form before all adapters has to be read from the base."""
         return name in self._base.infos and self._base is not self._tensors and name not in self._saved
 
     def _unadapted(self, name: str) -> Tensor:
@@ -210,17 +210,18 @@ class _Merged(TensorFile):
         if head and embedding and torch.equal(adapter.read(head), adapter.read(embedding)):
             self._skipped = "" if has_head else head
             return
-        if not (head or adapter.copies(EMBEDDINGS) or adapter.adapts((*HEADS, *EMBEDDINGS))):
+        if not (head or adapter.saves_untied(EMBEDDINGS) or adapter.adapts((*HEADS, *EMBEDDINGS))):
             return  # the base's own embedding is replaced, which its output layer is tied to
         tables = [name for name in self.infos if _module(name) in EMBEDDINGS]
         if not has_head and len(tables) == 1:
             new = "embed_out.weight" if _module(tables[0]) == "embed_in" else "lm_head.weight"
             self._sources[new] = tables[0]
             self.infos[new] = self.infos[tables[0]]
-            if embedding and not adapter.copies(EMBEDDINGS):
+            if embedding and not adapter.saves_untied(EMBEDDINGS):
                 self._replace(new, embedding)
         self.record["tie_word_embeddings"] = False
 
+    # Replaces a tensor of the model by a tensor of the adapter.
     def _replace(self, name: str, stored: str) -> None:
         own = self._named(name)
         if own is None:
@@ -245,6 +246,7 @@ class _Merged(TensorFile):
             )
         self.record["vocab_size"] = shape[0]
 
+    # Adds the factors, and the bias, of a module to its tensors.
     def _adapt(self, module: str) -> None:
         adapter = self._adapter
         own = self._named(f"{module}.weight")
@@ -255,17 +257,17 @@ class _Merged(TensorFile):
             )
         shape = adapter.shape(module)
         stored = self.infos[own].shape
-        is_turned = adapter.is_turned and not adapter.is_embedding(module)
+        is_transposed = adapter.is_transposed and not adapter.is_embedding(module)
         if shape[0] != shape[1] and stored == shape:
-            is_turned = False
-        if stored != (tuple(reversed(shape)) if is_turned else shape):
+            is_transposed = False
+        if stored != (tuple(reversed(shape)) if is_transposed else shape):
             raise DataError(
                 f"{adapter.name}: {shown(module)} maps {shape[1]} channels to {shape[0]}, and its tensor in "
                 f"{self.name} has shape {[*stored]}: it is an adapter of another model"
             )
         self._modules[own] = module
-        if is_turned:
-            self._turned.add(own)
+        if is_transposed:
+            self._transposed.add(own)
         if "lora_B.bias" in adapter.modules[module]:
             bias = self._named(f"{module}.bias")
             if bias is None:
@@ -306,6 +308,7 @@ def _module(name: str) -> str:
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
+# The entry of a tensor with the size of its values unpacked.
 def _plain(info: TensorInfo) -> TensorInfo:
     size = info.dtype.itemsize
     for side in info.shape:

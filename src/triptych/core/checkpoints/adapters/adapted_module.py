@@ -34,7 +34,6 @@ class AdapterInMemory:
 
 
 def has_adapters(module: nn.Module) -> bool:
-    """Return True for a module into which PEFT put adapters."""
     return isinstance(getattr(module, "peft_config", None), dict)
 
 

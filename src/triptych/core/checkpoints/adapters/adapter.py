@@ -73,8 +73,8 @@ class Factors:
         if self.magnitude is None:
             return found
         lengths = torch.linalg.vector_norm(base.to(dtype) + change, dim=1)
-        turned: Tensor = found * (self.magnitude[rows].to(dtype) / lengths)[:, None]
-        return turned
+        rescaled: Tensor = found * (self.magnitude[rows].to(dtype) / lengths)[:, None]
+        return rescaled
 
 
 @final
@@ -107,7 +107,7 @@ class Adapter:
         return found if isinstance(found, str) and found else None
 
     @property
-    def is_turned(self) -> bool:
+    def is_transposed(self) -> bool:
         """True if maps are stored as [in, out] (`fan_in_fan_out`, for GPT-2)."""
         return self.record.get("fan_in_fan_out") is True
 
@@ -115,25 +115,22 @@ class Adapter:
         """Return True if a module of one of these names has factors."""
         return any(module.rpartition(".")[2] in names for module in self.modules)
 
-    def copies(self, names: Collection[str]) -> bool:
-        """Return True if a module of one of these names is a copy, which nothing else of the model uses."""
+    def saves_untied(self, names: Collection[str]) -> bool:
+        """Return True if a module of one of these names is saved whole, and tied to no other module."""
         listed = self.record.get("modules_to_save") or ()
         is_copied = any(isinstance(one, str) and one.rpartition(".")[2] in names for one in listed)
         return is_copied and self.record.get("ensure_weight_tying") is not True
 
     def shape_of(self, stored: str) -> tuple[int, ...]:
-        """Return the shape of a tensor of the file."""
         return self._tensors.infos[stored].shape
 
     def read(self, stored: str) -> Tensor:
-        """Read a tensor of the file."""
         return self._tensors.read(stored)
 
     def factors(self, module: str) -> Factors:
-        """Read the factors of a module."""
         parts = self.modules[module]
         if "lora_embedding_A" in parts:
-            # Of an embedding [tokens, width], A is [r, tokens] and B [width, r]: it is the map turned.
+            # Of an embedding [tokens, width], A is [r, tokens] and B [width, r]: it is the map transposed.
             up = self.read(parts["lora_embedding_A"]).mT
             return Factors(self.read(parts["lora_embedding_B"]).mT, up, self._scaling(module, up.shape[1]))
         down = self.read(parts["lora_A"])
@@ -189,6 +186,7 @@ class Adapter:
                 raise DataError(f"{where} has no lora_magnitude_vector, which DoRA needs: fetch it again")
             self._scaling(module, shapes[0][0])
 
+    # Enters a tensor of the file in `modules` if it is a factor, or else in `saved`.
     def _sort(self, stored: str) -> None:
         name = stored.removeprefix(_PREFIX)
         if (found := _FACTOR.fullmatch(name)) is not None:
@@ -262,12 +260,10 @@ class AdapterFolder:
         self.adapter.require_complete()
 
     def require_same(self) -> None:
-        """Check that the files are those that were opened."""
         self._stamps.require_same()
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return True for the folder of an adapter."""
     return (folder / CONFIGURATION).is_file()
 
 

@@ -156,7 +156,8 @@ class _Renamed(TensorFile):
     ) -> None:
         self.name = name
         self._tensors = tensors
-        self._places: dict[str, tuple[str, int | None, Layout]] = {}
+        # name in the file, number of the expert in a stack, and layout, by name in `transformers`
+        self._stored: dict[str, tuple[str, int | None, Layout]] = {}
         self.infos = {}
         heads = _heads(record)
         layers = next(record[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in record)
@@ -174,7 +175,7 @@ class _Renamed(TensorFile):
                 if layout.transposed:
                     # Shapes are those in `transformers`; `read` converts the values.
                     info = TensorInfo(info.dtype, tuple(reversed(info.shape)), info.num_bytes)
-                self._places[there] = own, expert, layout
+                self._stored[there] = own, expert, layout
                 self.infos[there] = info
 
     def _infos(self, own: str, there: str) -> Iterator[tuple[str, int | None, TensorInfo]]:
@@ -191,7 +192,7 @@ class _Renamed(TensorFile):
             )
 
     def read(self, name: str) -> Tensor:
-        own, expert, layout = self._places[name]
+        own, expert, layout = self._stored[name]
         found = self._tensors.read(own) if expert is None else self._tensors.read_part(own, 0, [expert])[0]
         try:
             return layout.read(found)
@@ -202,7 +203,7 @@ class _Renamed(TensorFile):
             ) from None
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        own, expert, layout = self._places[name]
+        own, expert, layout = self._stored[name]
         if expert is None and layout.keeps_rows:
             return layout.read(
                 self._tensors.read_part(own, 0, range(start, min(stop, self.infos[name].shape[0])))

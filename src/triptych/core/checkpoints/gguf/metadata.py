@@ -152,6 +152,7 @@ def _keys(record: Mapping[str, Any], above: str = "") -> list[str]:
     return found
 
 
+# The first alternative of an expression, a path in the configuration.
 def _first(expression: str) -> str:
     return expression.split("|")[0].strip()
 
@@ -229,7 +230,7 @@ def _as_llama3(divisors: list[float], base: float) -> dict[str, Any]:
     them divided by `1 / ((1 − s) / F + s)`, where `s = (O / wavelength − 1) / 3`. Any of these determines O.
     """
     most = max(divisors, default=1.0)
-    waves = [2 * math.pi * base ** (place / len(divisors)) for place in range(len(divisors))]
+    waves = [2 * math.pi * base ** (pair / len(divisors)) for pair in range(len(divisors))]
     pairs = [pair for pair in zip(waves, divisors, strict=True) if 1 < pair[1] < most]
     if most <= 1 or not pairs:
         return {}

@@ -76,7 +76,7 @@ class Vocabulary:
         if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
             raise DataError(f"{where}: tokenizer.ggml.tokens is no list of texts: it has no tokenizer")
         # llama.cpp names tokens without a text, too.
-        self.tokens: list[str] = [token or f"[EMPTY_{place}]" for place, token in enumerate(tokens)]
+        self.tokens: list[str] = [token or f"[EMPTY_{number}]" for number, token in enumerate(tokens)]
         types = self._value("token_type", list)
         self.types: list[int] = types if isinstance(types, list) else [1] * len(tokens)
         scores = self._value("scores", list)
@@ -181,9 +181,9 @@ class Vocabulary:
 
     def _merges_by_scores(self, ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
         """Yield all pairs of tokens whose text is a token, by falling score."""
-        plain = [place for place in range(len(self.tokens)) if self.types[place] not in (CONTROL, _UNUSED)]
-        for place in sorted(plain, key=lambda token: (-self.scores[token], token)):
-            text = self.tokens[place]
+        plain = [token for token in range(len(self.tokens)) if self.types[token] not in (CONTROL, _UNUSED)]
+        for token in sorted(plain, key=lambda token: (-self.scores[token], token)):
+            text = self.tokens[token]
             for cut in range(1, len(text)):
                 if text[:cut] in ids and text[cut:] in ids:
                     yield text[:cut], text[cut:]
@@ -253,12 +253,13 @@ class Vocabulary:
         }
 
     def _added(self) -> Iterator[dict[str, Any]]:
-        for place, (token, kind) in enumerate(zip(self.tokens, self.types, strict=False)):
+        for number, (token, kind) in enumerate(zip(self.tokens, self.types, strict=False)):
             # As in llama.cpp, the token for unknown text is found where it is spelled out.
             if kind in (CONTROL, USER_DEFINED, _UNKNOWN):
                 flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-                yield {"id": place, "content": token, "special": kind != USER_DEFINED, **flags}
+                yield {"id": number, "content": token, "special": kind != USER_DEFINED, **flags}
 
+    # The tokens around a text; the arguments are llama.cpp's defaults of the kind.
     def _frame(self, *, begins: bool, ends: bool, separated: bool = False) -> Frame:
         first = self._flag("add_bos_token", begins)
         last = self._flag("add_eos_token", ends)
@@ -289,8 +290,8 @@ class Vocabulary:
     def _ids(self) -> dict[str, int]:
         # If two tokens have the same text, readers use the first.
         found: dict[str, int] = {}
-        for place, token in enumerate(self.tokens):
-            found.setdefault(token, place)
+        for number, token in enumerate(self.tokens):
+            found.setdefault(token, number)
         return found
 
     def _value(self, key: str, kind: type) -> Any:
