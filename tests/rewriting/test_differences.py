@@ -13,6 +13,7 @@ from torch import Tensor
 
 from checkpoints.tiny_models import TINY, transformers
 from sampling import one_in
+from small_checkpoints import with_words
 from triptych.core.checkpoints.stored_models import load_language_model
 from triptych.errors import TriptychError
 from triptych.model import load
@@ -284,6 +285,22 @@ def test_models_of_other_depths_or_unrelated_weights_are_different(llama: Path, 
     found = difference(llama, tmp_path / "other")
     assert found.verdict == "different"
     assert found.reasons
+
+
+def test_models_are_compared_on_a_text_where_they_are_near(llama: Path, tmp_path: Path) -> None:
+    change = moved("model.layers.1.self_attn.v_proj.weight", 1 << 22)
+    folder = changed(llama, tmp_path / "b", change)
+    with_words(tmp_path / "a", 40)
+    shutil.copytree(llama, tmp_path / "a", dirs_exist_ok=True)
+    text = tmp_path / "text"
+    text.write_text(" ".join(f"w{number * 7 % 40}" for number in range(300)))
+    found = compare(load(tmp_path / "a")._opened, load(folder)._opened, text=text)
+    assert found.text is not None
+    assert found.text.tokens == 299
+    assert 0 < found.text.kl[1] <= found.text.kl[0] <= found.text.kl[2]
+    assert found.text.worst_logit > 0
+    assert found.text.first_layer == "1"
+    assert found.text.first_head in {"1.0", "1.1", "1.2", "1.3"}
 
 
 @pytest.mark.slow

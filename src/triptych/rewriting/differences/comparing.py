@@ -15,6 +15,7 @@ from triptych.rewriting.differences.chains import chain_of, words_of
 from triptych.rewriting.differences.fields import different_fields, in_short, plain_architecture
 from triptych.rewriting.differences.kinds import find_changes
 from triptych.rewriting.differences.parts import BlockPair, Part, StackComparison
+from triptych.rewriting.differences.predictions import measure_on_text
 from triptych.rewriting.differences.read_only import OF_NO_EFFECT, compare_read
 from triptych.rewriting.differences.records import (
     Difference,
@@ -63,7 +64,8 @@ def compare(
         found = replace(found, changes=changes)
         if third is not None and not any("A and C" in change.kind for change in changes):
             found = replace(found, notes=(*found.notes, f"B is no mixture of A and {third.name}"))
-    del text
+        if text is not None:
+            found = replace(found, text=measure_on_text(a, b, text, found.parts, progress))
     return found
 
 
