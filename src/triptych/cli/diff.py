@@ -58,6 +58,7 @@ def diff(
     read = [Path(name) for name in (a, b, *([] if also is None else [also])) if Path(name).exists()]
     read = [path.parent if path.is_file() else path for path in read] + ([] if text is None else [Path(text)])
     require_free((Output(html, is_page), Output(junit, begins_with(JUNIT_START))), read, force=force)
+    # One layer after the other is read: freed memory is used again.
     keep_freed_memory()
     models = [None if name is None else load_model(name, opening=opening) for name in (a, b, also)]
     with progress_bar("{task.description}", "comparing", of_bytes=False) as tell:

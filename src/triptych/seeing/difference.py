@@ -105,6 +105,7 @@ class Difference:
         if within is not None and not 0 <= within < math.inf:
             raise UsageError(f"--within {within}: a KL divergence is a number of nats from 0 on")
         needed = _REQUIRED[require]
+        # A stronger verdict needs no bound: equal functions have a KL divergence of 0.
         if not holds(self.verdict, needed):
             first = f", first in {self.first}" if self.first else ""
             return f"the verdict is {self.verdict}{first}; required is {needed}"
@@ -125,6 +126,7 @@ class Difference:
         return [shortened(line, _WIDTH) for line in shown]
 
     def _found_in_words(self) -> Iterator[str]:
+        # The most telling lines first: the last ones may be cut off.
         differing = [part for part in self.parts if part.verdict in ("near", "different")]
         if differing:
             yield f"first in {self._first_in_words()}; {len(differing)} of {len(self.parts)} parts differ"
@@ -288,6 +290,7 @@ def _page(found: Difference) -> str:
         (sign, verdict, sum(part.verdict == verdict for part in found.parts))
         for verdict, sign in _SIGNS.items()
     ]
+    # Words are made here, so that the template has no logic.
     chain = [step_in_words(step) for step in found.chain]
     tables = [_parts_table(found.parts)]
     if found.settings:
@@ -310,7 +313,9 @@ def _page(found: Difference) -> str:
 
 def _effects_table(changes: Sequence[Change]) -> Table | None:
     """Return the heads that a change of low rank changes most."""
-    heads = {head: effect for change in changes for head, effect in change.heads.items()}
+    heads: dict[str, tuple[float, float]] = {}
+    for change in changes:
+        heads |= change.heads
     if not heads:
         return None
     most = sorted(heads.items(), key=lambda item: -max(item[1]))[:12]

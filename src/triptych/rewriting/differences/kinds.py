@@ -84,6 +84,7 @@ def find_changes(
     C, which B may be mixed from.
     """
     changes = _configuration(pair, found)
+    # Blocks in another order are explained as a whole: only the tensors beside them are compared further.
     moved = _moved_layers(pair)
     changes += moved
     explained = list[_Explained]()
@@ -215,7 +216,9 @@ def _tiled(one: _Compared) -> _Reason:
 
 
 def _transposed(one: _Compared) -> _Reason:
-    return ("transposed", "", 0.0) if is_transposed(one.before, one.after) else None
+    if not is_transposed(one.before, one.after):
+        return None
+    return "transposed", "", 0.0
 
 
 def _rotary_layout(one: _Compared) -> _Reason:
@@ -310,6 +313,7 @@ def _change(group: Sequence[_Explained], found: Difference) -> Change:
     where = names_in_words(names)
     figures = [one.figure for one in group]
     heads: dict[str, tuple[float, float]] = {}
+    # Sentences begin with the evidence; the count of tensors follows.
     match first.kind:
         case "rounded":
             said = f"B is A rounded to {first.detail}"
@@ -359,12 +363,12 @@ def _range_of(figures: Sequence[float]) -> str:
 
 def _effects(found: Difference) -> dict[str, tuple[float, float]]:
     """Return the relative changes of W_QK and W_OV of all changed heads."""
-    return {
-        f"{part.layer}.{head.head}": (head.qk or 0.0, head.ov or 0.0)
-        for part in found.parts
-        for head in part.heads
-        if head.qk or head.ov
-    }
+    effects: dict[str, tuple[float, float]] = {}
+    for part in found.parts:
+        for head in part.heads:
+            if head.qk or head.ov:
+                effects[f"{part.layer}.{head.head}"] = head.qk or 0.0, head.ov or 0.0
+    return effects
 
 
 # Kinds found from whole models.
@@ -464,6 +468,7 @@ def _moves(came_from: Sequence[int], count: int, prefix: str) -> Change:
     """Return the change for the block of A behind each block of B."""
     dropped = [block for block in range(count) if block not in came_from]
     repeated = sorted({block for block in came_from if came_from.count(block) > 1})
+    # A repeated layer is not out of order.
     is_ordered = all(one <= other for one, other in pairwise(came_from))
     if repeated:
         kind, said = "layers repeated", f"in B more than once: A's layers {_ranges(repeated)}"
@@ -491,6 +496,7 @@ def _stale_shard(pair: Pair) -> list[Change]:
             files.setdefault(stored.where(name), set()).add(name)
         if len(files) < 2:
             continue
+        # Training of the last layers can fill a file as well.
         different = {name for name in stored.infos if not _same_stored(one, other, name)}
         for file, names in files.items():
             if names == different and not _is_end(names, {*stored.infos}):
@@ -520,6 +526,7 @@ def _training(unexplained: Sequence[_Explained], equal: Sequence[str]) -> list[C
     if sum(one.entries for one in unexplained) < _FEWEST_ENTRIES:
         return []
     sizes = [one.figure for one in unexplained if one.figure < float("inf")]
+    # Tensors outside blocks, such as tables and the last norm, count for no layer.
     changed = {block for one in unexplained if (block := _block_of(one.name))}
     same = {block for name in equal if (block := _block_of(name))} - changed
     size = f"relative changes of {_range_of(sizes)} ({_counted(unexplained)})"

@@ -133,16 +133,16 @@ def on_grid(before: Tensor, after: Tensor, stored: torch.dtype) -> Grid | None:
         return None
     columns = after.shape[1]
     sizes = (None, *(size for size in _GROUPS if size < columns and columns % size == 0))
-    grids = [
-        (grid.levels, find, grid)
-        for find in (_even_grid, _table)
-        for group in sizes
-        if (grid := find(_groups(after, group), group, stored)) is not None
-    ]
+    grids = list[tuple[int, Callable[..., Grid | None], Grid]]()
+    for find in (_even_grid, _table):
+        for group in sizes:
+            grid = find(_groups(after, group), group, stored)
+            if grid is not None:
+                grids.append((grid.levels, find, grid))
     if not grids:
         return None
-    _, find, found = min(grids, key=lambda one: one[0])  # the first is even, with large groups
-    own = find(_groups(before, found.group), found.group, stored)
+    _, find_best, found = min(grids, key=lambda one: one[0])  # the first is even, with large groups
+    own = find_best(_groups(before, found.group), found.group, stored)
     return None if own is not None and own.levels <= found.levels else found
 
 
@@ -358,6 +358,7 @@ def mixture(before: Tensor, third: Tensor, after: Tensor, stored: torch.dtype) -
         return None
     first, second, made = (one.double().flatten() for one in (before, third, after))
     gram = torch.stack([first.dot(first), first.dot(second), second.dot(second)])
+    # Least squares of two unknowns; parallel tensors have no single answer.
     determinant = float(gram[0] * gram[2] - gram[1].square())
     if determinant <= 1e-14 * float(gram[0] * gram[2]):
         return None
@@ -385,7 +386,9 @@ def added_one(before: Tensor, after: Tensor, stored: torch.dtype) -> float | Non
 
 def is_transposed(before: Tensor, after: Tensor) -> bool:
     """Return True if a square matrix is that before, transposed."""
-    return before.ndim == 2 and after.shape == before.shape and torch.equal(before.mT.to(after.dtype), after)
+    if before.ndim != 2 or after.shape != before.shape:
+        return False
+    return torch.equal(before.mT.to(after.dtype), after)
 
 
 def rotary_order(before: Tensor, after: Tensor, heads: int, turned: int) -> str | None:
