@@ -37,6 +37,7 @@ from triptych.seeing.attending import Attention as Attention
 from triptych.seeing.composition import Composition as Composition
 from triptych.seeing.costing import CostSpec as CostSpec
 from triptych.seeing.costing import cost as cost
+from triptych.seeing.difference import Difference as Difference
 from triptych.seeing.inspection import Inspection as Inspection
 from triptych.seeing.sweep import Sweep as Sweep
 from triptych.serving.serve import serve as serve
@@ -49,3 +50,4 @@ from triptych.training.runs import resume as resume
 from triptych.training.runs import train as train
 from triptych.training.studies import compare_study as compare_study
 from triptych.training.studies import read_study as read_study
+from triptych.two_models import diff as diff

@@ -34,6 +34,8 @@ Precision = Literal["fp32", "bf16", "int8"]
 FormName = Literal["qk", "ov"]
 # Types of the matrices of a CTranslate2 or GGUF model.
 Quantization = Literal["float32", "float16", "int8"]
+# Required verdicts on two models.
+Requirement = Literal["numbers", "function", "near"]
 # Treatments of special tokens spelled out in a text (`<|endoftext|>`): as tokens, as in `transformers`, or as
 # plain text.
 SpecialTokens = Literal["tokens", "text"]

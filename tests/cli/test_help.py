@@ -69,6 +69,7 @@ VERBS = {
     "train": ("train", "resume"),
     "report": ("report",),
     "verify": ("verify",),
+    "diff": ("diff",),
     "compare": ("compare_study",),
     "plan": ("plan",),
     "cost": ("cost",),
@@ -105,7 +106,7 @@ def test_a_command_on_a_model_opens_it_and_calls_its_method(name: str) -> None:
 
 
 def test_the_face_offers_about_forty_names_and_the_model_no_more_methods() -> None:
-    assert len(triptych.__all__) <= 49
+    assert len(triptych.__all__) <= 51
     assert len([name for name in dir(triptych.Model) if not name.startswith("_")]) <= 40
 
 

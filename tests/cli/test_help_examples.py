@@ -59,6 +59,10 @@ def prepare(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What only one command needs."""
     if name in ("verify", "evaluate"):
         package.load("gpt2", device="cpu").rewrite("truncate(rank=4)", out="gpt2-half", text="test.txt")
+    if name == "diff":
+        gpt2 = package.load("gpt2", device="cpu")
+        gpt2.rewrite("fold_value_bias", out="gpt2-rewritten", compare=False)
+        gpt2.rewrite("truncate(rank=4)", out="gpt2-half", compare=False)
     if name == "new":
         (home / "mine.toml").unlink()
     if name == "train":

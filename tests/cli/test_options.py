@@ -154,6 +154,13 @@ SLOW = [
     Scenario("rewrite gpt2 --exact", "--out out"),
     Scenario("verify cut", "--against bert --text lines.txt --family nowhere --calibrate lines.txt --json"),
     Scenario(
+        "diff gpt2 cut --require near --json",
+        "--text lines.txt --within 0.5 --also bert --html out.html --junit out.xml --family nowhere --strict",
+    ),
+    Scenario("diff gpt2 cut --require near", "--json"),
+    Scenario("diff gpt2 cut", "--require near"),
+    Scenario("diff gpt2 cut --require near --html kept.html", "--force"),
+    Scenario(
         "convert marian --out out --to ctranslate2",
         "--from hf --quantization int8 --strict --shortlist nowhere --adapter nowhere --json",
     ),

@@ -222,6 +222,7 @@ BASES: dict[str, list[str]] = {
     "inspect": ["{gpt2}"],
     "rewrite": ["{gpt2}", "--exact", "--plan"],
     "verify": ["{rewritten}"],
+    "diff": ["{gpt2}", "{rewritten}"],
     "convert": ["{run}", "--to", "hf", "--out", "in.txt"],
     "compare": ["deep.toml"],
     "plan": ["demo", "--devices", "1", "--device-memory", "1GB"],

@@ -75,6 +75,7 @@ WRITES: dict[str, list[list[str]]] = {
     "inspect": [["{gpt2}", f"--{form}", "notes.txt"] for form in ("html", "csv", "parquet")],
     "rewrite": [["{gpt2}", "--exact", "--no-compare", "--out", name] for name in (".", "notes.txt")],
     "verify": [["."], ["{gpt2}"]],
+    "diff": [["{gpt2}", "{gpt2}", f"--{form}", "notes.txt"] for form in ("html", "junit")],
     "convert": [["{run}", "--to", "hf", "--out", name] for name in (".", "notes.txt")],
     "compare": [["study.toml", "--out", "."], ["study.toml", "--out", "notes.txt"]],
     "plan": [],

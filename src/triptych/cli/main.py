@@ -16,7 +16,19 @@ from triptych.launch import end_now, num_launched, speaks
 # Each is a function of the module of its name, in this room.
 COMMANDS = (
     *("demo", "recipes", "new", "train", "distil", "shortlist", "report", "translate", "generate", "fill"),
-    *("attend", "evaluate", "inspect", "rewrite", "verify", "convert", "compare", "plan", "cost", "serve"),
+    *(
+        "attend",
+        "evaluate",
+        "inspect",
+        "rewrite",
+        "verify",
+        "diff",
+        "convert",
+        "compare",
+        "plan",
+        "cost",
+        "serve",
+    ),
     "explore",
 )
 _ABOUT = "Train, run, inspect and rewrite Transformers, with the attention matrices of every head at hand."

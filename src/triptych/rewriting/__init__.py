@@ -4,9 +4,10 @@ A recipe (`recipe.py`) names rewrites of `functions/`. The `Driver` (`driver.py`
 to a model in memory (`in_memory.py`) or to a checkpoint (`planning.py`), written by `whole_checkpoint.py`.
 `measuring.py` and `whole_models.py` measure the error on text; a `Certificate` (`certificate.py`) states the
 error, and `verification.py` checks it by repeating the rewrite. `opened_models.py` has the verbs of a model:
-plan, rewrite, check and save. Start with `driver.py`.
+plan, rewrite, check and save. `differences/` finds the rewrites between two models. Start with `driver.py`.
 
-Interface: `certificate`, `functions`, `opened_models`, `recipe`, `verification`.
+Interface: `certificate`, `differences.comparing`, `differences.records`, `functions`, `opened_models`,
+`recipe`, `verification`.
 """
 
 from triptych.rewriting.in_memory import RewriteResult as RewriteResult

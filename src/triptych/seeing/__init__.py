@@ -3,9 +3,10 @@
 `attending/` shows and explains attention on a text (`Attention`, `OverText`). `inspection/` measures the
 weights of a checkpoint (`Inspection`) by `layer_measures.py`, `similarity.py` and `chance.py`. `costing/`
 counts parameters, FLOPs and memory of parameterisations, and `model_cost.py` of a model. `composition.py`
-and `sweep.py` compare heads with each other, `adapter_effects.py` heads with and without an adapter.
+and `sweep.py` compare heads with each other, `adapter_effects.py` heads with and without an adapter, and
+`difference.py` shows the comparison of two models (`Difference`).
 `reports/` draws. Start with `attending/attention.py`.
 
-Interface: `adapter_effects`, `attending`, `composition`, `costing`, `costing.cost_pages`, `inspection`,
-`model_cost`, `reports`, `sweep`.
+Interface: `adapter_effects`, `attending`, `composition`, `costing`, `costing.cost_pages`, `difference`,
+`inspection`, `model_cost`, `reports`, `sweep`.
 """

@@ -123,6 +123,17 @@ class Checkpoint(AttentionSource):
         # Perceiver's norms are within the module: list them once.
         return tuple(dict.fromkeys((*self.tensors.below(site.module), *beside)))
 
+    def used_names(self, site: Site) -> set[str]:
+        """Return the names of all tensors that a layer reads or has for a known reason."""
+        reader = LayerReader(self._places[site], self.tensors)
+        norms = {*reader.norm_names()}
+        used = reader.map.names | reader.unused() | ({*reader.names_beside()} - norms)
+        return used | {*stored_angles(reader.place)}
+
+    def norm_names(self, site: Site) -> set[str]:
+        """Return the names of the tensors of norms around a layer."""
+        return {*LayerReader(self._places[site], self.tensors).norm_names()}
+
     def rewritable_names(self, site: Site) -> tuple[str, ...]:
         """Return the names of the tensors that a rewrite of a layer may change."""
         return tuple(LayerReader(self._places[site], self.tensors).rewritable())

@@ -22,10 +22,8 @@ from triptych.core.checkpoints.model_parts import (
     activation,
     task_of_class,
 )
-from triptych.core.checkpoints.reading import LayerReader
 from triptych.core.checkpoints.specs import EmbeddedPositionsSpec, ModelSpec, NormSpec
 from triptych.core.checkpoints.stored_layers import Place, Site
-from triptych.core.checkpoints.stored_positions import stored_angles
 from triptych.core.models.architecture import (
     BlockConfig,
     BlockInputConfig,
@@ -455,9 +453,7 @@ def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, 
         patterns += [f"{site.module.rpartition('.')[0]}.*" for site in mapping.aside]
     for site in checkpoint.sites:
         place = checkpoint.place(site)
-        reader = LayerReader(place, tensors)
-        used |= reader.map.names | reader.unused() | {*reader.names_beside()} - {*reader.norm_names()}
-        used |= {*stored_angles(place)}
+        used |= checkpoint.used_names(site)
         patterns += [place.within(known) for known in place.spec.known]
     # An unknown tensor may change the output, so the model is refused rather than run without it.
     strange = [

@@ -6,8 +6,13 @@ a model is made of), and `blocks.py` builds its modules. `EncoderDecoder` and `L
 Start with `architecture.py`.
 """
 
+from triptych.core.models.architecture import BlockConfig as BlockConfig
+from triptych.core.models.architecture import EncoderDecoderArchitecture as EncoderDecoderArchitecture
+from triptych.core.models.architecture import ExpertsConfig as ExpertsConfig
 from triptych.core.models.architecture import FeedForwardConfig as FeedForwardConfig
+from triptych.core.models.architecture import LanguageModelArchitecture as LanguageModelArchitecture
 from triptych.core.models.architecture import NormConfig as NormConfig
+from triptych.core.models.architecture import SublayerConfig as SublayerConfig
 from triptych.core.models.blocks import Block as Block
 from triptych.core.models.blocks import NewTokens as NewTokens
 from triptych.core.models.blocks import OffsetNorm as OffsetNorm

@@ -1,0 +1,679 @@
+"""One attention layer of A against the layer of B in the same place."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import zip_longest
+from typing import Any, Literal, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from triptych.core.algebra.forms import BilinearForm
+from triptych.core.algebra.legality import (
+    CHANNELS_FREE,
+    CHANNELS_OR_PAIRS,
+    KEY_BIAS_BLIND,
+    VALUE_BIAS_PASSES,
+)
+from triptych.core.algebra.semantics import HEADS_OF, HeadGate, HeadNorm, HeadSide, Semantics
+from triptych.core.algebra.weights import HEAD_SIDES, SIDES, AttentionWeights, Chain
+from triptych.rewriting.differences.bases import (
+    Factors,
+    check_basis,
+    check_identity,
+    solve_basis,
+    solve_planes,
+)
+from triptych.rewriting.differences.fields import different_fields
+from triptych.rewriting.differences.maps import (
+    PLAIN,
+    AffineMap,
+    Cut,
+    Reading,
+    chain_map,
+    cut_at_norms,
+    rounded_rows,
+    unfolded_rows,
+    with_channels,
+)
+from triptych.rewriting.differences.matching import form_signature, match
+from triptych.rewriting.differences.records import HeadDifference, SettingDifference
+from triptych.rewriting.differences.rounded import Rounded, finer, is_same
+
+# A value bias is a bias of the output wherever rows of weights sum to 1; a slot for it is not needed here.
+_VALUE_BIAS = replace(
+    VALUE_BIAS_PASSES,
+    against={
+        trait: why
+        for trait, why in VALUE_BIAS_PASSES.against.items()
+        if trait not in ("no_output_bias", "dropout")
+    },
+)
+Freedom = Literal["any", "planes", "none"]
+_NORMS = ("q_norm", "k_norm", "v_norm")
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LayerView:
+    """An attention layer with what it reads.
+
+    Attributes:
+        weights: maps and semantics, without the norm before the layer.
+        x: what queries read, and keys and values, unless they read a memory.
+        memory: what keys and values of a cross-attention read.
+        scale: factor of the output.
+    """
+
+    weights: AttentionWeights
+    x: Reading = PLAIN
+    memory: Reading = PLAIN
+    scale: float = 1.0
+
+    @property
+    def semantics(self) -> Semantics:
+        return replace(self.weights.semantics, dropout=0.0)
+
+    @cached_property
+    def still(self) -> AttentionWeights:
+        """The layer without dropout, as it is run."""
+        return replace(self.weights, semantics=self.semantics)
+
+    @cached_property
+    def cut(self) -> Cut:
+        return cut_at_norms(self.still)
+
+    def read_by(self, side: HeadSide) -> Reading:
+        """Return what the first map of a chain reads."""
+        is_memory = side != "q" and self.weights.semantics.kind == "cross"
+        return self.memory if is_memory else self.x
+
+
+@dataclass
+class LayerFindings:
+    """What was found about a layer: reasons against its sameness, and rewrites by their keys."""
+
+    reasons: list[str] = field(default_factory=list)
+    settings: list[SettingDifference] = field(default_factory=list)
+    steps: dict[str, Any] = field(default_factory=dict)
+    heads: list[HeadDifference] = field(default_factory=list)
+    bounds: dict[str, float] = field(default_factory=dict)
+    relative: float | None = None
+    has_other_sizes: bool = False
+
+    def differ_in_size(self, reason: str) -> None:
+        """Note that the parts cannot be compared number by number."""
+        self.reasons.append(reason)
+        self.has_other_sizes = True
+
+
+def same_numbers(a: LayerView, b: LayerView) -> bool:
+    """Return True if two layers have equal numbers, in the same places, and one meaning."""
+    one = a.still
+    other = b.still
+    if not (a.x.same_as(b.x) and a.memory.same_as(b.memory) and a.scale == b.scale):
+        return False
+    if one.num_heads != other.num_heads or one.d_model != other.d_model:
+        return False
+    orders = _orders_of_channels(one), _orders_of_channels(other)
+    if orders[0] != orders[1]:
+        one, other = (_in_pairs(own, order) for own, order in zip((one, other), orders, strict=True))
+    if [*_different_semantics(one.semantics, other.semantics, orders, "")]:
+        return False
+    chains = ((one.chain(side), other.chain(side)) for side in SIDES)
+    return all(_equal_chains(*pair) for pair in chains) and _equal_or_zero(one.o_bias, other.o_bias)
+
+
+def _equal_chains(one: Chain, other: Chain) -> bool:
+    if len(one) != len(other):
+        return False
+    for mine, theirs in zip(one, other, strict=True):
+        if mine.diagonal != theirs.diagonal or mine.weight.shape != theirs.weight.shape:
+            return False
+        if not equal_numbers(mine.weight, theirs.weight) or not _equal_or_zero(mine.bias, theirs.bias):
+            return False
+        if [*different_fields(_plain_norm(mine.norm), _plain_norm(theirs.norm), "")]:
+            return False
+    return True
+
+
+def equal_numbers(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors have the same numbers, whatever their dtypes."""
+    if one.shape != other.shape:
+        return False
+    return torch.equal(one, other) if one.dtype == other.dtype else torch.equal(one.double(), other.double())
+
+
+def _equal_or_zero(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None and other is None:
+        return True
+    if one is None or other is None:
+        there = other if one is None else one
+        return there is not None and not bool(there.any())
+    return equal_numbers(one, other)
+
+
+def _plain_norm(norm: HeadNorm | None, order: Sequence[int] | None = None) -> HeadNorm | None:
+    """Return a norm with its gain as weight, in float64, and its channels in another order."""
+    if norm is None:
+        return None
+
+    def moved(part: Tensor) -> Tensor:
+        if order is None:
+            return part.double()
+        rows = part.double().view(-1, len(order)) if norm.over == "all heads" else part.double()
+        return rows[..., torch.tensor(order)].reshape(part.shape)
+
+    weight = None if norm.weight is None else moved(norm.gain(torch.float64))
+    bias = None if norm.bias is None else moved(norm.bias)
+    return replace(norm, weight=weight, bias=bias, offset=0.0)
+
+
+def _orders_of_channels(weights: AttentionWeights) -> tuple[int, ...] | None:
+    """Return the channels of queries with those of rotary pairs first; None without rotary positions."""
+    rotary = weights.semantics.rotary
+    if rotary is None:
+        return None
+    first, second = rotary.pairs
+    turned = [*first, *second]
+    rest = [channel for channel in range(weights.width("q")) if channel not in {*turned}]
+    return (*turned, *rest)
+
+
+def _in_pairs(weights: AttentionWeights, order: tuple[int, ...] | None) -> AttentionWeights:
+    if order is None or not weights.q or not weights.k:
+        return weights
+    same = weights.q is weights.k
+    q = with_channels(weights.q, order)
+    return replace(weights, q=q, k=q if same else with_channels(weights.k, order))
+
+
+def _different_semantics(
+    one: Semantics,
+    other: Semantics,
+    orders: tuple[Sequence[int] | None, Sequence[int] | None],
+    name: str,
+    known: frozenset[str] = frozenset(),
+) -> list[SettingDifference]:
+    """Return differing fields, without those of `known`; layouts of rotary pairs are compared as pairs."""
+    found = [*different_fields(one, other, name, {*_NORMS, "rotary", *known})]
+    at = f"{name}." if name else ""
+    if "rotary" not in known:
+        found += different_fields(one.rotary, other.rotary, f"{at}rotary", {"pairing", "start"})
+    moved = orders if orders[0] != orders[1] else (None, None)
+    for side in _NORMS:
+        if side not in known:
+            channels = (None, None) if side == "v_norm" else moved
+            mine = _plain_norm(getattr(one, side), channels[0])
+            theirs = _plain_norm(getattr(other, side), channels[1])
+            found += different_fields(mine, theirs, f"{at}{side}")
+    return found
+
+
+def _norm_of_heads(norm: HeadNorm | None, own: "_Heads", width: int) -> HeadNorm | None:
+    """Return a norm with the numbers of heads in their order."""
+    if norm is None or not norm.per_head:
+        return norm
+
+    def moved(rows: Tensor) -> Tensor:
+        return rows.repeat_interleave(own.weights.num_heads // len(rows), dim=0)[own.kept]
+
+    return norm.with_own(width, moved)
+
+
+class _Sides(NamedTuple):
+    """The layers of A and B, each with what it was found to compute."""
+
+    a: "_Heads"
+    b: "_Heads"
+
+
+@final
+class _Heads:
+    """The forms of the heads of one layer, with norms, scales and biases in one place."""
+
+    def __init__(self, view: LayerView, order: tuple[int, ...] | None, dtype: torch.dtype) -> None:
+        self.view = view
+        self.dtype = dtype
+        behind = view.cut.behind
+        self.weights = _in_pairs(behind, order)
+        self.kept = [*range(self.weights.num_heads)]
+
+    def map(self, side: Literal["q", "k", "v"], *, centre: bool) -> AffineMap:
+        """Return the maps of all heads as they act on the plain stream, or on a norm within the chain."""
+        found = chain_map(self.weights.chain(side), self.weights.d_model, self.dtype)
+        if not self.view.cut.before[side]:
+            found = found.reading(self.view.read_by(side), centre=centre)
+        return found.repeat(self.weights.num_heads)
+
+    def out(self) -> Rounded:
+        """Return W_O of every head, `[heads, width, d_out]`, with the factor of the output."""
+        found = chain_map(self.weights.o, self.weights.d_model, self.dtype).repeat(self.weights.num_heads)
+        return found.weight.times(self.view.scale)
+
+    def qk(self, *, centre: bool, scaled: bool, key_bias: bool) -> Factors:
+        query = self.map("q", centre=centre)
+        if scaled:
+            query = query.times(self.weights.semantics.scale)
+        key = self.map("k", centre=centre)
+        return Factors(query.rows()[self.kept], (key if key_bias else key.without_bias()).rows()[self.kept])
+
+    def ov(self, *, centre: bool, value_bias: bool) -> Factors:
+        value = self.map("v", centre=centre)
+        left = (value if value_bias else value.without_bias()).rows()
+        return Factors(left[self.kept], self.out().mT[self.kept])
+
+    def o_bias(self, *, with_values: bool, centre: bool) -> Rounded:
+        """Return the bias of the output, with what value biases add to it."""
+        weights = self.weights
+        d_out = weights.o[-1].d_out if weights.o else weights.d_model
+        stored = weights.o_bias
+        own = Rounded.exact(torch.zeros(d_out)) if stored is None else Rounded.stored(stored, self.dtype)
+        own = own.times(self.view.scale)
+        if not with_values:
+            return own
+        value = self.map("v", centre=centre).bias
+        rows = value.reshape(*value.shape[:1], 1, value.shape[1])
+        return own.plus((rows @ self.out()).sum(0).reshape(-1))
+
+
+def compare_attention(a: LayerView, b: LayerView, name: str) -> LayerFindings:
+    """Find the rewrites that lead from one layer to another, or the reasons why none was found."""
+    return _Comparison(a, b, name).findings()
+
+
+@final
+class _Comparison:
+    """The search for the rewrites between two layers."""
+
+    def __init__(self, a: LayerView, b: LayerView, name: str) -> None:
+        self.name = name
+        self.found = LayerFindings()
+        self.orders = _orders_of_channels(a.still), _orders_of_channels(b.still)
+        # Numbers of one dtype, rounded to a coarser one, are not the same numbers.
+        dtype = finer(a.weights.dtype, b.weights.dtype)
+        self.a = _Heads(a, self.orders[0], dtype)
+        self.b = _Heads(b, self.orders[1], dtype)
+        self.pair = _Sides(self.a, self.b)
+        self.views = a, b
+
+    def findings(self) -> LayerFindings:
+        sizes = self._sizes(self.a), self._sizes(self.b)
+        if sizes[0] != sizes[1]:
+            self.found.differ_in_size(f"its widths are {sizes[0]} and {sizes[1]}")
+            return self.found
+        self._compare_semantics()
+        self._compare_before_norms()
+        self._drop_zero_heads()
+        if len(self.a.kept) != len(self.b.kept):
+            self.found.differ_in_size(
+                f"{len(self.a.kept)} heads of A and {len(self.b.kept)} of B add something to the output"
+            )
+            return self.found
+        self._compare_heads()
+        self._compare_output_bias()
+        self._note_steps()
+        return self.found
+
+    def _sizes(self, heads: _Heads) -> tuple[int, ...]:
+        """Return the widths that no rewrite changes: of what is read and written."""
+        weights = heads.weights
+        read = (chain[0].d_in if chain else weights.d_model for chain in (weights.q, weights.k, weights.v))
+        return (*read, weights.o[-1].d_out if weights.o else weights.d_model)
+
+    # What a basis may be.
+
+    @cached_property
+    def freedom_qk(self) -> Freedom:
+        if any(CHANNELS_OR_PAIRS.why_not(own.weights) for own in self.pair):
+            return "none"
+        if all(own.weights.semantics.rotary is None for own in self.pair):
+            return "any"
+        return "planes" if all(own.weights.q and own.weights.k for own in self.pair) else "none"
+
+    @cached_property
+    def freedom_ov(self) -> Freedom:
+        return "none" if any(CHANNELS_FREE["ov"].why_not(own.weights) for own in self.pair) else "any"
+
+    @cached_property
+    def planes(self) -> int:
+        """Number of rotary pairs; 0 where no basis of pairs is looked for."""
+        rotary = self.a.weights.semantics.rotary
+        return 0 if rotary is None or self.freedom_qk != "planes" else len(rotary.frequencies)
+
+    @cached_property
+    def drops_key_bias(self) -> bool:
+        return not any(KEY_BIAS_BLIND.why_not(own.weights) for own in self.pair)
+
+    @cached_property
+    def moves_value_bias(self) -> bool:
+        return not any(_VALUE_BIAS.why_not(own.weights) for own in self.pair)
+
+    @cached_property
+    def moves_scale(self) -> bool:
+        return self.freedom_qk != "none"
+
+    @cached_property
+    def rounds(self) -> dict[str, Tensor]:
+        """For each side, the rows that a rewrite rounded: others have to be equal to the bit."""
+        one, other = self.views
+        found: dict[str, Tensor] = {}
+        for side in HEAD_SIDES:
+            lengths = {len(own.weights.chain(side)) for own in self.pair}
+            rows = self._sizes(self.a)[HEAD_SIDES.index(side)]
+            by_norm = torch.zeros(rows + 1, dtype=torch.bool)
+            if not any(view.cut.before[side] for view in self.views):
+                by_norm = rounded_rows(one.read_by(side), other.read_by(side), rows)
+            is_scaled = side == "q" and self.a.weights.scale != self.b.weights.scale
+            found[side] = by_norm | (is_scaled or lengths != {1})
+        lengths = {len(own.weights.o) for own in self.pair}
+        found["o"] = torch.tensor([one.scale != other.scale or lengths != {1}])
+        return found
+
+    def _require_folded(self) -> None:
+        """Require that maps changed wherever the norm before them did."""
+        for side in HEAD_SIDES:
+            stored = [chain_map(own.weights.chain(side), own.weights.d_model, own.dtype) for own in self.pair]
+            rows = [
+                own.repeat(heads.weights.num_heads).rows().numbers[heads.kept]
+                for own, heads in zip(stored, self.pair, strict=True)
+            ]
+            if unfolded_rows(rows[0], rows[1], self.rounds[side] & self._of_norm(side)):
+                self.found.reasons.append(f"the norm before {side} differs, and {side} has not taken it up")
+
+    def _of_norm(self, side: HeadSide) -> bool:
+        return not any(view.cut.before[side] for view in self.views)
+
+    # The meaning besides the maps.
+
+    def _compare_semantics(self) -> None:
+        one, other = (own.weights.semantics for own in self.pair)
+        known = frozenset(HEADS_OF)
+        if self.moves_scale:
+            known |= {"scale"}
+        self.found.settings += _different_semantics(one, other, self.orders, self.name, known)
+        for name in HEADS_OF:
+            mine = getattr(one, name)
+            theirs = getattr(other, name)
+            if (mine is None) != (theirs is None) or type(mine) is not type(theirs):
+                self.found.settings.append(
+                    SettingDifference(f"{self.name}.{name}", _there(mine), _there(theirs))
+                )
+
+    def _compare_before_norms(self) -> None:
+        """Compare the maps before norms within chains: their channels have no other basis."""
+        for side in HEAD_SIDES:
+            chains = [view.cut.before[side] for view in self.views]
+            if len(chains[0]) != len(chains[1]):
+                self.found.reasons.append(f"{side} has {len(chains[0])} and {len(chains[1])} normalised maps")
+                continue
+            if not chains[0]:
+                continue
+            maps = [
+                self._mapped_before(view, side, own.dtype)
+                for view, own in zip(self.views, self.pair, strict=True)
+            ]
+            readings = [view.read_by(side) for view in self.views]
+            for number, (mine, theirs) in enumerate(zip(*maps, strict=True)):
+                rows = mine.weight.shape[1]
+                rounds = (
+                    rounded_rows(readings[0], readings[1], rows)
+                    if number == 0
+                    else torch.zeros(rows + 1).bool()
+                )
+                if not is_same(mine.rows(), theirs.rows(), rounds[:, None]):
+                    self.found.reasons.append(f"map {number + 1} of {side}, before a norm, differs")
+            for mine_link, theirs_link in zip(*chains, strict=True):
+                one, other = (_without_gain(link.norm) for link in (mine_link, theirs_link))
+                self.found.settings += different_fields(one, other, f"{self.name}.{side}.norm")
+
+    def _mapped_before(self, view: LayerView, side: HeadSide, dtype: torch.dtype) -> list[AffineMap]:
+        chain = view.cut.before[side]
+        found = [chain_map((link,), view.weights.d_model, dtype) for link in chain]
+        return [found[0].reading(view.read_by(side)), *found[1:]]
+
+    # Heads.
+
+    def _drop_zero_heads(self) -> None:
+        for own in self.pair:
+            ov = own.ov(centre=False, value_bias=not self.moves_value_bias)
+            adds = ov.left.numbers.flatten(1).any(dim=1) & ov.right.numbers.flatten(1).any(dim=1)
+            own.kept = [head for head, used in zip(own.kept, adds.tolist(), strict=True) if used]
+        if self.a.weights.num_heads != self.b.weights.num_heads and self._all_kept_equal:
+            self.found.steps["prune_heads"] = (self.a.weights.num_heads, self.b.weights.num_heads)
+
+    @property
+    def _all_kept_equal(self) -> bool:
+        return len(self.a.kept) == len(self.b.kept)
+
+    def _forms(self, own: _Heads, *, centre: bool) -> tuple[Factors, Factors]:
+        qk = own.qk(centre=centre, scaled=self.moves_scale, key_bias=not self.drops_key_bias)
+        return qk, own.ov(centre=centre, value_bias=not self.moves_value_bias)
+
+    def _compare_heads(self) -> None:
+        if not self.a.kept:
+            return
+        self._match()
+        self._require_folded()
+        forms = self._forms(self.a, centre=False), self._forms(self.b, centre=False)
+        same, only_rounded = self._verdicts(forms, is_centred=False)
+        # Whatever moved by rounding alone was not rewritten.
+        is_open = not all(same) and not any(only_rounded)
+        if is_open and any(view.x.centred or view.memory.centred for view in self.views):
+            centred_forms = self._forms(self.a, centre=True), self._forms(self.b, centre=True)
+            again, _ = self._verdicts(centred_forms, is_centred=True)
+            if all(again):
+                same = again
+                self.found.steps["centre"] = True
+        self._compare_parts_of_heads(same)
+        self._record_heads(forms, same)
+
+    def _match(self) -> None:
+        """Order the heads of B as those of A, by what no basis changes."""
+        signatures = []
+        for own in self.pair:
+            qk, ov = self._forms(own, centre=False)
+            planes = self.planes if qk.left.shape[-1] >= 2 * self.planes else 0
+            signatures.append(torch.cat([form_signature(qk, planes), form_signature(ov)], dim=1))
+        if signatures[0].shape[1] != signatures[1].shape[1]:
+            return
+        order = match(*signatures).partners
+        moved = [self.b.kept[partner] for partner in order]
+        if moved != self.b.kept:
+            self.found.steps["permute_heads"] = moved
+        self.b.kept = moved
+
+    def _verdicts(
+        self, forms: tuple[tuple[Factors, Factors], tuple[Factors, Factors]], *, is_centred: bool
+    ) -> tuple[list[bool], list[bool]]:
+        """Return for each head of A whether it is its partner, and whether only rounding moved it."""
+        (qk_a, ov_a), (qk_b, ov_b) = forms
+        rounds = self.rounds
+        qk = self._one_form(qk_a, qk_b, (rounds["q"] | is_centred, rounds["k"] | is_centred), "qk")
+        ov = self._one_form(ov_a, ov_b, (rounds["v"] | is_centred, rounds["o"]), "ov")
+        same = [mine and theirs for mine, theirs in zip(qk[0], ov[0], strict=True)]
+        return same, [mine or theirs for mine, theirs in zip(qk[1], ov[1], strict=True)]
+
+    def _one_form(
+        self, a: Factors, b: Factors, rounds: tuple[Tensor, Tensor], which: Literal["qk", "ov"]
+    ) -> tuple[list[bool], list[bool]]:
+        """Return for each head whether a form is the same, and whether only rounding moved it."""
+        freedom = self.freedom_qk if which == "qk" else self.freedom_ov
+        count = len(a.left.numbers)
+        same = [False] * count
+        only_rounded = [False] * count
+        left_open = [*range(count)]
+        if a.left.shape == b.left.shape:
+            alike = check_identity(a, b).explained.tolist()
+            for head in (head for head in range(count) if alike[head]):
+                # Numbers that no rewrite rounded have to be equal.
+                same[head] = all(
+                    bool(((mine.numbers[head] == theirs.numbers[head]) | rounded[:, None]).all())
+                    for rounded, mine, theirs in zip(rounds, a, b, strict=True)
+                )
+                only_rounded[head] = not same[head]
+            left_open = [head for head in range(count) if not alike[head]]
+        if not left_open or freedom == "none":
+            return same, only_rounded
+        one, other = (Factors(own.left[left_open], own.right[left_open]) for own in (a, b))
+        for head, explained in zip(left_open, self._with_basis(one, other, freedom).tolist(), strict=True):
+            same[head] = explained
+            if explained:
+                self.found.steps.setdefault(f"basis {which}", []).append(self.a.kept[head])
+        return same, only_rounded
+
+    def _with_basis(self, a: Factors, b: Factors, freedom: Freedom) -> Tensor:
+        if freedom == "planes":
+            if a.left.shape != b.left.shape:
+                return torch.zeros(len(a.left.numbers), dtype=torch.bool)
+            return check_basis(a, b, solve_planes(a, b, self.planes)).explained
+        explained = check_basis(a, b, solve_basis(a, b)).explained
+        if a.left.shape[-1] != b.left.shape[-1] and not bool(explained.all()):
+            # A factor of lower rank than its width: the basis leads the other way.
+            explained = explained | check_basis(b, a, solve_basis(b, a)).explained
+        return explained
+
+    def _compare_parts_of_heads(self, same: list[bool]) -> None:
+        """Compare what each head has besides its maps, in the order of the match."""
+        one, other = (own.weights.semantics for own in self.pair)
+        for name in sorted(HEADS_OF):
+            if name in _NORMS:
+                self._compare_norms(name)
+                continue
+            mine = getattr(one, name)
+            theirs = getattr(other, name)
+            if mine is None or type(mine) is not type(theirs):
+                continue
+            if isinstance(mine, HeadGate):
+                self._compare_gates(mine, theirs)
+                continue
+            left, right = (
+                _selected(part, own.kept) for part, own in zip((mine, theirs), self.pair, strict=True)
+            )
+            self.found.settings += different_fields(left, right, f"{self.name}.{name}")
+
+    def _compare_norms(self, name: str) -> None:
+        """Compare norms of queries, keys or values, with the numbers of heads in their order."""
+        moved = self.orders if self.orders[0] != self.orders[1] and name != "v_norm" else (None, None)
+        norms = []
+        for own, channels in zip(self.pair, moved, strict=True):
+            norm = getattr(own.weights.semantics, name)
+            if norm is not None and norm.over == "all heads" and len(own.kept) != own.weights.num_heads:
+                self.found.reasons.append(f"{name} is over all heads, also over those that add nothing")
+            width = own.weights.width(HEADS_OF[name])
+            norms.append(_norm_of_heads(_plain_norm(norm, channels), own, width))
+        self.found.settings += different_fields(norms[0], norms[1], f"{self.name}.{name}")
+
+    def _compare_gates(self, one: HeadGate, other: HeadGate) -> None:
+        gates = []
+        for gate, own in zip((one, other), self.pair, strict=True):
+            chosen = gate.select_heads(own.kept)
+            if chosen is None:
+                self.found.reasons.append("no head that adds something is gated")
+                return
+            weight = Rounded.stored(chosen.weight, own.dtype)
+            rows = weight.reshape(1, -1, weight.shape[-1]).mT
+            bias = None if chosen.bias is None else Rounded.stored(chosen.bias, own.dtype)
+            zero = Rounded.exact(torch.zeros(1, rows.shape[-1]))
+            mapped = AffineMap(rows, zero if bias is None else bias.reshape(1, -1))
+            gates.append((mapped.reading(own.view.x).rows(), chosen.whole, chosen.per_channel))
+        rounds = rounded_rows(self.views[0].x, self.views[1].x, self.a.weights.d_model)[:, None]
+        if gates[0][1:] != gates[1][1:] or not is_same(gates[0][0], gates[1][0], rounds):
+            self.found.reasons.append("gates of heads differ")
+
+    def _record_heads(
+        self, forms: tuple[tuple[Factors, Factors], tuple[Factors, Factors]], same: list[bool]
+    ) -> None:
+        (qk_a, ov_a), (qk_b, ov_b) = forms
+        relative = list[float]()
+        for place, (head, other) in enumerate(zip_longest(self.a.kept, self.b.kept)):
+            if same[place]:
+                self.found.heads.append(HeadDifference(head, other, "same function"))
+                continue
+            qk = _relative(qk_a, qk_b, place)
+            ov = _relative(ov_a, ov_b, place)
+            relative += [qk, ov]
+            self.found.heads.append(HeadDifference(head, other, "near", qk, ov))
+        if not all(same):
+            self.found.relative = max(relative)
+            off = [str(head) for head, held in zip(self.a.kept, same, strict=True) if not held]
+            some = ", ".join(off[:6]) + (", …" if len(off) > 6 else "")
+            heads = f"head{'s' * (len(off) > 1)} {some}"
+            self.found.reasons.append(f"no rewrite leads from A to B in {heads}")
+            self._record_bounds(forms, [place for place, held in enumerate(same) if not held])
+
+    def _record_bounds(
+        self, forms: tuple[tuple[Factors, Factors], tuple[Factors, Factors]], places: list[int]
+    ) -> None:
+        """Bound what the difference does to scores and to outputs, for a normalised input."""
+        if self.freedom_qk != "any" or any(view.cut.before["q"] for view in self.views):
+            return
+        (qk_a, ov_a), (qk_b, ov_b) = forms
+        width = self.a.weights.d_model
+        scores = max(float(_difference(qk_a, qk_b, place).spectral_norm()) for place in places)
+        outputs = sum(float(_difference(ov_a, ov_b, place).spectral_norm()) for place in places)
+        self.found.bounds = {"scores": width * scores, "output": width**0.5 * outputs}
+
+    def _compare_output_bias(self) -> None:
+        plain = [own.o_bias(with_values=False, centre=False) for own in self.pair]
+        is_scaled = self.views[0].scale != self.views[1].scale
+        if not self.moves_value_bias or self._have_equal_values():
+            if not is_same(plain[0], plain[1], is_scaled):
+                self.found.reasons.append("the bias of the output differs")
+            return
+        # Value biases add up to a bias of the output, whatever the basis of the values is.
+        totals = [own.o_bias(with_values=True, centre=False) for own in self.pair]
+        is_moved = not torch.equal(plain[0].numbers, plain[1].numbers)
+        of_norm = bool(self.rounds["v"][-1])
+        rounds = is_moved or is_scaled or of_norm or "basis ov" in self.found.steps
+        if not is_same(totals[0], totals[1], rounds):
+            self.found.reasons.append("the biases of values or of the output differ")
+        elif is_moved:
+            self.found.steps["fold_value_bias"] = True
+
+    def _have_equal_values(self) -> bool:
+        values = [own.map("v", centre=False).bias.numbers[own.kept] for own in self.pair]
+        return values[0].shape == values[1].shape and torch.equal(*values)
+
+    def _note_steps(self) -> None:
+        steps = self.found.steps
+        one, other = self.views
+        if not (one.x.same_as(other.x) and one.memory.same_as(other.memory)):
+            steps["fold_norm"] = True
+        if self.a.weights.scale != self.b.weights.scale and self.moves_scale:
+            steps["scale"] = (self.a.weights.scale, self.b.weights.scale)
+        if self.drops_key_bias:
+            biases = [own.map("k", centre=False).bias.numbers for own in self.pair]
+            if [bool(bias.any()) for bias in biases] in ([True, False], [False, True]):
+                steps["drop_key_bias"] = True
+        copies = [(own.weights.copies("k"), own.weights.copies("v")) for own in self.pair]
+        if copies[0] != copies[1]:
+            steps["repeat_kv_heads"] = tuple(copies)
+        lengths = [tuple(len(view.weights.chain(side)) for side in SIDES) for view in self.views]
+        if lengths[0] != lengths[1]:
+            steps["fold"] = lengths
+
+
+def _there(value: object) -> str:
+    return "none" if value is None else type(value).__name__
+
+
+def _without_gain(norm: HeadNorm | None) -> HeadNorm | None:
+    """Return a norm without weight and bias, which the next map takes up."""
+    return norm and replace(norm, weight=None, bias=None, offset=0.0)
+
+
+def _selected(part: Any, order: list[int]) -> Any:
+    return part[order] if isinstance(part, Tensor) else part.select_heads(order)
+
+
+def _difference(a: Factors, b: Factors, place: int) -> BilinearForm:
+    one, other = (BilinearForm(own.left.numbers[place], own.right.numbers[place]) for own in (a, b))
+    return one - other
+
+
+def _relative(a: Factors, b: Factors, place: int) -> float:
+    size = float(BilinearForm(a.left.numbers[place], a.right.numbers[place]).norm())
+    apart = float(_difference(a, b, place).norm())
+    return apart / size if size else float("inf") if apart else 0.0

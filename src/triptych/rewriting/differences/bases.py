@@ -1,0 +1,128 @@
+"""Bases inside heads and hidden units, solved from both factors of a form.
+
+Two factorisations L_a R_aᵀ and L_b R_bᵀ of one form differ by a basis G: L_a G = L_b and R_b Gᵀ = R_a. These
+equations are linear in G. Conversely, whatever G satisfies them, the forms are equal: L_a R_aᵀ = L_a G R_bᵀ =
+L_b R_bᵀ. So a basis that was found is checked by the equations alone.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from triptych.rewriting.differences.rounded import Rounded, excess
+
+# Steps of refinement of a solution, since normal equations square the condition of the factors.
+_REFINEMENTS = 2
+_TINY = torch.finfo(torch.float64).tiny
+
+
+class Factors(NamedTuple):
+    """Forms of heads by their factors, `[heads, rows, width]` each: left rightᵀ."""
+
+    left: Rounded
+    right: Rounded
+
+
+class FoundBasis(NamedTuple):
+    """Bases of heads, and how far the factors are from what they lead to."""
+
+    basis: Tensor  # `[heads, width of a, width of b]`
+    left: Tensor  # largest excess of each head's left factor over rounding, `[heads]`; at most 1 if explained
+    right: Tensor
+
+    @property
+    def explained(self) -> Tensor:
+        """True for heads whose factors are the same up to rounding."""
+        return (self.left <= 1) & (self.right <= 1)
+
+
+def solve_basis(a: Factors, b: Factors) -> Tensor:
+    """Return the bases that fit both factors of each head best."""
+    weights = _weight(a.left, b.left), _weight(a.right, b.right)
+    left = a.left.numbers, b.left.numbers
+    right = a.right.numbers, b.right.numbers
+    basis = torch.zeros(left[0].shape[0], left[0].shape[-1], left[1].shape[-1], dtype=torch.float64)
+    of_left = torch.linalg.eigh(weights[0] * (left[0].mT @ left[0]))
+    of_right = torch.linalg.eigh(weights[1] * (right[1].mT @ right[1]))
+    sums = of_left.eigenvalues[:, :, None] + of_right.eigenvalues[:, None, :]
+    least = sums.abs().amax(dim=(-2, -1), keepdim=True) * 1e-13
+    inverse = torch.where(sums > least, 1 / sums.clamp(min=_TINY), 0.0)
+    for _ in range(1 + _REFINEMENTS):
+        missing = weights[0] * (left[0].mT @ (left[1] - left[0] @ basis))
+        missing = missing + weights[1] * ((right[0] - right[1] @ basis.mT).mT @ right[1])
+        turned = of_left.eigenvectors.mT @ missing @ of_right.eigenvectors
+        basis = basis + of_left.eigenvectors @ (turned * inverse) @ of_right.eigenvectors.mT
+    return basis
+
+
+def solve_planes(a: Factors, b: Factors, planes: int) -> Tensor:
+    """Return the bases that commute with rotary positions and fit best.
+
+    The first `planes` channels and the next as many are the two channels of rotary pairs: for each pair, a
+    basis is a complex number. Further channels are not rotated, and have any basis among them.
+    """
+    weights = _weight(a.left, b.left), _weight(a.right, b.right)
+    left = _complex(a.left.numbers, planes), _complex(b.left.numbers, planes)
+    right = _complex(a.right.numbers, planes), _complex(b.right.numbers, planes)
+    fitting = weights[0][..., 0] * (left[0].conj() * left[1]).sum(dim=1)
+    fitting = fitting + weights[1][..., 0] * (right[1] * right[0].conj()).sum(dim=1)
+    sizes = weights[0][..., 0] * left[0].abs().square().sum(dim=1)
+    sizes = sizes + weights[1][..., 0] * right[1].abs().square().sum(dim=1)
+    numbers = fitting / sizes.clamp(min=_TINY)
+    width = a.left.shape[-1]
+    basis = torch.zeros(len(numbers), width, b.left.shape[-1], dtype=torch.float64)
+    first = torch.arange(planes)
+    basis[:, first, first] = numbers.real
+    basis[:, first, planes + first] = numbers.imag
+    basis[:, planes + first, first] = -numbers.imag
+    basis[:, planes + first, planes + first] = numbers.real
+    if width > 2 * planes:
+        rest = [Factors(*(part[:, :, 2 * planes :] for part in factors)) for factors in (a, b)]
+        basis[:, 2 * planes :, 2 * planes :] = solve_basis(*rest)
+    return basis
+
+
+def check_basis(a: Factors, b: Factors, basis: Tensor) -> FoundBasis:
+    """Check bases: L_a G = L_b and R_b Gᵀ = R_a, up to the rounding of the factors."""
+    left = _excess(a.left, basis, b.left)
+    right = _excess(b.right, basis.mT, a.right)
+    return FoundBasis(basis, left, right)
+
+
+def check_identity(a: Factors, b: Factors) -> FoundBasis:
+    """Check whether the factors are the same up to rounding, without another basis."""
+    width = a.left.shape[-1]
+    basis = torch.eye(width, dtype=torch.float64).expand(len(a.left.numbers), -1, -1)
+    left = excess(a.left, b.left).amax(dim=(-2, -1))
+    right = excess(a.right, b.right).amax(dim=(-2, -1))
+    return FoundBasis(basis, left, right)
+
+
+def _excess(one: Rounded, basis: Tensor, other: Rounded) -> Tensor:
+    """Return the largest excess of L G over rounding, for each head."""
+    led = one.through(basis)
+    # The basis was solved from rounded numbers: where a row weighs much, its own rounding moved the basis.
+    leverage = _leverage(one.numbers)[..., None]
+    mean = (led.squares + other.squares).mean(dim=-2, keepdim=True)
+    return excess(led, other, leverage * mean).amax(dim=(-2, -1))
+
+
+def _leverage(rows: Tensor) -> Tensor:
+    """Return the leverage of each row in least squares, between 0 and 1."""
+    found = torch.linalg.eigh(rows.mT @ rows)
+    values = found.eigenvalues[:, None, :]
+    least = values.amax(dim=-1, keepdim=True) * 1e-13
+    turned = (rows @ found.eigenvectors).square()
+    return torch.where(values > least, turned / values.clamp(min=_TINY), 0.0).sum(dim=-1).clamp(0, 1)
+
+
+def _weight(one: Rounded, other: Rounded) -> Tensor:
+    """Return the weight of the equations of a factor for each head: the inverse of its mean rounding."""
+    squares = (one.squares + other.squares).mean(dim=(-2, -1), keepdim=True)
+    size = (one.numbers.square() + other.numbers.square()).mean(dim=(-2, -1), keepdim=True)
+    return 1 / torch.maximum(squares, 1e-20 * size).clamp(min=_TINY)
+
+
+def _complex(numbers: Tensor, planes: int) -> Tensor:
+    return torch.complex(numbers[..., :planes], numbers[..., planes : 2 * planes])

@@ -1,0 +1,392 @@
+"""One feed-forward layer of A against that of B in the same place."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from triptych.core.models import ExpertsConfig, FeedForwardConfig
+from triptych.rewriting.differences.attention import LayerFindings, equal_numbers
+from triptych.rewriting.differences.maps import PLAIN, Reading, affine, rounded_rows, unfolded_rows
+from triptych.rewriting.differences.matching import match, row_signature
+from triptych.rewriting.differences.rounded import Rounded, excess, finer, is_same
+
+# Activations f with f(0) = 0: a unit without an input adds nothing.
+_ZERO_AT_ZERO = frozenset({"relu", "gelu", "gelu_tanh", "gelu_sigmoid", "swish", "relu_squared", "tanh"})
+_TINY = torch.finfo(torch.float64).tiny
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FeedForwardView:
+    """A feed-forward layer: its tensors by the names of its modules, and what it reads.
+
+    Attributes:
+        config: configuration.
+        tensors: stored tensors, such as `inner.weight`, in their dtypes.
+        read: what the inner maps read.
+        scale: factor of the output.
+    """
+
+    config: FeedForwardConfig | ExpertsConfig
+    tensors: Mapping[str, Tensor]
+    read: Reading = PLAIN
+    scale: float = 1.0
+
+    def expert(self, number: int) -> "FeedForwardView":
+        """Return an expert of a mixture as a layer."""
+        assert isinstance(self.config, ExpertsConfig)
+        own = ("inner.", "gate.", "outer.")
+        tensors = {name: part[number] for name, part in self.tensors.items() if name.startswith(own)}
+        return FeedForwardView(self.config.expert, tensors, self.read, self.scale)
+
+    def shared(self) -> "FeedForwardView":
+        """Return the shared layer of a mixture."""
+        assert isinstance(self.config, ExpertsConfig)
+        assert self.config.shared is not None
+        prefix = "shared."
+        tensors = {
+            name.removeprefix(prefix): part for name, part in self.tensors.items() if name.startswith(prefix)
+        }
+        return FeedForwardView(self.config.shared, tensors, self.read, self.scale)
+
+
+# Names of the tensors of units; any other tensor has to be equal.
+_OF_UNITS = frozenset(f"{part}.{kind}" for part in ("inner", "gate", "outer") for kind in ("weight", "bias"))
+
+
+def same_numbers(a: FeedForwardView, b: FeedForwardView) -> bool:
+    """Return True if two layers have equal numbers, in the same places."""
+    if not a.read.same_as(b.read) or a.scale != b.scale:
+        return False
+    return not different_tensors(a.tensors, b.tensors)
+
+
+def different_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of tensors that differ; a missing bias is a bias of zeros."""
+    found = []
+    for name in dict.fromkeys((*a, *b)):
+        one = a.get(name)
+        other = b.get(name)
+        if one is not None and other is not None:
+            if not equal_numbers(one, other):
+                found.append(name)
+            continue
+        there = other if one is None else one
+        if there is None or not name.endswith("bias") or bool(there.any()):
+            found.append(name)
+    return found
+
+
+def compare_feed_forward(a: FeedForwardView, b: FeedForwardView) -> LayerFindings:
+    """Find the rewrites that lead from one layer to another, or the reasons why none was found."""
+    found = LayerFindings()
+    if isinstance(a.config, ExpertsConfig) and isinstance(b.config, ExpertsConfig):
+        _compare_experts(a, b, found)
+    elif isinstance(a.config, FeedForwardConfig) and isinstance(b.config, FeedForwardConfig):
+        _Units(a, b, found).compare()
+    else:
+        found.differ_in_size("one is a mixture of experts and the other is not")
+    if not a.read.same_as(b.read):
+        found.steps["fold_other_norms"] = True
+    return found
+
+
+def _compare_experts(a: FeedForwardView, b: FeedForwardView, found: LayerFindings) -> None:
+    one = a.config
+    other = b.config
+    assert isinstance(one, ExpertsConfig)
+    assert isinstance(other, ExpertsConfig)
+    if one.num_experts != other.num_experts:
+        found.differ_in_size(f"there are {one.num_experts} and {other.num_experts} experts")
+        return
+    order = _match_experts(a, b)
+    if order != [*range(one.num_experts)]:
+        found.steps["experts"] = order
+    rounds = rounded_rows(a.read, b.read, a.tensors["router.weight"].shape[1])[:, None]
+    routed = [_router(view, dtype_of(a, b)) for view in (a, b)]
+    router_b = Rounded(routed[1].numbers[..., order], routed[1].squares[..., order])
+    if not is_same(routed[0], router_b, rounds):
+        found.reasons.append("the router differs")
+    for number, partner in enumerate(order):
+        own = LayerFindings()
+        _Units(a.expert(number), b.expert(partner), own).compare()
+        _take_over(own, found, f"expert {number}: ")
+    if one.shared is not None and other.shared is not None:
+        own = LayerFindings()
+        _Units(a.shared(), b.shared(), own).compare()
+        _take_over(own, found, "shared layer: ")
+    elif (one.shared is None) != (other.shared is None):
+        found.reasons.append("one has a shared layer and the other has not")
+    rest = [_rest_of_experts(view, None if view is a else order) for view in (a, b)]
+    gates = [view.tensors.get("shared_gate") for view in (a, b)]
+    if gates[0] is not None and gates[1] is not None:
+        mapped = [
+            affine(Rounded.stored(gate, dtype_of(a, b)).mT, None).reading(view.read).rows()
+            for gate, view in zip(gates, (a, b), strict=True)
+            if gate is not None
+        ]
+        if not is_same(mapped[0], mapped[1], rounds):
+            found.reasons.append("the gate of the shared layer differs")
+    elif gates != [None, None]:
+        found.reasons.append("one has a gate of its shared layer and the other has not")
+    found.reasons += [f"{name} differs" for name in different_tensors(*rest)]
+
+
+def _rest_of_experts(view: FeedForwardView, order: list[int] | None) -> dict[str, Tensor]:
+    """Return the tensors besides units, maps of the router and the gate of the shared layer."""
+    known = ("inner.", "gate.", "outer.", "shared.", "shared_gate", "router.weight", "router.bias")
+    found = {name: part for name, part in view.tensors.items() if not name.startswith(known)}
+    of_experts = ("router.correction", "router.expert_scale")
+    if order is None:
+        return found
+    return {name: part[order] if name in of_experts else part for name, part in found.items()}
+
+
+def _router(view: FeedForwardView, dtype: torch.dtype) -> Rounded:
+    """Return the router's map with its bias as last row, `[1, d_model + 1, experts]`."""
+    weight = Rounded.stored(view.tensors["router.weight"], dtype).mT
+    bias = view.tensors.get("router.bias")
+    return affine(weight, None if bias is None else Rounded.stored(bias, dtype)).reading(view.read).rows()
+
+
+def _match_experts(a: FeedForwardView, b: FeedForwardView) -> list[int]:
+    assert isinstance(a.config, ExpertsConfig)
+    in_place = [*range(a.config.num_experts)]
+    if a.config.groups > 1 or a.config.norm_eps is not None:
+        return in_place
+    signatures = [row_signature(_router(view, torch.float64).numbers[0].mT, 0) for view in (a, b)]
+    partners = match(*signatures).partners
+    return partners if -1 not in partners else in_place
+
+
+def _take_over(own: LayerFindings, found: LayerFindings, where: str) -> None:
+    found.reasons += [f"{where}{reason}" for reason in own.reasons]
+    found.steps |= own.steps
+    found.has_other_sizes |= own.has_other_sizes
+    if own.relative is not None:
+        found.relative = max(found.relative or 0.0, own.relative)
+
+
+def dtype_of(a: FeedForwardView, b: FeedForwardView) -> torch.dtype:
+    """Return the dtype of the numbers of two layers: the finer one, if they differ."""
+    dtypes = [next(iter(view.tensors.values())).dtype for view in (a, b)]
+    return finer(dtypes[0], dtypes[1])
+
+
+class _Unit(NamedTuple):
+    """The hidden units of a layer: `[units, …]` each."""
+
+    inner: Rounded  # maps to the values of units, with their biases as last entries
+    gate: Rounded | None
+    outer: Rounded  # what units add to the output
+
+
+@final
+class _Units:
+    """The search for the rewrites between the hidden units of two layers."""
+
+    def __init__(self, a: FeedForwardView, b: FeedForwardView, found: LayerFindings) -> None:
+        self.a = a
+        self.b = b
+        self.found = found
+        self.dtype = dtype_of(a, b)
+        assert isinstance(a.config, FeedForwardConfig)
+        self.config = a.config
+
+    def compare(self) -> None:
+        rest = [
+            {name: part for name, part in view.tensors.items() if name not in _OF_UNITS}
+            for view in (self.a, self.b)
+        ]
+        self.found.reasons += [f"{name} differs" for name in different_tensors(*rest)]
+        one, other = (self._active(self._units(view, centre=False)) for view in (self.a, self.b))
+        if one.inner.shape[1] != other.inner.shape[1] or one.outer.shape[1] != other.outer.shape[1]:
+            self.found.differ_in_size("the widths of what is read or written differ")
+            return
+        if (one.gate is None) != (other.gate is None):
+            self.found.reasons.append("one layer is gated and the other is not")
+            return
+        if len(one.inner.numbers) != len(other.inner.numbers):
+            self.found.differ_in_size(
+                f"{len(one.inner.numbers)} hidden units of A and {len(other.inner.numbers)} of B are used"
+            )
+            return
+        self._compare_out_bias()
+        partners = self._match(one, other)
+        if -1 in partners:
+            self.found.reasons.append("hidden units of A and B cannot be matched")
+            return
+        other = _chosen(other, partners)
+        if partners != [*range(len(partners))]:
+            self.found.steps["permute_units"] = True
+        if self._is_unfolded(partners):
+            self.found.reasons.append("the norm before it differs, and its maps have not taken it up")
+        same = self._same_units(one, other, is_centred=False)
+        if not bool(same.all()) and self.a.read.centred and self.b.read.centred:
+            # Whatever moved by rounding alone was not rewritten.
+            only_rounded = _explained(one.inner, other.inner) & ~same
+            centred_units = [self._active(self._units(view, centre=True)) for view in (self.a, self.b)]
+            again = self._same_units(centred_units[0], _chosen(centred_units[1], partners), is_centred=True)
+            if bool((again & ~only_rounded).all()):
+                same = again
+                self.found.steps["centre"] = True
+        if not bool(same.all()):
+            off = int((~same).sum())
+            self.found.reasons.append(
+                f"no rewrite leads from A to B in {off:,} of {len(same):,} hidden units"
+            )
+            self.found.relative = _relative(one, other)
+
+    def _units(self, view: FeedForwardView, *, centre: bool) -> _Unit:
+        outer = Rounded.stored(view.tensors["outer.weight"], self.dtype).mT.times(view.scale)
+        gate = self._rows(view, "gate", centre) if "gate.weight" in view.tensors else None
+        return _Unit(self._rows(view, "inner", centre), gate, outer)
+
+    def _rows(self, view: FeedForwardView, part: str, centre: bool) -> Rounded:
+        bias = view.tensors.get(f"{part}.bias")
+        own = affine(
+            Rounded.stored(view.tensors[f"{part}.weight"], self.dtype).mT,
+            None if bias is None else Rounded.stored(bias, self.dtype),
+        )
+        rows = own.reading(view.read, centre=centre).rows()
+        return rows.reshape(*rows.shape[1:]).mT
+
+    def _is_unfolded(self, partners: list[int]) -> bool:
+        """Return True if the norms differ in a channel, and the maps that read it do not."""
+        rows = self.a.tensors["inner.weight"].shape[1]
+        rounded = rounded_rows(self.a.read, self.b.read, rows)
+        if not bool(rounded.any()):
+            return False
+        stored = []
+        for view in (self.a, self.b):
+            units = self._active(self._units(replace(view, read=PLAIN), centre=False))
+            units = units if view is self.a else _chosen(units, partners)
+            maps = [units.inner.numbers, *([] if units.gate is None else [units.gate.numbers])]
+            stored.append(torch.cat(maps).mT[None])
+        return unfolded_rows(stored[0], stored[1], rounded)
+
+    def _active(self, units: _Unit) -> _Unit:
+        """Leave out units that add nothing."""
+        adds = units.outer.numbers.any(dim=1)
+        is_linear = units.gate is not None and not self.config.offset
+        if is_linear or (units.gate is None and self.config.activation in _ZERO_AT_ZERO):
+            adds = adds & units.inner.numbers.any(dim=1)
+        if bool(adds.all()):
+            return units
+        # With sparsity, the mean over all channels counts, whatever they add.
+        if self.config.sparsity:
+            return units
+        self.found.steps["drop_units"] = True
+        return _chosen(units, adds.nonzero().flatten().tolist())
+
+    @property
+    def _scales(self) -> bool:
+        """True if a unit's inner map may be multiplied by a number that its outer map is divided by."""
+        if self.config.gated:
+            return self.config.offset == 0 and self.config.limit is None
+        return self.config.activation == "relu"
+
+    def _match(self, one: _Unit, other: _Unit) -> list[int]:
+        if self._is_sparse:
+            return [*range(len(one.inner.numbers))]
+        return match(self._signature(one), self._signature(other)).partners
+
+    @property
+    def _is_sparse(self) -> bool:
+        return bool(self.config.sparsity)
+
+    def _signature(self, units: _Unit) -> Tensor:
+        inner = row_signature(units.inner.numbers, 0)
+        outer = row_signature(units.outer.numbers, 1)
+        if self._scales:
+            size = inner.norm(dim=1, keepdim=True).clamp(min=_TINY)
+            sign = torch.ones_like(size)
+            if self.config.gated:
+                sign = torch.where(inner[:, :1] < 0, -1.0, 1.0)
+            inner, outer = sign * inner / size, sign * outer * size
+        parts = [inner, outer]
+        if units.gate is not None:
+            parts.append(row_signature(units.gate.numbers, 2))
+        return torch.cat(parts, dim=1)
+
+    def _same_units(self, one: _Unit, other: _Unit, *, is_centred: bool) -> Tensor:
+        """Return for each unit of A whether it is the same as its partner."""
+        rounds = is_centred | rounded_rows(self.a.read, self.b.read, one.inner.shape[1] - 1)
+        is_scaled = self.a.scale != self.b.scale
+        same = _same_rows(one.inner, other.inner, rounds)
+        same &= _same_rows(one.outer, other.outer, torch.tensor([is_scaled]))
+        if self._scales and not bool(same.all()):
+            same |= self._scaled_units(one, other, ~same)
+        if one.gate is not None and other.gate is not None:
+            same &= _same_rows(one.gate, other.gate, rounds)
+        return same
+
+    def _scaled_units(self, one: _Unit, other: _Unit, open_units: Tensor) -> Tensor:
+        """Return for each unit whether a factor between its maps leads from A to B."""
+        # As for a head of width 1: the inner map times c, the outer map divided by c.
+        inner = _weights_of_rows(one.inner, other.inner)
+        outer = _weights_of_rows(one.outer, other.outer)
+        fitting = inner * (one.inner.numbers * other.inner.numbers).sum(1)
+        fitting = fitting + outer * (one.outer.numbers * other.outer.numbers).sum(1)
+        sizes = inner * one.inner.numbers.square().sum(1) + outer * other.outer.numbers.square().sum(1)
+        factor = (fitting / sizes.clamp(min=_TINY))[:, None]
+        same = excess(one.inner.times(factor), other.inner).amax(1) <= 1
+        same &= excess(other.outer.times(factor), one.outer).amax(1) <= 1
+        # A factor of 1 up to rounding is no rewrite.
+        is_one = excess(one.inner, other.inner).amax(1) <= 1
+        is_one &= excess(one.outer, other.outer).amax(1) <= 1
+        same &= open_units & ~is_one
+        if not self.config.gated:
+            same &= factor[:, 0] > 0
+        if bool(same.any()):
+            self.found.steps["scale_units"] = True
+        return same
+
+    def _compare_out_bias(self) -> None:
+        biases = []
+        for view in (self.a, self.b):
+            stored = view.tensors.get("outer.bias")
+            width = view.tensors["outer.weight"].shape[0]
+            own = Rounded.exact(torch.zeros(width)) if stored is None else Rounded.stored(stored, self.dtype)
+            biases.append(own.times(view.scale))
+        if not is_same(biases[0], biases[1], self.a.scale != self.b.scale):
+            self.found.reasons.append("the bias of the output differs")
+
+
+def _same_rows(one: Rounded, other: Rounded, rounded: Tensor) -> Tensor:
+    """Return for each row whether it is the same; only `rounded` entries may differ by rounding."""
+    equal = one.numbers == other.numbers
+    same = equal.all(dim=1)
+    if bool(rounded.any()) and not bool(same.all()):
+        same = same | ((equal | rounded).all(dim=1) & _explained(one, other))
+    return same
+
+
+def _explained(one: Rounded, other: Rounded) -> Tensor:
+    """Return for each row whether rounding explains its differences."""
+    return excess(one, other).amax(dim=1) <= 1
+
+
+def _weights_of_rows(one: Rounded, other: Rounded) -> Tensor:
+    squares = (one.squares + other.squares).mean(dim=1)
+    size = (one.numbers.square() + other.numbers.square()).mean(dim=1)
+    return 1 / torch.maximum(squares, 1e-20 * size).clamp(min=_TINY)
+
+
+def _chosen(units: _Unit, order: list[int]) -> _Unit:
+    return _Unit(units.inner[order], None if units.gate is None else units.gate[order], units.outer[order])
+
+
+def _relative(one: _Unit, other: _Unit) -> float:
+    """Return the size of the differences of all maps relative to those of A."""
+    pairs = [(one.inner, other.inner), (one.outer, other.outer)]
+    if one.gate is not None and other.gate is not None:
+        pairs.append((one.gate, other.gate))
+    sizes = []
+    for mine, theirs in pairs:
+        size = float(mine.numbers.norm())
+        sizes.append(float((mine.numbers - theirs.numbers).norm()) / size if size else 0.0)
+    return max(sizes)

@@ -1,0 +1,95 @@
+"""Matching of heads, hidden units and experts by numbers that no basis changes."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from triptych.rewriting.differences.bases import Factors
+
+# Random directions by which the forms of heads are compared.
+_PROBES = 4
+_SEED = 66
+_ROWS_AT_A_TIME = 1024
+
+
+def form_signature(form: Factors, planes: int = 0) -> Tensor:
+    """Return numbers of each form that are the same in every basis, `[heads, numbers]`.
+
+    The numbers are Xᵀ L Rᵀ Y for random X and Y. Under rotary positions, each pair of the first
+    2 · `planes` channels has numbers of its own.
+    """
+    left = _probes(form.left.shape[1], 0).mT @ form.left.numbers
+    right = _probes(form.right.shape[1], 1).mT @ form.right.numbers
+    parts = [(left[..., 2 * planes :] @ right[..., 2 * planes :].mT).flatten(1)]
+    if planes:
+        query = torch.complex(left[..., :planes], left[..., planes : 2 * planes])
+        key = torch.complex(right[..., :planes], right[..., planes : 2 * planes])
+        each = torch.einsum("hxf,hyf->hfxy", query, key.conj()).flatten(1)
+        parts += [each.real, each.imag]
+    found = torch.cat(parts, dim=1)
+    size = found.square().sum(dim=1).mean().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
+    return found / size
+
+
+def _probes(rows: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(_SEED + number)
+    return torch.randn(rows, _PROBES, dtype=torch.float64, generator=generator)
+
+
+def row_signature(rows: Tensor, number: int) -> Tensor:
+    """Return a few numbers for each row, relative to their mean size."""
+    found = rows @ _probes(rows.shape[-1], number)
+    size = found.square().sum(dim=1).mean().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
+    return found / size
+
+
+class Match(NamedTuple):
+    """For each one of A, its partner in B; and how far they are apart, relative to the size of all."""
+
+    partners: list[int]
+    distances: list[float]
+
+
+def match(a: Tensor, b: Tensor) -> Match:
+    """Match rows of A with rows of B, each at most once, the nearest first; equal numbers stay in place.
+
+    Rows of A without a partner have the partner −1.
+    """
+    nearest = list[Tensor]()
+    near = list[Tensor]()
+    for start in range(0, len(a), _ROWS_AT_A_TIME):
+        distances = torch.cdist(a[start : start + _ROWS_AT_A_TIME], b)
+        least = distances.min(dim=1)
+        nearest.append(least.indices)
+        near.append(least.values)
+    partners: list[int] = torch.cat(nearest).tolist()
+    # Of equal rows, each stays in its place if it can.
+    for own in range(min(len(a), len(b))):
+        if partners[own] != own and torch.equal(a[own], b[own]):
+            partners[own] = own
+    if len({*partners}) == len(a):
+        return Match(partners, torch.cat(near).tolist())
+    return _one_by_one(a, b)
+
+
+def _one_by_one(a: Tensor, b: Tensor) -> Match:
+    """Match the pairs of least distance first; rows may have several equal ones."""
+    distances = torch.cdist(a, b)
+    count = min(len(a), len(b))
+    size = distances.amax().clamp(min=torch.finfo(torch.float64).tiny)
+    # Among pairs of nearly equal distance, the same place comes first.
+    place = 1e-9 * (torch.arange(len(a))[:, None] != torch.arange(len(b))[None])
+    order = (distances / size + place).flatten().argsort(stable=True).tolist()
+    partners = [-1] * len(a)
+    found = [float("inf")] * len(a)
+    taken = set[int]()
+    for pair in order:
+        own, other = divmod(pair, len(b))
+        if partners[own] == -1 and other not in taken:
+            partners[own] = other
+            found[own] = float(distances[own, other])
+            taken.add(other)
+            if len(taken) == count:
+                break
+    return Match(partners, found)

@@ -1,0 +1,328 @@
+"""Two models compared: one function in two writings is found, and a near miss is never taken for it."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from checkpoints.tiny_models import TINY, transformers
+from sampling import one_in
+from small_checkpoints import with_words
+from triptych.core.checkpoints.stored_models import load_language_model
+from triptych.errors import TriptychError
+from triptych.model import load
+from triptych.rewriting.differences.comparing import compare
+from triptych.rewriting.differences.records import Difference
+from triptych.rewriting.functions import (
+    EXACT,
+    DropKeyBias,
+    FoldNorm,
+    FoldOtherNorms,
+    FoldValueBias,
+    GaugeFix,
+    PermuteHeads,
+    RepeatKVHeads,
+    Rewrite,
+    SortHeads,
+)
+from triptych.rewriting.recipe import RewriteRecipe
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+WEIGHTS = "model.safetensors"
+SAME = ("same bytes", "same numbers", "same function")
+Tensors = dict[str, Tensor]
+
+
+def difference(a: Path, b: Path) -> Difference:
+    return compare(load(a)._opened, load(b)._opened)
+
+
+def made(name: str, folder: Path) -> Path:
+    """A tiny model whose norms and biases are not those of a fresh one."""
+    torch.manual_seed(0)
+    model = getattr(transformers, TINY[name].model)(TINY[name].configured()).eval()
+    model.save_pretrained(folder)
+    generator = torch.Generator().manual_seed(5)
+    tensors = load_file(folder / WEIGHTS)
+    for own, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.ndim == 1 and "inv_freq" not in own:
+            tensors[own] = tensor + 0.2 * torch.randn(tensor.shape, generator=generator)
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    return folder
+
+
+def changed(folder: Path, out: Path, change: Callable[[Tensors], Tensors]) -> Path:
+    """A copy with tensors changed."""
+    shutil.copytree(folder, out)
+    tensors = change(load_file(folder / WEIGHTS))
+    save_file({name: own.contiguous() for name, own in tensors.items()}, out / WEIGHTS, {"format": "pt"})
+    return out
+
+
+def configured(folder: Path, out: Path, **settings: Any) -> Path:
+    shutil.copytree(folder, out)
+    path = out / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    return out
+
+
+def rewritten(folder: Path, out: Path, *steps: Rewrite) -> Path:
+    rewrite_checkpoint(str(folder), out, RewriteRecipe(step=steps, skip_refused=True))  # type: ignore[arg-type]
+    return out
+
+
+def moved(name: str, ulps: float) -> Callable[[Tensors], Tensors]:
+    """Move the largest entry of a tensor by so many units in the last place."""
+
+    def change(tensors: Tensors) -> Tensors:
+        own = tensors[name].clone()
+        place = int(own.abs().argmax())
+        entry = own.view(-1)[place]
+        step = torch.nextafter(entry, torch.tensor(float("inf"))) - entry
+        own.view(-1)[place] = entry + ulps * step
+        return {**tensors, name: own}
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made("llama", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made("gpt2", tmp_path_factory.mktemp("gpt2"))
+
+
+def test_a_copy_has_the_same_bytes(llama: Path) -> None:
+    found = difference(llama, llama)
+    assert (found.verdict, found.reasons, found.first) == ("same bytes", (), "")
+
+
+def test_a_wider_dtype_has_the_same_numbers(llama: Path, tmp_path: Path) -> None:
+    def wider(tensors: Tensors) -> Tensors:
+        return {name: tensor.double() for name, tensor in tensors.items()}
+
+    found = difference(llama, changed(llama, tmp_path / "b", wider))
+    assert found.verdict == "same numbers"
+    assert {part.verdict for part in found.parts} == {"same numbers"}
+
+
+def test_a_coarser_dtype_is_near(llama: Path, tmp_path: Path) -> None:
+    def coarser(tensors: Tensors) -> Tensors:
+        return {name: tensor.bfloat16() for name, tensor in tensors.items()}
+
+    assert difference(llama, changed(llama, tmp_path / "b", coarser)).verdict == "near"
+
+
+def test_tied_and_untied_tables_are_the_same_numbers(llama: Path, tmp_path: Path) -> None:
+    def tied(tensors: Tensors) -> Tensors:
+        return {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+
+    one = changed(llama, tmp_path / "a", tied)
+
+    def without_head(tensors: Tensors) -> Tensors:
+        return {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+
+    other = configured(
+        changed(llama, tmp_path / "other", without_head), tmp_path / "b", tie_word_embeddings=True
+    )
+    assert difference(one, other).verdict == "same numbers"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_module_of_this_library_has_the_numbers_of_its_checkpoint(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    folder = request.getfixturevalue(name)
+    stored = load(folder)._opened
+    module = load(load_language_model(folder))._opened
+    for pair in ((stored, module), (module, stored)):
+        found = compare(*pair)
+        assert found.verdict == "same numbers", found.reasons
+
+
+EXACT_STEPS: dict[str, tuple[Rewrite, ...]] = {
+    "norms": (FoldNorm(), FoldOtherNorms()),
+    "biases": (DropKeyBias(), FoldValueBias()),
+    "bases": (GaugeFix(),),
+    "heads": (SortHeads(),),
+    "copies": (RepeatKVHeads(),),
+    "all": (*EXACT, SortHeads()),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        pytest.param(name, steps, marks=() if steps == "all" else pytest.mark.slow)
+        for name in ("llama", "gpt2")
+        for steps in EXACT_STEPS
+    ],
+)
+def test_an_exact_rewrite_is_the_same_function(
+    name: str, steps: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    before = request.getfixturevalue(name)
+    after = rewritten(before, tmp_path / "b", *EXACT_STEPS[steps])
+    for pair in ((before, after), (after, before)):
+        found = difference(*pair)
+        assert found.verdict in SAME, found.reasons
+        assert found.verdict == "same bytes" or found.chain
+
+
+def test_the_chain_can_be_replayed(gpt2: Path, tmp_path: Path) -> None:
+    order = (2, 3, 0, 1)
+    after = rewritten(gpt2, tmp_path / "b", PermuteHeads(order=order, layers=(1,)))
+    (step,) = difference(gpt2, after).chain
+    assert step.layers == ("1",)
+    assert step.recipe == {"rewrite": "permute_heads", "order": list(order), "layers": [1]}
+    recipe = RewriteRecipe.model_validate({"step": [step.recipe]})
+    rewrite_checkpoint(str(gpt2), tmp_path / "again", recipe)
+    assert difference(tmp_path / "again", after).verdict == "same bytes"
+
+
+def test_hidden_units_in_another_order_and_scale_are_the_same_function(llama: Path, tmp_path: Path) -> None:
+    def reordered(tensors: Tensors) -> Tensors:
+        at = "model.layers.1.mlp"
+        order = torch.randperm(32, generator=torch.Generator().manual_seed(3))
+        factors = torch.linspace(0.7, 1.9, 32)
+        return {
+            **tensors,
+            f"{at}.gate_proj.weight": tensors[f"{at}.gate_proj.weight"][order],
+            f"{at}.up_proj.weight": (tensors[f"{at}.up_proj.weight"] * factors[:, None])[order],
+            f"{at}.down_proj.weight": (tensors[f"{at}.down_proj.weight"] / factors)[:, order],
+        }
+
+    found = difference(llama, changed(llama, tmp_path / "b", reordered))
+    assert found.verdict == "same function", found.reasons
+    assert [step.layers for step in found.chain] == [("1",), ("1",)]
+
+
+NEAR_MISSES: dict[str, tuple[str, str, Callable[[Tensors], Tensors]]] = {
+    "an entry of W_Q by one unit": ("llama", "", moved("model.layers.1.self_attn.q_proj.weight", 1)),
+    "an entry of W_O by one unit": ("gpt2", "", moved("transformer.h.0.attn.c_proj.weight", 1)),
+    "an entry of a feed-forward map by one unit": ("gpt2", "", moved("transformer.h.1.mlp.c_fc.weight", 1)),
+    "a gain by one unit": ("llama", "", moved("model.layers.1.input_layernorm.weight", 1)),
+    "a last gain by one unit": ("llama", "", moved("model.norm.weight", 1)),
+    "an embedding by one unit": ("llama", "", moved("model.embed_tokens.weight", 1)),
+    "W_V after all exact rewrites": ("gpt2", "all", moved("transformer.h.1.attn.c_attn.weight", 64)),
+    "W_K after all exact rewrites": ("llama", "all", moved("model.layers.0.self_attn.k_proj.weight", 64)),
+    "a map after folding": ("llama", "norms", moved("model.layers.0.mlp.up_proj.weight", 16)),
+    "an output bias after folding": ("gpt2", "biases", moved("transformer.h.0.attn.c_proj.bias", 64)),
+}
+
+
+@pytest.mark.parametrize("case", one_in(3, NEAR_MISSES))
+def test_a_near_miss_is_near(case: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    name, steps, change = NEAR_MISSES[case]
+    before = request.getfixturevalue(name)
+    after = rewritten(before, tmp_path / "w", *EXACT_STEPS[steps]) if steps else before
+    found = difference(before, changed(after, tmp_path / "b", change))
+    assert (found.verdict, found.chain) == ("near", ())
+    assert found.reasons
+    assert found.first
+
+
+def with_other_queries(tensors: Tensors) -> Tensors:
+    """The queries of one head in another basis, without the keys."""
+    name = "model.layers.1.self_attn.q_proj.weight"
+    own = tensors[name].clone()
+    width = len(own) // 4
+    head = own[:width].clone()
+    half = width // 2
+    own[:half], own[half:width] = 0.6 * head[:half] - 0.8 * head[half:], 0.8 * head[:half] + 0.6 * head[half:]
+    return {**tensors, name: own}
+
+
+def with_two_query_heads_swapped(tensors: Tensors) -> Tensors:
+    name = "model.layers.1.self_attn.q_proj.weight"
+    heads = tensors[name].unflatten(0, (4, -1))
+    return {**tensors, name: heads[[1, 0, 2, 3]].flatten(0, 1)}
+
+
+@pytest.mark.parametrize("change", [with_other_queries, with_two_query_heads_swapped])
+def test_half_a_rewrite_is_near(change: Callable[[Tensors], Tensors], llama: Path, tmp_path: Path) -> None:
+    found = difference(llama, changed(llama, tmp_path / "b", change))
+    assert found.verdict == "near"
+    assert found.first == "1 attention"
+    off = [head for head in found.parts[3].heads if head.verdict == "near"]
+    assert {head.head for head in off} <= {0, 1}
+    assert off
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"rms_norm_eps": 1.01e-6}, "eps"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10001.0}}, "frequencies"),
+        ({"hidden_act": "gelu"}, "activation"),
+    ],
+)
+def test_the_same_weights_with_another_configuration_are_near(
+    settings: dict[str, Any], field: str, llama: Path, tmp_path: Path
+) -> None:
+    found = difference(llama, configured(llama, tmp_path / "b", **settings))
+    assert found.verdict == "near"
+    assert any(field in setting.name for setting in found.settings), found.settings
+
+
+def test_models_of_other_depths_or_unrelated_weights_are_different(llama: Path, tmp_path: Path) -> None:
+    deeper = TINY["llama"].configured(num_hidden_layers=3)
+    transformers.LlamaForCausalLM(deeper).save_pretrained(tmp_path / "deeper")
+    assert difference(llama, tmp_path / "deeper").verdict == "different"
+    torch.manual_seed(9)
+    transformers.LlamaForCausalLM(TINY["llama"].configured()).save_pretrained(tmp_path / "other")
+    found = difference(llama, tmp_path / "other")
+    assert found.verdict == "different"
+    assert found.reasons
+
+
+def test_models_are_compared_on_a_text_where_they_are_near(llama: Path, tmp_path: Path) -> None:
+    change = moved("model.layers.1.self_attn.v_proj.weight", 1 << 22)
+    folder = changed(llama, tmp_path / "b", change)
+    with_words(tmp_path / "a", 40)
+    shutil.copytree(llama, tmp_path / "a", dirs_exist_ok=True)
+    text = tmp_path / "text"
+    text.write_text(" ".join(f"w{number * 7 % 40}" for number in range(300)))
+    found = compare(load(tmp_path / "a")._opened, load(folder)._opened, text=text)
+    assert found.text is not None
+    assert found.text.tokens == 299
+    assert 0 < found.text.kl[1] <= found.text.kl[0] <= found.text.kl[2]
+    assert found.text.worst_logit > 0
+    assert found.text.first_layer == "1"
+    assert found.text.first_head in {"1.0", "1.1", "1.2", "1.3"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_exact_rewrites_of_every_family_are_found_and_near_misses_are_not(name: str, tmp_path: Path) -> None:
+    before = made(name, tmp_path / "a")
+    steps = {**EXACT_STEPS, "permuted": (PermuteHeads(order=(2, 3, 0, 1)),)}
+    for number, recipe in enumerate(steps.values()):
+        out = tmp_path / f"b{number}"
+        try:
+            rewritten(before, out, *recipe)
+        except TriptychError:
+            continue
+        found = difference(before, out)
+        if name not in NOT_FOUND:
+            assert found.verdict in SAME, (recipe, found.reasons)
+        tensors = load_file(next(out.glob("*.safetensors")))
+        names = [own for own, tensor in tensors.items() if tensor.ndim > 1 and bool(tensor.any())]
+        place = names[number * 7 % len(names)]
+        missed = changed(out, tmp_path / f"c{number}", moved(place, 256))
+        assert difference(before, missed).verdict not in SAME, (recipe, place)
+
+
+# Families where some exact rewrite is not found; a page of results lists them.
+NOT_FOUND: frozenset[str] = frozenset({"bamba"})
