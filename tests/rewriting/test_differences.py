@@ -287,6 +287,36 @@ def test_models_of_other_depths_or_unrelated_weights_are_different(llama: Path, 
     assert found.reasons
 
 
+def turned(tensors: Tensors) -> Tensors:
+    """A Llama with its norms folded and its residual stream in another orthogonal basis (QuaRot)."""
+    basis, _ = torch.linalg.qr(torch.randn(24, 24, generator=torch.Generator().manual_seed(2)).double())
+    found = {}
+    for name, tensor in tensors.items():
+        wide = tensor.double()
+        if name.endswith("norm.weight"):
+            wide = torch.ones_like(wide)
+        elif name.endswith(("o_proj.weight", "down_proj.weight")):
+            wide = basis.mT @ wide
+        else:
+            own, _, last = name.rpartition(".layers.")[2].partition(".")
+            norm = "input" if "self_attn" in last else "post_attention"
+            gain = tensors.get(f"model.layers.{own}.{norm}_layernorm.weight", torch.ones(24)).double()
+            if name == "lm_head.weight":
+                gain = tensors["model.norm.weight"].double()
+            wide = (wide * gain) @ basis
+        found[name] = wide.to(tensor.dtype)
+    return found
+
+
+def test_a_residual_stream_in_another_basis_is_the_same_function(llama: Path, tmp_path: Path) -> None:
+    folder = changed(llama, tmp_path / "b", turned)
+    found = difference(llama, folder)
+    assert found.verdict == "same function", found.reasons
+    assert any("residual stream" in step.words for step in found.chain)
+    change = moved("model.layers.1.self_attn.v_proj.weight", 256)
+    assert difference(llama, changed(folder, tmp_path / "c", change)).verdict == "near"
+
+
 def test_models_are_compared_on_a_text_where_they_are_near(llama: Path, tmp_path: Path) -> None:
     change = moved("model.layers.1.self_attn.v_proj.weight", 1 << 22)
     folder = changed(llama, tmp_path / "b", change)

@@ -89,6 +89,20 @@ class LayerView:
         is_memory = side != "q" and self.weights.semantics.kind == "cross"
         return self.memory if is_memory else self.x
 
+    def read_last(self, side: HeadSide) -> Reading:
+        """Return what the maps after the last norm of a chain read: gain and shift of that norm."""
+        before = self.cut.before[side]
+        if not before:
+            return self.read_by(side)
+        found = before[-1].norm_map
+        if found is None:
+            return PLAIN
+        return Reading(found.weight[0], None if found.bias is None else found.bias[0])
+
+    def after_norms(self, side: HeadSide) -> Chain:
+        """Return the maps after the last norm of a chain, as they are stored."""
+        return self.still.chain(side)[len(self.cut.before[side]) :]
+
 
 @dataclass
 class LayerFindings:
@@ -250,7 +264,9 @@ class _Heads:
     def out(self) -> Rounded:
         """Return W_O of every head, `[heads, width, d_out]`, with the factor of the output."""
         found = chain_map(self.weights.o, self.weights.d_model, self.dtype).repeat(self.weights.num_heads)
-        return found.weight.times(self.view.scale)
+        turn = self.view.x.turn
+        weight = found.weight.times(self.view.scale)
+        return weight if turn is None else turn.written(weight)
 
     def qk(self, *, centre: bool, scaled: bool, key_bias: bool) -> Factors:
         query = self.map("q", centre=centre)
@@ -271,6 +287,8 @@ class _Heads:
         stored = weights.o_bias
         own = Rounded.exact(torch.zeros(d_out)) if stored is None else Rounded.stored(stored, self.dtype)
         own = own.times(self.view.scale)
+        if self.view.x.turn is not None:
+            own = self.view.x.turn.written(own)
         if not with_values:
             return own
         value = self.map("v", centre=centre).bias
@@ -362,28 +380,34 @@ class _Comparison:
         for side in HEAD_SIDES:
             lengths = {len(own.weights.chain(side)) for own in self.pair}
             rows = self._sizes(self.a)[HEAD_SIDES.index(side)]
-            by_norm = torch.zeros(rows + 1, dtype=torch.bool)
-            if not any(view.cut.before[side] for view in self.views):
-                by_norm = rounded_rows(one.read_by(side), other.read_by(side), rows)
+            by_norm = rounded_rows(one.read_last(side), other.read_last(side), rows)
             is_scaled = side == "q" and self.a.weights.scale != self.b.weights.scale
             found[side] = by_norm | (is_scaled or lengths != {1})
         lengths = {len(own.weights.o) for own in self.pair}
-        found["o"] = torch.tensor([one.scale != other.scale or lengths != {1}])
+        found["o"] = torch.tensor([one.scale != other.scale or lengths != {1} or self.is_turned])
         return found
+
+    @property
+    def is_turned(self) -> bool:
+        """True if the layers are compared in another basis of the stream."""
+        return any(view.x.turn is not None for view in self.views)
 
     def _require_folded(self) -> None:
         """Require that maps changed wherever the norm before them did."""
+        one, other = self.views
         for side in HEAD_SIDES:
-            stored = [chain_map(own.weights.chain(side), own.weights.d_model, own.dtype) for own in self.pair]
+            stored = [
+                chain_map(own.view.after_norms(side), own.weights.d_model, own.dtype) for own in self.pair
+            ]
             rows = [
                 own.repeat(heads.weights.num_heads).rows().numbers[heads.kept]
                 for own, heads in zip(stored, self.pair, strict=True)
             ]
-            if unfolded_rows(rows[0], rows[1], self.rounds[side] & self._of_norm(side)):
+            if rows[0].shape[1] != self._sizes(self.a)[HEAD_SIDES.index(side)] + 1:
+                continue
+            rounded = rounded_rows(one.read_last(side), other.read_last(side), rows[0].shape[1] - 1)
+            if unfolded_rows(rows[0], rows[1], rounded):
                 self.found.reasons.append(f"the norm before {side} differs, and {side} has not taken it up")
-
-    def _of_norm(self, side: HeadSide) -> bool:
-        return not any(view.cut.before[side] for view in self.views)
 
     # The meaning besides the maps.
 
@@ -617,7 +641,7 @@ class _Comparison:
 
     def _compare_output_bias(self) -> None:
         plain = [own.o_bias(with_values=False, centre=False) for own in self.pair]
-        is_scaled = self.views[0].scale != self.views[1].scale
+        is_scaled = self.views[0].scale != self.views[1].scale or self.is_turned
         if not self.moves_value_bias or self._have_equal_values():
             if not is_same(plain[0], plain[1], is_scaled):
                 self.found.reasons.append("the bias of the output differs")
@@ -640,7 +664,12 @@ class _Comparison:
         steps = self.found.steps
         one, other = self.views
         if not (one.x.same_as(other.x) and one.memory.same_as(other.memory)):
-            steps["fold_norm"] = True
+            same_gains = all(
+                replace(mine, turn=None).same_as(replace(theirs, turn=None))
+                for mine, theirs in ((one.x, other.x), (one.memory, other.memory))
+            )
+            steps |= {} if same_gains else {"fold_norm": True}
+            steps |= {"turn": True} if self.is_turned else {}
         if self.a.weights.scale != self.b.weights.scale and self.moves_scale:
             steps["scale"] = (self.a.weights.scale, self.b.weights.scale)
         if self.drops_key_bias:

@@ -14,6 +14,7 @@ _WORDS: Mapping[str, str] = {
     "fold_norm": "gain and shift of the norm before attention are folded into its maps",
     "fold_other_norms": "gain and shift of other norms are folded into the maps that read them",
     "centre": "what a LayerNorm cannot show is removed from maps that read it",
+    "turn": "the residual stream has another orthogonal basis",
     "drop_key_bias": "key biases, which the softmax does not see, are dropped",
     "fold_value_bias": "value biases are folded into the bias of the output",
     "prune_heads": "heads that add nothing are added or removed",

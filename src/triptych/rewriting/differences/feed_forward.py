@@ -89,9 +89,16 @@ def compare_feed_forward(a: FeedForwardView, b: FeedForwardView) -> LayerFinding
         _Units(a, b, found).compare()
     else:
         found.differ_in_size("one is a mixture of experts and the other is not")
-    if not a.read.same_as(b.read):
+    if not replace(a.read, turn=None).same_as(replace(b.read, turn=None)):
         found.steps["fold_other_norms"] = True
+    if is_turned(a, b):
+        found.steps["turn"] = True
     return found
+
+
+def is_turned(a: FeedForwardView, b: FeedForwardView) -> bool:
+    """Return True if two layers are compared in another basis of the stream."""
+    return a.read.turn is not None or b.read.turn is not None
 
 
 def _compare_experts(a: FeedForwardView, b: FeedForwardView, found: LayerFindings) -> None:
@@ -242,6 +249,7 @@ class _Units:
 
     def _units(self, view: FeedForwardView, *, centre: bool) -> _Unit:
         outer = Rounded.stored(view.tensors["outer.weight"], self.dtype).mT.times(view.scale)
+        outer = outer if view.read.turn is None else view.read.turn.written(outer)
         gate = self._rows(view, "gate", centre) if "gate.weight" in view.tensors else None
         return _Unit(self._rows(view, "inner", centre), gate, outer)
 
@@ -315,7 +323,7 @@ class _Units:
     def _same_units(self, one: _Unit, other: _Unit, *, is_centred: bool) -> Tensor:
         """Return for each unit of A whether it is the same as its partner."""
         rounds = is_centred | rounded_rows(self.a.read, self.b.read, one.inner.shape[1] - 1)
-        is_scaled = self.a.scale != self.b.scale
+        is_scaled = self.a.scale != self.b.scale or is_turned(self.a, self.b)
         same = _same_rows(one.inner, other.inner, rounds)
         same &= _same_rows(one.outer, other.outer, torch.tensor([is_scaled]))
         if self._scales and not bool(same.all()):
@@ -351,8 +359,10 @@ class _Units:
             stored = view.tensors.get("outer.bias")
             width = view.tensors["outer.weight"].shape[0]
             own = Rounded.exact(torch.zeros(width)) if stored is None else Rounded.stored(stored, self.dtype)
-            biases.append(own.times(view.scale))
-        if not is_same(biases[0], biases[1], self.a.scale != self.b.scale):
+            own = own.times(view.scale)
+            biases.append(own if view.read.turn is None else view.read.turn.written(own))
+        is_scaled = self.a.scale != self.b.scale or is_turned(self.a, self.b)
+        if not is_same(biases[0], biases[1], is_scaled):
             self.found.reasons.append("the bias of the output differs")
 
 

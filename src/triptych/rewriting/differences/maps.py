@@ -10,6 +10,7 @@ from torch import Tensor
 
 from triptych.core.algebra.weights import AttentionWeights, Chain, Link
 from triptych.rewriting.differences.rounded import Rounded, stacked
+from triptych.rewriting.differences.turning import Turn
 
 
 @final
@@ -21,19 +22,25 @@ class Reading:
         gain: gain of the norm before the sub-layer, in float64; None for 1.
         shift: shift of the norm; None for 0.
         centred: True if the entries of n sum to 0.
+        turn: another basis of the stream that the maps are compared in.
     """
 
     gain: Tensor | None = None
     shift: Tensor | None = None
     centred: bool = False
+    turn: Turn | None = None
 
     def same_as(self, other: "Reading") -> bool:
         """Return True if gain and shift are equal to the bit."""
+        if self.turn is not None or other.turn is not None:
+            return False
         return _same(self.gain, other.gain, 1.0) and _same(self.shift, other.shift, 0.0)
 
 
 def rounded_rows(one: Reading, other: Reading, rows: int) -> Tensor:
     """Return for each row of a map and for its bias whether folding a norm rounded it, `[rows + 1]`."""
+    if one.turn is not None or other.turn is not None:
+        return torch.ones(rows + 1, dtype=torch.bool)
     gains = [torch.ones(rows).double() if own.gain is None else own.gain for own in (one, other)]
     has_other_shift = torch.tensor([not _same(one.shift, other.shift, 0.0)])
     return torch.cat([gains[0] != gains[1], has_other_shift])
@@ -91,6 +98,8 @@ class AffineMap(NamedTuple):
             bias = bias.plus((shift @ weight).reshape(*bias.shape))
         if read.gain is not None:
             weight = weight.times(read.gain[:, None])
+        if read.turn is not None:
+            weight = read.turn.read(weight)
         return AffineMap(weight.without_mean(1) if centre and read.centred else weight, bias)
 
 

@@ -1,7 +1,7 @@
 """The parts of two models, compared one after the other."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, final
 
 import torch
@@ -27,6 +27,7 @@ from triptych.rewriting.differences.maps import PLAIN, AffineMap, Reading, affin
 from triptych.rewriting.differences.records import PartKind
 from triptych.rewriting.differences.rounded import Rounded, excess, finer, is_same
 from triptych.rewriting.differences.sides import AttentionPlace, Pair, Side, StackName
+from triptych.rewriting.differences.turning import Turn, allows_turn, find_turn
 
 _ROWS_AT_A_TIME = 8192
 
@@ -83,7 +84,18 @@ class StackComparison:
         self.blocks = blocks
         self.made = pair.a.stacks[stack], pair.b.stacks[stack]
         self.prefixes = pair.a.prefix(stack), pair.b.prefix(stack)
+        self.turn = self._find_turn()
         self._compared = set[str](), set[str]()  # names of tensors that were compared, of A and of B
+
+    def _find_turn(self) -> Turn | None:
+        """Return another basis of the stream, if the embeddings differ by one."""
+        if len(self.pair.a.stacks) > 1 or not all(map(allows_turn, self.made)):
+            return None
+        tables = [own.read(own.table_names[self.stack]) for own in self.pair]
+        scales = {made.embeddings.scale for made in self.made}
+        if len(scales) > 1 or equal_numbers(tables[0], tables[1]):
+            return None
+        return find_turn(tables[0], tables[1])
 
     @property
     def sides(self) -> tuple[tuple[Side, LanguageModelArchitecture, str], ...]:
@@ -127,13 +139,14 @@ class StackComparison:
     def _reading(self, own: Side, name: str, config: NormConfig | None, side: int) -> Reading:
         """Return gain and shift of a norm."""
         if config is None:
-            return PLAIN
+            return PLAIN if self.turn is None or side else replace(PLAIN, turn=self.turn)
         tensors = self._tensors(own, f"{name}.", side)
         weight = tensors.get("weight")
         bias = tensors.get("bias")
         gain = None if weight is None else weight.double() + config.offset
         shift = None if bias is None or not bool(bias.any()) else bias.double()
-        return Reading(gain, shift, centred=config.kind == "layer")
+        turn = self.turn if side == 0 else None
+        return Reading(gain, shift, centred=config.kind == "layer", turn=turn)
 
     def _frame(
         self, blocks: BlockPair, name: str, found: LayerFindings
@@ -149,14 +162,14 @@ class StackComparison:
             out = self._reading(own, f"{at}.out_norm", frame.out_norm, side)
             read.append((reading, out, frame, is_foldable(block, frame)))
         (norm_a, out_a, frame_a, folds_a), (norm_b, out_b, frame_b, folds_b) = read
-        if not out_a.same_as(out_b):
+        if frame_a.out_norm is not None and not out_a.same_as(out_b):
             found.reasons.append("the norm after it differs")
         scales = frame_a.scale, frame_b.scale
         if frame_a.out_norm is not None and scales[0] != scales[1]:
             found.reasons.append(f"its factor is {scales[0]:g} and {scales[1]:g}, after a norm")
         if frame_a.out_norm is not None:
             scales = 1.0, 1.0
-        if folds_a and folds_b:
+        if (folds_a and folds_b) or self.turn is not None:
             return (norm_a, scales[0]), (norm_b, scales[1])
         if not norm_a.same_as(norm_b):
             found.reasons.append("its norm differs, which the residual stream reads too")
@@ -181,10 +194,14 @@ class StackComparison:
             tables.append((own.read(table), scale))
             norm = self._reading(own, f"{prefix}embeddings.norm", made.embeddings.norm, side)
             rest.append(({n: t for n, t in tensors.items() if not n.startswith("norm.")}, norm))
-        has_same_rows = _compare_tables(tables[0], tables[1], found, "embeddings")
+        if self.turn is None:
+            has_same_rows = _compare_tables(tables[0], tables[1], found, "embeddings")
+        else:
+            has_same_rows = False
+            found.steps["turn"] = True
         different = feed_forward.different_tensors(rest[0][0], rest[1][0])
         found.reasons += [f"{name} differs" for name in different]
-        if not rest[0][1].same_as(rest[1][1]):
+        if self.turn is None and not rest[0][1].same_as(rest[1][1]):
             found.reasons.append("the norm of embeddings differs")
         part.has_same_numbers = has_same_rows and not found.reasons
         return part
@@ -453,7 +470,9 @@ def _compare_outputs(tables: list[_Table], readings: list[Reading], found: Layer
         is_moved |= (stored[0] != stored[1]).any(dim=0)
     if not explained:
         found.reasons.append("the output table differs")
-    if not alike:
+    if any(reading.turn is not None for reading in readings):
+        found.steps["turn"] = True
+    elif not alike:
         found.steps["fold_other_norms"] = True
         if bool((rounds[:-1] & ~is_moved).any()) and not is_scaled:
             found.reasons.append("the last norm differs, and the output table has not taken it up")

@@ -1,0 +1,94 @@
+"""Another orthogonal basis of the residual stream, found from the embeddings (QuaRot, SpinQuant).
+
+An RMSNorm without a gain commutes with an orthogonal matrix R: if maps that read the stream take up its
+transpose and maps that write to the stream take up R, the function is the same.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from triptych.core.models import BlockConfig, LanguageModelArchitecture, NormConfig, SublayerConfig
+from triptych.rewriting.differences.rounded import Rounded, excess, finer
+
+# Least entry of R − 1 for another basis.
+_LEAST_TURN = 0.01
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """An orthogonal matrix R from the stream of A to that of B.
+
+    Attributes:
+        matrix: R, `[d_model, d_model]`.
+        errors: squares of the errors that rounding of the embeddings left in each row of R, `[d_model]`.
+    """
+
+    matrix: Tensor
+    errors: Tensor
+
+    def read(self, weight: Rounded) -> Rounded:
+        """Return maps `[copies, d_model, width]` as they act on the stream of B."""
+        squares = self.matrix.square().mT @ weight.squares
+        squares = squares + (self.errors[:, None] * weight.numbers.square()).sum(dim=-2, keepdim=True)
+        return Rounded(self.matrix.mT @ weight.numbers, squares)
+
+    def written(self, numbers: Rounded) -> Rounded:
+        """Return what is written to the stream, `[..., d_model]`, as B writes it."""
+        squares = numbers.squares @ self.matrix.square()
+        squares = squares + (numbers.numbers.square() * self.errors).sum(dim=-1, keepdim=True)
+        return Rounded(numbers.numbers @ self.matrix, squares)
+
+
+def find_turn(one: Tensor, other: Tensor) -> Turn | None:
+    """Return the orthogonal matrix that leads from one table of embeddings to another; None without one."""
+    if one.shape != other.shape or one.shape[0] < one.shape[1]:
+        return None
+    dtype = finer(one.dtype, other.dtype)
+    rows = Rounded.stored(one, dtype), Rounded.stored(other, dtype)
+    left, _, right = torch.linalg.svd(rows[0].numbers.mT @ rows[1].numbers)
+    matrix = left @ right
+    # Nearly the same tables are not tables in another basis.
+    if float((matrix - torch.eye(len(matrix), dtype=matrix.dtype)).abs().max()) < _LEAST_TURN:
+        return None
+    gram = rows[0].numbers.mT @ rows[0].numbers
+    inverse, info = torch.linalg.inv_ex(gram)
+    if int(info) or not bool(inverse.isfinite().all()):
+        return None
+    mean = float((rows[0].squares + rows[1].squares).mean())
+    turn = Turn(matrix, mean * inverse.diagonal().clamp(min=0))
+    is_led = float(excess(turn.written(rows[0]), rows[1]).max()) <= 1
+    return turn if is_led else None
+
+
+def allows_turn(made: LanguageModelArchitecture) -> bool:
+    """Return True if everything that reads or writes the stream of a model is a map or a plain RMSNorm."""
+    own = made.embeddings
+    head = made.head
+    embeds = own.width is None and own.norm is None and own.positions == "none" and not own.num_types
+    ends = head is not None and made.task is None and made.inputs is None
+    return bool(
+        embeds
+        and own.masked is None
+        and ends
+        and _is_plain(made.final_norm)
+        and all(map(_block_allows_turn, made.blocks))
+    )
+
+
+def _block_allows_turn(block: BlockConfig) -> bool:
+    frames = [block.attention, block.feed_forward_frame]
+    beside = block.cross is not None or block.input is not None or block.streams is not None
+    return not beside and all(map(_frame_allows_turn, frames))
+
+
+def _frame_allows_turn(frame: SublayerConfig) -> bool:
+    is_pre = frame.place == "pre" and not frame.from_norm and frame.out_norm is None
+    return is_pre and (frame.norm is None or _is_plain(frame.norm))
+
+
+def _is_plain(norm: NormConfig | None) -> bool:
+    return norm is not None and norm.kind == "rms"
