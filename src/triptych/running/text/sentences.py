@@ -13,6 +13,8 @@ from typing import NamedTuple
 from sentencex import segment
 from tokenizers import Regex, pre_tokenizers
 
+from triptych.running.text.scripts import is_unspaced
+
 # A text without any of these, or with no word behind them, has one sentence: marks that end sentences, line
 # breaks, and spaces between letters of Thai or Lao.
 _MAY_END = re.compile(
@@ -146,6 +148,24 @@ def graphemes(text: str) -> list[str]:
             found[-1] += text[start:end]
         else:
             found.append(text[start:end])
+    return found
+
+
+def spans_of_words(text: str) -> list[tuple[int, int]]:
+    """Return the ranges of a text's words; in scripts without spaces between words, of its characters."""
+    found = list[tuple[int, int]]()
+    for word in re.finditer(r"\S+", text):
+        start = word.start()
+        begin = start
+        before = ""
+        parts = graphemes(word[0]) if any(map(is_unspaced, word[0])) else [word[0]]
+        for character in parts:
+            if start > begin and (is_unspaced(character[0]) or is_unspaced(before)):
+                found.append((begin, start))
+                begin = start
+            before = character[0]
+            start += len(character)
+        found.append((begin, start))
     return found
 
 
