@@ -434,9 +434,9 @@ class Reader(TextReader):
             record_residuals(model, residuals) as streams,
         ):
             hidden = self._hidden(texts)
-        with torch.no_grad(), EvaluationMode(model):
-            # Hidden states of padding may be NaN: only hidden states of tokens are checked.
-            if not are_finite(hidden):
+        # Hidden states of padding may be NaN: only hidden states of tokens are checked.
+        if not are_finite(hidden.detach()):
+            with torch.no_grad(), EvaluationMode(model):
                 read = torch.cat([hidden[row, : len(text.ids)] for row, text in enumerate(texts)])
                 require_finite_values(model, read, partial(self._hidden, texts))
         return Recording(tuple(texts), hidden, tuple(calls), {name: (*own,) for name, own in streams.items()})
