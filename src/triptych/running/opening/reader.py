@@ -236,7 +236,7 @@ class Reader(TextReader):
         """Write model, tokenizers and search settings into a folder, without a recipe."""
         write_model(self.encoder_decoder, folder)
         self.tokenizers.save(folder)
-        write_text(folder / DECODING, tomli_w.dumps(self.decoding.model_dump()))
+        write_text(folder / DECODING, tomli_w.dumps(self.decoding.model_dump(exclude_none=True)))
 
     def search_options(
         self,
