@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints.runs import some
-from triptych import TriptychError, load
+from triptych import TriptychError, load, verify
 from triptych.errors import ConfigurationWarning
 
 peft = pytest.importorskip("peft")
@@ -160,6 +160,20 @@ def test_the_folder_of_an_adapter_opens_with_its_base(tmp_path: Path) -> None:
         logits_with_base = opened.run(IDS).logits
     assert opened.name == str(adapter)
     assert torch.equal(logits_with_base, load(tmp_path / "base", adapter=adapter).run(IDS).logits)
+
+
+def test_a_rewritten_model_with_an_adapter_is_verified_against_the_merged_one(tmp_path: Path) -> None:
+    adapter = adapt(tmp_path, gpt2(), target_modules=["c_attn"], fan_in_fan_out=True)
+    model = load(tmp_path / "base", adapter=adapter)
+    model.rewrite("drop_key_bias").save(tmp_path / "rewritten")
+    model.save(tmp_path / "merged")
+    alone = verify(tmp_path / "rewritten")
+    assert any(
+        "the merged model, which load(base, adapter=…).save(FOLDER) writes" in claim.found for claim in alone
+    )
+    claims = verify(tmp_path / "rewritten", against=tmp_path / "merged")
+    assert all(claim.held is not False for claim in claims)
+    assert sum(claim.held is True for claim in claims) > sum(claim.held is True for claim in alone)
 
 
 def test_a_head_of_an_adapted_map_is_a_part_of_the_whole(tmp_path: Path) -> None:

@@ -30,11 +30,9 @@ _UNKNOWN = 2
 _UNUSED = 5
 _BYTE = 6
 _GPT2 = pre_tokenizers()[0].patterns[0]
-# Parts of patterns, each followed by another spelling of the same part.
-_SAME = (
-    ("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"),
-    ("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "(?i:'s|'t|'re|'ve|'m|'ll|'d)"),
-)
+# A part of patterns, and another spelling of the same part.
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPELLED_OUT = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _SAMPLES = (
     "A little girl, 3 years old, isn't afraid: it costs $12.50 (or 10%)!",
     "  two  spaces\tand a tab \n\n and lines\r\n",
@@ -223,8 +221,7 @@ class _Tokens:
 
 
 def _spelled(pattern: str) -> str:
-    for one, other in _SAME:
-        pattern = pattern.replace(other, one)
+    pattern = pattern.replace(_SPELLED_OUT, _CONTRACTIONS)
     # A last alternative of all spaces is redundant: unmatched text is a piece as well.
     return pattern.removesuffix("|\\s+")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from triptych.core.checkpoints.checkpoint import open_checkpoint
 from triptych.core.checkpoints.family import Family, read_family
-from triptych.core.checkpoints.source import find_source
+from triptych.core.checkpoints.source import WITH_ADAPTERS, find_source
 from triptych.core.checkpoints.stored_layers import AttentionSource
 from triptych.core.storage import (
     CERTIFICATE,
@@ -103,7 +103,10 @@ def verify(
     checks.append(check_files(certificate, folder))
     checks.append(check_hashes(certificate, open_tensors(folder), "written", "tensors as written"))
     if original is None:
-        return [*checks, *_claims_not_tried(certificate, "give the original with --against")]
+        how = "give the original with --against"
+        if WITH_ADAPTERS in certificate.source:
+            how += ": the merged model, which load(base, adapter=…).save(FOLDER) writes"
+        return [*checks, *_claims_not_tried(certificate, how)]
     checks.append(check_hashes(certificate, open_tensors(original), "read", f"tensors of {original}"))
     # Further checks are meaningless on changed files.
     if not all(check.held for check in checks):

@@ -34,6 +34,8 @@ from triptych.untrusted import Stamps, read_json, shown
 
 # The kind of an encoder-decoder in the format of this library.
 _PAIR = "encoder-decoder"
+# Words between the names of a base and of its adapters.
+WITH_ADAPTERS = " with "
 # The translator that comes with the package, and its name.
 DEMO = "demo"
 _DEMO_FOLDER = Path(__file__).parents[2] / "demo_model"
@@ -257,7 +259,9 @@ def find_source(
     found = _find(source, given, offline)
     if adapters:
         found = adapted(
-            found, [Path(one) for one in adapters], f"{found.name} with {', '.join(map(str, adapters))}"
+            found,
+            [Path(one) for one in adapters],
+            f"{found.name}{WITH_ADAPTERS}{', '.join(map(str, adapters))}",
         )
     is_unnamed = bool(found.record) and not found.is_own and found.record.get("model_type") is None
     if family is None and is_unnamed:

@@ -125,10 +125,6 @@ class Gguf(TensorFile):
         each = prod(rest[:-1])
         return self._rows(name, start * each, stop * each).reshape(stop - start, *rest)
 
-    def type_of(self, name: str) -> str:
-        """Return the type of a tensor as llama.cpp calls it, such as Q4_K."""
-        return self.entries[name].type.name
-
     def _rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read rows, with all dimensions except the last flattened."""
         entry = self.entries[name]
