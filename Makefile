@@ -4,6 +4,8 @@
 # make docs: the pages that are made from the source, and the site in site/ with its notebooks; links and anchors are checked.
 # make attack OPTIONS="--seconds 600 --seed 7": attack a server for ten minutes, beside honest clients.
 # make bench TABLE=training OPTIONS="--rounds 5": install the peers into .bench and measure; all if no table is named.
+# make real OPTIONS="--only rxnmapper": fetch packages with trained models by name, and try every verb on each; with
+# REAL=/path, the wheels are there already.
 # make release-check: build the wheel, install it in a clean environment, try it there (OPTIONS=lowest or newest).
 # make reading: how much there is to read, how dense it is, and turns of prose to mend; each with its ceiling.
 # make mutants OPTIONS="triptych.core.algebra.spectrum*": which small changes of a module no test notices (mutmut; without OPTIONS, days).
@@ -19,7 +21,7 @@ TABLE ?= all
 # Tests start many commands, and each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo reading test test-all attack install lint types docs bench mutants release-check clean
+.PHONY: demo reading real test test-all attack install lint types docs bench mutants release-check clean
 
 demo: $(STAMP)
 	@echo "== demo: train a small translator, try it, write a report"
@@ -66,6 +68,9 @@ bench: $(BENCH_STAMP)
 
 attack: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/serve/attack.py $(OPTIONS)
+
+real: $(STAMP)
+	$(BIN)/python tests/real.py $(if $(REAL),--wheels $(REAL)) $(OPTIONS)
 
 reading:
 	$(PYTHON) tests/reading.py $(OPTIONS)

@@ -34,6 +34,7 @@ from benchmarks.tables import (
     inspection,
     parallel,
     parameterisations,
+    real,
     rewriting,
     scaling,
     stream,
@@ -61,6 +62,7 @@ TABLES = {
     "gpu": gpu.measure,
     "viewers": viewers.measure,
     "parallel": parallel.measure,
+    "real": real.measure,
 }
 
 

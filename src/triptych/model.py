@@ -1110,7 +1110,8 @@ class Model:
             corrupted: as many texts, with as many tokens as the clean texts.
             metric: function from a run to a number.
             what: the patched activation.
-            progress: called with the head, the number of finished heads, and their total.
+            progress: called for each layer with its first head, the number of finished heads, and all
+                heads.
 
         Returns:
             The metric after the patch of each head, with bootstrap intervals over texts.

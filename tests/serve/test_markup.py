@@ -1,14 +1,19 @@
 """Markup is read in time that grows with its length, keeps every letter, and holds up nobody."""
 
 import random
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
+import torch
 
 from served import Served
+from text.test_sentences import PARAGRAPHS
 from triptych.model import Model
+from triptych.running.text import spans_of_words
+from triptych.seeing.attending import AlignedWords, Word
 from triptych.serving.limits import RequestError
 from triptych.serving.markup import MOST_NESTED, Markup
 
@@ -95,6 +100,73 @@ def seconds_of(document: str) -> float:
 @pytest.mark.parametrize("kind", ATTACKS)
 def test_no_document_takes_long(kind: str) -> None:
     assert seconds_of(ATTACKS[kind]) < 3.0  # the quadratic ones took 4 to 13
+
+
+def tagged(text: str, draw: random.Random) -> tuple[str, list[str]]:
+    """A text with elements around random parts of it, nested or not, and the opening tags."""
+    tags = list[str]()
+    parts = list[str]()
+    at = 0
+    while at < len(text):
+        start = min(len(text), at + draw.randint(0, 9))
+        stop = min(len(text), start + draw.randint(1, 6))
+        parts.append(text[at:start])
+        if inner := text[start:stop]:
+            tag = f'<a href="{len(tags)}">'
+            if inner.strip() and draw.random() < 0.8:
+                tags.append(tag)
+                inner = f"{tag}{inner}</a>"
+            if inner.strip() and draw.random() < 0.3:
+                tags.append(f'<b id="{len(tags)}">')
+                inner = f"{tags[-1]}{inner}</b>"
+        parts.append(inner)
+        at = stop
+    return "".join(parts), tags
+
+
+def aligned(text: str, translation: str, draw: random.Random) -> AlignedWords | None:
+    """Words with random attention; a word in four is unknown to the vocabulary and is none."""
+    sides = [
+        tuple(Word(one[start:stop], 0, 1) for start, stop in spans_of_words(one) if draw.random() < 0.75)
+        for one in (text, translation)
+    ]
+    weights = torch.rand(len(sides[1]), len(sides[0]), generator=torch.Generator().manual_seed(1))
+    return AlignedWords(sides[0], sides[1], weights) if draw.random() < 0.7 else None
+
+
+# Sentences of ten languages, with emoji and words that no vocabulary has.
+SENTENCES = [f"{' '.join(sentences)} 🙂👍🏽 xqzt" for sentences in PARAGRAPHS.values()]
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("text", SENTENCES, ids=[*PARAGRAPHS])
+def test_no_inline_tag_is_lost_whatever_it_surrounds(text: str, count: int) -> None:
+    draw = random.Random(text)
+    num_tags = 0
+    for _ in range(count):
+        translation = draw.choice([*SENTENCES, "", "☺", "一", "a b"])
+        document, tags = tagged(text, draw)
+        markup = Markup(document)
+        (run,) = markup.runs
+        found = markup.translated([run.html(translation, aligned(run.text, translation, draw))])
+        assert all(tag in found for tag in tags), (document, found)
+        assert re.sub(r"<[^>]*>", "", found) == translation
+        again = Markup(f"{found}.")  # all tags have partners: they cut no run
+        assert len(again.runs) == 1 or "></" in found
+        num_tags += len(tags)
+    assert num_tags > 5 * count
+
+
+def test_a_part_of_a_word_is_in_the_element_of_its_word() -> None:
+    (run,) = Markup("我喜欢喝<b>茶</b>。").runs
+    source = tuple(Word(character, 0, 1) for character in "我喜欢喝茶。")
+    target = tuple(Word(word, 0, 1) for word in ("I", "like", "tea", "."))
+    weights = torch.eye(6)[[0, 1, 4, 5]]
+    assert run.html("I like tea.", AlignedWords(source, target, weights)) == "I like <b>tea</b>."
+    (run,) = Markup("un<b>hap</b>pily").runs
+    words = AlignedWords((Word("unhappily", 0, 1),), (Word("leider", 0, 1),), torch.ones(1, 1))
+    assert run.html("leider", words) == "<b>leider</b>"
+    assert run.html("leider", None) == "<b>leider</b>"
 
 
 @pytest.mark.parametrize(

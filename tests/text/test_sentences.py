@@ -57,6 +57,17 @@ def test_sentences_of_people_who_write_everything_small_are_split_too() -> None:
     assert split_sentences(german) == [german]
 
 
+@pytest.mark.parametrize("word", ["no", "No", "me", "may", "ill", "art", "ok", "Art", "id"])
+def test_words_that_are_also_abbreviations_end_sentences(word: str) -> None:
+    assert split_sentences(f"It is {word}. She left.") == [f"It is {word}. ", "She left."]
+    assert split_sentences(f"It is {word}. I left.") == [f"It is {word}. ", "I left."]
+
+
+@pytest.mark.parametrize("text", ["See no. 5 of 8.", "Das gilt nach Art. 3 nicht.", "It is No. A5 here."])
+def test_abbreviations_in_front_of_numbers_end_no_sentence(text: str) -> None:
+    assert split_sentences(text) == [text]
+
+
 @pytest.mark.parametrize(
     "text", ["OK?Yes", "Yahoo!Japan", "1. First item", "...", "", " ", "และ ครับ", "(He left.)", "Hm … so"]
 )

@@ -50,6 +50,13 @@ def test_a_file_is_read_and_overrides_win(tmp_path: Path) -> None:
     assert (recipe.training.max_steps, recipe.training.warmup_steps, recipe.name) == (9, 3, "other")
 
 
+@pytest.mark.parametrize("name", ["数据 训练", "данные", "a [1]", "emoji😀", "-dash", "a*b", "v1.2_x"])
+def test_a_file_of_any_script_gives_the_run_its_name(tmp_path: Path, name: str) -> None:
+    path = tmp_path / f"{name}.toml"
+    path.write_text(MINIMAL, encoding="utf-8")
+    assert read_recipe(path).name == name
+
+
 @pytest.mark.parametrize(
     ("override", "read"),
     [
@@ -231,7 +238,8 @@ def test_the_recipes_that_come_along_are_valid(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["model=tiny", "model.preset=[]", "model.preset={}", "name='../x'", "name=''"]
+    "override",
+    ["model=tiny", "model.preset=[]", "model.preset={}", "name='../x'", "name=''", "name='.x'", "name='a '"],
 )
 def test_a_value_of_the_wrong_kind_is_a_usage_error(override: str) -> None:
     data = {"generated": 10, "generated_part": "train"}

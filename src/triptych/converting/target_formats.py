@@ -47,7 +47,7 @@ class ExportedModel:
 
 
 def require_recipe(reader: Reader) -> None:
-    """Check that a recipe describes a translator: formats and losses of translators are written for those."""
+    """Check that a recipe describes a translator, as all formats of translators need."""
     if has_config(reader.encoder_decoder):
         return
     kind = read_json(reader.folder / "config.json").get("model_type")

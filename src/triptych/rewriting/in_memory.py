@@ -193,7 +193,7 @@ def _neutralise_folded_norms(
 @torch.no_grad()
 def _neutralise(norms: Sequence[nn.Module]) -> None:
     for norm in norms:
-        assert isinstance(norm, nn.LayerNorm | nn.RMSNorm | OffsetNorm)  # those that maps can take up
+        assert isinstance(norm, nn.LayerNorm | nn.RMSNorm | OffsetNorm)  # norms that maps can absorb
         if norm.weight is not None:
             norm.weight.fill_(1.0 - norm.offset if isinstance(norm, OffsetNorm) else 1.0)
         if not isinstance(norm, nn.RMSNorm) and norm.bias is not None:

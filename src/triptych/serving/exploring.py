@@ -181,11 +181,16 @@ class Explorer:
         self._attention = lru_cache(_MOST_TEXTS)(self._attend)
         self._run = lru_cache(_MOST_TEXTS)(self._run_text)
         self._inspection = lru_cache(_MOST_TEXTS)(self._inspect)
+        self._divergences = lru_cache(_MOST_TEXTS)(self._diverge)
+        self._losses = lru_cache(_MOST_TEXTS)(self._read_losses)
         self._held_out_losses = lru_cache(_MOST_PARTS)(self._read_held_out)
 
     def forget(self) -> None:
         """Clear the cache."""
-        kept_answers = (self._changed, self._attention, self._run, self._inspection, self._held_out_losses)
+        kept_answers = (
+            *(self._changed, self._attention, self._run, self._inspection),
+            *(self._divergences, self._losses, self._held_out_losses),
+        )
         for kept in kept_answers:
             kept.cache_clear()
 
@@ -357,9 +362,9 @@ class Explorer:
         before = self._run(asked._replace(changes=()))
         after = self._run(asked) if asked.changes else before
         at = query if not layer.startswith("encoder") else len(before.ids) - 1
-        logs = [run.logits.double().log_softmax(dim=-1) for run in (before, after)]
-        kl = (logs[0].exp() * (logs[0] - logs[1])).sum(dim=-1).clamp(min=0)
-        best = torch.stack([log[at] for log in logs]).topk(min(_MOST_NEXT, logs[0].shape[-1]), dim=-1)
+        logs = [run.logits[at].double().log_softmax(dim=-1) for run in (before, after)]
+        kl = self._divergences(asked)
+        best = torch.stack(logs).topk(min(_MOST_NEXT, len(logs[0])), dim=-1)
         ids = [*dict.fromkeys(best.indices.T.flatten().tolist())][: _MOST_NEXT + 4]
         pieces = self.model.reader.tokenizer.pieces(ids)
         return {
@@ -370,17 +375,25 @@ class Explorer:
             "loss": [self._loss(asked.text, run) for run in (before, after)],
             "loss_tokens": len(self._losses(asked.text, before)),
             "tokens": [
-                [readable(piece), *(float(log[at, number].exp()) for log in logs)]
+                [readable(piece), *(float(log[number].exp()) for log in logs)]
                 for piece, number in zip(pieces, ids, strict=True)
             ],
         }
+
+    def _diverge(self, asked: Shown) -> Tensor:
+        """Return the KL divergence of the changed model's next token from the unchanged model's, by token."""
+        before = self._run(asked._replace(changes=())).logits
+        if not asked.changes:
+            return before.new_zeros(before.shape[:-1], dtype=torch.float64)
+        log_p, log_q = (logits.double().log_softmax(dim=-1) for logits in (before, self._run(asked).logits))
+        return (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp(min=0)
 
     def _loss(self, text: str, run: Run) -> float | None:
         """Return the loss of a translation, or of the text without its continuation, in nats per token."""
         losses = self._losses(text, run)
         return float(losses.mean()) if len(losses) else None
 
-    def _losses(self, text: str, run: Run) -> Tensor:
+    def _read_losses(self, text: str, run: Run) -> Tensor:
         """Return the losses of the tokens averaged in `_loss`."""
         losses = run.losses
         if not self.reads_pairs:
@@ -432,15 +445,16 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
     reader = model.reader
     stack = layer.partition(".")[0] if "." in layer else next(iter(reader.model.stacks))
     output = OutputTable.of(reader.model, stack)
-    number = layer.rpartition(".")[2]
-    frame = next(
-        (site.residual for site in attention_sites(reader.model) if site.name == f"{stack}.{number}"), None
-    )
+    place = f"{stack}.{layer.rpartition('.')[2]}"
+    frame = next((site.residual for site in attention_sites(reader.model) if site.name == place), None)
     # Stack of the queries' tokens, and stack of the keys' tokens.
     halves = ("decoder", "encoder") if stack == "cross" else (stack, stack)
     tokenizers = [reader.source_tokenizer if half == "encoder" else reader.tokenizer for half in halves]
-    by_half = {str(half): of.embeddings.table.weight for half, of in reader.model.stacks.items()}
-    tables = [by_half[half].float() for half in halves]
+    # One table for both sides is converted and measured once: it may be the largest tensor of the model.
+    stacks = reader.model.stacks.items()
+    by_half = {str(half): of.embeddings.table.weight.float() for half, of in stacks if half in halves}
+    lengths = {half: table.norm(dim=1).clamp(min=1e-9) for half, table in by_half.items()}
+    tables = [by_half[half] for half in halves]
     if tables[0].shape[1] != head.W_Q.shape[0] or tables[1].shape[1] != head.W_V.shape[0]:
         return  # embeddings of another width than the stream
 
@@ -448,10 +462,9 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
         top = scores[: tokenizer.vocab_size].topk(min(_NEAREST, len(scores)))
         return [*map(readable, tokenizer.pieces(top.indices.tolist()))]
 
-    norms = [table.norm(dim=1).clamp(min=1e-9) for table in tables]
-
-    def nearest(side: int, direction: Tensor) -> list[str]:
-        return best(tables[side] @ direction.to(tables[side]) / norms[side], tokenizers[side])
+    def nearest(side: int, directions: Tensor) -> list[list[str]]:
+        scores = directions.to(tables[side]) @ tables[side].mT / lengths[halves[side]]
+        return [best(own, tokenizers[side]) for own in scores]
 
     for name in ("qk", "ov"):
         try:
@@ -460,22 +473,24 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
             continue
         form = form.at(0) if isinstance(form, RotaryForm) else form
         U, S, Vh = form.svd()
-        for place in range(min(_DIRECTIONS, len(S))):
-            for sign in (1.0, -1.0):
-                left = sign * U[:, place]
-                right = sign * Vh[place]
-                reads = nearest(0 if name == "qk" else 1, left)
-                writes = list[str]()
-                if name == "qk":
-                    writes = nearest(1, right)
-                elif output is not None:
-                    written = right[None].to(output.table)
-                    written = written if frame is None else frame.part_added(written, written)
-                    writes = best(output.logits(written)[0], tokenizers[0])
-                yield {
-                    "form": name,
-                    "number": place,
-                    "value": float(S[place]),
-                    "reads": reads,
-                    "writes": writes,
-                }
+        count = min(_DIRECTIONS, len(S))
+        # Each direction is followed by its opposite. All are compared with a table at once.
+        signs = torch.tensor([1.0, -1.0], dtype=U.dtype).repeat(count)[:, None]
+        lefts = signs * U.mT[:count].repeat_interleave(2, dim=0)
+        rights = signs * Vh[:count].repeat_interleave(2, dim=0)
+        reads = nearest(0 if name == "qk" else 1, lefts)
+        writes: list[list[str]] = [[] for _ in reads]
+        if name == "qk":
+            writes = nearest(1, rights)
+        elif output is not None:
+            written = rights.to(output.table)
+            written = written if frame is None else frame.part_added(written, written)
+            writes = [best(own, tokenizers[0]) for own in output.logits(written)]
+        for number, (read, write) in enumerate(zip(reads, writes, strict=True)):
+            yield {
+                "form": name,
+                "number": number // 2,
+                "value": float(S[number // 2]),
+                "reads": read,
+                "writes": write,
+            }

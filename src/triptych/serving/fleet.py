@@ -107,8 +107,8 @@ class Fleet:
 def _require_servable(model: ServedModel, workers: int, *, page_only: bool) -> None:
     if "translate" in model.can and model.languages is None and not page_only:
         raise UsageError(
-            f"{model.name} translates, and its name does not end in two languages: write de-en={model.name} "
-            "(the languages that it translates from and to)"
+            f"{model.name} translates, and neither its name nor its recipe (decoding.languages) says from "
+            f"and to which language: write de-en={model.name} for German to English"
         )
     if workers > 1 and next(model.model.reader.model.parameters()).is_cuda:
         raise UsageError(f"{model.name} is on a GPU, which one process serves: leave out --workers")

@@ -2,15 +2,17 @@
 
 import html
 import re
+from bisect import bisect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, takewhile
+from itertools import accumulate, chain, islice, pairwise, takewhile
 from typing import NamedTuple, final
 
 import torch
 from turbohtml import Token, TokenType, tokenize
 
+from triptych.running.text import graphemes, spans_of_words
 from triptych.seeing.attending import (
     AlignedWords,
     Word,
@@ -32,6 +34,8 @@ _INLINE = frozenset({
 })  # fmt: skip
 
 
+# Words that are tried for an element that no word is in.
+_MOST_TRIED = 8
 _CHARACTER = re.compile(r"\r\n|.", re.DOTALL)
 
 
@@ -60,41 +64,94 @@ class TextRun:
     def html(self, translation: str, words: AlignedWords | None) -> str:
         """Insert the elements into the translation: each word is in the elements of its source word.
 
-        An element may be opened several times. Without aligned words, relative positions decide: a word two
-        thirds through the translation gets the elements two thirds through the text.
+        An element may be opened several times; none is lost. Without aligned words, relative positions
+        decide: a word two thirds through the translation gets the elements two thirds through the text.
         """
-        if words is not None and words.source and words.target:
-            return self._tagged(translation, _spans(translation, words.target), self._stacks(words))
-        spans = [found.span() for found in re.finditer(r"\S+", translation)]
+        num_elements = len(self.elements)
+        if words is not None and words.source and len(words.target) >= num_elements:
+            spans = _spans(translation, words.target)
+            return self._tagged(translation, spans, self._stacks(words, spans))
+        spans = spans_of_words(translation)
+        if len(spans) < num_elements:
+            ends = [0, *accumulate(map(len, graphemes(translation)))]
+            spans = [*pairwise(ends)] or [(0, 0)]
         scale = len(self.text) / max(1, len(translation))
         middles = [scale * (start + stop) / 2 for start, stop in spans]
         stacks = self._elements_at(middles)
+
+        def nearest(number: int) -> list[int]:
+            of = self.elements[number]
+            place = bisect(middles, (of.start + of.stop) / 2)
+            near = range(max(0, place - _MOST_TRIED), min(len(middles), place + _MOST_TRIED))
+            return sorted(near, key=lambda at: abs(middles[at] - (of.start + of.stop) / 2))
+
+        self._place_missing(stacks, nearest)
         return self._tagged(translation, spans, stacks)
 
-    def _stacks(self, words: AlignedWords) -> list[tuple[int, ...]]:
-        """Return the elements around each word of the translation."""
+    def _stacks(self, words: AlignedWords, spans: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+        """Return the elements around each word of the translation, whose ranges are given."""
         # A word takes the elements of the source word with the largest attention weight; punctuation marks
         # are neither source words nor target words here.
-        own = self._elements_of(_spans(self.text, words.source))
+        sources = _spans(self.text, words.source)
+        own = self._elements_of(sources)
         is_mark = torch.tensor([_is_mark(word) for word in words.source])
         weights = words.weights.masked_fill(is_mark, -1.0)
         best = weights.argmax(dim=1).tolist()
         stacks = [None if _is_mark(word) else own[i] for word, i in zip(words.target, best, strict=True)]
         found = [_of_mark(stacks, place) if stack is None else stack for place, stack in enumerate(stacks)]
-        inside = dict[int, list[int]]()
-        for place, stack in enumerate(own):
-            for number in stack:
-                inside.setdefault(number, []).append(place)
-        # An element without a word takes the word with the largest attention to its text.
-        kept = Counter(chain.from_iterable(found))
-        for number in sorted(inside):
+        is_empty = torch.tensor([start == stop for start, stop in spans])
+
+        def most_attending(number: int) -> list[int]:
+            inside = self._words_of(number, sources)
+            attention = words.weights[:, inside].sum(dim=1).masked_fill(is_empty, -1.0)
+            places: list[int] = attention.topk(min(_MOST_TRIED, len(attention))).indices.tolist()
+            return places
+
+        self._place_missing(found, most_attending)
+        return found
+
+    def _words_of(self, number: int, spans: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the words with a part of an element; the nearest one if none is found in the text."""
+        of = self.elements[number]
+        shared = [min(stop, of.stop) - max(start, of.start) for start, stop in spans]
+        return [place for place, length in enumerate(shared) if length > 0] or [shared.index(max(shared))]
+
+    def _place_missing(
+        self, stacks: list[tuple[int, ...]], candidates: Callable[[int], Sequence[int]]
+    ) -> None:
+        """Put every element that no word is in around a word: one of its candidates, best first.
+
+        Stacks without a word are added for elements that are more than the words.
+        """
+        kept = Counter(chain.from_iterable(stacks))
+        outer = self._outer_elements()
+        for number in range(len(self.elements)):
             if kept[number]:
                 continue
-            part = words.weights[:, inside[number]]  # attention to the words in the element
-            target = int(part.sum(dim=1).argmax())
-            kept.subtract(found[target])
-            found[target] = own[inside[number][int(part[target].argmax())]]
-            kept.update(found[target])
+            stack = (*outer[number], number)
+            places = candidates(number)
+            # Preferred is a word that is not the only one in another element.
+            free = (place for place in places if all(kept[of] > 1 or of in stack for of in stacks[place]))
+            place = next(free, None)
+            if place is None:
+                place = places[0]
+                stack = (*stacks[place], *(of for of in stack if of not in stacks[place]))
+            if len(stack) > MOST_NESTED:
+                stacks.append((*outer[number], number))  # without text, at the end
+                continue
+            kept.subtract(stacks[place])
+            stacks[place] = stack
+            kept.update(stack)
+
+    def _outer_elements(self) -> list[tuple[int, ...]]:
+        """Return the elements around each element."""
+        found = list[tuple[int, ...]]()
+        open_ = list[int]()
+        for number, of in enumerate(self.elements):
+            while open_ and self.elements[open_[-1]].stop < of.stop:
+                open_.pop()
+            found.append(tuple(open_))
+            open_.append(number)
         return found
 
     def _elements_at(self, places: Sequence[float]) -> list[tuple[int, ...]]:
@@ -136,7 +193,9 @@ class TextRun:
         found = list[str]()
         at = 0
         before = tuple[int, ...]()
-        for (start, stop), stack in [*zip(spans, stacks, strict=True), ((len(text), len(text)), ())]:
+        end = len(text), len(text)
+        without_text = [end] * (len(stacks) - len(spans))
+        for (start, stop), stack in [*zip([*spans, *without_text], stacks, strict=True), (end, ())]:
             shared = len(_shared(before, stack))
             found += [self.elements[number].closing for number in reversed(before[shared:])]
             found.append(html.escape(text[at:start], quote=False))

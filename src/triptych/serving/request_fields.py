@@ -4,8 +4,9 @@ import gc
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
+from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
 from triptych.serving.doors import URL_ENCODED, content_type, is_form
@@ -14,12 +15,19 @@ from triptych.serving.limits import RequestError
 _MOST_FIELDS = 1000
 
 
+class Uploaded(NamedTuple):
+    """File in a form."""
+
+    name: str
+    content: bytes
+
+
 @final
 class Fields(dict[str, Any]):
     """Fields by name; a field of the wrong type raises `RequestError`."""
 
     @classmethod
-    async def read(cls, request: Request, max_bytes: int) -> "Fields":
+    async def read(cls, request: Request, max_bytes: int, max_files: int = 0) -> "Fields":
         """Read the body: JSON with any content type, or a form; repeated fields of a form become lists."""
         # `json.dumps` checks that every text can be encoded in UTF-8.
         body = bytearray()
@@ -28,7 +36,7 @@ class Fields(dict[str, Any]):
             if len(body) > max_bytes:
                 raise RequestError(413, f"the body has more than {max_bytes:,} bytes")
         if is_form(request) and not body.lstrip().startswith(b"{"):
-            return cls(await _fields_of_form(request, bytes(body)))
+            return cls(await _fields_of_form(request, bytes(body), max_files))
         try:
             with _without_collections():
                 fields = json.loads(body or b"{}")
@@ -68,7 +76,7 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-async def _fields_of_form(request: Request, body: bytes) -> dict[str, Any]:
+async def _fields_of_form(request: Request, body: bytes, max_files: int) -> dict[str, Any]:
     # Separators are counted before the form is parsed.
     if content_type(request) == URL_ENCODED and body.count(b"&") >= _MOST_FIELDS:
         raise RequestError(400, f"the form has more than {_MOST_FIELDS:,} fields")
@@ -77,13 +85,18 @@ async def _fields_of_form(request: Request, body: bytes) -> dict[str, Any]:
         return {"type": "http.request", "body": body, "more_body": False}
 
     try:
-        form = await Request(request.scope, replay).form(max_files=0, max_fields=_MOST_FIELDS)  # type: ignore[arg-type]
+        form = await Request(request.scope, replay).form(max_files=max_files, max_fields=_MOST_FIELDS)  # type: ignore[arg-type]
     except (ValueError, LookupError):  # of another or an unknown encoding
         raise RequestError(400, "the form cannot be read: send UTF-8") from None
-    values = {name: form.getlist(name) for name in form}
+    values: dict[str, list[Any]] = {name: form.getlist(name) for name in form}
+    files = dict[str, Any]()
+    for name in [name for name, own in values.items() if isinstance(own[0], UploadFile)]:
+        (file,) = values.pop(name)[:1]
+        files[name] = Uploaded(file.filename or "", await file.read())
+    await form.close()
     found = {name: own[0] if len(own) == 1 else own for name, own in values.items()}
     try:
-        json.dumps(found, ensure_ascii=False).encode()
+        json.dumps([found, [file.name for file in files.values()]], ensure_ascii=False).encode()
     except (UnicodeEncodeError, TypeError):
         raise RequestError(400, "the form has what is no text in UTF-8") from None
-    return found
+    return found | files

@@ -15,6 +15,7 @@ from torch import Tensor
 from triptych import thresholds
 from triptych.core.models import require_finite_logits
 from triptych.errors import DataError, UsageError
+from triptych.languages import languages_in
 from triptych.model import Model, renamed, require_same_files
 from triptych.running.decoding import (
     Asked,
@@ -33,7 +34,6 @@ from triptych.serving.exploring import Explorer
 from triptych.serving.limits import Limits, RequestError
 from triptych.serving.worker import Decoding, Item, Queue, QueuedJob, Worker
 
-_LANGUAGES = re.compile(r"(?:^|[-_./])([a-z]{2,3})-([a-z]{2,3})$")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Time until the cache of the page is cleared, from its last request.
 SECONDS_KEPT = 60.0
@@ -61,7 +61,8 @@ class ServedModel:
         name: name in requests.
         model: loaded model, renamed to its name in requests.
         can: abilities of the model.
-        languages: source and target of a translator; None if its name does not end in languages.
+        languages: codes of source and target of a translator: those that its name ends in, or the model's
+            own; None if neither is known.
         queue: queue of items.
         worker: worker of the queue.
         desk: queue of questions about the model itself, separate so that texts do not wait for them.
@@ -86,8 +87,9 @@ class ServedModel:
             raise UsageError(f"{name} cannot be served: {self.model.why_not_run}")
         self._owns_weights = False
         self.can = self.model.can
-        found = _LANGUAGES.search(name) if "translate" in self.can else None
-        self.languages: tuple[str, str] | None = None if found is None else (found[1], found[2])
+        self.languages: tuple[str, str] | None = None
+        if "translate" in self.can:
+            self.languages = languages_in(name) or self.model.reader.decoding.languages
         self.is_batch_invariant: bool | None = None
         self.batch_invariance = ""
         self.alone: list[Any] = []

@@ -23,6 +23,7 @@ from triptych.serving.limits import GONE, Limits, RequestError
 from triptych.serving.logs import log, num_lost
 from triptych.serving.request_fields import Fields
 from triptych.serving.served_models import ModelJob, ServedModel
+from triptych.serving.text_files import KeptFiles
 from triptych.serving.worker import Item
 from triptych.threads import LEFT
 
@@ -66,6 +67,7 @@ class Server:
         fleet: models and their workers.
         limits: limits of requests.
         keys: accepted keys; without keys, requests do not need a key.
+        files: translated files until they are fetched.
         is_stopping: True while the server finishes running requests and refuses new requests.
         started: time of creation, in seconds since 1970.
     """
@@ -76,6 +78,7 @@ class Server:
         self._fleets = [fleet]  # all open fleets
         self.limits = limits
         self.keys = Keys(keys)
+        self.files = KeptFiles()
         self.is_stopping = False
         self.started = int(time.time())
         self._in_flight = set[Visit]()
@@ -226,7 +229,7 @@ class Server:
         self.prompt_tokens.inc(read)
         self.new_tokens.inc(new)
 
-    async def fields(self, request: Request) -> Fields:
+    async def fields(self, request: Request, max_files: int = 0) -> Fields:
         """Read the fields of a request's body; a key in the headers is checked before the body is read.
 
         Bodies being read and complete requests have separate limits.
@@ -238,22 +241,22 @@ class Server:
             visit.stage = "begun"
             if self._num_in("begun") > most:
                 raise _crowded()
-            found = await self._read(request, self.limits.body_seconds)
+            found = await self._read(request, self.limits.body_seconds, max_files)
         else:
             visit.stage = "stranger"
             if self._num_in("stranger") > self.limits.max_strangers:
                 raise _crowded("send the key as Authorization: Bearer, or ")
-            found = await self._read(request, self.limits.stranger_seconds)
+            found = await self._read(request, self.limits.stranger_seconds, max_files)
             self.keys.check_body(found.get("api_key"))
         visit.stage = "read"
         if self._num_in("read") > most:
             raise _crowded()
         return found
 
-    async def _read(self, request: Request, seconds: float) -> Fields:
+    async def _read(self, request: Request, seconds: float, max_files: int) -> Fields:
         try:
             async with asyncio.timeout(seconds):
-                return await Fields.read(request, self.limits.max_bytes)
+                return await Fields.read(request, self.limits.max_bytes, max_files)
         except TimeoutError:
             raise RequestError(408, f"the body did not come within {seconds:g} seconds") from None
 

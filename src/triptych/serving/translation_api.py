@@ -4,19 +4,22 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from itertools import chain, product
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from triptych.languages import closeness, name_of
 from triptych.running.decoding import Translation
 from triptych.seeing.attending import AlignedWords
 from triptych.serving.answers import json_answer
 from triptych.serving.limits import RequestError
 from triptych.serving.markup import Markup, TextRun
-from triptych.serving.request_fields import Fields
+from triptych.serving.request_fields import Fields, Uploaded
 from triptych.serving.served_models import Aligning, ServedModel, Translating
 from triptych.serving.server import Server
+from triptych.serving.text_files import ENDINGS, KeptFile, TextFile
 
 _MOST_ALTERNATIVES = 8
 
@@ -28,22 +31,68 @@ async def answer_translate(server: Server, request: Request) -> Response:
     log-probability and tokens of each translation of a line; `alignments` adds the source word of each word.
     """
     fields = await server.fields(request)
-    texts = _texts(fields)
+    body = await translate_texts(server, request, fields, _texts(fields))
+    is_list = isinstance(fields["q"], list)
+    return await json_answer(lambda: body if is_list else {name: values[0] for name, values in body.items()})
+
+
+async def translate_texts(
+    server: Server, request: Request, fields: Fields, texts: Sequence[str]
+) -> dict[str, list[Any]]:
+    """Translate texts as the fields ask for; returns the parts of the answer, each with a value per text."""
     source = _language(fields, "source")
     target = _language(fields, "target")
     server.check_texts(texts)
-    kind = fields.get("format") or "text"
-    alternatives = _num_alternatives(fields)
-    glossary = _glossary(server, fields)
-    if kind not in ("text", "html"):
-        raise RequestError(400, f"format: {kind} is none of text and html")
-    detected = None
+    wanted = _Wanted.read(server, fields)
+    body = dict[str, list[Any]]()
+    of_source = {source: [*range(len(texts))]}
     if source == "auto":
-        confidences = await asyncio.to_thread(_confidences, server, texts, target)
-        source = max(confidences, key=lambda code: confidences[code])
-        detected = {"confidence": round(100 * confidences[source], 1), "language": source}
-    model = None if source == target else _translator_of(server, source, target)
-    documents = await _documents(server, texts) if kind == "html" and model else []
+        shares = await asyncio.to_thread(lambda: [_confidences(server, [text], target) for text in texts])
+        of_source = {}
+        for number, confidences in enumerate(shares):
+            code = max(confidences, key=lambda one: confidences[one])
+            of_source.setdefault(code, []).append(number)
+            detected = {"confidence": round(100 * confidences[code], 1), "language": code}
+            body.setdefault("detectedLanguage", []).append(detected)
+    for code, numbers in of_source.items():
+        model = None if closeness(code, target) > 1 else _translator_of(server, code, target)
+        found = await _translate_by(server, request, model, [texts[number] for number in numbers], wanted)
+        for name, values in found.items():
+            placed = body.setdefault(name, [None] * len(texts))
+            for number, value in zip(numbers, values, strict=True):
+                placed[number] = value
+    return body
+
+
+class _Wanted(NamedTuple):
+    """What a request wants of each translation."""
+
+    is_html: bool
+    alternatives: int
+    glossary: tuple[tuple[str, str], ...]
+    details: bool
+    alignments: bool
+
+    @classmethod
+    def read(cls, server: Server, fields: Fields) -> "_Wanted":
+        kind = fields.get("format") or "text"
+        if kind not in ("text", "html"):
+            raise RequestError(400, f"format: {kind} is none of text and html")
+        return cls(
+            kind == "html",
+            _num_alternatives(fields),
+            _glossary(server, fields),
+            bool(fields.get("details")),
+            bool(fields.get("alignments")),
+        )
+
+
+async def _translate_by(
+    server: Server, request: Request, model: ServedModel | None, texts: Sequence[str], wanted: _Wanted
+) -> dict[str, list[Any]]:
+    """Translate texts of one language; without a model they are returned unchanged."""
+    alternatives = wanted.alternatives
+    documents = await _documents(server, texts) if wanted.is_html and model else []
     runs = [*chain.from_iterable(document.runs for document in documents)]
     pieces = [[run.text for run in document.runs] for document in documents]
     pieces = pieces or [text.split("\n") for text in texts]
@@ -52,14 +101,15 @@ async def answer_translate(server: Server, request: Request) -> Response:
     words = dict[tuple[int, int], AlignedWords | None]()
     ranked = [list(lines) for _ in range(1 + alternatives)]
     if model is not None:
-        found = await _translate_lines(server, request, Translating(model, 1 + alternatives, glossary), lines)
+        job = Translating(model, 1 + alternatives, wanted.glossary)
+        found = await _translate_lines(server, request, job, lines)
         for number, result in found.items():
             for rank, own in enumerate(ranked):
                 own[number] = _at_rank(result, rank)
         # Attention aligns words, for the answer and for elements inside a run.
         pairs = {}
         for rank, number in product(range(1 + alternatives), found):
-            if (rank == 0 and fields.get("alignments")) or (documents and runs[number].needs_words):
+            if (rank == 0 and wanted.alignments) or (documents and runs[number].needs_words):
                 pairs[number, rank] = [
                     (part.source, _at_rank(part, rank).strip()) for part in found[number].sentences
                 ]
@@ -77,16 +127,13 @@ async def answer_translate(server: Server, request: Request) -> Response:
     body: dict[str, list[Any]] = {"translatedText": joined[0]}  # every value is a list over texts
     if alternatives:
         body["alternatives"] = [[of_rank[text] for of_rank in joined[1:]] for text in range(len(texts))]
-    if detected is not None:
-        body["detectedLanguage"] = [detected] * len(texts)
-    if fields.get("details"):
+    if wanted.details:
         details = [_details(found[at]) if at in found else None for at in range(len(lines))]
         body["details"] = [[*filter(None, of_text)] for of_text in _by_text(pieces, details)]
-    if fields.get("alignments"):
+    if wanted.alignments:
         links = [_links(words.get((at, 0))) for at in range(len(lines))]
         body["alignments"] = _by_text(pieces, links)
-    is_list = isinstance(fields["q"], list)
-    return await json_answer(lambda: body if is_list else {name: values[0] for name, values in body.items()})
+    return body
 
 
 async def _documents(server: Server, texts: Sequence[str]) -> list[Markup]:
@@ -134,16 +181,48 @@ def _links(words: AlignedWords | None) -> list[tuple[str, str]]:
     return [(word.text, words.source[at].text) for word, at in zip(words.target, words.links, strict=True)]
 
 
+async def answer_translate_file(server: Server, request: Request) -> Response:
+    """Translate a file, `file` of a form with `source` and `target`: text, HTML or SubRip subtitles."""
+    fields = await server.fields(request, max_files=1)
+    given = fields.get("file")
+    if not isinstance(given, Uploaded):
+        raise RequestError(400, "Invalid request: missing file parameter (of a multipart form)")
+    file = TextFile.read(given.name, given.content)
+    wanted = Fields(fields | {"format": "html" if file.is_html else "text", "alternatives": 0})
+    body = await translate_texts(server, request, wanted, file.texts)
+    content = file.translated(body["translatedText"]).encode()
+    token = server.files.keep(KeptFile(file.name_in(fields["target"]), content))
+    return JSONResponse({"translatedFileUrl": f"{request.base_url}download_file/{token}"})
+
+
+async def answer_download(server: Server, request: Request) -> Response:
+    """A translated file, for a while after it was translated."""
+    kept = server.files.find(request.path_params["token"])
+    if kept is None:
+        raise RequestError(404, "there is no such file any more: translate it again")
+    # A browser saves it, whatever it is: it would have this server's origin on a page.
+    headers = {
+        "Content-Disposition": f"attachment; filename*=UTF-8''{quote(kept.name)}",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return Response(kept.content, media_type="application/octet-stream", headers=headers)
+
+
 async def answer_languages(server: Server, request: Request) -> Response:
     """The languages that are translated, each with its targets."""
     targets: dict[str, list[str]] = {}
     for model in _translators(server):
         assert model.languages is not None
-        source, target = model.languages
-        targets.setdefault(source, []).append(target)
+        # A language that names of several models write differently has the code of the first.
+        source, target = (
+            next((code for code in targets if closeness(one, code) > 1), one) for one in model.languages
+        )
+        targets.setdefault(source, [])
         targets.setdefault(target, [])
+        if target not in targets[source]:
+            targets[source].append(target)
     return JSONResponse(
-        [{"code": code, "name": code, "targets": [*to, code]} for code, to in targets.items()]
+        [{"code": code, "name": name_of(code), "targets": [*to, code]} for code, to in targets.items()]
     )
 
 
@@ -169,11 +248,12 @@ async def answer_settings(server: Server, request: Request) -> Response:
             "charLimit": server.limits.max_characters,
             "frontendTimeout": 500,
             "language": {
-                "source": {"code": source, "name": source},
-                "target": {"code": target, "name": target},
+                "source": {"code": source, "name": name_of(source)},
+                "target": {"code": target, "name": name_of(target)},
             },
             "suggestions": False,
-            "supportedFilesFormat": [],
+            "filesTranslation": True,
+            "supportedFilesFormat": [*ENDINGS],
         }
     )
 
@@ -221,11 +301,17 @@ def _translators(server: Server) -> list[ServedModel]:
 
 
 def _translator_of(server: Server, source: str, target: str) -> ServedModel:
-    found = next((m for m in _translators(server) if m.languages == (source, target)), None)
-    if found is None:
+    """Return the translator whose languages are nearest to two codes."""
+
+    def fit(model: ServedModel) -> tuple[int, int]:
+        assert model.languages is not None
+        return closeness(target, model.languages[1]), closeness(source, model.languages[0])
+
+    fitting = [model for model in _translators(server) if all(fit(model))]
+    if not fitting:
         pairs = ", ".join("-".join(m.languages) for m in _translators(server) if m.languages) or "none"
         raise RequestError(400, f"{source} to {target} is not supported; what is: {pairs}")
-    return found
+    return max(fitting, key=fit)
 
 
 def _confidences(server: Server, texts: Sequence[str], target: str | None) -> dict[str, float]:
@@ -234,7 +320,11 @@ def _confidences(server: Server, texts: Sequence[str], target: str | None) -> di
     A tokenizer trained on a language encodes its text with fewer and longer tokens.
     """
     # Probabilities are proportional to count⁻⁴, from the first 1,000 characters.
-    able = [m for m in _translators(server) if m.languages and target in (None, m.languages[1])]
+    able = [
+        model
+        for model in _translators(server)
+        if model.languages and (target is None or closeness(target, model.languages[1]))
+    ]
     if not able:
         raise RequestError(400, f"auto to {target} is not supported")
     joined = "\n".join(texts)[:1000]
@@ -269,6 +359,8 @@ def _details(one: Translation) -> dict[str, Any]:
 
 ROUTES = (
     ("POST", "/translate", answer_translate),
+    ("POST", "/translate_file", answer_translate_file),
+    ("GET", "/download_file/{token}", answer_download),
     ("GET", "/languages", answer_languages),
     ("POST", "/detect", answer_detect),
     ("GET", "/frontend/settings", answer_settings),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar, final, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from triptych import user_code
 from triptych.core.models import PRESETS, LanguageModelConfig, ModelConfig
@@ -41,6 +41,8 @@ _SHIPPED = Path(__file__).parents[1] / "recipes"
 # A string of JSON with half of a surrogate pair, Python's form of bytes outside UTF-8.
 _NOT_UTF8 = re.compile('"([^"]*[\ud800-\udfff][^"]*)"')
 
+
+_LONGEST_NAME = 200  # bytes; file systems allow 255, and files beside a run have longer names
 
 # Keys that training chooses for every task where a recipe leaves them out.
 _CHOSEN = (
@@ -84,7 +86,7 @@ class _AnyRecipe(Section):
             Training writes it; a recipe with it needs that very file, given with `--code`.
     """
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field("run", min_length=1)
     seed: int = Field(1, ge=0, lt=2**63)
     data_seed: int | None = Field(None, ge=0, lt=2**63)
     initial_values: Literal["in_order", "by_name"] = "in_order"
@@ -102,6 +104,17 @@ class _AnyRecipe(Section):
                 raise ValueError(f"{min(unknown)} is named without the SHA-256 of that file")
             user_code.require_digests(digests)
         return tree
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_of_a_folder(cls, name: str) -> str:
+        is_shown = name.isprintable() and name == name.strip()
+        if not is_shown or {*name} & {*"/\\"} or name.startswith(".") or len(name.encode()) > _LONGEST_NAME:
+            raise ValueError(
+                f"{name!r} cannot be the name of a folder: leave out slashes, a leading dot, outer spaces "
+                f"and characters that are not shown, and keep it below {_LONGEST_NAME} bytes"
+            )
+        return name
 
     @property
     def order_seed(self) -> int:
@@ -155,7 +168,9 @@ class Recipe(_AnyRecipe):
 
     @model_validator(mode="after")
     def _embeddings_fit_tokenizer(self) -> "Recipe":
-        if self.model.tie_embeddings == "all" and not self.tokenizer.joint:
+        # A checkpoint may have two tokenizers of one vocabulary, as Marian's do.
+        is_fresh = self.training.checkpoint is None
+        if is_fresh and self.model.tie_embeddings == "all" and not self.tokenizer.joint:
             raise ValueError(
                 "model.tie_embeddings is 'all' but tokenizer.joint is false: one table needs one "
                 "vocabulary; set tie_embeddings = 'target' or joint = true"
@@ -192,8 +207,17 @@ class Recipe(_AnyRecipe):
         return self
 
     @model_validator(mode="after")
+    def _begins_in_one_way(self) -> "Recipe":
+        if self.training.checkpoint is not None:
+            if self.training.teacher is not None:
+                raise ValueError("training.checkpoint and training.teacher do not go together: leave out one")
+            if self.initial_values != "in_order":
+                raise ValueError("initial_values is for fresh weights: training.checkpoint has its own")
+        return self
+
+    @model_validator(mode="after")
     def _output_can_be_trained(self) -> "Recipe":
-        if self.model.output_bias:
+        if self.model.output_bias and self.training.checkpoint is None:
             raise ValueError("model.output_bias is only for imported checkpoints: leave it out")
         return self
 
@@ -277,8 +301,8 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), checkpoint: str
     Args:
         path: path of the recipe, or the name of a built-in recipe.
         overrides: keys by their paths, with values.
-        checkpoint: the checkpoint to continue with (`model.checkpoint`), instead of the recipe's keys of the
-            tokenizer and of the model, except its context.
+        checkpoint: the checkpoint to continue with, instead of the recipe's keys of the tokenizer and of the
+            model, except its context: `model.checkpoint`, or `training.checkpoint` of a translator.
 
     Raises:
         UsageError: the file is missing or not TOML, or a key or value is not valid.
@@ -293,7 +317,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), checkpoint: str
         made = f"{path.name.split('.')[0]}.toml"
         command = shlex.join(["triptych", "new", made, kind, str(path)])
         raise UsageError(f"{path} is no recipe; to make one for this text: {command}") from None
-    if name := re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("._-"):
+    if name := "".join(sign if sign.isprintable() else "-" for sign in path.stem).strip().lstrip("."):
         tree.setdefault("name", name)
     if (path.parent / "config.json").exists():
         tree.setdefault("code", {})  # a run's recipe: the files named in it are not executed
@@ -304,11 +328,12 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), checkpoint: str
 
 def _continuing(tree: dict[str, Any], checkpoint: str, origin: str) -> dict[str, Any]:
     """Return the recipe of a run continuing with a checkpoint."""
+    kept = {key: value for key, value in tree.items() if key not in ("tokenizer", "initial_values")}
     if _recipe_type(tree, origin) is Recipe:
-        raise UsageError(f"{origin}: a run that translates begins with fresh weights: leave out --from")
+        kept.pop("model", None)
+        return merge(kept, {"training": {"checkpoint": checkpoint}})
     model = tree.get("model")
     context = {"context": model["context"]} if isinstance(model, dict) and "context" in model else {}
-    kept = {key: value for key, value in tree.items() if key not in ("tokenizer", "initial_values")}
     return {**kept, "model": {"checkpoint": checkpoint, **context}}
 
 

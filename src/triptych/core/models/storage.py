@@ -296,7 +296,7 @@ def read_model(folder: Path) -> EncoderDecoder:
 def read_own_model(folder: Path, *, mapped: bool = False) -> AnyModel:
     """Read a model of either kind from a folder of `write_model`, in evaluation mode.
 
-    `mapped`: map the weights into memory, so that each is read at its first use, as those of checkpoints.
+    `mapped`: map the weights into memory, so that each weight is read at its first use.
     """
     path = folder / _WEIGHTS
     try:

@@ -76,7 +76,7 @@ def _rewritten_layer(site: AttentionSite, weights: AttentionWeights) -> MultiHea
 def require_held(model: AnyModel, name: str, weights: AttentionWeights) -> None:
     """Check that a layer of a model can have changed weights; ValueError gives the reason.
 
-    Heads in pairs, as those of differential attention, stay in pairs.
+    Heads of differential attention stay in pairs.
     """
     stack, number = name.split(".")
     if blocks_of(model, stack)[int(number)].keys is not None:

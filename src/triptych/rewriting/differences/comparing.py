@@ -45,16 +45,8 @@ def compare(
 
     Only the algebra of their weights decides that functions are the same.
 
-    Args:
-        a: the first model, A.
-        b: the second model, B.
-        text: a text to measure the difference of their predictions on, if they are not the same.
-        also: a third model, which B may be a mean of with A.
-        progress: called with the part, the number of parts done, and their number.
-
-    Raises:
-        DataError: a model cannot be read.
-        UsageError: the text is empty, or a model cannot be run on it.
+    `text`: a text to measure the difference of the predictions on, if the functions differ. `also`: a third
+    model, C, for mixtures of A and C.
     """
     pair = Pair(open_side(a), open_side(b))
     found = _compare_sides(pair, progress)

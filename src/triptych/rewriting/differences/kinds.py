@@ -49,6 +49,8 @@ _MOST_WAYS = 3
 _FEW = 0.01  # share of the entries of a tensor
 # Fields with the number of layers.
 _OF_LAYERS = ("blocks", "encoder.blocks", "decoder.blocks")
+# Last parts of the names of fields that hold tensors of the files, or numbers of single heads.
+_LEARNED = ("weight", "bias", "sinks", "slopes")
 _BLOCK = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.")
 
 
@@ -275,7 +277,14 @@ def _mixed(one: _Compared) -> _Reason:
 
 def _quantised(one: _Compared) -> _Reason:
     grid = on_grid(one.before, one.after, one.after.dtype)
-    return None if grid is None else ("quantised", f"lies on {grid}", relative_change(one.before, one.after))
+    of = ""
+    if grid is None and one.before.ndim == 2:
+        # Files of some families hold transposed matrices.
+        grid = on_grid(one.before.mT, one.after.mT, one.after.dtype)
+        of = " of the transposed matrix"
+    return (
+        None if grid is None else ("quantised", f"lies on {grid}{of}", relative_change(one.before, one.after))
+    )
 
 
 def _merged(one: _Compared) -> _Reason:
@@ -376,7 +385,11 @@ def _effects(found: Difference) -> dict[str, tuple[float, float]]:
 
 def _configuration(pair: Pair, found: Difference) -> list[Change]:
     """Return the change of the configuration, if fields that differ change the computation."""
-    settings = [one for one in found.settings if one.name not in _OF_LAYERS]
+    settings = [
+        one
+        for one in found.settings
+        if one.name not in _OF_LAYERS and one.name.rpartition(".")[2] not in _LEARNED
+    ]
     if not settings:
         return []
     stated = [*_stated(pair.a.record, pair.b.record)]

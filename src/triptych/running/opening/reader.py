@@ -236,7 +236,7 @@ class Reader(TextReader):
         """Write model, tokenizers and search settings into a folder, without a recipe."""
         write_model(self.encoder_decoder, folder)
         self.tokenizers.save(folder)
-        write_text(folder / DECODING, tomli_w.dumps(self.decoding.model_dump()))
+        write_text(folder / DECODING, tomli_w.dumps(self.decoding.model_dump(exclude_none=True)))
 
     def search_options(
         self,
@@ -434,9 +434,9 @@ class Reader(TextReader):
             record_residuals(model, residuals) as streams,
         ):
             hidden = self._hidden(texts)
-        with torch.no_grad(), EvaluationMode(model):
-            # Hidden states of padding may be NaN: only hidden states of tokens are checked.
-            if not are_finite(hidden):
+        # Hidden states of padding may be NaN: only hidden states of tokens are checked.
+        if not are_finite(hidden.detach()):
+            with torch.no_grad(), EvaluationMode(model):
                 read = torch.cat([hidden[row, : len(text.ids)] for row, text in enumerate(texts)])
                 require_finite_values(model, read, partial(self._hidden, texts))
         return Recording(tuple(texts), hidden, tuple(calls), {name: (*own,) for name, own in streams.items()})

@@ -8,7 +8,7 @@ whole recipe. A converted model has `decoding.toml` with the recipe's table `dec
 from pathlib import Path
 from typing import Any, Literal, final
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from triptych.errors import DataError
 from triptych.running.text.sentence_tokenizers import TokenizerPair
@@ -37,6 +37,7 @@ class DecodingConfig(Section):
         stop: when a sentence is done: "certain", when nothing can overtake what has ended, or "full",
             when beam_size hypotheses have ended.
         split: translate the sentences of a line one by one; false for a model trained on whole documents.
+        languages: codes of source and target for a server, as in ["de", "pt-BR"].
     """
 
     beam_size: int = Field(4, ge=1, le=10_000)
@@ -44,6 +45,14 @@ class DecodingConfig(Section):
     max_extra_tokens: int = Field(50, ge=1, le=10**9)
     stop: Literal["certain", "full"] = "certain"
     split: bool = True
+    languages: tuple[str, str] | None = None
+
+    @field_validator("languages")
+    @classmethod
+    def _languages_are_known(cls, languages: Any) -> Any:
+        from triptych.languages import require_known  # a table that few recipes need
+
+        return require_known(languages)
 
 
 def read_decoding(folder: Path, tokenizers: TokenizerPair) -> DecodingConfig:

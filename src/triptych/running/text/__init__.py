@@ -40,6 +40,9 @@ from triptych.running.text.record_files import read_jsonl as read_jsonl
 from triptych.running.text.record_files import read_parquet as read_parquet
 from triptych.running.text.record_files import read_tsv as read_tsv
 from triptych.running.text.record_files import record_ending as record_ending
+from triptych.running.text.scripts import first_character as first_character
+from triptych.running.text.scripts import is_inside_character as is_inside_character
+from triptych.running.text.scripts import is_unspaced as is_unspaced
 from triptych.running.text.sentence_tokenizers import BYTE_ALPHABET as BYTE_ALPHABET
 from triptych.running.text.sentence_tokenizers import BYTE_OF as BYTE_OF
 from triptych.running.text.sentence_tokenizers import SPECIAL_TOKENS as SPECIAL_TOKENS
@@ -49,6 +52,8 @@ from triptych.running.text.sentence_tokenizers import SentencePieceTokenizer as 
 from triptych.running.text.sentence_tokenizers import TokenizerPair as TokenizerPair
 from triptych.running.text.sentence_tokenizers import assemble as assemble
 from triptych.running.text.sentence_tokenizers import read_sentence_tokenizer as read_sentence_tokenizer
+from triptych.running.text.sentences import graphemes as graphemes
+from triptych.running.text.sentences import spans_of_words as spans_of_words
 from triptych.running.text.sequences import TokenSequences as TokenSequences
 from triptych.running.text.sequences import offsets_of as offsets_of
 from triptych.running.text.shortlists import Coverage as Coverage

@@ -9,16 +9,18 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from triptych.errors import UsageError
 from triptych.running.text.pieces import bytes_of
-from triptych.running.text.scripts import is_unspaced
+from triptych.running.text.scripts import (
+    INCOMPLETE,
+    begins_inside,
+    first_character,
+    is_inside_character,
+    is_unspaced,
+)
 from triptych.running.text.sentencepiece import SPACE_MARK
 from triptych.running.text.tokenizers import Tokenizer
 
 _CONTINUES = "##"
-_INCOMPLETE = "\ufffd"
-_INSIDE = "\u0300"  # a mark, in the place of the later bytes of a character
-_LEAST_LATER = 0x80  # bytes of UTF-8: later bytes of a character, and first bytes of several
-_LEAST_LEAD = 0xC0
-_JOINERS = frozenset("\u200c\u200d🏻🏼🏽🏾🏿")
+_LEAST_LEAD = 0xC0  # least first byte of a character of several bytes
 
 
 @final
@@ -113,7 +115,7 @@ class _Joints(NamedTuple):
         is_ordinary = np.array([token not in tokenizer.special_ids for token in range(len(pieces))])
         are_marked = any(piece.startswith(_CONTINUES) for piece in pieces)
         texts = [bytes_of(piece.removeprefix(_CONTINUES) if are_marked else piece) for piece in pieces]
-        firsts = [*map(_first_character, texts)]
+        firsts = [*map(first_character, texts)]
         lasts = [raw.decode("utf-8", errors="replace")[-1:] for raw in texts]
         if are_marked:
             begins = [
@@ -126,8 +128,8 @@ class _Joints(NamedTuple):
             has_words = any(SPACE_MARK in piece for piece in pieces)
             begins = [has_words and _is_of_word(first) for first in firsts]
             ends = [*map(_is_of_word, lasts)]
-        goes_on = np.array([*map(_is_inside_character, firsts)]) & is_ordinary
-        spans = np.array([_begins_inside(raw) and max(raw) >= _LEAST_LEAD for raw in texts])
+        goes_on = np.array([*map(is_inside_character, firsts)]) & is_ordinary
+        spans = np.array([begins_inside(raw) and max(raw) >= _LEAST_LEAD for raw in texts])
         is_first = np.array(begins) & is_ordinary & ~goes_on
         return cls(is_ordinary, goes_on, spans, is_first, np.array(ends) & is_ordinary)
 
@@ -139,35 +141,10 @@ class _Joints(NamedTuple):
         return np.asarray(in_character | (self.begins[after] & self.ends[before]))
 
 
-def _begins_inside(raw: bytes) -> bool:
-    """Return True for a token that begins with a later byte of a character."""
-    return raw[:1] != b"" and _LEAST_LATER <= raw[0] < _LEAST_LEAD
-
-
-def _first_character(raw: bytes) -> str:
-    """Return the first character of a token; of the bytes of an incomplete one, what it may be."""
-    if _begins_inside(raw):
-        return _INSIDE
-    character = raw.decode("utf-8", errors="replace")[:1]
-    if character != _INCOMPLETE:
-        return character
-    # An incomplete character that may be of a script without spaces is taken for one: its word ends sooner.
-    longer = (raw[:3] + bytes([byte]) + b"\x80\x80" for byte in range(_LEAST_LATER, _LEAST_LEAD))
-    possible = (some.decode("utf-8", errors="replace")[0] for some in longer)
-    return next((one for one in possible if is_unspaced(one)), _INCOMPLETE)
-
-
 def _is_of_word(character: str) -> bool:
     """Return True for a letter or digit of a script with spaces between words."""
     if character == "" or is_unspaced(character):
         return False
     # An incomplete character is nearly always a letter.
     is_letter = character.isalnum() or unicodedata.category(character).startswith("M")
-    return is_letter or character == _INCOMPLETE
-
-
-def _is_inside_character(character: str) -> bool:
-    """Return True for what joins the character before it: marks, joiners, modifiers of emoji."""
-    if character == "":
-        return False
-    return unicodedata.category(character).startswith("M") or character in _JOINERS
+    return is_letter or character == INCOMPLETE

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from sentencex import segment
 from tokenizers import Regex, pre_tokenizers
 
+from triptych.running.text.scripts import is_unspaced
+
 # A text without any of these, or with no word behind them, has one sentence: marks that end sentences, line
 # breaks, and spaces between letters of Thai or Lao.
 _MAY_END = re.compile(
@@ -28,6 +30,12 @@ _CYRILLIC = re.compile(r"[\u0400-\u04ff]")
 _WINDOW = 4096
 # Ends that the library does not know: marks in front of a digit ("。2020年"), and those of Khmer.
 _MORE_ENDS = re.compile(r"[。！？](?=\d)|[!?।॥؟۔]\s+(?=\d)|[។៕]\s+(?=\S)")
+# Words that the library takes for abbreviations; in front of a number they are ("no. 5", "Art. 3"), and in
+# front of a capitalised word they are none.
+_WORDS_ENDING = re.compile(
+    r"(?<![^\s(\"“«„])(?:[Nn]o|[Oo]k|[Aa]rt|me|may|ill|fed|fig|ark|id|la)\.[\"”»“)]*\s+"
+    r"(?=[\"“«„(¿¡]?(?:I\s|[A-ZÄÖÜÉ][\w’']))(?![\"“«„(¿¡]?\w\d)"
+)
 # Thai and Lao have no marks at the end of a sentence, but spaces between clauses. Clauses shorter than this
 # are names and items of lists.
 _SHORTEST_CLAUSE = 8
@@ -63,7 +71,7 @@ def split_sentences(text: str) -> list[str]:
     known |= {
         end for end in found_by[0] if text[end : end + 1].islower() and _matches(_ENDS_SMALL, text, end)
     }
-    more = {found.end() for found in _MORE_ENDS.finditer(text)}
+    more = {found.end() for pattern in (_MORE_ENDS, _WORDS_ENDING) for found in pattern.finditer(text)}
     ends = sorted({*known, *more, *_clause_ends(text), len(text)})
     parts = list[str]()
     start = 0
@@ -146,6 +154,24 @@ def graphemes(text: str) -> list[str]:
             found[-1] += text[start:end]
         else:
             found.append(text[start:end])
+    return found
+
+
+def spans_of_words(text: str) -> list[tuple[int, int]]:
+    """Return the ranges of a text's words; in scripts without spaces between words, of its characters."""
+    found = list[tuple[int, int]]()
+    for word in re.finditer(r"\S+", text):
+        start = word.start()
+        begin = start
+        before = ""
+        parts = graphemes(word[0]) if any(map(is_unspaced, word[0])) else [word[0]]
+        for character in parts:
+            if start > begin and (is_unspaced(character[0]) or is_unspaced(before)):
+                found.append((begin, start))
+                begin = start
+            before = character[0]
+            start += len(character)
+        found.append((begin, start))
     return found
 
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from triptych.running.text import bytes_of
+from triptych.running.text import bytes_of, first_character, is_inside_character, is_unspaced
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
@@ -24,7 +24,8 @@ class Word(NamedTuple):
 def words_of(pieces: Sequence[str], special: Sequence[bool]) -> tuple[Word, ...]:
     """Group readable tokens into words; special tokens do not belong to words.
 
-    A word begins at a token that starts with a space ("▁"). Punctuation forms separate words.
+    A word begins at a token that starts with a space ("▁"). Punctuation forms separate words, and so does
+    every token of a script without spaces between words.
     """
     found = list[Word]()
     fresh = True
@@ -35,13 +36,20 @@ def words_of(pieces: Sequence[str], special: Sequence[bool]) -> tuple[Word, ...]
             continue
         # A word ends at a special token or punctuation.
         mark = all(unicodedata.category(character)[0] == "P" for character in text)
-        if fresh or mark or piece.startswith(_SPACE) or not found:
+        if fresh or mark or piece.startswith(_SPACE) or not found or not _goes_on(found[-1].text, text):
             found.append(Word(text, place, place + 1))
         else:
             found[-1] = Word(found[-1].text + text, found[-1].start, place + 1)
         fresh = mark
     # Tokens of partial characters are named by their bytes; a word contains the whole character.
     return tuple(word._replace(text=bytes_of(word.text).decode("utf-8", errors="replace")) for word in found)
+
+
+def _goes_on(before: str, text: str) -> bool:
+    """Return True if a token without a space before it continues the word before it."""
+    first = first_character(bytes_of(text))
+    last = bytes_of(before).decode("utf-8", errors="replace")[-1:]
+    return is_inside_character(first) or not (is_unspaced(first) or is_unspaced(last))
 
 
 def word_weights(

@@ -40,7 +40,7 @@ from triptych.seeing.attending.attention_page import (
     notebook_html,
     write_attention_page,
 )
-from triptych.seeing.attending.head_steps import HeadSteps
+from triptych.seeing.attending.head_steps import HeadSteps, LayerOutputs
 from triptych.seeing.attending.looks import Look, Looks, strongest_looks
 from triptych.seeing.attending.over import OverText, attend_over
 from triptych.seeing.attending.picture import head_svg
@@ -77,6 +77,7 @@ class Attention:
         self.ids = text.ids
         self.source_ids = text.source
         self.num_generated = text.num_generated
+        self._outputs = LayerOutputs(reader, text)
         self._layers = [(stack, layer) for stack in stacks for layer in stack.layers]
         self._places = PlaceNames([(stack.kind, layer.number) for stack, layer in self._layers], reader.name)
         self.tokens = tuple(reader.tokenizer.pieces(text.ids))
@@ -110,7 +111,8 @@ class Attention:
         stack, found, head = self._head(layer, head)
         name = self._name(stack, found)
         tokens = (stack.queries, stack.keys)
-        return HeadSteps(self._reader, self._text, found.call, found.number, head, query, tokens, name)
+        place = found.number, head, query
+        return HeadSteps(self._reader, self._text, found.call, *place, tokens, name, self._outputs)
 
     def top(self, k: int = 3, *, per_head: bool = False) -> Looks:
         """Return the k largest attention weights over all heads, in descending order.

@@ -1,5 +1,6 @@
 """Steps of one row of attention, from query and keys to the effect on the next token."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -146,6 +147,7 @@ class HeadSteps:
         query: int,
         tokens: tuple[tuple[str, ...], tuple[str, ...]],
         place: str,
+        outputs: "LayerOutputs",
     ) -> None:
         """Compute the steps of the `number`-th call of its kind; use `Attention.steps`."""
         self.model = reader.name
@@ -157,6 +159,7 @@ class HeadSteps:
         self.token = queries[query]
         self._reader = reader
         self._text = text
+        self._outputs = outputs
         self._kind = call.kind
         self._number = number
         with torch.no_grad():
@@ -214,34 +217,14 @@ class HeadSteps:
 
     def _direct_logits(self) -> tuple[Tensor, Tensor]:
         """Return the logits of this token with and without the head, with all other layers' outputs fixed."""
-        model = self._reader.model
-        made = list[Any]()
-        calls = list[int]()
-        own = {id(site.layer) for site in attention_sites(model) if site.stack == self._kind}
-
-        def keep(module: nn.Module, given: Any, result: Any) -> None:
-            if id(module) in own:
-                calls.append(len(made))
-            made.append(result)
-
-        # Record all outputs of layers, then replay them without the head's output.
-        with ExitStack() as stack:
-            for layer in _sublayers(model):
-                stack.callback(layer.register_forward_hook(keep).remove)
-            before = self._logits()
-        place = calls[self._number]
-        less = made[place].output.clone()
+        outputs = self._outputs
+        place = outputs.calls(self._kind)[self._number]
+        less = outputs.made[place].output.clone()
         less[:, self.query] -= self.projected
-        made[place] = made[place]._replace(output=less)
-        held = iter(made)
-        with ExitStack() as stack:
-            for layer in _sublayers(model):  # fixed outputs are not recomputed
-                vars(layer)["forward"] = lambda *given, **more: next(held)
-                stack.callback(vars(layer).pop, "forward")
-            return before, self._logits()
+        without = outputs.replayed({place: outputs.made[place]._replace(output=less)})
+        return self._logits(outputs.hidden), self._logits(without)
 
-    def _logits(self) -> Tensor:
-        hidden = self._reader.run([self._text]).hidden
+    def _logits(self, hidden: Tensor) -> Tensor:
         return at_least_float32(self._reader.logits(hidden[0, self.query]))
 
     def table(self, most: int | None = None) -> Table:
@@ -380,6 +363,57 @@ class HeadSteps:
         table = self.table(24)
         own = table_html(table.title, table.rows, table.columns)
         return own + table_html("What the head makes of it", self.facts())
+
+
+@final
+class LayerOutputs:
+    """The outputs of all attention and feed-forward layers on a text, computed on first use and kept.
+
+    Attributes:
+        hidden: residual stream after the final norm, `[1, length, d_model]`.
+        made: results of the layers, in execution order.
+    """
+
+    def __init__(self, reader: Reader, text: TextIds) -> None:
+        self._reader = reader
+        self._text = text
+
+    def calls(self, kind: str) -> list[int]:
+        """Return the places in `made` of the attention layers of a stack."""
+        model = self._reader.model
+        own = {id(site.layer) for site in attention_sites(model) if site.stack == kind}
+        return [place for place, layer in enumerate(self._recorded[1]) if id(layer) in own]
+
+    @property
+    def hidden(self) -> Tensor:
+        return self._recorded[0]
+
+    @property
+    def made(self) -> list[Any]:
+        return self._recorded[2]
+
+    @cached_property
+    def _recorded(self) -> tuple[Tensor, list[nn.Module], list[Any]]:
+        layers = list[nn.Module]()
+        made = list[Any]()
+
+        def keep(module: nn.Module, given: Any, result: Any) -> None:
+            layers.append(module)
+            made.append(result)
+
+        with ExitStack() as stack, torch.no_grad():
+            for layer in _sublayers(self._reader.model):
+                stack.callback(layer.register_forward_hook(keep).remove)
+            return self._reader.run([self._text]).hidden, layers, made
+
+    def replayed(self, changed: Mapping[int, Any]) -> Tensor:
+        """Return `hidden` with some of the results replaced; the layers themselves are not run again."""
+        held = (changed.get(place, result) for place, result in enumerate(self.made))
+        with ExitStack() as stack, torch.no_grad():
+            for layer in _sublayers(self._reader.model):
+                vars(layer)["forward"] = lambda *given, **more: next(held)
+                stack.callback(vars(layer).pop, "forward")
+            return self._reader.run([self._text]).hidden
 
 
 def _sublayers(model: AnyModel) -> list[nn.Module]:
