@@ -89,6 +89,21 @@ def test_an_exact_rewrite_of_a_model_of_any_family_computes_the_same(name: str, 
     assert done or shares_keys
 
 
+@pytest.mark.parametrize("name", [pytest.param("deepseek_v3", marks=pytest.mark.slow), "gemma2"])
+def test_a_folder_of_a_model_that_no_recipe_describes_is_rewritten_with_a_certificate(
+    name: str, pair_of: PairOf, tmp_path: Path
+) -> None:
+    _, model = pair_of(name)
+    with pytest.raises(ValueError, match="no recipe describes the model"):
+        find_config(model)
+    (tmp_path / "own").mkdir()
+    write_model(model, tmp_path / "own")
+    triptych.load(tmp_path / "own").rewrite("fold_norm", out=tmp_path / "new")
+    claims = triptych.verify(tmp_path / "new", against=tmp_path / "own")
+    assert not [claim for claim in claims if claim.held is False]
+    assert [claim for claim in claims if claim.held and claim.claim == "nothing else has changed"]
+
+
 @pytest.mark.parametrize("name", some(RUNS))
 @torch.no_grad()
 def test_outputs_and_attention_weights_are_those_of_transformers(name: str, pair_of: PairOf) -> None:
