@@ -17,7 +17,7 @@ from modules import MODULES, PATHS, ROOT, SOURCE, graph_of_modules, imported, mo
 from triptych.core.attention import attention
 
 OPTIONAL = {
-    "ctranslate2",
+    "ctranslate2",  # not optional, but slow to import and needed by its engine alone
     "datasets",
     "gguf",
     "google",  # protobuf, which `onnx` brings

@@ -89,7 +89,7 @@ def load(
     dtype: torch.dtype | Dtype | None = None,
     tokenizer: Any = None,
     languages: tuple[str, str] | None = None,
-    engine: EngineName = "triptych",
+    engine: EngineName | None = None,
     precision: Precision = "fp32",
     offline: bool = False,
     family: Family | str | Path | None = None,
@@ -115,9 +115,10 @@ def load(
             tokenizer in the files. A model in memory needs a tokenizer to read texts.
         languages: for a translator of several languages (mBART, NLLB): source and target as its tokenizer
             spells them, such as de_DE and en_XX.
-        engine: library for translation and generation: triptych, ctranslate2 (faster in int8 on CPUs;
-            needs the extra of that name), or auto: ctranslate2 for translation on a CPU where it is installed
-            and computes the same model, otherwise triptych. A line reports the choice.
+        engine: library for translation and generation: triptych, ctranslate2 (faster translation on CPUs),
+            or auto: ctranslate2 for translation on a CPU if it computes the same model with the same
+            options, otherwise triptych. A line reports the choice. Default: triptych; the commands
+            translate, evaluate and distil take auto for translators.
         precision: type of the maps when text is translated or generated: fp32; int8 (CPU only) and bf16 (on
             GPUs and CPUs with AVX-512) are faster and change some texts. On x86-64 CPUs no text depends on
             other texts of its batch; docs/how-to/generating.md has the exceptions.

@@ -41,7 +41,7 @@ def test_windows_line_ends_are_not_part_of_the_text(triptych: Command, small_run
 
 
 def test_empty_input_gives_empty_output(triptych: Command, small_run: Path) -> None:
-    assert triptych("translate", small_run, stdin=b"") == (0, "", "")
+    assert triptych("translate", small_run, "--engine", "triptych", stdin=b"") == (0, "", "")
 
 
 def test_a_paragraph_is_translated_sentence_by_sentence_and_keeps_its_white_space(
@@ -152,7 +152,8 @@ def test_attention_that_is_not_there_is_a_usage_error(
 def test_bad_bytes_are_named_with_their_line_after_the_lines_before_them(
     triptych: Command, small_run: Path
 ) -> None:
-    answer = triptych("translate", small_run, stdin=b"Vier.\nHeute.\n\xff\xfe\xfd\nVier.\n")
+    engine = "--engine", "triptych"
+    answer = triptych("translate", small_run, *engine, stdin=b"Vier.\nHeute.\n\xff\xfe\xfd\nVier.\n")
     assert answer.code == 1
     assert len(answer.out.splitlines()) == 2
     assert "standard input, line 3" in answer.err
@@ -171,7 +172,10 @@ def test_a_failed_translation_leaves_no_output_file(
 
 def test_a_closed_pipe_ends_quietly(small_run: Path, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("Heute ist Montag.\n" * 2000)
-    command = f"{sys.executable} -m triptych translate {small_run} {tmp_path / 'in.txt'} --beam 1 | head -n 1"
+    options = "--beam 1 --engine triptych"
+    command = (
+        f"{sys.executable} -m triptych translate {small_run} {tmp_path / 'in.txt'} {options} | head -n 1"
+    )
     result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout.count("\n") == 1
     assert result.stderr == ""
@@ -291,3 +295,25 @@ def test_a_glossary_forces_its_terms_and_leaves_other_lines_alone(
     (tmp_path / "terms.tsv").write_text("Buch\tbook\nEuro dollars\n")
     answer = triptych("translate", small_run, "--glossary", tmp_path / "terms.tsv", stdin=lines)
     assert (answer.code, "terms.tsv:2: write a term, a tab and its translation" in answer.err) == (1, True)
+
+
+def test_the_engine_is_chosen_by_what_is_asked_and_a_line_says_why(
+    triptych: Command, small_run: Path, tmp_path: Path
+) -> None:
+    terms = tmp_path / "terms.tsv"
+    terms.write_text("Vier\tfour\n")
+    asked = {
+        ("--beam", 2): "CTranslate2 translates: it is faster on CPUs",
+        ("--n-best", 2): "triptych translates: lists of the best translations are triptych's",
+        ("--glossary", terms): "triptych translates: CTranslate2 takes no glossary",
+        ("--stop", "certain"): "triptych translates: CTranslate2 ends a search",
+        ("--json",): "triptych translates: --json needs its own search",
+        ("--without", "cross.0.1"): "triptych translates: --without needs its own search",
+    }
+    for options, said in asked.items():
+        answer = triptych("translate", small_run, *options, stdin=b"Vier.\n")
+        assert answer.code == 0
+        (line,) = answer.err.splitlines()
+        assert line.startswith(f"triptych: engine auto: {said}")
+    own = triptych("translate", small_run, "--beam", 2, "--engine", "triptych", stdin=b"Vier.\n")
+    assert (own.code, own.err) == (0, "")

@@ -139,7 +139,7 @@ def test_what_ctranslate2_cannot_do_is_refused_by_name(run: Reader, monkeypatch:
     with pytest.raises(UsageError, match="CTranslate2 cannot compute in bf16 on this cpu: it can in fp32"):
         CTranslate2Searcher(run, SearchOptions(beam_size=1), "bf16", 1, "cpu")
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
-    with pytest.raises(UsageError, match=r"--engine ctranslate2 needs .*'triptych\[ctranslate2\]'"):
+    with pytest.raises(UsageError, match="CTranslate2 is not installed: pip install ctranslate2"):
         load("no folder", engine="ctranslate2")
 
 
@@ -178,20 +178,23 @@ def test_a_precision_that_the_device_has_no_products_in_is_said_to_be_slow(
 def test_auto_takes_ctranslate2_where_it_computes_the_same_model_and_says_so(
     run: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def taken(glossary: dict[str, str] | None = None, stop: Stop | None = None) -> str:
+    def taken(glossary: dict[str, str] | None = None, stop: Stop | None = None, num_best: int = 1) -> str:
         options = cache.Options("cpu", engine="auto")
         with pytest.warns(EngineNote) as notes:
-            translator = cache.make_translator(run, options, 1, glossary, stop, beam_size=2)
+            translator = cache.make_translator(
+                run, options, 1, glossary, stop, beam_size=2, num_best=num_best
+            )
         assert translator.translate(LINES)
         said = str(notes[0].message)
         assert translator.engine == ("ctranslate2" if "CTranslate2 translates" in said else "triptych")
         return said
 
     monkeypatch.setattr(cache, "require_recipe", lambda _: None)  # `run` is no folder
-    assert taken() == "engine auto: CTranslate2 translates"
+    assert taken().startswith("engine auto: CTranslate2 translates: it is faster on CPUs")
     asked = cache.Options("cpu", engine="ctranslate2")
     assert cache.make_translator(run, asked, 2, beam_size=2).workers == 2
     assert "triptych translates: CTranslate2 takes no glossary" in taken({"Hund": "dog"})
+    assert "triptych translates: lists of the best translations are triptych's" in taken(num_best=2)
     assert 'stop must be "full", and it is "certain"' in taken(stop="certain")
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
-    assert "pip install 'triptych[ctranslate2]'" in taken()
+    assert "CTranslate2 is not installed: pip install ctranslate2" in taken()

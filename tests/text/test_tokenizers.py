@@ -14,7 +14,12 @@ from triptych.errors import DataError, UsageError
 from triptych.running.text import TokenizerPair, read_sentence_tokenizer
 from triptych.running.text.sentence_tokenizers import BYTE_ALPHABET, BYTE_OF
 from triptych.training.corpora.generated import generate_pairs
-from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
+from triptych.training.corpora.tokenizer_training import (
+    TokenizerSpec,
+    _cut_words,
+    train_tokenizer,
+    train_tokenizers,
+)
 
 PAIRS = generate_pairs(300, "train", 0)
 SOURCE = [source for source, _ in PAIRS]
@@ -191,3 +196,14 @@ def test_a_tokenizer_that_lacks_bytes_or_specials_is_refused(tmp_path: Path) -> 
     path.write_text(json.dumps(ours))
     with pytest.raises(DataError, match="255 bytes missing from its vocabulary"):
         read_sentence_tokenizer(path)
+
+
+def test_a_text_of_one_word_is_read_in_parts_and_other_texts_whole() -> None:
+    word = "GATTACA" * 700
+    parts = [*_cut_words(word)]
+    assert "".join(parts) == word
+    assert max(map(len, parts)) == 1000
+    for text in ("", "ab " * 2000, "x1" * 2000, "今天天气很好。" * 500, "_" * 1000):
+        assert [*_cut_words(text)] == [text]
+    tokenizer = train_tokenizer(TokenizerSpec(vocab_size=270), [word])
+    assert tokenizer.decode(tokenizer.encode([word])) == [word]

@@ -6,7 +6,11 @@ from typing import Annotated
 
 import triptych
 from triptych.cli.failures import say
-from triptych.cli.options import load_model, number_of_workers
+from triptych.cli.options import (
+    load_model,
+    number_of_workers,
+    translating_engine,
+)
 from triptych.cli.process import prepare_training
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import print_json, progress_bar, training_display
@@ -61,7 +65,7 @@ def distil(
     display = training_display()
     read = require_translation(read_recipe(recipe, overrides), recipe)
     with progress_bar("{task.description}", "translating", of_bytes=False) as tell:
-        found = load_model(teacher, opening=opening).distil(
+        found = load_model(teacher, opening=translating_engine(opening, {})).distil(
             read, out, **translating, workers=number_of_workers(workers), display=display, progress=tell
         )
     if speaks():

@@ -5,7 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from triptych.cli.options import load_model, number_of_workers, plain, refuse_options, special_tokens_of
+from triptych.cli.options import (
+    load_model,
+    number_of_workers,
+    plain,
+    refuse_options,
+    special_tokens_of,
+    translating_engine,
+)
 from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_json, print_whole, progress_bar
@@ -82,6 +89,7 @@ def evaluate(
         if out is not None and len(models) > 1:
             raise UsageError("--out takes the translations of one model: name one, or leave out --out")
         translating["workers"] = number_of_workers(workers)
+        opening = translating_engine(opening, {"without": without})
         read += [path for path in (source, reference) if path is not None]
     with launched(opening["device"]) as world:
         given = world.on_all(lambda: _read_texts(text, documents, source, reference))

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from triptych.cli.failures import say
 from triptych.cli.signatures import Options
 from triptych.cli.verbs import spelled
 from triptych.errors import UsageError
@@ -43,9 +44,22 @@ def refuse_options(options: Mapping[str, Any], why: str) -> None:
         raise UsageError(f"{spelled(found[0])[0]} {why}")
 
 
-def check_attention(heads: Sequence[str], page: Path | None, engine: str, *, as_json: bool) -> None:
+def translating_engine(opening: Options, own: Mapping[str, Any]) -> Options:
+    """Options for opening a translator, with "auto" where no engine is given.
+
+    `own` are options that need triptych's engine, by name.
+    """
+    if opening["engine"] is not None or opening.get("dtype") is not None:
+        return opening
+    if needs := [name for name, value in own.items() if value]:
+        say(f"triptych: engine auto: triptych translates: {spelled(needs[0])[0]} needs its own search")
+        return opening | {"engine": "triptych"}
+    return opening | {"engine": "auto"}
+
+
+def check_attention(heads: Sequence[str], page: Path | None, engine: str | None, *, as_json: bool) -> None:
     """Attention weights come from our own engine, and are printed as JSON."""
-    if (heads or page) and engine != "triptych":
+    if (heads or page) and engine not in (None, "triptych"):
         raise UsageError(f"--attention goes with --engine triptych: {engine} gives no attention weights")
     if heads and not as_json:
         raise UsageError("--attention goes with --json")

@@ -38,7 +38,8 @@ def train(
         out: The run folder to create. Default: runs/NAME.
         resume: Continue the run in this folder.
         force: Use a folder that has other files. Files with the names of a run's are replaced.
-        checkpoint: Go on with this language model: a folder in Hugging Face's format, or a name on the Hub.
+        checkpoint: Go on with this model. A language model: a folder in Hugging Face's format, or a name on
+            the Hub. A translator: a run, or a Marian checkpoint.
         overrides: Override a recipe key: section.key=value. May be repeated.
 
     Examples:

@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from triptych.cli.failures import say
-from triptych.cli.options import check_attention, load_model, number_of_workers, special_tokens_of
+from triptych.cli.options import (
+    check_attention,
+    load_model,
+    number_of_workers,
+    special_tokens_of,
+    translating_engine,
+)
 from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import json_text, standard_input, text_or_file, write_output
@@ -83,7 +89,8 @@ def translate(
     given = "-" if text is None else text_or_file(text, "text")
     read = [Path(model), *(path for path in (given, glossary) if isinstance(path, Path))]
     require_free([Output(out, is_remembered), Output(html, is_page)], read, force=force)
-    opened = load_model(model, without, opening)
+    own = {"as_json": as_json, "attention": attention, "attention_html": html, "without": without}
+    opened = load_model(model, without, translating_engine(opening, own))
     terms = None if glossary is None else _read_glossary(glossary)
     translator = opened.translator(
         **searching,

@@ -47,10 +47,10 @@ from triptych.core.models import (
     find_config,
 )
 from triptych.errors import UsageError
-from triptych.extras import require_extra
 from triptych.files import write_text
 from triptych.literals import Quantization
 from triptych.running.opening import Reader, write_tokenizers
+from triptych.running.options import require_ctranslate2
 from triptych.running.text import PretrainedTokenizer, SentencePieceTokenizer
 
 _TOLERANCE = 1e-4
@@ -73,7 +73,7 @@ def _activation(name: str) -> Any:
 
 def write_ct2_translator(run: Reader, folder: Path, quantization: Quantization) -> WrittenModel:
     """Write a folder for `ctranslate2.Translator`."""
-    require_extra("convert", "ctranslate2", what="--to ctranslate2")
+    require_ctranslate2()
     special = {run.tokenizers.target.pad_id, run.tokenizers.target.bos_id, run.tokenizers.target.eos_id}
     if run.shortlist is not None and special != set(range(len(special))):
         # Version 4.8 keeps the output columns of special tokens from an earlier batch
@@ -258,7 +258,7 @@ both search alike.
 
 def write_ct2_generator(opened: Reader, folder: Path, quantization: Quantization) -> WrittenModel:
     """Write a folder for `ctranslate2.Generator` with a language model and its tokenizer."""
-    require_extra("convert", "ctranslate2", what="--to ctranslate2")
+    require_ctranslate2()
     model = opened.language_model
     tokenizer = opened.tokenizer
     check = write_generator(model, folder, quantization)
@@ -293,7 +293,7 @@ def write_generator(
     model: LanguageModel, folder: Path, quantization: Quantization = "float32"
 ) -> ConversionCheck:
     """Write a folder for `ctranslate2.Generator`, with the token ids "0", "1", … as tokens."""
-    require_extra("ctranslate2", "ctranslate2", what="--engine ctranslate2")
+    require_ctranslate2()
     spec = _generator_spec(model)
     vocabulary = [str(token) for token in range(model.vocab_size)]
     spec.register_vocabulary(vocabulary)

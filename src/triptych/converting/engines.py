@@ -438,12 +438,9 @@ def make_translator(
             return make_translator(opened, replace(options, engine=engine), workers, glossary, stop, **search)
 
         try:
-            if find_device(options.device).type != "cpu":
-                raise UsageError("CTranslate2 is taken on CPUs only")
-            if glossary is not None:
-                raise UsageError("CTranslate2 takes no glossary")
+            _require_fit_for_auto(options, glossary, search.get("num_best", 1))
             found = made("ctranslate2")
-            note = "CTranslate2 translates"
+            note = "CTranslate2 translates: it is faster on CPUs (--engine triptych searches without it)"
         except TriptychError as error:
             found = made("triptych")
             note = f"triptych translates: {error}"
@@ -479,6 +476,16 @@ def _require_beam_alone(options: SearchOptions) -> None:
             "CTranslate2 searches without sampling, repetition penalty and no_repeat_ngram_size here: leave "
             "them out, or take --engine triptych"
         )
+
+
+def _require_fit_for_auto(options: Options, glossary: Mapping[str, str] | None, num_best: int) -> None:
+    """Raise `UsageError` where "auto" leaves a translation to triptych."""
+    if find_device(options.device).type != "cpu":
+        raise UsageError("CTranslate2 is taken on CPUs only")
+    if glossary is not None:
+        raise UsageError("CTranslate2 takes no glossary")
+    if num_best > 1:
+        raise UsageError("lists of the best translations are triptych's")
 
 
 def _note_slow_precision(model: nn.Module, precision: Precision) -> None:

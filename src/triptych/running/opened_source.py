@@ -280,7 +280,7 @@ def open_source(
     dtype: torch.dtype | str | None,
     tokenizer: Any,
     languages: tuple[str, str] | None,
-    engine: EngineName,
+    engine: EngineName | None,
     precision: Precision,
     offline: bool,
     family: Family | str | Path | None,
@@ -293,6 +293,7 @@ def open_source(
     """Find a source: files, a name on the Hub, or a model in memory, without running it."""
     if code is not None:
         use_code(code)
+    engine = engine or "triptych"
     if engine != "triptych" and dtype is not None:
         raise UsageError(f"--engine {engine} rounds by --precision: leave out --dtype")
     if engine == "ctranslate2":

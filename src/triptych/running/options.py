@@ -7,7 +7,8 @@ from typing import NamedTuple, final
 import torch
 
 from triptych.core.checkpoints.source import Source
-from triptych.extras import require_extra
+from triptych.errors import UsageError
+from triptych.extras import is_installed
 from triptych.literals import EngineName, Precision
 
 
@@ -33,5 +34,6 @@ class Options:
 
 
 def require_ctranslate2() -> None:
-    """Check that CTranslate2 is installed."""
-    require_extra("ctranslate2", "ctranslate2", what="--engine ctranslate2")
+    """Check that CTranslate2 is installed; it is not built for every platform."""
+    if not is_installed("ctranslate2"):
+        raise UsageError("CTranslate2 is not installed: pip install ctranslate2, or use --engine triptych")

@@ -55,8 +55,9 @@ _LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
 }
 # Context of a run from a checkpoint, limited by the model's positions.
 _CONTINUED_CONTEXT = {"cpu": 128, "cuda": 512}
-# Ratio of learning rates: fresh weights to pretrained weights.
+# Ratio of learning rates: fresh weights to pretrained weights, of language models and of translators.
 _GENTLER = 40
+_GENTLER_TRANSLATING = 10
 # RMSNorm and SwiGLU without biases, the usual blocks of today's language models.
 _BLOCKS = {"norm_kind": "rms", "activation": "swish", "gated": True, "bias": False}
 
@@ -76,7 +77,9 @@ def fit_training(
     limits = _limits(device)
     preset = next(name for least, name in limits.presets if num_tokens >= least)
     model = {**PRESETS[preset].model_dump(exclude_none=True), "norm": "pre"}
-    total = min(_passes(num_tokens) * num_tokens, limits.total_tokens)
+    goes_on = recipe.training.checkpoint is not None
+    passes = _FEWEST_PASSES if goes_on else _passes(num_tokens)
+    total = min(passes * num_tokens, limits.total_tokens)
     batch = max(
         _batch_tokens(total, limits), recipe.data.max_sentence_tokens + 1
     )  # a batch holds its longest sentence
@@ -84,7 +87,10 @@ def fit_training(
     of_epoch = steps_per_epoch(recipe)
     recipe, steps = _with_steps(recipe, of_epoch * total / num_tokens, of_epoch)
     if "warmup_steps" not in recipe.training.model_fields_set:
-        recipe = recipe.filled({"training": _schedule(steps, recipe.model.d_model)})
+        schedule = _schedule(steps, recipe.model.d_model)
+        if goes_on:
+            schedule["learning_rate"] = float(f"{schedule['learning_rate'] / _GENTLER_TRANSLATING:.2g}")
+        recipe = recipe.filled({"training": schedule})
     return recipe.filled({"validation": {"every_steps": _validate_every(steps)}})
 
 

@@ -129,6 +129,9 @@ class TrainingConfig(OptimisationConfig):
     4,000, and learning_rate, schedule ("linear") and clip_norm (1) are chosen with it.
 
     Attributes:
+        checkpoint: a translator to go on with (`--from`): a run, a Marian checkpoint, or a name on the Hub.
+            Weights, tokenizers, `[model]` and the missing keys of `[decoding]` are its own; the learning rate
+            that training chooses is a tenth of that for fresh weights.
         batch_tokens: maximum of padded source tokens, and of padded target tokens, in a batch.
         label_smoothing: probability spread evenly over all tokens.
         rdrop: weight of R-Drop; 0 is off. Every batch runs through the model twice with different dropout,
@@ -140,6 +143,7 @@ class TrainingConfig(OptimisationConfig):
             remaining share is the cross-entropy against the text.
     """
 
+    checkpoint: str | None = None
     batch_tokens: int = Field(25_000, ge=2)
     label_smoothing: float = Field(0.1, ge=0, lt=1)
     rdrop: float = Field(0.0, ge=0)

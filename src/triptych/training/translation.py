@@ -13,16 +13,19 @@ from triptych.core.checkpoints.source import is_own_config
 from triptych.core.models import (
     AnyModel,
     EncoderDecoder,
+    find_config,
     find_device,
+    has_config,
     read_own_model,
     to_device,
     write_config,
+    write_model,
 )
 from triptych.core.storage import SAFETENSORS
 from triptych.errors import DataError, UsageError
 from triptych.files import file_hash
 from triptych.running.decoding import SearchOptions, Translator, score_translations
-from triptych.running.opening import check_tokenizers
+from triptych.running.opening import check_tokenizers, open_translator
 from triptych.running.text import ByteLevelTokenizer, TokenizerPair, require_kept_file
 from triptych.training.choices import fit_tokenizer, fit_training, say_choices
 from triptych.training.corpora.corpora import CorpusSpec, ParallelCorpus, read_parallel
@@ -70,6 +73,7 @@ class TranslationTask(Task[Recipe]):
         # A run folder has the tokenizers; with a teacher, they are the teacher's.
         cache = base / recipe.data.cache if recipe.data.cache else None
         teacher = None if recipe.training.teacher is None else _Teacher.read(base / recipe.training.teacher)
+        start = None if recipe.training.checkpoint is None else _Start.read(recipe, base, folder)
         if folder is not None:
             tokenizers = TokenizerPair.load(folder)
             check_tokenizers(tokenizers, folder, joint=recipe.tokenizer.joint)
@@ -82,6 +86,10 @@ class TranslationTask(Task[Recipe]):
             if teacher is not None:
                 tokenizers = teacher.tokenizers
                 recipe = with_tokenizers_of(tokenizers, recipe)
+            elif start is not None:
+                tokenizers = start.tokenizers
+                given = recipe = start.recipe
+                display.say(f"going on with {start.name}: {tokenizers.target.vocab_size:,} tokens")
             else:
                 recipe = fit_tokenizer(recipe, num_chars, device)
                 tokenizers = _train_tokenizers(recipe, train_text, cache, display)
@@ -98,6 +106,8 @@ class TranslationTask(Task[Recipe]):
         def objective() -> TranslationObjective:
             sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
             model = EncoderDecoder.of(recipe.model, *sizes, tokenizers.target.pad_id)
+            if start is not None:
+                model.load_state_dict(start.model.state_dict())
             where = find_device(recipe.training.device)
             return TranslationObjective(
                 to_device(model, where),
@@ -112,7 +122,10 @@ class TranslationTask(Task[Recipe]):
 
         def begin(model: AnyModel, folder: Path) -> None:
             tokenizers.save(folder)
-            write_config(model, folder)
+            if start is None:
+                write_config(model, folder)
+            else:
+                write_model(start.model, folder)
 
         embeddings = recipe.model.embeddings
         shared = recipe.model.tie_embeddings == "all"
@@ -122,7 +135,7 @@ class TranslationTask(Task[Recipe]):
                 ("decoder" if shared else "encoder", embeddings.vectors, tokenizers.source),
                 ("decoder", embeddings.target_vectors, tokenizers.target),
             )
-            if path
+            if path and start is None
         }
         return Prepared(
             recipe,
@@ -130,9 +143,15 @@ class TranslationTask(Task[Recipe]):
             begin,
             lambda: _fingerprints(recipe, texts, tokenizers, teacher),
             vectors=vectors,
+            from_checkpoint=start is not None,
         )
 
     def fitted_to(self, length: int, device: str) -> Recipe:
+        if self.recipe.training.checkpoint is not None:
+            raise UsageError(
+                "plan makes the model of a recipe, and training.checkpoint names one that exists: write its "
+                "sizes under [model] in its place"
+            )
         if self.recipe.training.teacher is not None:
             raise UsageError(
                 "plan counts no teacher: leave out training.teacher, and add its memory and time"
@@ -199,6 +218,48 @@ def with_tokenizers_of(teacher: TokenizerPair, recipe: Recipe, training: Mapping
     )
     origin = "the recipe with the teacher's tokenizers"
     return require_translation(resolve(tree, (), origin), origin)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Translator that a run goes on with, and the recipe with its model, tokenizers and search settings."""
+
+    name: str
+    model: EncoderDecoder
+    tokenizers: TokenizerPair
+    recipe: Recipe
+
+    @classmethod
+    def read(cls, recipe: Recipe, base: Path, folder: Path | None) -> "_Start":
+        """Open the translator of a new recipe, or of the folder of a run that has begun."""
+        given = recipe.training.checkpoint
+        assert given is not None
+        if folder is not None:
+            model = read_own_model(folder)
+            assert isinstance(model, EncoderDecoder), "its recipe is of a translator"
+            return cls(given, model, TokenizerPair.load(folder), recipe)
+        path = base / given
+        reader = open_translator(path if path.exists() else given, "cpu")
+        if not has_config(reader.encoder_decoder):
+            raise UsageError(
+                f"{reader.name} cannot be trained further: of other libraries' translators only Marian's "
+                "can, with scaled embeddings and feed-forward layers of one width"
+            )
+        model = reader.encoder_decoder.float()
+        tokenizers = reader.tokenizers
+        tree = recipe.model_dump(mode="json", exclude_unset=True)
+        decoding = reader.decoding.model_dump(mode="json", exclude_none=True)
+        config = find_config(model)
+        longest = min(recipe.data.max_sentence_tokens, config.max_source_tokens)
+        own = {
+            "data": {"max_sentence_tokens": longest},
+            "model": config.model_dump(mode="json"),
+            "tokenizer": {"joint": tokenizers.joint, "vocab_size": tokenizers.target.vocab_size},
+            "decoding": merge(decoding, tree.get("decoding", {})),
+        }
+        origin = f"the recipe with {reader.name}"
+        whole = require_translation(resolve(merge(tree, own), (), origin), origin)
+        return cls(reader.name, model, tokenizers, whole)
 
 
 @dataclass(frozen=True)
