@@ -18,8 +18,10 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice, product
 from pathlib import Path
+from typing import Literal
 
 SHARED = Path("../shared")
 MARIAN = SHARED / "checkpoints" / "marian-multi30k"
@@ -27,6 +29,9 @@ LINES = 200
 COMMAND_LINES = 2000
 LONGEST = 200  # max_length of the checkpoint's generation_config.json
 COMPUTE_TYPES = {"fp32": "float32", "int8": "int8_float32"}
+
+Precision = Literal["fp32", "int8"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
 
 Translate = Callable[[Sequence[str]], list[str]]
 
@@ -37,7 +42,7 @@ def read_lines(count: int) -> list[str]:
     return [*islice(lines, count)]
 
 
-def ours(precision: str, beam: int, threads: int) -> Translate:
+def ours(precision: Precision, beam: int, threads: int) -> Translate:
     """What `triptych translate` makes for a text."""
     import torch
 
@@ -142,20 +147,19 @@ def compare(rounds: int, threads: int) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         converted = convert(folder)
-        for precision, beam in product(("fp32", "int8"), (1, 4)):
+        for precision, beam in product(PRECISIONS, (1, 4)):
             engines = {
                 "triptych": ours(precision, beam, threads),
                 "CTranslate2": theirs(converted, precision, beam, threads),
             }
             for size in (1, 32):
-                measured = {
-                    engine: (lambda translate=translate, size=size: rate(translate, lines, size))
-                    for engine, translate in engines.items()
+                measured: dict[str, Callable[[], float]] = {
+                    engine: partial(rate, translate, lines, size) for engine, translate in engines.items()
                 }
                 found[f"{precision}, beam {beam}, {size} at a time"] = in_turns(measured, rounds)
             whole = commands(folder, precision, beam, threads)
             measured = {
-                engine: (lambda command=command, engine=engine: rate_of_command(command, folder / engine))
+                engine: partial(rate_of_command, command, folder / engine)
                 for engine, command in whole.items()
             }
             found[f"{precision}, beam {beam}, command on {COMMAND_LINES:,} lines"] = in_turns(

@@ -40,10 +40,10 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
         require_held(model, name, weights)
         layer = _rewritten_layer(sites[name], weights)
         # Uses of a repeated block may be modules of their own with the same parameters.
-        own = {*sites[name].layer.parameters()}
-        for site in sites.values():
-            if {*site.layer.parameters()} == own:
-                layers[id(site.layer)] = layer
+        own = set(sites[name].layer.parameters())
+        for other in sites.values():
+            if set(other.layer.parameters()) == own:
+                layers[id(other.layer)] = layer
     # The model is described as data with the new layers, built from it, and filled with the old tensors.
     with torch.random.fork_rng(devices=[]):  # initial values are drawn only to be overwritten
         new = ModelRecord.read(describe_model(model, layers)).build()

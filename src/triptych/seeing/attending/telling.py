@@ -36,4 +36,5 @@ class Telling:
         columns = torch.as_tensor(self._columns)
         total = columns.sum(dim=-1)
         apart = torch.special.xlogy(total, total) - torch.special.xlogy(columns, columns).sum(dim=-1)
-        return (self._inner + apart) / max(1, self._rows)
+        nats: Tensor = (self._inner + apart) / max(1, self._rows)
+        return nats
