@@ -17,8 +17,8 @@ from small_checkpoints import with_words
 from triptych.core.checkpoints.stored_models import load_language_model
 from triptych.errors import TriptychError
 from triptych.model import load
-from triptych.rewriting.differences.comparing import compare
-from triptych.rewriting.differences.records import Difference
+from triptych.rewriting.differences.comparing_models import compare
+from triptych.rewriting.differences.difference_records import Difference
 from triptych.rewriting.functions import (
     EXACT,
     DropKeyBias,

@@ -6,8 +6,8 @@ to a model in memory (`in_memory.py`) or to a checkpoint (`planning.py`), writte
 error, and `verification.py` checks it by repeating the rewrite. `opened_models.py` has the verbs of a model:
 plan, rewrite, check and save. `differences/` finds the rewrites between two models. Start with `driver.py`.
 
-Interface: `certificate`, `differences.comparing`, `differences.records`, `functions`, `opened_models`,
-`recipe`, `verification`.
+Interface: `certificate`, `differences.comparing_models`, `differences.difference_records`, `functions`,
+`opened_models`, `recipe`, `verification`.
 """
 
 from triptych.rewriting.in_memory import RewriteResult as RewriteResult

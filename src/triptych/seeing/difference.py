@@ -13,8 +13,8 @@ from triptych.files import write_text
 from triptych.literals import Requirement, check_choices
 from triptych.printable import printable, shortened, table_html
 from triptych.progress import Progress, untold
-from triptych.rewriting.differences.comparing import compare
-from triptych.rewriting.differences.records import (
+from triptych.rewriting.differences.comparing_models import compare
+from triptych.rewriting.differences.difference_records import (
     ChainStep,
     Change,
     PartDifference,
@@ -23,7 +23,7 @@ from triptych.rewriting.differences.records import (
     Verdict,
     holds,
 )
-from triptych.rewriting.differences.records import Difference as Found
+from triptych.rewriting.differences.difference_records import Difference as Found
 from triptych.running.opened_source import Opened
 from triptych.seeing.reports.html import make_page
 from triptych.seeing.reports.records import Table

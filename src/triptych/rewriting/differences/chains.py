@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from triptych.rewriting.differences.difference_records import ChainStep
 from triptych.rewriting.differences.parts import Part
-from triptych.rewriting.differences.records import ChainStep
 
 # Rewrites in the order of a recipe, with their words.
 _WORDS: Mapping[str, str] = {

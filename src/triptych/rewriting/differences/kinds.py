@@ -19,8 +19,8 @@ from torch import Tensor
 from triptych.core.storage import Tensors, tensor_hash
 from triptych.printable import shortened
 from triptych.progress import Progress, untold
-from triptych.rewriting.differences.read_only import OF_NO_EFFECT
-from triptych.rewriting.differences.records import Change, Difference
+from triptych.rewriting.differences.checkpoints_read import OF_NO_EFFECT
+from triptych.rewriting.differences.difference_records import Change, Difference
 from triptych.rewriting.differences.sides import AttentionPlace, Pair, Side
 from triptych.rewriting.differences.tensor_changes import (
     added_one,

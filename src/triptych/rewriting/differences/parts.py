@@ -14,17 +14,17 @@ from triptych.core.models import (
     NormConfig,
     SublayerConfig,
 )
-from triptych.rewriting.differences import attention, feed_forward
-from triptych.rewriting.differences.attention import (
+from triptych.rewriting.differences import attention_pairs, feed_forward_pairs
+from triptych.rewriting.differences.affine_maps import PLAIN, AffineMap, Reading, affine, rounded_rows
+from triptych.rewriting.differences.attention_pairs import (
     LayerFindings,
     LayerView,
     compare_attention,
     equal_numbers,
 )
-from triptych.rewriting.differences.feed_forward import FeedForwardView, compare_feed_forward
-from triptych.rewriting.differences.fields import takes_scale
-from triptych.rewriting.differences.maps import PLAIN, AffineMap, Reading, affine, rounded_rows
-from triptych.rewriting.differences.records import PartKind
+from triptych.rewriting.differences.difference_records import PartKind
+from triptych.rewriting.differences.feed_forward_pairs import FeedForwardView, compare_feed_forward
+from triptych.rewriting.differences.field_differences import takes_scale
 from triptych.rewriting.differences.rounded import Rounded, excess, finer, is_same
 from triptych.rewriting.differences.sides import AttentionPlace, Pair, Side, StackName
 from triptych.rewriting.differences.turning import Turn, allows_turn, find_turn
@@ -199,7 +199,7 @@ class StackComparison:
         else:
             has_same_rows = False
             found.steps["turn"] = True
-        different = feed_forward.different_tensors(rest[0][0], rest[1][0])
+        different = feed_forward_pairs.different_tensors(rest[0][0], rest[1][0])
         found.reasons += [f"{name} differs" for name in different]
         if self.turn is None and not rest[0][1].same_as(rest[1][1]):
             found.reasons.append("the norm of embeddings differs")
@@ -247,7 +247,7 @@ class StackComparison:
             LayerView(own.attention(place), read, memory, scale)
             for own, place, (read, scale), memory in zip(self.pair, places, reading, memories, strict=True)
         ]
-        if attention.same_numbers(views[0], views[1]):
+        if attention_pairs.same_numbers(views[0], views[1]):
             part.has_same_numbers = not part.found.reasons
             return
         name = self.pair.a.attention_name(places[0])
@@ -271,7 +271,7 @@ class StackComparison:
             tensors = self._tensors(own, f"{own.block_name(self.stack, number)}.feed_forward.", side)
             read, scale = reading[side]
             views.append(FeedForwardView(made.blocks[number].feed_forward, tensors, read, scale))
-        if feed_forward.same_numbers(views[0], views[1]):
+        if feed_forward_pairs.same_numbers(views[0], views[1]):
             part.has_same_numbers = not part.found.reasons
             return
         _merge(part.found, compare_feed_forward(views[0], views[1]))
@@ -352,7 +352,7 @@ class StackComparison:
             if not is_same(mapped[0].rows(), mapped[1].rows(), rounds):
                 found.reasons.append("the map before the output table differs")
             found.steps["fold_other_norms"] = True
-        found.reasons += [f"head.{name} differs" for name in feed_forward.different_tensors(*maps)]
+        found.reasons += [f"head.{name} differs" for name in feed_forward_pairs.different_tensors(*maps)]
         outer = [PLAIN, PLAIN] if through_map else readings
         return _compare_outputs(tables, outer, found) and has_same_norm
 
@@ -451,7 +451,7 @@ def _compare_outputs(tables: list[_Table], readings: list[Reading], found: Layer
         if not equal_numbers(one.weight[:count], other.weight[:count]):
             found.reasons.append("the output table differs")
         names = [{} if bias is None else {"bias": bias} for bias in biases]
-        if feed_forward.different_tensors(names[0], names[1]):
+        if feed_forward_pairs.different_tensors(names[0], names[1]):
             found.reasons.append("the bias of the output differs")
         return not found.reasons
     dtype = finer(one.weight.dtype, other.weight.dtype)

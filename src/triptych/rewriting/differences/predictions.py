@@ -10,7 +10,7 @@ from torch import Tensor
 from triptych.core.algebra.resampling import ratio_intervals
 from triptych.errors import UsageError
 from triptych.progress import Progress
-from triptych.rewriting.differences.records import PartDifference, TextDifference
+from triptych.rewriting.differences.difference_records import PartDifference, TextDifference
 from triptych.rewriting.on_text import largest_difference
 from triptych.running.opened_source import Opened
 from triptych.running.opening import TextReader, Window

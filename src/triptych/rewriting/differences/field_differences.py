@@ -17,7 +17,7 @@ from triptych.core.models import (
     NormConfig,
     SublayerConfig,
 )
-from triptych.rewriting.differences.records import SettingDifference
+from triptych.rewriting.differences.difference_records import SettingDifference
 from triptych.rewriting.differences.sides import AnyArchitecture
 
 # Rotary frequencies that are computed from factors stored in float32 differ by this part of them.

@@ -10,20 +10,20 @@ from torch import Tensor
 
 from triptych.core.models import LanguageModelArchitecture
 from triptych.progress import Progress, untold
-from triptych.rewriting.differences.attention import equal_numbers
+from triptych.rewriting.differences.attention_pairs import equal_numbers
 from triptych.rewriting.differences.chains import chain_of, words_of
-from triptych.rewriting.differences.fields import different_fields, in_short, plain_architecture
-from triptych.rewriting.differences.kinds import find_changes
-from triptych.rewriting.differences.parts import BlockPair, Part, StackComparison
-from triptych.rewriting.differences.predictions import measure_on_text
-from triptych.rewriting.differences.read_only import OF_NO_EFFECT, compare_read
-from triptych.rewriting.differences.records import (
+from triptych.rewriting.differences.checkpoints_read import OF_NO_EFFECT, compare_read
+from triptych.rewriting.differences.difference_records import (
     Difference,
     PartDifference,
     SettingDifference,
     Verdict,
     weakest,
 )
+from triptych.rewriting.differences.field_differences import different_fields, in_short, plain_architecture
+from triptych.rewriting.differences.kinds import find_changes
+from triptych.rewriting.differences.parts import BlockPair, Part, StackComparison
+from triptych.rewriting.differences.predictions import measure_on_text
 from triptych.rewriting.differences.sides import AnyArchitecture, Pair, Side, StackName, open_side
 from triptych.running.opened_source import Opened
 

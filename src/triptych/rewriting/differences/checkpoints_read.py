@@ -13,11 +13,11 @@ from triptych.core.checkpoints.checkpoint import Checkpoint
 from triptych.core.checkpoints.norm_readers import NormReader, NormSite, norm_sites
 from triptych.core.checkpoints.stored_layers import AttentionLayer, Site
 from triptych.progress import Progress
-from triptych.rewriting.differences.attention import LayerView, compare_attention, same_numbers
-from triptych.rewriting.differences.fields import different_fields
-from triptych.rewriting.differences.maps import PLAIN, AffineMap, Reading, rounded_rows, unfolded_rows
+from triptych.rewriting.differences.affine_maps import PLAIN, AffineMap, Reading, rounded_rows, unfolded_rows
+from triptych.rewriting.differences.attention_pairs import LayerView, compare_attention, same_numbers
+from triptych.rewriting.differences.difference_records import SettingDifference
+from triptych.rewriting.differences.field_differences import different_fields
 from triptych.rewriting.differences.parts import Part
-from triptych.rewriting.differences.records import SettingDifference
 from triptych.rewriting.differences.rounded import Rounded, finer, is_same
 from triptych.rewriting.differences.sides import Pair, ReadSide
 

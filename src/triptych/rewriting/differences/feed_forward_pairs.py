@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from triptych.core.models import ExpertsConfig, FeedForwardConfig
-from triptych.rewriting.differences.attention import LayerFindings, equal_numbers
-from triptych.rewriting.differences.maps import PLAIN, Reading, affine, rounded_rows, unfolded_rows
+from triptych.rewriting.differences.affine_maps import PLAIN, Reading, affine, rounded_rows, unfolded_rows
+from triptych.rewriting.differences.attention_pairs import LayerFindings, equal_numbers
 from triptych.rewriting.differences.matching import match, row_signature
 from triptych.rewriting.differences.rounded import Rounded, excess, finer, is_same
 

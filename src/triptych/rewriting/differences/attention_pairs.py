@@ -18,15 +18,7 @@ from triptych.core.algebra.legality import (
 )
 from triptych.core.algebra.semantics import HEADS_OF, HeadGate, HeadNorm, HeadSide, Semantics
 from triptych.core.algebra.weights import HEAD_SIDES, SIDES, AttentionWeights, Chain
-from triptych.rewriting.differences.bases import (
-    Factors,
-    check_basis,
-    check_identity,
-    solve_basis,
-    solve_planes,
-)
-from triptych.rewriting.differences.fields import different_fields
-from triptych.rewriting.differences.maps import (
+from triptych.rewriting.differences.affine_maps import (
     PLAIN,
     AffineMap,
     Cut,
@@ -37,8 +29,16 @@ from triptych.rewriting.differences.maps import (
     unfolded_rows,
     with_channels,
 )
+from triptych.rewriting.differences.bases import (
+    Factors,
+    check_basis,
+    check_identity,
+    solve_basis,
+    solve_planes,
+)
+from triptych.rewriting.differences.difference_records import HeadDifference, SettingDifference
+from triptych.rewriting.differences.field_differences import different_fields
 from triptych.rewriting.differences.matching import form_signature, match
-from triptych.rewriting.differences.records import HeadDifference, SettingDifference
 from triptych.rewriting.differences.rounded import Rounded, finer, is_same
 
 # A value bias is a bias of the output wherever rows of weights sum to 1; a slot for it is not needed here.
