@@ -11,7 +11,9 @@ from typing import Any
 
 _MODULE_OF = {
     name.name: node.module
-    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
+    for node in ast.parse(
+        Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+    ).body
     if isinstance(node, ast.ImportFrom) and node.module
     for name in node.names
 }

@@ -19,7 +19,12 @@ from triptych.rewriting.functions import fold
 from triptych.run_page import points
 from triptych.running.decoding import Translator, measure_bleu
 from triptych.running.opening import Reader, open_translator
-from triptych.seeing.attending import Attention, AttentionBatch, attend_tokens, viewer_data
+from triptych.seeing.attending import (
+    Attention,
+    AttentionBatch,
+    attend_tokens,
+    viewer_data,
+)
 from triptych.seeing.reports import (
     AttentionPicture,
     MetricPoint,
@@ -155,7 +160,9 @@ def demo(
         display.say(f"translating {len(pairs):,} unseen sentences")
         tried = _try(translator, pairs)
         exact = sum(sample.is_exact is True for sample in tried) / len(tried)
-        bleu = measure_bleu([sample.hypothesis for sample in tried], [english for _, english in pairs])
+        bleu = measure_bleu(
+            [sample.hypothesis for sample in tried], [english for _, english in pairs]
+        )
         examples = _try(translator, example_pairs())
         viewed = run.encode([sample.source for sample in examples[:_NUM_VIEWED]])
         seen = AttentionBatch(attend_tokens(run, viewed))
@@ -172,7 +179,9 @@ def demo(
             folding=folding,
             report=report,
         )
-        mistakes = tuple(sample for sample in tried if not sample.is_exact)[:_NUM_MISTAKES_SHOWN]
+        mistakes = tuple(sample for sample in tried if not sample.is_exact)[
+            :_NUM_MISTAKES_SHOWN
+        ]
         page = _demo_report(result, summary, folder, points(place), (mistakes, seen))
         write_report(page, place / _REPORT)
         if place != folder:
@@ -180,7 +189,9 @@ def demo(
         return result
 
 
-def _train_or_resume(recipe: Recipe, place: Path, display: Display, force: bool) -> runs.Summary:
+def _train_or_resume(
+    recipe: Recipe, place: Path, display: Display, force: bool
+) -> runs.Summary:
     if holds_run(place):
         return runs.resume(place, (), display)
     return runs.train(recipe, place, display, force=force)
@@ -189,7 +200,9 @@ def _train_or_resume(recipe: Recipe, place: Path, display: Display, force: bool)
 def _working_place(recipe: Recipe, folder: Path, force: bool) -> Path:
     """Return the folder to work in: the demo's folder, or a subfolder of a finished demo to be replaced."""
     new = folder / _NEXT
-    if (new / _REPORT).exists():  # the process was killed during the replacement: finish the replacement
+    if (
+        new / _REPORT
+    ).exists():  # the process was killed during the replacement: finish the replacement
         _require_demo(recipe, folder if holds_run(folder) else new)
         with hold_folder(new, wait=False):
             move_files(new, folder, last=_REPORT)
@@ -201,7 +214,9 @@ def _working_place(recipe: Recipe, folder: Path, force: bool) -> Path:
     if not is_page(folder / _REPORT):
         if force:
             return folder
-        raise UsageError(f"{folder / _REPORT} is not a report of the demo: name another folder (--out)")
+        raise UsageError(
+            f"{folder / _REPORT} is not a report of the demo: name another folder (--out)"
+        )
     if holds_run(new):
         _require_demo(recipe, new)
     return new
@@ -212,7 +227,11 @@ def _require_demo(recipe: Recipe, folder: Path) -> None:
     if not (
         isinstance(found, Recipe)
         and found.name == recipe.name
-        and None not in (found.data.train.generated, found.data.valid and found.data.valid.generated)
+        and None
+        not in (
+            found.data.train.generated,
+            found.data.valid and found.data.valid.generated,
+        )
     ):
         raise UsageError(f"{folder} has another run: give another folder")
 
@@ -226,7 +245,9 @@ def _replace(new: Path, folder: Path) -> None:
             path.unlink()
 
 
-def _try(translator: Translator, pairs: list[tuple[str, str]]) -> tuple[TranslationSample, ...]:
+def _try(
+    translator: Translator, pairs: list[tuple[str, str]]
+) -> tuple[TranslationSample, ...]:
     translations = translator.translate([german for german, _ in pairs])
     return tuple(
         TranslationSample(german, translation.text, english)
@@ -243,7 +264,9 @@ def _fold(run: Reader, tried: Sequence[TranslationSample]) -> Folding:
     again = translator.translate([sample.source for sample in tried])
     # Time the attention layer alone, before and after.
     before, after = (
-        next(site.layer for site in attention_sites(model) if site.name == _STACKED_SITE).eval()
+        next(
+            site.layer for site in attention_sites(model) if site.name == _STACKED_SITE
+        ).eval()
         for model in (run.model, folded)
     )
     d_model = run.encoder_decoder.architecture.decoder.d_model
@@ -255,7 +278,9 @@ def _fold(run: Reader, tried: Sequence[TranslationSample]) -> Folding:
         parameters=(_size(run.encoder_decoder), _size(folded)),
         layer_parameters=(record.before.parameters, record.after.parameters),
         layer_seconds=(seconds[0], seconds[1]),
-        num_same=sum(old.hypothesis == new.text for old, new in zip(tried, again, strict=True)),
+        num_same=sum(
+            old.hypothesis == new.text for old, new in zip(tried, again, strict=True)
+        ),
         num_tested=len(tried),
         largest_difference=_largest_difference(run, folded),
         choice=record.choice,
@@ -268,8 +293,12 @@ def _largest_difference(run: Reader, folded: EncoderDecoder) -> float:
     target = run.tokenizers.target
     largest = scale = 0.0
     for german, english in example_pairs():
-        src = torch.tensor([[*source.encode([german])[0], source.eos_id]], device=_device(folded))
-        tgt_in = torch.tensor([[target.bos_id, *target.encode([english])[0]]], device=_device(folded))
+        src = torch.tensor(
+            [[*source.encode([german])[0], source.eos_id]], device=_device(folded)
+        )
+        tgt_in = torch.tensor(
+            [[target.bos_id, *target.encode([english])[0]]], device=_device(folded)
+        )
         with torch.inference_mode():
             old = run.model.eval()(src, tgt_in)
             new = folded.eval()(src, tgt_in)
@@ -302,7 +331,8 @@ def _picture(seen: Attention, title: str) -> AttentionPicture:
     """Build a picture of the cross-attention of the last decoder layer, for the terminal."""
     cross = seen.of("cross")
     source, target = (
-        tuple(token.lstrip("▁") or token for token in side) for side in (cross.keys, cross.queries)
+        tuple(token.lstrip("▁") or token for token in side)
+        for side in (cross.keys, cross.queries)
     )
     return AttentionPicture(title, source, target, cross[-1].float().cpu().numpy())
 
@@ -327,7 +357,10 @@ def _demo_report(
             "to put these in English order."
         ),
         facts=(
-            ("Exact match, unseen sentences", f"{result.exact_match:.1%} of {result.num_tested:,}"),
+            (
+                "Exact match, unseen sentences",
+                f"{result.exact_match:.1%} of {result.num_tested:,}",
+            ),
             ("BLEU, the same sentences", f"{result.bleu:.2f}"),
             ("Parameters", f"{summary.num_parameters:,}"),
             ("Training", f"{counters.step:,} steps, {counters.tokens:,} target tokens"),
@@ -341,7 +374,10 @@ def _demo_report(
         metrics=tuple(metrics),
         samples=result.samples,
         viewer=viewer_data(seen.viewed()),
-        tables=(_folding_table(result.folding), *((_mistakes_table(mistakes),) if mistakes else ())),
+        tables=(
+            _folding_table(result.folding),
+            *((_mistakes_table(mistakes),) if mistakes else ()),
+        ),
         commands=(
             f"echo 'Das Buch hat einundzwanzig Euro gekostet.' | triptych translate {folder}",
             f"echo 'Das Buch hat einundzwanzig Euro gekostet.' | "
@@ -360,7 +396,10 @@ def _folding_table(folding: Folding) -> Table:
                 f"Parameters of the attention at {folding.site}",
                 *(f"{number:,}" for number in folding.layer_parameters),
             ),
-            ("Parameters of the model", *(f"{number:,}" for number in folding.parameters)),
+            (
+                "Parameters of the model",
+                *(f"{number:,}" for number in folding.parameters),
+            ),
             (
                 f"Forward pass of the layer, {_TIMED_BATCH} × {_TIMED_TOKENS} tokens, median",
                 f"{before * 1e6:,.0f} µs",
@@ -371,7 +410,11 @@ def _folding_table(folding: Folding) -> Table:
                 f"{folding.num_tested:,}",
                 f"{folding.num_same:,} of {folding.num_tested:,}",
             ),
-            ("Largest difference of a logit, relative", "", f"{folding.largest_difference:.1e}"),
+            (
+                "Largest difference of a logit, relative",
+                "",
+                f"{folding.largest_difference:.1e}",
+            ),
         ),
         caption=(
             f"The recipe writes {folding.site} with two linear maps in a row, x W^Q W_i^Q, for queries, keys "
@@ -385,6 +428,9 @@ def _mistakes_table(mistakes: tuple[TranslationSample, ...]) -> Table:
     return Table(
         title="What it got wrong",
         columns=("source", "translation", "reference"),
-        rows=tuple((sample.source, sample.hypothesis, sample.reference or "") for sample in mistakes),
+        rows=tuple(
+            (sample.source, sample.hypothesis, sample.reference or "")
+            for sample in mistakes
+        ),
         caption=f"The first {len(mistakes)} of the unseen sentences that were not translated to the letter.",
     )

@@ -25,7 +25,9 @@ class TriptychError(Exception):
     section = "errors-and-exit-codes"  # section of docs/reference/errors.md
 
     def __init__(self, message: str) -> None:
-        super().__init__("\n".join(map(_shortened, printable(message, lines=True).split("\n"))))
+        super().__init__(
+            "\n".join(map(_shortened, printable(message, lines=True).split("\n")))
+        )
 
 
 class UsageError(TriptychError):
@@ -82,7 +84,9 @@ def near_path(path: str | Path) -> str:
     try:
         if path.exists():
             return ""
-        entries = sorted(folder.iterdir(), key=lambda entry: entry.suffix == path.suffix)
+        entries = sorted(
+            folder.iterdir(), key=lambda entry: entry.suffix == path.suffix
+        )
     except (OSError, ValueError):  # an unreadable folder; an invalid file name
         return ""
     # Names are compared without suffixes, since many files have the same suffix.

@@ -19,7 +19,9 @@ def is_installed(library: str) -> bool:
 def require_extra(extra: str, *libraries: str, what: str) -> None:
     """Check that the libraries of an extra are installed."""
     if missing := [library for library in libraries if not is_installed(library)]:
-        raise UsageError(f"{what} needs {' and '.join(missing)}: pip install 'triptych[{extra}]'")
+        raise UsageError(
+            f"{what} needs {' and '.join(missing)}: pip install 'triptych[{extra}]'"
+        )
 
 
 @contextmanager

@@ -35,7 +35,9 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
         if path.exists() and not path.is_file():
             write(path)
             return
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        handle, name = tempfile.mkstemp(
+            prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
+        )
         os.close(handle)
         temporary = Path(name)
         try:
@@ -86,12 +88,17 @@ class NewFolder:
             prefix = f".{self._place.name}.partial-"
             self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=self._place.parent))
             self._handle = _lock_folder(self.path, wait=True)
-            if self.path.exists():  # otherwise another process removed it as a leftover before the lock
+            if (
+                self.path.exists()
+            ):  # otherwise another process removed it as a leftover before the lock
                 return self
             self._let_go()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self.path != self._place:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -117,7 +124,9 @@ class NewFolder:
 
     def _require_free(self) -> None:
         if os.path.lexists(self._place):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self._place))
+            raise FileExistsError(
+                errno.EEXIST, os.strerror(errno.EEXIST), str(self._place)
+            )
 
     def _let_go(self) -> None:
         if self._handle is not None:
@@ -140,7 +149,9 @@ def hold_folder(folder: Path, *, wait: bool = True) -> Iterator[None]:
     """
     handle = _lock_folder(folder, wait=wait)
     if handle is None and not wait and folder.is_dir():
-        raise UsageError(f"{folder}: another process is at work in this folder; wait for it or stop it")
+        raise UsageError(
+            f"{folder}: another process is at work in this folder; wait for it or stop it"
+        )
     try:
         yield
     finally:
@@ -230,11 +241,15 @@ def _name_place(error: Exception, place: Path) -> None:
     found = system_error(error)
     if found is None:
         return
-    if found.filename is None and found.errno in FULL:  # only writing raises these errors
+    if (
+        found.filename is None and found.errno in FULL
+    ):  # only writing raises these errors
         found.filename = str(place)
     elif isinstance(found.filename, str):
         temporary = re.escape(f"{place.parent / f'.{place.name}.'}")
-        found.filename = re.sub(rf"^{temporary}[^/]*", lambda _: str(place), found.filename)
+        found.filename = re.sub(
+            rf"^{temporary}[^/]*", lambda _: str(place), found.filename
+        )
     if found is not error:
         raise found from error
 

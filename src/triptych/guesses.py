@@ -10,12 +10,16 @@ _EVERY_ACTIVATION = (
     "run = model.run(text) has every activation: run['3.2'].q, .k, .v, .scores, .weights, .z, .output, and "
     "run.residual(3)"
 )
-_PATTERN = "model.attend(text)[3, 2] has the weights of head 2 of layer 3, [queries, keys]"
+_PATTERN = (
+    "model.attend(text)[3, 2] has the weights of head 2 of layer 3, [queries, keys]"
+)
 _A_CHANGE = (
     "a change gives a new model: model.ablate('3.2'), .patch, .steer, .edit(place, what, with_=function); "
     "there are no hooks to remove"
 )
-_WEIGHTS = "the matrices are model[3, 2].W_Q, .W_K, .W_V, .W_O, and model[3].W_Q of all heads"
+_WEIGHTS = (
+    "the matrices are model[3, 2].W_Q, .W_K, .W_V, .W_O, and model[3].W_Q of all heads"
+)
 _ENCODE = "token ids are model.tokenizer.encode(text)[0], and model.tokenizer.decode([ids])[0] is their text"
 _READY = "a model has no mode and no gradients to switch: model.run(text, grad=True) has gradients"
 _DEVICE = "device and dtype are of opening: triptych.load(source, device='cuda:0', dtype='bfloat16')"

@@ -11,7 +11,11 @@ from typing import Any, final
 from triptych.errors import UsageError
 from triptych.extras import require_extra
 from triptych.literals import Precision
-from triptych.running.decoding import GenerationOptions, SamplingOptions, score_continuations
+from triptych.running.decoding import (
+    GenerationOptions,
+    SamplingOptions,
+    score_continuations,
+)
 from triptych.running.opening import open_language_model
 
 require_extra("lm-eval", "lm_eval", what="a model for lm-evaluation-harness")
@@ -60,7 +64,9 @@ class HarnessModel(LM):  # type: ignore[misc]
         self._longest = int(max_length or model.context or _LONGEST)
         begin = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
         if begin is None:
-            raise UsageError(f"{path}: its tokenizer has no token that begins or ends a text")
+            raise UsageError(
+                f"{path}: its tokenizer has no token that begins or ends a text"
+            )
         self._begin = begin
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
@@ -69,7 +75,9 @@ class HarnessModel(LM):  # type: ignore[misc]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Return the log-probability of every text, with full windows: the last overlaps its predecessor."""
-        windows = [list(self._windows(self._encode(request.args[0]))) for request in requests]
+        windows = [
+            list(self._windows(self._encode(request.args[0]))) for request in requests
+        ]
         found = iter(self._scored([*chain.from_iterable(windows)]))
         return [sum(next(found)[0] for _ in of_text) for of_text in windows]
 
@@ -82,14 +90,19 @@ class HarnessModel(LM):  # type: ignore[misc]
         texts = [""] * len(requests)
         for options, numbers in together.items():
             room = max(1, self._longest - options.max_new_tokens)
-            prompts = [self._encode(requests[i].args[0])[-room:] or [self._begin] for i in numbers]
+            prompts = [
+                self._encode(requests[i].args[0])[-room:] or [self._begin]
+                for i in numbers
+            ]
             found = self._generator.continue_tokens(prompts, options)
             for number, (one,) in zip(numbers, found, strict=True):
                 texts[number] = one.text
         return texts
 
     def _encode(self, text: str) -> list[int]:
-        (ids,) = self._generator.tokenizer.encode([text], add_special=True, parse_special=True)
+        (ids,) = self._generator.tokenizer.encode(
+            [text], add_special=True, parse_special=True
+        )
         return ids
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -99,7 +112,11 @@ class HarnessModel(LM):  # type: ignore[misc]
         whole = self._encode(context + continuation)
         before = self._encode(context) if context else []
         if not before:
-            return ([self._begin], whole) if whole[:1] != [self._begin] else (whole[:1], whole[1:])
+            return (
+                ([self._begin], whole)
+                if whole[:1] != [self._begin]
+                else (whole[:1], whole[1:])
+            )
         return whole[: len(before)], whole[len(before) :]
 
     def _windows(self, ids: list[int]) -> Iterator[tuple[list[int], list[int]]]:
@@ -108,19 +125,27 @@ class HarnessModel(LM):  # type: ignore[misc]
             end = min(start + self._longest, len(whole))
             yield whole[max(0, end - self._longest - 1) : start], whole[start:end]
 
-    def _scored(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        return score_continuations(self._generator.model, pairs, self._longest, self._batch)
+    def _scored(
+        self, pairs: Sequence[tuple[list[int], list[int]]]
+    ) -> list[tuple[float, bool]]:
+        return score_continuations(
+            self._generator.model, pairs, self._longest, self._batch
+        )
 
 
 def _generation_options(given: dict[str, Any]) -> GenerationOptions:
     """Convert the harness's options, which have the names of `transformers`."""
     # Filters apply only if tokens are drawn.
     until = given.get("until") or ()
-    temperature = float(given.get("temperature") or 0.0) if given.get("do_sample", True) else 0.0
+    temperature = (
+        float(given.get("temperature") or 0.0) if given.get("do_sample", True) else 0.0
+    )
     drawn = given if temperature > 0 else {}
     try:
         return GenerationOptions(
-            int(given.get("max_gen_toks") or given.get("max_new_tokens") or _NEW_TOKENS),
+            int(
+                given.get("max_gen_toks") or given.get("max_new_tokens") or _NEW_TOKENS
+            ),
             SamplingOptions(
                 temperature=temperature,
                 top_k=drawn.get("top_k") or None,

@@ -12,8 +12,20 @@ from typing import NamedTuple
 
 # Names of scripts besides the usual one of a language.
 _SCRIPTS = {
-    **{"Arab": "Arabic", "Beng": "Bengali", "Cyrl": "Cyrillic", "Deva": "Devanagari", "Guru": "Gurmukhi"},
-    **{"Hans": "Simplified", "Hant": "Traditional", "Hebr": "Hebrew", "Hira": "Hiragana", "Latn": "Latin"},
+    **{
+        "Arab": "Arabic",
+        "Beng": "Bengali",
+        "Cyrl": "Cyrillic",
+        "Deva": "Devanagari",
+        "Guru": "Gurmukhi",
+    },
+    **{
+        "Hans": "Simplified",
+        "Hant": "Traditional",
+        "Hebr": "Hebrew",
+        "Hira": "Hiragana",
+        "Latn": "Latin",
+    },
     **{
         "Mong": "Mongolian",
         "Mtei": "Meitei Mayek",
@@ -32,9 +44,28 @@ _REGIONS = {
         "BR": "Brazil",
         "CA": "Canada",
     },
-    **{"CH": "Switzerland", "CL": "Chile", "CN": "China", "CO": "Colombia", "GB": "United Kingdom"},
-    **{"HK": "Hong Kong", "IE": "Ireland", "IN": "India", "MO": "Macao", "MX": "Mexico", "NZ": "New Zealand"},
-    **{"PE": "Peru", "PT": "Portugal", "SG": "Singapore", "TW": "Taiwan", "US": "United States"},
+    **{
+        "CH": "Switzerland",
+        "CL": "Chile",
+        "CN": "China",
+        "CO": "Colombia",
+        "GB": "United Kingdom",
+    },
+    **{
+        "HK": "Hong Kong",
+        "IE": "Ireland",
+        "IN": "India",
+        "MO": "Macao",
+        "MX": "Mexico",
+        "NZ": "New Zealand",
+    },
+    **{
+        "PE": "Peru",
+        "PT": "Portugal",
+        "SG": "Singapore",
+        "TW": "Taiwan",
+        "US": "United States",
+    },
     **{"VE": "Venezuela", "ZA": "South Africa", "419": "Latin America"},
 }
 _REGIONS_OF = {
@@ -51,7 +82,9 @@ _SCRIPT_IN = {"CN": "Hans", "SG": "Hans", "HK": "Hant", "MO": "Hant", "TW": "Han
 # Codes of LibreTranslate that are none of ISO's.
 _OTHERS = {"pb": "pt-BR", "zt": "zh-Hant"}
 _SEVERAL_SCRIPTS = {"zh"}  # whose usual script is named, too
-_PARTS = re.compile(r"([a-z]{2,3})(?:[-_]([a-z]{4}))?(?:[-_]([a-z]{2}|\d{3}))?", re.IGNORECASE)
+_PARTS = re.compile(
+    r"([a-z]{2,3})(?:[-_]([a-z]{4}))?(?:[-_]([a-z]{2}|\d{3}))?", re.IGNORECASE
+)
 _MOST_PARTS = 3
 
 
@@ -88,13 +121,18 @@ def _languages() -> dict[str, tuple[str, str, tuple[str, ...]]]:
     """Return script, name and other codes of each language."""
     table = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8")
     rows = (line.split("\t") for line in table.splitlines())
-    return {code: (script, name, tuple(others.split())) for code, script, name, others in rows}
+    return {
+        code: (script, name, tuple(others.split()))
+        for code, script, name, others in rows
+    }
 
 
 @cache
 def _shortest() -> dict[str, str]:
     """Return the shortest code of each code."""
-    others = {other: code for code, (_, _, others) in _languages().items() for other in others}
+    others = {
+        other: code for code, (_, _, others) in _languages().items() for other in others
+    }
     return others | {code: code for code in _languages()}
 
 
@@ -109,7 +147,9 @@ def find_language(code: str) -> Language | None:
     if language == "zh":
         script = script or _SCRIPT_IN.get(region, "")
         region = ""
-    if region not in _REGIONS or (region == language.upper() and not _is_usual(language, region)):
+    if region not in _REGIONS or (
+        region == language.upper() and not _is_usual(language, region)
+    ):
         region = ""  # of de_DE, en_XX and ja_JP
     return Language(language, script or _languages()[language][0], region or None)
 
@@ -127,8 +167,12 @@ def closeness(code: str, offered: str) -> int:
 
 def require_known(codes: tuple[str, str] | None) -> tuple[str, str] | None:
     """Return the codes; raise `ValueError` for one that is none."""
-    if unknown := next((code for code in codes or () if find_language(code) is None), None):
-        raise ValueError(f"{unknown!r} is no code of a language: give one such as de, pt-BR or zh-Hans")
+    if unknown := next(
+        (code for code in codes or () if find_language(code) is None), None
+    ):
+        raise ValueError(
+            f"{unknown!r} is no code of a language: give one such as de, pt-BR or zh-Hans"
+        )
     return codes
 
 
@@ -175,7 +219,12 @@ def _code(parts: list[str]) -> str | None:
     if script and script.title() not in (*_SCRIPTS, _languages()[language.language][0]):
         return None
     is_mbarts = found[3] is not None and found[3].isupper() and "_" in code  # de_DE
-    if region and not script and not is_mbarts and not _is_usual(language.language, region):
+    if (
+        region
+        and not script
+        and not is_mbarts
+        and not _is_usual(language.language, region)
+    ):
         return None
     return found[1].lower() + code[len(found[1]) :]
 

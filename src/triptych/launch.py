@@ -8,7 +8,15 @@ from triptych.errors import ElsewhereError
 
 # Prefixes of the variables' names.
 _SAID = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_RANK",
+    ),
     *("ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_"),
 )
 
@@ -30,7 +38,9 @@ def place_on_machine() -> int:
 
 def environment_alone() -> dict[str, str]:
     """Return the environment without the launcher's variables, for an independent process."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(_SAID)}
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith(_SAID)
+    }
 
 
 def num_restarts() -> int:

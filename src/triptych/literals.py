@@ -43,7 +43,9 @@ SpecialTokens = Literal["tokens", "text"]
 Stop = Literal["certain", "full"]
 TargetFormat = Literal["hf", "ctranslate2", "onnx", "gguf", "triptych"]
 
-_WORDS = {name: value for name, value in globals().items() if get_origin(value) is Literal}
+_WORDS = {
+    name: value for name, value in globals().items() if get_origin(value) is Literal
+}
 
 
 def check_choices(function: Callable[P, R]) -> Callable[P, R]:
@@ -54,7 +56,11 @@ def check_choices(function: Callable[P, R]) -> Callable[P, R]:
     """
     # If an annotation also allows objects, only strings are checked.
     parameters = signature(function).parameters
-    choices = {name: found for name, one in parameters.items() if (found := _choices(one.annotation))}
+    choices = {
+        name: found
+        for name, one in parameters.items()
+        if (found := _choices(one.annotation))
+    }
     takes_any = any(one.kind is Parameter.VAR_KEYWORD for one in parameters.values())
 
     @wraps(function)

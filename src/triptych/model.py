@@ -142,7 +142,9 @@ def load(
     from triptych.running.opened_source import open_source
 
     if isinstance(source, Model):
-        raise UsageError(f"{source.name} is opened already: use it, or load what it was opened from")
+        raise UsageError(
+            f"{source.name} is opened already: use it, or load what it was opened from"
+        )
     return Model(
         open_source(
             source,
@@ -291,7 +293,9 @@ class Model:
         return iter(self.layers)
 
     @check_choices
-    def composition(self, into: Into, stack: Literal["encoder", "decoder"] | None = None) -> Composition:
+    def composition(
+        self, into: Into, stack: Literal["encoder", "decoder"] | None = None
+    ) -> Composition:
         """The composition scores of heads with earlier heads of their stack, with the chance level.
 
         Args:
@@ -365,17 +369,29 @@ class Model:
 
     @overload
     def translate(  # type: ignore[overload-overlap]
-        self, text: str, *, stream: Literal[False] = ..., **search: Unpack[SearchKeywords]
+        self,
+        text: str,
+        *,
+        stream: Literal[False] = ...,
+        **search: Unpack[SearchKeywords],
     ) -> Translation: ...
 
     @overload
     def translate(
-        self, text: Sequence[str], *, stream: Literal[False] = ..., **search: Unpack[SearchKeywords]
+        self,
+        text: Sequence[str],
+        *,
+        stream: Literal[False] = ...,
+        **search: Unpack[SearchKeywords],
     ) -> list[Translation]: ...
 
     @overload
     def translate(
-        self, text: str | Sequence[str], *, stream: Literal[True], **search: Unpack[SearchKeywords]
+        self,
+        text: str | Sequence[str],
+        *,
+        stream: Literal[True],
+        **search: Unpack[SearchKeywords],
     ) -> Iterator[Translation]: ...
 
     @check_choices
@@ -558,7 +574,13 @@ class Model:
         from triptych.training.shortlist import write_shortlist
 
         return write_shortlist(
-            self._opened.to_run, out, source, target, most=most, frequent=frequent, display=display
+            self._opened.to_run,
+            out,
+            source,
+            target,
+            most=most,
+            frequent=frequent,
+            display=display,
         )
 
     @overload
@@ -573,7 +595,11 @@ class Model:
 
     @overload
     def generate(
-        self, text: Text | Tensor, *, stream: Literal[True], **options: Unpack[GenerationKeywords]
+        self,
+        text: Text | Tensor,
+        *,
+        stream: Literal[True],
+        **options: Unpack[GenerationKeywords],
     ) -> Iterator[str]: ...
 
     @overload
@@ -654,7 +680,15 @@ class Model:
             self._opened,
             self.generator(),
             text,
-            Asked(max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, beam_size),
+            Asked(
+                max_new_tokens,
+                temperature,
+                top_k,
+                top_p,
+                min_p,
+                repetition_penalty,
+                beam_size,
+            ),
             generation_config,
             stream=stream,
             seed=seed,
@@ -676,7 +710,9 @@ class Model:
 
         return make_generator(self._opened.to_run, self._opened.options)
 
-    def fill(self, text: str, count: int = 5, *, max_tokens: int | None = None) -> list[list[Filling]]:
+    def fill(
+        self, text: str, count: int = 5, *, max_tokens: int | None = None
+    ) -> list[list[Filling]]:
         """The most probable tokens for every `[MASK]` of a text.
 
         Args:
@@ -691,7 +727,9 @@ class Model:
         from triptych.running.decoding import fill_masks
 
         reader = self.reader
-        return fill_masks(reader.language_model, reader.tokenizer, text, count, max_tokens)
+        return fill_masks(
+            reader.language_model, reader.tokenizer, text, count, max_tokens
+        )
 
     @overload
     def evaluate(
@@ -801,7 +839,13 @@ class Model:
         """
         from triptych.running.run import score_text
 
-        return score_text(self._opened, text, target, max_tokens=max_tokens, special_tokens=special_tokens)
+        return score_text(
+            self._opened,
+            text,
+            target,
+            max_tokens=max_tokens,
+            special_tokens=special_tokens,
+        )
 
     @overload
     def attend(  # type: ignore[overload-overlap]
@@ -853,7 +897,9 @@ class Model:
         """
         from triptych.seeing.attending import attend
 
-        return attend(self.reader, text, target, max_new_tokens, max_tokens, special_tokens)
+        return attend(
+            self.reader, text, target, max_new_tokens, max_tokens, special_tokens
+        )
 
     @check_choices
     def attend_over(
@@ -953,7 +999,12 @@ class Model:
         from triptych.running.run import run_given
 
         return run_given(
-            self._opened, text, target, grad=grad, max_tokens=max_tokens, special_tokens=special_tokens
+            self._opened,
+            text,
+            target,
+            grad=grad,
+            max_tokens=max_tokens,
+            special_tokens=special_tokens,
         )
 
     @property
@@ -966,7 +1017,9 @@ class Model:
         return self._opened.reader
 
     @check_choices
-    def ablate(self, heads: Heads, by: By = "zero", *, text: str | Sequence[str] | None = None) -> Model:
+    def ablate(
+        self, heads: Heads, by: By = "zero", *, text: str | Sequence[str] | None = None
+    ) -> Model:
         """The model with some heads off: their input to W_O is replaced.
 
         Of layers that share their weights only those named lose heads, and the model can be saved if all do.
@@ -1035,7 +1088,9 @@ class Model:
 
         return Model(edit(self._opened, heads, what, with_, together=together))
 
-    def steer(self, place: str, vector: Float[Tensor, " d_model"], scale: float = 1.0) -> Model:
+    def steer(
+        self, place: str, vector: Float[Tensor, " d_model"], scale: float = 1.0
+    ) -> Model:
         """The model with a direction added to its residual stream.
 
         Args:
@@ -1134,7 +1189,9 @@ class Model:
         """The plan of a rewrite, without its execution; arguments and errors as in `rewrite`."""
         from triptych.rewriting.opened_models import plan_opened
 
-        return plan_opened(self._opened, steps, calibration, layers=layers, skip_refused=skip_refused)
+        return plan_opened(
+            self._opened, steps, calibration, layers=layers, skip_refused=skip_refused
+        )
 
     def rewrite(
         self,

@@ -35,8 +35,17 @@ def shortened(text: str, most: int) -> str:
 
 def shown_fields(name: str, values: Mapping[str, Any]) -> str:
     """Format a record in at most 8 lines, with shapes for tensors and without fields that are None."""
-    words = [name, *(f"{field} {_shown(value)}" for field, value in values.items() if value is not None)]
-    lines = wrap("  ".join(words), _WIDTH, subsequent_indent="  ", break_long_words=False)
+    words = [
+        name,
+        *(
+            f"{field} {_shown(value)}"
+            for field, value in values.items()
+            if value is not None
+        ),
+    ]
+    lines = wrap(
+        "  ".join(words), _WIDTH, subsequent_indent="  ", break_long_words=False
+    )
     return "\n".join(lines if len(lines) <= _LINES else [*lines[: _LINES - 1], "  …"])
 
 
@@ -54,9 +63,15 @@ def _shown(value: Any) -> str:
     return own if len(own) <= _LONGEST and "\n" not in own else type(value).__name__
 
 
-def table_html(title: str, rows: Sequence[Sequence[str]], columns: Sequence[str] = ()) -> str:
+def table_html(
+    title: str, rows: Sequence[Sequence[str]], columns: Sequence[str] = ()
+) -> str:
     """Format a small HTML table with a caption, for a notebook; the first cell of a row is its heading."""
-    head = f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in columns)}</tr>" if columns else ""
+    head = (
+        f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in columns)}</tr>"
+        if columns
+        else ""
+    )
     body = "".join(
         f"<tr><th scope='row'>{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
         for name, *cells in rows

@@ -103,7 +103,9 @@ def points(folder: Path) -> list[MetricPoint]:
     ]
 
 
-def _validation_texts(recipe: AnyRecipe, model: Model) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
+def _validation_texts(
+    recipe: AnyRecipe, model: Model
+) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
     """Return the first validation texts as pairs of input and reference, and messages about their absence.
 
     The reference is the translation, or the text that follows the input.
@@ -111,11 +113,15 @@ def _validation_texts(recipe: AnyRecipe, model: Model) -> tuple[list[tuple[str, 
     try:
         samples = islice(task_of(recipe).validation_samples(Path()), _NUM_SAMPLES)
         return [
-            _beginning_and_rest(text, model) if translation is None else (text, translation)
+            _beginning_and_rest(text, model)
+            if translation is None
+            else (text, translation)
             for text, translation in samples
         ], ()
     except (DataError, UsageError) as error:
-        return [], (f"The validation text cannot be read, so there are no samples: {error}",)
+        return [], (
+            f"The validation text cannot be read, so there are no samples: {error}",
+        )
 
 
 def _beginning_and_rest(text: str, model: Model) -> tuple[str, str]:
@@ -123,7 +129,11 @@ def _beginning_and_rest(text: str, model: Model) -> tuple[str, str]:
     tokenizer = model.reader.tokenizer
     most = (model.reader.language_model.context or 2 * _MOST_CHARACTERS) // 2
     (ids,) = tokenizer.encode([text[:_MOST_CHARACTERS]])
-    begin = text[:_MOST_CHARACTERS] if len(ids) <= most else tokenizer.decode([ids[:most]])[0]
+    begin = (
+        text[:_MOST_CHARACTERS]
+        if len(ids) <= most
+        else tokenizer.decode([ids[:most]])[0]
+    )
     return begin, text[len(begin) :]
 
 
@@ -138,7 +148,9 @@ def _attended(model: Model, texts: Sequence[str]) -> list[AttentionPage]:
     return pages
 
 
-def _translated(model: Model, texts: Sequence[tuple[str, str]]) -> tuple[TranslationSample, ...]:
+def _translated(
+    model: Model, texts: Sequence[tuple[str, str]]
+) -> tuple[TranslationSample, ...]:
     found = model.translate([source for source, _ in texts])
     return tuple(
         TranslationSample(source, translation.text, target)
@@ -151,7 +163,8 @@ def _continued_table(model: Model, texts: Sequence[tuple[str, str]]) -> list[Tab
         return []
     found = model.generate([begin for begin, _ in texts], max_new_tokens=_NEW_TOKENS)
     rows = tuple(
-        (begin, one.text, after[: len(one.text)]) for (begin, after), one in zip(texts, found, strict=True)
+        (begin, one.text, after[: len(one.text)])
+        for (begin, after), one in zip(texts, found, strict=True)
     )
     return [
         Table(
@@ -162,7 +175,9 @@ def _continued_table(model: Model, texts: Sequence[tuple[str, str]]) -> list[Tab
     ]
 
 
-def _facts_of_run(folder: Path, recipe: AnyRecipe, model: Model) -> tuple[tuple[str, str], ...]:
+def _facts_of_run(
+    folder: Path, recipe: AnyRecipe, model: Model
+) -> tuple[tuple[str, str], ...]:
     found = [("Run", str(folder)), ("Model", repr(model).partition(": ")[2])]
     if "translate" not in model.can:
         found.append(("Task", recipe.task))
@@ -171,14 +186,24 @@ def _facts_of_run(folder: Path, recipe: AnyRecipe, model: Model) -> tuple[tuple[
     ended = read_json(folder / SUMMARY)
     found += [
         ("Training", f"{ended['steps']:,} steps, {ended['tokens']:,} tokens"),
-        ("Time", f"{ended['seconds'] / 60:.1f} minutes, {ended['tokens_per_second']:,.0f} tokens a second"),
+        (
+            "Time",
+            f"{ended['seconds'] / 60:.1f} minutes, {ended['tokens_per_second']:,.0f} tokens a second",
+        ),
         ("Weights", ended["chosen"]),
     ]
     if ended["chosen"] == "best":
         best = f"{ended['best_score']:.4g}, step {ended['best_step']:,}"
         return (*found, (f"Validation {ended['best_by']}", best))
     scores = ended["average_scores"] or {}
-    return (*found, *((_FIGURES[name], f"{value:.4g}") for name, value in scores.items() if name in _FIGURES))
+    return (
+        *found,
+        *(
+            (_FIGURES[name], f"{value:.4g}")
+            for name, value in scores.items()
+            if name in _FIGURES
+        ),
+    )
 
 
 def _commands(model: Model, folder: Path) -> tuple[str, ...]:

@@ -33,7 +33,11 @@ def torch_threads(number: int | None) -> Iterator[None]:
 
 def num_cores() -> int:
     """Return the number of processors available to this process."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return (
+        len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1
+    )
 
 
 def are_left() -> bool:
@@ -46,11 +50,15 @@ class Ahead(Iterator[Item]):
     """Iterator over a stream; a thread computes the items, up to `depth` ahead of their use."""
 
     def __init__(self, items: Iterable[Item], depth: int) -> None:
-        self._made: queue.SimpleQueue[tuple[Item] | BaseException | None] = queue.SimpleQueue()
+        self._made: queue.SimpleQueue[tuple[Item] | BaseException | None] = (
+            queue.SimpleQueue()
+        )
         self._room = threading.Semaphore(depth)
         self._is_over = False
         name = "triptych-ahead"
-        self._maker = threading.Thread(target=self._make, args=(items,), name=name, daemon=True)
+        self._maker = threading.Thread(
+            target=self._make, args=(items,), name=name, daemon=True
+        )
         self._maker.start()
 
     @property

@@ -64,7 +64,9 @@ class Stamp(NamedTuple):
 def require_same(path: Path, before: Stamp, found: os.stat_result) -> None:
     """Check that a file is unchanged since it was opened."""
     if Stamp.of(found) != before:
-        raise DataError(f"{path} was written anew while it was open: open the model again")
+        raise DataError(
+            f"{path} was written anew while it was open: open the model again"
+        )
 
 
 @final
@@ -73,7 +75,9 @@ class Stamps:
 
     def __init__(self, paths: Iterable[Path]) -> None:
         """Record the current stamps of files, with None for missing files."""
-        self._found = {path: Stamp.of(path.stat()) if path.is_file() else None for path in paths}
+        self._found = {
+            path: Stamp.of(path.stat()) if path.is_file() else None for path in paths
+        }
 
     def require_same(self) -> None:
         """Check that every file is unchanged, and that missing files are still missing."""
@@ -104,13 +108,19 @@ def read_limited(path: Path, most: int) -> bytes:
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             content += block
-            if len(content) > most:  # the file has grown, or its reported size was wrong
+            if (
+                len(content) > most
+            ):  # the file has grown, or its reported size was wrong
                 raise _too_large(path, most)
     return bytes(content)
 
 
 def _too_large(path: Path, most: int) -> OSError:
-    return OSError(errno.EFBIG, f"it has more than {most:,} bytes, the most for such a file", str(path))
+    return OSError(
+        errno.EFBIG,
+        f"it has more than {most:,} bytes, the most for such a file",
+        str(path),
+    )
 
 
 class Bytes(ABC):
@@ -158,7 +168,9 @@ class LocalBytes(Bytes):
         except OSError as error:
             raise DataError(f"{self.name}: {error.strerror or error}") from None
         if done < length:
-            raise DataError(f"{self.name} ends after {start + done:,} bytes: it is truncated; fetch it again")
+            raise DataError(
+                f"{self.name} ends after {start + done:,} bytes: it is truncated; fetch it again"
+            )
         return found
 
     def require_same(self, descriptor: int) -> None:
@@ -185,10 +197,15 @@ class MappedBytes(Bytes):
             with self._path.open("rb", buffering=0) as file:
                 self._whole.require_same(file.fileno())
                 mapped = mmap.mmap(
-                    file.fileno(), start - first + length, access=mmap.ACCESS_COPY, offset=first
+                    file.fileno(),
+                    start - first + length,
+                    access=mmap.ACCESS_COPY,
+                    offset=first,
                 )
         except (OSError, ValueError) as error:
-            raise DataError(f"{self.name}: {error}: it cannot be mapped; fetch it again") from None
+            raise DataError(
+                f"{self.name}: {error}: it cannot be mapped; fetch it again"
+            ) from None
         return memoryview(mapped)[start - first :]
 
 
@@ -210,7 +227,9 @@ def validated(kind: type[_Record], record: dict[str, Any], path: Path) -> _Recor
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        given = "" if first["type"] == "missing" else f", not {shown(repr(first['input']))}"
+        given = (
+            "" if first["type"] == "missing" else f", not {shown(repr(first['input']))}"
+        )
         raise DataError(f"{path}: {where}: {first['msg']}{given}") from None
 
 
@@ -233,7 +252,9 @@ def parsed_json(content: bytes | bytearray, where: str) -> dict[str, Any]:
     except (ValueError, UnicodeDecodeError) as error:
         raise DataError(f"{where}: not JSON: {error}") from None
     if not isinstance(record, dict):
-        raise DataError(f"{where}: a JSON record was expected, not a {type(record).__name__}")
+        raise DataError(
+            f"{where}: a JSON record was expected, not a {type(record).__name__}"
+        )
     return record
 
 
@@ -252,7 +273,11 @@ def stays_in_folder(name: str) -> bool:
 def shown(value: object) -> str:
     """Format a value from a file, shortened, in one line."""
     try:
-        text = json.dumps(value, ensure_ascii=True, default=str) if not isinstance(value, str) else value
+        text = (
+            json.dumps(value, ensure_ascii=True, default=str)
+            if not isinstance(value, str)
+            else value
+        )
     except ValueError:  # an integer with thousands of digits
         text = "a number too long to show"
     text = printable(text)

@@ -55,8 +55,14 @@ class _File:
         except (Exception, SystemExit) as error:  # noqa: BLE001 (a user's file may raise any exception)
             del sys.modules[module.__name__]
             line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-            ends = ": a file of classes must not end the process" if isinstance(error, SystemExit) else ""
-            raise UsageError(f"{self.path}{line}: {type(error).__name__}: {error}{ends}") from None
+            ends = (
+                ": a file of classes must not end the process"
+                if isinstance(error, SystemExit)
+                else ""
+            )
+            raise UsageError(
+                f"{self.path}{line}: {type(error).__name__}: {error}{ends}"
+            ) from None
         self.module = module
         self.before = None
         return module
@@ -120,7 +126,9 @@ def find_class(name: str, base: ClassT, key: str) -> ClassT:
     if not isinstance(found, type) or found.__module__ != module.__name__:
         raise UsageError(f"{_FILES[file].path} defines no class {own}")
     if not issubclass(found, base):
-        raise ValueError(f"{key} = {name!r} is no {base.__name__}: derive it from that class")
+        raise ValueError(
+            f"{key} = {name!r} is no {base.__name__}: derive it from that class"
+        )
     named: Any = found
     named.name = name
     return named  # type: ignore[no-any-return]
@@ -138,7 +146,11 @@ def named_files(tree: Any) -> set[str]:
 
 def file_digests(tree: Any) -> dict[str, str]:
     """Return the SHA-256 of each registered file named in a tree."""
-    return {name: _FILES[name].sha256 for name in sorted(named_files(tree)) if name in _FILES}
+    return {
+        name: _FILES[name].sha256
+        for name in sorted(named_files(tree))
+        if name in _FILES
+    }
 
 
 def require_digests(wanted: Mapping[str, object]) -> None:

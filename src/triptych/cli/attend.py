@@ -4,7 +4,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from triptych.cli.options import load_model, refuse_options, special_tokens_of, token_ids
+from triptych.cli.options import (
+    load_model,
+    refuse_options,
+    special_tokens_of,
+    token_ids,
+)
 from triptych.cli.outputs import Output, begins_with, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import (
@@ -61,14 +66,19 @@ def attend(
     steps: str | None = None,
     over: Path | None = None,
     measured: Annotated[
-        Options, "Over a text", Model.attend_over, "documents targets worth explain context most_tokens"
+        Options,
+        "Over a text",
+        Model.attend_over,
+        "documents targets worth explain context most_tokens",
     ],
     npz: Path | None = None,
     csv: Path | None = None,
     html: Path | None = None,
     svg: Path | None = None,
     force: bool = False,
-    opening: Annotated[Options, "Model", load, "device dtype languages offline strict adapter"],
+    opening: Annotated[
+        Options, "Model", load, "device dtype languages offline strict adapter"
+    ],
     without: str | None = None,
     as_json: bool = False,
 ) -> None:
@@ -114,42 +124,64 @@ def attend(
     is_of_heads = over is not None and text is None and file is None and ids is None
     of_csv = begins_with(_OVER_CSV_START) if is_of_heads else is_attention_csv
     wanted = map(Output, outputs, (is_attention_npz, of_csv, is_page, is_picture))
-    read = [path for path in (Path(model), file, over, measured["targets"]) if path and path.exists()]
+    read = [
+        path
+        for path in (Path(model), file, over, measured["targets"])
+        if path and path.exists()
+    ]
     require_free([*wanted], read, force=force)
-    of_text = {"heads": heads, "show_all": show_all, "top": top, "writes": writes, "npz": npz, "svg": svg}
+    of_text = {
+        "heads": heads,
+        "show_all": show_all,
+        "top": top,
+        "writes": writes,
+        "npz": npz,
+        "svg": svg,
+    }
     if over is None:
         given = {**measured, "documents": measured["documents"] != "file"}
         refuse_options(given, "goes with --over: name a text")
     if steps is not None:
         refuse_options(
-            {**of_text, "over": over, "file": file, "csv": csv}, "does not go with --steps, one row of a head"
+            {**of_text, "over": over, "file": file, "csv": csv},
+            "does not go with --steps, one row of a head",
         )
     if is_of_heads:
         why = "goes with a text: --over without one takes --csv, --html and --json"
         refuse_options({**of_text, **reading, "target": target, "ids": ids}, why)
     elif over is not None and html is None:
-        raise UsageError("a text and --over go together with --html: leave out the text, or write a page")
+        raise UsageError(
+            "a text and --over go together with --html: leave out the text, or write a page"
+        )
     if file is not None:
         refuse_options({"target": target}, "goes with one text, not with --file")
     given_ids = token_ids(ids)
-    refuse_options({"literal": literal and ids is not None}, "goes with a text, not with --ids")
+    refuse_options(
+        {"literal": literal and ids is not None}, "goes with a text, not with --ids"
+    )
     if not as_json and npz is None and csv is None and html is None:
         refuse_options({"top": top}, "goes with --json, --npz, --csv or --html")
     if as_json:
-        refuse_options({"show_all": show_all}, "is for the terminal: --json has every head")
+        refuse_options(
+            {"show_all": show_all}, "is for the terminal: --json has every head"
+        )
     special_tokens = special_tokens_of(literal)
     opened = load_model(model, without, opening)
     behaviour = None
     if over is not None:
         with progress_bar("{task.description}", "reading", of_bytes=False) as tell:
-            behaviour = opened.attend_over(over, **measured, special_tokens=special_tokens, progress=tell)
+            behaviour = opened.attend_over(
+                over, **measured, special_tokens=special_tokens, progress=tell
+            )
         if is_of_heads:
             if csv is not None:
                 write_csv(behaviour.rows(), csv)
             _print_found(behaviour, behaviour.tables(), (csv, html), as_json=as_json)
             return
     if [text, file, ids].count(None) != 2:
-        raise UsageError("give either a text (- for standard input), --file with texts, or --ids")
+        raise UsageError(
+            "give either a text (- for standard input), --file with texts, or --ids"
+        )
     texts: list[Text] = [given_ids] if given_ids is not None else []
     if file is not None:
         texts += read_lines(file)
@@ -163,11 +195,20 @@ def attend(
         return
     saved = [one.saved(heads or "*", top, writes) for one in attended]
     _write_files(attended, saved, outputs, behaviour)
-    _print_weights(saved, outputs, None if show_all or heads is not None else _MOST_HEADS, as_json=as_json)
+    _print_weights(
+        saved,
+        outputs,
+        None if show_all or heads is not None else _MOST_HEADS,
+        as_json=as_json,
+    )
 
 
 def _print_found(
-    found: OverText | HeadSteps, tables: Iterable[Table], written: Sequence[Path | None], *, as_json: bool
+    found: OverText | HeadSteps,
+    tables: Iterable[Table],
+    written: Sequence[Path | None],
+    *,
+    as_json: bool,
 ) -> None:
     """Print what was found, and write its page, the second of the files."""
     if written[1] is not None:
@@ -186,7 +227,9 @@ def _steps_of_row(attended: Attention, wanted: str) -> HeadSteps:
     place, _, query = wanted.rpartition(":")
     layer, _, head = place.rpartition(".")
     if not layer or not head.isdecimal() or not query.removeprefix("-").isdecimal():
-        raise UsageError(f'--steps {wanted}: write a head and the number of a token, as in "3.2:5"')
+        raise UsageError(
+            f'--steps {wanted}: write a head and the number of a token, as in "3.2:5"'
+        )
     return attended.steps(layer, int(head), query=int(query))
 
 
@@ -199,7 +242,9 @@ def _write_files(
     """Write the files that are wanted; the page says of heads what they do, where that was measured."""
     npz, csv, html, svg = outputs
     if svg is not None and len(saved) > 1:
-        raise UsageError(f"--svg draws one head on one text, and there are {len(saved)} texts")
+        raise UsageError(
+            f"--svg draws one head on one text, and there are {len(saved)} texts"
+        )
     picture = "" if svg is None else attended[0].picture(saved[0].parts)
     if npz is not None:
         write_npz(saved, npz)
@@ -213,7 +258,11 @@ def _write_files(
 
 
 def _print_weights(
-    saved: Sequence[Saved], written: Sequence[Path | None], most_heads: int | None, *, as_json: bool
+    saved: Sequence[Saved],
+    written: Sequence[Path | None],
+    most_heads: int | None,
+    *,
+    as_json: bool,
 ) -> None:
     """Print the weights as JSON, or which files are written, or the strongest looks of some or all heads."""
     if as_json:
@@ -232,7 +281,13 @@ def _print_weights(
         is_cut = most_heads is not None and num_heads > most_heads
         if most_heads is not None and is_cut:
             parts = most_telling(parts, most_heads)
-        table = looks_table(parts) if one.writer is None else written_table(parts, one.writer)
+        table = (
+            looks_table(parts)
+            if one.writer is None
+            else written_table(parts, one.writer)
+        )
         console.print(render_table(table))
         if is_cut:
-            console.print(f"The {most_heads} of {num_heads} heads that tell most; --all shows every head.")
+            console.print(
+                f"The {most_heads} of {num_heads} heads that tell most; --all shows every head."
+            )

@@ -47,15 +47,26 @@ def compare(study: Path, *, out: Path | None = None, as_json: bool = False) -> N
 
             def tell(stage: str, progress: StudyProgress) -> None:
                 if errors.is_terminal:
-                    live.update(live_table(stage, progress, read.metrics[0]), refresh=True)
+                    live.update(
+                        live_table(stage, progress, read.metrics[0]), refresh=True
+                    )
                     return
-                for name in [name for name in progress.done if (stage, name) not in told]:
+                for name in [
+                    name for name in progress.done if (stage, name) not in told
+                ]:
                     told.add((stage, name))
                     if name not in progress.earlier:
-                        errors.print(f"{_stage_state(stage, progress)}: {name}", soft_wrap=True)
+                        errors.print(
+                            f"{_stage_state(stage, progress)}: {name}", soft_wrap=True
+                        )
 
             outcome = triptych.compare_study(
-                read, folder, origin=study.parent, tell=tell, say=lambda line: errors.print(line), world=world
+                read,
+                folder,
+                origin=study.parent,
+                tell=tell,
+                say=lambda line: errors.print(line),
+                world=world,
             )
 
         def show() -> None:
@@ -92,22 +103,42 @@ def _stage_state(stage: str, progress: StudyProgress) -> str:
 def live_table(stage: str, progress: StudyProgress, metric: str) -> Table:
     """A row for each variant: what its runs have reached so far."""
     columns = ["variant", "runs", "in progress"]
-    judged = stage in ("runs", "rewrites")  # a sweep's mean over learning rates says nothing
+    judged = stage in (
+        "runs",
+        "rewrites",
+    )  # a sweep's mean over learning rates says nothing
     if judged:
         columns.insert(2, f"mean {tables.title(metric)}")
-    table = Table(title=_stage_state(stage, progress), title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=_stage_state(stage, progress), title_justify="left", box=box.SIMPLE_HEAD
+    )
     for name in columns:
-        table.add_column(name, justify="left" if name in ("variant", "in progress") else "right")
+        table.add_column(
+            name, justify="left" if name in ("variant", "in progress") else "right"
+        )
     for variant in dict.fromkeys(progress.variants.values()):
         runs = [run for run, its in progress.variants.items() if its == variant]
         done = [progress.done[run].figures for run in runs if run in progress.done]
         failed = sum(run in progress.failed for run in runs)
-        cells = [variant, f"{len(done)} of {len(runs)}" + (f", {failed} failed" if failed else "")]
+        cells = [
+            variant,
+            f"{len(done)} of {len(runs)}" + (f", {failed} failed" if failed else ""),
+        ]
         if judged:
             found = [figures[metric] for figures in done if metric in figures]
-            cells.append(tables.number(statistics.fmean(found), metric) if found else "")
-        shares = {run.removeprefix(f"{variant}-"): progress.running.get(run) for run in runs}
-        cells.append(", ".join(f"{run} {share:.0%}" for run, share in shares.items() if share is not None))
+            cells.append(
+                tables.number(statistics.fmean(found), metric) if found else ""
+            )
+        shares = {
+            run.removeprefix(f"{variant}-"): progress.running.get(run) for run in runs
+        }
+        cells.append(
+            ", ".join(
+                f"{run} {share:.0%}"
+                for run, share in shares.items()
+                if share is not None
+            )
+        )
         table.add_row(*map(Text, cells))
     return table
 

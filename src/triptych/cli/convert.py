@@ -36,7 +36,9 @@ def convert(
         triptych convert gpt2 --to gguf --quantization float16 --out gpt2.gguf
     """
     if (to is None) == (origin is None):
-        raise UsageError("give either --to FORMAT (hf, ctranslate2, onnx or gguf) or --from hf")
+        raise UsageError(
+            "give either --to FORMAT (hf, ctranslate2, onnx or gguf) or --from hf"
+        )
     opened = load_model(model, opening={"device": "cpu", **opening})
     conversion = opened.convert(out, to or "triptych", **converting)
     if as_json:
@@ -53,7 +55,9 @@ def _print_conversion(conversion: Conversion) -> None:
         difference = check.largest_difference
         found = "" if difference is None else f": largest difference {difference:.2g}"
         note = f" ({check.note})" if check.note else ""
-        console.print(f"{'checked' if check.tried else 'not checked'}: {check.what}{found}{note}")
+        console.print(
+            f"{'checked' if check.tried else 'not checked'}: {check.what}{found}{note}"
+        )
     console.print(
         f"written: {conversion.target} ({conversion.architecture}, {conversion.parameters:,} parameters)"
     )

@@ -11,7 +11,9 @@ from triptych.demonstration import Interrupted
 from triptych.seeing.reports import render_attention, render_samples
 
 
-def demo(*, out: Path = Path("demo"), force: bool = False, as_json: bool = False) -> None:
+def demo(
+    *, out: Path = Path("demo"), force: bool = False, as_json: bool = False
+) -> None:
     """Train a small translator, test it, and write a report.
 
     German numbers, dates, times and amounts of money become English. Needs no download and takes a few
@@ -27,11 +29,14 @@ def demo(*, out: Path = Path("demo"), force: bool = False, as_json: bool = False
     """
     prepare_training()
     display = training_display()
-    display.say("training a German-English translator of numbers, dates, times and money")
+    display.say(
+        "training a German-English translator of numbers, dates, times and money"
+    )
     result = triptych.demo(out, display, force=force)
     if isinstance(result, Interrupted):
         display.say(
-            "stopped, saved. Go on with: triptych demo" + ("" if out == Path("demo") else f" --out {out}")
+            "stopped, saved. Go on with: triptych demo"
+            + ("" if out == Path("demo") else f" --out {out}")
         )
         raise typer.Exit(128 + result.signal_number)
     if as_json:

@@ -55,14 +55,29 @@ def diff(
     if within is not None and (require != "near" or comparing["text"] is None):
         raise UsageError("--within goes with --require near and --text")
     text = comparing["text"]
-    read = [Path(name) for name in (a, b, *([] if also is None else [also])) if Path(name).exists()]
-    read = [path.parent if path.is_file() else path for path in read] + ([] if text is None else [Path(text)])
-    require_free((Output(html, is_page), Output(junit, begins_with(JUNIT_START))), read, force=force)
+    read = [
+        Path(name)
+        for name in (a, b, *([] if also is None else [also]))
+        if Path(name).exists()
+    ]
+    read = [path.parent if path.is_file() else path for path in read] + (
+        [] if text is None else [Path(text)]
+    )
+    require_free(
+        (Output(html, is_page), Output(junit, begins_with(JUNIT_START))),
+        read,
+        force=force,
+    )
     # One layer after the other is read: freed memory is used again.
     keep_freed_memory()
-    models = [None if name is None else load_model(name, opening=opening) for name in (a, b, also)]
+    models = [
+        None if name is None else load_model(name, opening=opening)
+        for name in (a, b, also)
+    ]
     with progress_bar("{task.description}", "comparing", of_bytes=False) as tell:
-        found = triptych.diff(models[0], models[1], also=models[2], **comparing, progress=tell)
+        found = triptych.diff(
+            models[0], models[1], also=models[2], **comparing, progress=tell
+        )
     why = found.why_not(require, within)
     if html is not None:
         found.page(html)

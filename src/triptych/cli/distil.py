@@ -29,7 +29,10 @@ def distil(
     overrides: Sequence[str] = (),
     train: bool = True,
     translating: Annotated[
-        Options, "Teacher", Model.distil, "beam_size alpha num_best interpolate originals teacher_weight"
+        Options,
+        "Teacher",
+        Model.distil,
+        "beam_size alpha num_best interpolate originals teacher_weight",
     ],
     workers: int | None = None,
     opening: Annotated[
@@ -66,7 +69,12 @@ def distil(
     read = require_translation(read_recipe(recipe, overrides), recipe)
     with progress_bar("{task.description}", "translating", of_bytes=False) as tell:
         found = load_model(teacher, opening=translating_engine(opening, {})).distil(
-            read, out, **translating, workers=number_of_workers(workers), display=display, progress=tell
+            read,
+            out,
+            **translating,
+            workers=number_of_workers(workers),
+            display=display,
+            progress=tell,
         )
     if speaks():
         say(
@@ -87,4 +95,10 @@ def distil(
         )
         report_training(summary, student, as_json=as_json)
     elif as_json and speaks():
-        print_json({"recipe": str(found.recipe), "pairs": found.pairs, "teacher_bleu": found.bleu})
+        print_json(
+            {
+                "recipe": str(found.recipe),
+                "pairs": found.pairs,
+                "teacher_bleu": found.bleu,
+            }
+        )

@@ -36,7 +36,9 @@ def evaluate(
     *,
     source: Path | None = None,
     reference: Path | None = None,
-    translating: Annotated[Options, "Translators", Model.evaluate, "beam_size alpha stop bleu_tokenize"],
+    translating: Annotated[
+        Options, "Translators", Model.evaluate, "beam_size alpha stop bleu_tokenize"
+    ],
     workers: int | None = None,
     out: Path | None = None,
     text: Path | None = None,
@@ -78,23 +80,39 @@ def evaluate(
         triptych evaluate gpt2 gpt2-half --text test.txt
     """
     read = list(map(Path, models))
-    translators = {"source": source, "reference": reference, **translating, "workers": workers, "out": out}
+    translators = {
+        "source": source,
+        "reference": reference,
+        **translating,
+        "workers": workers,
+        "out": out,
+    }
     texts = {**scoring, "documents": documents != "file"}
     if text is not None:
-        refuse_options(translators, "is for translators, and --text for language models: give one")
+        refuse_options(
+            translators, "is for translators, and --text for language models: give one"
+        )
         if opening["precision"] != "fp32":
-            raise UsageError("--precision is for translators: --text scores a model as it is")
+            raise UsageError(
+                "--precision is for translators: --text scores a model as it is"
+            )
     else:
         refuse_options(texts, "goes with --text")
         if out is not None and len(models) > 1:
-            raise UsageError("--out takes the translations of one model: name one, or leave out --out")
+            raise UsageError(
+                "--out takes the translations of one model: name one, or leave out --out"
+            )
         translating["workers"] = number_of_workers(workers)
         opening = translating_engine(opening, {"without": without})
         read += [path for path in (source, reference) if path is not None]
     with launched(opening["device"]) as world:
         given = world.on_all(lambda: _read_texts(text, documents, source, reference))
-        doing, asked = ("scoring", scoring) if text is not None else ("translating", translating)
-        world.on_first(lambda: require_free([Output(out, is_remembered)], read, force=force))
+        doing, asked = (
+            ("scoring", scoring) if text is not None else ("translating", translating)
+        )
+        world.on_first(
+            lambda: require_free([Output(out, is_remembered)], read, force=force)
+        )
 
         def score(model: str) -> Any:
             shown = doing if len(models) == 1 else f"{doing} {model}"
@@ -110,14 +128,19 @@ def evaluate(
         world.on_first(lambda: _print_or_write(models, found, out, as_json=as_json))
 
 
-def _print_or_write(models: Sequence[str], found: Sequence[Any], out: Path | None, *, as_json: bool) -> None:
+def _print_or_write(
+    models: Sequence[str], found: Sequence[Any], out: Path | None, *, as_json: bool
+) -> None:
     translates = isinstance(found[0], Evaluation)
     if out is not None:
         write_text(out, "".join(f"{text}\n" for text in found[0].translations))
         remember(out)
     if as_json:
         key = "run" if translates else "model"
-        records = [{key: name, **plain(own.figures())} for name, own in zip(models, found, strict=True)]
+        records = [
+            {key: name, **plain(own.figures())}
+            for name, own in zip(models, found, strict=True)
+        ]
         print_json(records[0] if len(records) == 1 else records)
     elif len(found) > 1:
         table = (_scores if translates else _likelihoods)(models, found)
@@ -143,19 +166,36 @@ def _likelihoods(models: Sequence[str], found: Sequence[Likelihood]) -> Table:
         )
         for model, one in zip(models, found, strict=True)
     )
-    columns = ("model", "nats per token", "95 % interval", "perplexity", "bits per byte", "tokens")
-    reasons = ((model, one.why_no_bits) for model, one in zip(models, found, strict=True))
+    columns = (
+        "model",
+        "nats per token",
+        "95 % interval",
+        "perplexity",
+        "bits per byte",
+        "tokens",
+    )
+    reasons = (
+        (model, one.why_no_bits) for model, one in zip(models, found, strict=True)
+    )
     caption = "\n".join(f"{model}: {reason}" for model, reason in reasons if reason)
     return Table("Likelihoods", columns, rows, caption=caption, numeric=(1, 2, 3, 4, 5))
 
 
 def _scores(runs: Sequence[str], found: Sequence[Evaluation]) -> Table:
     rows = tuple(
-        (run, *(f"{score.value:.2f} [{score.low:.2f}, {score.high:.2f}]" for score in one.scores))
+        (
+            run,
+            *(
+                f"{score.value:.2f} [{score.low:.2f}, {score.high:.2f}]"
+                for score in one.scores
+            ),
+        )
         for run, one in zip(runs, found, strict=True)
     )
     names = (score.name for score in found[0].scores)
-    signatures = "\n".join(f"{score.name}: {score.signature}" for score in found[0].scores)
+    signatures = "\n".join(
+        f"{score.name}: {score.signature}" for score in found[0].scores
+    )
     return Table("Scores", ("run", *names), rows, caption=signatures, numeric=(1, 2))
 
 
@@ -168,7 +208,9 @@ def _read_texts(
         spec = LanguageCorpusSpec(files=(file,), documents=documents)
         return ([*whole_documents(read_documents(spec))],)
     if source is None or reference is None:
-        raise UsageError("give --text for a language model, or --source and --reference for a translator")
+        raise UsageError(
+            "give --text for a language model, or --source and --reference for a translator"
+        )
     sources = read_lines(source)
     references = read_lines(reference)
     if len(sources) != len(references):
@@ -197,7 +239,11 @@ def _print_scores(found: Evaluation) -> None:
 
 def _print_likelihood(found: Likelihood) -> None:
     low, high = found.interval
-    bits = found.why_no_bits if found.bits_per_byte is None else f"{found.bits_per_byte:.4f} bits per byte"
+    bits = (
+        found.why_no_bits
+        if found.bits_per_byte is None
+        else f"{found.bits_per_byte:.4f} bits per byte"
+    )
     print(
         f"{found.nats_per_token:.4f} nats per token ({low:.4f} to {high:.4f}), perplexity "
         f"{found.perplexity:.2f}, {bits}"
@@ -206,6 +252,10 @@ def _print_likelihood(found: Likelihood) -> None:
     print(
         f"{found.tokens:,} tokens, {found.num_bytes:,} bytes, {found.documents:,} document{plural}; windows "
         f"of {found.context:,} tokens, stride {found.stride:,}; interval over {found.units}"
-        + (f"; {found.unknown:.2%} of the characters are unknown to the tokenizer" if found.unknown else ""),
+        + (
+            f"; {found.unknown:.2%} of the characters are unknown to the tokenizer"
+            if found.unknown
+            else ""
+        ),
         file=sys.stderr,
     )

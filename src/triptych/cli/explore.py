@@ -32,7 +32,9 @@ def explore(
     no_open: bool = False,
     html: Path | None = None,
     force: bool = False,
-    opening: Annotated[Options, "Model", load, "device dtype languages offline strict adapter"],
+    opening: Annotated[
+        Options, "Model", load, "device dtype languages offline strict adapter"
+    ],
 ) -> None:
     """See one computation of attention on a page, and change it.
 
@@ -56,25 +58,37 @@ def explore(
         triptych explore gpt2 --held-out test.txt --text "The king said that" --html king.html
     """
     if held_out_targets is not None and held_out is None:
-        raise UsageError("--held-out-targets are the translations of --held-out: give both")
+        raise UsageError(
+            "--held-out-targets are the translations of --held-out: give both"
+        )
     if html is not None:
         if text is None:
             raise UsageError("--html writes the page of one text: give --text")
-        require_free([Output(html, is_page)], [Path(model)] if Path(model).exists() else [], force=force)
+        require_free(
+            [Output(html, is_page)],
+            [Path(model)] if Path(model).exists() else [],
+            force=force,
+        )
         opened = load(model, **opening)
         given = _held_out(opened, held_out, held_out_targets)
         with progress_bar("{task.description}", "recording", of_bytes=False) as tell:
             write_page(opened, text, html, given, tell)
         print_written([html], Terminal(soft_wrap=True))
         return
-    address = f"http://127.0.0.1:{port}/" + ("" if text is None else f"#&{urlencode({'text': text})}")
+    address = f"http://127.0.0.1:{port}/" + (
+        "" if text is None else f"#&{urlencode({'text': text})}"
+    )
 
     def ready() -> None:
         say(f"exploring {model} at {address} (Ctrl-C ends it)")
         if not no_open:
-            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+            threading.Thread(
+                target=webbrowser.open, args=(address,), daemon=True
+            ).start()
 
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-._")[:64] or "model"
+    name = (
+        re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-._")[:64] or "model"
+    )
     opened = load(model, **opening)
     given = _held_out(opened, held_out, held_out_targets)
     triptych.serve(
@@ -89,7 +103,9 @@ def explore(
     say("stopped")
 
 
-def _held_out(model: Model, text: Path | None, targets: Path | None) -> HeldOutText | None:
+def _held_out(
+    model: Model, text: Path | None, targets: Path | None
+) -> HeldOutText | None:
     """Return the given text, or the one that a run was validated on; None without one."""
     if text is not None:
         return HeldOutText(model.reader, text, targets)
@@ -97,9 +113,13 @@ def _held_out(model: Model, text: Path | None, targets: Path | None) -> HeldOutT
     if not (folder / RECIPE).is_file():
         return None
     try:
-        found = HeldOutText(model.reader, *task_of(read_recipe(folder / RECIPE)).validation_text(Path()))
+        found = HeldOutText(
+            model.reader, *task_of(read_recipe(folder / RECIPE)).validation_text(Path())
+        )
     except (DataError, UsageError) as error:
-        say(f"no held-out text: the validation text of {model.name} cannot be read ({error})")
+        say(
+            f"no held-out text: the validation text of {model.name} cannot be read ({error})"
+        )
         return None
     say(f"held-out text: {found.num_tokens:,} tokens that the run was validated on")
     return found

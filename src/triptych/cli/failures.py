@@ -12,12 +12,21 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 
-from triptych.errors import ConfigurationWarning, EngineNote, GenerationNote, SourceNote, TriptychError
+from triptych.errors import (
+    ConfigurationWarning,
+    EngineNote,
+    GenerationNote,
+    SourceNote,
+    TriptychError,
+)
 from triptych.files import FULL, system_error
 from triptych.printable import printable
 
 _WAYS_ON = {
-    **dict.fromkeys(FULL, "free some space, or choose another place; what was there before is unchanged"),
+    **dict.fromkeys(
+        FULL,
+        "free some space, or choose another place; what was there before is unchanged",
+    ),
     errno.EFBIG: "files may not be larger here (ulimit -f): raise the limit, or choose another place",
     errno.EEXIST: "choose another name",
 }
@@ -51,8 +60,12 @@ def as_triptych_error(error: BaseException) -> TriptychError:
         return _of_system(of_system)
     text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     if isinstance(error, MemoryError) or any(words in str(error) for words in _MEMORY):
-        return TriptychError(f"not enough memory ({text}): give shorter texts, or fewer at a time")
-    return UnforeseenError(f"internal error ({text}): please report it, with {_write_error_report(error)}")
+        return TriptychError(
+            f"not enough memory ({text}): give shorter texts, or fewer at a time"
+        )
+    return UnforeseenError(
+        f"internal error ({text}): please report it, with {_write_error_report(error)}"
+    )
 
 
 def _of_system(error: OSError) -> TriptychError:
@@ -76,7 +89,9 @@ def _write_error_report(error: BaseException) -> str:
             file.write("\n".join(lines))
     except OSError:
         last = traceback.extract_tb(error.__traceback__)[-1]
-        return f"what the command was, and this place: {last.filename}, line {last.lineno}"
+        return (
+            f"what the command was, and this place: {last.filename}, line {last.lineno}"
+        )
     return f"the traceback in {name}"
 
 
@@ -107,7 +122,9 @@ def warnings_as_lines() -> Iterator[None]:
         as_before = warnings.showwarning
         shown = set[str]()
 
-        def show(message: Warning | str, category: type[Warning], *where: Any, **how: Any) -> None:
+        def show(
+            message: Warning | str, category: type[Warning], *where: Any, **how: Any
+        ) -> None:
             if not issubclass(category, _SHOWN):
                 as_before(message, category, *where, **how)
             elif str(message) not in shown:  # it may come from several places

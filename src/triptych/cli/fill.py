@@ -33,7 +33,12 @@ def fill(
     for number, fillings in enumerate(found, start=1):
         if as_json:
             records = [
-                {"token": one.piece, "id": one.token, "probability": one.probability, "text": one.filled}
+                {
+                    "token": one.piece,
+                    "id": one.token,
+                    "probability": one.probability,
+                    "text": one.filled,
+                }
                 for one in fillings
             ]
             record = {"mask": number, "fillings": records}

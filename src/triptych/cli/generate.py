@@ -5,7 +5,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
-from triptych.cli.options import check_attention, load_model, refuse_options, special_tokens_of, token_ids
+from triptych.cli.options import (
+    check_attention,
+    load_model,
+    refuse_options,
+    special_tokens_of,
+    token_ids,
+)
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import print_json, read_text, text_or_file, write_output
 from triptych.errors import UsageError
@@ -33,7 +39,9 @@ def generate(
         "max_new_tokens temperature top_k top_p min_p repetition_penalty generation_config seed num_samples "
         "beam_size alpha stop max_prompt_tokens chat",
     ],
-    opening: Annotated[Options, "Model", load, "device dtype engine precision offline strict adapter"],
+    opening: Annotated[
+        Options, "Model", load, "device dtype engine precision offline strict adapter"
+    ],
     without: str | None = None,
     attention: Sequence[str] = (),
     as_json: bool = False,
@@ -55,11 +63,17 @@ def generate(
         triptych generate gpt2 --file prompts.txt --num-samples 3 --temperature 1 --json
     """
     check_attention(attention, None, opening["engine"], as_json=as_json)
-    if prompt is not None and file is None and isinstance(named := text_or_file(prompt, "prompt"), Path):
+    if (
+        prompt is not None
+        and file is None
+        and isinstance(named := text_or_file(prompt, "prompt"), Path)
+    ):
         prompt = None
         file = named
     given_ids = token_ids(ids)
-    refuse_options({"literal": literal and ids is not None}, "goes with a text, not with --ids")
+    refuse_options(
+        {"literal": literal and ids is not None}, "goes with a text, not with --ids"
+    )
     prompts = _prompts(prompt, file, given_ids)
     generating["special_tokens"] = special_tokens_of(literal)
     opened = load_model(model, without, opening)
@@ -73,15 +87,21 @@ def generate(
             write_output(text)
         write_output("\n")
     else:
-        for number, (_, found) in enumerate(_in_batches(opened, prompts, generating), start=1):
+        for number, (_, found) in enumerate(
+            _in_batches(opened, prompts, generating), start=1
+        ):
             for sample, one in enumerate(found, start=1):
                 write_output(f"== prompt {number}, text {sample} ==\n{one.text}\n")
 
 
-def _prompts(prompt: str | None, file: Path | None, ids: list[int] | None) -> Iterator[Text]:
+def _prompts(
+    prompt: str | None, file: Path | None, ids: list[int] | None
+) -> Iterator[Text]:
     """The prompts: one of the command line or standard input, or the lines of a file."""
     if [prompt, file, ids].count(None) != 2:
-        raise UsageError("give either a prompt (- for standard input), --file with prompts, or --ids")
+        raise UsageError(
+            "give either a prompt (- for standard input), --file with prompts, or --ids"
+        )
     if file is not None:
         return iterate_file(file)
     return iter([read_text(str(prompt), "prompt") if ids is None else ids])
@@ -98,9 +118,17 @@ def _in_batches(
 
 
 def _json_record(
-    model: Model, prompt: Text, found: Sequence[Continuation], wanted: Sequence[str], generating: Options
+    model: Model,
+    prompt: Text,
+    found: Sequence[Continuation],
+    wanted: Sequence[str],
+    generating: Options,
 ) -> dict[str, Any]:
-    attention = _attention_records(model, prompt, found, wanted, generating) if wanted else [{}] * len(found)
+    attention = (
+        _attention_records(model, prompt, found, wanted, generating)
+        if wanted
+        else [{}] * len(found)
+    )
     return {
         "prompt": prompt,
         "continuations": [
@@ -119,11 +147,17 @@ def _json_record(
 
 
 def _attention_records(
-    model: Model, prompt: Text, found: Sequence[Continuation], wanted: Sequence[str], generating: Options
+    model: Model,
+    prompt: Text,
+    found: Sequence[Continuation],
+    wanted: Sequence[str],
+    generating: Options,
 ) -> Iterator[dict[str, Any]]:
     """The weights with which the text was read before each token, for each continuation."""
     generator = model.generator()
-    ids = generator.encode(prompt, chat=generating["chat"], special_tokens=generating["special_tokens"])
+    ids = generator.encode(
+        prompt, chat=generating["chat"], special_tokens=generating["special_tokens"]
+    )
     for one in found:
         if not one.ids:
             yield {"attention": []}
@@ -136,4 +170,8 @@ def _attention_records(
                 "lower --max-new-tokens"
             )
         (attention,) = attend_tokens(model.reader, [TextIds(tuple(read))], len(read))
-        yield {"attention": [*head_records(attention.parts(wanted), len(ids) - 1, one.pieces)]}
+        yield {
+            "attention": [
+                *head_records(attention.parts(wanted), len(ids) - 1, one.pieces)
+            ]
+        }

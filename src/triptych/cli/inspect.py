@@ -21,7 +21,13 @@ from triptych.seeing.inspection import (
     heads_page,
     side_by_side,
 )
-from triptych.seeing.reports import is_page, is_parquet, render_table, write_csv, write_parquet
+from triptych.seeing.reports import (
+    is_page,
+    is_parquet,
+    render_table,
+    write_csv,
+    write_parquet,
+)
 from triptych.training.processes import do_each, launched
 
 # The first columns that `--csv` writes, in this release and others.
@@ -65,7 +71,11 @@ def inspect(
         triptych inspect meta-llama/Llama-3.2-1B --layers 0,1 --html heads.html
     """
     names = models if compare is None else [*models, compare]
-    outputs = Output(html, is_page), Output(csv, begins_with(_CSV_START)), Output(parquet, is_parquet)
+    outputs = (
+        Output(html, is_page),
+        Output(csv, begins_with(_CSV_START)),
+        Output(parquet, is_parquet),
+    )
 
     def measure(name: str) -> tuple[Inspection, AdapterEffects | None]:
         model = load_model(name, opening=opening)
@@ -108,7 +118,11 @@ def inspect(
         print_written((html, csv, parquet), console)
 
     # A tensor file is read with the other files of its folder.
-    read = [path.parent if path.is_file() else path for path in map(Path, names) if path.exists()]
+    read = [
+        path.parent if path.is_file() else path
+        for path in map(Path, names)
+        if path.exists()
+    ]
     with launched("cpu") as world:
         world.on_first(lambda: require_free(outputs, read, force=force))
         found = do_each(names, measure, world)
@@ -122,5 +136,7 @@ def _with_distinct_names(found: Sequence[Inspection]) -> list[Inspection]:
     for one in found:
         seen[one.name] += 1
         number = seen[one.name]
-        numbered.append(one if number == 1 else replace(one, name=f"{one.name} ({number})"))
+        numbered.append(
+            one if number == 1 else replace(one, name=f"{one.name} ({number})")
+        )
     return numbered

@@ -13,10 +13,14 @@ from triptych.launch import speaks
 _STDERR = 2
 
 
-def end_interrupted(number: int = signal.SIGINT, frame: FrameType | None = None) -> NoReturn:
+def end_interrupted(
+    number: int = signal.SIGINT, frame: FrameType | None = None
+) -> NoReturn:
     """End this process at once: no traceback, and no clean-up of the interpreter, which takes a second."""
     if speaks():
-        os.write(_STDERR, (b"\n" if os.isatty(_STDERR) else b"") + b"triptych: interrupted\n")
+        os.write(
+            _STDERR, (b"\n" if os.isatty(_STDERR) else b"") + b"triptych: interrupted\n"
+        )
     os._exit(128 + number)
 
 
@@ -34,7 +38,10 @@ def cleaned_up() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) or signal.getsignal(signal.SIGINT) is end_interrupted:
+        if (
+            isinstance(error, KeyboardInterrupt)
+            or signal.getsignal(signal.SIGINT) is end_interrupted
+        ):
             with suppress(OSError, ValueError):
                 sys.stdout.flush()
             end_interrupted()

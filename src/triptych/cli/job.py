@@ -20,7 +20,9 @@ def main() -> int:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     prepare_training()
     try:
-        return do_job(StudyJob.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8")))
+        return do_job(
+            StudyJob.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+        )
     except TriptychError as error:
         print(f"triptych: {error}", file=sys.stderr)
         return error.exit_code

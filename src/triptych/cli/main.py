@@ -7,7 +7,12 @@ from typing import Any
 
 import typer
 
-from triptych.cli.failures import as_triptych_error, flush_output, print_error, warnings_as_lines
+from triptych.cli.failures import (
+    as_triptych_error,
+    flush_output,
+    print_error,
+    warnings_as_lines,
+)
 from triptych.cli.process import limit_spinning, open_streams
 from triptych.cli.verbs import add_verb
 from triptych.errors import TriptychError, UsageError
@@ -15,7 +20,18 @@ from triptych.launch import end_now, num_launched, speaks
 
 # Each is a function of the module of its name, in this room.
 COMMANDS = (
-    *("demo", "recipes", "new", "train", "distil", "shortlist", "report", "translate", "generate", "fill"),
+    *(
+        "demo",
+        "recipes",
+        "new",
+        "train",
+        "distil",
+        "shortlist",
+        "report",
+        "translate",
+        "generate",
+        "fill",
+    ),
     *(
         "attend",
         "evaluate",
@@ -33,7 +49,9 @@ COMMANDS = (
 )
 _ABOUT = "Train, run, inspect and rewrite Transformers, with the attention matrices of every head at hand."
 # What typer raises for a command line that it does not understand; it does not export the class.
-_Refusal: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+_Refusal: Any = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
+)
 
 
 def _print_version(wanted: bool) -> bool:
@@ -45,7 +63,11 @@ def _print_version(wanted: bool) -> bool:
 
 def main(
     version: bool = typer.Option(
-        False, "--version", is_eager=True, callback=_print_version, help="Print the version and stop."
+        False,
+        "--version",
+        is_eager=True,
+        callback=_print_version,
+        help="Print the version and stop.",
     ),
 ) -> None:
     """Options of the command itself."""
@@ -53,8 +75,15 @@ def main(
 
 def application(arguments: Sequence[str]) -> typer.Typer:
     """The command with the subcommand that is named, or with all."""
-    app = typer.Typer(name="triptych", help=_ABOUT, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.callback(help=_ABOUT, context_settings={"help_option_names": ["-h", "--help"]})(main)
+    app = typer.Typer(
+        name="triptych",
+        help=_ABOUT,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback(help=_ABOUT, context_settings={"help_option_names": ["-h", "--help"]})(
+        main
+    )
     named = next((word for word in arguments if not word.startswith("-")), None)
     for name in [named] if named in COMMANDS else COMMANDS:
         add_verb(app, name)
@@ -88,7 +117,9 @@ def _run_command_line() -> None:
         if speaks(error):
             print_error(error)
         sys.exit(error.exit_code)
-    except BrokenPipeError:  # whoever read our output has seen enough; typer itself ends so, too
+    except (
+        BrokenPipeError
+    ):  # whoever read our output has seen enough; typer itself ends so, too
         sys.exit(1)
     except (SystemExit, KeyboardInterrupt):
         raise
@@ -104,7 +135,9 @@ def _carry_out(arguments: Sequence[str]) -> int:
     """Carry out a command line; its exit code."""
     command = typer.main.get_command(application(arguments))
     try:
-        found = command.main(list(arguments) or ["--help"], "triptych", standalone_mode=False)
+        found = command.main(
+            list(arguments) or ["--help"], "triptych", standalone_mode=False
+        )
     except typer.Abort:
         return 130
     except _Refusal as refusal:

@@ -12,7 +12,9 @@ from triptych.cli.terminal import training_display
 def new(
     recipe: Path,
     *,
-    making: Annotated[Options, "Options", triptych.new_recipe, "source target tsv text"],
+    making: Annotated[
+        Options, "Options", triptych.new_recipe, "source target tsv text"
+    ],
     force: bool = False,
 ) -> None:
     """Write a recipe that fits a text of your own.

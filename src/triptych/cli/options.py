@@ -17,7 +17,9 @@ from triptych.printable import shortened
 from triptych.threads import num_cores
 
 
-def load_model(model: str | Path, without: str | None = None, opening: Options | None = None) -> Model:
+def load_model(
+    model: str | Path, without: str | None = None, opening: Options | None = None
+) -> Model:
     """The model that a command is given, with the heads of `--without` off."""
     opened = load(model, **(opening or {}))
     return opened if without is None else opened.ablate(without)
@@ -34,13 +36,17 @@ def token_ids(ids: str | None) -> list[int] | None:
         return None
     parts = [part.strip() for part in ids.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 12 for part in parts):
-        raise UsageError(f"--ids {shortened(ids, 40)}: write token ids with commas, as in 464,3797,3332")
+        raise UsageError(
+            f"--ids {shortened(ids, 40)}: write token ids with commas, as in 464,3797,3332"
+        )
     return [*map(int, parts)]
 
 
 def refuse_options(options: Mapping[str, Any], why: str) -> None:
     """Raise where one of these is given."""
-    if found := [name for name, value in options.items() if value not in (None, False, ())]:
+    if found := [
+        name for name, value in options.items() if value not in (None, False, ())
+    ]:
         raise UsageError(f"{spelled(found[0])[0]} {why}")
 
 
@@ -52,15 +58,21 @@ def translating_engine(opening: Options, own: Mapping[str, Any]) -> Options:
     if opening["engine"] is not None or opening.get("dtype") is not None:
         return opening
     if needs := [name for name, value in own.items() if value]:
-        say(f"triptych: engine auto: triptych translates: {spelled(needs[0])[0]} needs its own search")
+        say(
+            f"triptych: engine auto: triptych translates: {spelled(needs[0])[0]} needs its own search"
+        )
         return opening | {"engine": "triptych"}
     return opening | {"engine": "auto"}
 
 
-def check_attention(heads: Sequence[str], page: Path | None, engine: str | None, *, as_json: bool) -> None:
+def check_attention(
+    heads: Sequence[str], page: Path | None, engine: str | None, *, as_json: bool
+) -> None:
     """Attention weights come from our own engine, and are printed as JSON."""
     if (heads or page) and engine not in (None, "triptych"):
-        raise UsageError(f"--attention goes with --engine triptych: {engine} gives no attention weights")
+        raise UsageError(
+            f"--attention goes with --engine triptych: {engine} gives no attention weights"
+        )
     if heads and not as_json:
         raise UsageError("--attention goes with --json")
 

@@ -46,10 +46,16 @@ def is_remembered(path: Path) -> bool:
 
 
 def _note(path: Path) -> Path:
-    return cache_folder() / "written" / hashlib.sha256(os.fsencode(leads_to(path))).hexdigest()
+    return (
+        cache_folder()
+        / "written"
+        / hashlib.sha256(os.fsencode(leads_to(path))).hexdigest()
+    )
 
 
-def require_free(outputs: Sequence[Output], read: Sequence[Path], *, force: bool) -> None:
+def require_free(
+    outputs: Sequence[Output], read: Sequence[Path], *, force: bool
+) -> None:
     """Check that outputs can be written and replace neither each other, an input nor a user's file."""
     inputs = [leads_to(path) for path in read]
     taken: set[Path] = set()
@@ -61,14 +67,18 @@ def require_free(outputs: Sequence[Output], read: Sequence[Path], *, force: bool
         if not folder.is_dir():
             raise UsageError(f"the folder of {path} does not exist: make it first")
         if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-            raise UsageError(f"{path} cannot be written: it is a folder, or permission is denied")
+            raise UsageError(
+                f"{path} cannot be written: it is a folder, or permission is denied"
+            )
         if real in taken:
             raise UsageError(f"{path} is given twice: each output needs its own file")
         taken.add(real)
         if not path.is_file() or is_own(path):  # a terminal or a pipe is written into
             continue
         if any(real == of or real.is_relative_to(of) for of in inputs):
-            raise UsageError(f"{path} is a file of the checkpoint or text that is read: choose another name")
+            raise UsageError(
+                f"{path} is a file of the checkpoint or text that is read: choose another name"
+            )
         if not force:
             raise UsageError(
                 f"{path} is there, and triptych did not write it or cannot tell (it may have changed since): "

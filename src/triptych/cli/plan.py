@@ -59,7 +59,11 @@ def _setting(plan: TrainingPlan) -> list[str]:
     """What is planned, and for what."""
     cluster = plan.cluster
     recipe = plan.recipe
-    machines = "in one machine" if cluster.num_nodes == 1 else f"in {cluster.num_nodes:,} machines"
+    machines = (
+        "in one machine"
+        if cluster.num_nodes == 1
+        else f"in {cluster.num_nodes:,} machines"
+    )
     lines = [
         f"{recipe.name}: {plan.num_parameters:,} parameters, {recipe.training.precision}, "
         f"{plan.target_tokens:,} target tokens a step",
@@ -69,16 +73,29 @@ def _setting(plan: TrainingPlan) -> list[str]:
         f"{_bytes(cluster.link_bandwidth)}/s a device",
     ]
     if plan.cache:
-        lines.append(f"keys and values of one text while the model writes: {_bytes(plan.cache)}")
+        lines.append(
+            f"keys and values of one text while the model writes: {_bytes(plan.cache)}"
+        )
     whole = _bytes(plan.whole_model)
-    lines.append(f"the whole model in the host's memory of the first process, to be written: {whole}")
+    lines.append(
+        f"the whole model in the host's memory of the first process, to be written: {whole}"
+    )
     return [*lines, *plan.notes]
 
 
 def _layouts_table(plan: TrainingPlan) -> Table:
     """A row for each layout: bytes of each device, and seconds of a step."""
     columns = (
-        *("parallel", "recomputing", "parameters", "gradients", "optimizer", "activations", "peak", "fits"),
+        *(
+            "parallel",
+            "recomputing",
+            "parameters",
+            "gradients",
+            "optimizer",
+            "activations",
+            "peak",
+            "fits",
+        ),
         *("sent", "compute s", "exchange s", "step s"),
     )
     return Table(
@@ -99,10 +116,16 @@ def _layout_row(one: PlannedLayout, is_best: bool) -> tuple[str, ...]:
     return (
         f"→ {name}" if is_best else f"  {name}",
         "yes" if layout.checkpointing else "no",
-        *map(_bytes, (one.parameters, one.gradients, one.optimizer, one.activations, one.peak)),
+        *map(
+            _bytes,
+            (one.parameters, one.gradients, one.optimizer, one.activations, one.peak),
+        ),
         "yes" if one.fits else "no",
         _bytes(one.sent),
-        *(f"{seconds:.3g}" for seconds in (one.compute_seconds, one.exchange_seconds, one.seconds)),
+        *(
+            f"{seconds:.3g}"
+            for seconds in (one.compute_seconds, one.exchange_seconds, one.seconds)
+        ),
     )
 
 
@@ -117,7 +140,10 @@ def _advice(plan: TrainingPlan) -> str:
             "smaller batches with more training.accumulate_batches, or tensor parallelism "
             "(docs/how-to/several-processes.md)."
         )
-    options = " ".join(f"--set {key}={str(value).lower()}" for key, value in best.layout.settings.items())
+    options = " ".join(
+        f"--set {key}={str(value).lower()}"
+        for key, value in best.layout.settings.items()
+    )
     steps = plan.recipe.training.max_steps
     took = (
         f"Take {options}: {_bytes(best.peak)} of {memory} at the peak ({best.peak_in}), {best.seconds:.3g} s "
@@ -125,7 +151,9 @@ def _advice(plan: TrainingPlan) -> str:
         f"{duration(best.seconds * steps)} for {steps:,} steps."
     )
     reasons = []
-    if too_large := [one for one in plan.layouts[: plan.layouts.index(best)] if not one.fits]:
+    if too_large := [
+        one for one in plan.layouts[: plan.layouts.index(best)] if not one.fits
+    ]:
         reasons.append(f"{too_large[0].layout} needs {_bytes(too_large[0].needed)}")
     if slower := [one for one in plan.layouts if one.fits and one is not best]:
         next_best = min(slower, key=lambda one: one.seconds)
@@ -140,5 +168,9 @@ def _bytes(size: int | float) -> str:
     """A number of bytes with three digits and a unit."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if size >= unit:
-            return f"{size / unit:.3g} {name}" if size < 1000 * unit else f"{size / unit:,.0f} {name}"
+            return (
+                f"{size / unit:.3g} {name}"
+                if size < 1000 * unit
+                else f"{size / unit:,.0f} {name}"
+            )
     return f"{size:.0f} B"

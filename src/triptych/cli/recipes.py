@@ -10,7 +10,12 @@ from triptych.training import (
 )
 
 
-def recipes(action: Literal["show"] | None = None, name: str | None = None, *, as_json: bool = False) -> None:
+def recipes(
+    action: Literal["show"] | None = None,
+    name: str | None = None,
+    *,
+    as_json: bool = False,
+) -> None:
     """List the built-in recipes, or show one.
 
     `triptych train NAME` trains one of them; `triptych new` makes a recipe for a text of your own.
@@ -25,15 +30,22 @@ def recipes(action: Literal["show"] | None = None, name: str | None = None, *, a
         triptych recipes show demo
     """
     if action is None:
-        found = {one: _recipe_text(one).partition("\n")[0].removeprefix("# ") for one in shipped_recipes()}
+        found = {
+            one: _recipe_text(one).partition("\n")[0].removeprefix("# ")
+            for one in shipped_recipes()
+        }
         if as_json:
             print_json(found)
             return
         width = max(map(len, found))
-        write_output("".join(f"{one:<{width}}  {said}\n" for one, said in found.items()))
+        write_output(
+            "".join(f"{one:<{width}}  {said}\n" for one, said in found.items())
+        )
         return
     if name is None or as_json:
-        raise UsageError("show takes the name of a recipe and no options: triptych recipes show demo")
+        raise UsageError(
+            "show takes the name of a recipe and no options: triptych recipes show demo"
+        )
     write_output(_recipe_text(name))
 
 

@@ -48,7 +48,9 @@ def rewrite(
     layers: str | None = None,
     list: bool = False,
     plan: bool = False,
-    rewriting: Annotated[Options, "Options", Model.rewrite, "calibration text compare skip_refused"],
+    rewriting: Annotated[
+        Options, "Options", Model.rewrite, "calibration text compare skip_refused"
+    ],
     opening: Annotated[Options, "Options", load, "family offline strict adapter"],
     as_json: bool = False,
 ) -> None:
@@ -83,11 +85,15 @@ def rewrite(
         raise UsageError("give a checkpoint to rewrite, or --list")
     sizes = {"rank": rank, "energy": energy, "budget": budget}
     cut = {name: size for name, size in sizes.items() if size is not None}
-    steps = _steps_of_options(exact, do, cut, on_text=rewriting["calibration"] is not None)
+    steps = _steps_of_options(
+        exact, do, cut, on_text=rewriting["calibration"] is not None
+    )
     if recipe is not None and (steps or layers is not None):
         raise UsageError("--recipe cannot be combined with --exact, --do and the like")
     if recipe is None and not steps:
-        raise UsageError("nothing to do: give --exact, --do REWRITE, --rank, --energy, --budget or --recipe")
+        raise UsageError(
+            "nothing to do: give --exact, --do REWRITE, --rank, --energy, --budget or --recipe"
+        )
     if recipe is not None:
         steps = [recipe]
     rewriting["layers"] = numbers(layers, "--layers")
@@ -98,7 +104,9 @@ def rewrite(
         print_json(_plan_record(found)) if as_json else _print_plan(found, console)
         return
     if out is None:
-        raise UsageError("give the output folder with --out (or --plan to see what would be done)")
+        raise UsageError(
+            "give the output folder with --out (or --plan to see what would be done)"
+        )
     if rewriting["text"] is not None and not rewriting["compare"]:
         raise UsageError("--text and --no-compare contradict each other: leave one out")
     with progress_bar("{task.description}", "opening", of_bytes=False) as tell:
@@ -131,7 +139,9 @@ def _print_rewrites(console: Console) -> None:
         for name in option_names(kind):
             if name not in Rewrite.model_fields:
                 console.print(f"    {name}: {kind.model_fields[name].description}")
-    console.print(f"Every rewrite takes layers: {Rewrite.model_fields['layers'].description}.")
+    console.print(
+        f"Every rewrite takes layers: {Rewrite.model_fields['layers'].description}."
+    )
 
 
 def _plan_record(plan: Plan) -> dict[str, Any]:
@@ -153,7 +163,11 @@ def _print_plan(plan: Plan, console: Console) -> None:
     _print_savings(plan, console)
     console.print(
         f"attention in the file: {plan.bytes_before:,} bytes now, {plan.bytes_after:,} afterwards"
-        + ("" if plan.bytes_after != plan.bytes_before else " (the format keeps its shapes)")
+        + (
+            ""
+            if plan.bytes_after != plan.bytes_before
+            else " (the format keeps its shapes)"
+        )
     )
     for name, value in plan.settings.items():
         console.print(f"config.json: {name} = {value}")
@@ -161,14 +175,26 @@ def _print_plan(plan: Plan, console: Console) -> None:
         console.print(note)
 
 
-def _steps_table(layers: Sequence[LayerRecord | NormRecord], of: str = "layers") -> Table:
+def _steps_table(
+    layers: Sequence[LayerRecord | NormRecord], of: str = "layers"
+) -> Table:
     table = Table("step", of, "tier", "bound", "what")
-    for name in dict.fromkeys(step.rewrite for step in chain.from_iterable(layer.steps for layer in layers)):
-        found = [(layer.count, step) for layer in layers for step in layer.steps if step.rewrite == name]
+    for name in dict.fromkeys(
+        step.rewrite for step in chain.from_iterable(layer.steps for layer in layers)
+    ):
+        found = [
+            (layer.count, step)
+            for layer in layers
+            for step in layer.steps
+            if step.rewrite == name
+        ]
         done = [step for _, step in found if not step.refused]
         if done:
             said = dict.fromkeys(
-                (*(s.choice for s in done if s.choice), *chain.from_iterable(s.notes for s in done))
+                (
+                    *(s.choice for s in done if s.choice),
+                    *chain.from_iterable(s.notes for s in done),
+                )
             )
             tiers = sorted({str(step.tier) for step in done})
             bound = max(step.bound for step in done)
@@ -190,10 +216,16 @@ def _steps_table(layers: Sequence[LayerRecord | NormRecord], of: str = "layers")
 
 
 def _print_savings(of: Plan | Certificate, console: Console) -> None:
-    console.print(_savings_table("attention in the file, all layers", of.before, of.after))
+    console.print(
+        _savings_table("attention in the file, all layers", of.before, of.after)
+    )
     if of.unpadded is not None:
         console.print(f"{UNPADDED}:")
-        console.print(_savings_table("attention without padding, not in this file", of.before, of.unpadded))
+        console.print(
+            _savings_table(
+                "attention without padding, not in this file", of.before, of.unpadded
+            )
+        )
 
 
 def _savings_table(title: str, before: Cost, after: Cost) -> Table:
@@ -206,7 +238,9 @@ def _savings_table(title: str, before: Cost, after: Cost) -> Table:
         one = getattr(before, name)
         other = getattr(after, name)
         if one or other:  # encoders cache nothing
-            table.add_row(what, f"{one:,}", f"{other:,}", f"{other / one:.1%}" if one else "")
+            table.add_row(
+                what, f"{one:,}", f"{other:,}", f"{other / one:.1%}" if one else ""
+            )
     return table
 
 

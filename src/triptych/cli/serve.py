@@ -7,7 +7,11 @@ from typing import Annotated, Any
 
 import triptych
 from triptych.cli.failures import say
-from triptych.cli.process import KERNELS_KEPT_DECODING, keep_libraries, limit_kernel_cache
+from triptych.cli.process import (
+    KERNELS_KEPT_DECODING,
+    keep_libraries,
+    limit_kernel_cache,
+)
 from triptych.cli.signatures import Options
 from triptych.errors import UsageError
 from triptych.launch import end_now
@@ -20,7 +24,12 @@ from triptych.threads import are_left
 def serve(
     models: Sequence[str],
     *,
-    server: Annotated[Options, "Server", triptych.serve, "host port workers keys_file shutdown_timeout"],
+    server: Annotated[
+        Options,
+        "Server",
+        triptych.serve,
+        "host port workers keys_file shutdown_timeout",
+    ],
     limits: Annotated[
         Options,
         "Limits",
@@ -29,7 +38,9 @@ def serve(
         "max_waiting max_tags max_attended max_weights batch_items batch_tokens seconds body_seconds "
         "stranger_seconds",
     ],
-    opening: Annotated[Options, "Model", load, "device engine precision offline strict adapter"],
+    opening: Annotated[
+        Options, "Model", load, "device engine precision offline strict adapter"
+    ],
 ) -> None:
     """Serve models over HTTP.
 
@@ -58,13 +69,20 @@ def serve(
 
 
 def _serve(
-    models: Sequence[str], server: dict[str, Any], limits: dict[str, Any], opening: dict[str, Any]
+    models: Sequence[str],
+    server: dict[str, Any],
+    limits: dict[str, Any],
+    opening: dict[str, Any],
 ) -> None:
     named = dict(map(_name_and_model, models))
     if len(named) < len(models):
-        raise UsageError("two models have one name: write NAME=MODEL to tell them apart")
+        raise UsageError(
+            "two models have one name: write NAME=MODEL to tell them apart"
+        )
     allowed = Limits(**limits)
-    opened: dict[str, Model] = {name: load(path, **opening) for name, path in named.items()}
+    opened: dict[str, Model] = {
+        name: load(path, **opening) for name, path in named.items()
+    }
     address = f"http://{server['host']}:{server['port']}"
     ready = partial(say, f"serving {', '.join(opened)} at {address}")
     triptych.serve(opened, limits=allowed, ready=ready, **server)

@@ -39,7 +39,9 @@ def shortlist(
     read = [Path(model), *(path for path in (source, target) if path is not None)]
     require_free([Output(out, is_remembered)], read, force=force)
     opened = load_model(model, opening={"device": "cpu", **opening})
-    found = opened.shortlist(out, source, target, **learning, display=training_display())
+    found = opened.shortlist(
+        out, source, target, **learning, display=training_display()
+    )
     remember(out)
     if as_json:
         print_json({"shortlist": str(out), "size": found.size, "share": found.share})

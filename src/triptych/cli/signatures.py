@@ -70,7 +70,9 @@ class FunctionText(NamedTuple):
 
     text: str  # its docstring up to the first section
     examples: tuple[str, ...]  # the lines of the section "Examples"
-    parameters: tuple[Parameter, ...]  # in the order of the signature, groups taken apart
+    parameters: tuple[
+        Parameter, ...
+    ]  # in the order of the signature, groups taken apart
 
 
 def read_function(module: str, name: str) -> FunctionText:
@@ -88,8 +90,14 @@ def read_function(module: str, name: str) -> FunctionText:
             continue
         title, about = documented.get(argument, ("Options", ""))
         value = REQUIRED if default is None else _value(default)
-        found.append(Parameter(argument, _kind(module, annotation), value, positional, about, title))
-    return FunctionText(text, tuple(line.strip() for line in sections.get("Examples", ())), tuple(found))
+        found.append(
+            Parameter(
+                argument, _kind(module, annotation), value, positional, about, title
+            )
+        )
+    return FunctionText(
+        text, tuple(line.strip() for line in sections.get("Examples", ())), tuple(found)
+    )
 
 
 def _taken(
@@ -112,12 +120,17 @@ def _taken(
     for name in names.split():
         found = by_name[name]
         about = documented.get(name, ("", found.about))[1]
-        yield replace(found, positional=False, about=about, section=section, group=group)
+        yield replace(
+            found, positional=False, about=about, section=section, group=group
+        )
 
 
 def _group(annotation: ast.expr) -> tuple[str, ast.expr, str] | None:
     """Heading, function and names of `Annotated[Options, "heading", function, "names"]`."""
-    if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value) != "Annotated":
+    if (
+        not isinstance(annotation, ast.Subscript)
+        or ast.unparse(annotation.value) != "Annotated"
+    ):
         return None
     assert isinstance(annotation.slice, ast.Tuple)
     _, section, function, names = annotation.slice.elts
@@ -139,7 +152,9 @@ def _definition(module: str, name: str) -> tuple[str, ast.FunctionDef | ast.Clas
         module, found = _definition(module, owner)
         body = found.body
     named = [
-        node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == method
+        node
+        for node in body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == method
     ]
     if named:
         return module, named[-1]  # after its overloads
@@ -152,8 +167,15 @@ def _where_defined(module: str, name: str) -> tuple[str, str]:
     """The module of ours where a name is defined, and its name there."""
     body = _tree(module).body
     # What is imported for types alone stands in an `if TYPE_CHECKING`.
-    for node in [*body, *chain.from_iterable(block.body for block in body if isinstance(block, ast.If))]:
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("triptych"):
+    for node in [
+        *body,
+        *chain.from_iterable(block.body for block in body if isinstance(block, ast.If)),
+    ]:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.startswith("triptych")
+        ):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
                     return _where_defined(node.module, alias.name)
@@ -182,7 +204,9 @@ def _arguments_of(
 def _kind(module: str, annotation: ast.expr) -> Any:
     """The type of a value that a command line can give; `object` where there is none."""
     members = [kind for kind in _members(module, annotation) if kind is not object]
-    return next((kind for kind in members if kind is Path), members[0] if members else object)
+    return next(
+        (kind for kind in members if kind is Path), members[0] if members else object
+    )
 
 
 def _members(module: str, node: ast.expr) -> Iterator[Any]:
@@ -198,7 +222,10 @@ def _members(module: str, node: ast.expr) -> Iterator[Any]:
         case ast.Name(id=name):
             where, original = _where_defined(module, name)
             for line in _tree(where).body:
-                if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == original:
+                if (
+                    isinstance(line, ast.Assign)
+                    and ast.unparse(line.targets[0]) == original
+                ):
                     yield from _members(where, line.value)
         case ast.Subscript(value=ast.Name(id="Literal")):
             yield Literal[ast.literal_eval(node.slice)]
@@ -229,7 +256,9 @@ def _sections(docstring: str) -> tuple[str, dict[str, list[str]]]:
         else:
             into.append(line)
     return "\n".join(text).strip(), {
-        "Options" if title in ("Args", "Attributes") else title: [line for line in lines if line.strip()]
+        "Options" if title in ("Args", "Attributes") else title: [
+            line for line in lines if line.strip()
+        ]
         for title, lines in sections.items()
     }
 
@@ -248,7 +277,9 @@ def _items(lines: list[str]) -> dict[str, str]:
 
 
 def _as_sentence(said: str) -> str:
-    first = said if said.split()[0].endswith(",") else said[0].upper() + said[1:]  # "auto, cpu or cuda"
+    first = (
+        said if said.split()[0].endswith(",") else said[0].upper() + said[1:]
+    )  # "auto, cpu or cuda"
     return f"{first.removesuffix('.')}."
 
 

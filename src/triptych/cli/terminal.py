@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, final
 
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.segment import Segment
 
 from triptych.cli.failures import is_given
@@ -32,15 +38,28 @@ _FILE_NAME = re.compile(r"[^\s]*(?:/[^\s]*[^\s.!?/]|[^\s.]\.[a-z0-9]{1,7})")
 class Terminal(Console):
     """A console of rich that shows text as it is: no markup, and control characters as escapes."""
 
-    def __init__(self, *, stderr: bool = False, soft_wrap: bool = False, quiet: bool = False) -> None:
+    def __init__(
+        self, *, stderr: bool = False, soft_wrap: bool = False, quiet: bool = False
+    ) -> None:
         super().__init__(
-            stderr=stderr, soft_wrap=soft_wrap, quiet=quiet, highlight=False, markup=False, emoji=False
+            stderr=stderr,
+            soft_wrap=soft_wrap,
+            quiet=quiet,
+            highlight=False,
+            markup=False,
+            emoji=False,
         )
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             is_text = not segment.control
-            yield Segment(printable(segment.text, lines=True), segment.style) if is_text else segment
+            yield (
+                Segment(printable(segment.text, lines=True), segment.style)
+                if is_text
+                else segment
+            )
 
 
 def write_output(text: str) -> None:
@@ -84,13 +103,19 @@ def read_text(given: str, what: str) -> str:
     """A text of the command line; for "-" all of standard input, without the end of its last line."""
     try:
         if given != "-":
-            return given.encode().decode()  # bytes that are not UTF-8 came as surrogates
+            return (
+                given.encode().decode()
+            )  # bytes that are not UTF-8 came as surrogates
         content = standard_input().read(LONGEST_TEXT + 1)
         if len(content) > LONGEST_TEXT:
-            raise UsageError(f"the {what} has more than {LONGEST_TEXT:,} bytes: give a part of it")
+            raise UsageError(
+                f"the {what} has more than {LONGEST_TEXT:,} bytes: give a part of it"
+            )
         return content.decode().removesuffix("\n").removesuffix("\r")
     except UnicodeError:
-        raise UsageError(f"the {what} is not UTF-8: convert it first (iconv -t UTF-8)") from None
+        raise UsageError(
+            f"the {what} is not UTF-8: convert it first (iconv -t UTF-8)"
+        ) from None
 
 
 def text_or_file(given: str, what: str) -> str | Path:
@@ -109,17 +134,28 @@ def text_or_file(given: str, what: str) -> str | Path:
 
 
 @contextmanager
-def progress_bar(text: str, first: str = "", *, of_bytes: bool = True) -> Iterator[Callable[..., None]]:
+def progress_bar(
+    text: str, first: str = "", *, of_bytes: bool = True
+) -> Iterator[Callable[..., None]]:
     """Show a bar inside the block; call what it gives with what is done now, how far, and of how much.
 
     It is on standard error, where that is a terminal; of several processes the first has one.
     """
     middle = [DownloadColumn()] if of_bytes else []
-    columns = TextColumn(text, markup=False), BarColumn(), *middle, TimeRemainingColumn()
+    columns = (
+        TextColumn(text, markup=False),
+        BarColumn(),
+        *middle,
+        TimeRemainingColumn(),
+    )
     shown = sys.stderr.isatty() and speaks() and not is_given("--quiet", "-q")
-    with Progress(*columns, console=Terminal(stderr=True), disable=not shown, transient=True) as bar:
+    with Progress(
+        *columns, console=Terminal(stderr=True), disable=not shown, transient=True
+    ) as bar:
         task = bar.add_task(first, total=None)
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+        yield lambda what, done, total: bar.update(
+            task, description=what, completed=done, total=total
+        )
 
 
 def training_display() -> "Display":
@@ -127,7 +163,11 @@ def training_display() -> "Display":
     # Most commands train nothing: without this import they begin 0.3 seconds sooner.
     from triptych.training.progress import SilentDisplay, display_for
 
-    return SilentDisplay() if is_given("--quiet", "-q") else display_for(Terminal(stderr=True))
+    return (
+        SilentDisplay()
+        if is_given("--quiet", "-q")
+        else display_for(Terminal(stderr=True))
+    )
 
 
 def print_table(table: Table, console: Console) -> None:
@@ -147,7 +187,9 @@ def print_written(paths: Iterable[Path | None], console: Console) -> None:
 def print_whole(table: Table, console: Console) -> None:
     """Print a table, no number cut off: a narrow terminal gets the columns in parts, a file has the room."""
     rendered = render_table(table)
-    width = console.measure(rendered, options=console.options.update(max_width=1000)).maximum
+    width = console.measure(
+        rendered, options=console.options.update(max_width=1000)
+    ).maximum
     if not console.is_terminal:
         console.width = max(console.width, width)
     if width <= console.width or len(table.columns) <= 2:

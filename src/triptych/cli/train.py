@@ -55,7 +55,9 @@ def train(
         summary = triptych.resume(folder, overrides, display)
     else:
         if Path(recipe).is_dir() and recipe not in shipped_recipes():
-            raise UsageError(f"{recipe} is a folder: add --resume to continue the run in it")
+            raise UsageError(
+                f"{recipe} is a folder: add --resume to continue the run in it"
+            )
         resolved = read_recipe(recipe, overrides, checkpoint)
         folder = out or Path("runs") / resolved.name
         summary = triptych.train(resolved, folder, display, force=force)
@@ -66,7 +68,9 @@ def report_training(summary: Summary, folder: Path, *, as_json: bool) -> None:
     """Say how a run ended and how to use it; an interrupted one ends the command with the signal's code."""
     outcome = summary.outcome
     if not speaks():
-        raise typer.Exit(0 if outcome.signal_number is None else 128 + outcome.signal_number)
+        raise typer.Exit(
+            0 if outcome.signal_number is None else 128 + outcome.signal_number
+        )
     if outcome.signal_number is not None:
         say(
             f"stopped after step {outcome.counters.step:,}, saved. "

@@ -50,7 +50,10 @@ def translate(
     workers: int | None = None,
     literal: bool = False,
     opening: Annotated[
-        Options, "Model", load, "device engine precision languages offline strict adapter shortlist ensemble"
+        Options,
+        "Model",
+        load,
+        "device engine precision languages offline strict adapter shortlist ensemble",
     ],
     without: str | None = None,
     attention: Sequence[str] = (),
@@ -87,9 +90,17 @@ def translate(
     html = attention_html
     check_attention(attention, html, opening["engine"], as_json=as_json)
     given = "-" if text is None else text_or_file(text, "text")
-    read = [Path(model), *(path for path in (given, glossary) if isinstance(path, Path))]
+    read = [
+        Path(model),
+        *(path for path in (given, glossary) if isinstance(path, Path)),
+    ]
     require_free([Output(out, is_remembered), Output(html, is_page)], read, force=force)
-    own = {"as_json": as_json, "attention": attention, "attention_html": html, "without": without}
+    own = {
+        "as_json": as_json,
+        "attention": attention,
+        "attention_html": html,
+        "without": without,
+    }
     opened = load_model(model, without, translating_engine(opening, own))
     terms = None if glossary is None else _read_glossary(glossary)
     translator = opened.translator(
@@ -100,13 +111,19 @@ def translate(
     )
     if attention:
         opened.reader.require_heads(attention)
-    render = _json_renderer(opened, attention) if as_json else _text_renderer(searching["num_best"])
+    render = (
+        _json_renderer(opened, attention)
+        if as_json
+        else _text_renderer(searching["num_best"])
+    )
     lines = iterate_file(given) if isinstance(given, Path) else _lines_of(given)
     viewed: list[str] = []
 
     def rendered() -> Iterator[str]:
         """The text of each line's translation, its line ends included."""
-        for number, translation in enumerate(translator.translate_stream(_as_they_come(lines)), start=1):
+        for number, translation in enumerate(
+            translator.translate_stream(_as_they_come(lines)), start=1
+        ):
             for sentence in translation.sentences:
                 if sentence.num_pieces > 1:
                     say(
@@ -161,7 +178,9 @@ def _text_renderer(num_best: int) -> Renderer:
     def render(translation: Translation, number: int) -> list[str]:
         if num_best == 1:
             return [translation.text]
-        return [f"{number} ||| {c.text} ||| {c.score:.4f}" for c in translation.candidates]
+        return [
+            f"{number} ||| {c.text} ||| {c.score:.4f}" for c in translation.candidates
+        ]
 
     return render
 

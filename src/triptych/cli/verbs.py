@@ -15,7 +15,14 @@ import typer
 from typer.core import TyperCommand
 
 from triptych.cli.interrupts import cleaned_up
-from triptych.cli.signatures import REQUIRED, FunctionText, Parameter, Quantity, is_list, read_function
+from triptych.cli.signatures import (
+    REQUIRED,
+    FunctionText,
+    Parameter,
+    Quantity,
+    is_list,
+    read_function,
+)
 from triptych.errors import UsageError
 from triptych.user_code import of_ended, use_code
 
@@ -51,7 +58,9 @@ _ABOUT = {
     "without": "Switch heads off: 3.2 is head 2 of layer 3, 3 a layer, *.2 a pattern; several with commas.",
 }
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
-_QUANTITY = re.compile(r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([kmgtp]?)(i?)b?(?:/s)?\s*", re.IGNORECASE)
+_QUANTITY = re.compile(
+    r"\s*(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*([kmgtp]?)(i?)b?(?:/s)?\s*", re.IGNORECASE
+)
 _SECTIONS = {"without": "Model"}
 _LAST = "Options"
 
@@ -64,7 +73,11 @@ class _Command(TyperCommand):
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is not None:
                 is_argument = parameter.param_type_name == "argument"
-                title = "Arguments" if is_argument else getattr(parameter, "rich_help_panel", None) or _LAST
+                title = (
+                    "Arguments"
+                    if is_argument
+                    else getattr(parameter, "rich_help_panel", None) or _LAST
+                )
                 sections.setdefault(title, []).append(record)
         sections[_LAST] = sections.pop(_LAST)  # -h is among them
         for title, records in sections.items():
@@ -82,8 +95,12 @@ def read_quantity(text: str, option: str) -> float:
     """A number of bytes or operations: `80GB`, `40GiB`, `3.35TB/s`, `400T`, `4e14`."""
     found = _QUANTITY.fullmatch(text)
     if found is None or (found[3] and not found[2]):
-        raise UsageError(f"{option} is {text!r}: write a number and a unit, such as 80GB, 40GiB or 400T")
-    size = float(found[1]) * float((1024 if found[3] else 1000) ** _POWERS[found[2].lower()])
+        raise UsageError(
+            f"{option} is {text!r}: write a number and a unit, such as 80GB, 40GiB or 400T"
+        )
+    size = float(found[1]) * float(
+        (1024 if found[3] else 1000) ** _POWERS[found[2].lower()]
+    )
     if not 0 < size < math.inf:
         raise UsageError(f"{option} is {text!r}: it must be more than 0")
     return size
@@ -102,11 +119,16 @@ def add_verb(app: typer.Typer, name: str) -> None:
     own = (*verb.parameters, Parameter("code", list[Path], ()), *switches)
 
     def called(**given: Any) -> None:
-        del given["quiet"], given["verbose"]  # `is_given` looks for them, in whatever line is to be printed
+        del (
+            given["quiet"],
+            given["verbose"],
+        )  # `is_given` looks for them, in whatever line is to be printed
         for path in given.pop("code") or ():
             use_code(path)
         carry_out = import_module(f"triptych.cli.{name}").__dict__[name]
-        if not gc.isenabled():  # a process of its own: what is imported stays to its end
+        if (
+            not gc.isenabled()
+        ):  # a process of its own: what is imported stays to its end
             gc.freeze()
             gc.enable()
         with cleaned_up():
@@ -114,7 +136,9 @@ def add_verb(app: typer.Typer, name: str) -> None:
                 carry_out(**_arguments_by_group(verb, given))
             except SystemExit as stop:
                 if (file := of_ended(stop)) is not None:
-                    raise UsageError(f"{file} ended the process (SystemExit: {stop})") from None
+                    raise UsageError(
+                        f"{file} ended the process (SystemExit: {stop})"
+                    ) from None
                 raise
 
     called.__signature__ = Signature([_typer_parameter(one) for one in own])  # type: ignore[attr-defined]
@@ -122,7 +146,11 @@ def add_verb(app: typer.Typer, name: str) -> None:
     called.__name__ = name
     settings = {"help_option_names": ["-h", "--help"]}
     decorate: Callable[[Any], Any] = app.command(
-        name, cls=_Command, help=verb.text, epilog=f"\b\nExamples:\n{examples}", context_settings=settings
+        name,
+        cls=_Command,
+        help=verb.text,
+        epilog=f"\b\nExamples:\n{examples}",
+        context_settings=settings,
     )
     decorate(called)
 
@@ -168,11 +196,22 @@ def _annotation(parameter: Parameter) -> Any:
             names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
     section = _SECTIONS.get(parameter.name, parameter.section)
     # One value, of an option that is given again for the next.
-    one = f"<{get_args(parameter.kind)[0].__name__.lower()}>" if is_list(parameter.kind) else None
+    one = (
+        f"<{get_args(parameter.kind)[0].__name__.lower()}>"
+        if is_list(parameter.kind)
+        else None
+    )
     if parameter.kind is Quantity:  # its sentence says the default
         read = partial(read_quantity, option=names[0])
         option = typer.Option(
-            *names, help=about, metavar="<number>", rich_help_panel=section, parser=read, show_default=False
+            *names,
+            help=about,
+            metavar="<number>",
+            rich_help_panel=section,
+            parser=read,
+            show_default=False,
         )
         return Annotated[kind, option]
-    return Annotated[kind, typer.Option(*names, help=about, metavar=one, rich_help_panel=section)]
+    return Annotated[
+        kind, typer.Option(*names, help=about, metavar=one, rich_help_panel=section)
+    ]

@@ -19,7 +19,9 @@ _HOLDS = {True: "yes", False: "NO", None: "not tried"}
 def verify(
     folder: Path,
     *,
-    checking: Annotated[Options, "Options", triptych.verify, "against text family calibration"],
+    checking: Annotated[
+        Options, "Options", triptych.verify, "against text family calibration"
+    ],
     as_json: bool = False,
 ) -> None:
     """Check a certificate again; exit code 1 if a claim fails.
@@ -39,7 +41,13 @@ def verify(
     failed = [check for check in checks if check.held is False]
     outcome = read_certificate(folder).outcome
     if as_json:
-        print_json({"held": not failed, "outcome": outcome, "checks": [check._asdict() for check in checks]})
+        print_json(
+            {
+                "held": not failed,
+                "outcome": outcome,
+                "checks": [check._asdict() for check in checks],
+            }
+        )
         if failed:
             sys.exit(1)
         return
@@ -50,4 +58,6 @@ def verify(
         table.add_row(check.claim, _HOLDS[check.held], check.found)
     console.print(table)
     if failed:
-        raise DataError(f"{folder}: {len(failed)} of {len(checks)} claims do not hold: {failed[0].claim}")
+        raise DataError(
+            f"{folder}: {len(failed)} of {len(checks)} claims do not hold: {failed[0].claim}"
+        )

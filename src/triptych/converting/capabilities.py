@@ -25,7 +25,9 @@ def capabilities(source: Opened) -> tuple[str, ...]:
 
 def _is_writable(opened: Opened) -> bool:
     source = opened.unchanged.attention
-    if isinstance(source, Checkpoint) and all(source.place(site).spec.why_kept for site in source.sites):
+    if isinstance(source, Checkpoint) and all(
+        source.place(site).spec.why_kept for site in source.sites
+    ):
         return False
     return not opened.why_not_saved
 
@@ -35,7 +37,11 @@ def _verb_of_outputs(opened: Reader) -> str:
     if opened.is_searched:
         return "translate"
     model = opened.model
-    if not isinstance(model, LanguageModel) or model.head is None or model.head.config.outputs is not None:
+    if (
+        not isinstance(model, LanguageModel)
+        or model.head is None
+        or model.head.config.outputs is not None
+    ):
         return ""
     if model.causal:
         return "generate"

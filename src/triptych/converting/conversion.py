@@ -38,7 +38,9 @@ class Conversion:
     format: str  # target format; "run" for triptych's format
     architecture: str  # name of the architecture in the target format
     parameters: int  # number of parameters in the target
-    folded: tuple[str, ...]  # descriptions of the changes needed to fit the target format
+    folded: tuple[
+        str, ...
+    ]  # descriptions of the changes needed to fit the target format
     checks: tuple[ConversionCheck, ...]  # checks of the result
 
     def record(self) -> dict[str, Any]:
@@ -53,22 +55,31 @@ def can_convert(opened: Reader) -> bool:
     return opened.language_model.causal or goes_on(opened.folder)
 
 
-def convert_opened(source: Opened, target: Path, to: TargetFormat, quantization: Quantization) -> Conversion:
+def convert_opened(
+    source: Opened, target: Path, to: TargetFormat, quantization: Quantization
+) -> Conversion:
     """Convert a model without changes."""
     if source.options.shortlist is not None and to != "ctranslate2":
-        raise UsageError(f"{to} has no place for a shortlist: leave it out, or convert to ctranslate2")
+        raise UsageError(
+            f"{to} has no place for a shortlist: leave it out, or convert to ctranslate2"
+        )
     if source.changes:
         raise UsageError(
             f"{source.name} was changed ({changes_in_words(source)}): save it, and convert what was saved"
         )
     if to == "gguf":
         _require_free(target)
-        return Conversion(source.name, str(target), to, *write_gguf(source, target, quantization))
+        return Conversion(
+            source.name, str(target), to, *write_gguf(source, target, quantization)
+        )
     return convert(source.to_run, target, to, quantization)
 
 
 def convert(
-    opened: Reader, target: Path, to: TargetFormat, quantization: Quantization = "float32"
+    opened: Reader,
+    target: Path,
+    to: TargetFormat,
+    quantization: Quantization = "float32",
 ) -> Conversion:
     """Convert a model and write it to `target` in another format."""
     # Check options before any work is done.
@@ -82,27 +93,44 @@ def convert(
     if opened.translates:
         require_recipe(opened)
         if to == "triptych" and is_own_config(read_json(opened.folder / "config.json")):
-            raise UsageError(f"{opened.folder} is a run already: give a folder in Hugging Face's format")
+            raise UsageError(
+                f"{opened.folder} is a run already: give a folder in Hugging Face's format"
+            )
     elif to not in ("hf", "ctranslate2"):
         raise UsageError(
             f"{opened.folder} is a model of one text, which is converted --to hf, ctranslate2 or gguf alone"
         )
-    elif to == "hf" and opened.language_model.recipe_limit is None and not goes_on(opened.folder):
-        raise UsageError(f"{opened.folder} is in Hugging Face's format already: copy the folder")
+    elif (
+        to == "hf"
+        and opened.language_model.recipe_limit is None
+        and not goes_on(opened.folder)
+    ):
+        raise UsageError(
+            f"{opened.folder} is in Hugging Face's format already: copy the folder"
+        )
     _require_free(target)
     written: list[WrittenModel] = []
-    write_folder(target, lambda folder: written.append(_write_format(opened, folder, to, quantization)))
-    return Conversion(str(opened.folder), str(target), "run" if to == "triptych" else to, *written[0])
+    write_folder(
+        target,
+        lambda folder: written.append(_write_format(opened, folder, to, quantization)),
+    )
+    return Conversion(
+        str(opened.folder), str(target), "run" if to == "triptych" else to, *written[0]
+    )
 
 
 def _require_free(target: Path) -> None:
     if target.exists() or target.is_symlink():
-        raise UsageError(f"{target} exists: choose another name for the output, nothing is overwritten")
+        raise UsageError(
+            f"{target} exists: choose another name for the output, nothing is overwritten"
+        )
     if not target.absolute().parent.is_dir():
         raise UsageError(f"the folder of {target} does not exist: make it first")
 
 
-def _write_format(opened: Reader, folder: Path, to: TargetFormat, quantization: Quantization) -> WrittenModel:
+def _write_format(
+    opened: Reader, folder: Path, to: TargetFormat, quantization: Quantization
+) -> WrittenModel:
     match to:
         case "hf" if opened.translates:
             return hugging_face.write_hf_translator(opened, folder)
@@ -117,7 +145,9 @@ def _write_format(opened: Reader, folder: Path, to: TargetFormat, quantization: 
         case "triptych":
             return _write_ours(opened, folder)
         case "gguf":
-            raise UsageError(f"{opened.name}: a model in GGUF is one file, and no folder")
+            raise UsageError(
+                f"{opened.name}: a model in GGUF is one file, and no folder"
+            )
 
 
 def _write_ours(run: Reader, folder: Path) -> WrittenModel:
@@ -126,16 +156,28 @@ def _write_ours(run: Reader, folder: Path) -> WrittenModel:
     # Compare bit for bit: the format is the model's own, so that nothing may be rounded.
     again = dict(read_model(folder).named_parameters())
     tokenizers = TokenizerPair.load(folder)
-    same = all(torch.equal(again[name], tensor) for name, tensor in run.encoder_decoder.named_parameters())
+    same = all(
+        torch.equal(again[name], tensor)
+        for name, tensor in run.encoder_decoder.named_parameters()
+    )
     for ours, theirs in (
         (tokenizers.source, run.tokenizers.source),
         (tokenizers.target, run.tokenizers.target),
     ):
         same = same and ours.to_json() == theirs.to_json()
     if not same:
-        raise DataError(f"{folder} does not read back as it was written: check the disk")
-    check = ConversionCheck("every tensor and both tokenizers are read again bit for bit", True)
-    return WrittenModel("encoder-decoder", sum(tensor.numel() for tensor in again.values()), (), (check,))
+        raise DataError(
+            f"{folder} does not read back as it was written: check the disk"
+        )
+    check = ConversionCheck(
+        "every tensor and both tokenizers are read again bit for bit", True
+    )
+    return WrittenModel(
+        "encoder-decoder",
+        sum(tensor.numel() for tensor in again.values()),
+        (),
+        (check,),
+    )
 
 
 def _run_readme(source: Path) -> str:

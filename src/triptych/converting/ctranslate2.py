@@ -71,10 +71,16 @@ def _activation(name: str) -> Any:
     return getattr(common_spec.Activation, _ACTIVATIONS[name])
 
 
-def write_ct2_translator(run: Reader, folder: Path, quantization: Quantization) -> WrittenModel:
+def write_ct2_translator(
+    run: Reader, folder: Path, quantization: Quantization
+) -> WrittenModel:
     """Write a folder for `ctranslate2.Translator`."""
     require_ctranslate2()
-    special = {run.tokenizers.target.pad_id, run.tokenizers.target.bos_id, run.tokenizers.target.eos_id}
+    special = {
+        run.tokenizers.target.pad_id,
+        run.tokenizers.target.bos_id,
+        run.tokenizers.target.eos_id,
+    }
     if run.shortlist is not None and special != set(range(len(special))):
         # Version 4.8 keeps the output columns of special tokens from an earlier batch
         # (`Decoder::update_output_layer`); columns of the first tokens never change.
@@ -94,20 +100,30 @@ def write_ct2_translator(run: Reader, folder: Path, quantization: Quantization) 
     spec.config.eos_token = tokens[target.eos_id]
     spec.config.decoder_start_token = tokens[target.bos_id]
     # The padding token, which texts do not contain, serves if no token can be unknown.
-    unknown = source.record.unk_id if isinstance(source, SentencePieceTokenizer) else source.pad_id
+    unknown = (
+        source.record.unk_id
+        if isinstance(source, SentencePieceTokenizer)
+        else source.pad_id
+    )
     spec.config.unk_token = source.vocabulary[unknown]
     spec.config.add_source_eos = True
     _save(spec, folder, quantization, 1e-5)
-    write_tokenizers(run.tokenizers, find_config(run.encoder_decoder).max_source_tokens + 1, folder)
+    write_tokenizers(
+        run.tokenizers, find_config(run.encoder_decoder).max_source_tokens + 1, folder
+    )
     if run.shortlist is not None:
         write_text(folder / "vmap.txt", run.shortlist.as_text(run.tokenizers))
     (folder / "README.md").write_text(_translator_readme(run, length), encoding="utf-8")
     parameters = sum(parameter.numel() for parameter in plain.model.parameters())
     check = _check_translator(run, folder, quantization)
-    return WrittenModel(f"Transformer, {quantization}", parameters, plain.done, (check,))
+    return WrittenModel(
+        f"Transformer, {quantization}", parameters, plain.done, (check,)
+    )
 
 
-def _translator_spec(model: EncoderDecoder, num_heads: dict[str, int], length: int) -> Any:
+def _translator_spec(
+    model: EncoderDecoder, num_heads: dict[str, int], length: int
+) -> Any:
     from ctranslate2.specs import transformer_spec
 
     classes = {
@@ -119,7 +135,9 @@ def _translator_spec(model: EncoderDecoder, num_heads: dict[str, int], length: i
     specs = []
     weights = attention_weights(model)
     for name, stack in model.stacks.items():
-        spec = classes[name](len(stack.blocks), num_heads[name], pre_norm=pre_norm, activation=activation)
+        spec = classes[name](
+            len(stack.blocks), num_heads[name], pre_norm=pre_norm, activation=activation
+        )
         _fill(spec, stack, weights, position_table(stack, length))
         specs.append(spec)
     return transformer_spec.TransformerSpec(*specs)
@@ -133,7 +151,10 @@ def _save(spec: Any, folder: Path, quantization: Quantization, eps: float) -> No
 
 
 def _fill(
-    spec: Any, stack: LanguageModel, weights: Mapping[str, AttentionWeights], positions: Tensor | None
+    spec: Any,
+    stack: LanguageModel,
+    weights: Mapping[str, AttentionWeights],
+    positions: Tensor | None,
 ) -> None:
     """Fill a specification from a stack and its plain attention weights."""
     config = stack.embeddings.config
@@ -150,17 +171,23 @@ def _fill(
         # The specification lacks a scale of logits, so the output layer absorbs it.
         scale = stack.head.config.scale
         _set_linear(
-            spec.projection, output.weight * scale, None if output.bias is None else output.bias * scale
+            spec.projection,
+            output.weight * scale,
+            None if output.bias is None else output.bias * scale,
         )
     for number, (layer, block) in enumerate(zip(spec.layer, stack.blocks, strict=True)):
         assert isinstance(block, Block)  # for the type checker
         _set_attention(layer.self_attention, weights[f"{kind}.{number}"], ("qkv", "o"))
         _set_norm(layer.self_attention.layer_norm, block.self_residual.norm)
         if block.has_cross:
-            _set_attention(layer.attention, weights[f"cross.{number}"], ("q", "kv", "o"))
+            _set_attention(
+                layer.attention, weights[f"cross.{number}"], ("q", "kv", "o")
+            )
             _set_norm(layer.attention.layer_norm, block.cross_residual.norm)
         feed_forward = block.feed_forward
-        assert isinstance(feed_forward, FeedForward)  # mixtures of experts are refused before
+        assert isinstance(
+            feed_forward, FeedForward
+        )  # mixtures of experts are refused before
         gate = feed_forward.gate
         inner = feed_forward.inner
         outer = feed_forward.outer
@@ -180,18 +207,26 @@ def _set_attention(spec: Any, weights: AttentionWeights, maps: Sequence[str]) ->
         else:
             links = [weights.chain(side)[0] for side in sides]  # type: ignore[arg-type]
             rows = torch.cat([link.weight.mT.flatten(0, 1) for link in links])
-            bias = torch.cat([link.bias.flatten() for link in links if link.bias is not None])
-        _set_linear(linear, rows, bias if bias is not None and bool(bias.any()) else None)
+            bias = torch.cat(
+                [link.bias.flatten() for link in links if link.bias is not None]
+            )
+        _set_linear(
+            linear, rows, bias if bias is not None and bool(bias.any()) else None
+        )
 
 
-def _check_translator(run: Reader, folder: Path, quantization: Quantization) -> ConversionCheck:
+def _check_translator(
+    run: Reader, folder: Path, quantization: Quantization
+) -> ConversionCheck:
     """Compare the log-probability of each token of random outputs."""
     import ctranslate2
 
     source = run.tokenizers.source
     target = run.tokenizers.target
     pairs = random_pairs(run.encoder_decoder, target.bos_id, target.eos_id)
-    translator = ctranslate2.Translator(str(folder), device="cpu", inter_threads=1, intra_threads=1)
+    translator = ctranslate2.Translator(
+        str(folder), device="cpu", inter_threads=1, intra_threads=1
+    )
     sources = [
         [
             source.vocabulary[token]
@@ -200,12 +235,17 @@ def _check_translator(run: Reader, folder: Path, quantization: Quantization) -> 
         ]
         for row in pairs.src.tolist()
     ]
-    outputs = [[target.vocabulary[token] for token in row[1:]] for row in pairs.tgt_in.tolist()]
+    outputs = [
+        [target.vocabulary[token] for token in row[1:]] for row in pairs.tgt_in.tolist()
+    ]
     scores = translator.score_batch(sources, outputs)
     found = torch.tensor([score.log_probs for score in scores])
     what = "log-probabilities of tokens by CTranslate2 and by the model"
     # CTranslate2 scores the tokens of an output and the end of sentence after them.
-    following = torch.cat([pairs.tgt_in[:, 1:], torch.full_like(pairs.tgt_in[:, :1], target.eos_id)], dim=1)
+    following = torch.cat(
+        [pairs.tgt_in[:, 1:], torch.full_like(pairs.tgt_in[:, :1], target.eos_id)],
+        dim=1,
+    )
     log_probs = compute_logits(run.encoder_decoder, pairs).double().log_softmax(dim=-1)
     expected = log_probs.gather(2, following[:, :, None])[:, :, 0].float()
     return _check_close(what, expected, found, quantization)
@@ -216,7 +256,10 @@ def _translator_readme(run: Reader, length: int) -> str:
     target = run.tokenizers.target
     alpha = run.decoding.alpha
     beam = run.decoding.beam_size
-    never = [[target.vocabulary[token]] for token in dict.fromkeys((target.pad_id, target.bos_id))]
+    never = [
+        [target.vocabulary[token]]
+        for token in dict.fromkeys((target.pad_id, target.bos_id))
+    ]
     if pieces:
         setup = """import sentencepiece
 
@@ -225,7 +268,11 @@ target = sentencepiece.SentencePieceProcessor(model_file="path/to/this/folder/ta
 tokens = source.encode("A sentence.", out_type=str)"""
         text = "target.decode(found[0].hypotheses[0])"
     else:
-        file = "tokenizer.json" if run.tokenizers.joint else "target_tokenizer/tokenizer.json"
+        file = (
+            "tokenizer.json"
+            if run.tokenizers.joint
+            else "target_tokenizer/tokenizer.json"
+        )
         setup = f"""from tokenizers import Tokenizer
 
 source = Tokenizer.from_file("path/to/this/folder/tokenizer.json")
@@ -256,7 +303,9 @@ both search alike.
 """
 
 
-def write_ct2_generator(opened: Reader, folder: Path, quantization: Quantization) -> WrittenModel:
+def write_ct2_generator(
+    opened: Reader, folder: Path, quantization: Quantization
+) -> WrittenModel:
     """Write a folder for `ctranslate2.Generator` with a language model and its tokenizer."""
     require_ctranslate2()
     model = opened.language_model
@@ -298,7 +347,9 @@ def write_generator(
     vocabulary = [str(token) for token in range(model.vocab_size)]
     spec.register_vocabulary(vocabulary)
     # Every token id is in the vocabulary, and end tokens are given at generation: these settings are unused.
-    spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = vocabulary[0]
+    spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = vocabulary[
+        0
+    ]
     norm = model.architecture.final_norm
     assert norm is not None  # models without a final norm are refused
     _save(spec, folder, quantization, norm.eps)
@@ -321,7 +372,9 @@ def _generator_spec(model: LanguageModel) -> Any:
     plain = plain_layers(model, _refused)
     sizes = head_sizes(plain, _refused)
     # The specification has a single set of rotary settings for all layers.
-    rotary, *others = (_rotary_args(weights.semantics.rotary, sizes.width) for weights in plain)
+    rotary, *others = (
+        _rotary_args(weights.semantics.rotary, sizes.width) for weights in plain
+    )
     if any(other != rotary for other in others):
         raise _refused("its layers have different rotary positions")
     if not rotary and made.embeddings.positions == "none":
@@ -333,11 +386,15 @@ def _generator_spec(model: LanguageModel) -> Any:
         activation=_activation(feed_forward.activation),
         ffn_glu=feed_forward.gated,
         rms_norm=norm.kind == "rms",
-        num_heads_kv=None if sizes.num_kv_heads == sizes.num_heads else sizes.num_kv_heads,
+        num_heads_kv=None
+        if sizes.num_kv_heads == sizes.num_heads
+        else sizes.num_kv_heads,
         head_dim=None if sizes.width * sizes.num_heads == made.d_model else sizes.width,
         **rotary,
     )
-    weights = {f"decoder.{number}": padded(layer, sizes) for number, layer in enumerate(plain)}
+    weights = {
+        f"decoder.{number}": padded(layer, sizes) for number, layer in enumerate(plain)
+    }
     positions = None if rotary else position_table(model, made.embeddings.num_positions)
     _fill(spec.decoder, model, weights, positions)
     return spec
@@ -356,22 +413,34 @@ def _rotary_args(rotary: RotaryEmbedding | None, width: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _check_generator(model: LanguageModel, folder: Path, quantization: Quantization) -> ConversionCheck:
+def _check_generator(
+    model: LanguageModel, folder: Path, quantization: Quantization
+) -> ConversionCheck:
     import ctranslate2
 
     length = min(12, model.max_tokens or 12)
-    ids = torch.randint(model.vocab_size, (3, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        model.vocab_size, (3, length), generator=torch.Generator().manual_seed(0)
+    )
     some = next(model.parameters())
-    exact = model if some.dtype in (torch.float32, torch.float64) else copy.deepcopy(model).float()
+    exact = (
+        model
+        if some.dtype in (torch.float32, torch.float64)
+        else copy.deepcopy(model).float()
+    )
     expected = exact.eval()(ids.to(some.device)).logits.cpu()
-    generator = ctranslate2.Generator(str(folder), device="cpu", inter_threads=1, intra_threads=1)
+    generator = ctranslate2.Generator(
+        str(folder), device="cpu", inter_threads=1, intra_threads=1
+    )
     tokens = [[str(token) for token in row] for row in ids.tolist()]
     found = torch.as_tensor(numpy.asarray(generator.forward_batch(tokens)))
     what = "logits by CTranslate2 and by the model"
     return _check_close(what, expected, found, quantization)
 
 
-def _check_close(what: str, expected: Tensor, found: Tensor, quantization: Quantization) -> ConversionCheck:
+def _check_close(
+    what: str, expected: Tensor, found: Tensor, quantization: Quantization
+) -> ConversionCheck:
     if quantization == "int8":
         return rounded_difference(what, expected, found)
     return compare_logits(what, expected, found, _TOLERANCE)
@@ -394,7 +463,11 @@ def _set_norm(spec: Any, norm: nn.Module) -> None:
     if isinstance(norm, OffsetNorm):
         weight = norm.weight + norm.offset
     else:
-        weight = torch.ones(norm.normalized_shape) if norm.weight is None else norm.weight
+        weight = (
+            torch.ones(norm.normalized_shape) if norm.weight is None else norm.weight
+        )
     spec.gamma = _array(weight)
-    if isinstance(norm, nn.LayerNorm) or (isinstance(norm, OffsetNorm) and norm.kind == "layer"):
+    if isinstance(norm, nn.LayerNorm) or (
+        isinstance(norm, OffsetNorm) and norm.kind == "layer"
+    ):
         spec.beta = _array(torch.zeros_like(weight) if norm.bias is None else norm.bias)

@@ -11,7 +11,13 @@ from triptych.converting.engines import (
 from triptych.converting.engines import make_generator as make_generator
 from triptych.converting.engines import make_translator as make_translator
 from triptych.errors import UsageError
-from triptych.literals import BleuTokenizer, FileSettings, SpecialTokens, Stop, check_choices
+from triptych.literals import (
+    BleuTokenizer,
+    FileSettings,
+    SpecialTokens,
+    Stop,
+    check_choices,
+)
 from triptych.progress import Progress
 from triptych.running.decoding import (
     Evaluation,
@@ -58,7 +64,9 @@ def translator_of(
     **search: Any,
 ) -> Translator:
     """Make a translator; `search` are arguments of `Reader.search_options`."""
-    found = make_translator(opened.to_run, opened.options, workers, glossary, stop, **search)
+    found = make_translator(
+        opened.to_run, opened.options, workers, glossary, stop, **search
+    )
     return found.with_special_tokens(special_tokens)
 
 
@@ -98,16 +106,29 @@ def generate(
     except ValueError as error:
         raise UsageError(str(error)) from None
     if sampling.temperature == 0:
-        _refuse_given("temperature above 0", top_k=asked.top_k, top_p=asked.top_p, min_p=asked.min_p)
+        _refuse_given(
+            "temperature above 0",
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            min_p=asked.min_p,
+        )
     given = as_texts(refuse_file_name(text))
     file.say(asked, sampling)
     if stream:
         if not given.is_one:
-            raise UsageError("stream=True continues one text: give a string, or its token ids")
+            raise UsageError(
+                "stream=True continues one text: give a string, or its token ids"
+            )
         if options.beam_size > 1 or num_samples > 1:
-            raise UsageError("stream=True gives one text without a beam: leave out beam_size and num_samples")
-        return generator.stream(given.texts[0], options, chat=chat, special_tokens=special_tokens)
-    ids = generator.encode_prompts(given.texts, chat=chat, special_tokens=special_tokens)
+            raise UsageError(
+                "stream=True gives one text without a beam: leave out beam_size and num_samples"
+            )
+        return generator.stream(
+            given.texts[0], options, chat=chat, special_tokens=special_tokens
+        )
+    ids = generator.encode_prompts(
+        given.texts, chat=chat, special_tokens=special_tokens
+    )
     continued = continue_changed(ids, generator, options, opened.changes)
     found = [one[0] if num_samples == 1 else one for one in continued]
     return found[0] if given.is_one else found
@@ -130,7 +151,9 @@ def evaluate(
 ) -> Likelihood | Evaluation:
     """Score the prediction of a text, or its translation if there are references."""
     if references is not None:
-        _refuse_given("a text to predict, without references", context=context, stride=stride)
+        _refuse_given(
+            "a text to predict, without references", context=context, stride=stride
+        )
         translator = translator_of(
             opened,
             stop=stop,
@@ -152,10 +175,20 @@ def evaluate(
     _refuse_given("references", **searched, workers=None if workers == 1 else workers)
     documents = given_texts(opened.reader, text)
     scoring = partial(progress, "scoring")
-    return evaluate_text(opened.to_run, documents, opened.options, context, stride, scoring, special_tokens)
+    return evaluate_text(
+        opened.to_run,
+        documents,
+        opened.options,
+        context,
+        stride,
+        scoring,
+        special_tokens,
+    )
 
 
 def _refuse_given(with_what: str, **options: Any) -> None:
     """Raise UsageError if an option is given without the option that it depends on."""
-    if found := next((name for name, value in options.items() if value is not None), None):
+    if found := next(
+        (name for name, value in options.items() if value is not None), None
+    ):
         raise UsageError(f"{found} goes with {with_what}: leave it out")

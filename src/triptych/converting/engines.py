@@ -69,7 +69,11 @@ from triptych.running.opening import Reader
 from triptych.running.options import Options, require_ctranslate2
 
 _BATCH_TOKENS = 2048
-_COMPUTE_TYPES: dict[Precision, str] = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8_float32"}
+_COMPUTE_TYPES: dict[Precision, str] = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "int8": "int8_float32",
+}
 
 
 def _compute_type(precision: Precision, device: str) -> str:
@@ -78,8 +82,12 @@ def _compute_type(precision: Precision, device: str) -> str:
     wanted = _COMPUTE_TYPES[precision]
     supported = ctranslate2.get_supported_compute_types(device)
     if wanted not in supported:
-        able = ", ".join(name for name, theirs in _COMPUTE_TYPES.items() if theirs in supported)
-        raise UsageError(f"CTranslate2 cannot compute in {precision} on this {device}: it can in {able}")
+        able = ", ".join(
+            name for name, theirs in _COMPUTE_TYPES.items() if theirs in supported
+        )
+        raise UsageError(
+            f"CTranslate2 cannot compute in {precision} on this {device}: it can in {able}"
+        )
     return wanted
 
 
@@ -92,7 +100,9 @@ def _find_place(device: str) -> tuple[Literal["cpu", "cuda"], int]:
     if found.type == "cuda" and (found.index or 0) < count:
         return "cuda", found.index or 0
     if found.type == "cuda" and device != "auto":
-        raise UsageError(f"device {device!r} is given, but CTranslate2 sees {count} GPUs here")
+        raise UsageError(
+            f"device {device!r} is given, but CTranslate2 sees {count} GPUs here"
+        )
     return "cpu", 0
 
 
@@ -136,7 +146,9 @@ def _load_converted(
 
     place, index = _find_place(device)
     kind = _compute_type(precision, place)
-    with _converted(f"ctranslate2-{ctranslate2.__version__}-{hash_of(model, texts)}", write) as folder:
+    with _converted(
+        f"ctranslate2-{ctranslate2.__version__}-{hash_of(model, texts)}", write
+    ) as folder:
         try:
             return getattr(ctranslate2, name)(
                 str(folder),
@@ -147,7 +159,9 @@ def _load_converted(
                 intra_threads=threads[1],
             )
         except (RuntimeError, ValueError) as error:
-            raise DataError(f"{folder} cannot be read by CTranslate2 ({error}): remove it") from None
+            raise DataError(
+                f"{folder} cannot be read by CTranslate2 ({error}): remove it"
+            ) from None
 
 
 def hash_of(model: nn.Module, texts: Iterable[str]) -> str:
@@ -155,7 +169,9 @@ def hash_of(model: nn.Module, texts: Iterable[str]) -> str:
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(
+            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        )
     for text in texts:
         encoded = text.encode("utf-8", "surrogatepass")
         digest.update(f"{len(encoded)}\n".encode() + encoded)
@@ -172,7 +188,12 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
     # CPU: CTranslate2 cuts such outputs off without an end of sentence.
 
     def __init__(
-        self, run: Reader, options: SearchOptions, precision: Precision, workers: int, device: str
+        self,
+        run: Reader,
+        options: SearchOptions,
+        precision: Precision,
+        workers: int,
+        device: str,
     ) -> None:
         """Load a model, after converting it unless it is in the cache folder."""
         if options.beam_size > 1 and options.stop != "full":
@@ -187,12 +208,22 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
         self._target = run.tokenizers.target
         self._names = self._source.vocabulary
         self._ids = {token: i for i, token in enumerate(self._target.vocabulary)}
-        decoding = run.decoding.model_copy(update={"max_extra_tokens": options.max_extra_tokens})
+        decoding = run.decoding.model_copy(
+            update={"max_extra_tokens": options.max_extra_tokens}
+        )
         roomy = run.with_decoding(decoding)
         length = max_positions(run.encoder_decoder, options.max_extra_tokens)
         config = find_config(run.encoder_decoder).model_dump_json()
-        listed = () if run.shortlist is None else (run.shortlist.as_text(run.tokenizers),)
-        texts = (str(length), config, self._source.to_json(), self._target.to_json(), *listed)
+        listed = (
+            () if run.shortlist is None else (run.shortlist.as_text(run.tokenizers),)
+        )
+        texts = (
+            str(length),
+            config,
+            self._source.to_json(),
+            self._target.to_json(),
+            *listed,
+        )
         self._translator = _load_converted(
             "Translator",
             run.encoder_decoder,
@@ -205,9 +236,14 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
         self.workers: int = self._translator.num_translators  # 1 on a GPU
 
     def decode(
-        self, texts: Sentences, options: SearchOptions | None = None, ends: Ends = never_ends
+        self,
+        texts: Sentences,
+        options: SearchOptions | None = None,
+        ends: Ends = never_ends,
     ) -> Hypotheses:
-        assert options in (None, self.options), "the model is converted for the options of its searcher"
+        assert options in (None, self.options), (
+            "the model is converted for the options of its searcher"
+        )
         sentences = texts
         batches = list(batches_of_like_length(sentences, _BATCH_TOKENS))
         found: list[list[Hypothesis]] = [[] for _ in sentences]
@@ -239,7 +275,8 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
             max_input_length=0,
             use_vmap=self._run.shortlist is not None,
             min_decoding_length=0,
-            max_decoding_length=max(map(self._limit, sentences)) + 1,  # the end of sentence counts there
+            max_decoding_length=max(map(self._limit, sentences))
+            + 1,  # the end of sentence counts there
             return_end_token=True,
             return_scores=True,
         )
@@ -268,7 +305,9 @@ class CTranslate2Generator(Decoder[GenerationOptions]):
 
     library = "ctranslate2"
 
-    max_tokens: int | None  # maximum length of a text (`LanguageModel.context`); texts are never read again
+    max_tokens: (
+        int | None
+    )  # maximum length of a text (`LanguageModel.context`); texts are never read again
 
     def __init__(
         self,
@@ -282,12 +321,20 @@ class CTranslate2Generator(Decoder[GenerationOptions]):
         self.options = GenerationOptions()
         self.max_tokens = model.context
         self._batch_rows = batch_rows
-        never = range(model.vocab_size if num_tokens is None else num_tokens, model.vocab_size)
+        never = range(
+            model.vocab_size if num_tokens is None else num_tokens, model.vocab_size
+        )
         self._never = [[str(token)] for token in never] or None
         texts = [str(model.architecture), *(_in_full(block) for block in model.blocks)]
         threads = 1, torch.get_num_threads()
         self._generator = _load_converted(
-            "Generator", model, texts, partial(write_generator, model), precision, device, threads
+            "Generator",
+            model,
+            texts,
+            partial(write_generator, model),
+            precision,
+            device,
+            threads,
         )
 
     def decode(
@@ -308,7 +355,9 @@ class CTranslate2Generator(Decoder[GenerationOptions]):
                 found[i] = [collected(grown[i])]
         return found
 
-    def stream(self, ids: Sequence[int], options: GenerationOptions, ends: Ends) -> Iterator[NewToken]:
+    def stream(
+        self, ids: Sequence[int], options: GenerationOptions, ends: Ends
+    ) -> Iterator[NewToken]:
         """Continue a prompt without a beam and yield each new token."""
         self._check([ids], options)
         limit = limit_of_prompt(len(ids), options.max_new_tokens, self.max_tokens)
@@ -326,15 +375,23 @@ class CTranslate2Generator(Decoder[GenerationOptions]):
             if new.finish is not None:
                 return
 
-    def logits(self, ids: Int[Tensor, "rows length"]) -> Float[Tensor, "rows length vocab"]:
+    def logits(
+        self, ids: Int[Tensor, "rows length"]
+    ) -> Float[Tensor, "rows length vocab"]:
         """Compute logits of the next token at each position of `ids`, on the CPU and in fp32."""
-        found = self._generator.forward_batch([[str(token) for token in row] for row in ids.tolist()])
+        found = self._generator.forward_batch(
+            [[str(token) for token in row] for row in ids.tolist()]
+        )
         return torch.as_tensor(numpy.asarray(found))
 
-    def _check(self, prompts: Sequence[Sequence[int]], options: GenerationOptions) -> None:
+    def _check(
+        self, prompts: Sequence[Sequence[int]], options: GenerationOptions
+    ) -> None:
         # Every option of `GenerationOptions` is either followed below or refused here.
         if options.num_top:
-            raise UsageError("this engine tells no other tokens of a place: ask for none, or take triptych's")
+            raise UsageError(
+                "this engine tells no other tokens of a place: ask for none, or take triptych's"
+            )
         if options.sampling != SamplingOptions():
             raise UsageError(
                 "--engine ctranslate2 takes the most probable tokens and draws none: leave out temperature, "
@@ -349,9 +406,15 @@ class CTranslate2Generator(Decoder[GenerationOptions]):
         check_prompts(prompts, self.max_tokens, options.max_prompt_tokens)
 
     def _greedy(
-        self, prompts: Sequence[tuple[int, Sequence[int]]], options: GenerationOptions, ends: Ends
+        self,
+        prompts: Sequence[tuple[int, Sequence[int]]],
+        options: GenerationOptions,
+        ends: Ends,
     ) -> dict[int, list[NewToken]]:
-        limits = [limit_of_prompt(len(ids), options.max_new_tokens, self.max_tokens) for _, ids in prompts]
+        limits = [
+            limit_of_prompt(len(ids), options.max_new_tokens, self.max_tokens)
+            for _, ids in prompts
+        ]
         grown: dict[int, list[NewToken]] = {number: [] for number, _ in prompts}
 
         def take(step: Any) -> bool:
@@ -361,16 +424,22 @@ class CTranslate2Generator(Decoder[GenerationOptions]):
             if tokens and tokens[-1].finish is not None:
                 return True
             limit = limits[step.batch_id]
-            tokens.append(_new_token(number, step, len(tokens) + 1, limit, options, ends))
+            tokens.append(
+                _new_token(number, step, len(tokens) + 1, limit, options, ends)
+            )
             return tokens[-1].finish is not None
 
         self._ask([ids for _, ids in prompts], max(limits), options, callback=take)
         return grown
 
-    def _beam_search(self, prompt: Sequence[int], options: GenerationOptions) -> list[Hypothesis]:
+    def _beam_search(
+        self, prompt: Sequence[int], options: GenerationOptions
+    ) -> list[Hypothesis]:
         limit = limit_of_prompt(len(prompt), options.max_new_tokens, self.max_tokens)
         k = options.beam_size
-        (result,) = self._ask([prompt], limit, options, beam_size=k, num_hypotheses=k, length_penalty=0)
+        (result,) = self._ask(
+            [prompt], limit, options, beam_size=k, num_hypotheses=k, length_penalty=0
+        )
         found = []
         for ids in result.sequences_ids:
             # CTranslate2 returns only totals of a beam; scoring the text again gives every log-probability.
@@ -381,12 +450,20 @@ class CTranslate2Generator(Decoder[GenerationOptions]):
             total = sum(log_probs)
             own = tuple(ids[:-1] if ended else ids)
             score = total / length_penalty(len(log_probs), options.alpha)
-            finish: Finish = "length" if limit == options.max_new_tokens else "positions"
-            found.append(Hypothesis(own, total, score, log_probs, "token" if ended else finish))
+            finish: Finish = (
+                "length" if limit == options.max_new_tokens else "positions"
+            )
+            found.append(
+                Hypothesis(own, total, score, log_probs, "token" if ended else finish)
+            )
         return best_first(found)[: options.num_samples]
 
     def _ask(
-        self, prompts: Sequence[Sequence[int]], limit: int, options: GenerationOptions, **more: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        limit: int,
+        options: GenerationOptions,
+        **more: Any,
     ) -> Any:
         return self._generator.generate_batch(
             [[str(token) for token in ids] for ids in prompts],
@@ -404,7 +481,9 @@ def _in_full(block: nn.Module) -> str:
     """Return a block's attention semantics as text with full precision, for the cache key."""
     assert isinstance(block, Block)
     semantics = block.self_attention.semantics
-    frequencies = None if semantics.rotary is None else semantics.rotary.frequencies.tolist()
+    frequencies = (
+        None if semantics.rotary is None else semantics.rotary.frequencies.tolist()
+    )
     return f"{semantics} {frequencies}"  # `str` of a tensor would round the frequencies
 
 
@@ -435,7 +514,14 @@ def make_translator(
     if options.engine == "auto":
 
         def made(engine: EngineName) -> Translator:
-            return make_translator(opened, replace(options, engine=engine), workers, glossary, stop, **search)
+            return make_translator(
+                opened,
+                replace(options, engine=engine),
+                workers,
+                glossary,
+                stop,
+                **search,
+            )
 
         try:
             _require_fit_for_auto(options, glossary, search.get("num_best", 1))
@@ -449,7 +535,9 @@ def make_translator(
     if options.engine == "triptych":
         _note_slow_precision(opened.encoder_decoder, options.precision)
         found = opened.translator(
-            opened.search_options(stop=stop, **search), precision=options.precision, workers=workers
+            opened.search_options(stop=stop, **search),
+            precision=options.precision,
+            workers=workers,
         )
     else:
         require_ctranslate2()
@@ -458,7 +546,9 @@ def make_translator(
         require_recipe(opened)
         wanted = opened.search_options(stop=stop or "full", **search)
         _require_beam_alone(wanted)
-        searcher = CTranslate2Searcher(opened, wanted, options.precision, workers, options.device)
+        searcher = CTranslate2Searcher(
+            opened, wanted, options.precision, workers, options.device
+        )
         found = Translator(
             opened.encoder_decoder,
             opened.tokenizers,
@@ -471,14 +561,19 @@ def make_translator(
 
 def _require_beam_alone(options: SearchOptions) -> None:
     """Refuse what CTranslate2 does in another way than triptych's search."""
-    if options.sampling != SamplingOptions() or options.no_repeat_ngram_size is not None:
+    if (
+        options.sampling != SamplingOptions()
+        or options.no_repeat_ngram_size is not None
+    ):
         raise UsageError(
             "CTranslate2 searches without sampling, repetition penalty and no_repeat_ngram_size here: leave "
             "them out, or take --engine triptych"
         )
 
 
-def _require_fit_for_auto(options: Options, glossary: Mapping[str, str] | None, num_best: int) -> None:
+def _require_fit_for_auto(
+    options: Options, glossary: Mapping[str, str] | None, num_best: int
+) -> None:
     """Raise `UsageError` where "auto" leaves a translation to triptych."""
     if find_device(options.device).type != "cpu":
         raise UsageError("CTranslate2 is taken on CPUs only")
@@ -491,7 +586,9 @@ def _require_fit_for_auto(options: Options, glossary: Mapping[str, str] | None, 
 def _note_slow_precision(model: nn.Module, precision: Precision) -> None:
     if precision == "bf16" and not has_fast_bf16(next(model.parameters()).device.type):
         warnings.warn(
-            "this device has no products in bfloat16: fp32 is faster here", EngineNote, stacklevel=4
+            "this device has no products in bfloat16: fp32 is faster here",
+            EngineNote,
+            stacklevel=4,
         )
 
 
@@ -506,7 +603,9 @@ def make_generator(opened: Reader, options: Options) -> TextGenerator:
     model = opened.language_model
     tokenizer = opened.tokenizer
     check_vocabulary(model, tokenizer)
-    decoder = CTranslate2Generator(model, options.precision, options.device, tokenizer.vocab_size)
+    decoder = CTranslate2Generator(
+        model, options.precision, options.device, tokenizer.vocab_size
+    )
     return TextGenerator(
         model,
         tokenizer,
@@ -544,7 +643,14 @@ def evaluate_text(
         logits = partial(_logits_of_whole_texts, model)
     tokenizer = opened.tokenizer
     return measure_likelihood(
-        model, tokenizer, documents, context, stride, progress, logits, special_tokens=special_tokens
+        model,
+        tokenizer,
+        documents,
+        context,
+        stride,
+        progress,
+        logits,
+        special_tokens=special_tokens,
     )
 
 

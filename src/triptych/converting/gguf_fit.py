@@ -20,7 +20,11 @@ _WINDOW = "window"
 
 def differences(model: Checkpoint, written: Checkpoint) -> list[str]:
     """Return what differs between two checkpoints besides the numbers of their maps, in words."""
-    found = list(_compare(model_map(model).architecture, model_map(written).architecture, "model"))
+    found = list(
+        _compare(
+            model_map(model).architecture, model_map(written).architecture, "model"
+        )
+    )
     own = _by_place(model)
     other = _by_place(written)
     for place, site in own.items():
@@ -36,14 +40,19 @@ def _of_any_length(semantics: Semantics) -> Semantics:
     if rotary is None or rotary.long is None:
         return semantics
     of_long = rotary.of_length(1 << 30)
-    if not torch.equal(of_long.frequencies, rotary.frequencies) or of_long.factor != rotary.factor:
+    if (
+        not torch.equal(of_long.frequencies, rotary.frequencies)
+        or of_long.factor != rotary.factor
+    ):
         return semantics
     return replace(semantics, rotary=replace(rotary, long=None))
 
 
 def windows_only(model: Checkpoint, found: list[str]) -> int | None:
     """Return the smallest window of a model if only windows differ, else None."""
-    if not found or not all(one.partition(":")[0].endswith(f".{_WINDOW}") for one in found):
+    if not found or not all(
+        one.partition(":")[0].endswith(f".{_WINDOW}") for one in found
+    ):
         return None
     windows = [model.outline(site).weights.semantics.window for site in model.sites]
     if len(found) < sum(window is not None for window in windows):
@@ -53,7 +62,11 @@ def windows_only(model: Checkpoint, found: list[str]) -> int | None:
 
 def _by_place(checkpoint: Checkpoint) -> dict[tuple[str, int], Site]:
     stack = checkpoint.family.model.stack if checkpoint.family.model is not None else ""
-    return {(site.stack, site.layer): site for site in checkpoint.sites if site.stack == stack}
+    return {
+        (site.stack, site.layer): site
+        for site in checkpoint.sites
+        if site.stack == stack
+    }
 
 
 def _compare(one: Any, other: Any, where: str) -> Iterator[str]:
@@ -62,9 +75,15 @@ def _compare(one: Any, other: Any, where: str) -> Iterator[str]:
         yield f"{where}: {_in_words(one)} instead of {_in_words(other)}"
     elif is_dataclass(one):
         for field in fields(one):
-            if field.compare and not field.name.startswith("_") and field.name not in _LEFT_OUT:
+            if (
+                field.compare
+                and not field.name.startswith("_")
+                and field.name not in _LEFT_OUT
+            ):
                 yield from _compare(
-                    getattr(one, field.name), getattr(other, field.name), f"{where}.{field.name}"
+                    getattr(one, field.name),
+                    getattr(other, field.name),
+                    f"{where}.{field.name}",
                 )
     elif isinstance(one, tuple | list):
         if len(one) != len(other):
@@ -90,4 +109,10 @@ def _same_numbers(one: Tensor, other: Tensor) -> bool:
 
 
 def _in_words(value: Any) -> str:
-    return "none" if value is None else type(value).__name__ if is_dataclass(value) else str(value)
+    return (
+        "none"
+        if value is None
+        else type(value).__name__
+        if is_dataclass(value)
+        else str(value)
+    )

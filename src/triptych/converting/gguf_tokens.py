@@ -61,8 +61,12 @@ def write_tokens(
     made = _Tokens(tokenizer, rows, name)
     metadata = made.metadata(end_ids)
     # NFC leaves texts of composed characters unchanged.
-    samples = [unicodedata.normalize("NFC", text) if made.notes else text for text in _SAMPLES]
-    return WrittenTokens(metadata, made.notes, _check_ids(tokenizer, metadata, samples, name))
+    samples = [
+        unicodedata.normalize("NFC", text) if made.notes else text for text in _SAMPLES
+    ]
+    return WrittenTokens(
+        metadata, made.notes, _check_ids(tokenizer, metadata, samples, name)
+    )
 
 
 @final
@@ -88,7 +92,9 @@ class _Tokens:
         return UsageError(f"{self._name}: llama.cpp has no such tokenizer: {why}")
 
     def _is_byte_level(self) -> bool:
-        return "ByteLevel" in json.dumps([self._record.get("pre_tokenizer"), self._record.get("decoder")])
+        return "ByteLevel" in json.dumps(
+            [self._record.get("pre_tokenizer"), self._record.get("decoder")]
+        )
 
     def _tokens(self) -> tuple[list[str], list[int]]:
         """Return the text and the type of every row of the embedding table."""
@@ -98,7 +104,9 @@ class _Tokens:
             texts[entry["id"]] = entry["content"]
             kinds[entry["id"]] = CONTROL if entry["special"] else USER_DEFINED
         if max(texts, default=0) >= self._rows:
-            raise self._refused(f"it has the id {max(texts):,}, and the model {self._rows:,} rows")
+            raise self._refused(
+                f"it has the id {max(texts):,}, and the model {self._rows:,} rows"
+            )
         tokens = [texts.get(row, f"[PAD{row}]") for row in range(self._rows)]
         types = [kinds.get(row, _UNUSED) for row in range(self._rows)]
         return tokens, types
@@ -115,7 +123,9 @@ class _Tokens:
         merges = self._merges()
         if self._record.get("normalizer") is not None:
             kind = self._record["normalizer"].get("type")
-            self.notes = (f"texts are not normalised ({kind}): llama.cpp does not do it",)
+            self.notes = (
+                f"texts are not normalised ({kind}): llama.cpp does not do it",
+            )
         return {
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.pre": self._pre_tokenizer(bool(merges)).names[0],
@@ -127,7 +137,9 @@ class _Tokens:
     def _pre_tokenizer(self, merging: bool) -> PreTokenizer:
         """Return the way to cut texts; without merges, every way gives the same tokens."""
         whole = bool(self._model.get("ignore_merges"))
-        patterns = tuple(map(_spelled, self._patterns(self._record.get("pre_tokenizer"))))
+        patterns = tuple(
+            map(_spelled, self._patterns(self._record.get("pre_tokenizer")))
+        )
         fitting = [
             one
             for one in pre_tokenizers()
@@ -136,7 +148,9 @@ class _Tokens:
         if not merging:
             return pre_tokenizers()[0]
         if not fitting:
-            raise self._refused(f"it cuts texts by {' then '.join(patterns) or 'nothing'}")
+            raise self._refused(
+                f"it cuts texts by {' then '.join(patterns) or 'nothing'}"
+            )
         return next((one for one in fitting if one.whole == whole), fitting[0])
 
     def _patterns(self, record: Any) -> list[str]:
@@ -149,10 +163,20 @@ class _Tokens:
                 raise self._refused("it puts a space before texts")
             case {"type": "ByteLevel", "use_regex": use_regex}:
                 return [_GPT2] if use_regex else []
-            case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
+            case {
+                "type": "Split",
+                "pattern": {"Regex": pattern},
+                "behavior": "Isolated",
+                "invert": False,
+            }:
                 return [pattern]
             # "Removed" with `invert` drops text between matches: the same for patterns that match all text.
-            case {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True}:
+            case {
+                "type": "Split",
+                "pattern": {"Regex": pattern},
+                "behavior": "Removed",
+                "invert": True,
+            }:
                 return [pattern]
             case {"type": "Digits", "individual_digits": True}:
                 return ["\\p{N}"]
@@ -160,11 +184,17 @@ class _Tokens:
 
     def _by_scores(self) -> dict[str, Any]:
         if not self._model.get("byte_fallback"):
-            raise self._refused("its BPE is neither byte-level nor with bytes for unknown characters")
+            raise self._refused(
+                "its BPE is neither byte-level nor with bytes for unknown characters"
+            )
         tokens, types = self._tokens()
         unknown = self._model.get("unk_token")
         types = [
-            _UNKNOWN if token == unknown else _BYTE if _is_byte(token) and kind == _NORMAL else kind
+            _UNKNOWN
+            if token == unknown
+            else _BYTE
+            if _is_byte(token) and kind == _NORMAL
+            else kind
             for token, kind in zip(tokens, types, strict=True)
         ]
         # llama.cpp merges the pair whose text has the best score: that of the first merge into it.
@@ -172,8 +202,14 @@ class _Tokens:
         for rank, (left, right) in enumerate(self._merges()):
             first.setdefault(left + right, rank)
         scores = [-float(first.get(token, len(first))) for token in tokens]
-        spaces = json.dumps([self._record.get("normalizer"), self._record.get("pre_tokenizer")])
-        prefixed = '"Prepend"' in spaces or '"prepend_scheme": "always"' in spaces or '"first"' in spaces
+        spaces = json.dumps(
+            [self._record.get("normalizer"), self._record.get("pre_tokenizer")]
+        )
+        prefixed = (
+            '"Prepend"' in spaces
+            or '"prepend_scheme": "always"' in spaces
+            or '"first"' in spaces
+        )
         return {
             "tokenizer.ggml.model": "llama",
             "tokenizer.ggml.pre": "default",
@@ -211,7 +247,12 @@ class _Tokens:
         (bare,) = self._tokenizer.encode(["a"])
         (framed,) = self._tokenizer.encode(["a"], add_special=True)
         at = next(
-            (start for start in range(len(framed)) if framed[start : start + len(bare)] == bare), len(framed)
+            (
+                start
+                for start in range(len(framed))
+                if framed[start : start + len(bare)] == bare
+            ),
+            len(framed),
         )
         before = framed[:at]
         after = framed[at + len(bare) :]
@@ -231,7 +272,10 @@ def _is_byte(token: str) -> bool:
 
 
 def _check_ids(
-    tokenizer: PretrainedTokenizer, metadata: Mapping[str, Any], samples: Sequence[str], name: str
+    tokenizer: PretrainedTokenizer,
+    metadata: Mapping[str, Any],
+    samples: Sequence[str],
+    name: str,
 ) -> ConversionCheck:
     """Compare the tokenizer's ids of texts with the ids from the metadata."""
     what = "token ids as llama.cpp reads them and of the tokenizer"
@@ -248,5 +292,7 @@ def _check_ids(
             compared += 1
             (found,) = again.encode([text], add_special=special, parse_special=True)
             if found != own:
-                raise DataError(f"{what}: {text!r} is {found} there and {own} here: nothing is written")
+                raise DataError(
+                    f"{what}: {text!r} is {found} there and {own} here: nothing is written"
+                )
     return ConversionCheck(what, True, note=f"{compared} texts")

@@ -31,7 +31,11 @@ from triptych.core.checkpoints.gguf import (
     read_configuration,
     written_metadata,
 )
-from triptych.core.checkpoints.gguf.architectures import Architecture, architectures, architectures_of_type
+from triptych.core.checkpoints.gguf.architectures import (
+    Architecture,
+    architectures,
+    architectures_of_type,
+)
 from triptych.core.checkpoints.model_map import model_map
 from triptych.core.storage import (
     SUFFIX,
@@ -61,7 +65,15 @@ _BLOCK = 32  # numbers of a block of Q8_0
 # Maps that llama.cpp multiplies in float32 whatever the file's type.
 _KEPT_WIDE = ("ffn_gate_inp.weight", "position_embd.weight", "rope_freqs.weight")
 _FLOATS = (
-    *("freq_base", "epsilon", "scale", "softcapping", "factor", "clamp_kqv", "max_alibi_bias"),
+    *(
+        "freq_base",
+        "epsilon",
+        "scale",
+        "softcapping",
+        "factor",
+        "clamp_kqv",
+        "max_alibi_bias",
+    ),
     *("beta_fast", "beta_slow"),
 )
 _FACTORS = "rope_freqs.weight"
@@ -80,11 +92,15 @@ class _Described:
     again: Checkpoint  # the description, read as a file
 
 
-def write_gguf(source: Opened, target: Path, quantization: Quantization) -> WrittenModel:
+def write_gguf(
+    source: Opened, target: Path, quantization: Quantization
+) -> WrittenModel:
     """Write a model to a GGUF file, and read it again."""
     require_extra("gguf", "gguf", what="--to gguf")
     if target.suffix != SUFFIX:
-        raise UsageError(f"{target}: a model in GGUF is one file: give a name that ends in {SUFFIX}")
+        raise UsageError(
+            f"{target}: a model in GGUF is one file: give a name that ends in {SUFFIX}"
+        )
     model, done = _as_checkpoint(source)
     described, notes = _describe(model)
     tokens = _tokens(source, model, described)
@@ -92,7 +108,10 @@ def write_gguf(source: Opened, target: Path, quantization: Quantization) -> Writ
     metadata = {
         "general.type": "model",
         "general.name": Path(source.name).name,
-        **{f"{described.architecture.name}.{key}": value for key, value in described.metadata.items()},
+        **{
+            f"{described.architecture.name}.{key}": value
+            for key, value in described.metadata.items()
+        },
         "general.file_type": number,
         "general.quantization_version": 2,
         **tokens[0],
@@ -105,7 +124,9 @@ def write_gguf(source: Opened, target: Path, quantization: Quantization) -> Writ
         checks.append(_check_again(path, described, kind))
 
     write_atomically(target, write)
-    parameters = sum(torch.Size(info.shape).numel() for info in described.tensors.infos.values())
+    parameters = sum(
+        torch.Size(info.shape).numel() for info in described.tensors.infos.values()
+    )
     folded = (*done, *notes, *tokens[1])
     return WrittenModel(described.architecture.name, parameters, folded, tuple(checks))
 
@@ -117,13 +138,17 @@ def _as_checkpoint(source: Opened) -> tuple[Checkpoint, tuple[str, ...]]:
         return attention, ()
     model = source.to_run.language_model
     if not model.causal:
-        raise UsageError(f"{source.name}: llama.cpp has no language models that see both sides")
+        raise UsageError(
+            f"{source.name}: llama.cpp has no language models that see both sides"
+        )
     made = formats.language_model(model)
     settings = Settings(dict(made.settings), source.name)
     family = family_of(str(made.settings["model_type"]))
     assert family is not None
     tensors = {name: tensor.detach() for name, tensor in made.tensors.items()}
-    return Checkpoint(source.name, family, settings, of_one(InMemory(source.name, tensors))), made.done
+    return Checkpoint(
+        source.name, family, settings, of_one(InMemory(source.name, tensors))
+    ), made.done
 
 
 def _describe(model: Checkpoint) -> tuple[_Described, tuple[str, ...]]:
@@ -131,7 +156,9 @@ def _describe(model: Checkpoint) -> tuple[_Described, tuple[str, ...]]:
     model_type = str(model.settings.value("model_type"))
     candidates = architectures_of_type(model_type)
     if not candidates:
-        known = ", ".join(sorted({*chain.from_iterable(one.types for one in architectures())}))
+        known = ", ".join(
+            sorted({*chain.from_iterable(one.types for one in architectures())})
+        )
         raise UsageError(
             f"{model.name}: models of the type {shown(model_type)} are not written in GGUF; these are: "
             f"{known}"
@@ -149,12 +176,16 @@ def _describe(model: Checkpoint) -> tuple[_Described, tuple[str, ...]]:
             return described, ()
         if (window := windows_only(model, found)) is not None:
             longest = model.settings.value(architecture.fields["context_length"])
-            described = replace(described, metadata={**described.metadata, "context_length": window})
+            described = replace(
+                described, metadata={**described.metadata, "context_length": window}
+            )
             note = f"context {window:,} of {longest:,} tokens: {architecture.name} of llama.cpp has no window"
             return described, (note,)
         reasons.append(f"{'; '.join(found[:4])}{' …' if len(found) > 4 else ''}")
     said = " / ".join(dict.fromkeys(reasons))
-    raise UsageError(f"{model.name}: {candidates[0].name} of llama.cpp has no place for it: {said}")
+    raise UsageError(
+        f"{model.name}: {candidates[0].name} of llama.cpp has no place for it: {said}"
+    )
 
 
 def _description(model: Checkpoint, architecture: Architecture) -> _Described:
@@ -164,7 +195,9 @@ def _description(model: Checkpoint, architecture: Architecture) -> _Described:
     width = weights.width("q")
     heads = Heads(weights.num_heads, weights.num_key_heads)
     if architecture.square and heads.queries * width != weights.d_model:
-        raise UsageError(f"{heads.queries} heads of {width} channels, and a width of {weights.d_model}")
+        raise UsageError(
+            f"{heads.queries} heads of {width} channels, and a width of {weights.d_model}"
+        )
     if architecture.equal_heads and heads.queries != heads.keys:
         raise UsageError(f"{heads.queries} heads of queries and {heads.keys} of keys")
     metadata = written_metadata(architecture, place.settings, width)
@@ -173,7 +206,10 @@ def _description(model: Checkpoint, architecture: Architecture) -> _Described:
     if architecture.has_rotary:
         _add_scaling(model, architecture, place.settings, metadata, extra)
     if architecture.windows:
-        windows = [model.outline(one).weights.semantics.window is not None for one in model.sites]
+        windows = [
+            model.outline(one).weights.semantics.window is not None
+            for one in model.sites
+        ]
         metadata["attention.sliding_window_pattern"] = windows
     metadata = {key: _typed(key, value) for key, value in metadata.items()}
     planned = _Planned(model, architecture, heads, int(metadata["block_count"]), extra)
@@ -209,18 +245,25 @@ def _add_scaling(
 ) -> None:
     """Add the scaling of rotary positions: as metadata, or as a divisor for each frequency."""
     all_semantics = (
-        model.outline(site).weights.semantics for site in model.sites if site.stack == _stack(model)
+        model.outline(site).weights.semantics
+        for site in model.sites
+        if site.stack == _stack(model)
     )
     # Where layers differ, the metadata are of those without a window.
     turned = [one for one in all_semantics if one.rotary is not None]
-    chosen = next((one for one in turned if one.window is None), next(iter(turned), None))
+    chosen = next(
+        (one for one in turned if one.window is None), next(iter(turned), None)
+    )
     if chosen is None or chosen.rotary is None:
         return
     frequencies = chosen.rotary.frequencies.double()
     pairs = torch.arange(len(frequencies), dtype=torch.float64)
     plain = float(metadata["rope.freq_base"]) ** (-pairs / len(frequencies))
     divisors = plain / frequencies
-    if torch.allclose(divisors, torch.ones_like(divisors), rtol=1e-6) and chosen.rotary.long is None:
+    if (
+        torch.allclose(divisors, torch.ones_like(divisors), rtol=1e-6)
+        and chosen.rotary.long is None
+    ):
         return
     record = _scaling_of(settings)
     kind = record.get("rope_type", record.get("type"))
@@ -228,7 +271,10 @@ def _add_scaling(
         metadata["rope.scaling.type"] = kind
         metadata["rope.scaling.factor"] = float(record["factor"])
         if kind == "yarn":
-            for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+            for key, name in (
+                ("yarn_beta_fast", "beta_fast"),
+                ("yarn_beta_slow", "beta_slow"),
+            ):
                 if record.get(name):
                     metadata[f"rope.scaling.{key}"] = float(record[name])
             original = record.get("original_max_position_embeddings")
@@ -239,7 +285,11 @@ def _add_scaling(
         extra[_SHORT] = torch.tensor(record["short_factor"], dtype=torch.float32)
         metadata["rope.scaling.attn_factor"] = float(chosen.rotary.factor)
         original = settings.value("original_max_position_embeddings")
-        original = record.get("original_max_position_embeddings") if original is None else original
+        original = (
+            record.get("original_max_position_embeddings")
+            if original is None
+            else original
+        )
         if original:
             metadata["rope.scaling.original_context_length"] = int(original)
     elif architecture.rope_factors and chosen.rotary.long is None:
@@ -249,7 +299,9 @@ def _add_scaling(
 def _scaling_of(settings: Settings) -> Mapping[str, Any]:
     for path in ("rope_scaling", "rope_parameters.full_attention", "rope_parameters"):
         found = settings.value(path)
-        if isinstance(found, dict) and found.get("rope_type", found.get("type")) not in (None, "default"):
+        if isinstance(found, dict) and found.get(
+            "rope_type", found.get("type")
+        ) not in (None, "default"):
             return found
     return {}
 
@@ -284,19 +336,25 @@ class _Planned(TensorFile):
         for name in self._stored(model):
             found = name_in_gguf(architecture.name, layers, name)
             if found is None:
-                raise UsageError(f"tensor {name} has no place in {architecture.name} of llama.cpp")
+                raise UsageError(
+                    f"tensor {name} has no place in {architecture.name} of llama.cpp"
+                )
             there, expert = found
             # llama.cpp uses the table of tokens if a file has no output table.
             if there == "output.weight" and head is not None and head.tied:
                 continue
             held = self._parts.setdefault(there, {})
             if expert in held:
-                raise UsageError(f"tensors {held[expert]} and {name} are both {there} of llama.cpp")
+                raise UsageError(
+                    f"tensors {held[expert]} and {name} are both {there} of llama.cpp"
+                )
             held[expert] = name
             self._layouts[there] = layout_of(architecture, there, heads)
         self.infos = {name: self._info(name) for name in self._parts}
         for name, tensor in extra.items():
-            self.infos[name] = TensorInfo(tensor.dtype, tuple(tensor.shape), tensor.nbytes)
+            self.infos[name] = TensorInfo(
+                tensor.dtype, tuple(tensor.shape), tensor.nbytes
+            )
 
     def _stored(self, model: Checkpoint) -> Iterator[str]:
         """Yield the tensors that the model uses."""
@@ -305,12 +363,18 @@ class _Planned(TensorFile):
         used = found.tensors.names
         for site in found.sites:
             used |= LayerReader(model.place(site), model.tensors).map.names
-        yield from (name for name in self._tensors.infos if name in used and name not in copies)
+        yield from (
+            name for name in self._tensors.infos if name in used and name not in copies
+        )
 
     def _info(self, name: str) -> TensorInfo:
         parts = self._parts[name]
         info = self._tensors.infos[next(iter(parts.values()))]
-        shape = tuple(reversed(info.shape)) if self._layouts[name].transposed else info.shape
+        shape = (
+            tuple(reversed(info.shape))
+            if self._layouts[name].transposed
+            else info.shape
+        )
         if None not in parts:
             shape = (len(parts), *shape)
         return TensorInfo(info.dtype, shape, info.num_bytes * len(parts))
@@ -322,7 +386,10 @@ class _Planned(TensorFile):
         layout = self._layouts[name]
         if None in parts:
             return layout.write(self._tensors.read(parts[None]))
-        experts = [layout.write(self._tensors.read(parts[expert])) for expert in range(len(parts))]
+        experts = [
+            layout.write(self._tensors.read(parts[expert]))
+            for expert in range(len(parts))
+        ]
         return torch.stack(experts)
 
 
@@ -333,7 +400,11 @@ def _tokens(
     rows = described.tensors.infos["token_embd.weight"].shape[0]
     tokenizer = source.to_run.tokenizer if source.to_run.has_tokenizer else None
     if tokenizer is None:
-        return {"tokenizer.ggml.model": "none"}, ("no tokenizer is written: the model has none",), ()
+        return (
+            {"tokenizer.ggml.model": "none"},
+            ("no tokenizer is written: the model has none",),
+            (),
+        )
     if not isinstance(tokenizer, PretrainedTokenizer):
         raise UsageError(f"{source.name}: its tokenizer is none of a language model")
     written = write_tokens(tokenizer, rows, source.to_run.end_ids, source.name)
@@ -347,13 +418,18 @@ def _type_of(name: str, shape: tuple[int, ...], kind: str) -> str:
     return "F16" if kind == "Q8_0" and shape[-1] % _BLOCK else kind
 
 
-def _write(path: Path, described: _Described, metadata: Mapping[str, Any], kind: str) -> None:
+def _write(
+    path: Path, described: _Described, metadata: Mapping[str, Any], kind: str
+) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(path, described.architecture.name, use_temp_file=False)
     for key, value in metadata.items():
         _add(writer, key, value)
-    types = {name: _type_of(name, info.shape, kind) for name, info in described.tensors.infos.items()}
+    types = {
+        name: _type_of(name, info.shape, kind)
+        for name, info in described.tensors.infos.items()
+    }
     for name, info in described.tensors.infos.items():
         stored = GGMLQuantizationType[types[name]]
         dtype = np.dtype(np.float16 if types[name] == "F16" else np.float32)
@@ -361,14 +437,18 @@ def _write(path: Path, described: _Described, metadata: Mapping[str, Any], kind:
         if types[name] == "Q8_0":
             # A block has a float16 scale in two bytes, then a byte for each value.
             shape = (*info.shape[:-1], info.shape[-1] // _BLOCK * (_BLOCK + 2))
-            writer.add_tensor_info(name, shape, np.dtype(np.uint8), size, raw_dtype=stored)
+            writer.add_tensor_info(
+                name, shape, np.dtype(np.uint8), size, raw_dtype=stored
+            )
         else:
             writer.add_tensor_info(name, info.shape, dtype, size)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name in described.tensors.infos:
-        writer.write_tensor_data(_stored_numbers(described.tensors.read(name), types[name], name))
+        writer.write_tensor_data(
+            _stored_numbers(described.tensors.read(name), types[name], name)
+        )
     writer.close()
 
 
@@ -403,7 +483,9 @@ def _stored_numbers(tensor: Tensor, kind: str, name: str) -> np.ndarray:
     if kind == "F16":
         half = wide.half()
         if not are_finite(half):
-            raise DataError(f"numbers of {name} do not fit float16: write it in float32")
+            raise DataError(
+                f"numbers of {name} do not fit float16: write it in float32"
+            )
         return half.numpy()
     return quantize(wide.numpy(), GGMLQuantizationType[kind])
 
@@ -418,7 +500,9 @@ def _check_again(path: Path, described: _Described, kind: str) -> ConversionChec
         difference = float((own - found).abs().max()) if own.numel() else 0.0
         largest = max(largest, difference)
         # Q8_0 rounds by up to 1/254 of the largest value of a block.
-        allowed = {"F32": 0.0, "F16": 2.0**-11, "Q8_0": 2.0**-7}[_type_of(name, own.shape, kind)]
+        allowed = {"F32": 0.0, "F16": 2.0**-11, "Q8_0": 2.0**-7}[
+            _type_of(name, own.shape, kind)
+        ]
         if not difference <= allowed * max(1e-3, float(own.abs().max())):
             raise DataError(
                 f"{path}: {name} is read with a difference of {difference:.3g}: nothing is written"

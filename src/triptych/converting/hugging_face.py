@@ -34,7 +34,11 @@ from triptych.running.opening import (
     read_marian,
     write_tokenizers,
 )
-from triptych.running.text import PretrainedTokenizer, SentencePieceTokenizer, SentenceTokenizer
+from triptych.running.text import (
+    PretrainedTokenizer,
+    SentencePieceTokenizer,
+    SentenceTokenizer,
+)
 from triptych.training.continuing import copy_checkpoint, goes_on
 
 _LOGITS = "logits of the folder, read by {}, and of the model"
@@ -56,12 +60,16 @@ def write_hf_translator(run: Reader, folder: Path) -> WrittenModel:
     architecture = str(made.settings["model_type"])
     _write_checkpoint(folder, made.settings, made.tensors)
     write_json(folder / "generation_config.json", _generation(made.settings, run))
-    write_tokenizers(run.tokenizers, find_config(run.encoder_decoder).max_source_tokens + 1, folder)
+    write_tokenizers(
+        run.tokenizers, find_config(run.encoder_decoder).max_source_tokens + 1, folder
+    )
     write_text(folder / "README.md", _hf_readme(run, architecture))
     checks = [_check_read_again(run, folder)] if architecture == "marian" else []
     checks += _with_transformers(_check_logits, _check_ids, run, folder)
     parameters = sum(parameter.numel() for parameter in plain.model.parameters())
-    return WrittenModel(architecture, parameters, (*plain.done, *made.done), tuple(checks))
+    return WrittenModel(
+        architecture, parameters, (*plain.done, *made.done), tuple(checks)
+    )
 
 
 def write_hf_language_model(opened: Reader, folder: Path) -> WrittenModel:
@@ -75,23 +83,33 @@ def write_hf_language_model(opened: Reader, folder: Path) -> WrittenModel:
         made = formats.language_model(opened.language_model)
         tokenizer = opened.tokenizer
         assert isinstance(tokenizer, PretrainedTokenizer)
-        ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_id") for kind in ("bos", "eos", "pad")}
-        _write_checkpoint(folder, {**made.settings, **ids, "use_cache": True}, made.tensors)
+        ids = {
+            f"{kind}_token_id": getattr(tokenizer, f"{kind}_id")
+            for kind in ("bos", "eos", "pad")
+        }
+        _write_checkpoint(
+            folder, {**made.settings, **ids, "use_cache": True}, made.tensors
+        )
         tokenizer.save_files(folder)
         name = str(made.settings["model_type"])
         folded = made.done
     again = load_language_model(folder)
     model = opened.language_model
     checks = [_compare(model, again.eval(), "triptych")]
-    checks += _with_transformers(_check_language_model, _check_ids_of_texts, opened, folder)
+    checks += _with_transformers(
+        _check_language_model, _check_ids_of_texts, opened, folder
+    )
     count = sum(parameter.numel() for parameter in again.parameters())
     return WrittenModel(name, count, folded, tuple(checks))
 
 
-def _write_checkpoint(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def _write_checkpoint(
+    folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> None:
     write_json(folder / "config.json", settings)
     write_weights(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors"
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
     )
 
 
@@ -99,10 +117,13 @@ def _generation(settings: Mapping[str, Any], run: Reader) -> dict[str, Any]:
     """Build `generation_config.json`."""
     decoding = run.decoding
     names = ("bos", "decoder_start", "eos", "forced_eos", "pad")
-    record: dict[str, Any] = {f"{name}_token_id": settings[f"{name}_token_id"] for name in names}
+    record: dict[str, Any] = {
+        f"{name}_token_id": settings[f"{name}_token_id"] for name in names
+    }
     record |= {
         "bad_words_ids": [
-            [token] for token in dict.fromkeys((record["pad_token_id"], record["bos_token_id"]))
+            [token]
+            for token in dict.fromkeys((record["pad_token_id"], record["bos_token_id"]))
         ],
         "max_length": settings["max_position_embeddings"],
         "num_beams": decoding.beam_size,
@@ -115,11 +136,16 @@ def _generation(settings: Mapping[str, Any], run: Reader) -> dict[str, Any]:
     return record
 
 
-def _with_transformers(logits: Any, ids: Any, opened: Reader, folder: Path) -> list[ConversionCheck]:
+def _with_transformers(
+    logits: Any, ids: Any, opened: Reader, folder: Path
+) -> list[ConversionCheck]:
     """Run both checks with `transformers`, or record them as not run if it is missing."""
     if not is_installed("transformers"):
         note = "transformers is not installed: pip install 'triptych[convert]'"
-        return [ConversionCheck(what, False, note=note) for what in (_LOGITS.format("transformers"), _IDS)]
+        return [
+            ConversionCheck(what, False, note=note)
+            for what in (_LOGITS.format("transformers"), _IDS)
+        ]
     with quiet_transformers(), torch.no_grad():
         return [logits(opened, folder), *ids(opened, folder)]
 
@@ -149,7 +175,9 @@ def _with_end(tokenizer: SentenceTokenizer, text: str) -> list[int]:
 def _check_logits(run: Reader, folder: Path) -> ConversionCheck:
     from transformers import AutoModelForSeq2SeqLM
 
-    theirs = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype="auto", **_LOCAL).eval()
+    theirs = AutoModelForSeq2SeqLM.from_pretrained(
+        folder, dtype="auto", **_LOCAL
+    ).eval()
     target = run.tokenizers.target
     pairs = random_pairs(run.encoder_decoder, target.bos_id, target.eos_id)
     found = theirs(
@@ -161,7 +189,11 @@ def _check_logits(run: Reader, folder: Path) -> ConversionCheck:
     if found.dtype != dtype:
         raise DataError(f"{folder} is read as {found.dtype}, and the model is {dtype}")
     # Marian's positions in transformers are rounded to float32 in any dtype.
-    tolerance = max(TOLERANCES[dtype], 1e-6) if theirs.config.model_type == "marian" else TOLERANCES[dtype]
+    tolerance = (
+        max(TOLERANCES[dtype], 1e-6)
+        if theirs.config.model_type == "marian"
+        else TOLERANCES[dtype]
+    )
     what = _LOGITS.format("transformers")
     own = compute_logits(run.encoder_decoder, pairs)
     return compare_logits(what, own, found, tolerance, f"{pairs.tgt_in.numel()} tokens")
@@ -175,7 +207,9 @@ def _check_ids(run: Reader, folder: Path) -> list[ConversionCheck]:
     tokenizer = AutoTokenizer.from_pretrained(folder, **_LOCAL)
     checks = [
         compare_tokenizers(
-            f"{_IDS}, source", run.tokenizers.source, lambda text: list(tokenizer(text)["input_ids"])
+            f"{_IDS}, source",
+            run.tokenizers.source,
+            lambda text: list(tokenizer(text)["input_ids"]),
         )
     ]
     target = tokenizer
@@ -207,9 +241,13 @@ def _check_language_model(opened: Reader, folder: Path) -> ConversionCheck:
 @torch.no_grad()
 def _compare(model: LanguageModel, again: Any, library: str) -> ConversionCheck:
     length = min(24, model.max_tokens or 24)
-    ids = torch.randint(model.vocab_size, (3, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(
+        model.vocab_size, (3, length), generator=torch.Generator().manual_seed(0)
+    )
     tolerance = TOLERANCES[model.embeddings.table.weight.dtype]
-    return compare_logits(_LOGITS.format(library), model.eval()(ids).logits, again(ids).logits, tolerance)
+    return compare_logits(
+        _LOGITS.format(library), model.eval()(ids).logits, again(ids).logits, tolerance
+    )
 
 
 def _check_ids_of_texts(opened: Reader, folder: Path) -> list[ConversionCheck]:
@@ -220,7 +258,9 @@ def _check_ids_of_texts(opened: Reader, folder: Path) -> list[ConversionCheck]:
         found = list(tokenizer(text)["input_ids"])
         (own,) = opened.tokenizer.encode(text, add_special=True, parse_special=True)
         if found != own:
-            raise DataError(f"{_IDS}: {text!r} is {found} there and {own} here: nothing is written")
+            raise DataError(
+                f"{_IDS}: {text!r} is {found} there and {own} here: nothing is written"
+            )
     return [ConversionCheck(_IDS, True, note=f"{len(_SAMPLES)} texts")]
 
 

@@ -68,7 +68,9 @@ class EncoderGraph(nn.Module):
 
     def forward(self, src_ids: Tensor) -> tuple[Tensor, ...]:
         """Map ids `[batch, src_len]` to a mask `[batch, src_len]`, then keys and values of each layer."""
-        positions = PositionIds(torch.arange(src_ids.shape[1]), self.max_tokens, sharing=1)
+        positions = PositionIds(
+            torch.arange(src_ids.shape[1]), self.max_tokens, sharing=1
+        )
         memory = self.engine.project_memory(self.model.encode(src_ids, positions))
         return (src_ids != self.engine.pad_id, *chain.from_iterable(memory))
 
@@ -92,9 +94,14 @@ class DecoderGraph(nn.Module):
         length = tgt_ids.shape[1]
         ids = torch.arange(length) + before
         seen = torch.arange(before + length)[None, :] <= ids[:, None]
-        new = NewTokens(PositionIds(ids, self.max_tokens, sharing=1), numbers_of(seen[None, None], own[0]))
+        new = NewTokens(
+            PositionIds(ids, self.max_tokens, sharing=1),
+            numbers_of(seen[None, None], own[0]),
+        )
         cache = DecoderCache(len(own) // 2, JoinedCache)
-        for i, (of_own, of_memory) in enumerate(zip(cache.own, cache.memory, strict=True)):
+        for i, (of_own, of_memory) in enumerate(
+            zip(cache.own, cache.memory, strict=True)
+        ):
             cast(JoinedCache, of_own).entries = (own[2 * i], own[2 * i + 1])
             of_memory.append((memory[2 * i], memory[2 * i + 1]))
         x = self.model.decode(tgt_ids, None, mask[:, None, None, :], cache, new)
@@ -141,7 +148,9 @@ def write_onnx(run: Reader, folder: Path) -> WrittenModel:
     (folder / "README.md").write_text(_onnx_readme(run, length), encoding="utf-8")
     done = ("every head written as W_Q, W_K, W_V and W_O",)
     check = _check_graphs(run, folder)
-    return WrittenModel("encoder.onnx and decoder.onnx, float32", _count_numbers(folder), done, (check,))
+    return WrittenModel(
+        "encoder.onnx and decoder.onnx, float32", _count_numbers(folder), done, (check,)
+    )
 
 
 def _count_numbers(folder: Path) -> int:
@@ -153,19 +162,35 @@ def _count_numbers(folder: Path) -> int:
     return sum(math.prod(tensor.dims) for tensor in tensors)
 
 
-def _export_graphs(encoder: EncoderGraph, decoder: DecoderGraph, pairs: Pairs, folder: Path) -> None:
+def _export_graphs(
+    encoder: EncoderGraph, decoder: DecoderGraph, pairs: Pairs, folder: Path
+) -> None:
     with torch.no_grad():
         mask, *memory = encoder(pairs.src)
-    names = [f"{kind}.{i}" for i, kind in product(range(len(memory) // 2), ("keys", "values"))]
+    names = [
+        f"{kind}.{i}"
+        for i, kind in product(range(len(memory) // 2), ("keys", "values"))
+    ]
     rows = Dim.AUTO
     src_len = Dim.AUTO
     new = Dim.AUTO
     before = Dim.AUTO
-    layers = [cast(FusedAttention, block.self_attention) for block in blocks_of(decoder.model, "decoder")]
+    layers = [
+        cast(FusedAttention, block.self_attention)
+        for block in blocks_of(decoder.model, "decoder")
+    ]
     own = [
-        torch.randn(len(pairs.src), layer.groups, 2, layer.width) for layer in layers for _ in range(2)
+        torch.randn(len(pairs.src), layer.groups, 2, layer.width)
+        for layer in layers
+        for _ in range(2)
     ]  # example cache: keys and values of two tokens
-    export = partial(torch.onnx.export, opset_version=_OPSET, dynamo=True, external_data=False, verbose=False)
+    export = partial(
+        torch.onnx.export,
+        opset_version=_OPSET,
+        dynamo=True,
+        external_data=False,
+        verbose=False,
+    )
     with _without_remarks():
         export(
             encoder,
@@ -175,7 +200,10 @@ def _export_graphs(encoder: EncoderGraph, decoder: DecoderGraph, pairs: Pairs, f
             output_names=["mask", *(f"memory.{name}" for name in names)],
             dynamic_shapes={"src_ids": {0: rows, 1: src_len}},
         )
-        cached = [*(f"before.{name}" for name in names), *(f"memory.{name}" for name in names)]
+        cached = [
+            *(f"before.{name}" for name in names),
+            *(f"memory.{name}" for name in names),
+        ]
         export(
             decoder,
             (pairs.tgt_in, mask, own, memory),
@@ -210,17 +238,28 @@ def _check_graphs(run: Reader, folder: Path) -> ConversionCheck:
     what = "logits of the graphs, run by onnxruntime, and of the model"
     if not is_installed("onnxruntime"):
         return ConversionCheck(
-            what, False, note="onnxruntime is not installed: pip install 'triptych[convert]'"
+            what,
+            False,
+            note="onnxruntime is not installed: pip install 'triptych[convert]'",
         )
     target = run.tokenizers.target
-    pairs = random_pairs(run.encoder_decoder, target.bos_id, target.eos_id, src_len=13, tgt_len=9)
+    pairs = random_pairs(
+        run.encoder_decoder, target.bos_id, target.eos_id, src_len=13, tgt_len=9
+    )
     expected = compute_logits(run.encoder_decoder, pairs)
     graphs = OnnxGraphs(folder)
     compare_logits(
-        what, expected, graphs.logits(pairs.src, pairs.tgt_in, step=pairs.tgt_in.shape[1]), _TOLERANCE
+        what,
+        expected,
+        graphs.logits(pairs.src, pairs.tgt_in, step=pairs.tgt_in.shape[1]),
+        _TOLERANCE,
     )
     return compare_logits(
-        what, expected, graphs.logits(pairs.src, pairs.tgt_in, step=1), _TOLERANCE, "token by token too"
+        what,
+        expected,
+        graphs.logits(pairs.src, pairs.tgt_in, step=1),
+        _TOLERANCE,
+        "token by token too",
     )
 
 
@@ -234,7 +273,9 @@ class OnnxGraphs:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
         self._encoder, self._decoder = (
-            onnxruntime.InferenceSession(str(folder / name), options, providers=["CPUExecutionProvider"])
+            onnxruntime.InferenceSession(
+                str(folder / name), options, providers=["CPUExecutionProvider"]
+            )
             for name in (ENCODER, DECODER)
         )
 
@@ -319,9 +360,15 @@ def decode(tokens):
     return target.decode([pieces[token] for token in tokens])
 """
         apart = run.tokenizers.source.vocabulary != run.tokenizers.target.vocabulary
-        of_target = 'json.load(open(f"{folder}/target_vocab.json", encoding="utf-8"))' if apart else "ids"
+        of_target = (
+            'json.load(open(f"{folder}/target_vocab.json", encoding="utf-8"))'
+            if apart
+            else "ids"
+        )
         return setup.replace("TARGET_IDS", of_target)
-    file = "tokenizer.json" if run.tokenizers.joint else f"{TARGET_FOLDER}/tokenizer.json"
+    file = (
+        "tokenizer.json" if run.tokenizers.joint else f"{TARGET_FOLDER}/tokenizer.json"
+    )
     return f"""from tokenizers import Tokenizer
 
 source = Tokenizer.from_file(f"{{folder}}/tokenizer.json")

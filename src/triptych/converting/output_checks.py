@@ -12,7 +12,12 @@ from triptych.errors import DataError
 from triptych.running.text import SentencePieceTokenizer, SentenceTokenizer
 
 # Tolerances of logits: absolute if all logits of the model are at most 1, else relative to the largest.
-TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-5,
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
+}
 
 # Texts that are hard for tokenizers.
 _SAMPLES = (
@@ -36,7 +41,9 @@ class ConversionCheck:
 
     what: str  # description of the check
     tried: bool  # False if the check could not be run
-    largest_difference: float | None = None  # largest difference of a logit, if logits were compared
+    largest_difference: float | None = (
+        None  # largest difference of a logit, if logits were compared
+    )
     note: str = ""  # reason why the check was not run, or size of the sample
 
 
@@ -127,5 +134,7 @@ def compare_tokenizers(
             )
         (wanted,) = tokenizer.decode([ids])
         if decode is not None and decode(ids) != wanted:
-            raise DataError(f"{what}: {ids} is {decode(ids)!r} there and {wanted!r} here: nothing is written")
+            raise DataError(
+                f"{what}: {ids} is {decode(ids)!r} there and {wanted!r} here: nothing is written"
+            )
     return ConversionCheck(what, True, note=f"{len(samples)} texts")

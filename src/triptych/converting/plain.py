@@ -58,15 +58,29 @@ def padded(weights: AttentionWeights, sizes: HeadSizes) -> AttentionWeights:
     chains = dict[str, Any]()
     scaled = weights.with_scale(standard_scale(sizes.width))
     more_heads = sizes.num_heads - weights.num_heads
-    for side, heads in (("q", sizes.num_heads), ("k", sizes.num_kv_heads), ("v", sizes.num_kv_heads)):
-        link = scaled.multiplied(side).repeat(weights.num_heads if more_heads else heads)  # type: ignore[arg-type]
-        bias = link.weight.new_zeros(link.copies, link.d_out) if link.bias is None else link.bias
+    for side, heads in (
+        ("q", sizes.num_heads),
+        ("k", sizes.num_kv_heads),
+        ("v", sizes.num_kv_heads),
+    ):
+        link = scaled.multiplied(side).repeat(
+            weights.num_heads if more_heads else heads
+        )  # type: ignore[arg-type]
+        bias = (
+            link.weight.new_zeros(link.copies, link.d_out)
+            if link.bias is None
+            else link.bias
+        )
         missing = sizes.width - link.d_out
         weight = pad(link.weight, (0, missing, 0, 0, 0, more_heads))
         chains[side] = (Link(weight, pad(bias, (0, missing, 0, more_heads))),)
     W_O = pad(scaled.W_O, (0, 0, 0, sizes.width - scaled.W_O.shape[1], 0, more_heads))
-    o_bias = W_O.new_zeros(weights.d_model) if weights.o_bias is None else weights.o_bias
-    return replace(scaled, num_heads=sizes.num_heads, o=(Link(W_O),), o_bias=o_bias, **chains)
+    o_bias = (
+        W_O.new_zeros(weights.d_model) if weights.o_bias is None else weights.o_bias
+    )
+    return replace(
+        scaled, num_heads=sizes.num_heads, o=(Link(W_O),), o_bias=o_bias, **chains
+    )
 
 
 @final
@@ -75,7 +89,9 @@ class PlainModel:
     """An equivalent model with plain heads."""
 
     model: EncoderDecoder  # equivalent model with the same dtype, in evaluation mode
-    num_heads: dict[str, int]  # number of heads by stack, "encoder" or "decoder" (with cross-attention)
+    num_heads: dict[
+        str, int
+    ]  # number of heads by stack, "encoder" or "decoder" (with cross-attention)
     done: tuple[str, ...]  # descriptions of the changes, with their sites
 
 
@@ -93,7 +109,9 @@ def plain_model(model: EncoderDecoder, target: str) -> PlainModel:
     num_heads = {}
     # All sites of a stack, cross-attention included, get the same number of heads.
     for stack, kinds in _STACKS.items():
-        sites = {name: found for name, found in before.items() if name.split(".")[0] in kinds}
+        sites = {
+            name: found for name, found in before.items() if name.split(".")[0] in kinds
+        }
         num_heads[stack] = _common_num_heads(find_config(model).d_model, sites, target)
         for name, weights in sites.items():
             plain[name], steps = _plain_site(name, weights, num_heads[stack], target)
@@ -103,11 +121,15 @@ def plain_model(model: EncoderDecoder, target: str) -> PlainModel:
     return PlainModel(with_attention(model, plain).eval(), num_heads, done)
 
 
-def _common_num_heads(d_model: int, sites: Mapping[str, AttentionWeights], target: str) -> int:
+def _common_num_heads(
+    d_model: int, sites: Mapping[str, AttentionWeights], target: str
+) -> int:
     """Return the smallest divisor of d_model with enough heads for every site, for the widest heads."""
     most = max(weights.num_heads for weights in sites.values())
     if most > d_model:
-        raise UsageError(f"{most} heads are more than the {d_model} channels that {target} shares among them")
+        raise UsageError(
+            f"{most} heads are more than the {d_model} channels that {target} shares among them"
+        )
     return next(number for number in range(most, d_model + 1) if d_model % number == 0)
 
 
@@ -129,8 +151,14 @@ def _plain_site(
         (rewrites.repeat_kv_heads, lambda _: True),
         (partial(rewrites.fold, keep="folded"), lambda _: True),
         (rewrites.factor, lambda now: not now.k),
-        (partial(rewrites.truncate, qk_rank=width), lambda now: now.multiplied("q").d_out > width),
-        (partial(rewrites.truncate, ov_rank=width), lambda now: now.multiplied("v").d_out > width),
+        (
+            partial(rewrites.truncate, qk_rank=width),
+            lambda now: now.multiplied("q").d_out > width,
+        ),
+        (
+            partial(rewrites.truncate, ov_rank=width),
+            lambda now: now.multiplied("v").d_out > width,
+        ),
     )
     try:
         for step, is_needed in steps:
@@ -152,7 +180,9 @@ def _too_wide(name: str, weights: AttentionWeights, num_heads: int, target: str)
     width = weights.d_model // num_heads
     ranks = {"qk": int(weights.qk.rank().max()), "ov": int(weights.ov.rank().max())}
     wide = {form: rank for form, rank in ranks.items() if rank > width}
-    found = " and ".join(f"W_{form.upper()} of rank {rank}" for form, rank in wide.items())
+    found = " and ".join(
+        f"W_{form.upper()} of rank {rank}" for form, rank in wide.items()
+    )
     step = f"truncate(rank={width}, forms={[*wide] or ['qk']})"
     return (
         f"{name} has heads with {found or 'biases that need more channels'}, and {target} has {num_heads} of "
@@ -183,7 +213,9 @@ def position_table(stack: LanguageModel, length: int) -> Tensor:
     return sinusoidal(length, d_model, embeddings.config.sinusoidal_layout).to(some)
 
 
-def require_plain(model: LanguageModel, refused: Refused) -> tuple[NormConfig, FeedForwardConfig]:
+def require_plain(
+    model: LanguageModel, refused: Refused
+) -> tuple[NormConfig, FeedForwardConfig]:
     """Check that a model has only features of GPT-2 or Llama, apart from attention layers.
 
     Returns the common norm and feed-forward layer.
@@ -199,15 +231,20 @@ def require_plain(model: LanguageModel, refused: Refused) -> tuple[NormConfig, F
         raise refused("there is no norm after the last block")
     reasons: dict[str, bool] = {
         "it has no output table": head is None,
-        "blocks serve several times": bool(made.order) and made.order != tuple(range(len(made.blocks))),
-        "embeddings have another width than the stream": embeddings.width not in (None, made.d_model),
+        "blocks serve several times": bool(made.order)
+        and made.order != tuple(range(len(made.blocks))),
+        "embeddings have another width than the stream": embeddings.width
+        not in (None, made.d_model),
         "token types": embeddings.num_types > 0,
         "a norm of the embeddings": embeddings.norm is not None,
     }
     if head is not None:
         reasons |= {
-            "a map before the output table": head.transform or head.norm is not None or bool(head.activation),
-            "the output table has another width than the stream": head.width not in (None, made.d_model),
+            "a map before the output table": head.transform
+            or head.norm is not None
+            or bool(head.activation),
+            "the output table has another width than the stream": head.width
+            not in (None, made.d_model),
             "a soft cap of the logits": head.soft_cap is not None,
         }
     found = []
@@ -215,15 +252,21 @@ def require_plain(model: LanguageModel, refused: Refused) -> tuple[NormConfig, F
         for frame in (block.attention, block.feed_forward_frame):
             own = frame.norm
             reasons |= {
-                f"block {number} has no norm before a sub-layer": own is None or frame.place != "pre",
-                f"block {number} has a norm after a sub-layer": frame.out_norm is not None,
+                f"block {number} has no norm before a sub-layer": own is None
+                or frame.place != "pre",
+                f"block {number} has a norm after a sub-layer": frame.out_norm
+                is not None,
                 f"block {number} scales what a sub-layer adds": frame.scale != 1.0,
                 f"block {number} adds to the normalised stream": frame.from_norm,
                 f"block {number} has another norm than the last one": own is not None
                 and (own.kind, own.eps) != (norm.kind, norm.eps),
             }
-        reasons[f"block {number} reads more than one stream"] = bool(block.input or block.streams)
-        reasons[f"block {number} computes attention and feed-forward layer side by side"] = block.parallel
+        reasons[f"block {number} reads more than one stream"] = bool(
+            block.input or block.streams
+        )
+        reasons[
+            f"block {number} computes attention and feed-forward layer side by side"
+        ] = block.parallel
         if not isinstance(block.feed_forward, FeedForwardConfig):
             raise refused(f"block {number} has a mixture of experts")
         found.append(block.feed_forward)
@@ -250,7 +293,9 @@ def plain_layers(model: LanguageModel, refused: Refused) -> list[AttentionWeight
             raise refused(f"the attention of block {site.block} has {unfit[0]}")
         try:
             weights = rewrite(weights, rewrites.expand).result
-            found.append(weights if weights.k else rewrite(weights, rewrites.factor).result)
+            found.append(
+                weights if weights.k else rewrite(weights, rewrites.factor).result
+            )
         except RewriteRefusedError as error:
             raise refused(str(error.at(f"block {site.block}"))) from None
     return found
@@ -262,7 +307,10 @@ def head_sizes(layers: Sequence[AttentionWeights], refused: Refused) -> HeadSize
     if len(heads) > 1:
         raise refused(f"its layers have {' and '.join(map(str, sorted(heads)))} heads")
     groups = (max(weights.num_key_heads, weights.num_value_heads) for weights in layers)
-    width = max(max(weights.multiplied("q").d_out, weights.multiplied("v").d_out) for weights in layers)
+    width = max(
+        max(weights.multiplied("q").d_out, weights.multiplied("v").d_out)
+        for weights in layers
+    )
     return HeadSizes(heads.pop(), math.lcm(*groups), width)
 
 
@@ -271,9 +319,13 @@ def rotary_base(rotary: RotaryEmbedding, refused: Refused) -> float:
     frequencies = rotary.frequencies.double()
     count = len(frequencies)
     if rotary.start or rotary.factor != 1.0 or rotary.places is not None:
-        raise refused("rotary positions of other channels than the first, or with a factor")
+        raise refused(
+            "rotary positions of other channels than the first, or with a factor"
+        )
     if rotary.long is not None:
-        raise refused(f"rotary positions that change in texts of more than {rotary.limit:,} tokens")
+        raise refused(
+            f"rotary positions that change in texts of more than {rotary.limit:,} tokens"
+        )
     base = float(frequencies[1]) ** -count if count > 1 else 10_000.0
     powers = base ** (-torch.arange(count, dtype=torch.float64) / count)
     if not torch.allclose(frequencies.cpu(), powers, rtol=1e-6, atol=0.0):

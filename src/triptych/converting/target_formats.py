@@ -28,7 +28,13 @@ from triptych.core.algebra.weights import AttentionWeights
 from triptych.core.checkpoints.family import family_of
 from triptych.core.checkpoints.model_parts import ACTIVATIONS
 from triptych.core.checkpoints.stored_models import new_tensors
-from triptych.core.models import EncoderDecoder, LanguageModel, attention_sites, find_config, has_config
+from triptych.core.models import (
+    EncoderDecoder,
+    LanguageModel,
+    attention_sites,
+    find_config,
+    has_config,
+)
 from triptych.core.storage import Settings
 from triptych.errors import UsageError
 from triptych.running.opening import Reader
@@ -76,14 +82,21 @@ def _fill_family(
     assert known is not None, "it is one of ours"
     spec = known.export
     assert spec is not None, "it writes"
-    said = Settings({"kind": kind, "dtype": str(next(model.parameters()).dtype)[6:], **facts}, family)
-    fields = {name: said.value(expression) for name, expression in spec.settings.items()}
+    said = Settings(
+        {"kind": kind, "dtype": str(next(model.parameters()).dtype)[6:], **facts},
+        family,
+    )
+    fields = {
+        name: said.value(expression) for name, expression in spec.settings.items()
+    }
     settings = {"architectures": [spec.classes[kind]], "model_type": kind}
     settings |= {name: value for name, value in fields.items() if value is not None}
     # Shapes are symbolic, such as ("d_model", "d_ff"), and resolved to sizes below.
     shapes = dict[str, tuple[str, ...]]()
     for group in spec.tensors:
-        for layer in range(said.count(group.layers or "1") if said.holds(group.when) else 0):
+        for layer in range(
+            said.count(group.layers or "1") if said.holds(group.when) else 0
+        ):
             for module, shape in group.maps.items():
                 name = (group.at + module).format(layer=layer)
                 shapes[name if group.bare else f"{name}.weight"] = shape
@@ -117,7 +130,9 @@ def translator_type(model: EncoderDecoder) -> Literal["marian", "pegasus"]:
     return "pegasus"
 
 
-def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: int) -> ExportedModel:
+def translator(
+    plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: int
+) -> ExportedModel:
     """Export a translator with plain heads in the format of Marian or Pegasus."""
     model = plain.model
     config = find_config(plain.model)
@@ -128,7 +143,10 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
     # Marian's setting ties target table and output layer, Pegasus's setting ties all tables.
     tied = shared or (kind == "marian" and config.tie_embeddings == "target")
     facts: dict[str, Any] = {
-        **{name: getattr(config, name) for name in ("d_model", "d_ff", "dropout", "activation_dropout")},
+        **{
+            name: getattr(config, name)
+            for name in ("d_model", "d_ff", "dropout", "activation_dropout")
+        },
         **{f"{name}_id": getattr(target, f"{name}_id") for name in ("bos", "eos")},
         **{f"{stack}_layers": len(half.blocks) for stack, half in model.stacks.items()},
         **{f"{stack}_heads": count for stack, count in plain.num_heads.items()},
@@ -150,12 +168,19 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
     }
     sites = sorted(attention_sites(model), key=lambda site: site.stack == "cross")
     layers = [site.layer.weights() for site in sites]
-    settings, tensors, shapes = _fill_family(model, "marian", kind, layers, facts, given)
-    if "lm_head.weight" in tensors:  # Pegasus cannot tie it to the decoder's table alone: copy
+    settings, tensors, shapes = _fill_family(
+        model, "marian", kind, layers, facts, given
+    )
+    if (
+        "lm_head.weight" in tensors
+    ):  # Pegasus cannot tie it to the decoder's table alone: copy
         tensors["lm_head.weight"] = tensors["lm_head.weight"].clone()
     # The channels of the residual stream may be permuted freely, if all tensors are permuted alike.
     done: tuple[str, ...] = ()
-    if config.positions.scheme == "sinusoidal" and config.positions.sinusoidal_layout == "interleaved":
+    if (
+        config.positions.scheme == "sinusoidal"
+        and config.positions.sinusoidal_layout == "interleaved"
+    ):
         done = ("channels of the whole model reordered: sines before cosines",)
         order = torch.cat([torch.arange(start, config.d_model, 2) for start in (0, 1)])
         for name, shape in shapes.items():
@@ -163,7 +188,9 @@ def translator(plain: PlainModel, tokenizers: TokenizerPair, max_extra_tokens: i
                 if size == "d_model":
                     tensors[name] = tensors[name].index_select(dim, order)
     if kind == "pegasus" and not shared:
-        tensors["model.shared.weight"] = tensors["model.encoder.embed_tokens.weight"].clone()
+        tensors["model.shared.weight"] = tensors[
+            "model.encoder.embed_tokens.weight"
+        ].clone()
     return ExportedModel(settings, tensors, done)
 
 
@@ -175,11 +202,17 @@ def language_model(model: LanguageModel) -> ExportedModel:
             return _language_model(model, kind)
         except UsageError as error:
             reasons.append(str(error))
-    raise UsageError(f"no format of transformers holds this model: {'; '.join(reasons)}")
+    raise UsageError(
+        f"no format of transformers holds this model: {'; '.join(reasons)}"
+    )
 
 
-def _language_model(model: LanguageModel, kind: Literal["gpt2", "llama"]) -> ExportedModel:
-    name, norm_kind, gated = ("GPT-2", "layer", False) if kind == "gpt2" else ("Llama", "rms", True)
+def _language_model(
+    model: LanguageModel, kind: Literal["gpt2", "llama"]
+) -> ExportedModel:
+    name, norm_kind, gated = (
+        ("GPT-2", "layer", False) if kind == "gpt2" else ("Llama", "rms", True)
+    )
 
     def refused(what: str) -> UsageError:
         return UsageError(f"{name}'s format has no place for it: {what}")
@@ -221,22 +254,44 @@ def _language_model(model: LanguageModel, kind: Literal["gpt2", "llama"]) -> Exp
             raise refused(f"{heads} are more than d_model {d_model}")
         sizes = HeadSizes(found.num_heads, found.num_heads, width)
         positions = position_table(model, model.max_tokens or model.context)
-        facts["num_positions"], given["embeddings.positions.weight"] = len(positions), positions
+        facts["num_positions"], given["embeddings.positions.weight"] = (
+            len(positions),
+            positions,
+        )
     else:
         rotary = layers[0].semantics.rotary
-        if rotary is None or rotary.pairing != "halves" or model.embeddings.config.positions != "none":
+        if (
+            rotary is None
+            or rotary.pairing != "halves"
+            or model.embeddings.config.positions != "none"
+        ):
             raise refused("positions other than rotary ones of two halves")
         if 2 * len(rotary.frequencies) != sizes.width:
-            raise refused(f"{2 * len(rotary.frequencies)} of {sizes.width} channels of a head are rotated")
-        maps = [weights.multiplied(side).bias for weights in layers for side in ("q", "k", "v")]
+            raise refused(
+                f"{2 * len(rotary.frequencies)} of {sizes.width} channels of a head are rotated"
+            )
+        maps = [
+            weights.multiplied(side).bias
+            for weights in layers
+            for side in ("q", "k", "v")
+        ]
         facts |= {
-            "rope": {"rope_type": "default", "rope_theta": rotary_base(rotary, refused)},
+            "rope": {
+                "rope_type": "default",
+                "rope_theta": rotary_base(rotary, refused),
+            },
             "biases": any(bias is not None and bool(bias.any()) for bias in maps)
             or any(weights.o_bias is not None for weights in layers),
             "mlp_biases": feed_forward.bias,
         }
     filled = [padded(weights, sizes) for weights in layers]
-    settings, tensors, _ = _fill_family(model, kind, kind, filled, facts | asdict(sizes), given)
+    settings, tensors, _ = _fill_family(
+        model, kind, kind, filled, facts | asdict(sizes), given
+    )
     made_of = {site.layer.parameterisation.name for site in attention_sites(model)}
     plain = made_of <= {"factored", "grouped"} and (kind == "llama" or sizes == found)
-    return ExportedModel(settings, tensors, () if plain else ("every head written as W_Q, W_K, W_V and W_O",))
+    return ExportedModel(
+        settings,
+        tensors,
+        () if plain else ("every head written as W_Q, W_K, W_V and W_O",),
+    )

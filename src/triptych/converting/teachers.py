@@ -35,13 +35,20 @@ def distil(
         recipe = require_translation(read_recipe(recipe), recipe)
     if teacher_weight:
         if opened.changes:
-            raise UsageError("teacher_weight needs a teacher without changes: save the changed model first")
+            raise UsageError(
+                "teacher_weight needs a teacher without changes: save the changed model first"
+            )
         require_recipe(opened.to_run)
     options = opened.options
     with (
         launched(options.device) as world,
         make_translator(
-            opened.to_run, options, workers, beam_size=beam_size, alpha=alpha, num_best=num_best
+            opened.to_run,
+            options,
+            workers,
+            beam_size=beam_size,
+            alpha=alpha,
+            num_best=num_best,
         ) as teacher,
     ):
         return distil_text(
@@ -62,7 +69,10 @@ def distil(
 def _identify(translator: Translator, opened: Opened) -> dict[str, Any]:
     """Return a fingerprint of a translator: weights, tokenizers and engine."""
     sides = translator.tokenizers.source, translator.tokenizers.target
-    first, *others = (hash_of(model, [side.to_json() for side in sides]) for model in translator.models)
+    first, *others = (
+        hash_of(model, [side.to_json() for side in sides])
+        for model in translator.models
+    )
     return {
         "name": opened.name,
         "sha256": first,

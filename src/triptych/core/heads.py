@@ -75,15 +75,28 @@ class RotaryForm:
             )
         rows = self.left if distance >= 0 else self.right
         positions = torch.full((rows.shape[0],), abs(distance), device=rows.device)
-        turned = self.rotary.at(rows[None, None], positions, abs(distance) + 1)[0, 0] * self.rotary.factor
-        return BilinearForm(turned, self.right) if distance >= 0 else BilinearForm(self.left, turned)
+        turned = (
+            self.rotary.at(rows[None, None], positions, abs(distance) + 1)[0, 0]
+            * self.rotary.factor
+        )
+        return (
+            BilinearForm(turned, self.right)
+            if distance >= 0
+            else BilinearForm(self.left, turned)
+        )
 
     @property
     def pairs(self) -> PairEnergies:
         """Energies of the rotary pairs; unrotated channels are left out."""
         first_and_second = [torch.tensor(channels) for channels in self.rotary.pairs]
         q, k = (
-            torch.stack([at_least_float32(rows).square().sum(dim=0)[of] for of in first_and_second], dim=-1)
+            torch.stack(
+                [
+                    at_least_float32(rows).square().sum(dim=0)[of]
+                    for of in first_and_second
+                ],
+                dim=-1,
+            )
             for rows in (self.left, self.right)
         )
         energies = q[:, :, None] * k[:, None, :] * self.rotary.factor**4
@@ -98,9 +111,12 @@ class RotaryForm:
         )
 
     def __repr__(self) -> str:
-        shape = f"{self.left.shape[0]} × {self.right.shape[0]}, width {self.left.shape[1]}"
+        shape = (
+            f"{self.left.shape[0]} × {self.right.shape[0]}, width {self.left.shape[1]}"
+        )
         return (
-            f"RotaryForm({shape}: positions turn it: .at(distance) is the form at one, .pairs its energies)"
+            f"RotaryForm({shape}: positions turn it: .at(distance) is the form at one, "
+            ".pairs its energies)"
         )
 
 
@@ -114,7 +130,9 @@ class Head:
         layer: layer of the head.
     """
 
-    def __init__(self, layer: "Layer", number: int, weights: AttentionWeights | None = None) -> None:
+    def __init__(
+        self, layer: "Layer", number: int, weights: AttentionWeights | None = None
+    ) -> None:
         self.layer = layer
         self.number = number
         self.name = f"{layer.name}.{number}"
@@ -123,12 +141,20 @@ class Head:
     @cached_property
     def weights(self) -> AttentionWeights:
         """The head as a layer with a single head, with the norm before the layer; tensors are views."""
-        return _one_head(self.layer.weights, self.number) if self._own is None else self._own
+        return (
+            _one_head(self.layer.weights, self.number)
+            if self._own is None
+            else self._own
+        )
 
     @cached_property
     def _outline(self) -> AttentionWeights:
         """The same as `weights` for shapes only: values may be missing."""
-        return _one_head(self.layer.outline, self.number) if self._own is None else self._own
+        return (
+            _one_head(self.layer.outline, self.number)
+            if self._own is None
+            else self._own
+        )
 
     @property
     def W_Q(self) -> Float[Tensor, "d_model d_k"]:
@@ -191,7 +217,11 @@ class Head:
                 "form: use W_Q and W_K"
             )
         rotary = self._outline.semantics.rotary
-        return BilinearForm(self.W_Q, self.W_K) if rotary is None else RotaryForm(self.W_Q, self.W_K, rotary)
+        return (
+            BilinearForm(self.W_Q, self.W_K)
+            if rotary is None
+            else RotaryForm(self.W_Q, self.W_K, rotary)
+        )
 
     @property
     def ov(self) -> BilinearForm:
@@ -231,7 +261,11 @@ class Head:
         """Parts of the computation besides the maps, in words, such as rotary positions or QK-norm."""
         found = self._outline.semantics.beyond(("scale", "kind", "dropout"))
         for sides, word in (("qk", _NORM_WITHIN_QK), ("v", _NORM_WITHIN_V)):
-            links = [*itertools.chain.from_iterable(self._outline.chain(side) for side in sides)]  # type: ignore[arg-type]
+            links = [
+                *itertools.chain.from_iterable(
+                    self._outline.chain(side) for side in sides
+                )
+            ]  # type: ignore[arg-type]
             if any(link.norm is not None for link in links):
                 found.append(word)
         return found
@@ -262,16 +296,26 @@ class Head:
         Raises:
             RewriteRefusedError: the norm cannot be folded (post-norm, sandwich), or is missing.
         """
-        slots = replace(self.weights, other_norm_readers="", bias_slots=frozenset(("q", "k", "v", "o")))
+        slots = replace(
+            self.weights,
+            other_norm_readers="",
+            bias_slots=frozenset(("q", "k", "v", "o")),
+        )
         folded = fold_norm(slots.to(torch.float64)).weights
-        norm, memory_norm = (_without_gain(norm) for norm in (slots.norm, slots.memory_norm))
+        norm, memory_norm = (
+            _without_gain(norm) for norm in (slots.norm, slots.memory_norm)
+        )
         maps = centred(folded, norm, memory_norm, keys=self.borrows is None)
         read = replace(maps, o=folded.o)
         return Head(self.layer, self.number, read.to(slots.dtype))
 
     def _map(self, side: Side) -> Link:
-        found = None if self._own is not None else self.layer.read_map(side, self.number)
-        return (self.weights.multiplied(side) if found is None else found).mapped(ReadOnlyTensor.of)
+        found = (
+            None if self._own is not None else self.layer.read_map(side, self.number)
+        )
+        return (self.weights.multiplied(side) if found is None else found).mapped(
+            ReadOnlyTensor.of
+        )
 
     def _bias(self, side: Side) -> Tensor | None:
         bias = self._map(side).bias
@@ -280,11 +324,19 @@ class Head:
     def __repr__(self) -> str:
         first = self.group[0]
         last = self.group[-1]
-        group = "" if first == last else f", keys and values shared with heads {first} to {last}"
+        group = (
+            ""
+            if first == last
+            else f", keys and values shared with heads {first} to {last}"
+        )
         between = f"\n  between: {', '.join(self.between)}" if self.between else ""
         shapes = self._shapes()
         dtype = _dtype(next(self._outline.tensors()))
-        biases = [f"b_{side.upper()}" for side in _SIDES if self._outline.multiplied(side).bias is not None]
+        biases = [
+            f"b_{side.upper()}"
+            for side in _SIDES
+            if self._outline.multiplied(side).bias is not None
+        ]
         return (
             f"Head {self.name} of {self.layer.model}{group}{_borrowed(self.borrows)}\n"
             f"  {'  '.join(f'{name} {shape}' for name, shape in shapes)}"
@@ -305,7 +357,11 @@ _SIDES: tuple[Side, ...] = ("q", "k", "v")
 _NORM_WITHIN_QK = "a norm within the map of queries or keys"
 _NORM_WITHIN_V = "a norm within the map of values"
 _BREAKS_QK = (
-    *("QK-norm", "clipped queries, keys and values", "scores that are no product of queries and keys"),
+    *(
+        "QK-norm",
+        "clipped queries, keys and values",
+        "scores that are no product of queries and keys",
+    ),
     _NORM_WITHIN_QK,
 )
 _BREAKS_OV = ("clipped queries, keys and values", "a norm of values", _NORM_WITHIN_V)
@@ -332,7 +388,12 @@ class Layer:
         borrows: str | None = None,
         shares: str | None = None,
     ) -> None:
-        self.name, self.model, self.kind, self.borrows = name, source.name, site.kind, borrows
+        self.name, self.model, self.kind, self.borrows = (
+            name,
+            source.name,
+            site.kind,
+            borrows,
+        )
         self.shares = shares
         self._source = source
         self._site = site
@@ -346,7 +407,10 @@ class Layer:
     @cached_property
     def _weights(self) -> AttentionWeights:
         found = self._source.read(self._site).weights.mapped(ReadOnlyTensor.of)
-        learned = {name: ReadOnlyTensor.of(part) for name, part in found.semantics.learned().items()}
+        learned = {
+            name: ReadOnlyTensor.of(part)
+            for name, part in found.semantics.learned().items()
+        }
         return replace(found, semantics=found.semantics.with_learned(learned))
 
     def _require_same(self) -> None:
@@ -361,7 +425,11 @@ class Layer:
     def read_map(self, side: Side, head: int) -> Link | None:
         """Read the map of a single head; None if the whole layer has been read or has to be."""
         self._require_same()
-        return None if "_weights" in self.__dict__ else self._source.read_map(self._site, side, head)
+        return (
+            None
+            if "_weights" in self.__dict__
+            else self._source.read_map(self._site, side, head)
+        )
 
     @property
     def num_heads(self) -> int:
@@ -439,11 +507,17 @@ class Layer:
         Raises:
             UsageError: the layer does not have this head.
         """
-        return Head(self, head_of(number, self.num_heads, f"layer {self.name} of {self.model}"))
+        return Head(
+            self, head_of(number, self.num_heads, f"layer {self.name} of {self.model}")
+        )
 
     def __repr__(self) -> str:
         weights = self.outline
-        groups = f" ({self.num_kv_heads} of keys and values)" if self.num_kv_heads != self.num_heads else ""
+        groups = (
+            f" ({self.num_kv_heads} of keys and values)"
+            if self.num_kv_heads != self.num_heads
+            else ""
+        )
         between = f"\n  between: {', '.join(self.between)}" if self.between else ""
         d_k = weights.multiplied("q").d_out
         d_v = weights.multiplied("v").d_out
@@ -455,7 +529,8 @@ class Layer:
 
     def _repr_html_(self) -> str:
         rows = [
-            (f"head {head.number}", "  ".join(shape for _, shape in head._shapes())) for head in self.heads
+            (f"head {head.number}", "  ".join(shape for _, shape in head._shapes()))
+            for head in self.heads
         ]
         return table_html(f"Layer {self.name}: W_Q, W_K, W_V, W_O", rows)
 
@@ -483,7 +558,11 @@ class Layers(Sequence[Layer]):
 
     def __repr__(self) -> str:
         names = [layer.name for layer in self._layers]
-        return f"Layers({len(names)}: {names[0]} to {names[-1]})" if len(names) > 1 else f"Layers({names})"
+        return (
+            f"Layers({len(names)}: {names[0]} to {names[-1]})"
+            if len(names) > 1
+            else f"Layers({names})"
+        )
 
 
 @final
@@ -516,12 +595,18 @@ class Stack:
 
 def _one_head(weights: AttentionWeights, number: int) -> AttentionWeights:
     """Select one head of a layer; its tensors are views of the layer's."""
-    alone = weights.select_copies(lambda copies: [number * copies // weights.num_heads], 1)
+    alone = weights.select_copies(
+        lambda copies: [number * copies // weights.num_heads], 1
+    )
     return replace(alone, o_bias=None)
 
 
 def _without_gain(norm: Norm | None) -> Norm | None:
-    return None if norm is None else replace(norm, weight=torch.ones_like(norm.weight), bias=None, offset=0.0)
+    return (
+        None
+        if norm is None
+        else replace(norm, weight=torch.ones_like(norm.weight), bias=None, offset=0.0)
+    )
 
 
 def _borrowed(lender: str | None) -> str:

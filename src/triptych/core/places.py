@@ -32,7 +32,9 @@ def head_of(head: Any, count: int, layer: str) -> int:
     """Return the number of a head within a layer; a negative number counts from the end."""
     number = number_of(head)
     if not -count <= number < count:
-        raise NoSuchHeadError(f"{layer} has no head {number}: its heads are 0 to {count - 1}")
+        raise NoSuchHeadError(
+            f"{layer} has no head {number}: its heads are 0 to {count - 1}"
+        )
     return number % count
 
 
@@ -42,7 +44,9 @@ def in_words(heads: Heads) -> str:
         return ", ".join(map(str, heads))
     if isinstance(heads, str | int):
         return str(heads)
-    raise UsageError(f'a {type(heads).__name__} names no head: write a layer as 3 or "3", a head as "3.2"')
+    raise UsageError(
+        f'a {type(heads).__name__} names no head: write a layer as 3 or "3", a head as "3.2"'
+    )
 
 
 @final
@@ -59,21 +63,31 @@ class PlaceNames:
         self._stack_of_layer = [stack for stack, _ in layers]
         self.stacks = tuple(dict.fromkeys(self._stack_of_layer))
         self.names = tuple(
-            f"{stack}.{number}" if len(self.stacks) > 1 else str(number) for stack, number in layers
+            f"{stack}.{number}" if len(self.stacks) > 1 else str(number)
+            for stack, number in layers
         )
 
     def layer(self, place: int | str) -> int:
         """Return the index of a layer in order, by its name."""
         place = place if isinstance(place, str) else number_of(place)
-        if isinstance(place, int) and place < 0 and len(self.stacks) == 1 and -place <= len(self.names):
+        if (
+            isinstance(place, int)
+            and place < 0
+            and len(self.stacks) == 1
+            and -place <= len(self.names)
+        ):
             return len(self.names) + place
         wanted = self._full(str(place))
         if wanted in self.names:
             return self.names.index(wanted)
         several = [name for name in self.names if name.endswith(f".{wanted}")]
         if several:
-            raise UsageError(f"{self._model}: layer {place} could be {', '.join(several)}: give one of these")
-        raise UsageError(f"{self._model} has no layer {place}: its layers are {self._shown()}")
+            raise UsageError(
+                f"{self._model}: layer {place} could be {', '.join(several)}: give one of these"
+            )
+        raise UsageError(
+            f"{self._model} has no layer {place}: its layers are {self._shown()}"
+        )
 
     def find(self, place: int | str | tuple[int | str, int]) -> tuple[int, int | None]:
         """Return the index of a layer in order and the number of a head; None for the whole layer."""
@@ -82,10 +96,14 @@ class PlaceNames:
         if not isinstance(place, str):
             return self.layer(place), None
         if "*" in place:
-            raise UsageError(f'"{place}" may be several heads: changes take it, as in ablate("{place}")')
+            raise UsageError(
+                f'"{place}" may be several heads: changes take it, as in ablate("{place}")'
+            )
         parts = place.split(".")
         if not all(_PART.fullmatch(part) for part in parts):
-            raise UsageError(f'"{place}" is not a place in a model: write a layer as 3, a head as 3.2')
+            raise UsageError(
+                f'"{place}" is not a place in a model: write a layer as 3, a head as 3.2'
+            )
         # `encoder.3` is a layer, `3.2` a head: a full name comes first, then a number of layer and head.
         if self._full(place) in self.names:
             return self.layer(place), None
@@ -93,15 +111,23 @@ class PlaceNames:
             return self.layer(".".join(parts[:-1])), int(parts[-1])
         return self.layer(place), None
 
-    def heads(self, places: str | Sequence[str], counts: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    def heads(
+        self, places: str | Sequence[str], counts: Sequence[int]
+    ) -> dict[int, tuple[int, ...]]:
         """Find the heads of places and patterns, by the index of their layer."""
-        given = re.split(r"[,\s]+", places.strip()) if isinstance(places, str) else list(places)
+        given = (
+            re.split(r"[,\s]+", places.strip())
+            if isinstance(places, str)
+            else list(places)
+        )
         found: dict[int, set[int]] = {}
         for place in given:
             for layer, head in self._matching(str(place), counts):
                 found.setdefault(layer, set()).add(head)
         if not found:
-            raise UsageError("no head is chosen: write a layer as 3, a head as 3.2, a pattern as *.2")
+            raise UsageError(
+                "no head is chosen: write a layer as 3, a head as 3.2, a pattern as *.2"
+            )
         return {layer: tuple(sorted(heads)) for layer, heads in sorted(found.items())}
 
     def residual(self, place: str) -> tuple[str, int]:
@@ -121,7 +147,9 @@ class PlaceNames:
         # `residual.0` is before the first block, and `residual.N` after the last of N blocks.
         count = self._stack_of_layer.count(stack)
         if stack not in stacks or int(number) > count:
-            raise UsageError(f"{self._model} has no {place}: {stack} has residual.0 to residual.{count}")
+            raise UsageError(
+                f"{self._model} has no {place}: {stack} has residual.0 to residual.{count}"
+            )
         return stack, int(number)
 
     def _matching(self, place: str, counts: Sequence[int]) -> list[tuple[int, int]]:
@@ -129,22 +157,37 @@ class PlaceNames:
             layer, head = self.find(place)
             if head is None:
                 return [(layer, one) for one in range(counts[layer])]
-            return [(layer, head_of(head, counts[layer], f"{self._model}: layer {self.names[layer]}"))]
+            return [
+                (
+                    layer,
+                    head_of(
+                        head, counts[layer], f"{self._model}: layer {self.names[layer]}"
+                    ),
+                )
+            ]
         # A pattern matches names of heads (`*.2`) or of layers (`decoder.*`): then all heads of the layer.
         pattern = self._full(place)
         found = list[tuple[int, int]]()
         for layer, name in enumerate(self.names):
             whole = fnmatchcase(name, pattern)
             heads = range(counts[layer])
-            found += [(layer, head) for head in heads if whole or fnmatchcase(f"{name}.{head}", pattern)]
+            found += [
+                (layer, head)
+                for head in heads
+                if whole or fnmatchcase(f"{name}.{head}", pattern)
+            ]
         if not found:
-            raise UsageError(f"{self._model}: {place} matches no head; layers are {self._shown()}")
+            raise UsageError(
+                f"{self._model}: {place} matches no head; layers are {self._shown()}"
+            )
         return found
 
     def _full(self, place: str) -> str:
         """Convert a name to the model's spelling: `decoder.3` of a model with one stack is its layer `3`."""
         first, dot, rest = place.partition(".")
-        return rest if dot and len(self.stacks) == 1 and first == self.stacks[0] else place
+        return (
+            rest if dot and len(self.stacks) == 1 and first == self.stacks[0] else place
+        )
 
     def _shown(self) -> str:
         ends: dict[str, list[str]] = {}

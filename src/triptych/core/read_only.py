@@ -13,7 +13,14 @@ from torch import Tensor
 from triptych.errors import UsageError
 
 # Operations without writes, in spite of their names.
-_HARMLESS = {"requires_grad_", "__invert__", "__index__", "__int__", "__iter__", "__init__"}
+_HARMLESS = {
+    "requires_grad_",
+    "__invert__",
+    "__index__",
+    "__int__",
+    "__iter__",
+    "__init__",
+}
 
 
 @final
@@ -38,11 +45,17 @@ class ReadOnlyTensor(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs or {})
-        written = [args[0] if args and (_writes(func) or given.get("inplace")) else None, given.get("out")]
+        written = [
+            args[0] if args and (_writes(func) or given.get("inplace")) else None,
+            given.get("out"),
+        ]
         if any(_holds_one(value) for value in written):
             _refuse()
         with torch._C.DisableTorchFunctionSubclass():
-            return _as_given(func(*args, **given), [value for value in args if isinstance(value, cls)])
+            return _as_given(
+                func(*args, **given),
+                [value for value in args if isinstance(value, cls)],
+            )
 
     def plain(self) -> Tensor:
         """Return a writable tensor with the same memory, for code without writes."""
@@ -75,7 +88,9 @@ def _writes(func: Any) -> bool:
     name = str(getattr(func, "__name__", ""))
     if name in _HARMLESS:
         return False
-    if name == "__set__":  # setter of a property, such as `data`; setting a gradient is harmless
+    if (
+        name == "__set__"
+    ):  # setter of a property, such as `data`; setting a gradient is harmless
         return getattr(func, "__self__", None) is not Tensor.grad
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name == "__setitem__" or name.startswith("__i")

@@ -13,7 +13,13 @@ from triptych.core.models import EncoderDecoder
 from triptych.errors import DataError, UsageError
 from triptych.extras import require_extra
 from triptych.printable import table_html
-from triptych.running.opening import Reader, TransformersReader, Window, open_reader, record_calls
+from triptych.running.opening import (
+    Reader,
+    TransformersReader,
+    Window,
+    open_reader,
+    record_calls,
+)
 
 _SEED = 20170612
 
@@ -62,27 +68,36 @@ class Check:
 
     def __repr__(self) -> str:
         first = (
-            f"Check of {self.model} against {self.by} on {self.on} ({self.tokens} tokens), largest difference"
+            f"Check of {self.model} against {self.by} on {self.on} ({self.tokens} tokens), "
+            "largest difference"
         )
-        return "\n".join([first, *(f"  {what:18}{found}" for what, found in self.rows())])
+        return "\n".join(
+            [first, *(f"  {what:18}{found}" for what, found in self.rows())]
+        )
 
     def _repr_html_(self) -> str:
         return table_html(f"{self.model} against {self.by}", self.rows())
 
 
 @torch.no_grad()
-def check_against_transformers(source: Source, text: str | None, target: str | None) -> Check:
+def check_against_transformers(
+    source: Source, text: str | None, target: str | None
+) -> Check:
     """Run both models on the text, or on random tokens."""
     if source.is_own:
         raise UsageError(
             f"{source.name} is a run of triptych, which transformers does not read: convert it to hf first"
         )
     if target is not None and (text is None or not source.translates):
-        raise UsageError("target goes with the text that an encoder-decoder translates: leave it out")
+        raise UsageError(
+            "target goes with the text that an encoder-decoder translates: leave it out"
+        )
     require_extra("run", "transformers", what="check")
     ours = open_reader(source, "cpu", torch.float32)
     theirs = TransformersReader(source.folder, source.tokenizer_folder)
-    windows = [_without_padding(one, ours, theirs) for one in ours.random_windows(_SEED)]
+    windows = [
+        _without_padding(one, ours, theirs) for one in ours.random_windows(_SEED)
+    ]
     same = None
     if text is not None:
         windows, same = _windows_of(ours, theirs, text, target)
@@ -108,7 +123,9 @@ def check_against_transformers(source: Source, text: str | None, target: str | N
             apart = F.cross_entropy(one[:-1], ids) - F.cross_entropy(other[:-1], ids)
             loss = max(loss or 0.0, float(apart.abs()))
         elif window.targets is not None:
-            apart = F.cross_entropy(one, window.targets) - F.cross_entropy(other, window.targets)
+            apart = F.cross_entropy(one, window.targets) - F.cross_entropy(
+                other, window.targets
+            )
             loss = max(loss or 0.0, float(apart.abs()))
         found: dict[str, list[Tensor]] = {}
         for call in calls:
@@ -116,7 +133,9 @@ def check_against_transformers(source: Source, text: str | None, target: str | N
         pairs = _both_weights(found, theirs.attentions(window))
         layers = len(pairs)
         if pairs:
-            attention = max(attention or 0.0, *(float((a - b).abs().max()) for a, b in pairs))
+            attention = max(
+                attention or 0.0, *(float((a - b).abs().max()) for a, b in pairs)
+            )
     return Check(
         source.name,
         theirs.by,
@@ -131,14 +150,20 @@ def check_against_transformers(source: Source, text: str | None, target: str | N
     )
 
 
-def _without_padding(window: Window, ours: Reader, theirs: TransformersReader) -> Window:
+def _without_padding(
+    window: Window, ours: Reader, theirs: TransformersReader
+) -> Window:
     """Replace padding tokens in random tokens: some models mask the padding id."""
     pad = getattr(theirs.model.config, "pad_token_id", None)
     model = ours.model
-    if pad is None or isinstance(model, EncoderDecoder):  # their random tokens exclude padding
+    if pad is None or isinstance(
+        model, EncoderDecoder
+    ):  # their random tokens exclude padding
         return window
     ids = window.inputs["input_ids"]
-    return Window({"input_ids": ids.masked_fill(ids == pad, (pad + 1) % model.vocab_size)})
+    return Window(
+        {"input_ids": ids.masked_fill(ids == pad, (pad + 1) % model.vocab_size)}
+    )
 
 
 def _windows_of(
@@ -154,7 +179,9 @@ def _windows_of(
     return [Window(inputs, torch.tensor(ids.ids))], same
 
 
-def _both_weights(ours: Mapping[str, list[Tensor]], theirs: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+def _both_weights(
+    ours: Mapping[str, list[Tensor]], theirs: Mapping[str, Any]
+) -> list[tuple[Tensor, Tensor]]:
     """Pair the attention weights of equal layers, for stacks with equal numbers of layers."""
     found: list[tuple[Tensor, Tensor]] = []
     for kind, layers in ours.items():

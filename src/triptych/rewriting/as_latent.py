@@ -19,7 +19,12 @@ from triptych.core.checkpoints.fitted_weights import reject, sizes_of
 from triptych.core.checkpoints.latents import latent_parts
 from triptych.core.checkpoints.layer_map import LayerMap, layer_map
 from triptych.core.checkpoints.model_map import model_map
-from triptych.core.checkpoints.stored_layers import AttentionLayer, MapSizes, Place, Site
+from triptych.core.checkpoints.stored_layers import (
+    AttentionLayer,
+    MapSizes,
+    Place,
+    Site,
+)
 from triptych.core.storage import (
     InMemory,
     Settings,
@@ -39,10 +44,14 @@ class AsLatent:
     stored: LayerMap  # locations of its parts
     parts: dict[str, Tensor]
     settings: dict[str, Any]
-    replaced: dict[str, tuple[str, ...]]  # removed tensors, with the names of their replacements
+    replaced: dict[
+        str, tuple[str, ...]
+    ]  # removed tensors, with the names of their replacements
 
 
-def as_latent(checkpoint: Checkpoint, before: AttentionLayer, after: AttentionWeights) -> AsLatent:
+def as_latent(
+    checkpoint: Checkpoint, before: AttentionLayer, after: AttentionWeights
+) -> AsLatent:
     """Convert a layer of another family, with keys and values from a normalised latent."""
     place = checkpoint.place(before.site)
     family = family_of(_TYPE)
@@ -57,7 +66,10 @@ def as_latent(checkpoint: Checkpoint, before: AttentionLayer, after: AttentionWe
     settings = _settings(place, sizes, rotary)
     site = before.site
     new = _latent_place(place, site, family, settings)
-    stored, old = (layer_map(one, checkpoint.tensors, size) for one, size in ((new, sizes), (place, None)))
+    stored, old = (
+        layer_map(one, checkpoint.tensors, size)
+        for one, size in ((new, sizes), (place, None))
+    )
     parts = latent_parts(weights) | {"o": weights.o[0].weight}
     names = [*chain.from_iterable(named.names for named in stored.entries.values())]
     old_names = chain.from_iterable(named.names for named in old.entries.values())
@@ -69,8 +81,17 @@ def as_latent(checkpoint: Checkpoint, before: AttentionLayer, after: AttentionWe
             reject(
                 f"the rest of the model cannot be read from {family.name}'s format: there is no {other[0]}"
             )
-        _require_same_model(checkpoint, family, settings, {name: written[name] for name in come}, {*gone})
-    replaced: dict[str, tuple[str, ...]] = {gone[0]: come, **dict.fromkeys(gone[1:], ())}
+        _require_same_model(
+            checkpoint,
+            family,
+            settings,
+            {name: written[name] for name in come},
+            {*gone},
+        )
+    replaced: dict[str, tuple[str, ...]] = {
+        gone[0]: come,
+        **dict.fromkeys(gone[1:], ()),
+    }
     return AsLatent(weights, stored, parts, settings, replaced)
 
 
@@ -78,7 +99,11 @@ def _settings(place: Place, sizes: MapSizes, rotary: RotaryEmbedding) -> dict[st
     record = place.settings
     turned = 2 * len(rotary.frequencies)
     longest = place.count("max_position_embeddings | 2048")
-    long = rotary.long.frequencies if isinstance(rotary.long, OtherFrequencies) else rotary.frequencies
+    long = (
+        rotary.long.frequencies
+        if isinstance(rotary.long, OtherFrequencies)
+        else rotary.frequencies
+    )
     limit = longest if rotary.limit is None else rotary.limit
     rope = {
         "rope_type": "longrope",
@@ -109,14 +134,21 @@ def _settings(place: Place, sizes: MapSizes, rotary: RotaryEmbedding) -> dict[st
     }
     # Entries replaced by `rope_parameters`, or foreign to the new format, are removed.
     gone = {
-        name: None for name in ("rope_scaling", "rope_theta", "layer_types") if record.value(name) is not None
+        name: None
+        for name in ("rope_scaling", "rope_theta", "layer_types")
+        if record.value(name) is not None
     }
     return {**found, **gone}
 
 
-def _latent_place(place: Place, site: Site, family: Family, settings: dict[str, Any]) -> Place:
+def _latent_place(
+    place: Place, site: Site, family: Family, settings: dict[str, Any]
+) -> Place:
     spec = family.attention[0]
-    if place.prefix + spec.at.format(layer=place.layer, inner=place.inner) != site.module:
+    if (
+        place.prefix + spec.at.format(layer=place.layer, inner=place.inner)
+        != site.module
+    ):
         reject(f"the module {site.module} has another name in {family.name}'s models")
     return Place(
         site,
@@ -129,7 +161,11 @@ def _latent_place(place: Place, site: Site, family: Family, settings: dict[str, 
 
 
 def _require_same_model(
-    checkpoint: Checkpoint, family: Family, settings: dict[str, Any], come: dict[str, Tensor], gone: set[str]
+    checkpoint: Checkpoint,
+    family: Family,
+    settings: dict[str, Any],
+    come: dict[str, Tensor],
+    gone: set[str],
 ) -> None:
     """Refuse a model with differences outside the attention when read in DeepSeek's format."""
     zero = torch.zeros(())
@@ -138,20 +174,36 @@ def _require_same_model(
     for site in checkpoint.sites:
         for name in gone:
             shapes.pop(name.replace(first, site.module), None)
-        shapes |= {name.replace(first, site.module): tuple(tensor.shape) for name, tensor in come.items()}
+        shapes |= {
+            name.replace(first, site.module): tuple(tensor.shape)
+            for name, tensor in come.items()
+        }
     # The map of the model needs only names and shapes.
-    empty = InMemory(checkpoint.name, {name: zero.expand(shape) for name, shape in shapes.items()})
-    record = Settings({**checkpoint.settings.record, **settings}, checkpoint.settings.where)
+    empty = InMemory(
+        checkpoint.name, {name: zero.expand(shape) for name, shape in shapes.items()}
+    )
+    record = Settings(
+        {**checkpoint.settings.record, **settings}, checkpoint.settings.where
+    )
     try:
         one = model_map(checkpoint)
         other = model_map(Checkpoint(checkpoint.name, family, record, of_one(empty)))
     except DataError as error:
-        reject(f"the rest of the model cannot be read from {family.name}'s format: {error}")
+        reject(
+            f"the rest of the model cannot be read from {family.name}'s format: {error}"
+        )
     for field in fields(one.architecture):
-        if getattr(one.architecture, field.name) != getattr(other.architecture, field.name):
-            reject(f"the {field.name} of the model are others in {family.name}'s format")
+        if getattr(one.architecture, field.name) != getattr(
+            other.architecture, field.name
+        ):
+            reject(
+                f"the {field.name} of the model are others in {family.name}'s format"
+            )
     places = [
-        {parts: named.names for parts, named in found.tensors.entries.items()} for found in (one, other)
+        {parts: named.names for parts, named in found.tensors.entries.items()}
+        for found in (one, other)
     ]
     if places[0] != places[1]:
-        reject(f"tensors outside of the attention have other names in {family.name}'s format")
+        reject(
+            f"tensors outside of the attention have other names in {family.name}'s format"
+        )

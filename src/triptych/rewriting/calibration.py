@@ -5,7 +5,11 @@ from pathlib import Path
 
 from triptych.core.algebra.weights import AttentionWeights
 from triptych.core.checkpoints.source import Source
-from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSource, Site
+from triptych.core.checkpoints.stored_layers import (
+    AttentionLayer,
+    AttentionSource,
+    Site,
+)
 from triptych.errors import UsageError
 from triptych.rewriting.functions.moments import Moments, MomentsGatherer
 from triptych.rewriting.inputs import before_gain
@@ -53,27 +57,42 @@ def gather_moments(
             weights = before(read)
             # Steps may have folded the norm: the rewritten layer then reads inputs before its gain.
             norm = read.weights.norm if weights.norm is None else None
-            memory_norm = read.weights.memory_norm if weights.memory_norm is None else None
-            layers[site.name] = weights, norm, memory_norm, MomentsGatherer(served=served)
+            memory_norm = (
+                read.weights.memory_norm if weights.memory_norm is None else None
+            )
+            layers[site.name] = (
+                weights,
+                norm,
+                memory_norm,
+                MomentsGatherer(served=served),
+            )
         model = model or open_text_reader(files)
         _require_run(model, together)
         for window in model.windows(text, most_tokens):
             for name, uses in model.inputs(window, source, together).items():
                 weights, norm, memory_norm, gatherer = layers[name]
                 for seen in uses:
-                    memory = None if seen.memory is None else before_gain(seen.memory.double(), memory_norm)
+                    memory = (
+                        None
+                        if seen.memory is None
+                        else before_gain(seen.memory.double(), memory_norm)
+                    )
                     gatherer.add(weights, before_gain(seen.x.double(), norm), memory)
         found |= {name: gatherer.result() for name, (*_, gatherer) in layers.items()}
     return found
 
 
-def _groups_within(source: AttentionSource, sites: Sequence[Site], most_bytes: int) -> Iterator[list[Site]]:
+def _groups_within(
+    source: AttentionSource, sites: Sequence[Site], most_bytes: int
+) -> Iterator[list[Site]]:
     """Group layers in order, within `most_bytes` and with at least one layer per group."""
     together: list[Site] = []
     left = most_bytes
     for site in sites:
         weights = source.read(site).weights
-        widths = [weights.multiplied(side).d_out for side in ("q", "k", "v")]  # keys count like queries
+        widths = [
+            weights.multiplied(side).d_out for side in ("q", "k", "v")
+        ]  # keys count like queries
         moments = weights.num_heads * sum(width * (width + 1) for width in widths)
         needed = 8 * (weights.num_parameters + moments)
         if together and needed > left:
@@ -89,7 +108,9 @@ def _groups_within(source: AttentionSource, sites: Sequence[Site], most_bytes: i
 def _require_run(model: TextReader, sites: Sequence[Site]) -> None:
     for site in sites:
         if not model.runs(site):
-            raise UsageError(f"{site.module} is not run on the calibration text: leave it out with layers")
+            raise UsageError(
+                f"{site.module} is not run on the calibration text: leave it out with layers"
+            )
 
 
 def measure_head_losses(
@@ -104,10 +125,16 @@ def measure_head_losses(
     # A translator reads pairs of lines, a language model the whole text.
     if reader.translates:
         pairs = [*read_tab_pairs(text)]
-        windows = cut_windows(reader, [one for one, _ in pairs], [other for _, other in pairs])
+        windows = cut_windows(
+            reader, [one for one, _ in pairs], [other for _, other in pairs]
+        )
     else:
         windows = cut_windows(reader, [read_whole_text(text)])
     places = {site.name: reader.layers_of(site) for site in sites}
     together = [[place.name for place in own] for own in places.values()]
-    worth = measure_worth(reader, windows.within(MOST_TOKENS_OF_WORTH), "zero", together=together)
-    return {name: worth.of(first.stack, first.block) for name, (first, *_) in places.items()}
+    worth = measure_worth(
+        reader, windows.within(MOST_TOKENS_OF_WORTH), "zero", together=together
+    )
+    return {
+        name: worth.of(first.stack, first.block) for name, (first, *_) in places.items()
+    }

@@ -158,7 +158,9 @@ class LayerRecord(FrozenRecord):
     measured_on_text: Measured | None = None
 
     @model_serializer(mode="wrap")
-    def _leave_out_empty(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    def _leave_out_empty(
+        self, write: Callable[[Any], dict[str, Any]]
+    ) -> dict[str, Any]:
         """Omit entries missing in older certificates, so that these are read and written unchanged."""
         record = write(self)
         if not self.layers:
@@ -180,7 +182,9 @@ class LayerRecord(FrozenRecord):
     @property
     def took_up_norm(self) -> bool:
         """Return True if the maps have absorbed the norm before the layer."""
-        return any(step.rewrite == "fold_norm" and not step.refused for step in self.steps)
+        return any(
+            step.rewrite == "fold_norm" and not step.refused for step in self.steps
+        )
 
     @property
     def tier(self) -> Tier:
@@ -292,7 +296,9 @@ class Certificate(FrozenRecord):
     @property
     def tier(self) -> Tier:
         """The weakest tier of its layers and norms."""
-        tiers = [layer.tier for layer in self.layers] + [norm.tier for norm in self.norms]
+        tiers = [layer.tier for layer in self.layers] + [
+            norm.tier for norm in self.norms
+        ]
         return max(tiers, key=TIERS.index, default="bit-exact")
 
     @property
@@ -301,7 +307,9 @@ class Certificate(FrozenRecord):
         return outcome_in_words(self.end_to_end, self.not_compared)
 
     @model_serializer(mode="wrap")
-    def _leave_out_empty(self, write: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    def _leave_out_empty(
+        self, write: Callable[[Any], dict[str, Any]]
+    ) -> dict[str, Any]:
         """Omit entries missing in older certificates, so that these are read and written unchanged."""
         record = write(self)
         for name in ("norms", "unpadded"):
@@ -322,12 +330,19 @@ class Certificate(FrozenRecord):
         if self.end_to_end is not None:
             rows.insert(0, ("outcome", outcome(self.end_to_end)))
         if (found := self.end_to_end) is not None:
-            rows.append(("whole models", f"logits within {found.worst_logit:.3g} on {found.tokens:,} tokens"))
+            rows.append(
+                (
+                    "whole models",
+                    f"logits within {found.worst_logit:.3g} on {found.tokens:,} tokens",
+                )
+            )
         return f"Certificate {self.source}: {self.family}, {self.tier}", rows
 
     def sealed(self) -> "Certificate":
         """Return the certificate with the hash of all other entries."""
-        return self.model_copy(update={"sha256": _seal(self.model_dump(mode="json", exclude={"sha256"}))})
+        return self.model_copy(
+            update={"sha256": _seal(self.model_dump(mode="json", exclude={"sha256"}))}
+        )
 
     def as_json(self) -> bytes:
         """Return the bytes of the file."""
@@ -336,42 +351,68 @@ class Certificate(FrozenRecord):
 
 def in_lines(title: str, rows: Iterable[tuple[str, str]]) -> str:
     """Return a title and a line per row, each shortened to the width of a terminal."""
-    return "\n".join(shorten(line, 100, placeholder=" …") for line in (title, *map(": ".join, rows)))
+    return "\n".join(
+        shorten(line, 100, placeholder=" …") for line in (title, *map(": ".join, rows))
+    )
 
 
 def shown_rewrite(
     parts: Sequence[LayerRecord | NormRecord], before: Cost, after: Cost
 ) -> list[tuple[str, str]]:
     """Summarise a rewrite in at most six rows: its steps, and the cost before and after."""
-    names = list(dict.fromkeys(step.rewrite for step in chain.from_iterable(part.steps for part in parts)))
-    moved = sum(isinstance(part, LayerRecord) and part.heads is not None for part in parts)
+    names = list(
+        dict.fromkeys(
+            step.rewrite for step in chain.from_iterable(part.steps for part in parts)
+        )
+    )
+    moved = sum(
+        isinstance(part, LayerRecord) and part.heads is not None for part in parts
+    )
     rows = []
     # A row is reserved for renumbered heads, if any.
     most = 3 if moved else 4
     for name in names[:most]:
-        found = [(part.count, step) for part in parts for step in part.steps if step.rewrite == name]
+        found = [
+            (part.count, step)
+            for part in parts
+            for step in part.steps
+            if step.rewrite == name
+        ]
         done = [step for _, step in found if not step.refused]
         bound = max((step.bound for step in done), default=0.0)
         number = sum(count for count, step in found if not step.refused)
         total = sum(count for count, _ in found)
         said = f"{number} of {total}, {_weakest(done)}" if done else "refused"
-        rows.append((name, said + (f", forms move by at most {bound:.3g}" if bound else "")))
+        rows.append(
+            (name, said + (f", forms move by at most {bound:.3g}" if bound else ""))
+        )
     if len(names) > most:
         rows.append(("…", ", ".join(names[most:])))
     if moved:
-        rows.append(("renumbered", f"heads of {moved} layers have other numbers: layers[…].heads"))
+        rows.append(
+            (
+                "renumbered",
+                f"heads of {moved} layers have other numbers: layers[…].heads",
+            )
+        )
     return [*rows, ("attention", _said_costs("", before, after).strip())]
 
 
 def said_layers(layers: Sequence[LayerRecord]) -> str:
     """Describe the number of attention layers, and of distinct weights if layers share them."""
     count = sum(layer.count for layer in layers)
-    shared = f" with the weights of {len(layers)}, each rewritten once" if count > len(layers) else ""
+    shared = (
+        f" with the weights of {len(layers)}, each rewritten once"
+        if count > len(layers)
+        else ""
+    )
     return f"{count} attention layer{'s' * (count != 1)}{shared}"
 
 
 def _seal(record: dict[str, Any]) -> str:
-    plain = json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    plain = json.dumps(
+        record, sort_keys=True, separators=(",", ":"), ensure_ascii=False
+    )
     # JSON can spell half of a surrogate pair, which is invalid in UTF-8; our writer never produces it.
     return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -383,14 +424,22 @@ def read_certificate(path: Path) -> Certificate:
     if not folder.exists():
         raise UsageError(f"{folder} does not exist{near_path(folder)}")
     if not path.exists():
-        raise UsageError(f"{folder}: it is no rewritten checkpoint: there is no {CERTIFICATE}")
+        raise UsageError(
+            f"{folder}: it is no rewritten checkpoint: there is no {CERTIFICATE}"
+        )
     if path.suffix != ".json":
-        raise UsageError(f"{path} is no certificate: give a rewritten checkpoint or its {CERTIFICATE}")
+        raise UsageError(
+            f"{path} is no certificate: give a rewritten checkpoint or its {CERTIFICATE}"
+        )
     record = read_json(path)
     if "format" not in record:
-        raise UsageError(f"{path} is no certificate: give a rewritten checkpoint or its {CERTIFICATE}")
+        raise UsageError(
+            f"{path} is no certificate: give a rewritten checkpoint or its {CERTIFICATE}"
+        )
     if record["format"] != FORMAT:
-        raise DataError(f"{path}: format {record['format']!r}, but {FORMAT} is read: rewrite again")
+        raise DataError(
+            f"{path}: format {record['format']!r}, but {FORMAT} is read: rewrite again"
+        )
     try:
         found = Certificate.model_validate(record)
     except ValidationError as error:
@@ -399,9 +448,15 @@ def read_certificate(path: Path) -> Certificate:
         raise DataError(f"{path}: {where}: {first['msg']}") from None
     # Entries unknown to the writing version are omitted on both sides.
     if found.model_dump(mode="json", exclude_unset=True) != record:
-        raise DataError(f"{path}: it does not read back as it was written: it was edited")
-    if found.sha256 != _seal({name: value for name, value in record.items() if name != "sha256"}):
-        raise DataError(f"{path}: its hash does not match: it was changed after it was written")
+        raise DataError(
+            f"{path}: it does not read back as it was written: it was edited"
+        )
+    if found.sha256 != _seal(
+        {name: value for name, value in record.items() if name != "sha256"}
+    ):
+        raise DataError(
+            f"{path}: its hash does not match: it was changed after it was written"
+        )
     return found
 
 
@@ -414,7 +469,10 @@ _MEANING: dict[Tier, str] = {
 
 def card(certificate: Certificate, folder: str = "path/to/this/folder") -> str:
     """Return the section of the model card about a rewrite."""
-    paragraphs = ["\n".join(map(printable, lines)) for lines in _card_paragraphs(certificate, folder)]
+    paragraphs = [
+        "\n".join(map(printable, lines))
+        for lines in _card_paragraphs(certificate, folder)
+    ]
     return "\n\n".join(paragraphs) + "\n"
 
 
@@ -422,8 +480,16 @@ def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str
     """Yield the lines of each paragraph."""
     yield [CARD_HEADING]
     yield [f"**{certificate.outcome}**"]
-    maps = [*chain.from_iterable(norm.maps for norm in certificate.norms if norm.measured is not None)]
-    and_maps = f" {len(maps)} maps outside it took up the norms that they read." if maps else ""
+    maps = [
+        *chain.from_iterable(
+            norm.maps for norm in certificate.norms if norm.measured is not None
+        )
+    ]
+    and_maps = (
+        f" {len(maps)} maps outside it took up the norms that they read."
+        if maps
+        else ""
+    )
     yield [
         f"The attention of this model was rewritten by {certificate.tool} from `{certificate.source}` "
         f"({certificate.family}).{and_maps} Nothing else was changed. "
@@ -433,18 +499,26 @@ def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str
     # A line per step: counts of layers and norms, with reasons of refusals.
     for name in dict.fromkeys(str(step["rewrite"]) for step in certificate.recipe):
         lines += _step_lines(name, certificate.layers, "layers")
-        lines += _step_lines(name, certificate.norms, "norms that maps outside the attention read")
+        lines += _step_lines(
+            name, certificate.norms, "norms that maps outside the attention read"
+        )
     yield lines
     if any(layer.layers for layer in certificate.layers):
         yield [f"The model has {said_layers(certificate.layers)}."]
     if said := renumbered(certificate.layers):
         yield [said]
-    yield [_said_costs("In this file: attention", certificate.before, certificate.after)]
+    yield [
+        _said_costs("In this file: attention", certificate.before, certificate.after)
+    ]
     if certificate.unpadded is not None:
         yield [_said_costs(UNPADDED, certificate.before, certificate.unpadded)]
     probes = certificate.probes
     compared = certificate.end_to_end
-    on_text = [layer.measured_on_text for layer in certificate.layers] if compared is not None else []
+    on_text = (
+        [layer.measured_on_text for layer in certificate.layers]
+        if compared is not None
+        else []
+    )
     for what, found in (
         (
             f"Measured on the saved numbers, {probes.count} random sequence{'s' * (probes.count > 1)} of "
@@ -464,7 +538,9 @@ def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str
         if moved := [one.relative for one in found if one is not None]:
             yield [f"{what} {max(moved):.2g} of its size."]
     if certificate.not_on_text:
-        yield [f"Layers were not tried on their inputs for the text: {certificate.not_on_text}."]
+        yield [
+            f"Layers were not tried on their inputs for the text: {certificate.not_on_text}."
+        ]
     yield [_whole_model(certificate)]
     words = shlex.join(("triptych", "verify", folder, "--against", certificate.source))
     text = " --calibrate TEXT" if certificate.calibration else ""
@@ -494,17 +570,31 @@ def renumbered(layers: Sequence[LayerRecord]) -> str:
     moved = [layer for layer in layers if layer.heads is not None]
     if not moved:
         return ""
-    said = [f"{layer.module}: {' '.join(map(str, layer.heads or ()))}" for layer in moved[:_LAYERS_SHOWN]]
-    more = f"; and {len(moved) - _LAYERS_SHOWN} more layers" if len(moved) > _LAYERS_SHOWN else ""
+    said = [
+        f"{layer.module}: {' '.join(map(str, layer.heads or ()))}"
+        for layer in moved[:_LAYERS_SHOWN]
+    ]
+    more = (
+        f"; and {len(moved) - _LAYERS_SHOWN} more layers"
+        if len(moved) > _LAYERS_SHOWN
+        else ""
+    )
     return (
         f"Heads have other numbers now in {len(moved)} of {len(layers)} layers. The numbers that they had, "
         f"in their new order: {'; '.join(said)}{more}."
     )
 
 
-def _step_lines(name: str, parts: Sequence[LayerRecord | NormRecord], what: str) -> Iterator[str]:
+def _step_lines(
+    name: str, parts: Sequence[LayerRecord | NormRecord], what: str
+) -> Iterator[str]:
     """Yield one line about a step if it applied to any of `parts`."""
-    found = [(part.count, step) for part in parts for step in part.steps if step.rewrite == name]
+    found = [
+        (part.count, step)
+        for part in parts
+        for step in part.steps
+        if step.rewrite == name
+    ]
     reasons = dict.fromkeys(step.refused for _, step in found if step.refused)
     if found:
         done = sum(count for count, step in found if not step.refused)

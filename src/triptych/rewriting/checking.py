@@ -15,7 +15,14 @@ from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSou
 from triptych.core.storage import open_tensors
 from triptych.errors import TriptychError, first_line
 from triptych.rewriting.calibration import MOST_TOKENS
-from triptych.rewriting.certificate import Certificate, Cost, LayerRecord, Measured, NormRecord, StepRecord
+from triptych.rewriting.certificate import (
+    Certificate,
+    Cost,
+    LayerRecord,
+    Measured,
+    NormRecord,
+    StepRecord,
+)
 from triptych.rewriting.folder_formats import storage_format
 from triptych.rewriting.functions.registry import read_rewrite
 from triptych.rewriting.inputs import gather_inputs
@@ -48,7 +55,9 @@ class Claim(NamedTuple):
 
 def as_claim(claim: str, wrong: list[str], right: str) -> Claim:
     """Return a claim, confirmed if the list of errors is empty."""
-    said = "; ".join(wrong[:_MOST_NAMED]) + (f"; {len(wrong)} in all" if len(wrong) > _MOST_NAMED else "")
+    said = "; ".join(wrong[:_MOST_NAMED]) + (
+        f"; {len(wrong)} in all" if len(wrong) > _MOST_NAMED else ""
+    )
     return Claim(claim, not wrong, said or right)
 
 
@@ -57,7 +66,9 @@ def as_stated(claim: str, what: str) -> Claim:
     return Claim(claim, None, f"stated, not checked: {what}")
 
 
-def are_close(one: float | None, other: float | None, relative: float, absolute: float = 0.0) -> bool:
+def are_close(
+    one: float | None, other: float | None, relative: float, absolute: float = 0.0
+) -> bool:
     """Return True if two values are close, or both None."""
     if one is None or other is None:
         return one is other
@@ -96,7 +107,11 @@ class CheckpointPair:
     """Layers of the original and of the rewritten checkpoint, by module."""
 
     def __init__(
-        self, certificate: Certificate, original: AttentionSource, written: AttentionSource, folder: Path
+        self,
+        certificate: Certificate,
+        original: AttentionSource,
+        written: AttentionSource,
+        folder: Path,
     ) -> None:
         self.certificate = certificate
         self.original = original
@@ -107,7 +122,9 @@ class CheckpointPair:
         self._tensors = open_tensors(folder)
 
     def read(self, module: str) -> tuple[AttentionLayer, AttentionLayer]:
-        return self.original.read(self.before[module]), self.written.read(self.after[module])
+        return self.original.read(self.before[module]), self.written.read(
+            self.after[module]
+        )
 
     def layers(self) -> Iterator[LayerRecord]:
         """Yield the certificate's layers present in both checkpoints."""
@@ -121,7 +138,11 @@ class CheckpointPair:
             return None
         names = self.form.rewritable_names(self.before[layer.module])
         known = self._tensors.infos if names is None else set(names)
-        records = {name: record for name, record in self.certificate.tensors.items() if name in known}
+        records = {
+            name: record
+            for name, record in self.certificate.tensors.items()
+            if name in known
+        }
         return coarsest_changed(records, self._tensors)
 
 
@@ -133,20 +154,28 @@ def check_layers(pair: CheckpointPair) -> Iterator[Claim]:
     worst = 0.0
     counted = 0
     there = {layer.module for layer in pair.layers()}
-    off += [f"{layer.module} is not there" for layer in certificate.layers if layer.module not in there]
+    off += [
+        f"{layer.module} is not there"
+        for layer in certificate.layers
+        if layer.module not in there
+    ]
     # Measure each changed layer again, and compare with the certificate and with its tier.
     for layer in pair.layers():
         if layer.measured is None:
             continue
         one, other = pair.read(layer.module)
-        found = measure_change(one, other, certificate.probes, bounded=layer.tier == "bounded")
+        found = measure_change(
+            one, other, certificate.probes, bounded=layer.tier == "bounded"
+        )
         counted += 1
         worst = max(worst, found.relative)
         off += _unlike_figures(layer.module, layer.measured, found)
         if layer.tier == "bounded":
             outside += _beyond_bound(layer, one, other, pair.stored(layer))
         else:
-            rounding = measure_rounding(one, other, pair.stored(layer), certificate.probes)
+            rounding = measure_rounding(
+                one, other, pair.stored(layer), certificate.probes
+            )
             outside += _beyond_tier(layer, found, rounding)
     norms = [norm for norm in certificate.norms if norm.measured is not None]
     for norm in norms:
@@ -165,7 +194,11 @@ def check_layers(pair: CheckpointPair) -> Iterator[Claim]:
         off,
         f"{counted} layers{counted_norms}, at most {worst:.3g} of the output",
     )
-    yield as_claim("what was done is of its tier, and within its bounds", outside, f"{certificate.tier}")
+    yield as_claim(
+        "what was done is of its tier, and within its bounds",
+        outside,
+        f"{certificate.tier}",
+    )
 
 
 def check_layers_on_text(pair: CheckpointPair, inputs: Mapping[str, Seen]) -> Claim:
@@ -178,7 +211,9 @@ def check_layers_on_text(pair: CheckpointPair, inputs: Mapping[str, Seen]) -> Cl
         given = inputs.get(pair.before[layer.module].name)
         # A changed layer has both inputs and certified figures, or lacks both.
         if layer.measured is not None and (certified is None) != (given is None):
-            wrong.append(f"{layer.module}: inputs or what was measured on them are missing")
+            wrong.append(
+                f"{layer.module}: inputs or what was measured on them are missing"
+            )
         if certified is None or given is None:
             continue
         one, other = pair.read(layer.module)
@@ -187,7 +222,9 @@ def check_layers_on_text(pair: CheckpointPair, inputs: Mapping[str, Seen]) -> Cl
         worst = max(worst, found.relative)
         wrong += _unlike_figures(layer.module, certified, found)
         if layer.tier != "bounded":
-            wrong += _beyond_tier(layer, found, measure_rounding(one, other, pair.stored(layer), given))
+            wrong += _beyond_tier(
+                layer, found, measure_rounding(one, other, pair.stored(layer), given)
+            )
     said = f"{counted} layers, at most {worst:.3g} of the output"
     return as_claim("errors measured on what the text gives", wrong, said)
 
@@ -212,7 +249,9 @@ def format_figure(value: float | str | None) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value or "none")
 
 
-def _beyond_tier(layer: LayerRecord | NormRecord, found: Measured, rounding: Rounding) -> Iterator[str]:
+def _beyond_tier(
+    layer: LayerRecord | NormRecord, found: Measured, rounding: Rounding
+) -> Iterator[str]:
     """Yield the excess if a layer moved by more than its exact tier allows."""
     if not rounding.explains(found):
         yield (
@@ -226,14 +265,23 @@ def _keeps_forms(step: StepRecord) -> bool:
     """Return True if the step's bound limits the move of every form, with heads in their old order."""
     if step.rewrite in ("sort_heads", "permute_heads", "prune_heads"):
         return bool(step.refused) or not step.choice
-    return step.rewrite not in _MOVE_FORMS or bool(step.refused) or step.tier == "bit-exact"
+    return (
+        step.rewrite not in _MOVE_FORMS
+        or bool(step.refused)
+        or step.tier == "bit-exact"
+    )
 
 
 def _beyond_bound(
-    layer: LayerRecord, one: AttentionLayer, other: AttentionLayer, stored: torch.dtype | None
+    layer: LayerRecord,
+    one: AttentionLayer,
+    other: AttentionLayer,
+    stored: torch.dtype | None,
 ) -> Iterator[str]:
     """Yield the excess if forms moved by more than the steps' bounds and heads are comparable."""
-    moved = measure_form_move(one, other) if all(map(_keeps_forms, layer.steps)) else None
+    moved = (
+        measure_form_move(one, other) if all(map(_keeps_forms, layer.steps)) else None
+    )
     if moved is None:
         return
     allowed = sum(step.bound for step in layer.steps)
@@ -242,7 +290,9 @@ def _beyond_bound(
         yield f"{layer.module}: a form moves by {moved:.4g}, bounded by {allowed:.4g}"
 
 
-def check_inputs(inputs: Mapping[str, Seen], original: Path, source: AttentionSource, text: Path) -> Claim:
+def check_inputs(
+    inputs: Mapping[str, Seen], original: Path, source: AttentionSource, text: Path
+) -> Claim:
     """Check that the stored inputs are the original's inputs for this text."""
     claim = "inputs kept of the text"
     try:
@@ -253,7 +303,9 @@ def check_inputs(inputs: Mapping[str, Seen], original: Path, source: AttentionSo
     wrong = [
         f"the inputs of {name} differ"
         for name in inputs.keys() | found.keys()
-        if name not in inputs or name not in found or not _are_near(inputs[name], found[name])
+        if name not in inputs
+        or name not in found
+        or not _are_near(inputs[name], found[name])
     ]
     return as_claim(claim, sorted(wrong), f"{len(found)} layers")
 
@@ -264,29 +316,43 @@ def _are_near(one: Seen, other: Seen) -> bool:
         if a is None or b is None:
             if a is not b:
                 return False
-        elif a.shape != b.shape or float((a - b).norm()) > _SAME_INPUTS * float(b.norm()):
+        elif a.shape != b.shape or float((a - b).norm()) > _SAME_INPUTS * float(
+            b.norm()
+        ):
             return False
     return True
 
 
-def _norm_again(norm: NormRecord, pair: CheckpointPair) -> tuple[Measured, Rounding] | None:
+def _norm_again(
+    norm: NormRecord, pair: CheckpointPair
+) -> tuple[Measured, Rounding] | None:
     """Measure the maps that absorbed a norm again; None if the norm does not exist."""
-    site = next((site for site in pair.form.norm_sites() if site.module == norm.module), None)
-    if site is None or not site.readers or {reader.module for reader in site.readers} != set(norm.maps):
+    site = next(
+        (site for site in pair.form.norm_sites() if site.module == norm.module), None
+    )
+    if (
+        site is None
+        or not site.readers
+        or {reader.module for reader in site.readers} != set(norm.maps)
+    ):
         return None
     one = pair.form.tensors
     other = pair.written_form.tensors
     if (
         one is None
         or other is None
-        or any(name in one.infos and name not in other.infos for name in site.all_tensors)
+        or any(
+            name in one.infos and name not in other.infos for name in site.all_tensors
+        )
     ):
         return None
     before = site.read(one)
     after = site.read(other)
     # Each reader is measured against the original norm and map.
     errors = [
-        measure_map(before, after, reader.read(one), reader.read(other), pair.certificate.probes)
+        measure_map(
+            before, after, reader.read(one), reader.read(other), pair.certificate.probes
+        )
         for reader in site.readers
     ]
     return total_errors(errors), total_rounding(errors)
@@ -309,14 +375,22 @@ def check_recipe(
         needs_text = any(step.needs_text for step in steps)
         if needs_text != (certificate.calibration is not None):
             wanted = "a" if needs_text else "no"
-            yield Claim(_CLAIM, False, f"its steps look at {wanted} text, and calibration says otherwise")
+            yield Claim(
+                _CLAIM,
+                False,
+                f"its steps look at {wanted} text, and calibration says otherwise",
+            )
             return
         if needs_text and calibration is None:
-            yield as_stated(_CLAIM, "its steps look at a text: give it with --calibrate")
+            yield as_stated(
+                _CLAIM, "its steps look at a text: give it with --calibrate"
+            )
             yield _without_text(pair)
             return
         same = _SAME_ON_TEXT if needs_text else _SAME
-        yield from _repeat_recipe(pair, Rewriting(pair.original, folder, recipe), words, same)
+        yield from _repeat_recipe(
+            pair, Rewriting(pair.original, folder, recipe), words, same
+        )
     except (TriptychError, ValidationError, ValueError) as error:
         yield Claim(_CLAIM, False, first_line(error))
 
@@ -337,16 +411,27 @@ def _without_text(pair: CheckpointPair) -> Claim:
             str(step["rewrite"])
             for step in certificate.recipe
             if step["rewrite"] != "fold_other_norms"
-            and (step.get("layers") is None or not {*site.numbers}.isdisjoint(step["layers"]))
+            and (
+                step.get("layers") is None
+                or not {*site.numbers}.isdisjoint(step["layers"])
+            )
         ]
         if [step.rewrite for step in layer.steps] != wanted:
             wrong.append(f"{layer.module}: its steps are not the steps of the recipe")
     if total(before) != certificate.before:
-        wrong.append(f"before is {certificate.before}, and the original has {total(before)}")
-    return as_claim("steps of the recipe, and costs before", wrong, f"{len(certificate.layers)} layers")
+        wrong.append(
+            f"before is {certificate.before}, and the original has {total(before)}"
+        )
+    return as_claim(
+        "steps of the recipe, and costs before",
+        wrong,
+        f"{len(certificate.layers)} layers",
+    )
 
 
-def _repeat_recipe(pair: CheckpointPair, rewriting: Rewriting, words: bool, same: float) -> Iterator[Claim]:
+def _repeat_recipe(
+    pair: CheckpointPair, rewriting: Rewriting, words: bool, same: float
+) -> Iterator[Claim]:
     """Compare every layer, the norms and the costs with the repeated recipe."""
     certificate = pair.certificate
     steps = list[str]()
@@ -354,12 +439,18 @@ def _repeat_recipe(pair: CheckpointPair, rewriting: Rewriting, words: bool, same
     for layer in pair.layers():
         one, other = pair.read(layer.module)
         done = rewriting.layer(pair.original, one)
-        steps += _step_differences(layer.module, layer.steps, done.record.steps, words, same)
+        steps += _step_differences(
+            layer.module, layer.steps, done.record.steps, words, same
+        )
         # Certificates of older versions lack `heads`.
         if layer.heads != done.record.heads and (words or layer.heads is not None):
-            steps.append(f"{layer.module}: heads are {layer.heads}, and come out as {done.record.heads}")
+            steps.append(
+                f"{layer.module}: heads are {layer.heads}, and come out as {done.record.heads}"
+            )
         if layer.measured is not None and done.record.tier == "bounded":
-            functions += _other_function(pair, layer, one, other, done, 0.0 if same == _SAME else same)
+            functions += _other_function(
+                pair, layer, one, other, done, 0.0 if same == _SAME else same
+            )
         elif done.record.changed != (layer.measured is not None):
             functions.append(
                 f"{layer.module}: measured is {'missing' if done.record.changed else 'too much'}"
@@ -369,11 +460,15 @@ def _repeat_recipe(pair: CheckpointPair, rewriting: Rewriting, words: bool, same
         (norm.module, norm.maps) for norm in norms
     ]:
         for certified, found in zip(certificate.norms, norms, strict=True):
-            steps += _step_differences(certified.module, certified.steps, found.steps, words, same)
+            steps += _step_differences(
+                certified.module, certified.steps, found.steps, words, same
+            )
     else:
         steps.append("norms are not those that come out")
     if dict(certificate.settings) != rewriting.settings:
-        steps.append(f"settings are {certificate.settings}, and come out as {rewriting.settings}")
+        steps.append(
+            f"settings are {certificate.settings}, and come out as {rewriting.settings}"
+        )
     costs = rewriting.costs()
     wrong = [
         f"{name} is {getattr(certificate, name)}, and comes out as {getattr(costs, name)}"
@@ -382,10 +477,14 @@ def _repeat_recipe(pair: CheckpointPair, rewriting: Rewriting, words: bool, same
     ]
     number = len(certificate.layers)
     count = len(certificate.recipe)
-    yield as_claim(_CLAIM, steps, f"{count} step{'s' * (count != 1)} of {number} layers")
+    yield as_claim(
+        _CLAIM, steps, f"{count} step{'s' * (count != 1)} of {number} layers"
+    )
     parameters = f"{certificate.before.parameters:,} → {certificate.after.parameters:,}"
     yield as_claim("costs", wrong, parameters)
-    yield as_claim("layers compute what the recipe makes", functions, f"{number} layers")
+    yield as_claim(
+        "layers compute what the recipe makes", functions, f"{number} layers"
+    )
 
 
 def _other_function(
@@ -399,7 +498,9 @@ def _other_function(
     """Yield the difference of a bounded layer from the result of the recipe."""
     probes = pair.certificate.probes
     # The repeated layer replaces the original in the comparison.
-    found = measure_change(replace(one, weights=done.layer.weights), other, probes).relative
+    found = measure_change(
+        replace(one, weights=done.layer.weights), other, probes
+    ).relative
     rounding = measure_rounding(one, other, pair.stored(layer), probes).of_weights
     if not found <= MOST_TIMES_OF_LAYER * rounding + allowed:
         yield (
@@ -409,7 +510,11 @@ def _other_function(
 
 
 def _step_differences(
-    module: str, certified: Sequence[StepRecord], found: Sequence[StepRecord], words: bool, same: float
+    module: str,
+    certified: Sequence[StepRecord],
+    found: Sequence[StepRecord],
+    words: bool,
+    same: float,
 ) -> Iterator[str]:
     if [step.rewrite for step in certified] != [step.rewrite for step in found]:
         yield f"{module}: its steps are not the steps of the recipe"
@@ -429,6 +534,8 @@ def _same_value(name: str, mine: Any, theirs: Any, words: bool, same: float) -> 
     if name in ("choice", "refused", "notes", "checked"):
         if not words:
             return bool(mine) == bool(theirs) or name != "refused"
-        mine, theirs = ((found,) if isinstance(found, str) else found for found in (mine, theirs))
+        mine, theirs = (
+            (found,) if isinstance(found, str) else found for found in (mine, theirs)
+        )
         return len(mine) == len(theirs) and all(map(same_words, mine, theirs))
     return bool(mine == theirs)

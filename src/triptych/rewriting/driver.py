@@ -31,7 +31,9 @@ class RewrittenLayer:
     """A layer after the steps."""
 
     weights: AttentionWeights  # float64
-    kept: tuple[int, ...] | None  # remaining heads, in order; None if all heads remain unchanged
+    kept: (
+        tuple[int, ...] | None
+    )  # remaining heads, in order; None if all heads remain unchanged
     outcomes: tuple[StepOutcome, ...]  # outcomes of all steps applicable to the layer
 
 
@@ -51,7 +53,8 @@ class Driver:
         steps: Sequence[Rewrite],
         *,
         skip_refused: bool = False,
-        look: Callable[["Driver", Rewrite], tuple[Rewrite, Mapping[str, Moments]]] | None = None,
+        look: Callable[["Driver", Rewrite], tuple[Rewrite, Mapping[str, Moments]]]
+        | None = None,
     ) -> None:
         self.steps: tuple[Rewrite, ...] = ()
         self.moments: list[Mapping[str, Moments]] = []
@@ -61,9 +64,13 @@ class Driver:
             found: Mapping[str, Moments] = {}
             if step.needs_text:
                 if look is None:
-                    raise RewriteRefusedError(step.name, "it looks at a text", "rewrite a checkpoint")
+                    raise RewriteRefusedError(
+                        step.name, "it looks at a text", "rewrite a checkpoint"
+                    )
                 step, found = look(self, step)
-            step = step.prepare(self._before(step, layers, found), skip_refused=skip_refused)
+            step = step.prepare(
+                self._before(step, layers, found), skip_refused=skip_refused
+            )
             self.steps = (*self.steps, step)
             self.moments.append(found)
 
@@ -77,14 +84,22 @@ class Driver:
         for numbers, read in layers:
             if applies_to(step, numbers):
                 layer = read()
-                yield replace(layer, weights=self.rewritten(layer).weights, moments=moments.get(layer.name))
+                yield replace(
+                    layer,
+                    weights=self.rewritten(layer).weights,
+                    moments=moments.get(layer.name),
+                )
 
-    def rewritten(self, layer: LayerToRewrite, upto: int | None = None) -> RewrittenLayer:
+    def rewritten(
+        self, layer: LayerToRewrite, upto: int | None = None
+    ) -> RewrittenLayer:
         """Return a layer after all steps, or after the first `upto`."""
         kept: tuple[int, ...] | None = None
         outcomes: list[StepOutcome] = []
         for step, moments in [*zip(self.steps, self.moments, strict=True)][:upto]:
-            if not isinstance(step, LayerRewrite) or not applies_to(step, layer.numbers):
+            if not isinstance(step, LayerRewrite) or not applies_to(
+                step, layer.numbers
+            ):
                 continue
             try:
                 done = step.apply(replace(layer, moments=moments.get(layer.name)))

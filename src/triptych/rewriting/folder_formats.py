@@ -15,7 +15,12 @@ from triptych.core.checkpoints.checkpoint import Checkpoint
 from triptych.core.checkpoints.fitted_weights import path_of_record, resizing, sizes_of
 from triptych.core.checkpoints.module_layers import ModuleLayers
 from triptych.core.checkpoints.norm_readers import NormSite, norm_sites
-from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSource, MapSizes, Site
+from triptych.core.checkpoints.stored_layers import (
+    AttentionLayer,
+    AttentionSource,
+    MapSizes,
+    Site,
+)
 from triptych.core.models import (
     AnyModel,
     describe_model,
@@ -67,7 +72,9 @@ class FolderFormat:
         """Return the names of the tensors that a rewrite of a layer may change."""
         return self._checkpoint.rewritable_names(site)
 
-    def fixed_sizes(self, rewritten: Callable[[AttentionLayer], AttentionWeights]) -> set[str]:
+    def fixed_sizes(
+        self, rewritten: Callable[[AttentionLayer], AttentionWeights]
+    ) -> set[str]:
         """Return the layers whose configuration field cannot store their new sizes."""
         source = self._checkpoint
         wanted: dict[str, MapSizes] = {}
@@ -79,7 +86,9 @@ class FolderFormat:
             del read  # large layers: release before reading the next
         of_record: dict[str, list[str]] = {}
         for site in source.sites:
-            of_record.setdefault(path_of_record(source, source.place(site)), []).append(site.name)
+            of_record.setdefault(path_of_record(source, source.place(site)), []).append(
+                site.name
+            )
         stay: set[str] = set()
         for names in of_record.values():
             changed = [name for name in names if wanted[name] != now[name]]
@@ -103,13 +112,25 @@ class FolderFormat:
         *,
         same_sizes: bool = False,
     ) -> WrittenLayer:
-        return write_layer(self._checkpoint, read, weights, kept=kept, same_sizes=same_sizes)
+        return write_layer(
+            self._checkpoint, read, weights, kept=kept, same_sizes=same_sizes
+        )
 
     def written_bytes(self, read: AttentionLayer, written: WrittenLayer) -> int:
         tensors = self._checkpoint.tensors
-        stay = {*tensors.below(read.site.module)} - written.tensors.keys() - written.replaced.keys()
-        elsewhere = {*self._checkpoint.read_names(read.site)} - {*tensors.below(read.site.module)}
-        new = (tensor.nbytes for name, tensor in written.tensors.items() if name not in elsewhere)
+        stay = (
+            {*tensors.below(read.site.module)}
+            - written.tensors.keys()
+            - written.replaced.keys()
+        )
+        elsewhere = {*self._checkpoint.read_names(read.site)} - {
+            *tensors.below(read.site.module)
+        }
+        new = (
+            tensor.nbytes
+            for name, tensor in written.tensors.items()
+            if name not in elsewhere
+        )
         return sum(new) + sum(tensors.infos[name].num_bytes for name in stay)
 
     def note_on_padding(self) -> tuple[str, ...]:
@@ -122,7 +143,9 @@ class FolderFormat:
         half = max(1, here.heads // 2)
         grouped = here.groups < here.heads
         one_group = here._replace(heads=half, groups=1 if grouped else half)
-        narrower = here._replace(width=max(1, here.width // 2), value_width=max(1, here.value_width // 2))
+        narrower = here._replace(
+            width=max(1, here.width // 2), value_width=max(1, here.value_width // 2)
+        )
         ways = {
             "fewer heads (prune_heads, with merge_kv_heads)"
             if grouped
@@ -136,19 +159,31 @@ class FolderFormat:
             if sizes != here and resizing(self._checkpoint, site, sizes) is not None
         ]
         said = (
-            f"the file gets smaller by {' or '.join(free)}" if free else "no rewrite makes the file smaller"
+            f"the file gets smaller by {' or '.join(free)}"
+            if free
+            else "no rewrite makes the file smaller"
         )
-        return (f"{self.source.written_as}'s format: {said}; anything else is padded with zeros",)
+        return (
+            f"{self.source.written_as}'s format: {said}; anything else is padded with zeros",
+        )
 
     def differences(
-        self, certificate: Certificate, original: Path, folder: Path, written: AttentionSource
+        self,
+        certificate: Certificate,
+        original: Path,
+        folder: Path,
+        written: AttentionSource,
     ) -> Iterator[str]:
         yield from self._tensor_differences(certificate, written)
         yield from _file_differences(certificate, original, folder)
 
-    def _tensor_differences(self, certificate: Certificate, written: AttentionSource) -> Iterator[str]:
+    def _tensor_differences(
+        self, certificate: Certificate, written: AttentionSource
+    ) -> Iterator[str]:
         """Yield the changed tensors outside all measured layers and norms."""
-        measured = {layer.module for layer in certificate.layers if layer.measured is not None}
+        measured = {
+            layer.module for layer in certificate.layers if layer.measured is not None
+        }
         # Tensors that measured layers may change.
         own = set[str]()
         for source in (self.source, written):
@@ -185,7 +220,9 @@ class RunFormat:
     def rewritable_names(self, site: Site) -> None:
         """Return None: a rewrite of a layer may change any tensor."""
 
-    def fixed_sizes(self, rewritten: Callable[[AttentionLayer], AttentionWeights]) -> set[str]:
+    def fixed_sizes(
+        self, rewritten: Callable[[AttentionLayer], AttentionWeights]
+    ) -> set[str]:
         return set()
 
     def note_on_padding(self) -> tuple[str, ...]:
@@ -209,15 +246,25 @@ class RunFormat:
         return writing_cost(written.shapes).parameters * read.weights.dtype.itemsize
 
     def differences(
-        self, certificate: Certificate, original: Path, folder: Path, written: AttentionSource
+        self,
+        certificate: Certificate,
+        original: Path,
+        folder: Path,
+        written: AttentionSource,
     ) -> Iterator[str]:
         """Yield differences from the original with the measured attention inserted."""
-        records = {layer.module: layer for layer in certificate.layers if layer.measured is not None}
+        records = {
+            layer.module: layer
+            for layer in certificate.layers
+            if layer.measured is not None
+        }
         changed = {}
         for site in written.sites:
             if (record := records.get(site.module)) is not None:
                 weights = written.read(site).weights
-                changed[site.module] = weights.without_norms() if record.took_up_norm else weights
+                changed[site.module] = (
+                    weights.without_norms() if record.took_up_norm else weights
+                )
         # Rebuild the run from the original and its rewritten attention, and compare everything.
         try:
             expected = with_rewritten(self._run.model, changed)
@@ -235,12 +282,15 @@ class RunFormat:
         copied -= {SAFETENSORS, CERTIFICATE, INPUTS, MODEL_CARD}
         names = certificate.files.keys() - {INPUTS}
         yield from (
-            f"{shown(name)} is not the same files as in the original" for name in sorted(copied ^ names)
+            f"{shown(name)} is not the same files as in the original"
+            for name in sorted(copied ^ names)
         )
         for name in sorted(copied & names - {CONFIG}):
             if _hash_if_there(original / name) != certificate.files[name]:
                 yield f"{shown(name)} is other than the original's"
-        left_out = tuple(f"{path.name}/" for path in sorted(original.iterdir()) if path.is_dir())
+        left_out = tuple(
+            f"{path.name}/" for path in sorted(original.iterdir()) if path.is_dir()
+        )
         yield from _left_out_differences(certificate, left_out)
 
 
@@ -270,7 +320,9 @@ def _was_changed(certificate: Certificate, name: str) -> bool:
     return record is not None and record.read != record.written
 
 
-def _file_differences(certificate: Certificate, original: Path, folder: Path) -> Iterator[str]:
+def _file_differences(
+    certificate: Certificate, original: Path, folder: Path
+) -> Iterator[str]:
     """Yield files that differ from the original's or are missing."""
     wanted = read_json(original / CONFIG)
     for path, value in certificate.settings.items():
@@ -283,10 +335,17 @@ def _file_differences(certificate: Certificate, original: Path, folder: Path) ->
     index = {SAFETENSORS_INDEX} & certificate.files.keys()
     expected = {*copied, *index, CONFIG} - {CERTIFICATE, MODEL_CARD, INPUTS}
     found = certificate.files.keys() - {INPUTS}
-    yield from (f"{shown(name)} was not taken along" for name in sorted(expected - found))
-    yield from (f"{shown(name)} is not in the original" for name in sorted(found - expected))
+    yield from (
+        f"{shown(name)} was not taken along" for name in sorted(expected - found)
+    )
+    yield from (
+        f"{shown(name)} is not in the original" for name in sorted(found - expected)
+    )
     for name in sorted((expected & found) - {CONFIG, *index}):
-        if stays_in_folder(name) and _hash_if_there(original / name) != certificate.files[name]:
+        if (
+            stays_in_folder(name)
+            and _hash_if_there(original / name) != certificate.files[name]
+        ):
             yield f"{shown(name)} is other than the original's"
     if index and not _is_index_of(folder, original):
         yield f"{SAFETENSORS_INDEX} is other than the original's"
@@ -300,12 +359,16 @@ def _is_index_of(folder: Path, original: Path) -> bool:
         "total_parameters": sum(prod(info.shape) for info in infos),
     }
     # Only sizes and the map of files may differ.
-    before = SAFETENSORS_INDEX if (original / SAFETENSORS_INDEX).is_file() else PICKLED_INDEX
+    before = (
+        SAFETENSORS_INDEX if (original / SAFETENSORS_INDEX).is_file() else PICKLED_INDEX
+    )
     records = [read_json(folder / SAFETENSORS_INDEX), read_json(original / before)]
     metadata = [record.pop("metadata", None) for record in records]
     for record in records:
         record.pop("weight_map", None)
-    if records[0] != records[1] or not all(isinstance(found, dict) for found in metadata):
+    if records[0] != records[1] or not all(
+        isinstance(found, dict) for found in metadata
+    ):
         return records[0] == records[1] and metadata[0] == metadata[1]
     one, other = metadata
     return one.keys() == other.keys() and all(
@@ -313,7 +376,9 @@ def _is_index_of(folder: Path, original: Path) -> bool:
     )
 
 
-def _left_out_differences(certificate: Certificate, found: tuple[str, ...]) -> Iterator[str]:
+def _left_out_differences(
+    certificate: Certificate, found: tuple[str, ...]
+) -> Iterator[str]:
     """Yield wrong entries of `left_out`. Extra folders are ignored."""
     for name in sorted({*certificate.left_out} ^ {*found}):
         if name in certificate.left_out or not name.endswith("/"):

@@ -13,7 +13,11 @@ import torch
 from torch import nn
 
 from triptych.core.algebra.legality import require_finite
-from triptych.core.algebra.rewritten import RewriteRecord, RewriteRefusedError, Rewritten
+from triptych.core.algebra.rewritten import (
+    RewriteRecord,
+    RewriteRefusedError,
+    Rewritten,
+)
 from triptych.core.algebra.weights import AttentionWeights
 from triptych.core.attention import MultiHeadAttention
 from triptych.core.checkpoints.module_layers import ModuleLayers
@@ -55,7 +59,9 @@ class RewriteResult(Generic[Target]):
     """The result of a rewrite, and its records."""
 
     result: Target  # weights, a layer or a model, like the argument
-    records: dict[str, _Records]  # records of the rewrites, by the layer's site ("encoder.0")
+    records: dict[
+        str, _Records
+    ]  # records of the rewrites, by the layer's site ("encoder.0")
 
 
 def rewrite(
@@ -78,7 +84,10 @@ def rewrite(
         UsageError: an unknown rewrite.
         ValueError: an unknown site.
     """
-    read = [read_rewrite(step) if isinstance(step, str | Rewrite) else _Function(of=step) for step in steps]
+    read = [
+        read_rewrite(step) if isinstance(step, str | Rewrite) else _Function(of=step)
+        for step in steps
+    ]
     if isinstance(target, EncoderDecoder | LanguageModel):
         return _rewrite_model(target, read, sites)
     if not isinstance(target, AttentionWeights | MultiHeadAttention):
@@ -86,14 +95,18 @@ def rewrite(
             f"a {type(target).__name__} has no attention to rewrite: pass weights, a layer or a model"
         )
     if sites is not None:
-        raise ValueError("sites name the layers of a model: leave them out for a single layer")
+        raise ValueError(
+            "sites name the layers of a model: leave them out for a single layer"
+        )
     weights = target if isinstance(target, AttentionWeights) else target.weights()
     changed, records = _rewrite_layers({"layer": LayerToRewrite("", weights)}, read)
     if isinstance(target, AttentionWeights):
         return RewriteResult(changed["layer"], records)
     # The new layer keeps dropout, mode and trainability of the old layer.
     layer = MultiHeadAttention.from_weights(changed["layer"], target.dropout)
-    layer.requires_grad_(any(parameter.requires_grad for parameter in target.parameters()))
+    layer.requires_grad_(
+        any(parameter.requires_grad for parameter in target.parameters())
+    )
     return RewriteResult(layer.train(target.training), records)
 
 
@@ -103,9 +116,16 @@ def _rewrite_model(
     source = ModuleLayers(target, "the model")
     found = {site.module: site for site in source.sites}
     if unknown := [name for name in sites or () if name not in found]:
-        raise ValueError(f"there is no attention site {unknown[0]}: there are {', '.join(found)}")
+        raise ValueError(
+            f"there is no attention site {unknown[0]}: there are {', '.join(found)}"
+        )
     layers = {
-        name: LayerToRewrite(name, source.read(site).weights, source.longest_text(site), numbers=site.numbers)
+        name: LayerToRewrite(
+            name,
+            source.read(site).weights,
+            source.longest_text(site),
+            numbers=site.numbers,
+        )
         for name, site in found.items()
         if sites is None or name in sites
     }
@@ -131,13 +151,17 @@ def _rewrite_layers(
         return replace(layer, weights=layer.weights.to(torch.float64))
 
     # The driver works in float64.
-    driver = Driver([(layer.numbers, partial(read, layer)) for layer in layers.values()], steps)
+    driver = Driver(
+        [(layer.numbers, partial(read, layer)) for layer in layers.values()], steps
+    )
     changed = {}
     records = {}
     for name, layer in layers.items():
         done = driver.rewritten(read(layer))
         changed[name] = done.weights.to(layer.weights.dtype)
-        records[name] = tuple(outcome.record for outcome in done.outcomes if outcome.record)
+        records[name] = tuple(
+            outcome.record for outcome in done.outcomes if outcome.record
+        )
     return changed, records
 
 
@@ -169,16 +193,22 @@ def with_rewritten(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
 
 
 def _neutralise_folded_norms(
-    model: AnyModel, before: Mapping[str, AttentionWeights], after: Mapping[str, AttentionWeights]
+    model: AnyModel,
+    before: Mapping[str, AttentionWeights],
+    after: Mapping[str, AttentionWeights],
 ) -> None:
     """Set folded norms of a new model to gain 1 and shift 0."""
     # All cross-attention layers read the encoder's last norm, so they fold it together or not at all.
-    cross = [name for name, weights in before.items() if weights.memory_norm is not None]
+    cross = [
+        name for name, weights in before.items() if weights.memory_norm is not None
+    ]
     folded = [name for name in cross if after[name].memory_norm is None]
     if folded and len(folded) < len(cross):
         others = ", ".join(name for name in cross if name not in folded)
         raise RewriteRefusedError(
-            f"fold_norm at {folded[0]}", f"{others} read the encoder's last norm too", "fold all of them"
+            f"fold_norm at {folded[0]}",
+            f"{others} read the encoder's last norm too",
+            "fold all of them",
         )
     norms = [
         site.residual.norm
@@ -193,8 +223,12 @@ def _neutralise_folded_norms(
 @torch.no_grad()
 def _neutralise(norms: Sequence[nn.Module]) -> None:
     for norm in norms:
-        assert isinstance(norm, nn.LayerNorm | nn.RMSNorm | OffsetNorm)  # norms that maps can absorb
+        assert isinstance(
+            norm, nn.LayerNorm | nn.RMSNorm | OffsetNorm
+        )  # norms that maps can absorb
         if norm.weight is not None:
-            norm.weight.fill_(1.0 - norm.offset if isinstance(norm, OffsetNorm) else 1.0)
+            norm.weight.fill_(
+                1.0 - norm.offset if isinstance(norm, OffsetNorm) else 1.0
+            )
         if not isinstance(norm, nn.RMSNorm) and norm.bias is not None:
             norm.bias.zero_()

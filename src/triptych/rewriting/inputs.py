@@ -26,14 +26,21 @@ _POSITIONS = 16
 _LOOKED_AT = 32
 
 
-def gather_inputs(model: TextReader, source: AttentionSource, windows: Iterable[Window]) -> dict[str, Seen]:
+def gather_inputs(
+    model: TextReader, source: AttentionSource, windows: Iterable[Window]
+) -> dict[str, Seen]:
     """Return the inputs of each layer of a model for the first positions of a piece of text."""
     pieces = list(islice(windows, _LOOKED_AT))
     if not pieces:
         raise UsageError("the text is empty: there is nothing to test the layers on")
-    window = max(pieces, key=lambda window: sum(ids.numel() for ids in window.inputs.values()))
+    window = max(
+        pieces, key=lambda window: sum(ids.numel() for ids in window.inputs.values())
+    )
     return {
-        name: Seen(_start(found[-1].x), None if found[-1].memory is None else _start(found[-1].memory))
+        name: Seen(
+            _start(found[-1].x),
+            None if found[-1].memory is None else _start(found[-1].memory),
+        )
         for name, found in model.inputs(window, source, source.sites).items()
         if found
     }
@@ -57,14 +64,18 @@ def write_inputs(path: Path, inputs: Mapping[str, Seen]) -> None:
 def read_inputs(path: Path) -> dict[str, Seen]:
     """Read inputs from a file."""
     if not path.is_file():
-        raise DataError(f"{path} is missing: layers cannot be tried on what the text gave them")
+        raise DataError(
+            f"{path} is missing: layers cannot be tried on what the text gave them"
+        )
     file = Safetensors(LocalBytes(path))
     found: dict[str, Seen] = {}
     for name in file.infos:
         layer, _, what = name.rpartition(".")
         if what == "x":
             memory = f"{layer}.memory"
-            found[layer] = Seen(file.read(name), file.read(memory) if memory in file.infos else None)
+            found[layer] = Seen(
+                file.read(name), file.read(memory) if memory in file.infos else None
+            )
     return found
 
 

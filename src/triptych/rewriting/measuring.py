@@ -22,7 +22,13 @@ from triptych.rewriting.functions.channels import (
 )
 from triptych.rewriting.functions.moves import measure_move
 from triptych.rewriting.inputs import before_gain
-from triptych.rewriting.rounding import MOST_TIMES, MOST_TIMES_OF_LAYER, RoundedAgain, changed_numbers, unit
+from triptych.rewriting.rounding import (
+    MOST_TIMES,
+    MOST_TIMES_OF_LAYER,
+    RoundedAgain,
+    changed_numbers,
+    unit,
+)
 from triptych.running.opening import Seen
 
 # Maximum entries in float64 at once, of a map outside the attention; and maximum size of a layer with bounds
@@ -52,11 +58,17 @@ class Rounding(NamedTuple):
         """Return True if a measured difference is within rounding."""
         new_error = found.error_ratio * self.in_dtype
         of_layer = MOST_TIMES_OF_LAYER * self.of_weights + self.of_measuring
-        return found.relative <= of_layer and new_error <= MOST_TIMES * (self.of_weights + self.in_dtype)
+        return found.relative <= of_layer and new_error <= MOST_TIMES * (
+            self.of_weights + self.in_dtype
+        )
 
 
 def measure_change(
-    before: AttentionLayer, after: AttentionLayer, given: Probes | Seen = PROBES, *, bounded: bool = False
+    before: AttentionLayer,
+    after: AttentionLayer,
+    given: Probes | Seen = PROBES,
+    *,
+    bounded: bool = False,
 ) -> Measured:
     """Measure the change of a layer's output on random inputs, or on inputs from a text."""
     x, memory = _before_gains(before, given)
@@ -67,11 +79,16 @@ def measure_change(
     own_error = (_output(before, x, memory, own).double() - reference).norm()
     new_error = (_output(after, x, memory, own).double() - reference).norm()
     # The rounding of a float64 checkpoint itself is the floor.
-    floor = torch.finfo(own).eps * reference.norm() * 1e-3 + torch.finfo(torch.float64).tiny
+    floor = (
+        torch.finfo(own).eps * reference.norm() * 1e-3 + torch.finfo(torch.float64).tiny
+    )
     score, output, why_not = _bounds(before, after) if bounded else (None, None, "")
     return Measured(
         worst_absolute=float(difference.abs().max()),
-        relative=float(difference.norm() / reference.norm().clamp(min=torch.finfo(torch.float64).tiny)),
+        relative=float(
+            difference.norm()
+            / reference.norm().clamp(min=torch.finfo(torch.float64).tiny)
+        ),
         error_ratio=float(new_error / own_error.clamp(min=float(floor))),
         score_bound=score,
         output_bound=output,
@@ -80,7 +97,10 @@ def measure_change(
 
 
 def measure_rounding(
-    before: AttentionLayer, after: AttentionLayer, stored: torch.dtype | None, given: Probes | Seen = PROBES
+    before: AttentionLayer,
+    after: AttentionLayer,
+    stored: torch.dtype | None,
+    given: Probes | Seen = PROBES,
 ) -> Rounding:
     """Measure the effect of rounding alone on a layer's output."""
     x, memory = _before_gains(before, given)
@@ -100,21 +120,33 @@ def measure_rounding(
     return Rounding(most, float((in_dtype - original).norm() / size), of_measuring)
 
 
-def _before_gains(layer: AttentionLayer, given: Probes | Seen) -> tuple[Tensor, Tensor | None]:
+def _before_gains(
+    layer: AttentionLayer, given: Probes | Seen
+) -> tuple[Tensor, Tensor | None]:
     """Return input and memory of a layer before the weights and biases of its norms."""
     weights = layer.weights
     if isinstance(given, Seen):
-        memory = None if given.memory is None else before_gain(given.memory.double(), weights.memory_norm)
+        memory = (
+            None
+            if given.memory is None
+            else before_gain(given.memory.double(), weights.memory_norm)
+        )
         return before_gain(given.x.double(), weights.norm), memory
     generator = torch.Generator().manual_seed(given.seed)
-    x = _standardised(weights.d_model, given, generator)[:, : weights.semantics.num_positions]
+    x = _standardised(weights.d_model, given, generator)[
+        :, : weights.semantics.num_positions
+    ]
     if weights.semantics.kind != "cross":
         return x, None
-    return x, _standardised(weights.k[0].d_in if weights.k else weights.d_model, given, generator)
+    return x, _standardised(
+        weights.k[0].d_in if weights.k else weights.d_model, given, generator
+    )
 
 
 def _standardised(width: int, probes: Probes, generator: torch.Generator) -> Tensor:
-    found = torch.randn(probes.count, probes.length, width, dtype=torch.float64, generator=generator)
+    found = torch.randn(
+        probes.count, probes.length, width, dtype=torch.float64, generator=generator
+    )
     found = found - found.mean(dim=-1, keepdim=True)
     return found / found.square().mean(dim=-1, keepdim=True).sqrt()
 
@@ -155,9 +187,13 @@ class MapErrors(NamedTuple):
 Map = tuple[Tensor, Tensor | None]
 
 
-def measure_map(norm: Norm, new_norm: Norm, before: Map, after: Map, probes: Probes = PROBES) -> MapErrors:
+def measure_map(
+    norm: Norm, new_norm: Norm, before: Map, after: Map, probes: Probes = PROBES
+) -> MapErrors:
     """Measure the change of the output of a map reading a norm."""
-    x = _standardised(len(norm.weight), probes, torch.Generator().manual_seed(probes.seed)).flatten(0, 1)
+    x = _standardised(
+        len(norm.weight), probes, torch.Generator().manual_seed(probes.seed)
+    ).flatten(0, 1)
     one = _through_norm(x, norm)
     other = _through_norm(x, new_norm)
     own = before[0].dtype
@@ -170,16 +206,21 @@ def measure_map(norm: Norm, new_norm: Norm, before: Map, after: Map, probes: Pro
         own_error = _mapped(one, before, block, own).double() - reference
         new_error = _mapped(other, after, block, own).double() - reference
         worst = max(worst, float(difference.abs().max()))
-        squares = [t.square().sum() for t in (difference, reference, own_error, new_error)]
+        squares = [
+            t.square().sum() for t in (difference, reference, own_error, new_error)
+        ]
         sums += torch.stack([*squares, _variance(other, after, block).sum()])
     moved, size, own_sum, new_sum, rounding = sums.tolist()
-    return MapErrors(worst, moved, size, own_sum, new_sum, torch.finfo(own).eps, rounding)
+    return MapErrors(
+        worst, moved, size, own_sum, new_sum, torch.finfo(own).eps, rounding
+    )
 
 
 def total_errors(maps: Sequence[MapErrors]) -> Measured:
     """Combine the errors of several maps, as of their concatenated outputs."""
     moved, size, own, new = (
-        math.sqrt(sum(getattr(errors, name) for errors in maps)) for name in ("moved", "size", "own", "new")
+        math.sqrt(sum(getattr(errors, name) for errors in maps))
+        for name in ("moved", "size", "own", "new")
     )
     tiny = torch.finfo(torch.float64).tiny
     floor = max(errors.eps for errors in maps) * size * 1e-3 + tiny
@@ -190,7 +231,9 @@ def total_errors(maps: Sequence[MapErrors]) -> Measured:
     )
 
 
-def blocks(weight: Tensor, most_numbers: int = MOST_NUMBERS) -> Iterator[tuple[int | slice, ...]]:
+def blocks(
+    weight: Tensor, most_numbers: int = MOST_NUMBERS
+) -> Iterator[tuple[int | slice, ...]]:
     """Yield ranges of rows of a map `[…, d_out, d_in]`, with a limited number of entries per range."""
     rows = max(1, most_numbers // max(1, weight.shape[-1]))
     parts = [slice(start, start + rows) for start in range(0, weight.shape[-2], rows)]
@@ -200,7 +243,9 @@ def blocks(weight: Tensor, most_numbers: int = MOST_NUMBERS) -> Iterator[tuple[i
         yield from product(range(len(weight)), parts)
 
 
-def _mapped(x: Tensor, map_: Map, block: tuple[int | slice, ...], dtype: torch.dtype) -> Tensor:
+def _mapped(
+    x: Tensor, map_: Map, block: tuple[int | slice, ...], dtype: torch.dtype
+) -> Tensor:
     weight, bias = map_
     shift = None if bias is None else bias[block].to(dtype)
     return torch.nn.functional.linear(x.to(dtype), weight[block].to(dtype), shift)
@@ -211,7 +256,9 @@ def _variance(x: Tensor, map_: Map, block: tuple[int | slice, ...]) -> Tensor:
 
     def squared(numbers: Tensor) -> Tensor:
         wide = numbers.double()
-        return (unit(wide, numbers.dtype) / 2).square() + unit(wide, torch.float64).square()
+        return (unit(wide, numbers.dtype) / 2).square() + unit(
+            wide, torch.float64
+        ).square()
 
     weight, bias = map_
     shift = None if bias is None else squared(bias[block])
@@ -222,12 +269,15 @@ def total_rounding(maps: Sequence[MapErrors]) -> Rounding:
     """Return the effect of rounding alone on the concatenated outputs of several maps."""
     size = math.sqrt(sum(errors.size for errors in maps)) or 1.0
     by_rounding, own = (
-        math.sqrt(sum(getattr(errors, name) for errors in maps)) / size for name in ("rounding", "own")
+        math.sqrt(sum(getattr(errors, name) for errors in maps)) / size
+        for name in ("rounding", "own")
     )
     return Rounding(by_rounding, own)
 
 
-def _bounds(before: AttentionLayer, after: AttentionLayer) -> tuple[float | None, float | None, str]:
+def _bounds(
+    before: AttentionLayer, after: AttentionLayer
+) -> tuple[float | None, float | None, str]:
     """Bound the change of a score and of a head's output for normalised inputs.
 
     Unknown bounds are None; the last entry gives the reasons.
@@ -238,12 +288,18 @@ def _bounds(before: AttentionLayer, after: AttentionLayer) -> tuple[float | None
     def scores() -> Tensor:
         # A temperature varies with the position, so a common bound does not exist.
         if before.weights.semantics.temperature is not None:
-            raise RewriteRefusedError("score_bound", "scores grow with the place of the query in its text")
-        one, other = (_with_input_norms_folded(layer, "qk") for layer in (before, after))
+            raise RewriteRefusedError(
+                "score_bound", "scores grow with the place of the query in its text"
+            )
+        one, other = (
+            _with_input_norms_folded(layer, "qk") for layer in (before, after)
+        )
         return score_bound(one, other)
 
     def outputs() -> Tensor:
-        return output_bound(*(_with_input_norms_folded(layer, "ov") for layer in (before, after)))
+        return output_bound(
+            *(_with_input_norms_folded(layer, "ov") for layer in (before, after))
+        )
 
     found: list[float | None] = []
     reasons: list[str] = []
@@ -264,7 +320,11 @@ def _why_not_compared(before: AttentionLayer, after: AttentionLayer) -> str:
         return f"there are {other.num_heads} heads where there were {one.num_heads}"
     if sum(link.weight.numel() for link in one.links()) > MOST_NUMBERS:
         return "the layer is too large for a bound of every head to be worked out"
-    return "there are norms between two maps of a side" if one.norms_within or other.norms_within else ""
+    return (
+        "there are norms between two maps of a side"
+        if one.norms_within or other.norms_within
+        else ""
+    )
 
 
 def _with_input_norms_folded(layer: AttentionLayer, form: Form) -> AttentionWeights:
@@ -276,9 +336,12 @@ def _with_input_norms_folded(layer: AttentionLayer, form: Form) -> AttentionWeig
     if of_keys is None or (form == "qk" and inputs.x is None):
         which = "the memory" if of_keys is None and cross else "the input"
         raise RewriteRefusedError(
-            f"{form}_bound", f"{which} may be of any length: no norm is known that makes it"
+            f"{form}_bound",
+            f"{which} may be of any length: no norm is known that makes it",
         )
-    return _with_norm_folded(replace(weights, norm=inputs.x, memory_norm=inputs.memory if cross else None))
+    return _with_norm_folded(
+        replace(weights, norm=inputs.x, memory_norm=inputs.memory if cross else None)
+    )
 
 
 def measure_form_move(before: AttentionLayer, after: AttentionLayer) -> float | None:
@@ -294,9 +357,13 @@ def measure_form_move(before: AttentionLayer, after: AttentionLayer) -> float | 
     return _largest_form_move(one, _under(one.scale, other))
 
 
-def measure_form_rounding(before: AttentionLayer, after: AttentionLayer, stored: torch.dtype | None) -> float:
+def measure_form_rounding(
+    before: AttentionLayer, after: AttentionLayer, stored: torch.dtype | None
+) -> float:
     """Return the change of forms if changed values are rounded at random, in Frobenius norm."""
-    again = RoundedAgain(changed_numbers(before, after), stored, torch.Generator().manual_seed(0))
+    again = RoundedAgain(
+        changed_numbers(before, after), stored, torch.Generator().manual_seed(0)
+    )
     weights = after.weights.to(torch.float64)
     scale = before.weights.scale
     return _largest_form_move(_under(scale, weights), _under(scale, again(weights)))
@@ -310,7 +377,9 @@ def _under(scale: float, weights: AttentionWeights) -> AttentionWeights:
 def _largest_form_move(one: AttentionWeights, other: AttentionWeights) -> float:
     one = one.to(torch.float64)
     other = other.to(torch.float64)
-    if not _is_same_norm(one.norm, other.norm) or not _is_same_norm(one.memory_norm, other.memory_norm):
+    if not _is_same_norm(one.norm, other.norm) or not _is_same_norm(
+        one.memory_norm, other.memory_norm
+    ):
         one = _with_norm_folded(one)
         other = _with_norm_folded(other)
     return max(float(measure_move(one, other, form).form.max()) for form in FORMS)
@@ -319,7 +388,10 @@ def _largest_form_move(one: AttentionWeights, other: AttentionWeights) -> float:
 def _is_same_norm(one: Norm | None, other: Norm | None) -> bool:
     if one is None or other is None:
         return one is other
-    shifts = (norm.weight.new_zeros(1) if norm.bias is None else norm.bias for norm in (one, other))
+    shifts = (
+        norm.weight.new_zeros(1) if norm.bias is None else norm.bias
+        for norm in (one, other)
+    )
     return torch.equal(one.weight, other.weight) and torch.equal(*shifts)
 
 

@@ -17,14 +17,22 @@ class Deviations(NamedTuple):
 
     tokens: int  # number of predicted tokens
     worst_logit: float  # largest difference of a logit
-    divergence_nats: float  # mean KL divergence of the second model's next token from the first's
-    loss_before_nats: float | None  # loss of the first model per token; None without targets
+    divergence_nats: (
+        float  # mean KL divergence of the second model's next token from the first's
+    )
+    loss_before_nats: (
+        float | None
+    )  # loss of the first model per token; None without targets
     loss_after_nats: float | None
-    farthest: tuple[Window, ...] = ()  # windows of largest logit differences, in descending order
+    farthest: tuple[
+        Window, ...
+    ] = ()  # windows of largest logit differences, in descending order
 
 
 @torch.inference_mode()
-def compare_outputs(original: TextReader, rewritten: TextReader, windows: Iterator[Window]) -> Deviations:
+def compare_outputs(
+    original: TextReader, rewritten: TextReader, windows: Iterator[Window]
+) -> Deviations:
     """Compare two models on a text."""
     tokens = 0
     worst = 0.0
@@ -37,7 +45,9 @@ def compare_outputs(original: TextReader, rewritten: TextReader, windows: Iterat
         other = rewritten.outputs(window).double()
         apart = largest_difference(one, other)
         worst = max(worst, apart)
-        farthest = sorted([*farthest, (apart, window)], key=lambda pair: -pair[0])[:_FARTHEST]
+        farthest = sorted([*farthest, (apart, window)], key=lambda pair: -pair[0])[
+            :_FARTHEST
+        ]
         # KL divergence of the rewritten model's predictions from the original's.
         log_p = one.log_softmax(dim=-1)
         log_q = other.log_softmax(dim=-1)
@@ -51,7 +61,12 @@ def compare_outputs(original: TextReader, rewritten: TextReader, windows: Iterat
         raise UsageError("the text is empty: there is nothing to compare on")
     before, after = (loss / predicted if predicted else None for loss in losses)
     return Deviations(
-        tokens, worst, divergence / tokens, before, after, tuple(window for _, window in farthest)
+        tokens,
+        worst,
+        divergence / tokens,
+        before,
+        after,
+        tuple(window for _, window in farthest),
     )
 
 
@@ -60,4 +75,6 @@ def largest_difference(one: Tensor, other: Tensor) -> float:
     one = one.double()
     other = other.double()
     same = (one == other) | (one.isnan() & other.isnan())
-    return float((one - other).abs().nan_to_num(nan=torch.inf).masked_fill(same, 0.0).max())
+    return float(
+        (one - other).abs().nan_to_num(nan=torch.inf).masked_fill(same, 0.0).max()
+    )

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from triptych.core.algebra.forms import are_finite
-from triptych.core.algebra.norm_folding import OtherReaders, fold_norm_into_map, require_readers_foldable
+from triptych.core.algebra.norm_folding import (
+    OtherReaders,
+    fold_norm_into_map,
+    require_readers_foldable,
+)
 from triptych.core.algebra.rewritten import RewriteRefusedError
 from triptych.core.algebra.weights import Norm
 from triptych.core.checkpoints.norm_readers import NormReader, NormSite
@@ -43,7 +47,9 @@ class _Examined:
 class OtherNorms:
     """The norms read by maps outside the attention, under a recipe."""
 
-    def __init__(self, form: Format, steps: Sequence[Rewrite], skip_refused: bool) -> None:
+    def __init__(
+        self, form: Format, steps: Sequence[Rewrite], skip_refused: bool
+    ) -> None:
         self._tensors = form.tensors
         self._examined: dict[str, _Examined] = {}
         self._errors: dict[str, MapErrors] = {}
@@ -54,14 +60,18 @@ class OtherNorms:
         self._alone = [
             site
             for site in sites
-            if site.attention is None and any(applies_to(step, site.layers) for step in asked)
+            if site.attention is None
+            and any(applies_to(step, site.layers) for step in asked)
         ]
         self._shared = {
             site.attention.name: site
             for site in sites
-            if site.attention is not None and any(applies_to(step, site.attention.numbers) for step in along)
+            if site.attention is not None
+            and any(applies_to(step, site.attention.numbers) for step in along)
         }
-        self.owners = dict[str, NormSite]()  # norms by the names of their replaceable tensors
+        self.owners = dict[
+            str, NormSite
+        ]()  # norms by the names of their replaceable tensors
         for site in (*self._alone, *self._shared.values()):
             self.owners |= dict.fromkeys(site.all_tensors, site)
         self._nothing = form.why_no_norms if asked and not self._alone else ""
@@ -72,20 +82,33 @@ class OtherNorms:
         """Return the other readers of an attention layer's norm; None without known readers."""
         if (shared := self._shared.get(site.name)) is None:
             return None
-        return OtherReaders(tuple(reader.module for reader in shared.readers), self._look_at(shared).refused)
+        return OtherReaders(
+            tuple(reader.module for reader in shared.readers),
+            self._look_at(shared).refused,
+        )
 
     def replacement(self, name: str, is_folded: IsFolded) -> Tensor | None:
         """Return the new tensor of a name, measured as saved; None if unchanged."""
         site = self.owners.get(name)
-        if site is None or self._tensors is None or not self._is_to_change(site, is_folded):
+        if (
+            site is None
+            or self._tensors is None
+            or not self._is_to_change(site, is_folded)
+        ):
             return None
         norm = self._look_at(site).norm
         assert norm is not None
-        reader = next((reader for reader in site.readers if name in reader.tensors), None)
+        reader = next(
+            (reader for reader in site.readers if name in reader.tensors), None
+        )
         if reader is None:
             old = self._tensors.read(name)
             neutral = neutral_norm(norm)
-            new = neutral.weight if name == site.own_tensors[0] or neutral.bias is None else neutral.bias
+            new = (
+                neutral.weight
+                if name == site.own_tensors[0] or neutral.bias is None
+                else neutral.bias
+            )
         elif name == reader.weight:
             # The map may be the largest tensor of the checkpoint: only its old and new values are in memory.
             give_back_memory()
@@ -100,33 +123,53 @@ class OtherNorms:
         else:
             old = self._tensors.read(name)
             found = self._biases.pop(name, None)
-            new = _fold_into_bias(norm, *reader.read(self._tensors)) if found is None else found
+            new = (
+                _fold_into_bias(norm, *reader.read(self._tensors))
+                if found is None
+                else found
+            )
         if not are_finite(new) and are_finite(old):
             for read in site.all_tensors:
                 if reason := _why_not_finite(read, self._tensors):
                     raise DataError(f"{reason}: repair the checkpoint first")
-            raise RewriteRefusedError(_NAME, _does_not_fit(name, new.dtype)).at(site.module)
+            raise RewriteRefusedError(_NAME, _does_not_fit(name, new.dtype)).at(
+                site.module
+            )
         return None if torch.equal(new, old) else new
 
     def records(self, is_folded: IsFolded) -> tuple[NormRecord, ...]:
         """Return the actual or planned outcome for each norm."""
         found = []
         if self._nothing:
-            found.append(_entry("none", (), StepRecord(rewrite=_NAME, refused=self._nothing)))
+            found.append(
+                _entry("none", (), StepRecord(rewrite=_NAME, refused=self._nothing))
+            )
         for site in (*self._shared.values(), *self._alone):
             looked_at = self._look_at(site)
             # A shared norm is folded only together with its attention layer.
             if site.attention is not None and not is_folded(site.attention):
                 continue
             if looked_at.norm is None:
-                found.append(_entry(site.module, (), StepRecord(rewrite=_NAME, refused=looked_at.refused)))
+                found.append(
+                    _entry(
+                        site.module,
+                        (),
+                        StepRecord(rewrite=_NAME, refused=looked_at.refused),
+                    )
+                )
                 continue
             maps = tuple(reader.module for reader in site.readers)
             errors = [self._errors.get(reader.weight) for reader in site.readers]
             known = [error for error in errors if error is not None]
             step = _step(site, looked_at.norm, looked_at.checked)
-            measured = total_errors(known) if known and len(known) == len(errors) else None
-            found.append(NormRecord(module=site.module, maps=maps, steps=(step,), measured=measured))
+            measured = (
+                total_errors(known) if known and len(known) == len(errors) else None
+            )
+            found.append(
+                NormRecord(
+                    module=site.module, maps=maps, steps=(step,), measured=measured
+                )
+            )
         return tuple(found)
 
     def _is_to_change(self, site: NormSite, is_folded: IsFolded) -> bool:
@@ -140,7 +183,9 @@ class OtherNorms:
             raise RewriteRefusedError(_NAME, f"{source}: {self._nothing}")
         for site in self._alone:
             if reason := self._look_at(site).refused:
-                raise RewriteRefusedError(_NAME, reason, "--skip-refused leaves it as it is").at(site.module)
+                raise RewriteRefusedError(
+                    _NAME, reason, "--skip-refused leaves it as it is"
+                ).at(site.module)
 
     def _look_at(self, site: NormSite) -> _Examined:
         if site.module not in self._examined:
@@ -152,7 +197,9 @@ class OtherNorms:
 def neutral_norm(norm: Norm) -> Norm:
     """Return gain 1 and shift 0, in the norm's storage convention."""
     shift = None if norm.bias is None else torch.zeros_like(norm.bias)
-    return replace(norm, weight=torch.full_like(norm.weight, 1 - norm.offset), bias=shift)
+    return replace(
+        norm, weight=torch.full_like(norm.weight, 1 - norm.offset), bias=shift
+    )
 
 
 def _examine(site: NormSite, tensors: Tensors) -> _Examined:
@@ -205,7 +252,9 @@ def _why_not_foldable(norm: Norm, reader: NormReader, tensors: Tensors) -> str:
     if torch.float16 in (tensors.infos[name].dtype for name in reader.tensors):
         weight, bias = reader.read(tensors)
         for block, *new in _folded_blocks(norm, weight, bias):
-            for name, old, part in zip(reader.tensors, (weight, bias), new, strict=False):
+            for name, old, part in zip(
+                reader.tensors, (weight, bias), new, strict=False
+            ):
                 if old is None or part is None or part.dtype != torch.float16:
                     continue
                 if not are_finite(part) and are_finite(old[block]):
@@ -213,7 +262,9 @@ def _why_not_foldable(norm: Norm, reader: NormReader, tensors: Tensors) -> str:
     return ""
 
 
-def _fold_into_map(norm: Norm, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _fold_into_map(
+    norm: Norm, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     new = torch.empty_like(weight)
     new_bias = None if bias is None else torch.empty_like(bias)
     for block, part, part_of_bias in _folded_blocks(norm, weight, bias):
@@ -260,13 +311,17 @@ def _is_neutral(norm: Norm) -> bool:
 def _step(site: NormSite, norm: Norm, checked: tuple[str, ...]) -> StepRecord:
     name = _NAME if site.attention is None else "fold_norm"
     if _is_neutral(norm):
-        return StepRecord(rewrite=name, tier="bit-exact", notes=("gain and shift do nothing already",))
+        return StepRecord(
+            rewrite=name, tier="bit-exact", notes=("gain and shift do nothing already",)
+        )
     stored = 1 - norm.offset
     return StepRecord(
         rewrite=name,
         tier="rounding-exact",
         checked=checked,
-        notes=(f"of the norm a gain of 1 (stored as {stored:g}) and no shift are left",),
+        notes=(
+            f"of the norm a gain of 1 (stored as {stored:g}) and no shift are left",
+        ),
     )
 
 

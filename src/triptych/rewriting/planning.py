@@ -17,7 +17,11 @@ from triptych.core.algebra.weights import AttentionWeights
 from triptych.core.checkpoints.checkpoint import open_checkpoint
 from triptych.core.checkpoints.family import Family
 from triptych.core.checkpoints.source import Source, find_source
-from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSource, Site
+from triptych.core.checkpoints.stored_layers import (
+    AttentionLayer,
+    AttentionSource,
+    Site,
+)
 from triptych.errors import DataError, UsageError
 from triptych.printable import table_html
 from triptych.rewriting.calibration import gather_moments, measure_head_losses
@@ -103,13 +107,20 @@ class Plan:
 
     def _shown(self) -> tuple[str, list[tuple[str, str]]]:
         rows = shown_rewrite((*self.layers, *self.norms), self.before, self.after)
-        rows.append(("bytes of attention in the file", f"{self.bytes_before:,} → {self.bytes_after:,}"))
+        rows.append(
+            (
+                "bytes of attention in the file",
+                f"{self.bytes_before:,} → {self.bytes_after:,}",
+            )
+        )
         return f"Plan {self.source}: {self.family}, {said_layers(self.layers)}", rows
 
 
 def total(costs: Sequence[Cost]) -> Cost:
     """Return the sum of costs; zeros for an empty list."""
-    return reduce(Cost.plus, costs, Cost(parameters=0, flops_per_token=0, kv_bytes_per_token=0))
+    return reduce(
+        Cost.plus, costs, Cost(parameters=0, flops_per_token=0, kv_bytes_per_token=0)
+    )
 
 
 class Costs(NamedTuple):
@@ -133,7 +144,9 @@ def local_folder(checkpoint: Source | str) -> Path:
     return path
 
 
-def plan_rewrite(checkpoint: Source | str, recipe: RewriteRecipe, *, family: Family | None = None) -> Plan:
+def plan_rewrite(
+    checkpoint: Source | str, recipe: RewriteRecipe, *, family: Family | None = None
+) -> Plan:
     """Compute the effect of a rewrite without writing."""
     files = find_source(checkpoint, family=family)
     local = files.at(local_folder(files))
@@ -155,7 +168,9 @@ def plan_rewrite(checkpoint: Source | str, recipe: RewriteRecipe, *, family: Fam
     # Explain unchanged sizes: ranks lowered before a rotation, and padding.
     costs = rewriting.costs()
     if turned:
-        notes[_CHANNELS_STAY.format(share=f"{turned / costs.before.parameters:.0%}")] = None
+        notes[
+            _CHANNELS_STAY.format(share=f"{turned / costs.before.parameters:.0%}")
+        ] = None
     if turned or padded:
         notes |= dict.fromkeys(rewriting.form.note_on_padding())
     return Plan(
@@ -179,7 +194,9 @@ _CHANNELS_STAY = (
 )
 
 
-def _cut_under_rotation(steps: Sequence[Rewrite], read: AttentionLayer, done: LayerRecord) -> int:
+def _cut_under_rotation(
+    steps: Sequence[Rewrite], read: AttentionLayer, done: LayerRecord
+) -> int:
     """Count parameters of W_Q and W_K if their rank is lowered before a rotation, at unchanged sizes."""
     cut = any(
         isinstance(step, Truncate)
@@ -188,7 +205,9 @@ def _cut_under_rotation(steps: Sequence[Rewrite], read: AttentionLayer, done: La
         and applies_to(step, read.site.numbers)
         for step in steps
     )
-    refused = any(record.rewrite == Truncate.name and record.refused for record in done.steps)
+    refused = any(
+        record.rewrite == Truncate.name and record.refused for record in done.steps
+    )
     if not cut or refused or read.weights.semantics.rotary is None:
         return 0
     links = {id(link): link for link in (*read.weights.q, *read.weights.k)}
@@ -208,8 +227,12 @@ class FinishedLayer(NamedTuple):
 class Rewriting:
     """A recipe applied to a checkpoint: layers in its storage format, and total costs."""
 
-    def __init__(self, source: AttentionSource, files: Source | Path, recipe: RewriteRecipe) -> None:
-        source.require_layers({*itertools.chain.from_iterable(step.layers or () for step in recipe.step)})
+    def __init__(
+        self, source: AttentionSource, files: Source | Path, recipe: RewriteRecipe
+    ) -> None:
+        source.require_layers(
+            {*itertools.chain.from_iterable(step.layers or () for step in recipe.step)}
+        )
         require_calibration(recipe)
         self.form = storage_format(source)
         self._source = source
@@ -224,13 +247,21 @@ class Rewriting:
             look=self._look,
         )
         self.settings: dict[str, Any] = {}
-        self.folded: set[Site] = set()  # layers with the preceding norm folded into their maps
+        self.folded: set[Site] = (
+            set()
+        )  # layers with the preceding norm folded into their maps
         self._costs: list[Costs] = []
         # Layers keeping their sizes after resizing steps; empty without such steps.
         self._stay: set[str] = set()
-        if sized := [number for number, step in enumerate(self.driver.steps, start=1) if step.resizes]:
+        if sized := [
+            number
+            for number, step in enumerate(self.driver.steps, start=1)
+            if step.resizes
+        ]:
             self._stay = self.form.fixed_sizes(
-                lambda read: self.driver.rewritten(self._layer(source, read), sized[-1]).weights
+                lambda read: (
+                    self.driver.rewritten(self._layer(source, read), sized[-1]).weights
+                )
             )
 
     def _read(self, site: Site) -> LayerToRewrite:
@@ -241,9 +272,17 @@ class Rewriting:
         site = read.site
         wide = read.weights.to(torch.float64)
         others = self.other_norms.others(site)
-        return LayerToRewrite(site.name, wide, source.longest_text(site), others=others, numbers=site.numbers)
+        return LayerToRewrite(
+            site.name,
+            wide,
+            source.longest_text(site),
+            others=others,
+            numbers=site.numbers,
+        )
 
-    def _look(self, driver: Driver, step: Rewrite) -> tuple[Rewrite, Mapping[str, Moments]]:
+    def _look(
+        self, driver: Driver, step: Rewrite
+    ) -> tuple[Rewrite, Mapping[str, Moments]]:
         """Return a step with its head losses, and moments of the layers after the previous steps."""
         assert self._text is not None, "the recipe was looked at"
         sites = [site for site in self._source.sites if applies_to(step, site.numbers)]
@@ -272,12 +311,16 @@ class Rewriting:
         site = read.site
         try:
             same_sizes = site.name in self._stay
-            written = storage_format(source).written(read, done.weights, done.kept, same_sizes=same_sizes)
+            written = storage_format(source).written(
+                read, done.weights, done.kept, same_sizes=same_sizes
+            )
         except RewriteRefusedError as refused:
             if not self._skip_refused:
                 raise
             outcomes = (
-                outcome if outcome.refused else StepOutcome(outcome.step, refused=refused.reason)
+                outcome
+                if outcome.refused
+                else StepOutcome(outcome.step, refused=refused.reason)
                 for outcome in done.outcomes
             )
             done = RewrittenLayer(read.weights, None, tuple(outcomes))
@@ -290,28 +333,43 @@ class Rewriting:
         )
         self._costs.append(costs)
         # A checkpoint has one format for all layers.
-        if len(self._costs) > 1 and self.settings.get("model_type") != written.settings.get("model_type"):
+        if len(self._costs) > 1 and self.settings.get(
+            "model_type"
+        ) != written.settings.get("model_type"):
             why = "a file has one format, and other layers are rewritten into another"
             raise RewriteRefusedError("write", why).at(site.name)
         self.settings |= written.settings
-        steps = tuple(StepRecord.from_outcome(outcome, read) for outcome in done.outcomes)
-        heads = _other_numbers(done.kept, read.weights.num_heads, written.shapes.num_heads)
+        steps = tuple(
+            StepRecord.from_outcome(outcome, read) for outcome in done.outcomes
+        )
+        heads = _other_numbers(
+            done.kept, read.weights.num_heads, written.shapes.num_heads
+        )
         numbers = site.numbers if site.also else ()
-        record = LayerRecord(module=site.module, layers=numbers, steps=steps, heads=heads)
+        record = LayerRecord(
+            module=site.module, layers=numbers, steps=steps, heads=heads
+        )
         if record.took_up_norm:
             self.folded.add(site)
         return FinishedLayer(done, written, record, costs)
 
     def costs(self) -> Costs:
         """Return the sums of costs over layers."""
-        return Costs(*(total([one[part] for one in self._costs]) for part in range(len(Costs._fields))))
+        return Costs(
+            *(
+                total([one[part] for one in self._costs])
+                for part in range(len(Costs._fields))
+            )
+        )
 
     def norms(self) -> tuple[NormRecord, ...]:
         """Return the records of norms read by maps outside the attention."""
         return self.other_norms.records(self.folded.__contains__)
 
 
-def _other_numbers(kept: tuple[int, ...] | None, before: int, written: int) -> tuple[int, ...] | None:
+def _other_numbers(
+    kept: tuple[int, ...] | None, before: int, written: int
+) -> tuple[int, ...] | None:
     """Return the former number of each head of a written layer; None if all numbers are unchanged.
 
     Formats of fixed sizes keep the remaining heads at their old positions.

@@ -29,7 +29,9 @@ class RewriteRecipe(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    step: tuple[Annotated[InstanceOf[Rewrite], BeforeValidator(read_rewrite)], ...] = Field(min_length=1)
+    step: tuple[Annotated[InstanceOf[Rewrite], BeforeValidator(read_rewrite)], ...] = (
+        Field(min_length=1)
+    )
     skip_refused: bool = False  # record a refusal and leave the layer unchanged
     calibration: Path | None = None  # text for rewrites that use a text
 
@@ -39,8 +41,12 @@ class RewriteRecipe(BaseModel):
         if not isinstance(found, dict):
             return found
         if "do" in found and "step" in found:
-            raise ValueError("do and [[step]] say the same in two ways: give one of the two")
-        record = {"step" if name == "do" else name: value for name, value in found.items()}
+            raise ValueError(
+                "do and [[step]] say the same in two ways: give one of the two"
+            )
+        record = {
+            "step" if name == "do" else name: value for name, value in found.items()
+        }
         steps = record.get("step")
         if isinstance(steps, list | tuple) and "exact" in steps:
             record |= {"step": _with_exact(steps), "skip_refused": True}
@@ -74,7 +80,9 @@ def to_recipe(
     """Build a recipe from steps, or complete a recipe or recipe file by the given options."""
     # A recipe or its file, completed by options of the call.
     if len(steps) == 1 and isinstance(steps[0], RewriteRecipe | Path):
-        recipe = read_rewrite_recipe(steps[0]) if isinstance(steps[0], Path) else steps[0]
+        recipe = (
+            read_rewrite_recipe(steps[0]) if isinstance(steps[0], Path) else steps[0]
+        )
         given: dict[str, Any] = {"skip_refused": True} if skip_refused else {}
         given |= {} if calibration is None else {"calibration": Path(calibration)}
         return recipe.model_copy(update=given)
@@ -86,7 +94,10 @@ def to_recipe(
     recipe = parse_rewrite_recipe(record, Path(), "rewrite")
     if layers is None:
         return recipe
-    own = [one if one.layers else one.model_copy(update={"layers": tuple(layers)}) for one in recipe.step]
+    own = [
+        one if one.layers else one.model_copy(update={"layers": tuple(layers)})
+        for one in recipe.step
+    ]
     return recipe.model_copy(update={"step": tuple(own)})
 
 
@@ -95,7 +106,9 @@ def read_rewrite_recipe(path: Path) -> RewriteRecipe:
     return parse_rewrite_recipe(read_toml(path, "recipe"), path.parent, str(path))
 
 
-def parse_rewrite_recipe(record: Mapping[str, Any], folder: Path, origin: str) -> RewriteRecipe:
+def parse_rewrite_recipe(
+    record: Mapping[str, Any], folder: Path, origin: str
+) -> RewriteRecipe:
     """Build a recipe from its keys."""
     try:
         recipe = RewriteRecipe.model_validate(dict(record))
@@ -109,7 +122,9 @@ def parse_rewrite_recipe(record: Mapping[str, Any], folder: Path, origin: str) -
         # Name the available keys instead of pydantic's message.
         if first["type"] == "extra_forbidden":
             what = f"there is no such key: there are do, {', '.join(RewriteRecipe.model_fields)}"
-        raise UsageError(f"{origin}: {where}: {what}" if where else f"{origin}: {what}") from None
+        raise UsageError(
+            f"{origin}: {where}: {what}" if where else f"{origin}: {what}"
+        ) from None
     if recipe.calibration is not None:
         recipe = recipe.model_copy(update={"calibration": folder / recipe.calibration})
     return recipe
@@ -123,5 +138,7 @@ def require_calibration(recipe: RewriteRecipe) -> None:
         raise UsageError(f"{needing[0]} needs a text: {how}")
     if recipe.calibration is not None:
         if not needing:
-            raise UsageError("no step uses the calibration text: leave it out, or choose a step that uses it")
+            raise UsageError(
+                "no step uses the calibration text: leave it out, or choose a step that uses it"
+            )
         read_whole_text(recipe.calibration)

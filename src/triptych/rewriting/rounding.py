@@ -58,7 +58,9 @@ def changed_parameters(original: TextReader, rewritten: TextReader) -> frozenset
     )
 
 
-def coarsest_changed(tensors: Mapping[str, TensorRecord], written: Tensors) -> torch.dtype:
+def coarsest_changed(
+    tensors: Mapping[str, TensorRecord], written: Tensors
+) -> torch.dtype:
     """Return the coarsest dtype of the tensors changed by a rewrite; float64 without changes."""
     dtypes = {
         written.infos[name].dtype
@@ -70,7 +72,10 @@ def coarsest_changed(tensors: Mapping[str, TensorRecord], written: Tensors) -> t
 
 
 def judge_rounding(
-    found: Deviations, rewritten: TextReader, changed: Collection[str], stored: torch.dtype
+    found: Deviations,
+    rewritten: TextReader,
+    changed: Collection[str],
+    stored: torch.dtype,
 ) -> RoundingJudgement:
     """Compare the difference between two models with the effect of rounding."""
     most = 0.0
@@ -86,7 +91,11 @@ def judge_rounding(
 
 
 def first_moved(
-    original: TextReader, rewritten: TextReader, source: AttentionSource, window: Window, stored: torch.dtype
+    original: TextReader,
+    rewritten: TextReader,
+    source: AttentionSource,
+    window: Window,
+    stored: torch.dtype,
 ) -> str:
     """Return the name of the first attention layer moved by more than rounding, or ""."""
     one = original.attention_outputs(source, window)
@@ -95,7 +104,9 @@ def first_moved(
     # Largest relative move of each layer's output by random roundings.
     rounded = [0.0] * len(other)
     for seed in range(_FIRST_DRAWS):
-        again = _rounded_again(rewritten, changed, stored, seed).attention_outputs(source, window)
+        again = _rounded_again(rewritten, changed, stored, seed).attention_outputs(
+            source, window
+        )
         for place, ((_, a), (_, b)) in enumerate(zip(other, again, strict=True)):
             rounded[place] = max(rounded[place], _relative(a, b))
     for (name, a), (_, b), most in zip(one, other, rounded, strict=True):
@@ -104,7 +115,9 @@ def first_moved(
     return ""
 
 
-def _rounded_again(model: TextReader, changed: Collection[str], stored: torch.dtype, seed: int) -> TextReader:
+def _rounded_again(
+    model: TextReader, changed: Collection[str], stored: torch.dtype, seed: int
+) -> TextReader:
     """Copy a model, moving each parameter by a rounding, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
     moved = model.copied()
@@ -112,13 +125,17 @@ def _rounded_again(model: TextReader, changed: Collection[str], stored: torch.dt
         for name, parameter in moved.model.named_parameters():
             step = unit(parameter, parameter.dtype)
             # The gain of a folded norm is constant: set, not rounded.
-            if name in changed and not bool((parameter == parameter.flatten()[:1]).all()):
+            if name in changed and not bool(
+                (parameter == parameter.flatten()[:1]).all()
+            ):
                 step = torch.maximum(step, unit(parameter, stored) / 2)
             parameter.add_(step * signs(parameter, generator))
     return moved
 
 
-def changed_numbers(before: AttentionLayer, after: AttentionLayer) -> frozenset[tuple[str, str]]:
+def changed_numbers(
+    before: AttentionLayer, after: AttentionLayer
+) -> frozenset[tuple[str, str]]:
     """Return the changed weights and biases of a layer: chain, and "weight" or "bias"."""
     found = set[tuple[str, str]]()
     # Compare weights and biases of each chain separately.
@@ -126,7 +143,9 @@ def changed_numbers(before: AttentionLayer, after: AttentionLayer) -> frozenset[
         one = before.weights.chain(side)
         other = after.weights.chain(side)
         for part in ("weight", "bias"):
-            mine, theirs = ([getattr(link, part) for link in chain] for chain in (one, other))
+            mine, theirs = (
+                [getattr(link, part) for link in chain] for chain in (one, other)
+            )
             if len(mine) != len(theirs) or not all(map(_same_tensor, mine, theirs)):
                 found.add((side, part))
     if not _same_tensor(before.weights.o_bias, after.weights.o_bias):
@@ -154,7 +173,10 @@ class RoundedAgain:
     """Moves every value of float64 weights by a rounding, up or down at random."""
 
     def __init__(
-        self, changed: frozenset[tuple[str, str]], stored: torch.dtype | None, generator: torch.Generator
+        self,
+        changed: frozenset[tuple[str, str]],
+        stored: torch.dtype | None,
+        generator: torch.Generator,
     ) -> None:
         self._changed = changed
         self._stored = stored
@@ -169,18 +191,27 @@ class RoundedAgain:
         def moved(link: Link) -> Link:
             side = side_of[id(link)]
             bias = None if link.bias is None else self._moved(side, "bias", link.bias)
-            return replace(link, weight=self._moved(side, "weight", link.weight), bias=bias)
+            return replace(
+                link, weight=self._moved(side, "weight", link.weight), bias=bias
+            )
 
         weights = weights.each_link(moved)
-        o_bias = None if weights.o_bias is None else self._moved("o", "bias", weights.o_bias)
+        o_bias = (
+            None if weights.o_bias is None else self._moved("o", "bias", weights.o_bias)
+        )
         semantics = weights.semantics
         if semantics.gate is not None:
             gate = _gate_tensors(weights).items()
-            moved_gate = {part: self._moved("gate", part, numbers.double()) for part, numbers in gate}
+            moved_gate = {
+                part: self._moved("gate", part, numbers.double())
+                for part, numbers in gate
+            }
             semantics = replace(semantics, gate=semantics.gate.with_tensors(moved_gate))
         return replace(weights, o_bias=o_bias, semantics=semantics)
 
-    def _moved(self, side: Side | Literal["gate"], part: str, numbers: Tensor) -> Tensor:
+    def _moved(
+        self, side: Side | Literal["gate"], part: str, numbers: Tensor
+    ) -> Tensor:
         stored = self._stored if (side, part) in self._changed else None
         if numbers.ndim > 1 and numbers.stride(-1) > numbers.stride(-2):
             return self._moved(side, part, numbers.mT).mT  # transposed, in memory order
@@ -192,7 +223,11 @@ class RoundedAgain:
             step = unit(some, torch.float64)
             if stored is not None:
                 step = torch.maximum(step, unit(some, stored) / 2)
-            torch.add(some, step.mul_(signs(some, self._generator)), out=moved[start : start + _AT_A_TIME])
+            torch.add(
+                some,
+                step.mul_(signs(some, self._generator)),
+                out=moved[start : start + _AT_A_TIME],
+            )
         return moved.view_as(numbers)
 
 
@@ -201,18 +236,30 @@ def unit(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     limits = torch.finfo(dtype)
     bits = _BITS[numbers.element_size()]
     # Infinity has exactly the exponent bits set: masking by them leaves the power of two of a value.
-    exponent = torch.tensor(math.inf, dtype=numbers.dtype, device=numbers.device).view(bits)
+    exponent = torch.tensor(math.inf, dtype=numbers.dtype, device=numbers.device).view(
+        bits
+    )
     step = (numbers.view(bits) & exponent).view(numbers.dtype) * limits.eps
-    step.clamp_(min=max(limits.smallest_normal * limits.eps, torch.finfo(numbers.dtype).tiny))
+    step.clamp_(
+        min=max(limits.smallest_normal * limits.eps, torch.finfo(numbers.dtype).tiny)
+    )
     return step.masked_fill_(numbers == 0, 0.0)
 
 
 def signs(like: Tensor, generator: torch.Generator) -> Tensor:
     """Draw random signs, 1 or −1, in the shape and dtype of a tensor."""
-    return torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8).to(like.dtype) * 2 - 1
+    return (
+        torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8).to(
+            like.dtype
+        )
+        * 2
+        - 1
+    )
 
 
 def _relative(one: Tensor, other: Tensor) -> float:
     one = one.double()
     other = other.double()
-    return float((one - other).norm() / one.norm().clamp(min=torch.finfo(torch.float64).tiny))
+    return float(
+        (one - other).norm() / one.norm().clamp(min=torch.finfo(torch.float64).tiny)
+    )

@@ -62,7 +62,9 @@ def files_of(opened: Opened) -> Iterator[Source]:
             source = find_source(saved)
             source.where = f"{opened.name}/config.json"
         # Messages and the certificate name the model with its changes, not the temporary folder.
-        source.name = ", ".join((opened.name, *(change.words for change in opened.changes)))
+        source.name = ", ".join(
+            (opened.name, *(change.words for change in opened.changes))
+        )
         yield source
 
 
@@ -71,7 +73,9 @@ def _save_unchanged(opened: Opened, target: Path) -> None:
     module = opened.source.module
     if module is not None:
         if target.exists():
-            raise UsageError(f"{target} exists: choose another name for the output, nothing is overwritten")
+            raise UsageError(
+                f"{target} exists: choose another name for the output, nothing is overwritten"
+            )
         write_folder(target, partial(write_model, module))
         return
     source = opened.files
@@ -118,7 +122,11 @@ def _save_changed(opened: Opened, target: Path) -> None:
     require_new_folder(opened.files.folder, target)
     if isinstance(source, ModuleLayers):
         new = with_attention(
-            source.model, {site.module: changed.read(site).weights.without_norms() for site in touched}
+            source.model,
+            {
+                site.module: changed.read(site).weights.without_norms()
+                for site in touched
+            },
         )
         new = changed_copy(new, (), attention_sites)
         for change in steering:

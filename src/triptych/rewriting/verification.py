@@ -49,7 +49,13 @@ from triptych.rewriting.planning import local_folder
 from triptych.rewriting.rounding import coarsest_changed
 from triptych.rewriting.whole_models import why_not_rounding
 from triptych.running.opening import open_text_reader, read_whole_text, why_not_run
-from triptych.untrusted import LONGEST_TEXT, read_json, read_limited, shown, stays_in_folder
+from triptych.untrusted import (
+    LONGEST_TEXT,
+    read_json,
+    read_limited,
+    shown,
+    stays_in_folder,
+)
 
 
 def verify(
@@ -97,20 +103,43 @@ def verify(
         _require_calibration(certificate, original, calibration)
     folder = folder.parent if folder.is_file() else folder
     probes = certificate.probes
-    if probes.seed != PROBES.seed or probes.count < PROBES.count or probes.length < PROBES.length:
-        raise DataError(f"{folder}: its probes are {probes}, and layers are tried on {PROBES} at least")
-    checks = [Claim("the certificate is as it was written", True, f"sha256 {certificate.sha256[:16]}…")]
+    if (
+        probes.seed != PROBES.seed
+        or probes.count < PROBES.count
+        or probes.length < PROBES.length
+    ):
+        raise DataError(
+            f"{folder}: its probes are {probes}, and layers are tried on {PROBES} at least"
+        )
+    checks = [
+        Claim(
+            "the certificate is as it was written",
+            True,
+            f"sha256 {certificate.sha256[:16]}…",
+        )
+    ]
     checks.append(check_files(certificate, folder))
-    checks.append(check_hashes(certificate, open_tensors(folder), "written", "tensors as written"))
+    checks.append(
+        check_hashes(certificate, open_tensors(folder), "written", "tensors as written")
+    )
     if original is None:
         how = "give the original with --against"
         if WITH_ADAPTERS in certificate.source:
             how += ": the merged model, which load(base, adapter=…).save(FOLDER) writes"
         return [*checks, *_claims_not_tried(certificate, how)]
-    checks.append(check_hashes(certificate, open_tensors(original), "read", f"tensors of {original}"))
+    checks.append(
+        check_hashes(
+            certificate, open_tensors(original), "read", f"tensors of {original}"
+        )
+    )
     # Further checks are meaningless on changed files.
     if not all(check.held for check in checks):
-        return [*checks, *_claims_not_tried(certificate, "these are other files than those certified")]
+        return [
+            *checks,
+            *_claims_not_tried(
+                certificate, "these are other files than those certified"
+            ),
+        ]
     one = open_checkpoint(original, family)
     other = open_checkpoint(folder, family)
     pair = CheckpointPair(certificate, one, other, folder)
@@ -144,13 +173,19 @@ def _unchecked_claims(certificate: Certificate, words: bool) -> Iterator[Claim]:
     yield as_stated("tool", shown(certificate.tool))
     yield as_stated("source, as it was named", shown(certificate.source))
     if not words:
-        yield as_stated("checked, choice, notes of steps", f"another version wrote them, this is {_tool()}")
+        yield as_stated(
+            "checked, choice, notes of steps",
+            f"another version wrote them, this is {_tool()}",
+        )
     if certificate.not_compared:
         yield as_stated("not_compared", shown(certificate.not_compared))
     if certificate.not_on_text:
         yield as_stated("not_on_text", shown(certificate.not_on_text))
     if (found := certificate.end_to_end) is not None:
-        yield as_stated("what ran whole models, and on what", f"{shown(found.by)}, {shown(found.text)}")
+        yield as_stated(
+            "what ran whole models, and on what",
+            f"{shown(found.by)}, {shown(found.text)}",
+        )
 
 
 def _check_origin(certificate: Certificate, source: AttentionSource) -> Claim:
@@ -166,7 +201,9 @@ def _check_origin(certificate: Certificate, source: AttentionSource) -> Claim:
     return as_claim("family and dtype", wrong, f"{source.written_as}, {dtype}")
 
 
-def _require_calibration(certificate: Certificate, original: Path | None, calibration: Path) -> None:
+def _require_calibration(
+    certificate: Certificate, original: Path | None, calibration: Path
+) -> None:
     """Check that a text is the calibration text of the certificate."""
     if original is None:
         raise UsageError("--calibrate needs the original: give it with --against")
@@ -187,7 +224,9 @@ def _require_text(certificate: Certificate, text: Path) -> None:
             f"{text}: no whole models were compared ({certificate.not_compared}): leave out --text"
         )
     if on_random_tokens(found):
-        raise UsageError(f"{text}: the models were compared on random tokens: leave out --text")
+        raise UsageError(
+            f"{text}: the models were compared on random tokens: leave out --text"
+        )
     if found.text_sha256 is not None and found.text_sha256 != file_hash(text):
         raise UsageError(
             f"{text} is another text than both models were compared on: that was {shown(found.text)}, with "
@@ -214,7 +253,11 @@ def check_files(certificate: Certificate, folder: Path) -> Claim:
         and (name := path.relative_to(folder).as_posix()) not in known
     ]
     readme = folder / MODEL_CARD
-    text = read_limited(readme, LONGEST_TEXT).decode(errors="replace") if readme.is_file() else ""
+    text = (
+        read_limited(readme, LONGEST_TEXT).decode(errors="replace")
+        if readme.is_file()
+        else ""
+    )
     if card(certificate).strip() not in text:
         wrong.append(f"{MODEL_CARD} does not say what the certificate does")
     return as_claim("other files as written", wrong, f"{len(certificate.files)} files")
@@ -228,7 +271,9 @@ def _files_of_tensors(folder: Path) -> set[str]:
     return {str(name) for name in named.values()} if isinstance(named, dict) else set()
 
 
-def check_hashes(certificate: Certificate, tensors: Tensors, which: str, claim: str) -> Claim:
+def check_hashes(
+    certificate: Certificate, tensors: Tensors, which: str, claim: str
+) -> Claim:
     """Check the hashes of all tensors, as `read` or `written`."""
     wanted = {
         name: found
@@ -236,7 +281,11 @@ def check_hashes(certificate: Certificate, tensors: Tensors, which: str, claim: 
         if (found := getattr(record, which)) is not None
     }
     wrong = [f"{name} is missing" for name in wanted if name not in tensors.infos]
-    wrong += [f"{name} is not in the certificate" for name in tensors.infos if name not in wanted]
+    wrong += [
+        f"{name} is not in the certificate"
+        for name in tensors.infos
+        if name not in wanted
+    ]
     for name in wanted:
         if name in tensors.infos and tensor_hash(tensors.read(name)) != wanted[name]:
             wrong.append(f"{name} was changed")
@@ -244,16 +293,30 @@ def check_hashes(certificate: Certificate, tensors: Tensors, which: str, claim: 
 
 
 def check_nothing_else(
-    certificate: Certificate, original: Path, folder: Path, source: Format, written: Format
+    certificate: Certificate,
+    original: Path,
+    folder: Path,
+    source: Format,
+    written: Format,
 ) -> Claim:
     """Check that only the measured layers and the listed settings changed."""
     named = [layer.module for layer in certificate.layers]
     sites = source.source.sites
-    wrong = [f"{site.module} is not in the certificate" for site in sites if site.module not in named]
-    wrong += [f"{module} is in the certificate twice" for module in set(named) if named.count(module) > 1]
+    wrong = [
+        f"{site.module} is not in the certificate"
+        for site in sites
+        if site.module not in named
+    ]
+    wrong += [
+        f"{module} is in the certificate twice"
+        for module in set(named)
+        if named.count(module) > 1
+    ]
     wrong += source.differences(certificate, original, folder, written.source)
     measured = sum(layer.measured is not None for layer in certificate.layers)
-    return as_claim("nothing else has changed", wrong, f"{measured} layers were changed")
+    return as_claim(
+        "nothing else has changed", wrong, f"{measured} layers were changed"
+    )
 
 
 # Whole models run in float32. A loss and a divergence are means over tokens, so the rounding of another
@@ -281,14 +344,20 @@ def claim_not_compared(certificate: Certificate, reason: str) -> Iterator[Claim]
 
 
 def check_models(
-    certificate: Certificate, original: Path, folder: Path, source: AttentionSource, text: Path | None
+    certificate: Certificate,
+    original: Path,
+    folder: Path,
+    source: AttentionSource,
+    text: Path | None,
 ) -> Iterator[Claim]:
     """Run both models again on random tokens or on the text; otherwise give the reason."""
     certified = certificate.end_to_end
     if certified is None:
         return
     if text is None and not on_random_tokens(certified):
-        yield from claim_not_compared(certificate, f"give the text, {shown(certified.text)}, with --text")
+        yield from claim_not_compared(
+            certificate, f"give the text, {shown(certified.text)}, with --text"
+        )
         return
     if text is None and (reason := why_not_run(original)):
         yield from claim_not_compared(certificate, reason)
@@ -302,7 +371,9 @@ def check_models(
         return
     try:
         windows = (
-            one.random_windows(certificate.probes.seed) if text is None else one.windows(text, MOST_TOKENS)
+            one.random_windows(certificate.probes.seed)
+            if text is None
+            else one.windows(text, MOST_TOKENS)
         )
         other = open_text_reader(folder)
         found = compare_outputs(one, other, windows)
@@ -322,16 +393,38 @@ def check_models(
     yield as_claim(_WHOLE_MODELS, wrong, said)
 
 
-def _model_differences(certified: EndToEnd, found: Deviations, *, exact: bool) -> Iterator[str]:
+def _model_differences(
+    certified: EndToEnd, found: Deviations, *, exact: bool
+) -> Iterator[str]:
     """Yield the figures of whole models that differ from the certificate."""
     if certified.tokens != found.tokens:
         yield f"{found.tokens:,} tokens, certified {certified.tokens:,}"
-    relative, absolute = (_SAME_LOGIT_IF_EXACT, _LOGIT_IF_EXACT) if exact else (_SAME_LOGIT, _LOGIT)
+    relative, absolute = (
+        (_SAME_LOGIT_IF_EXACT, _LOGIT_IF_EXACT) if exact else (_SAME_LOGIT, _LOGIT)
+    )
     for name, wanted, got, share, most in (
         ("logits", certified.worst_logit, found.worst_logit, relative, absolute),
-        ("divergence", certified.divergence_nats, found.divergence_nats, _SAME_DIVERGENCE, _DIVERGENCE_NATS),
-        ("loss before", certified.loss_before_nats, found.loss_before_nats, 0.0, _SAME_LOSS_NATS),
-        ("loss after", certified.loss_after_nats, found.loss_after_nats, 0.0, _SAME_LOSS_NATS),
+        (
+            "divergence",
+            certified.divergence_nats,
+            found.divergence_nats,
+            _SAME_DIVERGENCE,
+            _DIVERGENCE_NATS,
+        ),
+        (
+            "loss before",
+            certified.loss_before_nats,
+            found.loss_before_nats,
+            0.0,
+            _SAME_LOSS_NATS,
+        ),
+        (
+            "loss after",
+            certified.loss_after_nats,
+            found.loss_after_nats,
+            0.0,
+            _SAME_LOSS_NATS,
+        ),
     ):
         if not are_close(wanted, got, share, most):
             yield f"{name} {format_figure(got)}, certified {format_figure(wanted)}"

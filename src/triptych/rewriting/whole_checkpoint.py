@@ -53,7 +53,11 @@ from triptych.rewriting.measuring import PROBES, measure_change
 from triptych.rewriting.planning import Rewriting, local_folder
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.rounding import coarsest_changed
-from triptych.rewriting.whole_models import compare_models, open_original, why_not_compared
+from triptych.rewriting.whole_models import (
+    compare_models,
+    open_original,
+    why_not_compared,
+)
 from triptych.running.opening import TextReader, Window, read_whole_text
 from triptych.untrusted import LONGEST_TEXT, read_json, read_limited
 
@@ -78,11 +82,17 @@ def rewrite_checkpoint(
     local = files.at(folder)
     source = open_checkpoint(local)
     rewriting = Rewriting(source, local, recipe)
-    request = _Request(files.name, local, target, recipe, text, compare, progress or (lambda *_: None))
+    request = _Request(
+        files.name, local, target, recipe, text, compare, progress or (lambda *_: None)
+    )
     if isinstance(source, ModuleLayers):
-        return _Writing(source, rewriting, request, _RunSink(source, rewriting, request)).write()
+        return _Writing(
+            source, rewriting, request, _RunSink(source, rewriting, request)
+        ).write()
     assert isinstance(source, Checkpoint)
-    return _Writing(source, rewriting, request, _FolderSink(source, rewriting, request)).write()
+    return _Writing(
+        source, rewriting, request, _FolderSink(source, rewriting, request)
+    ).write()
 
 
 @final
@@ -105,7 +115,9 @@ class _Request:
 class _RunSink:
     """The new folder of a run of ours, written from a model in memory: runs are small."""
 
-    def __init__(self, source: ModuleLayers, rewriting: Rewriting, request: _Request) -> None:
+    def __init__(
+        self, source: ModuleLayers, rewriting: Rewriting, request: _Request
+    ) -> None:
         self._source = source
         self._rewriting = rewriting
         self._request = request
@@ -152,7 +164,9 @@ class _RunSink:
 class _FolderSink:
     """A new folder in Hugging Face's layout, written shard by shard, with at most two layers in memory."""
 
-    def __init__(self, source: Checkpoint, rewriting: Rewriting, request: _Request) -> None:
+    def __init__(
+        self, source: Checkpoint, rewriting: Rewriting, request: _Request
+    ) -> None:
         self._source = source
         self._rewriting = rewriting
         self._request = request
@@ -178,12 +192,18 @@ class _FolderSink:
         with self._measuring:
             hashes = copy.write_shards(self._replacement, progress)
         copy.write_beside(self._rewriting.settings)
-        (copy.folder / INPUTS).unlink(missing_ok=True)  # inputs from an earlier rewrite of the source
+        (copy.folder / INPUTS).unlink(
+            missing_ok=True
+        )  # inputs from an earlier rewrite of the source
         if self._ready:
-            raise AssertionError(f"{next(iter(self._ready))} was rewritten but not written")
+            raise AssertionError(
+                f"{next(iter(self._ready))} was rewritten but not written"
+            )
         if not self._rewriting.settings:
             for name, found in self._measured.items():
-                self.records[name] = self.records[name].model_copy(update={"measured": found.result()})
+                self.records[name] = self.records[name].model_copy(
+                    update={"measured": found.result()}
+                )
         return {
             name: TensorRecord(read=found.read, written=found.written)
             for name, found in sorted(hashes.items())
@@ -212,15 +232,21 @@ class _FolderSink:
         if site.name in self.records:
             return
         names = self._source.read_names(site)
-        held = self._source.holding({name: self._source.tensors.read(name) for name in names})
+        held = self._source.holding(
+            {name: self._source.tensors.read(name) for name in names}
+        )
         read = held.read(site)
         done = self._rewriting.layer(held, read)
         written = done.written
         bounded = done.record.tier == "bounded"
         if done.record.changed and not written.settings:
-            wait(self._measured.values())  # one measurement at a time: two layers are in memory
+            wait(
+                self._measured.values()
+            )  # one measurement at a time: two layers are in memory
             saved = held.holding(written.tensors).read(site)
-            self._measured[site.name] = self._measuring.submit(measure_change, read, saved, bounded=bounded)
+            self._measured[site.name] = self._measuring.submit(
+                measure_change, read, saved, bounded=bounded
+            )
         self._ready |= written.tensors
         self._replaced |= written.replaced
         self.records[site.name] = done.record
@@ -229,8 +255,12 @@ class _FolderSink:
     def reopened(self) -> Checkpoint:
         settings = Settings(read_json(self.folder / CONFIG), CONFIG)
         tensors = dequantised(open_tensors(self.folder), settings)
-        other = family_of(str(self._rewriting.settings.get("model_type")))  # family of a changed format
-        return Checkpoint(str(self.folder), other or self._source.family, settings, tensors)
+        other = family_of(
+            str(self._rewriting.settings.get("model_type"))
+        )  # family of a changed format
+        return Checkpoint(
+            str(self.folder), other or self._source.family, settings, tensors
+        )
 
     def finish(self, extra: Mapping[str, bytes]) -> None:
         self._copy.finish(extra)
@@ -241,7 +271,11 @@ class _Writing:
     """A rewrite being written, in any format."""
 
     def __init__(
-        self, source: AttentionSource, rewriting: Rewriting, request: _Request, sink: _RunSink | _FolderSink
+        self,
+        source: AttentionSource,
+        rewriting: Rewriting,
+        request: _Request,
+        sink: _RunSink | _FolderSink,
     ) -> None:
         self.source = source
         self.rewriting = rewriting
@@ -263,8 +297,12 @@ class _Writing:
                 written = after.read(place)
                 if record.changed and record.measured is None:
                     bounded = record.tier == "bounded"
-                    found = measure_change(self.source.read(site), written, bounded=bounded)
-                    self.sink.records[site.name] = record.model_copy(update={"measured": found})
+                    found = measure_change(
+                        self.source.read(site), written, bounded=bounded
+                    )
+                    self.sink.records[site.name] = record.model_copy(
+                        update={"measured": found}
+                    )
             certificate = self._certificate(tensors, after)
             readme = _with_card(self.sink.folder / MODEL_CARD, card(certificate))
             self.sink.finish({CERTIFICATE: certificate.as_json(), MODEL_CARD: readme})
@@ -278,10 +316,14 @@ class _Writing:
         for number, site in enumerate(self.source.sites):
             record = self.sink.records[site.name]
             if wanted(record):
-                self.request.progress(doing.format(site.name), number, len(self.source.sites))
+                self.request.progress(
+                    doing.format(site.name), number, len(self.source.sites)
+                )
                 yield site, places[site.module], record
 
-    def _certificate(self, tensors: Mapping[str, TensorRecord], after: AttentionSource) -> Certificate:
+    def _certificate(
+        self, tensors: Mapping[str, TensorRecord], after: AttentionSource
+    ) -> Certificate:
         request = self.request
         folder = self.sink.folder
         sites = self.source.sites
@@ -313,7 +355,9 @@ class _Writing:
             not_on_text=self.not_on_text,
         ).sealed()
 
-    def _compared(self, after: AttentionSource, stored: torch.dtype | None) -> tuple[EndToEnd | None, str]:
+    def _compared(
+        self, after: AttentionSource, stored: torch.dtype | None
+    ) -> tuple[EndToEnd | None, str]:
         """Compare both models on the text or on random tokens; otherwise return the reason."""
         request = self.request
         if not request.compare:
@@ -330,7 +374,9 @@ class _Writing:
         written = request.files.at(self.sink.folder)
         return compare_models(opened, self.source, written, request.text, stored), ""
 
-    def _try_on_text(self, model: TextReader, windows: Sequence[Window], after: AttentionSource) -> None:
+    def _try_on_text(
+        self, model: TextReader, windows: Sequence[Window], after: AttentionSource
+    ) -> None:
         """Measure changed layers on the original's inputs for the text, and store these inputs."""
         try:
             inputs = gather_inputs(model, self.source, windows)
@@ -338,10 +384,16 @@ class _Writing:
             self.not_on_text = str(error)
             return
         write_inputs(self.sink.folder / INPUTS, inputs)
-        for site, place, record in self._layers(after, "trying {} on the text", attrgetter("changed")):
+        for site, place, record in self._layers(
+            after, "trying {} on the text", attrgetter("changed")
+        ):
             if site.name in inputs:
-                found = measure_change(self.source.read(site), after.read(place), inputs[site.name])
-                self.sink.records[site.name] = record.model_copy(update={"measured_on_text": found})
+                found = measure_change(
+                    self.source.read(site), after.read(place), inputs[site.name]
+                )
+                self.sink.records[site.name] = record.model_copy(
+                    update={"measured_on_text": found}
+                )
 
 
 def _owners(source: Checkpoint) -> dict[str, Site]:
@@ -377,7 +429,9 @@ def _files(folder: Path) -> dict[str, str]:
     return {
         path.relative_to(folder).as_posix(): file_hash(path)
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path not in tensors and path not in (folder / CERTIFICATE, folder / MODEL_CARD)
+        if path.is_file()
+        and path not in tensors
+        and path not in (folder / CERTIFICATE, folder / MODEL_CARD)
     }
 
 
@@ -392,6 +446,14 @@ def leave_out_certificate(folder: Path) -> None:
 
 def _with_card(path: Path, section: str) -> bytes:
     """Append the section to a model card, or replace the existing section."""
-    text = read_limited(path, LONGEST_TEXT).decode(errors="surrogateescape") if path.is_file() else ""
-    rest = re.sub(rf"^{CARD_HEADING}\n.*?(?=^## |\Z)", "", text, flags=re.DOTALL | re.MULTILINE)
-    return (f"{rest.rstrip()}\n\n{section}".strip() + "\n").encode(errors="surrogateescape")
+    text = (
+        read_limited(path, LONGEST_TEXT).decode(errors="surrogateescape")
+        if path.is_file()
+        else ""
+    )
+    rest = re.sub(
+        rf"^{CARD_HEADING}\n.*?(?=^## |\Z)", "", text, flags=re.DOTALL | re.MULTILINE
+    )
+    return (f"{rest.rstrip()}\n\n{section}".strip() + "\n").encode(
+        errors="surrogateescape"
+    )

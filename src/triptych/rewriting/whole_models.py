@@ -45,7 +45,9 @@ def why_not_compared(files: Source) -> str:
     """Return the reason against a default comparison on random tokens, or ""."""
     if reason := why_not_run(files):
         return reason
-    size = sum(path.stat().st_size for path in files.folder.glob("*.*") if path.is_file())
+    size = sum(
+        path.stat().st_size for path in files.folder.glob("*.*") if path.is_file()
+    )
     if size > _LARGEST_COMPARED:
         return f"it has {size / 1e9:.1f} GB; --text FILE compares them nevertheless"
     return ""
@@ -86,9 +88,13 @@ def compare_models(
     other = open_text_reader(written)
     found = compare_outputs(original.model, other, iter(original.windows))
     if not math.isfinite(found.worst_logit):
-        raise FailedRewriteError(f"{source.name}: the rewritten model outputs numbers that are not finite")
+        raise FailedRewriteError(
+            f"{source.name}: the rewritten model outputs numbers that are not finite"
+        )
     # `stored` is given only if every step is exact.
-    if stored is not None and (reason := why_not_rounding(found, original.model, other, source, stored)):
+    if stored is not None and (
+        reason := why_not_rounding(found, original.model, other, source, stored)
+    ):
         raise FailedRewriteError(
             f"{source.name}: every step is exact, yet {reason}; nothing is written. "
             f"Is the checkpoint what its family says, {source.written_as} ({source.known_by})?"
@@ -113,7 +119,9 @@ def why_not_rounding(
     stored: torch.dtype,
 ) -> str:
     """Explain a difference beyond rounding, with the first layer affected; "" if rounding explains it."""
-    verdict = judge_rounding(found, rewritten, changed_parameters(original, rewritten), stored)
+    verdict = judge_rounding(
+        found, rewritten, changed_parameters(original, rewritten), stored
+    )
     if verdict.is_rounding:
         return ""
     # Find the first layer only now: it takes further runs of both models.

@@ -51,7 +51,9 @@ def write_layer(
     # Formats have fixed slots: a removed bias is stored as zeros, a folded norm as gain 1 and shift 0. New
     # head sizes are stored if the configuration allows; otherwise heads are padded, zeroed or repeated.
     try:
-        return _LayerWriter(Fitting(checkpoint, before, after, kept, same_sizes)).write()
+        return _LayerWriter(
+            Fitting(checkpoint, before, after, kept, same_sizes)
+        ).write()
     except RewriteRefusedError as error:
         raise error.at(before.site.name) from None
 
@@ -59,7 +61,11 @@ def write_layer(
 @final
 class _LayerWriter:
     def __init__(self, fitting: Fitting) -> None:
-        self.fitting, self.checkpoint, self.tensors = fitting, fitting.checkpoint, fitting.checkpoint.tensors
+        self.fitting, self.checkpoint, self.tensors = (
+            fitting,
+            fitting.checkpoint,
+            fitting.checkpoint.tensors,
+        )
         self.layer = fitting.layer
         self.before = fitting.before
         self.after = fitting.after
@@ -81,12 +87,18 @@ class _LayerWriter:
         new = sizes_of(fitted)
         found = resizing(self.checkpoint, self.layer.site, new) if new != old else None
         stored = layer_map(self.place, self.tensors, new)
-        ours = self._maps(fitted, stored) | self._norm() | dict(self._gains(old, new, stored))
+        ours = (
+            self._maps(fitted, stored)
+            | self._norm()
+            | dict(self._gains(old, new, stored))
+        )
         if self.semantics.sinks is not None and len(self.kept) == new.heads:
             ours["sinks"] = self.semantics.sinks[self.kept]
         if (gate := self.after.semantics.gate) is not None:
             ours |= self._gate(gate, new.heads)
-        changed = ((name, self._changed(name, full)) for name, full in stored.write(ours))
+        changed = (
+            (name, self._changed(name, full)) for name, full in stored.write(ours)
+        )
         tensors = {name: tensor for name, tensor in changed if tensor is not None}
         shapes = _with_biases_of(self.before, fitted.mapped(_to_meta))
         return WrittenLayer(tensors, found.settings if found else {}, shapes)
@@ -94,10 +106,13 @@ class _LayerWriter:
     def _as_latent(self) -> WrittenLayer:
         found = as_latent(self.checkpoint, self.layer, self.after)
         changed = (
-            (name, self._changed(name, full)) for name, full in found.stored.write(found.parts | self._norm())
+            (name, self._changed(name, full))
+            for name, full in found.stored.write(found.parts | self._norm())
         )
         tensors = {name: tensor for name, tensor in changed if tensor is not None}
-        return WrittenLayer(tensors, found.settings, found.weights.mapped(_to_meta), found.replaced)
+        return WrittenLayer(
+            tensors, found.settings, found.weights.mapped(_to_meta), found.replaced
+        )
 
     def _maps(self, fitted: AttentionWeights, stored: LayerMap) -> dict[str, Tensor]:
         """Return the maps and their biases, with zeros in slots of removed biases."""
@@ -113,7 +128,9 @@ class _LayerWriter:
         for name in stored.parts:
             side = name.removesuffix(".bias")
             if name != side and side in ours:
-                zeros = torch.zeros_like(ours[side][0, 0] if side == "o" else ours[side][:, 0])
+                zeros = torch.zeros_like(
+                    ours[side][0, 0] if side == "o" else ours[side][:, 0]
+                )
                 ours.setdefault(name, zeros)
         # Nonzero parts without a slot are refused; zero parts are dropped.
         for name in ours.keys() - stored.parts:
@@ -133,16 +150,30 @@ class _LayerWriter:
             return {}
         at = self.place.norm_module
         for other in self.checkpoint.sites:
-            if other != self.layer.site and at == self.checkpoint.place(other).norm_module:
-                reject(f"the norm {at} was folded, and {other.name} reads it too", "leave fold_norm out")
+            if (
+                other != self.layer.site
+                and at == self.checkpoint.place(other).norm_module
+            ):
+                reject(
+                    f"the norm {at} was folded, and {other.name} reads it too",
+                    "leave fold_norm out",
+                )
         found = {"norm": torch.full_like(norm.weight, 1 - norm.offset)}
-        return found if norm.bias is None else found | {"norm.bias": torch.zeros_like(norm.bias)}
+        return (
+            found
+            if norm.bias is None
+            else found | {"norm.bias": torch.zeros_like(norm.bias)}
+        )
 
-    def _gains(self, old: MapSizes, new: MapSizes, stored: LayerMap) -> Iterator[tuple[str, Tensor]]:
+    def _gains(
+        self, old: MapSizes, new: MapSizes, stored: LayerMap
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield per-head gains and shifts of query and key norms in the new order of heads."""
         heads = torch.tensor(self.kept)
         # A changed number of heads is written only without per-head gains.
-        if not len(heads) == new.heads == old.heads or self.kept == list(range(old.heads)):
+        if not len(heads) == new.heads == old.heads or self.kept == list(
+            range(old.heads)
+        ):
             return
         groups = (heads // (old.heads // old.groups)).view(old.groups, -1)
         for part, norm, order in (
@@ -159,22 +190,30 @@ class _LayerWriter:
                 )
             for name in (part, f"{part}.bias"):
                 if (name,) in stored.entries:
-                    (gains,) = stored.entries[(name,)].read(lambda name, _: self.tensors.read(name))
+                    (gains,) = stored.entries[(name,)].read(
+                        lambda name, _: self.tensors.read(name)
+                    )
                     yield name, gains.view(len(order), -1)[order].view(gains.shape)
 
     def _gate(self, gate: HeadGate, heads: int) -> dict[str, Tensor]:
         """Return the gates, stored with the queries; removed heads get unused zeros."""
-        parts = {"gate": gate.weight.mT} | ({} if gate.bias is None else {"gate.bias": gate.bias})
+        parts = {"gate": gate.weight.mT} | (
+            {} if gate.bias is None else {"gate.bias": gate.bias}
+        )
         if len(self.kept) == heads:
             return parts
         return {
-            name: part.new_zeros(heads, *part.shape[1:]).index_copy(0, torch.tensor(self.kept), part)
+            name: part.new_zeros(heads, *part.shape[1:]).index_copy(
+                0, torch.tensor(self.kept), part
+            )
             for name, part in parts.items()
         }
 
     def _changed(self, name: str, full: Tensor) -> Tensor | None:
         """Return a tensor in its stored form; None if it is unchanged."""
-        if name not in self.tensors.infos:  # a tensor of another format, in the dtype of the maps
+        if (
+            name not in self.tensors.infos
+        ):  # a tensor of another format, in the dtype of the maps
             return full.to(self.before.dtype).contiguous()
         dtype = self.tensors.infos[name].dtype
         new = full.to(dtype).contiguous()
@@ -187,9 +226,13 @@ class _LayerWriter:
                 "rewrite the checkpoint it was made from",
             )
         if not are_finite(new) and are_finite(old):
-            largest = f"up to {float(full.abs().max()):.3g}" if are_finite(full) else "now"
+            largest = (
+                f"up to {float(full.abs().max()):.3g}" if are_finite(full) else "now"
+            )
             reject(
-                f"tensor {name}: numbers {largest} do not fit {dtype}".replace("torch.", ""),
+                f"tensor {name}: numbers {largest} do not fit {dtype}".replace(
+                    "torch.", ""
+                ),
                 "store the checkpoint in bfloat16 or float32 first",
             )
         return new
@@ -199,14 +242,20 @@ def _to_meta(tensor: Tensor) -> Tensor:
     return tensor.to("meta")
 
 
-def _with_biases_of(before: AttentionWeights, fitted: AttentionWeights) -> AttentionWeights:
+def _with_biases_of(
+    before: AttentionWeights, fitted: AttentionWeights
+) -> AttentionWeights:
     """Return the shapes of a layer with a bias in every slot of the file."""
     chains = {}
     for side in SIDES[:3]:
         (*first, link), there = fitted.chain(side), before.chain(side)[-1].bias
         bias = None if there is None else link.weight.new_empty(link.copies, link.d_out)
         chains[str(side)] = (*first, replace(link, bias=bias))
-    o_bias = None if before.o_bias is None else fitted.o[0].weight.new_empty(before.o_bias.shape)
+    o_bias = (
+        None
+        if before.o_bias is None
+        else fitted.o[0].weight.new_empty(before.o_bias.shape)
+    )
     return replace(fitted, o_bias=o_bias, **chains)  # type: ignore[arg-type]
 
 
@@ -216,7 +265,9 @@ def _are_same_weights(one: AttentionWeights, other: AttentionWeights) -> bool:
         return True
     alike = one.scale == other.scale and (one.norm is None) == (other.norm is None)
     alike = alike and (one.o_bias is None) == (other.o_bias is None)
-    if not alike or any(len(one.chain(side)) != len(other.chain(side)) for side in SIDES):
+    if not alike or any(
+        len(one.chain(side)) != len(other.chain(side)) for side in SIDES
+    ):
         return False
     mine = list(one.tensors())
     theirs = list(other.tensors())
@@ -227,4 +278,6 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors have equal values, compared in float64 if dtypes differ."""
     if one.dtype == other.dtype or one.shape != other.shape:
         return torch.equal(one, other)
-    return all(torch.equal(a.double(), b.double()) for a, b in zip(one, other, strict=True))
+    return all(
+        torch.equal(a.double(), b.double()) for a, b in zip(one, other, strict=True)
+    )

@@ -21,7 +21,9 @@ def batches_of_like_length(
     for i in sorted(range(len(sentences)), key=lambda i: -len(sentences[i])):
         longest = len(sentences[batch[0]] if batch else sentences[i])
         # Sentences come in falling length, so the first sentence sets the padded length; 1 for the end.
-        full = batch_tokens is not None and (longest + 1) * (len(batch) + 1) > batch_tokens
+        full = (
+            batch_tokens is not None and (longest + 1) * (len(batch) + 1) > batch_tokens
+        )
         other = not pads and longest != len(sentences[i])
         if batch and (full or other or len(batch) == batch_sentences):
             yield batch
@@ -31,7 +33,9 @@ def batches_of_like_length(
         yield batch
 
 
-def padded_alike(batch: Sequence[int], lengths: Sequence[int], limit: int | None) -> Iterator[list[int]]:
+def padded_alike(
+    batch: Sequence[int], lengths: Sequence[int], limit: int | None
+) -> Iterator[list[int]]:
     """Split a batch so that texts do not change each other's results.
 
     Texts longer than `limit` share a batch only with texts of the same length.

@@ -37,7 +37,9 @@ class ChangedSource(AttentionSource):
         self.absent = source.absent
         self.warnings = source.warnings
         self.others = source.others
-        self._places = dict[Site, tuple[Site, int]]()  # site of the source, and number in model order
+        self._places = dict[
+            Site, tuple[Site, int]
+        ]()  # site of the source, and number in model order
         self._site_of_layer = dict[int, Site]()
         # Split the layers of a site into groups with equal changes; each group becomes a site.
         for site in source.sites:
@@ -76,14 +78,26 @@ class ChangedSource(AttentionSource):
         return layer
 
     def outline(self, site: Site) -> AttentionLayer:
-        return self.read(site) if self._is_changed(site) else self._source.outline(self._stored(site))
+        return (
+            self.read(site)
+            if self._is_changed(site)
+            else self._source.outline(self._stored(site))
+        )
 
     def lender(self, site: Site) -> Site | None:
         lender = self._source.lender(self._stored(site))
-        return None if lender is None else next(own for own in self.sites if self._stored(own) == lender)
+        return (
+            None
+            if lender is None
+            else next(own for own in self.sites if self._stored(own) == lender)
+        )
 
     def read_map(self, site: Site, side: Side, head: int) -> Link | None:
-        return None if self._is_changed(site) else self._source.read_map(self._stored(site), side, head)
+        return (
+            None
+            if self._is_changed(site)
+            else self._source.read_map(self._stored(site), side, head)
+        )
 
     def _stored(self, site: Site) -> Site:
         return self._places[site][0]
@@ -108,12 +122,16 @@ class ChangedSource(AttentionSource):
         return self._source.broken(layer)
 
 
-def _still_together(source: AttentionSource, site: Site, changes: Sequence[Change]) -> list[list[int]]:
+def _still_together(
+    source: AttentionSource, site: Site, changes: Sequence[Change]
+) -> list[list[int]]:
     """Group the layers of a site by their changes; each group lists layer numbers in model order."""
     found: dict[tuple[object, ...], list[int]] = {}
     for layer, place in enumerate(source.layers):
         if place.site == site:
-            found.setdefault(tuple(change.layers.get(layer) for change in changes), []).append(layer)
+            found.setdefault(
+                tuple(change.layers.get(layer) for change in changes), []
+            ).append(layer)
     return list(found.values())
 
 
@@ -125,12 +143,18 @@ def why_not_saved(change: Change, source: AttentionSource) -> str:
     for site in source.sites:
         shared = f"layers {in_ranges(site.numbers)} share their weights"
         if len(parts := _still_together(source, site, [change])) > 1:
-            changed = [layer for layer in chain.from_iterable(parts) if layer in change.layers]
+            changed = [
+                layer for layer in chain.from_iterable(parts) if layer in change.layers
+            ]
             some = in_ranges(sorted(source.layers[layer].number for layer in changed))
             if len(changed) == len(site.numbers):
                 return f"{shared}, and it makes something else of each of them"
             return f"{shared}, and it changes {'layer' if len(changed) == 1 else 'layers'} {some} alone"
-        last = change.block - 1 if isinstance(change, Steering) and change.stack == site.stack else None
+        last = (
+            change.block - 1
+            if isinstance(change, Steering) and change.stack == site.stack
+            else None
+        )
         if site.also and last in site.numbers:
             return f"{shared}, and with them the bias that would take the direction in after layer {last}"
     return ""

@@ -16,7 +16,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from triptych.core.algebra.weights import AttentionWeights, Link, Side
-from triptych.core.attention import LearnedPositions, MultiHeadAttention, NoPositions, SinusoidalPositions
+from triptych.core.attention import (
+    LearnedPositions,
+    MultiHeadAttention,
+    NoPositions,
+    SinusoidalPositions,
+)
 from triptych.core.models import (
     AttentionSite,
     EncoderDecoder,
@@ -55,7 +60,9 @@ class Change(ABC):
         """Return the weights of a layer, by number in model order, after the change."""
         return self.layers[layer](weights) if layer in self.layers else weights
 
-    def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
+    def apply(
+        self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]
+    ) -> None:
         """Apply the change to a copy of a model, with its layers `sites` in model order.
 
         Layers of the checkpoint not run by the model come after these layers and are ignored.
@@ -65,7 +72,8 @@ class Change(ABC):
             if number not in self.layers:
                 continue
             new = MultiHeadAttention.from_weights(
-                self.of_weights(number, site.layer.weights(site.kind)), site.layer.dropout
+                self.of_weights(number, site.layer.weights(site.kind)),
+                site.layer.dropout,
             )
             new.tap = site.layer.tap
             new.train(site.layer.training)
@@ -94,9 +102,13 @@ class ValueChange(Change):
 
     @property
     def unsayable(self) -> str:  # type: ignore[override]
-        return f"it changes {self.what} while the model runs, which weights cannot express"
+        return (
+            f"it changes {self.what} while the model runs, which weights cannot express"
+        )
 
-    def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
+    def apply(
+        self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]
+    ) -> None:
         for number, site in enumerate(sites):
             if (edits := self.heads.get(number)) is None:
                 continue
@@ -111,7 +123,9 @@ class HeadTap:
 
     def __init__(self, edits: Sequence[tuple[Activation, Mapping[Part, Edit]]]) -> None:
         self.edits = tuple(edits)
-        self.first = 0  # position of the first query, for calls without it (cross-attention)
+        self.first = (
+            0  # position of the first query, for calls without it (cross-attention)
+        )
 
     @property
     def patches(self) -> list["Patch"]:
@@ -146,10 +160,14 @@ def _checked(name: Activation, old: Tensor, new: object) -> Tensor:
             f"the edit of {name} gave a {type(new).__name__}: return a tensor of shape {list(old.shape)}"
         )
     if new.shape != old.shape:
-        raise UsageError(f"the edit of {name} gave shape {list(new.shape)} in the place of {list(old.shape)}")
+        raise UsageError(
+            f"the edit of {name} gave shape {list(new.shape)} in the place of {list(old.shape)}"
+        )
     if new.is_complex() or not (new.is_floating_point() or old.dtype == new.dtype):
         dtype = str(new.dtype).removeprefix("torch.")
-        raise UsageError(f"the edit of {name} gave numbers of {dtype}: return floating-point numbers")
+        raise UsageError(
+            f"the edit of {name} gave numbers of {dtype}: return floating-point numbers"
+        )
     return new
 
 
@@ -168,7 +186,9 @@ class Steering(Change):
     def unsayable(self) -> str:  # type: ignore[override]
         return "" if self.block else "the embeddings have no bias to take a direction"
 
-    def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
+    def apply(
+        self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]
+    ) -> None:
         blocks = blocks_of(model, self.stack)
         if self.block < len(blocks):
             block = blocks[self.block]
@@ -186,9 +206,13 @@ class Steering(Change):
         frame = block.feed_forward_residual
         # Post-norm blocks end with the norm's bias. Pre-norm blocks end with the feed-forward layer's bias,
         # unless a norm or a multiplier comes between this bias and the stream.
-        target = frame.norm if not frame.pre else getattr(block.feed_forward, "outer", None)
+        target = (
+            frame.norm if not frame.pre else getattr(block.feed_forward, "outer", None)
+        )
         bias = getattr(target, "bias", None)
-        if bias is None or (frame.pre and (frame.out_norm is not None or frame.scale != 1.0)):
+        if bias is None or (
+            frame.pre and (frame.out_norm is not None or frame.scale != 1.0)
+        ):
             raise UsageError(
                 f"{self.words} cannot be saved: no bias comes right before it, so no weights "
                 "of this model say it"
@@ -203,10 +227,14 @@ class PositionsOff(Change):
     """Removal of positions from all layers and from the embeddings."""
 
     words: str
-    layers: Mapping[int, OfWeights]  # `without_positions`, by number of each layer with positions
+    layers: Mapping[
+        int, OfWeights
+    ]  # `without_positions`, by number of each layer with positions
     unsayable: str = "it leaves out positions, which weights cannot express"
 
-    def apply(self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]) -> None:
+    def apply(
+        self, model: LanguageModel | EncoderDecoder, sites: Sequence[AttentionSite]
+    ) -> None:
         super().apply(model, sites)
         for module in list(model.modules()):
             for name, part in module.named_children():
@@ -216,7 +244,9 @@ class PositionsOff(Change):
 
 def without_positions(weights: AttentionWeights) -> AttentionWeights:
     """Return the layer without rotary embedding and position bias."""
-    return replace(weights, semantics=replace(weights.semantics, rotary=None, bias=None))
+    return replace(
+        weights, semantics=replace(weights.semantics, rotary=None, bias=None)
+    )
 
 
 def sum_of(one: Tensor | None, other: Tensor) -> Tensor:
@@ -245,7 +275,8 @@ def is_patched(model: LanguageModel | EncoderDecoder) -> bool:
 
 
 def ablation(
-    words: str, heads: Mapping[int, Sequence[int] | Mapping[int, Float[Tensor, "tokens d_v"]]]
+    words: str,
+    heads: Mapping[int, Sequence[int] | Mapping[int, Float[Tensor, "tokens d_v"]]],
 ) -> WeightChange:
     """Switch heads off, by layer number; heads with values output their mean value at every position."""
     # Equal ablations are the same function object, so that layers with shared weights keep sharing them.
@@ -258,7 +289,8 @@ def ablation(
 
 
 def _without_heads(
-    weights: AttentionWeights, heads: Sequence[int] | Mapping[int, Float[Tensor, "tokens d_v"]]
+    weights: AttentionWeights,
+    heads: Sequence[int] | Mapping[int, Float[Tensor, "tokens d_v"]],
 ) -> AttentionWeights:
     """Set W_O of some heads to 0; their mean outputs, if given, are added to the output bias."""
     # Head h adds z_h W_O[h] to the output, so its mean contribution is mean(z_h) W_O[h].
@@ -266,14 +298,18 @@ def _without_heads(
     W_O = whole.weight.detach().clone()
     o_bias = weights.o_bias
     if isinstance(heads, Mapping):
-        means = [values.mean(dim=0).to(W_O) @ W_O[head] for head, values in heads.items()]
+        means = [
+            values.mean(dim=0).to(W_O) @ W_O[head] for head, values in heads.items()
+        ]
         added = sum(means, torch.zeros_like(W_O[0, 0]))
         o_bias = added if o_bias is None else o_bias + added
     W_O[list(heads)] = 0.0
     return replace(weights, o=(Link(W_O),), o_bias=o_bias)
 
 
-def with_map(weights: AttentionWeights, name: str, given: Tensor, head: int | None) -> AttentionWeights:
+def with_map(
+    weights: AttentionWeights, name: str, given: Tensor, head: int | None
+) -> AttentionWeights:
     """Return the layer with another W_Q, W_K, W_V or W_O; the bias is kept."""
     side = SIDE_OF[name]
     whole = weights.multiplied(side)
@@ -306,7 +342,9 @@ def tied_map(weights: AttentionWeights, name: str, to: str) -> AttentionWeights:
     side = SIDE_OF[name]
     other = SIDE_OF[to]
     if "o" in (side, other):
-        raise UsageError(f"{name} and {to} cannot be tied: W_O reads what heads mixed, the others the input")
+        raise UsageError(
+            f"{name} and {to} cannot be tied: W_O reads what heads mixed, the others the input"
+        )
     if weights.semantics.kind == "cross" and "q" in (side, other):
         raise UsageError(
             f"{name} and {to} cannot be tied: in cross-attention queries read the decoder's stream, keys and "
@@ -324,7 +362,9 @@ def tied_map(weights: AttentionWeights, name: str, to: str) -> AttentionWeights:
 
 def _require_shape(name: str, given: Tensor, like: Tensor) -> None:
     if given.shape != like.shape:
-        raise UsageError(f"{name} is {list(like.shape)} here, and {list(given.shape)} was given")
+        raise UsageError(
+            f"{name} is {list(like.shape)} here, and {list(given.shape)} was given"
+        )
 
 
 # Values.
@@ -334,7 +374,9 @@ def resampled(values: Float[Tensor, "tokens d_v"]) -> Edit:
     """Build an edit: the outputs of a head on another text, by position, repeated past their end."""
 
     def edit(z: Tensor, first: int) -> Tensor:
-        places = torch.arange(first, first + z.shape[1], device=values.device) % len(values)
+        places = torch.arange(first, first + z.shape[1], device=values.device) % len(
+            values
+        )
         return values[places].expand_as(z)
 
     return edit
@@ -372,12 +414,18 @@ class Patch:
         self._rows_grow = keys_grow if self.of_keys else queries_grow
         self.num_rows = length = len(values)
         self.num_keys = values.shape[1] if what in ("scores", "weights") else None
-        if unknown := [place for place in positions or () if not -length <= place < length]:
+        if unknown := [
+            place for place in positions or () if not -length <= place < length
+        ]:
             raise UsageError(
                 f"there is no position {unknown[0]}: the run has {length} tokens, 0 to {length - 1}"
             )
         # Negative positions count from the end.
-        self._rows = range(length) if positions is None else [place % length for place in positions]
+        self._rows = (
+            range(length)
+            if positions is None
+            else [place % length for place in positions]
+        )
 
     @property
     def of_keys(self) -> bool:

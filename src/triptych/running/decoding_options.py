@@ -24,13 +24,17 @@ _LARGEST_PENALTY = 100.0
 def require_count(name: str, value: int, most: int) -> None:
     """Raise `ValueError` for a number below 1 or above `most`."""
     if not 1 <= value <= most:
-        raise ValueError(f"{name} is {value}: it must be at least 1, and at most {most:,}")
+        raise ValueError(
+            f"{name} is {value}: it must be at least 1, and at most {most:,}"
+        )
 
 
 def require_alpha(alpha: float) -> None:
     """Raise `ValueError` for a negative or too large exponent of the length penalty."""
     if not 0 <= alpha <= _LARGEST_ALPHA:
-        raise ValueError(f"alpha is {alpha}: it must be at least 0, and at most {_LARGEST_ALPHA:g}")
+        raise ValueError(
+            f"alpha is {alpha}: it must be at least 0, and at most {_LARGEST_ALPHA:g}"
+        )
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,10 @@ class SamplingOptions:
     rules: TokenRules = NO_RULES  # forbidden next tokens, also for greedy choices
 
     def __post_init__(self) -> None:
-        if self.temperature != 0 and not _LEAST_TEMPERATURE <= self.temperature <= _LARGEST_TEMPERATURE:
+        if (
+            self.temperature != 0
+            and not _LEAST_TEMPERATURE <= self.temperature <= _LARGEST_TEMPERATURE
+        ):
             raise ValueError(
                 f"temperature is {self.temperature}: it must be 0, or from {_LEAST_TEMPERATURE} to "
                 f"{_LARGEST_TEMPERATURE:g}"
@@ -67,7 +74,11 @@ class SamplingOptions:
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}: it must be at least 1")
-        for name, value in (("top_p", self.top_p), ("min_p", self.min_p), ("typical_p", self.typical_p)):
+        for name, value in (
+            ("top_p", self.top_p),
+            ("min_p", self.min_p),
+            ("typical_p", self.typical_p),
+        ):
             if value is not None and not 0 < value <= 1:
                 raise ValueError(f"{name} is {value}: it must be above 0 and at most 1")
 
@@ -78,7 +89,10 @@ class SamplingOptions:
     @property
     def has_filter(self) -> bool:
         """True if a filter removes tokens before the draw."""
-        return any(value is not None for value in (self.top_k, self.top_p, self.min_p, self.typical_p))
+        return any(
+            value is not None
+            for value in (self.top_k, self.top_p, self.min_p, self.typical_p)
+        )
 
 
 @dataclass(frozen=True)
@@ -87,7 +101,9 @@ class SearchOptions:
 
     beam_size: int = 4  # hypotheses kept at every step; 1 is greedy
     alpha: float = 0.6  # exponent of the length penalty; 0 for no penalty
-    max_extra_tokens: int = 50  # maximum length of an output, minus the length of its source
+    max_extra_tokens: int = (
+        50  # maximum length of an output, minus the length of its source
+    )
     num_best: int = 1  # number of returned hypotheses, at most beam_size
     # end of the search for a sentence. "certain": open hypotheses cannot overtake the num_best-th finished
     # hypothesis any more. "full": beam_size hypotheses have finished; most toolkits use this criterion. It
@@ -107,7 +123,9 @@ class SearchOptions:
         require_count("max_extra_tokens", self.max_extra_tokens, MOST_TOKENS)
         require_alpha(self.alpha)
         if self.no_repeat_ngram_size is not None and self.no_repeat_ngram_size < 0:
-            raise ValueError(f"no_repeat_ngram_size is {self.no_repeat_ngram_size}: it must be at least 0")
+            raise ValueError(
+                f"no_repeat_ngram_size is {self.no_repeat_ngram_size}: it must be at least 0"
+            )
         if not self.sampling.is_greedy:
             require_count("num_best", self.num_best, LARGEST_BEAM)
             if self.beam_size > 1:
@@ -128,9 +146,13 @@ class GenerationOptions:
     """Options of text generation."""
 
     max_new_tokens: int = 128  # maximum number of tokens of a continuation
-    sampling: SamplingOptions = field(default_factory=SamplingOptions)  # choice of each token
+    sampling: SamplingOptions = field(
+        default_factory=SamplingOptions
+    )  # choice of each token
     seed: int = 0  # seed of sampling
-    num_samples: int = 1  # continuations of each prompt; a beam returns the best hypotheses
+    num_samples: int = (
+        1  # continuations of each prompt; a beam returns the best hypotheses
+    )
     beam_size: int = 1  # hypotheses of a deterministic beam search; 1 for no beam
     alpha: float = 0.0  # exponent of the beam's length penalty, `((5 + length) / 6)^alpha`; 0 for no penalty
     stop_ids: tuple[int, ...] = ()  # a continuation ends before any of these tokens
@@ -152,16 +174,22 @@ class GenerationOptions:
         require_alpha(self.alpha)
         # Contradictory options are refused rather than ignored.
         if "" in self.stop_texts:
-            raise ValueError("a stop string is empty: it would end every text before it begins")
+            raise ValueError(
+                "a stop string is empty: it would end every text before it begins"
+            )
         if self.beam_size > 1:
             if self.sampling != SamplingOptions():
-                raise ValueError("beam search takes the most probable texts: give no sampling option with it")
+                raise ValueError(
+                    "beam search takes the most probable texts: give no sampling option with it"
+                )
             if self.num_samples > self.beam_size:
                 raise ValueError(
                     f"num_samples is {self.num_samples}, but a beam of {self.beam_size} holds fewer texts"
                 )
         elif self.sampling.is_greedy and self.num_samples > 1:
-            raise ValueError("the samples of temperature 0 are all alike: give a temperature above 0")
+            raise ValueError(
+                "the samples of temperature 0 are all alike: give a temperature above 0"
+            )
 
     def most_new(self, num_prompt: int) -> int:
         """Return the number of tokens that a prompt may grow by."""

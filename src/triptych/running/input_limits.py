@@ -11,7 +11,12 @@ LONGEST_SHOWN = 8_192
 
 
 def check_length(
-    which: str, length: int, positions: int | None, asked: int | None, otherwise: int, option: str = ""
+    which: str,
+    length: int,
+    positions: int | None,
+    asked: int | None,
+    otherwise: int,
+    option: str = "",
 ) -> None:
     """Check that a text can be read at once; `option`, if any, names the option to raise the limit."""
     if not length:

@@ -25,7 +25,9 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)")
 def has_room_for_another(model: nn.Module) -> bool:
     """Return True if a copy of a model's weights would be a small part of the machine's memory."""
     size = sum(parameter.nbytes for parameter in model.parameters())
-    return size <= thresholds.SHARE_PACKED * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return size <= thresholds.SHARE_PACKED * os.sysconf("SC_PAGE_SIZE") * os.sysconf(
+        "SC_PHYS_PAGES"
+    )
 
 
 @final
@@ -36,20 +38,33 @@ class MappedFiles:
         """Record the current mappings; their pages must not be written to afterwards."""
         self._starts: list[int] = []
         self._ends: list[int] = []
-        self._is_clean: list[bool] = []  # True if no page was written to: releasing would discard changes
+        self._is_clean: list[
+            bool
+        ] = []  # True if no page was written to: releasing would discard changes
         self._library = ctypes.CDLL(None) if sys.platform == "linux" else None
         if self._library is not None:
-            self._library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+            self._library.madvise.argtypes = (
+                ctypes.c_void_p,
+                ctypes.c_size_t,
+                ctypes.c_int,
+            )
             self._note()
 
     def hold(self, tensor: Tensor) -> bool:
         """Return True if a tensor's data lies in a mapped file."""
-        return tensor.device.type == "cpu" and self._place(tensor.data_ptr(), tensor.nbytes) is not None
+        return (
+            tensor.device.type == "cpu"
+            and self._place(tensor.data_ptr(), tensor.nbytes) is not None
+        )
 
     def let_go(self, tensors: Iterable[Tensor]) -> None:
         """Release the pages that lie wholly within tensors, if they belong to unmodified file mappings."""
         for tensor in tensors:
-            if self._library is None or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            if (
+                self._library is None
+                or tensor.device.type != "cpu"
+                or not tensor.is_contiguous()
+            ):
                 continue
             page = mmap.PAGESIZE
             start = tensor.data_ptr()
@@ -62,11 +77,19 @@ class MappedFiles:
     def _place(self, start: int, length: int) -> int | None:
         """Return the index of the mapping with these bytes, or None."""
         place = bisect_right(self._starts, start) - 1
-        return place if length > 0 and place >= 0 and start + length <= self._ends[place] else None
+        return (
+            place
+            if length > 0 and place >= 0 and start + length <= self._ends[place]
+            else None
+        )
 
     def _note(self) -> None:
         try:
-            lines = Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = (
+                Path("/proc/self/smaps")
+                .read_text(encoding="utf-8", errors="replace")
+                .splitlines()
+            )
         except OSError:
             return
         # Each mapping has a header line, then its properties; "Anonymous" counts modified pages.
@@ -74,7 +97,9 @@ class MappedFiles:
         for line in lines:
             if header := _MAPPING.match(line):
                 start, end, rights, inode = header.groups()
-                is_file = inode != "0" and rights.startswith("r") and rights.endswith("p")
+                is_file = (
+                    inode != "0" and rights.startswith("r") and rights.endswith("p")
+                )
                 found = (int(start, 16), int(end, 16)) if is_file else None
             elif found is not None and line.startswith("Anonymous:"):
                 self._starts.append(found[0])
@@ -96,10 +121,15 @@ def own_memory(modules: Iterable[nn.Module]) -> None:
     files = MappedFiles()
     held = [
         tensor
-        for tensor in chain.from_iterable((*module.parameters(), *module.buffers()) for module in modules)
+        for tensor in chain.from_iterable(
+            (*module.parameters(), *module.buffers()) for module in modules
+        )
         if not tensor.is_meta and tensor.layout == torch.strided and files.hold(tensor)
     ]
-    if sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values()) > _free_memory():
+    if (
+        sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
+        > _free_memory()
+    ):
         return
     # File pages are released after each copy, so that the peak grows by a single tensor.
     copies = dict[tuple[object, ...], Tensor]()
@@ -124,5 +154,12 @@ def _free_memory() -> float:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return math.inf
-    free = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")), None)
+    free = next(
+        (
+            int(line.split()[1]) << 10
+            for line in lines
+            if line.startswith("MemAvailable")
+        ),
+        None,
+    )
     return math.inf if free is None else (1 - _LEFT_FREE) * free

@@ -78,8 +78,15 @@ class Opened:
         change of a file can end the process.
         """
         before = self.unchanged
-        made = replace(before, source=before.source.named(name), temporary=None, is_mapped=is_mapped)
-        made.__dict__["named_after"] = before  # a reference, so that its temporary folder is not removed
+        made = replace(
+            before,
+            source=before.source.named(name),
+            temporary=None,
+            is_mapped=is_mapped,
+        )
+        made.__dict__["named_after"] = (
+            before  # a reference, so that its temporary folder is not removed
+        )
         if "plain_reader" in before.__dict__:
             made.__dict__["plain_reader"] = before.plain_reader.named(name)
         return made.changed(*self.changes) if self.changes else made
@@ -87,7 +94,9 @@ class Opened:
     def reopened(self) -> "Opened":
         """Return the source with its changes, opened again from its files."""
         if self.source.is_in_memory:
-            raise UsageError(f"{self.name} is in memory: it has no files that could be opened anew")
+            raise UsageError(
+                f"{self.name} is in memory: it has no files that could be opened anew"
+            )
         others = tuple(one.reopened() for one in self.options.ensemble)
         made = Opened(self.source.reopened(), replace(self.options, ensemble=others))
         return made.changed(*self.changes) if self.changes else made
@@ -105,7 +114,10 @@ class Opened:
     @cached_property
     def places(self) -> PlaceNames:
         """The names of the attention layers."""
-        return PlaceNames([(one.site.named_stack, one.number) for one in self.attention.layers], self.name)
+        return PlaceNames(
+            [(one.site.named_stack, one.number) for one in self.attention.layers],
+            self.name,
+        )
 
     @cached_property
     def layers(self) -> Layers:
@@ -130,7 +142,9 @@ class Opened:
             if one.site.named_stack == name
         ]
         if not found:
-            raise UsageError(f"{self.name} has no {name}: it has {', '.join(self.places.stacks)}")
+            raise UsageError(
+                f"{self.name} has no {name}: it has {', '.join(self.places.stacks)}"
+            )
         return Stack(name, self.name, Layers(found))
 
     def find(self, place: int | str | tuple[int | str, int]) -> Layer | Head:
@@ -140,14 +154,18 @@ class Opened:
 
     def find_heads(self, heads: Heads) -> dict[int, tuple[int, ...]]:
         """Return the heads of names and patterns, by layer number in model order."""
-        return self.places.heads(in_words(heads), [layer.num_heads for layer in self.layers])
+        return self.places.heads(
+            in_words(heads), [layer.num_heads for layer in self.layers]
+        )
 
     @property
     def files(self) -> Source:
         """The files of the source, checked to be unchanged."""
         self.source.require_same()
         if self.source.module is not None:
-            raise UsageError(f"{self.name} is a module in memory and has no files: save it first")
+            raise UsageError(
+                f"{self.name} is a module in memory and has no files: save it first"
+            )
         return self.source
 
     def require_same(self) -> None:
@@ -182,7 +200,9 @@ class Opened:
             from triptych.running.changes import changed_copy
 
             reader = self.unchanged.ready
-            return reader.with_model(changed_copy(reader.model, self.changes, self.sites_of))
+            return reader.with_model(
+                changed_copy(reader.model, self.changes, self.sites_of)
+            )
         reader = self.plain_reader
         options = self.options
         if options.shortlist is not None:
@@ -191,7 +211,8 @@ class Opened:
             from triptych.running.opening.open_reader import open_reader
 
             others = (
-                open_reader(one, options.device, options.dtype, options.languages) for one in options.ensemble
+                open_reader(one, options.device, options.dtype, options.languages)
+                for one in options.ensemble
             )
             reader = reader.with_ensemble([*others])
         return reader
@@ -203,7 +224,9 @@ class Opened:
             return self.ready
         except DataError as error:
             if self._has_heads():
-                raise DataError(f"{error}; triptych inspect can read its heads") from None
+                raise DataError(
+                    f"{error}; triptych inspect can read its heads"
+                ) from None
             raise
 
     def _has_heads(self) -> bool:
@@ -270,7 +293,10 @@ class Opened:
         if len(model.stacks) == 1:
             return sites
         by_place = {(str(site.stack), site.block): site for site in sites}
-        return [by_place[place.site.named_stack, place.number] for place in self.attention.layers]
+        return [
+            by_place[place.site.named_stack, place.number]
+            for place in self.attention.layers
+        ]
 
 
 def open_source(
@@ -308,15 +334,29 @@ def open_source(
         tuple(find_source(one, offline=offline) for one in ensemble),
     )
     described = read_family(Path(family)) if isinstance(family, str | Path) else family
-    adapters = (Path(adapter),) if isinstance(adapter, str | PathLike) else tuple(adapter)
+    adapters = (
+        (Path(adapter),) if isinstance(adapter, str | PathLike) else tuple(adapter)
+    )
     found = find_source(
-        source, tokenizer=tokenizer, offline=offline, family=described, strict=strict, adapters=adapters
+        source,
+        tokenizer=tokenizer,
+        offline=offline,
+        family=described,
+        strict=strict,
+        adapters=adapters,
     )
     # A model in memory has its configuration already: these options would be ignored.
-    of_files = {"family": family, "strict": strict, "languages": languages, "offline": offline}
+    of_files = {
+        "family": family,
+        "strict": strict,
+        "languages": languages,
+        "offline": offline,
+    }
     if found.module is not None and any(of_files.values()):
         stray = next(name for name, value in of_files.items() if value)
-        raise UsageError(f"{stray} is for a model in files: leave it out for one in memory")
+        raise UsageError(
+            f"{stray} is for a model in files: leave it out for one in memory"
+        )
     return Opened(found, options)
 
 
@@ -334,7 +374,9 @@ def summary_of(opened: Opened) -> str:
             name = stack if len(opened.places.stacks) > 1 else ""
             weights = len([layer for layer in own if layer.shares is None])
             of = "" if weights == len(own) else f" with the weights of {weights}"
-            parts.append(f"{name} {len(own)} layers{of} × {own[0].num_heads} heads".strip())
+            parts.append(
+                f"{name} {len(own)} layers{of} × {own[0].num_heads} heads".strip()
+            )
     first = layers[0]
     dtype = str(next(first.outline.tensors()).dtype).removeprefix("torch.")
     kind = "" if len(stacks) > 1 else f" {next(iter(stacks))}"

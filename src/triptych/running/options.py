@@ -36,4 +36,6 @@ class Options:
 def require_ctranslate2() -> None:
     """Check that CTranslate2 is installed; it is not built for every platform."""
     if not is_installed("ctranslate2"):
-        raise UsageError("CTranslate2 is not installed: pip install ctranslate2, or use --engine triptych")
+        raise UsageError(
+            "CTranslate2 is not installed: pip install ctranslate2, or use --engine triptych"
+        )

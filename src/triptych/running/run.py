@@ -91,7 +91,9 @@ class Activations:
         return self._frame.part_added(self.projected, self.steps.output[0])
 
     def __repr__(self) -> str:
-        shapes = "  ".join(f"{what} {list(getattr(self, what).shape)}" for what in ACTIVATIONS)
+        shapes = "  ".join(
+            f"{what} {list(getattr(self, what).shape)}" for what in ACTIVATIONS
+        )
         return f"Activations {self.name}: {shapes}  projected, output {list(self.projected.shape)}"
 
 
@@ -130,9 +132,13 @@ class Run:
         self._recording = recording
         self.ids, self.tokens = text.ids, tuple(reader.tokenizer.pieces(text.ids))
         self.source_tokens = (
-            None if text.source is None else tuple(reader.source_tokenizer.pieces(text.source))
+            None
+            if text.source is None
+            else tuple(reader.source_tokenizer.pieces(text.source))
         )
-        self.logits = reader.text_logits(recording.hidden[row, : len(text.ids)], text.ids)
+        self.logits = reader.text_logits(
+            recording.hidden[row, : len(text.ids)], text.ids
+        )
         self.labels = reader.labels
         # A loss needs next-token logits; encoders do not have them.
         self._predicts = reader.predicts
@@ -145,10 +151,14 @@ class Run:
             UsageError: the model is an encoder: it does not predict next tokens.
         """
         if not self._predicts:
-            raise UsageError(f"{self.model} predicts no next token, so its run has no loss")
+            raise UsageError(
+                f"{self.model} predicts no next token, so its run has no loss"
+            )
         ids = torch.tensor(self.ids, device=self.logits.device)
         if self._text.source is None:
-            return F.cross_entropy(at_least_float32(self.logits[:-1]), ids[1:], reduction="none")
+            return F.cross_entropy(
+                at_least_float32(self.logits[:-1]), ids[1:], reduction="none"
+            )
         return F.cross_entropy(at_least_float32(self.logits), ids, reduction="none")
 
     @property
@@ -183,17 +193,25 @@ class Run:
         streams = self._recording.residuals
         stack = stack or next(iter(streams))
         if len(streams) > 1 and "." not in place:
-            raise UsageError(f"residual({place}) could be of {' or '.join(streams)}: write encoder.{place}")
+            raise UsageError(
+                f"residual({place}) could be of {' or '.join(streams)}: write encoder.{place}"
+            )
         found = streams.get(stack, ())
         if not number.isdecimal() or int(number) >= len(found):
             raise UsageError(
                 f"there is no residual {place}: {stack} has 0 to {len(found) - 1}, the last at its end"
             )
-        length = len(self.ids) if stack != "encoder" or self._text.source is None else len(self._text.source)
+        length = (
+            len(self.ids)
+            if stack != "encoder" or self._text.source is None
+            else len(self._text.source)
+        )
         return found[int(number)][self._row, :length]
 
     @check_choices
-    def gradient(self, place: str | int, what: Activation = "z", of: Tensor | None = None) -> Tensor:
+    def gradient(
+        self, place: str | int, what: Activation = "z", of: Tensor | None = None
+    ) -> Tensor:
         """Compute the gradient of a scalar with respect to an activation; needs a run with `grad=True`.
 
         Args:
@@ -208,14 +226,18 @@ class Run:
             raise UsageError("the run has no gradients: run(text, grad=True)")
         call, head = self._call(place)
         kept = self._graph[call.site.name][what]
-        (found,) = torch.autograd.grad(self.loss if of is None else of, kept, retain_graph=True)
+        (found,) = torch.autograd.grad(
+            self.loss if of is None else of, kept, retain_graph=True
+        )
         # The recording is a padded batch: keep the row of this text, without padding.
         queries, keys = self._lengths(call)
         own = found[self._row, :, : keys if what in ("k", "v") else queries]
         own = own[..., :keys] if what in ("scores", "weights") else own
         return own if head is None else own[head]
 
-    def _call(self, place: str | int | tuple[str | int, int]) -> tuple[LayerCall, int | None]:
+    def _call(
+        self, place: str | int | tuple[str | int, int]
+    ) -> tuple[LayerCall, int | None]:
         """Return the call of a layer, and the number of the named head; None for a whole layer."""
         number, head = self._places.find(place)
         site = self._order.get(number, "")
@@ -223,12 +245,15 @@ class Run:
         if site not in self._calls:
             raise UsageError(f"layer {name} did not run on this text")
         call = self._calls[site]
-        return call, None if head is None else head_of(head, call.layer.num_heads, f"layer {name}")
+        return call, None if head is None else head_of(
+            head, call.layer.num_heads, f"layer {name}"
+        )
 
     @cached_property
     def _calls(self) -> dict[str, LayerCall]:
         return {
-            call.site.name: call.of_row(self._row, *self._lengths(call)) for call in self._recording.calls
+            call.site.name: call.of_row(self._row, *self._lengths(call))
+            for call in self._recording.calls
         }
 
     def _lengths(self, call: LayerCall) -> tuple[int, int]:
@@ -239,7 +264,11 @@ class Run:
         return own, source if call.kind == "cross" else own
 
     def __repr__(self) -> str:
-        source = "" if self.source_tokens is None else f"{len(self.source_tokens)} source tokens, "
+        source = (
+            ""
+            if self.source_tokens is None
+            else f"{len(self.source_tokens)} source tokens, "
+        )
         loss = (
             f", loss {float(self.loss.detach()):.4f} nats per token"
             if self._predicts and len(self.ids) > 1
@@ -252,7 +281,10 @@ class Run:
         )
 
     def _repr_html_(self) -> str:
-        rows = [("tokens", " ".join(self.tokens[:32])), ("logits", str(list(self.logits.shape)))]
+        rows = [
+            ("tokens", " ".join(self.tokens[:32])),
+            ("logits", str(list(self.logits.shape))),
+        ]
         if self._predicts and len(self.ids) > 1:
             rows.append(("loss", f"{float(self.loss.detach()):.4f} nats per token"))
         rows.append(("layers", ", ".join(self._places.names[:32])))
@@ -272,7 +304,12 @@ def run_given(
     given = as_texts(refuse_file_name(text))
     targets = None if target is None else as_texts(target, "target").texts
     found = run_texts(
-        opened, given.texts, targets, grad=grad, max_tokens=max_tokens, special_tokens=special_tokens
+        opened,
+        given.texts,
+        targets,
+        grad=grad,
+        max_tokens=max_tokens,
+        special_tokens=special_tokens,
     )
     return found[0] if given.is_one else found
 
@@ -296,11 +333,16 @@ def run_texts(
     recorded = _recorded_graph(sites) if grad else nullcontext()
     with torch.set_grad_enabled(grad), recorded as graph:
         recording = reader.run(ids, residuals=True)
-        return [Run(reader, places, order, one, recording, row, graph) for row, one in enumerate(ids)]
+        return [
+            Run(reader, places, order, one, recording, row, graph)
+            for row, one in enumerate(ids)
+        ]
 
 
 @torch.no_grad()
-def tapped_runs(opened: Opened, run: Run, number: int, taps: Sequence[Tap]) -> Iterator[Run]:
+def tapped_runs(
+    opened: Opened, run: Run, number: int, taps: Sequence[Tap]
+) -> Iterator[Run]:
     """Yield the run of the same text under each of several taps of a layer, by number in model order.
 
     `run` is a run of `opened` on one text alone. The taps act on copies of the text in one batch, which runs
@@ -313,9 +355,18 @@ def tapped_runs(opened: Opened, run: Run, number: int, taps: Sequence[Tap]) -> I
     texts = [run._text] * len(taps)
     before = run._recording
     if begins_anywhere(model):
-        with EvaluationMode(model), record_calls(model) as calls, record_residuals(model, True) as streams:
+        with (
+            EvaluationMode(model),
+            record_calls(model) as calls,
+            record_residuals(model, True) as streams,
+        ):
             hidden = run_from(model, before, site, len(taps))
-        after = Recording((*texts,), hidden, (*calls,), {name: (*own,) for name, own in streams.items()})
+        after = Recording(
+            (*texts,),
+            hidden,
+            (*calls,),
+            {name: (*own,) for name, own in streams.items()},
+        )
     else:
         after = reader.run(texts, residuals=True)
     for row, tap in enumerate(taps):
@@ -327,31 +378,50 @@ def tapped_runs(opened: Opened, run: Run, number: int, taps: Sequence[Tap]) -> I
         for call in after.calls:
             kept = call.of_row(row, *run._lengths(call))
             tapped = call.site.name == site.name
-            of_row[call.site.name] = replace(kept, site=site._replace(layer=layer)) if tapped else kept
+            of_row[call.site.name] = (
+                replace(kept, site=site._replace(layer=layer)) if tapped else kept
+            )
         residuals = {
             # Blocks that did not run again have the streams of the run before.
             name: (*own[: len(own) - len(new)], *(stream[one] for stream in new))
             for name, own in before.residuals.items()
             for new in [after.residuals.get(name, ())]
         }
-        recording = Recording((run._text,), after.hidden[one], (*of_row.values(),), residuals)
+        recording = Recording(
+            (run._text,), after.hidden[one], (*of_row.values(),), residuals
+        )
         yield Run(reader, run._places, run._order, run._text, recording, 0)
 
 
-def _tap_each_row(taps: Sequence[Tap], name: Activation, value: Tensor, first: int | None) -> Tensor:
-    return torch.cat([tap(name, value[row : row + 1], first) for row, tap in enumerate(taps)])
+def _tap_each_row(
+    taps: Sequence[Tap], name: Activation, value: Tensor, first: int | None
+) -> Tensor:
+    return torch.cat(
+        [tap(name, value[row : row + 1], first) for row, tap in enumerate(taps)]
+    )
 
 
 @torch.no_grad()
 def score_text(
-    opened: Opened, text: Any, target: Any, *, max_tokens: int | None, special_tokens: SpecialTokens
+    opened: Opened,
+    text: Any,
+    target: Any,
+    *,
+    max_tokens: int | None,
+    special_tokens: SpecialTokens,
 ) -> list[tuple[str, float]]:
     """Return the predicted tokens of one text with their log-probabilities in nats."""
     given = as_texts(refuse_file_name(text))
     if not given.is_one:
         raise UsageError("score takes one text: a string, or its token ids")
     targets = None if target is None else as_texts(target, "target").texts
-    (run,) = run_texts(opened, given.texts, targets, max_tokens=max_tokens, special_tokens=special_tokens)
+    (run,) = run_texts(
+        opened,
+        given.texts,
+        targets,
+        max_tokens=max_tokens,
+        special_tokens=special_tokens,
+    )
     losses = run.losses.tolist()
     # The first token of a text without a source is not predicted.
     predicted = run.tokens[len(run.tokens) - len(losses) :]
@@ -359,7 +429,9 @@ def score_text(
 
 
 @contextmanager
-def _recorded_graph(sites: Sequence[AttentionSite]) -> Iterator[dict[str, dict[Activation, Tensor]]]:
+def _recorded_graph(
+    sites: Sequence[AttentionSite],
+) -> Iterator[dict[str, dict[Activation, Tensor]]]:
     """Record the activations of layers by site as nodes of the autograd graph of the run."""
     found: dict[str, dict[Activation, Tensor]] = {site.name: {} for site in sites}
     with ExitStack() as stack:

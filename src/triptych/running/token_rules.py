@@ -15,7 +15,9 @@ from typing import final
 class TokenRules:
     """Rules that forbid next tokens."""
 
-    no_repeat_ngram_size: int = 0  # size of n-grams forbidden to repeat, prompt included; 0 for no rule
+    no_repeat_ngram_size: int = (
+        0  # size of n-grams forbidden to repeat, prompt included; 0 for no rule
+    )
     bad_words: tuple[tuple[int, ...], ...] = ()  # forbidden token sequences
     never: tuple[int, ...] = ()
     never_first: tuple[int, ...] = ()  # tokens forbidden right after the prompt
@@ -32,7 +34,9 @@ class TokenRules:
             found |= {*self.ends}
         for word in self.bad_words:
             *before, last = word
-            if len(word) == 1 or (len(word) <= len(ids) and [*ids[-len(before) :]] == before):
+            if len(word) == 1 or (
+                len(word) <= len(ids) and [*ids[-len(before) :]] == before
+            ):
                 found.add(last)
         return found | self._repeated(ids)
 

@@ -72,7 +72,9 @@ class AdapterEffects:
 
     def top(self, count: int = 10) -> list[dict[str, Any]]:
         """Return the rows of the heads that are changed most: by the larger of both ratios."""
-        return sorted(self.rows(), key=lambda row: -max(row["qk_ratio"], row["ov_ratio"]))[:count]
+        return sorted(
+            self.rows(), key=lambda row: -max(row["qk_ratio"], row["ov_ratio"])
+        )[:count]
 
     @check_choices
     def directions(self, head: str, form: FormName = "ov") -> ThinSVD:
@@ -88,11 +90,15 @@ class AdapterEffects:
             UsageError: there is no such head, or no such form.
         """
         if head not in self.heads:
-            raise UsageError(f"there is no head {head}: heads are {self.heads[0]} to {self.heads[-1]}")
+            raise UsageError(
+                f"there is no head {head}: heads are {self.heads[0]} to {self.heads[-1]}"
+            )
         number = self.heads.index(head)
         for layer in self._qk if form == "qk" else self._ov:
             if number < len(layer.rank):
-                found = BilinearForm(layer.change.left[number], layer.change.right[number]).svd()
+                found = BilinearForm(
+                    layer.change.left[number], layer.change.right[number]
+                ).svd()
                 rank = int(layer.rank[number])
                 return ThinSVD(found.U[:, :rank], found.S[:rank], found.Vh[:rank])
             number -= len(layer.rank)
@@ -103,11 +109,19 @@ class AdapterEffects:
         shown = self.top(count)
         all_heads = len(self.heads)
         of = (
-            "" if len(shown) == all_heads else f": the {len(shown)} heads of {all_heads} that it changes most"
+            ""
+            if len(shown) == all_heads
+            else f": the {len(shown)} heads of {all_heads} that it changes most"
         )
         return Table(
             f"What the adapter does{of}",
-            ("head", "rank of ΔW_QK", "‖ΔW_QK‖ / ‖W_QK‖", "rank of ΔW_OV", "‖ΔW_OV‖ / ‖W_OV‖"),
+            (
+                "head",
+                "rank of ΔW_QK",
+                "‖ΔW_QK‖ / ‖W_QK‖",
+                "rank of ΔW_OV",
+                "‖ΔW_OV‖ / ‖W_OV‖",
+            ),
             tuple(
                 (
                     row["head"],
@@ -123,19 +137,27 @@ class AdapterEffects:
 
     def __repr__(self) -> str:
         most = "; ".join(
-            f"{row['head']} (W_QK {row['qk_ratio']:.3g}, W_OV {row['ov_ratio']:.3g})" for row in self.top(3)
+            f"{row['head']} (W_QK {row['qk_ratio']:.3g}, W_OV {row['ov_ratio']:.3g})"
+            for row in self.top(3)
         )
         return (
-            f"AdapterEffects of {', '.join(self.adapters)}: {len(self.heads)} heads\n  most changed: {most}"
+            f"AdapterEffects of {', '.join(self.adapters)}: {len(self.heads)} heads\n"
+            f"  most changed: {most}"
         )
 
 
 def _values(changes: tuple[FormChange, ...]) -> Iterator[dict[str, Any]]:
     for layer in changes:
         norms = layer.norm.tolist()
-        for norm, base, rank in zip(norms, layer.base_norm.tolist(), layer.rank.tolist(), strict=True):
+        for norm, base, rank in zip(
+            norms, layer.base_norm.tolist(), layer.rank.tolist(), strict=True
+        ):
             ratio = norm / base if base else float("inf") if rank else 0.0
-            yield {"rank": rank, "norm": norm if rank else 0.0, "ratio": ratio if rank else 0.0}
+            yield {
+                "rank": rank,
+                "norm": norm if rank else 0.0,
+                "ratio": ratio if rank else 0.0,
+            }
 
 
 def adapter_effects(opened: Opened) -> AdapterEffects | None:
@@ -155,12 +177,23 @@ def adapter_effects(opened: Opened) -> AdapterEffects | None:
         before = Layer(layer.name, base, place.site)
         after = Layer(layer.name, adapted, place.site)
         heads += [f"{layer.name}.{head}" for head in range(before.num_heads)]
-        qk.append(_change(BilinearForm(before.W_Q, before.W_K), BilinearForm(after.W_Q, after.W_K)))
-        ov.append(_change(BilinearForm(before.W_V, before.W_O.mT), BilinearForm(after.W_V, after.W_O.mT)))
+        qk.append(
+            _change(
+                BilinearForm(before.W_Q, before.W_K), BilinearForm(after.W_Q, after.W_K)
+            )
+        )
+        ov.append(
+            _change(
+                BilinearForm(before.W_V, before.W_O.mT),
+                BilinearForm(after.W_V, after.W_O.mT),
+            )
+        )
     return AdapterEffects(pair.names, tuple(heads), tuple(qk), tuple(ov))
 
 
 def _change(before: BilinearForm, after: BilinearForm) -> FormChange:
     change = after - before
     largest = before.spectral_norm()[..., None] * _NO_CHANGE
-    return FormChange(change, before.norm(), change.singular_values().gt(largest).sum(dim=-1))
+    return FormChange(
+        change, before.norm(), change.singular_values().gt(largest).sum(dim=-1)
+    )

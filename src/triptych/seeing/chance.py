@@ -31,7 +31,10 @@ def random_spectra(d: int, width: int) -> Spectrum:
 def random_closeness(d: int, width: int) -> float:
     """Compute the mean cosine of the entries of two random maps after the best rotation between them."""
     one, other, left_out = _random_pairs(d, width)
-    norms = torch.linalg.matrix_norm(one) * (other.square().sum(dim=(-2, -1)) + left_out).sqrt()
+    norms = (
+        torch.linalg.matrix_norm(one)
+        * (other.square().sum(dim=(-2, -1)) + left_out).sqrt()
+    )
     return float((torch.linalg.svdvals(one.mT @ other).sum(dim=-1) / norms).mean())
 
 
@@ -67,9 +70,13 @@ def _random_pairs(d: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     return one, torch.from_numpy(other), torch.from_numpy(left_out)
 
 
-def _random_triangles(generator: np.random.Generator, draws: int, d: int, width: int) -> Tensor:
+def _random_triangles(
+    generator: np.random.Generator, draws: int, d: int, width: int
+) -> Tensor:
     """Draw R of random maps `[d, width]` without forming the maps (Bartlett's decomposition)."""
     diagonal = np.arange(min(d, width))
     found = np.triu(generator.standard_normal((draws, len(diagonal), width)), 1)
-    found[:, diagonal, diagonal] = np.sqrt(generator.chisquare(d - diagonal, (draws, len(diagonal))))
+    found[:, diagonal, diagonal] = np.sqrt(
+        generator.chisquare(d - diagonal, (draws, len(diagonal)))
+    )
     return torch.from_numpy(found)

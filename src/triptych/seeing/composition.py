@@ -45,14 +45,23 @@ class Composition:
         """Return the pairs of heads with the highest scores: earlier head, later head, score."""
         flat = self.scores.nan_to_num(nan=-1.0).flatten()
         found = []
-        for place in flat.topk(min(count, int(self.scores.isfinite().sum()))).indices.tolist():
-            one, head, other, later = torch.unravel_index(torch.tensor(place), self.scores.shape)
-            pair = f"{self.layers[one]}.{int(head)}", f"{self.layers[other]}.{int(later)}"
+        for place in flat.topk(
+            min(count, int(self.scores.isfinite().sum()))
+        ).indices.tolist():
+            one, head, other, later = torch.unravel_index(
+                torch.tensor(place), self.scores.shape
+            )
+            pair = (
+                f"{self.layers[one]}.{int(head)}",
+                f"{self.layers[other]}.{int(later)}",
+            )
             found.append((*pair, float(flat[place])))
         return found
 
     def __repr__(self) -> str:
-        best = "; ".join(f"{one} → {other} {score:.3f}" for one, other, score in self.top(3))
+        best = "; ".join(
+            f"{one} → {other} {score:.3f}" for one, other, score in self.top(3)
+        )
         return (
             f"Composition into {self.into}: scores {list(self.scores.shape)}, chance {self.chance:.3f}\n"
             f"  highest: {best}"
@@ -63,7 +72,9 @@ def compose_stack(opened: Opened, into: Into, stack: str | None) -> Composition:
     """Compute composition scores within one stack of a model; `stack` may be None if there is one stack."""
     stacks = opened.places.stacks
     if len(stacks) > 1 and stack is None:
-        raise UsageError(f"{opened.name} has {', '.join(stacks)}: composition({into!r}, stack=…) is of one")
+        raise UsageError(
+            f"{opened.name} has {', '.join(stacks)}: composition({into!r}, stack=…) is of one"
+        )
     return compose(opened.stack(stack or stacks[0]).layers, into)
 
 
@@ -75,24 +86,33 @@ def compose(layers: Sequence[Layer], into: Into) -> Composition:
     most = max(map(len, heads))
     d = layers[0].d_model
     scores = torch.full((len(heads), most, len(heads), most), torch.nan)
-    is_centred = [(norm := layer.weights.norm) is not None and norm.centred for layer in layers]
+    is_centred = [
+        (norm := layer.weights.norm) is not None and norm.centred for layer in layers
+    ]
     writes = []
     for own, removes_mean in zip(heads, is_centred, strict=True):
-        W_V, W_O = _stacked([head.ov.left for head in own], [head.ov.right for head in own])
+        W_V, W_O = _stacked(
+            [head.ov.left for head in own], [head.ov.right for head in own]
+        )
         writes.append((W_V, _without_mean(W_O) if removes_mean else W_O))
     reads = writes
     if into != "V":
         forms = [[_qk(head) for head in own] for own in heads]
         reads = [
             _stacked(*(pairs if into == "Q" else pairs[::-1]))
-            for pairs in (([left for left, _ in own], [right for _, right in own]) for own in forms)
+            for pairs in (
+                ([left for left, _ in own], [right for _, right in own])
+                for own in forms
+            )
         ]
     for i, (W_V, W_O) in enumerate(writes):
         for j in range(i + 1, len(heads)):
             left, right = reads[j]
             # ‖V Oᵀ L Rᵀ‖ from the triangles of V and R, without forming a d × d matrix.
             core = torch.einsum("adr,bds->abrs", W_O, left)
-            whole = torch.einsum("axr,abrs,bys->abxy", _triangle(W_V), core, _triangle(right))
+            whole = torch.einsum(
+                "axr,abrs,bys->abxy", _triangle(W_V), core, _triangle(right)
+            )
             norms = _product_norms(W_V, W_O)[:, None] * _product_norms(left, right)
             found = torch.linalg.matrix_norm(whole) / norms
             scores[i, : len(heads[i]), j, : len(heads[j])] = found.float()
@@ -108,7 +128,11 @@ def _head_to_compose(head: Head, into: Into) -> Head:
         )
     weights = head.layer.weights
     if weights.norm_place != "pre":
-        place = "a post-norm" if weights.norm_place == "post" else "norms on both sides of layers (sandwich)"
+        place = (
+            "a post-norm"
+            if weights.norm_place == "post"
+            else "norms on both sides of layers (sandwich)"
+        )
         raise UsageError(
             f"layer {head.layer.name}: composition scores would be wrong: {place} scales what a head wrote "
             "before the next one reads it"

@@ -80,7 +80,9 @@ class Difference:
         self.b: str = found.b
         self.verdict: Verdict = found.verdict
         self.parts: tuple[PartDifference, ...] = found.parts
-        self.layers: tuple[PartDifference, ...] = tuple(part for part in found.parts if part.layer)
+        self.layers: tuple[PartDifference, ...] = tuple(
+            part for part in found.parts if part.layer
+        )
         self.first: str = found.first
         self.chain: tuple[ChainStep, ...] = found.chain
         self.changes: tuple[Change, ...] = found.changes
@@ -90,7 +92,9 @@ class Difference:
         self.notes: tuple[str, ...] = found.notes
 
     @check_choices
-    def why_not(self, require: Requirement = "function", within: float | None = None) -> str:
+    def why_not(
+        self, require: Requirement = "function", within: float | None = None
+    ) -> str:
         """Return the reason why the models are further apart than required; "" if they are not.
 
         Args:
@@ -101,9 +105,13 @@ class Difference:
             UsageError: `within` is given without "near", or the models were not compared on a text.
         """
         if within is not None and require != "near":
-            raise UsageError("--within bounds the KL divergence of models that are near: add --require near")
+            raise UsageError(
+                "--within bounds the KL divergence of models that are near: add --require near"
+            )
         if within is not None and not 0 <= within < math.inf:
-            raise UsageError(f"--within {within}: a KL divergence is a number of nats from 0 on")
+            raise UsageError(
+                f"--within {within}: a KL divergence is a number of nats from 0 on"
+            )
         needed = _REQUIRED[require]
         # A stronger verdict needs no bound: equal functions have a KL divergence of 0.
         if not holds(self.verdict, needed):
@@ -112,22 +120,32 @@ class Difference:
         if within is None or holds(self.verdict, "same function"):
             return ""
         if self.text is None:
-            raise UsageError("--within needs a text that both models can be run on: give it with --text")
+            raise UsageError(
+                "--within needs a text that both models can be run on: give it with --text"
+            )
         _, _, high = self.text.kl
-        return "" if high <= within else f"the KL divergence is up to {high:.3g} nats; required is {within:g}"
+        return (
+            ""
+            if high <= within
+            else f"the KL divergence is up to {high:.3g} nats; required is {within:g}"
+        )
 
     def summary(self) -> list[str]:
         """Return at most 8 lines: verdict, first differing part, kinds of change, chain."""
         lines = [f"{self.verdict}: {self.a} and {self.b} ({_MEANING[self.verdict]})"]
         lines += [f"  {line}" for line in self._found_in_words()]
         shown = (
-            lines if len(lines) <= _LINES else [*lines[: _LINES - 1], f"  … {len(lines) - _LINES + 1} more"]
+            lines
+            if len(lines) <= _LINES
+            else [*lines[: _LINES - 1], f"  … {len(lines) - _LINES + 1} more"]
         )
         return [shortened(line, _WIDTH) for line in shown]
 
     def _found_in_words(self) -> Iterator[str]:
         # The most telling lines first: the last ones may be cut off.
-        differing = [part for part in self.parts if part.verdict in ("near", "different")]
+        differing = [
+            part for part in self.parts if part.verdict in ("near", "different")
+        ]
         if differing:
             yield f"first in {self._first_in_words()}; {len(differing)} of {len(self.parts)} parts differ"
         if self.text is not None:
@@ -136,7 +154,9 @@ class Difference:
             where = f": {', '.join(change.where)}" if change.where else ""
             yield f"{change.kind}: {change.evidence}{where}"
         if self.chain:
-            count = "1 rewrite" if len(self.chain) == 1 else f"{len(self.chain)} rewrites"
+            count = (
+                "1 rewrite" if len(self.chain) == 1 else f"{len(self.chain)} rewrites"
+            )
             layers: dict[str, list[str]] = {}
             for step in self.chain:
                 layers.setdefault(step_in_words(step), []).extend(step.layers)
@@ -149,7 +169,9 @@ class Difference:
 
     def _first_in_words(self) -> str:
         part = next(part for part in self.parts if part.name == self.first)
-        heads = [head.head for head in part.heads if head.verdict in ("near", "different")]
+        heads = [
+            head.head for head in part.heads if head.verdict in ("near", "different")
+        ]
         head = f" (head {part.layer}.{heads[0]})" if heads else ""
         size = "" if not part.relative else f", relative size {part.relative:.2g}"
         return f"{part.name}{head}{size}"
@@ -164,11 +186,17 @@ class Difference:
         Args:
             path: output file.
         """
-        write_text(Path(path), json.dumps(self.record(), ensure_ascii=False, allow_nan=False) + "\n")
+        write_text(
+            Path(path),
+            json.dumps(self.record(), ensure_ascii=False, allow_nan=False) + "\n",
+        )
 
     @check_choices
     def to_junit(
-        self, path: str | Path, require: Requirement = "function", within: float | None = None
+        self,
+        path: str | Path,
+        require: Requirement = "function",
+        within: float | None = None,
     ) -> None:
         """Write a report in JUnit's format, with a test per part and a test of the whole model.
 
@@ -206,13 +234,25 @@ def difference(
     progress: Progress = untold,
 ) -> Difference:
     """Compare two opened models; see `triptych.diff`."""
-    return Difference(compare(a, b, text=None if text is None else Path(text), also=also, progress=progress))
+    return Difference(
+        compare(
+            a,
+            b,
+            text=None if text is None else Path(text),
+            also=also,
+            progress=progress,
+        )
+    )
 
 
 def _of_layers(layers: Sequence[str]) -> str:
     if not layers:
         return ""
-    return f" ({layers[0]})" if len(layers) == 1 else f" ({len(layers)} layers, {layers[0]} to {layers[-1]})"
+    return (
+        f" ({layers[0]})"
+        if len(layers) == 1
+        else f" ({len(layers)} layers, {layers[0]} to {layers[-1]})"
+    )
 
 
 def step_in_words(step: ChainStep) -> str:
@@ -225,7 +265,9 @@ def text_in_words(found: TextDifference) -> str:
     mean, low, high = found.kl
     change, least, most = found.loss_change
     said = f"on {found.tokens:,} tokens: KL {mean:.3g} nats ({low:.3g} to {high:.3g})"
-    return f"{said}, loss {found.loss_a:.4g} {change:+.3g} ({least:+.3g} to {most:+.3g})"
+    return (
+        f"{said}, loss {found.loss_a:.4g} {change:+.3g} ({least:+.3g} to {most:+.3g})"
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -245,7 +287,11 @@ def _junit(found: Difference, require: Requirement, within: float | None) -> str
     name = escape(printable(f"triptych diff {found.a} {found.b}"))
     cases = []
     for part in found.parts:
-        why = "" if holds(part.verdict, needed) else "; ".join(part.reasons) or f"it is {part.verdict}"
+        why = (
+            ""
+            if holds(part.verdict, needed)
+            else "; ".join(part.reasons) or f"it is {part.verdict}"
+        )
         cases.append((part.name, part.verdict, why))
     cases.append(("whole model", found.verdict, found.why_not(require, within)))
     failures = sum(bool(why) for _, _, why in cases)
@@ -258,7 +304,9 @@ def _junit(found: Difference, require: Requirement, within: float | None) -> str
         start = f'<testcase classname="triptych.diff" name="{escape(printable(case))}"'
         if why:
             said = escape(printable(why))
-            lines.append(f'{start}><failure type="{verdict}" message="{said}">{said}</failure></testcase>')
+            lines.append(
+                f'{start}><failure type="{verdict}" message="{said}">{said}</failure></testcase>'
+            )
         else:
             lines.append(f"{start}/>")
     return "\n".join([*lines, "</testsuite>", "</testsuites>", ""])
@@ -277,7 +325,9 @@ def _parts_table(parts: Sequence[PartDifference]) -> Table:
         )
         for part in parts
     )
-    return Table("Parts", ("part", "verdict", "relative size", "found"), rows, numeric=(2,))
+    return Table(
+        "Parts", ("part", "verdict", "relative size", "found"), rows, numeric=(2,)
+    )
 
 
 def _page(found: Difference) -> str:
@@ -285,7 +335,12 @@ def _page(found: Difference) -> str:
     for part in found.layers:
         names.setdefault(part.layer, []).append(part)
     rows = [(layer, [_cells(part) for part in parts]) for layer, parts in names.items()]
-    facts = [("A", found.a), ("B", found.b), ("verdict", found.verdict), ("parts", f"{len(found.parts)}")]
+    facts = [
+        ("A", found.a),
+        ("B", found.b),
+        ("verdict", found.verdict),
+        ("parts", f"{len(found.parts)}"),
+    ]
     counts = [
         (sign, verdict, sum(part.verdict == verdict for part in found.parts))
         for verdict, sign in _SIGNS.items()
@@ -295,7 +350,9 @@ def _page(found: Difference) -> str:
     tables = [_parts_table(found.parts)]
     if found.settings:
         rows_of_settings = tuple((one.name, one.a, one.b) for one in found.settings)
-        tables.append(Table("Settings that differ", ("setting", "A", "B"), rows_of_settings))
+        tables.append(
+            Table("Settings that differ", ("setting", "A", "B"), rows_of_settings)
+        )
     return make_page(
         "difference.html",
         title=f"{found.verdict[0].upper()}{found.verdict[1:]}: {_MEANING[found.verdict]}",
@@ -305,7 +362,10 @@ def _page(found: Difference) -> str:
         changes=found.changes,
         effects=_effects_table(found.changes),
         chain=chain,
-        reasons=(*([] if found.text is None else [text_in_words(found.text)]), *found.reasons),
+        reasons=(
+            *([] if found.text is None else [text_in_words(found.text)]),
+            *found.reasons,
+        ),
         notes=found.notes,
         tables=tables,
     )
@@ -349,7 +409,9 @@ def _cells(part: PartDifference) -> dict[str, Any]:
 def _head_in_words(part: PartDifference, head: Any) -> str:
     moved = "" if head.other in (None, head.head) else f", is {head.other} in B"
     sizes = [
-        f", Δ{form} {size:.2g}" for form, size in (("W_QK", head.qk), ("W_OV", head.ov)) if size is not None
+        f", Δ{form} {size:.2g}"
+        for form, size in (("W_QK", head.qk), ("W_OV", head.ov))
+        if size is not None
     ]
     return f"{part.layer}.{head.head}: {head.verdict}{moved}{''.join(sizes)}"
 

@@ -29,7 +29,11 @@ from triptych.seeing.similarity import MapSimilarity, Span, compare_maps, span
 from triptych.threads import torch_threads
 
 MapPair = Literal["qk", "qv", "kv"]
-COMPARED: dict[MapPair, tuple[Side, Side]] = {"qk": ("q", "k"), "qv": ("q", "v"), "kv": ("k", "v")}
+COMPARED: dict[MapPair, tuple[Side, Side]] = {
+    "qk": ("q", "k"),
+    "qv": ("q", "v"),
+    "kv": ("k", "v"),
+}
 # Squaring a map squares its condition number: above this bound (‖R‖ ‖R⁻¹‖ in Frobenius norms, at least the
 # condition number), float64 would keep fewer digits than float32 has.
 _LARGEST_CONDITION = 3e4
@@ -44,7 +48,9 @@ class RotaryPairs:
 
     first: tuple[int, ...]  # first channel of each pair
     second: tuple[int, ...]
-    slow: tuple[bool, ...]  # whether a pair rotates by less than a radian over the longest text
+    slow: tuple[
+        bool, ...
+    ]  # whether a pair rotates by less than a radian over the longest text
     factor: float = 1.0  # additional factor of these channels in queries and keys
 
     @classmethod
@@ -54,7 +60,9 @@ class RotaryPairs:
         return cls(
             first=tuple(first),
             second=tuple(second),
-            slow=tuple((rotation.frequencies.abs() * rotation.reach(longest) < 1).tolist()),
+            slow=tuple(
+                (rotation.frequencies.abs() * rotation.reach(longest) < 1).tolist()
+            ),
             factor=rotation.factor,
         )
 
@@ -66,9 +74,13 @@ class HeadMeasures:
 
     qk: Spectrum  # spectrum of W_QK, or its replacement for rotary heads
     ov: Spectrum  # spectrum of W_OV
-    similarity: dict[MapPair, MapSimilarity | None]  # of the maps to queries, keys and values
+    similarity: dict[
+        MapPair, MapSimilarity | None
+    ]  # of the maps to queries, keys and values
     norms: dict[Side, Float[Tensor, " heads"]]  # Frobenius norm of each map
-    symmetry: Float[Tensor, " heads"] | None  # tr(A²)/‖A‖² of W_QK: 1 symmetric, −1 antisymmetric
+    symmetry: (
+        Float[Tensor, " heads"] | None
+    )  # tr(A²)/‖A‖² of W_QK: 1 symmetric, −1 antisymmetric
     copying: Float[Tensor, " heads"] | None  # Σ Re λ / Σ |λ| of the eigenvalues of W_OV
     finite: Bool[Tensor, " heads"]  # whether all four maps are finite
 
@@ -83,12 +95,15 @@ def comparable(weights: AttentionWeights) -> frozenset[MapPair]:
     return frozenset(
         pair
         for pair, (one, other) in COMPARED.items()
-        if (itself or pair == "kv") and not share_a_map(weights.chain(one), weights.chain(other))
+        if (itself or pair == "kv")
+        and not share_a_map(weights.chain(one), weights.chain(other))
     )
 
 
 def measure_heads(
-    weights: AttentionWeights, rotary_pairs: RotaryPairs | None = None, num_removed: int = 0
+    weights: AttentionWeights,
+    rotary_pairs: RotaryPairs | None = None,
+    num_removed: int = 0,
 ) -> HeadMeasures:
     """Measure every head of a layer, in chunks on each of torch's threads.
 
@@ -99,12 +114,20 @@ def measure_heads(
     pairs = comparable(weights)
     chunks = list(_chunks(weights))
     return _join(
-        _on_threads(lambda chunk: _measured(_Cores(chunk, num_removed), itself, pairs, rotary_pairs), chunks)
+        _on_threads(
+            lambda chunk: _measured(
+                _Cores(chunk, num_removed), itself, pairs, rotary_pairs
+            ),
+            chunks,
+        )
     )
 
 
 def _measured(
-    parts: "_Cores", itself: bool, compared: Collection[MapPair], rotary_pairs: RotaryPairs | None
+    parts: "_Cores",
+    itself: bool,
+    compared: Collection[MapPair],
+    rotary_pairs: RotaryPairs | None,
 ) -> HeadMeasures:
     # The product is small, with the traces and eigenvalues of the form.
     values = parts.singular_values("q", "k")
@@ -113,7 +136,9 @@ def _measured(
     if rotary_pairs is not None:
         values = _with_rotary_pairs(parts, rotary_pairs)
     elif itself and (turned := parts.square_product("q", "k")) is not None:
-        symmetry = (turned * turned.mT).sum(dim=(-2, -1)) / or_one(values.square().sum(dim=-1))
+        symmetry = (turned * turned.mT).sum(dim=(-2, -1)) / or_one(
+            values.square().sum(dim=-1)
+        )
     # In cross-attention, heads read and write in different spaces.
     if itself and (turned := parts.square_product("v", "o")) is not None:
         eigenvalues = torch.linalg.eigvals(turned)
@@ -121,8 +146,13 @@ def _measured(
     return HeadMeasures(
         qk=Spectrum(parts.known(values)),
         ov=Spectrum(parts.known(parts.singular_values("v", "o"))),
-        similarity={pair: parts.compared(*COMPARED[pair]) if pair in compared else None for pair in COMPARED},
-        norms={side: parts.known(torch.linalg.matrix_norm(parts.R[side])) for side in SIDES},
+        similarity={
+            pair: parts.compared(*COMPARED[pair]) if pair in compared else None
+            for pair in COMPARED
+        },
+        norms={
+            side: parts.known(torch.linalg.matrix_norm(parts.R[side])) for side in SIDES
+        },
         symmetry=None if symmetry is None else parts.known(symmetry),
         copying=None if copying is None else parts.known(copying),
         finite=parts.finite,
@@ -139,28 +169,38 @@ def _join(chunks: list[HeadMeasures]) -> HeadMeasures:
         return torch.cat(known) if known else None
 
     def similarity(pair: MapPair) -> MapSimilarity | None:
-        parts = [found for chunk in chunks if (found := chunk.similarity[pair]) is not None]
-        return MapSimilarity(*map(torch.cat, zip(*parts, strict=True))) if parts else None
+        parts = [
+            found for chunk in chunks if (found := chunk.similarity[pair]) is not None
+        ]
+        return (
+            MapSimilarity(*map(torch.cat, zip(*parts, strict=True))) if parts else None
+        )
 
     return HeadMeasures(
         qk=Spectrum(torch.cat([chunk.qk.values for chunk in chunks])),
         ov=Spectrum(torch.cat([chunk.ov.values for chunk in chunks])),
         similarity={pair: similarity(pair) for pair in COMPARED},
-        norms={side: torch.cat([chunk.norms[side] for chunk in chunks]) for side in SIDES},
+        norms={
+            side: torch.cat([chunk.norms[side] for chunk in chunks]) for side in SIDES
+        },
         symmetry=joined(lambda chunk: chunk.symmetry),
         copying=joined(lambda chunk: chunk.copying),
         finite=torch.cat([chunk.finite for chunk in chunks]),
     )
 
 
-def _on_threads(work: Callable[["_Chunk"], HeadMeasures], chunks: "Sequence[_Chunk]") -> list[HeadMeasures]:
+def _on_threads(
+    work: Callable[["_Chunk"], HeadMeasures], chunks: "Sequence[_Chunk]"
+) -> list[HeadMeasures]:
     """Apply `work` to every chunk, in parallel on torch's threads."""
     threads = torch.get_num_threads()
     if threads == 1 or len(chunks) == 1:
         return [work(chunk) for chunk in chunks]
     with (
         torch_threads(1),
-        ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool,
+        ThreadPoolExecutor(
+            threads, initializer=torch.set_num_threads, initargs=(1,)
+        ) as pool,
     ):
         return list(pool.map(work, chunks))
 
@@ -174,14 +214,18 @@ def _with_rotary_pairs(parts: "_Cores", rotary_pairs: RotaryPairs) -> Tensor:
     # Pairs that hardly rotate count as unrotated.
     turning = [
         (a, b)
-        for a, b, slow in zip(rotary_pairs.first, rotary_pairs.second, rotary_pairs.slow, strict=True)
+        for a, b, slow in zip(
+            rotary_pairs.first, rotary_pairs.second, rotary_pairs.slow, strict=True
+        )
         if not slow
     ]
     first = [a for a, _ in turning]
     second = [b for _, b in turning]
     stays = sorted(set(range(R_q.shape[-1])) - {*first, *second})
     of_q, of_k = (R.square().sum(dim=-2) for R in (R_q, R_k))
-    energies = (of_q[:, first] + of_q[:, second]) * (of_k[:, first] + of_k[:, second]) / 2
+    energies = (
+        (of_q[:, first] + of_q[:, second]) * (of_k[:, first] + of_k[:, second]) / 2
+    )
     values = energies.sqrt()
     if stays:
         fixed = torch.linalg.svdvals(R_q[..., stays] @ R_k[..., stays].mT)
@@ -195,12 +239,17 @@ class _Cores:
     def __init__(self, chunk: "_Chunk", num_removed: int = 0) -> None:
         self._num_removed = num_removed
         # Products of half precision would round off what is measured.
-        exact = {side: [link.mapped(Tensor.double) for link in chain] for side, chain in chunk.chains.items()}
+        exact = {
+            side: [link.mapped(Tensor.double) for link in chain]
+            for side, chain in chunk.chains.items()
+        }
         maps = {side: reduce(Link.then, chain).weight for side, chain in exact.items()}
         maps["o"] = maps["o"].mT
         self._d = {side: W.shape[1] for side, W in maps.items()}
         squares = {side: W.mT @ W for side, W in maps.items()}
-        sound = {side: _squared_norms(square).isfinite() for side, square in squares.items()}
+        sound = {
+            side: _squared_norms(square).isfinite() for side, square in squares.items()
+        }
         self.finite: Bool[Tensor, " heads"] = torch.stack(
             [sound[side][chunk.places[side]] for side in SIDES]
         ).all(dim=0)
@@ -213,17 +262,27 @@ class _Cores:
         triangles = None if chunk.has_many_digits else _cholesky_triangles(squares)
         if triangles is None:
             frames = {side: torch.linalg.qr(W) for side, W in maps.items()}
-            spans = {side: span(frame.R, self._d[side]) for side, frame in frames.items()}
+            spans = {
+                side: span(frame.R, self._d[side]) for side, frame in frames.items()
+            }
             maps = {side: frame.Q for side, frame in frames.items()}
         else:
-            spans = {side: _full_span(R, squares[side]) for side, (R, _) in triangles.items()}
+            spans = {
+                side: _full_span(R, squares[side]) for side, (R, _) in triangles.items()
+            }
         self._between = {pair: _products(maps, chunk.places, *pair) for pair in pairs}
         if triangles is not None:
             # Q_aᵀ Q_b = R_a⁻ᵀ (W_aᵀ W_b) R_b⁻¹.
-            inverses = {side: inverse[chunk.places[side]] for side, (_, inverse) in triangles.items()}
+            inverses = {
+                side: inverse[chunk.places[side]]
+                for side, (_, inverse) in triangles.items()
+            }
             for (a, b), product in self._between.items():
                 self._between[a, b] = inverses[a].mT @ product @ inverses[b]
-        self.spans = {side: Span(*(part[chunk.places[side]] for part in of)) for side, of in spans.items()}
+        self.spans = {
+            side: Span(*(part[chunk.places[side]] for part in of))
+            for side, of in spans.items()
+        }
         self.R = {side: of.R for side, of in self.spans.items()}
 
     def known(self, values: Tensor) -> Tensor:
@@ -264,27 +323,43 @@ class _Chunk:
     has_many_digits: bool  # whether the weights are more precise than float32
 
 
-_NEIGHBOURS: tuple[tuple[Side, Side], ...] = (("q", "k"), ("q", "v"), ("k", "v"), ("v", "o"))
+_NEIGHBOURS: tuple[tuple[Side, Side], ...] = (
+    ("q", "k"),
+    ("q", "v"),
+    ("k", "v"),
+    ("v", "o"),
+)
 
 
 def _chunks(weights: AttentionWeights) -> Iterator[_Chunk]:
     chains = {side: _float64_maps(weights, side) for side in SIDES}
-    copies = {side: math.lcm(*(link.copies for link in chain)) for side, chain in chains.items()}
+    copies = {
+        side: math.lcm(*(link.copies for link in chain))
+        for side, chain in chains.items()
+    }
     heads = weights.num_heads
     largest = max(chain[0].d_in * chain[-1].d_out for chain in chains.values())
     count = max(1, _NUMBERS_AT_A_TIME // largest)
     # As many heads as fit the memory limit, with the copies used by them.
     for start in range(0, heads, count):
         read = {
-            side: [head * copies[side] // heads for head in range(start, min(start + count, heads))]
+            side: [
+                head * copies[side] // heads
+                for head in range(start, min(start + count, heads))
+            ]
             for side in SIDES
         }
         yield _Chunk(
             chains={
-                side: tuple(_used(link, used[0], used[-1], copies[side]) for link in chains[side])
+                side: tuple(
+                    _used(link, used[0], used[-1], copies[side])
+                    for link in chains[side]
+                )
                 for side, used in read.items()
             },
-            places={side: [copy - used[0] for copy in used] for side, used in read.items()},
+            places={
+                side: [copy - used[0] for copy in used] for side, used in read.items()
+            },
             has_many_digits=weights.dtype == torch.float64,
         )
 
@@ -303,17 +378,25 @@ def _used(link: Link, first: int, last: int, copies: int) -> Link:
         return Link(link.weight)
     if link.copies == copies:
         return Link(link.weight[first : last + 1])
-    return Link(link.weight[[copy * link.copies // copies for copy in range(first, last + 1)]])
+    return Link(
+        link.weight[[copy * link.copies // copies for copy in range(first, last + 1)]]
+    )
 
 
-def _products(maps: dict[Side, Tensor], places: dict[Side, list[int]], one: Side, other: Side) -> Tensor:
+def _products(
+    maps: dict[Side, Tensor], places: dict[Side, list[int]], one: Side, other: Side
+) -> Tensor:
     """Compute W_oneᵀ W_other of every head; heads sharing both copies share the product."""
     pairs = list(zip(places[one], places[other], strict=True))
-    products = {(i, j): maps[one][i].mT @ maps[other][j] for i, j in dict.fromkeys(pairs)}
+    products = {
+        (i, j): maps[one][i].mT @ maps[other][j] for i, j in dict.fromkeys(pairs)
+    }
     return torch.stack([products[pair] for pair in pairs])
 
 
-def _cholesky_triangles(squares: dict[Side, Tensor]) -> dict[Side, tuple[Tensor, Tensor]] | None:
+def _cholesky_triangles(
+    squares: dict[Side, Tensor],
+) -> dict[Side, tuple[Tensor, Tensor]] | None:
     """Compute R of W = Q R from WᵀW, and R⁻¹; the identity for W = 0.
 
     The result is None if a map is too close to losing rank.
@@ -322,11 +405,15 @@ def _cholesky_triangles(squares: dict[Side, Tensor]) -> dict[Side, tuple[Tensor,
     found: dict[Side, tuple[Tensor, Tensor]] = {}
     for side, square in squares.items():
         eye = torch.eye(square.shape[-1], dtype=square.dtype)
-        triangle, failed = torch.linalg.cholesky_ex(square.where(_alive(square), eye), upper=True)
+        triangle, failed = torch.linalg.cholesky_ex(
+            square.where(_alive(square), eye), upper=True
+        )
         if bool(failed.any()):
             return None
         inverse = torch.linalg.solve_triangular(triangle, eye, upper=True)
-        conditions = torch.linalg.matrix_norm(triangle) * torch.linalg.matrix_norm(inverse)
+        conditions = torch.linalg.matrix_norm(triangle) * torch.linalg.matrix_norm(
+            inverse
+        )
         if not bool((conditions < _LARGEST_CONDITION).all()):
             return None
         found[side] = triangle, inverse

@@ -7,7 +7,9 @@ from triptych.core.algebra.cost import writing_cost
 from triptych.literals import check_choices
 from triptych.running.opened_source import Opened
 
-Figure = Literal["parameters", "flops_per_token", "flops_per_pair", "cache_bytes_per_token"]
+Figure = Literal[
+    "parameters", "flops_per_token", "flops_per_pair", "cache_bytes_per_token"
+]
 
 
 @final

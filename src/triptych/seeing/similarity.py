@@ -16,13 +16,23 @@ from torch import Tensor
 class MapSimilarity(NamedTuple):
     """Similarity of two maps, for every head."""
 
-    cosine: Float[Tensor, " heads"]  # cosine of the entries, −1 to 1; depends on the basis
-    procrustes: Float[Tensor, " heads"]  # cosine of the entries after the best rotation, 0 to 1
+    cosine: Float[
+        Tensor, " heads"
+    ]  # cosine of the entries, −1 to 1; depends on the basis
+    procrustes: Float[
+        Tensor, " heads"
+    ]  # cosine of the entries after the best rotation, 0 to 1
     cka: Float[Tensor, " heads"]  # linear CKA, with rows as examples
-    angles: Float[Tensor, "heads k"]  # principal angles of the column spaces, ascending, in radians
-    overlap: Float[Tensor, " heads"]  # mean squared cosine of the principal angles, 0 to 1
+    angles: Float[
+        Tensor, "heads k"
+    ]  # principal angles of the column spaces, ascending, in radians
+    overlap: Float[
+        Tensor, " heads"
+    ]  # mean squared cosine of the principal angles, 0 to 1
     chance: Float[Tensor, " heads"]
-    p_value: Float[Tensor, " heads"]  # probability of at least this overlap for random subspaces
+    p_value: Float[
+        Tensor, " heads"
+    ]  # probability of at least this overlap for random subspaces
 
     @property
     def times_chance(self) -> Float[Tensor, " heads"]:
@@ -45,7 +55,9 @@ class Span(NamedTuple):
     """Factors of a map W = Q R, with orthonormal columns in Q, for comparisons."""
 
     R: Float[Tensor, "heads k width"]
-    basis: Float[Tensor, "heads k r"]  # basis of the column space, as combinations of the columns of Q
+    basis: Float[
+        Tensor, "heads k r"
+    ]  # basis of the column space, as combinations of the columns of Q
     rank: Int[Tensor, " heads"]  # rank of every map
 
     @property
@@ -61,12 +73,18 @@ def span(R: Float[Tensor, "heads k width"], d: int) -> Span:
     return Span(R, U * kept[..., None, :], kept.sum(dim=-1))
 
 
-def compare_maps(one: Span, other: Span, between: Float[Tensor, "heads k other_k"], d: int) -> MapSimilarity:
+def compare_maps(
+    one: Span, other: Span, between: Float[Tensor, "heads k other_k"], d: int
+) -> MapSimilarity:
     """Compare two maps of every head reading the same `d` channels, given their spans."""
     product = one.R.mT @ between @ other.R
     norm = torch.linalg.matrix_norm
     norms = norm(one.R) * norm(other.R)
-    of_spaces = between if one.is_full and other.is_full else one.basis.mT @ between @ other.basis
+    of_spaces = (
+        between
+        if one.is_full and other.is_full
+        else one.basis.mT @ between @ other.basis
+    )
     cosines = torch.linalg.svdvals(of_spaces).clamp(max=1.0)
     # Maps may have more rows than `d`: identities, or rounding where a norm removes directions.
     ranks = one.rank.clamp(max=d), other.rank.clamp(max=d)
@@ -80,7 +98,8 @@ def compare_maps(one: Span, other: Span, between: Float[Tensor, "heads k other_k
         if same_width
         else torch.full_like(norms, math.nan),
         procrustes=torch.linalg.svdvals(product).sum(dim=-1) / norms,
-        cka=norm(product).square() / (norm(one.R.mT @ one.R) * norm(other.R.mT @ other.R)),
+        cka=norm(product).square()
+        / (norm(one.R.mT @ one.R) * norm(other.R.mT @ other.R)),
         angles=cosines.acos().masked_fill(place >= smaller[:, None], math.nan),
         overlap=shared / smaller,
         chance=larger.to(shared.dtype) / d,
@@ -89,7 +108,10 @@ def compare_maps(one: Span, other: Span, between: Float[Tensor, "heads k other_k
 
 
 def chance_of_as_much(
-    shared: Float[Tensor, " heads"], p: Int[Tensor, " heads"], q: Int[Tensor, " heads"], d: int
+    shared: Float[Tensor, " heads"],
+    p: Int[Tensor, " heads"],
+    q: Int[Tensor, " heads"],
+    d: int,
 ) -> Float[Tensor, " heads"]:
     """Return the probability that random subspaces share at least `shared`.
 
@@ -108,7 +130,9 @@ def chance_of_as_much(
             share = ((shared[here].double() - common) / few).clamp(0, 1)
             odds, log_tails = _overlap_tails(few, many, d)
             place = torch.searchsorted(odds, share.logit()).clamp(1, len(odds) - 1)
-            part = ((share.logit() - odds[place - 1]) / (odds[place] - odds[place - 1])).clamp(0, 1)
+            part = (
+                (share.logit() - odds[place - 1]) / (odds[place] - odds[place - 1])
+            ).clamp(0, 1)
             tail = log_tails[place - 1].lerp(log_tails[place], part).exp()
             found[here] = torch.where(share == 1, 0.0, tail).to(found.dtype)
     return found
@@ -121,9 +145,15 @@ def _overlap_tails(few: int, many: int, d: int) -> tuple[Tensor, Tensor]:
     variance = 2 * mean * (d - few) * (1 - mean) / (few * (d - 1) * (d + 2))
     a = mean * (mean * (1 - mean) / variance - 1)
     b = a * (1 - mean) / mean
-    steps = torch.linspace(-60, 60, 12001, dtype=torch.float64) * math.sqrt(variance) / (mean * (1 - mean))
+    steps = (
+        torch.linspace(-60, 60, 12001, dtype=torch.float64)
+        * math.sqrt(variance)
+        / (mean * (1 - mean))
+    )
     odds = math.log(mean / (1 - mean)) + steps
-    log_density = a * torch.nn.functional.logsigmoid(odds) + b * torch.nn.functional.logsigmoid(-odds)
+    log_density = a * torch.nn.functional.logsigmoid(
+        odds
+    ) + b * torch.nn.functional.logsigmoid(-odds)
     log_tails = log_density.flip(0).logcumsumexp(0).flip(0)
     return odds, log_tails - log_tails[0]
 
@@ -135,7 +165,9 @@ def sketches(
     generator = torch.Generator().manual_seed(0)
     dtype = torch.promote_types(left.dtype, torch.float32)
     x, y = (
-        torch.randn(_SKETCH, factor.shape[1], generator=generator).to(left.device, dtype)
+        torch.randn(_SKETCH, factor.shape[1], generator=generator).to(
+            left.device, dtype
+        )
         for factor in (left, right)
     )
     # The forms themselves are never computed: x A yᵀ from the factors.
@@ -150,7 +182,9 @@ def sketches(
     return normal
 
 
-def similar(sketched: Float[Tensor, "forms numbers"], at_least: float, most: int) -> list[tuple[int, int]]:
+def similar(
+    sketched: Float[Tensor, "forms numbers"], at_least: float, most: int
+) -> list[tuple[int, int]]:
     """Return pairs i < j of forms with a cosine of possibly `at_least`, of either sign: the `most` likeliest.
 
     Products of a few rows at a time are in memory.
@@ -189,6 +223,8 @@ _ROWS_AT_A_TIME = 512
 _SKETCH_MARGIN = 0.38
 
 
-def _inner(left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor) -> float:
+def _inner(
+    left: Tensor, right: Tensor, other_left: Tensor, other_right: Tensor
+) -> float:
     """Return Σ A_ij B_ij of A = left rightᵀ and B = other_left other_rightᵀ."""
     return float(((left.mT @ other_left) * (right.mT @ other_right)).sum())

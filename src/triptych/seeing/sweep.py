@@ -56,13 +56,25 @@ class Sweep:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one record per head: name, mean and interval."""
-        columns = zip(self.heads, self.mean.tolist(), self.low.tolist(), self.high.tolist(), strict=True)
-        return [{"head": head, "mean": mean, "low": low, "high": high} for head, mean, low, high in columns]
+        columns = zip(
+            self.heads,
+            self.mean.tolist(),
+            self.low.tolist(),
+            self.high.tolist(),
+            strict=True,
+        )
+        return [
+            {"head": head, "mean": mean, "low": low, "high": high}
+            for head, mean, low, high in columns
+        ]
 
     def top(self, count: int = 10) -> list[tuple[str, float]]:
         """Return the heads with the largest effect on the metric of the corrupted texts."""
         moved = (self.mean - self.corrupted.mean()).abs()
-        return [(self.heads[i], float(self.mean[i])) for i in moved.argsort(descending=True)[:count].tolist()]
+        return [
+            (self.heads[i], float(self.mean[i]))
+            for i in moved.argsort(descending=True)[:count].tolist()
+        ]
 
     def __repr__(self) -> str:
         best = "; ".join(f"{head} {value:.4g}" for head, value in self.top(3))
@@ -89,7 +101,10 @@ def sweep_heads(
         )
 
     # Patched positions must exist in both texts.
-    before = [(_run(opened, one), _run(opened, other)) for one, other in zip(*texts, strict=True)]
+    before = [
+        (_run(opened, one), _run(opened, other))
+        for one, other in zip(*texts, strict=True)
+    ]
     for number, (one, other) in enumerate(before, start=1):
         if len(one.ids) != len(other.ids):
             raise UsageError(
@@ -97,9 +112,14 @@ def sweep_heads(
                 "positions"
             )
     of_clean, of_corrupted = (
-        torch.tensor([float(metric(pair[side])) for pair in before], dtype=torch.float64) for side in (0, 1)
+        torch.tensor(
+            [float(metric(pair[side])) for pair in before], dtype=torch.float64
+        )
+        for side in (0, 1)
     )
-    for number, pair in enumerate(torch.stack((of_clean, of_corrupted), dim=1), start=1):
+    for number, pair in enumerate(
+        torch.stack((of_clean, of_corrupted), dim=1), start=1
+    ):
         if not pair.isfinite().all():
             raise UsageError(
                 f"the metric of pair {number} is {pair.tolist()}, and has to be a number: the loss of a text "
@@ -109,7 +129,9 @@ def sweep_heads(
     is_pair = isinstance(model, EncoderDecoder)
     sites = opened.sites_of(model)
     heads = [
-        f"{layer.name}.{head}" for layer in opened.layers[: len(sites)] for head in range(layer.num_heads)
+        f"{layer.name}.{head}"
+        for layer in opened.layers[: len(sites)]
+        for head in range(layer.num_heads)
     ]
     values = torch.empty(len(heads), len(before), dtype=torch.float64)
     place = 0
@@ -120,10 +142,15 @@ def sweep_heads(
             patched: Iterable[Run]
             if is_pair:
                 # The target is searched anew with each patch.
-                patched = (_run(patch(opened, head, one, what), texts[1][text]) for head in heads[own])
+                patched = (
+                    _run(patch(opened, head, one, what), texts[1][text])
+                    for head in heads[own]
+                )
             else:
                 patched = _patched_runs(opened, layer, heads[own], one, other, what)
-            values[own, text] = torch.tensor([float(metric(found)) for found in patched], dtype=torch.float64)
+            values[own, text] = torch.tensor(
+                [float(metric(found)) for found in patched], dtype=torch.float64
+            )
         place = own.stop
     by_text = values.T
     low, high = ratio_intervals(by_text, torch.ones_like(by_text))
@@ -136,7 +163,12 @@ def _run(opened: Opened, text: str) -> Run:
 
 
 def _patched_runs(
-    opened: Opened, layer: int, heads: Sequence[str], clean: Run, corrupted: Run, what: Activation
+    opened: Opened,
+    layer: int,
+    heads: Sequence[str],
+    clean: Run,
+    corrupted: Run,
+    what: Activation,
 ) -> Iterator[Run]:
     """Yield the run on the corrupted text with each of a layer's heads patched from the clean run.
 
@@ -144,5 +176,8 @@ def _patched_runs(
     """
     at_a_time = max(1, _TOKENS_AT_A_TIME // len(corrupted.ids))
     for start in range(0, len(heads), at_a_time):
-        taps = [patching_tap(opened, layer, head, clean, what) for head in heads[start : start + at_a_time]]
+        taps = [
+            patching_tap(opened, layer, head, clean, what)
+            for head in heads[start : start + at_a_time]
+        ]
         yield from tapped_runs(opened, corrupted, layer, taps)

@@ -10,7 +10,10 @@ from starlette.responses import Response
 
 async def json_answer(make: Callable[[], Mapping[str, Any]]) -> Response:
     """Make a record and serialise it in another thread."""
-    return Response(await asyncio.to_thread(lambda: json_text(make())), media_type="application/json")
+    return Response(
+        await asyncio.to_thread(lambda: json_text(make())),
+        media_type="application/json",
+    )
 
 
 def json_text(record: Mapping[str, Any]) -> str:
@@ -25,7 +28,10 @@ def _pieces(record: Mapping[str, Any]) -> Iterator[str]:
         before = ","
         if isinstance(value, list):
             yield "["
-            yield from (f"{',' if number else ''}{_dumped(item)}" for number, item in enumerate(value))
+            yield from (
+                f"{',' if number else ''}{_dumped(item)}"
+                for number, item in enumerate(value)
+            )
             yield "]"
         else:
             yield _dumped(value)

@@ -39,7 +39,9 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _SECONDS_TO_SEND = 10.0
 # Paths without a key.
 # A translated file has an address that nobody guesses.
-_OPEN = frozenset({"/", "/health", "/frontend/settings", "/spec", "/download_file/{token}"})
+_OPEN = frozenset(
+    {"/", "/health", "/frontend/settings", "/spec", "/download_file/{token}"}
+)
 
 
 def web_application(server: Server, *, public: bool = False) -> Starlette:
@@ -66,7 +68,9 @@ def web_application(server: Server, *, public: bool = False) -> Starlette:
 class Guarded:
     """Endpoint with key checks, time limits, errors as JSON, a line in the log, and figures."""
 
-    def __init__(self, server: Server, path: str, endpoint: Endpoint, *, public: bool) -> None:
+    def __init__(
+        self, server: Server, path: str, endpoint: Endpoint, *, public: bool
+    ) -> None:
         self._server = server
         self._path = path
         self._endpoint = endpoint
@@ -85,7 +89,12 @@ class Guarded:
                 async with asyncio.timeout(computed + _SECONDS_TO_SEND):
                     await response(scope, receive, send)
             except TimeoutError:
-                log({"cut off": self._path, "because": "the client does not read its answer"})
+                log(
+                    {
+                        "cut off": self._path,
+                        "because": "the client does not read its answer",
+                    }
+                )
                 if CUT_OFF in scope:
                     scope[CUT_OFF]()
 
@@ -107,7 +116,12 @@ class Guarded:
         server.answered.labels(path, response.status_code).inc()
         server.latency.labels(path).observe(seconds)
         response.headers["X-Request-ID"] = number
-        record = {"time": round(time.time(), 3), "request": number, "method": request.method, "path": path}
+        record = {
+            "time": round(time.time(), 3),
+            "request": number,
+            "method": request.method,
+            "path": path,
+        }
         log({**record, "status": response.status_code, "seconds": round(seconds, 4)})
         return response
 
@@ -137,7 +151,9 @@ async def _no_route(request: Request, error: Exception) -> Response:
     return _refusal(path, error.status_code, why, headers)
 
 
-def _refusal(path: str, status: int, message: str, headers: Mapping[str, str]) -> Response:
+def _refusal(
+    path: str, status: int, message: str, headers: Mapping[str, str]
+) -> Response:
     """Format an error for OpenAI's or LibreTranslate's interface."""
     body = openai_error(status, message) if path.startswith("/v1/") else message
     return JSONResponse({"error": body}, status, headers)
@@ -155,12 +171,17 @@ async def _health(server: Server, request: Request) -> Response:
         }
         for model in server.models.values()
     ]
-    return JSONResponse({"status": "ok", "workers": server.num_workers, "models": models})
+    return JSONResponse(
+        {"status": "ok", "workers": server.num_workers, "models": models}
+    )
 
 
 async def _metrics(server: Server, request: Request) -> Response:
     """Figures for Prometheus."""
-    return Response(generate_latest(server.registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+    return Response(
+        generate_latest(server.registry),
+        media_type="text/plain; version=0.0.4; charset=utf-8",
+    )
 
 
 async def _reload(server: Server, request: Request) -> Response:
@@ -168,7 +189,8 @@ async def _reload(server: Server, request: Request) -> Response:
     await server.fields(request)
     if not server.needs_key:
         raise RequestError(
-            403, "without keys anybody could do that: start the server with keys, or send SIGHUP"
+            403,
+            "without keys anybody could do that: start the server with keys, or send SIGHUP",
         )
     return JSONResponse({"models": await server.reload()})
 
@@ -177,7 +199,10 @@ async def _specification(server: Server, request: Request) -> Response:
     """What the server answers, as OpenAPI."""
     paths: dict[str, dict[str, Any]] = {}
     for route in request.app.routes:
-        about = {"summary": route.endpoint.summary, "responses": {"200": {"description": "JSON"}}}
+        about = {
+            "summary": route.endpoint.summary,
+            "responses": {"200": {"description": "JSON"}},
+        }
         for method in route.methods - {"HEAD"}:
             paths.setdefault(route.path, {})[method.lower()] = about
     info = {"title": "triptych", "version": "1"}

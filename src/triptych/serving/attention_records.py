@@ -48,7 +48,9 @@ async def answer_inspect(server: Server, request: Request) -> Response:
     # `type(one) is int` refuses true and false: bool is a subclass of int.
     for name in ("layers", "heads"):
         given = fields.get(name)
-        if given is not None and not (isinstance(given, list) and all(type(one) is int for one in given)):
+        if given is not None and not (
+            isinstance(given, list) and all(type(one) is int for one in given)
+        ):
             raise RequestError(400, f"{name}: give a list of numbers")
 
     def ask(model: Model, item: Item) -> str:
@@ -57,7 +59,9 @@ async def answer_inspect(server: Server, request: Request) -> Response:
 
         layers = fields.get("layers")
         heads = fields.get("heads")
-        return _strict_json(model.inspect(layers=layers, heads=heads, progress=stop_if_left).record())
+        return _strict_json(
+            model.inspect(layers=layers, heads=heads, progress=stop_if_left).record()
+        )
 
     return await _answered(server, request, fields, "read", ask)
 
@@ -69,24 +73,40 @@ async def answer_steps(server: Server, request: Request) -> Response:
     layer = fields.get("layer")
     head = fields.get("head")
     query = fields.get("query", -1)
-    if not isinstance(layer, int | str) or not isinstance(head, int) or not isinstance(query, int):
-        raise RequestError(400, "layer, head and query: give a layer's number or name, and two numbers")
+    if (
+        not isinstance(layer, int | str)
+        or not isinstance(head, int)
+        or not isinstance(query, int)
+    ):
+        raise RequestError(
+            400, "layer, head and query: give a layer's number or name, and two numbers"
+        )
     most = server.limits.max_attended
 
     # The model checks the values of layer, head and query.
     def ask(model: Model, item: Item) -> str:
-        return _strict_json(model.attend(text, max_tokens=most).steps(layer, head, query).record())
+        return _strict_json(
+            model.attend(text, max_tokens=most).steps(layer, head, query).record()
+        )
 
     return await _answered(server, request, fields, "run", ask)
 
 
 async def _answered(
-    server: Server, request: Request, fields: Fields, can: str, ask: Callable[[Model, Item], str]
+    server: Server,
+    request: Request,
+    fields: Fields,
+    can: str,
+    ask: Callable[[Model, Item], str],
 ) -> Response:
     served = server.model(fields.get("model"), can)
-    texts = [fields.get(name) for name in ("text", "target")]  # `Fields.text` refuses other types
+    texts = [
+        fields.get(name) for name in ("text", "target")
+    ]  # `Fields.text` refuses other types
     server.check_texts([text for text in texts if isinstance(text, str)])
-    (found,) = await server.compute(request, Asking(served), [lambda of, item: ask(of.model, item)])
+    (found,) = await server.compute(
+        request, Asking(served), [lambda of, item: ask(of.model, item)]
+    )
     return Response(found, media_type="application/json")
 
 

@@ -53,7 +53,12 @@ class _Wanted(NamedTuple):
 async def list_models(server: Server, request: Request) -> Response:
     """The models that are served."""
     data = [
-        {"id": name, "object": "model", "created": server.started, "owned_by": "triptych"}
+        {
+            "id": name,
+            "object": "model",
+            "created": server.started,
+            "owned_by": "triptych",
+        }
         for name in server.models
     ]
     return JSONResponse({"object": "list", "data": data})
@@ -65,20 +70,30 @@ async def complete(server: Server, request: Request) -> Response:
     check_fields(fields, COMPLETIONS)
     model = server.model(fields.get("model"), "generate")
     generator = model.generator
-    special_tokens: SpecialTokens = "text" if fields.get("special_tokens") == "text" else "tokens"
+    special_tokens: SpecialTokens = (
+        "text" if fields.get("special_tokens") == "text" else "tokens"
+    )
 
     def encode(text: str) -> list[int]:
         return generator.encode(text, special_tokens=special_tokens)
 
     # Special tokens in a prompt count as tokens unless the request asks for text.
-    prompts = await read_token_ids(server, fields, "prompt", encode, generator.model.vocab_size)
-    wanted = None if fields.get("logprobs") is None else fields.number("logprobs", 0, _MOST_LOGPROBS)
+    prompts = await read_token_ids(
+        server, fields, "prompt", encode, generator.model.vocab_size
+    )
+    wanted = (
+        None
+        if fields.get("logprobs") is None
+        else fields.number("logprobs", 0, _MOST_LOGPROBS)
+    )
     asked = _asked(server, model, fields, prompts, "max_tokens", 16, wanted)
     if fields.get("best_of") not in (None, 1, asked.num_samples):
         raise RequestError(400, "best_of is not supported: leave it out, or give n")
     head = _frame(model, "cmpl", "text_completion")
     if asked.stream:
-        return _streamed(server, request, asked, head, lambda text: {"text": text, "logprobs": None})
+        return _streamed(
+            server, request, asked, head, lambda text: {"text": text, "logprobs": None}
+        )
     return await _choices(server, request, asked, head, _completion)
 
 
@@ -106,16 +121,22 @@ async def chat(server: Server, request: Request) -> Response:
             request,
             asked,
             head,
-            lambda text: {"delta": {"role": "assistant", "content": text} if text else {}},
+            lambda text: {
+                "delta": {"role": "assistant", "content": text} if text else {}
+            },
         )
-    return await _choices(server, request, asked, _frame(model, "chatcmpl", "chat.completion"), _answer)
+    return await _choices(
+        server, request, asked, _frame(model, "chatcmpl", "chat.completion"), _answer
+    )
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
     """Read the messages of a conversation; the text parts of a message are joined."""
     # Other keys of a message are passed to the chat template.
     if not isinstance(given, list) or not given:
-        raise RequestError(400, "messages: give a list of objects with role and content")
+        raise RequestError(
+            400, "messages: give a list of objects with role and content"
+        )
     found = list[dict[str, Any]]()
     for number, message in enumerate(given, start=1):
         where = f"messages: message {number}"
@@ -132,40 +153,60 @@ def _content(given: Any, where: str) -> str:
     if isinstance(given, str):
         return given
     if not isinstance(given, list) or not given:
-        raise RequestError(400, f"{where}: give a text as content, or a list of parts that are texts")
+        raise RequestError(
+            400, f"{where}: give a text as content, or a list of parts that are texts"
+        )
     for part in given:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             shown = kind[:64] if isinstance(kind, str) else "no type"
-            raise RequestError(400, f"{where} has a part of {shown}: only parts of type text are read")
+            raise RequestError(
+                400, f"{where} has a part of {shown}: only parts of type text are read"
+            )
         if not isinstance(part.get("text"), str):
             raise RequestError(400, f"{where} has a part without a text")
     return "".join(part["text"] for part in given)
 
 
 async def read_token_ids(
-    server: Server, fields: Fields, name: str, encode: Callable[[str], list[int]], vocab_size: int
+    server: Server,
+    fields: Fields,
+    name: str,
+    encode: Callable[[str], list[int]],
+    vocab_size: int,
 ) -> list[list[int]]:
     """Read a field with one or several texts or lists of token ids; returns token ids."""
     # Texts are encoded in another thread, after the limits of the request are checked.
     given = fields.get(name)
     most = server.limits.max_items
-    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
+    if isinstance(given, str) or (
+        isinstance(given, list) and given and type(given[0]) is int
+    ):
         given = [given]
     if not isinstance(given, list) or not given or len(given) > most:
-        raise RequestError(400, f"{name}: give a text, token ids, or a list of at most {most}")
+        raise RequestError(
+            400, f"{name}: give a text, token ids, or a list of at most {most}"
+        )
     server.check_texts([one for one in given if isinstance(one, str)])
     for one in given:
-        are_ids = isinstance(one, list) and one and all(type(x) is int and 0 <= x < vocab_size for x in one)
+        are_ids = (
+            isinstance(one, list)
+            and one
+            and all(type(x) is int and 0 <= x < vocab_size for x in one)
+        )
         if not are_ids and not isinstance(one, str):
-            raise RequestError(400, f"{name}: token ids are numbers from 0 to {vocab_size - 1}")
+            raise RequestError(
+                400, f"{name}: token ids are numbers from 0 to {vocab_size - 1}"
+            )
 
     def encode_all() -> list[list[int]]:
         return [encode(one) if isinstance(one, str) else one for one in given]
 
     found = await asyncio.to_thread(encode_all)
     if sum(map(len, found)) > server.limits.max_characters:
-        raise RequestError(413, f"{name}: at most {server.limits.max_characters:,} tokens in a request")
+        raise RequestError(
+            413, f"{name}: at most {server.limits.max_characters:,} tokens in a request"
+        )
     return found
 
 
@@ -207,11 +248,25 @@ def _asked(
         drawn = random.SystemRandom().getrandbits(31) if given is None else given
         seed, num_samples = (0, 1) if sampling.is_greedy else (drawn, samples)
         options = GenerationOptions(
-            max(most, 1), sampling, seed, num_samples, stop_texts=stops, num_top=logprobs or 0
+            max(most, 1),
+            sampling,
+            seed,
+            num_samples,
+            stop_texts=stops,
+            num_top=logprobs or 0,
         )
     except (ValueError, OverflowError) as error:
         raise RequestError(400, str(error)) from None
-    return _Wanted(model, prompts, options if most else None, echo, logprobs, stream, counts_usage, samples)
+    return _Wanted(
+        model,
+        prompts,
+        options if most else None,
+        echo,
+        logprobs,
+        stream,
+        counts_usage,
+        samples,
+    )
 
 
 def _stop_texts(server: Server, fields: Fields) -> tuple[str, ...]:
@@ -236,10 +291,14 @@ async def _choices(
         if (longest := max(map(len, asked.prompts))) > most + 1:
             why = f"prompt: {longest:,} tokens; with echo and logprobs at most {most + 1:,}"
             raise RequestError(400, why)
-        scored = await server.compute(request, Scoring(asked.model, asked.logprobs), asked.prompts)
+        scored = await server.compute(
+            request, Scoring(asked.model, asked.logprobs), asked.prompts
+        )
     continued: list[list[Continuation]] = [[] for _ in asked.prompts]
     if asked.options is not None:
-        continued = await server.compute(request, Continuing(asked.model, asked.options), asked.prompts)
+        continued = await server.compute(
+            request, Continuing(asked.model, asked.options), asked.prompts
+        )
     # Greedy samples are equal: they are computed once.
     chosen = [
         (ids, of_prompt[min(sample, len(of_prompt) - 1)] if of_prompt else None, score)
@@ -252,7 +311,11 @@ async def _choices(
     def record() -> dict[str, Any]:
         names = TokenNames(asked.model.generator.tokenizer)
         choices = [
-            {"index": number, **choice(asked, names, *of), "finish_reason": _finish(of[1])}
+            {
+                "index": number,
+                **choice(asked, names, *of),
+                "finish_reason": _finish(of[1]),
+            }
             for number, of in enumerate(chosen)
         ]
         return {**head, "choices": choices, "usage": usage}
@@ -265,11 +328,18 @@ def _usage(asked: _Wanted, new: int) -> dict[str, int]:
     return {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new}
 
 
-_Choice = Callable[[_Wanted, TokenNames, Sequence[int], Continuation | None, Scored | None], dict[str, Any]]
+_Choice = Callable[
+    [_Wanted, TokenNames, Sequence[int], Continuation | None, Scored | None],
+    dict[str, Any],
+]
 
 
 def _completion(
-    asked: _Wanted, names: TokenNames, ids: Sequence[int], one: Continuation | None, scored: Scored | None
+    asked: _Wanted,
+    names: TokenNames,
+    ids: Sequence[int],
+    one: Continuation | None,
+    scored: Scored | None,
 ) -> dict[str, Any]:
     """Format a choice of a completion."""
     # Log-probabilities of an echoed prompt precede the log-probabilities of new tokens.
@@ -279,7 +349,9 @@ def _completion(
         return {"text": text, "logprobs": None}
     told = list[ToldToken]()
     if scored is not None:
-        told += told_tokens(names, (), ids, [None, *scored.log_probs], [(), *scored.tops])
+        told += told_tokens(
+            names, (), ids, [None, *scored.log_probs], [(), *scored.tops]
+        )
     if one is not None:
         after = told_tokens(names, ids, one.ids, one.log_probs, one.tops)
         told += [token._replace(offset=token.offset + len(prompt)) for token in after]
@@ -287,7 +359,11 @@ def _completion(
 
 
 def _answer(
-    asked: _Wanted, names: TokenNames, ids: Sequence[int], one: Continuation | None, scored: Scored | None
+    asked: _Wanted,
+    names: TokenNames,
+    ids: Sequence[int],
+    one: Continuation | None,
+    scored: Scored | None,
 ) -> dict[str, Any]:
     """Format a choice of a chat completion."""
     text = "" if one is None else one.text
@@ -300,7 +376,12 @@ def _answer(
 
 def _frame(model: ServedModel, prefix: str, kind: str) -> dict[str, Any]:
     number = f"{prefix}-{uuid.uuid4().hex}"
-    return {"id": number, "object": kind, "created": int(time.time()), "model": model.name}
+    return {
+        "id": number,
+        "object": kind,
+        "created": int(time.time()),
+        "model": model.name,
+    }
 
 
 def _streamed(
@@ -323,12 +404,23 @@ def _streamed(
     def event(number: int, sample: int, text: str, finish: str | None = None) -> str:
         index = number * asked.num_samples + sample
         usage = {"usage": None} if asked.counts_usage else {}
-        return _event({**head, "choices": [{"index": index, **part(text), "finish_reason": finish}], **usage})
+        return _event(
+            {
+                **head,
+                "choices": [{"index": index, **part(text), "finish_reason": finish}],
+                **usage,
+            }
+        )
 
     async def events() -> AsyncIterator[str]:
         given: dict[tuple[int, int], int] = {}  # number of characters sent
         computing = asyncio.ensure_future(
-            server.compute(request, job, asked.prompts, lambda at, told: parts.put_nowait((at, *told)))
+            server.compute(
+                request,
+                job,
+                asked.prompts,
+                lambda at, told: parts.put_nowait((at, *told)),
+            )
         )
         computing.add_done_callback(lambda _: parts.put_nowait(None))
         try:
@@ -358,7 +450,9 @@ def _streamed(
             yield _event({**head, "choices": [], "usage": usage})
         yield "data: [DONE]\n\n"
 
-    return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    return StreamingResponse(
+        events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+    )
 
 
 def _finish(one: Continuation | None) -> str:

@@ -23,7 +23,11 @@ _SECONDS_TO_SPEAK = 0.1
 def uvicorn_config(app: ASGIApp, limits: Limits, **options: Any) -> uvicorn.Config:
     """Make the configuration of uvicorn with these connections."""
     made: Any = partial(Connection, limits=limits, waiting={})
-    quiet: dict[str, Any] = {"log_config": None, "access_log": False, "server_header": False}
+    quiet: dict[str, Any] = {
+        "log_config": None,
+        "access_log": False,
+        "server_header": False,
+    }
     return uvicorn.Config(app, http=made, ws="none", **quiet, **options)
 
 
@@ -36,7 +40,11 @@ class Connection(H11Protocol):
     """
 
     def __init__(
-        self, *arguments: Any, limits: Limits, waiting: "dict[Connection, None]", **options: Any
+        self,
+        *arguments: Any,
+        limits: Limits,
+        waiting: "dict[Connection, None]",
+        **options: Any,
     ) -> None:
         """Make a connection; `waiting` has all connections without a request, oldest first."""
         super().__init__(*arguments, **options)
@@ -100,7 +108,11 @@ class Connection(H11Protocol):
 
         `before` is the size of the unread data at the last check, or None for an open connection.
         """
-        unread = self.transport.get_write_buffer_size() if self.transport.is_closing() else None
+        unread = (
+            self.transport.get_write_buffer_size()
+            if self.transport.is_closing()
+            else None
+        )
         if unread is not None and before is not None and unread >= before:
             self.transport.abort()
         else:

@@ -65,7 +65,9 @@ def check_host(request: Request) -> None:
     """
     host = request.headers.get("host", "")
     if not _is_loopback(re.sub(r":\d+$", "", host)):
-        raise RequestError(400, f"Host: {host} is not this machine: ask localhost or 127.0.0.1")
+        raise RequestError(
+            400, f"Host: {host} is not this machine: ask localhost or 127.0.0.1"
+        )
 
 
 def check_origin(request: Request) -> None:
@@ -76,12 +78,25 @@ def check_origin(request: Request) -> None:
     origin = request.headers.get("origin")
     host = request.headers.get("host", "")
     if origin is not None and _netloc(origin) != host.lower():
-        raise RequestError(403, f"Origin: {origin} may not ask: start the server with keys for other pages")
+        raise RequestError(
+            403,
+            f"Origin: {origin} may not ask: start the server with keys for other pages",
+        )
     if request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
-        raise RequestError(403, "a page of another origin may not ask: start the server with keys for it")
+        raise RequestError(
+            403,
+            "a page of another origin may not ask: start the server with keys for it",
+        )
     kind = content_type(request)
-    if request.method == "POST" and kind not in (_NO_TYPE, *_FORMS) and not _is_json(kind):
-        raise RequestError(415, f"Content-Type: {kind} is none of application/json and {', '.join(_FORMS)}")
+    if (
+        request.method == "POST"
+        and kind not in (_NO_TYPE, *_FORMS)
+        and not _is_json(kind)
+    ):
+        raise RequestError(
+            415,
+            f"Content-Type: {kind} is none of application/json and {', '.join(_FORMS)}",
+        )
 
 
 def _netloc(origin: str) -> str | None:
@@ -94,7 +109,9 @@ def _netloc(origin: str) -> str | None:
 
 def content_type(request: Request) -> str:
     """Return the type of a request's body, without its parameters."""
-    return request.headers.get("content-type", _NO_TYPE).partition(";")[0].strip().lower()
+    return (
+        request.headers.get("content-type", _NO_TYPE).partition(";")[0].strip().lower()
+    )
 
 
 def is_form(request: Request) -> bool:
@@ -103,7 +120,9 @@ def is_form(request: Request) -> bool:
 
 
 def _is_json(kind: str) -> bool:
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+    return kind == "application/json" or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )
 
 
 def _is_loopback(host: str) -> bool:
@@ -111,6 +130,8 @@ def _is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+        return ipaddress.ip_address(
+            host.removeprefix("[").removesuffix("]")
+        ).is_loopback
     except ValueError:
         return False

@@ -37,7 +37,10 @@ async def embed(server: Server, request: Request) -> Response:
     opened = model.model.reader
     if opened.translates or opened.language_model.causal:
         raise RequestError(400, f"{model.name} is not an encoder: it embeds no texts")
-    if fields.get("dimensions") not in (None, width := opened.language_model.architecture.d_model):
+    if fields.get("dimensions") not in (
+        None,
+        width := opened.language_model.architecture.d_model,
+    ):
         raise RequestError(400, f"dimensions: {model.name} has {width}; leave it out")
     tokenizer = opened.tokenizer
     texts = await read_token_ids(
@@ -48,7 +51,9 @@ async def embed(server: Server, request: Request) -> Response:
         tokenizer.vocab_size,
     )
     for ids in texts:
-        check_length("input", len(ids), opened.language_model.max_tokens, None, LONGEST_SHOWN)
+        check_length(
+            "input", len(ids), opened.language_model.max_tokens, None, LONGEST_SHOWN
+        )
     # Lengths are checked first, so that one long text fails the whole request before it is computed.
     vectors: list[list[float]] = await server.compute(request, Embedding(model), texts)
     read = sum(map(len, texts))
@@ -86,7 +91,9 @@ class Embedding(JobOfEach):
 
 def _base64(vector: Sequence[float]) -> str:
     """Encode a vector as little-endian float32 in base64."""
-    return base64.b64encode(torch.tensor(vector).numpy().astype("<f4").tobytes()).decode()
+    return base64.b64encode(
+        torch.tensor(vector).numpy().astype("<f4").tobytes()
+    ).decode()
 
 
 ROUTES = (("POST", "/v1/embeddings", embed),)

@@ -85,7 +85,9 @@ def _truncated(model: Model, place: str, rank: str) -> Model:
     head = _head(model, place)
     most = head.d_k
     if not rank.isdecimal() or not 0 < int(rank) <= most:
-        raise UsageError(f"truncate({place}, {rank}): the rank is a number from 1 to {most}")
+        raise UsageError(
+            f"truncate({place}, {rank}): the rank is a number from 1 to {most}"
+        )
     U = head.qk.svd().U[:, : int(rank)]
     return model.replace(place, W_Q=U @ (U.mT @ head.W_Q.to(U)))
 
@@ -104,14 +106,20 @@ WHAT_IFS: dict[str, WhatIf] = {
     ),
     "unscaled": WhatIf(_unscaled, '.edit("{}", "q", lambda q: q / scale)'),
     "truncate": WhatIf(
-        _truncated, '.replace("{0}", W_Q=U[:, :{1}] @ U[:, :{1}].mT @ W_Q)  # U of model["{0}"].qk.svd()'
+        _truncated,
+        '.replace("{0}", W_Q=U[:, :{1}] @ U[:, :{1}].mT @ W_Q)  # U of model["{0}"].qk.svd()',
     ),
-    "tie": WhatIf(lambda model, layer, name, to: model.tie(layer, name, to), '.tie("{}", "{}", "{}")'),
+    "tie": WhatIf(
+        lambda model, layer, name, to: model.tie(layer, name, to),
+        '.tie("{}", "{}", "{}")',
+    ),
     "one_head": WhatIf(
         lambda model, layer: model.edit(layer, "scores", _summed_scores, together=True),
         '.edit("{}", "scores", lambda s: s.sum(1, True).expand_as(s) / s.shape[1]**0.5, together=True)',
     ),
-    "without_positions": WhatIf(lambda model: model.without_positions(), ".without_positions()"),
+    "without_positions": WhatIf(
+        lambda model: model.without_positions(), ".without_positions()"
+    ),
     "rewrite": WhatIf(_rewritten, '.rewrite("{}")'),
 }
 
@@ -121,7 +129,9 @@ def change_model(model: Model, call: str) -> Model:
     # `bind` checks the number of arguments; the change itself checks their values.
     found = _CALL.fullmatch(call)
     if found is None or found[1] not in WHAT_IFS:
-        raise UsageError(f"what if {call}: write one of {', '.join(WHAT_IFS)}, with a head or a layer")
+        raise UsageError(
+            f"what if {call}: write one of {', '.join(WHAT_IFS)}, with a head or a layer"
+        )
     apply = WHAT_IFS[found[1]].apply
     given = _split_arguments(found[2])
     try:
@@ -195,7 +205,11 @@ class Explorer:
             kept.cache_clear()
 
     def _change(self, changes: tuple[str, ...]) -> Model:
-        return change_model(self._changed(changes[:-1]), changes[-1]) if changes else self.model
+        return (
+            change_model(self._changed(changes[:-1]), changes[-1])
+            if changes
+            else self.model
+        )
 
     @property
     def reads_pairs(self) -> bool:
@@ -209,7 +223,9 @@ class Explorer:
         return asked.text + asked.target, None
 
     def _attend(self, asked: Shown) -> Attention:
-        return self._changed(asked.changes).attend(*self._read(asked), max_tokens=self._most_tokens)
+        return self._changed(asked.changes).attend(
+            *self._read(asked), max_tokens=self._most_tokens
+        )
 
     def _run_text(self, asked: Shown) -> Run:
         text, target = self._read(asked)
@@ -225,7 +241,8 @@ class Explorer:
         return next(
             one
             for one in model.inspect(layers=[int(number)], ignore_rotary=True).layers
-            if (one.kind == "cross") == is_cross and (not stack or stack in ("cross", one.stack))
+            if (one.kind == "cross") == is_cross
+            and (not stack or stack in ("cross", one.stack))
         )
 
     def about(self) -> dict[str, Any]:
@@ -235,7 +252,11 @@ class Explorer:
         for layer in self.model.layers:
             head = layer[0]
             sizes = {"d_model": layer.d_model, "d_k": head.d_k, "d_v": head.d_v}
-            about = {"heads": layer.num_heads, "kv_heads": layer.num_kv_heads, "between": layer.between}
+            about = {
+                "heads": layer.num_heads,
+                "kv_heads": layer.num_kv_heads,
+                "between": layer.between,
+            }
             places.append({"name": layer.name, "kind": layer.kind, **sizes, **about})
         can = list(self.model.can)
         held_out = None
@@ -262,15 +283,24 @@ class Explorer:
         """
         text = self.held_out
         if text is None:
-            raise UsageError("there is no held-out text: triptych explore MODEL --held-out FILE gives one")
+            raise UsageError(
+                "there is no held-out text: triptych explore MODEL --held-out FILE gives one"
+            )
         # The changed and the unchanged model are read part by part.
         parts = min(max(1, parts), text.num_parts)
-        losses = [[self._held_out_losses(which, part) for part in range(parts)] for which in ((), changes)]
+        losses = [
+            [self._held_out_losses(which, part) for part in range(parts)]
+            for which in ((), changes)
+        ]
         if parts < text.num_parts:
             return {"parts": parts, "loss": None, "interval": None}
         before, after = (torch.stack(own).sum(dim=0) for own in losses)
         found = text.compared(before, after)
-        return {"parts": parts, "loss": [found.before, found.after], "interval": found.interval}
+        return {
+            "parts": parts,
+            "loss": [found.before, found.after],
+            "interval": found.interval,
+        }
 
     def _read_held_out(self, changes: tuple[str, ...], part: int) -> Tensor:
         assert self.held_out is not None, "`compare` asks for it"
@@ -284,7 +314,10 @@ class Explorer:
         if "translate" in self.model.can:
             # The page shows one pass of the model over the whole text.
             found = model.translate(
-                text, num_best=_NUM_ALTERNATIVES, beam_size=_NUM_ALTERNATIVES, split=False
+                text,
+                num_best=_NUM_ALTERNATIVES,
+                beam_size=_NUM_ALTERNATIVES,
+                split=False,
             ).candidates
         elif "generate" in self.model.can:
             found = model.generate(
@@ -295,7 +328,10 @@ class Explorer:
                 generation_config="ignore",
             )
         return {
-            "candidates": [{"text": one.text, "score": one.score, "tokens": [*one.pieces]} for one in found],
+            "candidates": [
+                {"text": one.text, "score": one.score, "tokens": [*one.pieces]}
+                for one in found
+            ],
             "python": "".join(map(_in_python, changes)),
         }
 
@@ -305,12 +341,16 @@ class Explorer:
         `measured` adds notes on the behaviour of heads, measured on `self.over` if given, else on this text.
         """
         attention = self._attention(asked)
-        data = viewer_data(attention.viewed(notes=self._notes(asked) if measured else {}))
+        data = viewer_data(
+            attention.viewed(notes=self._notes(asked) if measured else {})
+        )
         if not asked.target or self.reads_pairs:
             return data
         first = len(self.model.reader.encode([asked.text])[0].ids)
         for kind in data["texts"][0]["kinds"]:
-            kind["generated_query"] = kind["generated_key"] = min(first, len(kind["queries"]) - 1)
+            kind["generated_query"] = kind["generated_key"] = min(
+                first, len(kind["queries"]) - 1
+            )
         return data
 
     def _notes(self, asked: Shown) -> dict[tuple[str, int, int], HeadNote]:
@@ -332,10 +372,26 @@ class Explorer:
         if len(kept) > _MOST_KEYS:
             order = steps.weights.argsort(descending=True, stable=True)
             kept = sorted(order[:_MOST_KEYS].tolist())
-        rows = ("k", "v", "content", "products", "scaled", "biased", "scores", "visible", "weights", "shares")
+        rows = (
+            "k",
+            "v",
+            "content",
+            "products",
+            "scaled",
+            "biased",
+            "scores",
+            "visible",
+            "weights",
+            "shares",
+        )
         for name in rows:
-            record[name] = None if record[name] is None else [record[name][key] for key in kept]
-        record["keys"], record["token"] = [*map(readable, steps.keys)], readable(steps.token)
+            record[name] = (
+                None if record[name] is None else [record[name][key] for key in kept]
+            )
+        record["keys"], record["token"] = (
+            [*map(readable, steps.keys)],
+            readable(steps.token),
+        )
         for changed in (record["direct_effect"] or {}).values():
             for one in changed:
                 one["token"] = readable(one["token"])
@@ -385,7 +441,10 @@ class Explorer:
         before = self._run(asked._replace(changes=())).logits
         if not asked.changes:
             return before.new_zeros(before.shape[:-1], dtype=torch.float64)
-        log_p, log_q = (logits.double().log_softmax(dim=-1) for logits in (before, self._run(asked).logits))
+        log_p, log_q = (
+            logits.double().log_softmax(dim=-1)
+            for logits in (before, self._run(asked).logits)
+        )
         return (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp(min=0)
 
     def _loss(self, text: str, run: Run) -> float | None:
@@ -417,7 +476,10 @@ class Explorer:
             "qk_excess",
         )
         return {
-            "about": [f"d_model {own.d_model}, d_k {own.d_k}, d_v {own.d_v}", *place.between],
+            "about": [
+                f"d_model {own.d_model}, d_k {own.d_k}, d_v {own.d_v}",
+                *place.between,
+            ],
             "pictures": {name: rows[head] for name, rows in own.pictures.items()},
             "spectra": {name: values[head] for name, values in own.spectra.items()},
             "chance": {
@@ -435,27 +497,48 @@ def rounded(found: Any, digits: int = 6) -> Any:
         return float(f"{found:.{digits}g}")
     if isinstance(found, dict):
         return {name: rounded(value, digits) for name, value in found.items()}
-    return [rounded(value, digits) for value in found] if isinstance(found, list | tuple) else found
+    return (
+        [rounded(value, digits) for value in found]
+        if isinstance(found, list | tuple)
+        else found
+    )
 
 
 def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]]:
     """Yield the largest singular directions of the two forms, with the tokens nearest to both vectors."""
-    with suppress(TriptychError):  # the head stays unchanged if its norm is missing or cannot be folded
+    with suppress(
+        TriptychError
+    ):  # the head stays unchanged if its norm is missing or cannot be folded
         head = head.folded
     reader = model.reader
     stack = layer.partition(".")[0] if "." in layer else next(iter(reader.model.stacks))
     output = OutputTable.of(reader.model, stack)
     place = f"{stack}.{layer.rpartition('.')[2]}"
-    frame = next((site.residual for site in attention_sites(reader.model) if site.name == place), None)
+    frame = next(
+        (site.residual for site in attention_sites(reader.model) if site.name == place),
+        None,
+    )
     # Stack of the queries' tokens, and stack of the keys' tokens.
     halves = ("decoder", "encoder") if stack == "cross" else (stack, stack)
-    tokenizers = [reader.source_tokenizer if half == "encoder" else reader.tokenizer for half in halves]
+    tokenizers = [
+        reader.source_tokenizer if half == "encoder" else reader.tokenizer
+        for half in halves
+    ]
     # One table for both sides is converted and measured once: it may be the largest tensor of the model.
     stacks = reader.model.stacks.items()
-    by_half = {str(half): of.embeddings.table.weight.float() for half, of in stacks if half in halves}
-    lengths = {half: table.norm(dim=1).clamp(min=1e-9) for half, table in by_half.items()}
+    by_half = {
+        str(half): of.embeddings.table.weight.float()
+        for half, of in stacks
+        if half in halves
+    }
+    lengths = {
+        half: table.norm(dim=1).clamp(min=1e-9) for half, table in by_half.items()
+    }
     tables = [by_half[half] for half in halves]
-    if tables[0].shape[1] != head.W_Q.shape[0] or tables[1].shape[1] != head.W_V.shape[0]:
+    if (
+        tables[0].shape[1] != head.W_Q.shape[0]
+        or tables[1].shape[1] != head.W_V.shape[0]
+    ):
         return  # embeddings of another width than the stream
 
     def best(scores: Tensor, tokenizer: Any) -> list[str]:

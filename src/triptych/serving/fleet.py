@@ -46,8 +46,12 @@ class Fleet:
     ) -> None:
         """Prepare models; `start` starts the computation. The arguments match `serve`."""
         self._given = dict(models), limits, workers, page, page_only
-        arguments = _pickled(models, limits) if workers > 1 else b""  # before the models are built
-        self.models = {name: ServedModel(name, model, limits) for name, model in models.items()}
+        arguments = (
+            _pickled(models, limits) if workers > 1 else b""
+        )  # before the models are built
+        self.models = {
+            name: ServedModel(name, model, limits) for name, model in models.items()
+        }
         try:
             for model in self.models.values():
                 _require_servable(model, workers, page_only=page_only)
@@ -111,7 +115,9 @@ def _require_servable(model: ServedModel, workers: int, *, page_only: bool) -> N
             f"and to which language: write de-en={model.name} for German to English"
         )
     if workers > 1 and next(model.model.reader.model.parameters()).is_cuda:
-        raise UsageError(f"{model.name} is on a GPU, which one process serves: leave out --workers")
+        raise UsageError(
+            f"{model.name} is on a GPU, which one process serves: leave out --workers"
+        )
 
 
 def _pickled(models: Mapping[str, Model], limits: Limits) -> bytes:

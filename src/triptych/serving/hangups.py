@@ -10,7 +10,9 @@ from contextlib import contextmanager
 def are_heard() -> bool:
     """Return True if SIGHUP means a reload: at a terminal it ends the process."""
     is_main = threading.current_thread() is threading.main_thread()
-    return is_main and hasattr(signal, "SIGHUP") and not (sys.stdin and sys.stdin.isatty())
+    return (
+        is_main and hasattr(signal, "SIGHUP") and not (sys.stdin and sys.stdin.isatty())
+    )
 
 
 @contextmanager

@@ -55,13 +55,17 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not value > 0:
-                raise UsageError(f"--{name.replace('_', '-')} is {value}: it must be above 0")
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is {value}: it must be above 0"
+                )
 
 
 class RequestError(Exception):
     """Refused request: HTTP status, message, and seconds to wait before another try."""
 
-    def __init__(self, status: int, message: str, retry_after: int | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, retry_after: int | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message

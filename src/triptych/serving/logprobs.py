@@ -24,7 +24,9 @@ class ToldToken(NamedTuple):
 
     token: NamedToken
     tops: tuple[NamedToken, ...]  # most probable first; includes the token itself
-    offset: int  # number of characters before the token; tokens of one character share it
+    offset: (
+        int  # number of characters before the token; tokens of one character share it
+    )
 
 
 @final
@@ -68,7 +70,9 @@ def told_tokens(
     return found
 
 
-def _named(names: TokenNames, own: int, log_probs: dict[int, float]) -> dict[int, NamedToken]:
+def _named(
+    names: TokenNames, own: int, log_probs: dict[int, float]
+) -> dict[int, NamedToken]:
     """Return named tokens by id, most probable first; a duplicate name becomes `token_id:N`."""
     taken = {names.of(own)[0]: own}
     found = dict[int, NamedToken]()
@@ -85,7 +89,9 @@ def as_completion_logprobs(told: Sequence[ToldToken], length: int) -> dict[str, 
     return {
         "tokens": [one.token.name for one in told],
         "token_logprobs": [one.token.log_prob for one in told],
-        "top_logprobs": [{top.name: top.log_prob for top in one.tops} or None for one in told],
+        "top_logprobs": [
+            {top.name: top.log_prob for top in one.tops} or None for one in told
+        ],
         "text_offset": [min(one.offset, length) for one in told],
     }
 
@@ -93,7 +99,11 @@ def as_completion_logprobs(told: Sequence[ToldToken], length: int) -> dict[str, 
 def as_chat_logprobs(told: Sequence[ToldToken], count: int) -> list[dict[str, Any]]:
     """Return the field `content` of a chat's log-probabilities, with `count` candidates per position."""
     return [
-        {**_record(one.token), "top_logprobs": [_record(top) for top in one.tops[:count]]} for one in told
+        {
+            **_record(one.token),
+            "top_logprobs": [_record(top) for top in one.tops[:count]],
+        }
+        for one in told
     ]
 
 

@@ -37,7 +37,9 @@ class Log:
         """Queue a record to be written as a line."""
         with self._starting:
             if self._writer is None:
-                self._writer = threading.Thread(target=self._run, name="triptych log", daemon=True)
+                self._writer = threading.Thread(
+                    target=self._run, name="triptych log", daemon=True
+                )
                 self._writer.start()
         try:
             self._lines.put_nowait(json.dumps(record, default=repr))

@@ -25,7 +25,21 @@ MOST_NESTED = 64
 # Elements with untranslated text.
 _LEFT_ALONE = frozenset({"script", "style", "code", "pre", "textarea", "svg", "math"})
 _VOID = frozenset(
-    {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
+    {
+        "area",
+        "base",
+        "br",
+        "col",
+        "embed",
+        "hr",
+        "img",
+        "input",
+        "link",
+        "meta",
+        "source",
+        "track",
+        "wbr",
+    }
 )
 # Elements inside a sentence. Every other tag separates texts.
 _INLINE = frozenset({
@@ -82,13 +96,19 @@ class TextRun:
         def nearest(number: int) -> list[int]:
             of = self.elements[number]
             place = bisect(middles, (of.start + of.stop) / 2)
-            near = range(max(0, place - _MOST_TRIED), min(len(middles), place + _MOST_TRIED))
-            return sorted(near, key=lambda at: abs(middles[at] - (of.start + of.stop) / 2))
+            near = range(
+                max(0, place - _MOST_TRIED), min(len(middles), place + _MOST_TRIED)
+            )
+            return sorted(
+                near, key=lambda at: abs(middles[at] - (of.start + of.stop) / 2)
+            )
 
         self._place_missing(stacks, nearest)
         return self._tagged(translation, spans, stacks)
 
-    def _stacks(self, words: AlignedWords, spans: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    def _stacks(
+        self, words: AlignedWords, spans: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, ...]]:
         """Return the elements around each word of the translation, whose ranges are given."""
         # A word takes the elements of the source word with the largest attention weight; punctuation marks
         # are neither source words nor target words here.
@@ -97,14 +117,22 @@ class TextRun:
         is_mark = torch.tensor([_is_mark(word) for word in words.source])
         weights = words.weights.masked_fill(is_mark, -1.0)
         best = weights.argmax(dim=1).tolist()
-        stacks = [None if _is_mark(word) else own[i] for word, i in zip(words.target, best, strict=True)]
-        found = [_of_mark(stacks, place) if stack is None else stack for place, stack in enumerate(stacks)]
+        stacks = [
+            None if _is_mark(word) else own[i]
+            for word, i in zip(words.target, best, strict=True)
+        ]
+        found = [
+            _of_mark(stacks, place) if stack is None else stack
+            for place, stack in enumerate(stacks)
+        ]
         is_empty = torch.tensor([start == stop for start, stop in spans])
 
         def most_attending(number: int) -> list[int]:
             inside = self._words_of(number, sources)
             attention = words.weights[:, inside].sum(dim=1).masked_fill(is_empty, -1.0)
-            places: list[int] = attention.topk(min(_MOST_TRIED, len(attention))).indices.tolist()
+            places: list[int] = attention.topk(
+                min(_MOST_TRIED, len(attention))
+            ).indices.tolist()
             return places
 
         self._place_missing(found, most_attending)
@@ -114,7 +142,9 @@ class TextRun:
         """Return the words with a part of an element; the nearest one if none is found in the text."""
         of = self.elements[number]
         shared = [min(stop, of.stop) - max(start, of.start) for start, stop in spans]
-        return [place for place, length in enumerate(shared) if length > 0] or [shared.index(max(shared))]
+        return [place for place, length in enumerate(shared) if length > 0] or [
+            shared.index(max(shared))
+        ]
 
     def _place_missing(
         self, stacks: list[tuple[int, ...]], candidates: Callable[[int], Sequence[int]]
@@ -131,11 +161,18 @@ class TextRun:
             stack = (*outer[number], number)
             places = candidates(number)
             # Preferred is a word that is not the only one in another element.
-            free = (place for place in places if all(kept[of] > 1 or of in stack for of in stacks[place]))
+            free = (
+                place
+                for place in places
+                if all(kept[of] > 1 or of in stack for of in stacks[place])
+            )
             place = next(free, None)
             if place is None:
                 place = places[0]
-                stack = (*stacks[place], *(of for of in stack if of not in stacks[place]))
+                stack = (
+                    *stacks[place],
+                    *(of for of in stack if of not in stacks[place]),
+                )
             if len(stack) > MOST_NESTED:
                 stacks.append((*outer[number], number))  # without text, at the end
                 continue
@@ -161,7 +198,9 @@ class TextRun:
         open_ = list[int]()
         upcoming = 0
         for place in places:
-            while upcoming < len(self.elements) and self.elements[upcoming].start <= place:
+            while (
+                upcoming < len(self.elements) and self.elements[upcoming].start <= place
+            ):
                 open_.append(upcoming)
                 upcoming += 1
             open_ = [number for number in open_ if self.elements[number].stop > place]
@@ -175,7 +214,9 @@ class TextRun:
         open_ = list[int]()
         upcoming = 0
         for start, stop in spans:
-            while upcoming < len(self.elements) and self.elements[upcoming].start < stop:
+            while (
+                upcoming < len(self.elements) and self.elements[upcoming].start < stop
+            ):
                 open_.append(upcoming)
                 upcoming += 1
             open_ = [number for number in open_ if self.elements[number].stop > start]
@@ -189,15 +230,25 @@ class TextRun:
             )
         return found
 
-    def _tagged(self, text: str, spans: Sequence[tuple[int, int]], stacks: Sequence[tuple[int, ...]]) -> str:
+    def _tagged(
+        self,
+        text: str,
+        spans: Sequence[tuple[int, int]],
+        stacks: Sequence[tuple[int, ...]],
+    ) -> str:
         found = list[str]()
         at = 0
         before = tuple[int, ...]()
         end = len(text), len(text)
         without_text = [end] * (len(stacks) - len(spans))
-        for (start, stop), stack in [*zip([*spans, *without_text], stacks, strict=True), (end, ())]:
+        for (start, stop), stack in [
+            *zip([*spans, *without_text], stacks, strict=True),
+            (end, ()),
+        ]:
             shared = len(_shared(before, stack))
-            found += [self.elements[number].closing for number in reversed(before[shared:])]
+            found += [
+                self.elements[number].closing for number in reversed(before[shared:])
+            ]
             found.append(html.escape(text[at:start], quote=False))
             found += [self.elements[number].opening for number in stack[shared:]]
             found.append(html.escape(text[start:stop], quote=False))
@@ -212,14 +263,21 @@ def _is_mark(word: Word) -> bool:
 
 def _of_mark(stacks: Sequence[tuple[int, ...] | None], place: int) -> tuple[int, ...]:
     """Return the elements of a punctuation mark: the common elements of the words around it."""
-    before = next((stack for stack in reversed(stacks[:place]) if stack is not None), ())
+    before = next(
+        (stack for stack in reversed(stacks[:place]) if stack is not None), ()
+    )
     after = next((stack for stack in stacks[place:] if stack is not None), ())
     return _shared(before, after)
 
 
 def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
     """Return the common outer elements of two words."""
-    return tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return tuple(
+        a
+        for a, _ in takewhile(
+            lambda pair: pair[0] == pair[1], zip(one, other, strict=False)
+        )
+    )
 
 
 def _spans(text: str, words: Sequence[Word]) -> list[tuple[int, int]]:
@@ -266,7 +324,9 @@ class Markup:
         for token in tokenize(document, resolve_references=False, capture_source=True):
             source = token.source
             text = token.data or ""
-            stop = at + len(source) if source is not None else _end_of(document, at, text)
+            stop = (
+                at + len(source) if source is not None else _end_of(document, at, text)
+            )
             self._take(token, document[at:stop])
             at = stop
         self._end_run()
@@ -274,7 +334,9 @@ class Markup:
 
     def translated(self, runs: Sequence[str]) -> str:
         """Return the document with its runs replaced by HTML."""
-        return "".join(runs[piece] if isinstance(piece, int) else piece for piece in self._pieces)
+        return "".join(
+            runs[piece] if isinstance(piece, int) else piece for piece in self._pieces
+        )
 
     def _take(self, token: Token, raw: str) -> None:
         match token.type:
@@ -297,7 +359,11 @@ class Markup:
             self._piece(raw)
             return
         if name not in _VOID:
-            within = stays or name in _LEFT_ALONE or ("translate", "no") in (token.attrs or ())
+            within = (
+                stays
+                or name in _LEFT_ALONE
+                or ("translate", "no") in (token.attrs or ())
+            )
             self._open.append(_Open(name, within))
             self._names[name] += 1
         self._tag(_Tag(name, raw, opens=True), cuts=stays)
@@ -364,12 +430,17 @@ class Markup:
             elif token.opens:
                 begun.append(len(elements))
                 if len(begun) > MOST_NESTED:
-                    raise RequestError(400, f"the HTML has text in more than {MOST_NESTED} inline elements")
+                    raise RequestError(
+                        400,
+                        f"the HTML has text in more than {MOST_NESTED} inline elements",
+                    )
                 elements.append(Element(token.raw, "", length, 0))
             else:
                 number = begun.pop()
                 stop = length - (last == " " and length > 0)
-                elements[number] = elements[number]._replace(closing=token.raw, stop=stop)
+                elements[number] = elements[number]._replace(
+                    closing=token.raw, stop=stop
+                )
         before = raw[: raw.index(core)]
         after = raw[raw.index(core) + len(core) :]
         self._pieces += [before, len(self.runs), after]

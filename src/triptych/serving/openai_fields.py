@@ -43,11 +43,16 @@ def _are_texts(value: Any) -> bool:
 
 
 def _one_of(*values: str) -> Kind:
-    return Kind(" or ".join(values), lambda value: isinstance(value, str) and value in values)
+    return Kind(
+        " or ".join(values), lambda value: isinstance(value, str) and value in values
+    )
 
 
 _TEXT = Kind("a text", lambda value: isinstance(value, str))
-_TEXTS = Kind("a text, or a list of texts", lambda value: isinstance(value, str) or _are_texts(value))
+_TEXTS = Kind(
+    "a text, or a list of texts",
+    lambda value: isinstance(value, str) or _are_texts(value),
+)
 _WHOLE = Kind("a whole number", lambda value: type(value) is int)
 _NUMBER = Kind("a number", lambda value: type(value) in (int, float))
 _FLAG = Kind("true or false", lambda value: isinstance(value, bool))
@@ -87,10 +92,17 @@ COMPLETIONS: Mapping[str, Rule] = {
 CHAT: Mapping[str, Rule] = {
     **_OF_BOTH,
     "messages": Followed(_READ_LATER),
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "top_logprobs"), Followed(_WHOLE)),
+    **dict.fromkeys(
+        ("max_tokens", "max_completion_tokens", "top_logprobs"), Followed(_WHOLE)
+    ),
     "logprobs": Followed(_FLAG),
-    **dict.fromkeys(("metadata", "store", "service_tier", "safety_identifier", "prediction"), _IGNORED),
-    **dict.fromkeys(("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"), _IGNORED),
+    **dict.fromkeys(
+        ("metadata", "store", "service_tier", "safety_identifier", "prediction"),
+        _IGNORED,
+    ),
+    **dict.fromkeys(
+        ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"), _IGNORED
+    ),
     "parallel_tool_calls": _IGNORED,
     "response_format": Only(({"type": "text"},)),
     "modalities": Only((["text"],)),
@@ -115,13 +127,17 @@ def check_fields(fields: Fields, rules: Mapping[str, Rule]) -> None:
     for name, value in fields.items():
         rule = rules.get(name)
         if rule is None:
-            raise RequestError(400, f"{name[:64]} is no field of this request: leave it out")
+            raise RequestError(
+                400, f"{name[:64]} is no field of this request: leave it out"
+            )
         if value is None:
             continue
         if isinstance(rule, Followed) and not rule.kind.holds(value):
             raise RequestError(400, f"{name}: give {rule.kind.what}")
         # True and False are not numbers, although Python compares them equal to 1 and 0.
-        if isinstance(rule, Only) and (isinstance(value, bool) or value not in rule.values):
+        if isinstance(rule, Only) and (
+            isinstance(value, bool) or value not in rule.values
+        ):
             kind = value.get("type") if isinstance(value, dict) else None
             what = f"{name} {kind[:64]}" if isinstance(kind, str) else name
             raise RequestError(400, f"{what} is not supported: leave it out")

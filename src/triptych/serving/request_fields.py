@@ -27,7 +27,9 @@ class Fields(dict[str, Any]):
     """Fields by name; a field of the wrong type raises `RequestError`."""
 
     @classmethod
-    async def read(cls, request: Request, max_bytes: int, max_files: int = 0) -> "Fields":
+    async def read(
+        cls, request: Request, max_bytes: int, max_files: int = 0
+    ) -> "Fields":
         """Read the body: JSON with any content type, or a form; repeated fields of a form become lists."""
         # `json.dumps` checks that every text can be encoded in UTF-8.
         body = bytearray()
@@ -42,7 +44,9 @@ class Fields(dict[str, Any]):
                 fields = json.loads(body or b"{}")
                 json.dumps(fields, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise RequestError(400, "the body has half of a surrogate pair, which is no character") from None
+            raise RequestError(
+                400, "the body has half of a surrogate pair, which is no character"
+            ) from None
         except (ValueError, RecursionError):
             raise RequestError(400, "the body is not JSON") from None
         if not isinstance(fields, dict):
@@ -56,7 +60,9 @@ class Fields(dict[str, Any]):
             raise RequestError(400, f"{name}: give a text")
         return found
 
-    def number(self, name: str, least: int, most: int, default: int | None = None) -> int:
+    def number(
+        self, name: str, least: int, most: int, default: int | None = None
+    ) -> int:
         """Read an integer between `least` and `most`."""
         found = default if self.get(name) is None else self[name]
         if type(found) is not int or not least <= found <= most:
@@ -76,7 +82,9 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-async def _fields_of_form(request: Request, body: bytes, max_files: int) -> dict[str, Any]:
+async def _fields_of_form(
+    request: Request, body: bytes, max_files: int
+) -> dict[str, Any]:
     # Separators are counted before the form is parsed.
     if content_type(request) == URL_ENCODED and body.count(b"&") >= _MOST_FIELDS:
         raise RequestError(400, f"the form has more than {_MOST_FIELDS:,} fields")
@@ -85,18 +93,24 @@ async def _fields_of_form(request: Request, body: bytes, max_files: int) -> dict
         return {"type": "http.request", "body": body, "more_body": False}
 
     try:
-        form = await Request(request.scope, replay).form(max_files=max_files, max_fields=_MOST_FIELDS)  # type: ignore[arg-type]
+        form = await Request(request.scope, replay).form(
+            max_files=max_files, max_fields=_MOST_FIELDS
+        )  # type: ignore[arg-type]
     except (ValueError, LookupError):  # of another or an unknown encoding
         raise RequestError(400, "the form cannot be read: send UTF-8") from None
     values: dict[str, list[Any]] = {name: form.getlist(name) for name in form}
     files = dict[str, Any]()
-    for name in [name for name, own in values.items() if isinstance(own[0], UploadFile)]:
+    for name in [
+        name for name, own in values.items() if isinstance(own[0], UploadFile)
+    ]:
         (file,) = values.pop(name)[:1]
         files[name] = Uploaded(file.filename or "", await file.read())
     await form.close()
     found = {name: own[0] if len(own) == 1 else own for name, own in values.items()}
     try:
-        json.dumps([found, [file.name for file in files.values()]], ensure_ascii=False).encode()
+        json.dumps(
+            [found, [file.name for file in files.values()]], ensure_ascii=False
+        ).encode()
     except (UnicodeEncodeError, TypeError):
         raise RequestError(400, "the form has what is no text in UTF-8") from None
     return found | files

@@ -80,13 +80,23 @@ def serve(
     if not 0 < port < 1 << 16:
         raise UsageError(f"--port {port}: give a number from 1 to 65535")
     if not 0 < workers <= _MOST_WORKERS:
-        raise UsageError(f"--workers {workers}: give a number from 1 to {_MOST_WORKERS}")
+        raise UsageError(
+            f"--workers {workers}: give a number from 1 to {_MOST_WORKERS}"
+        )
     if held_out is not None and len(models) != 1:
-        raise UsageError(f"the held-out text is of one model, and {len(models)} are served: leave it out")
+        raise UsageError(
+            f"the held-out text is of one model, and {len(models)} are served: leave it out"
+        )
     # With several processes, every process has one thread.
-    with torch_threads(1 if workers > 1 else None), hangups.ignored(), ExitStack() as stack:
+    with (
+        torch_threads(1 if workers > 1 else None),
+        hangups.ignored(),
+        ExitStack() as stack,
+    ):
         page = PageTexts(over, held_out)
-        fleet = running.Fleet(models, limits or Limits(), workers=workers, page=page, page_only=page_only)
+        fleet = running.Fleet(
+            models, limits or Limits(), workers=workers, page=page, page_only=page_only
+        )
         server = running.Server(fleet, limits or Limits(), keys)
         stack.callback(flush_log)
         stack.callback(server.close)
@@ -100,11 +110,15 @@ def serve(
 
 def _listening(host: str, port: int) -> socket.socket:
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         return socket.create_server(address[:2], family=family)
     except OSError as error:
         why = str(error.strerror).partition(" (")[0]
-        raise UsageError(f"cannot listen at {host}:{port} ({why}): give another port or host") from None
+        raise UsageError(
+            f"cannot listen at {host}:{port} ({why}): give another port or host"
+        ) from None
 
 
 def _keys(file: Path | None) -> list[str]:

@@ -40,7 +40,12 @@ SECONDS_KEPT = 60.0
 # Number of cached translators, by number of alternatives.
 _MOST_TRANSLATORS = 4
 # Texts of different lengths, to compare results alone and in a batch.
-_PROBES = ("1", "a b c", "2 + 2 = 4, and 3 + 5 = 8.", "An old man and a small dog cross the street " * 3)
+_PROBES = (
+    "1",
+    "a b c",
+    "2 + 2 = 4, and 3 + 5 = 8.",
+    "An old man and a small dog cross the street " * 3,
+)
 # Reason given if another library decodes.
 _ANOTHER_LIBRARY = "the library that decodes"
 
@@ -102,7 +107,9 @@ class ServedModel:
         self.desk = Queue(replace(limits, batch_items=1))
         # Small models are faster with one thread.
         size = sum(parameter.numel() for parameter in model.reader.model.parameters())
-        threads = 1 if size < thresholds.WEIGHTS_WORTH_THREADS else torch.get_num_threads()
+        threads = (
+            1 if size < thresholds.WEIGHTS_WORTH_THREADS else torch.get_num_threads()
+        )
         self.worker = Worker(name, self.queue, threads)
         self.clerk = Worker(f"{name} looked at", self.desk, threads)
         self._forgetting: threading.Timer | None = None
@@ -162,7 +169,11 @@ class ServedModel:
         if num_best not in self._translators:
             if len(self._translators) == _MOST_TRANSLATORS:
                 self._translators.popitem(last=False)[1].close()
-            beam = None if num_best == 1 else max(num_best, self.translator(1).options.beam_size)
+            beam = (
+                None
+                if num_best == 1
+                else max(num_best, self.translator(1).options.beam_size)
+            )
             # Special tokens in a request are plain text.
             self._translators[num_best] = self.model.translator(
                 num_best=num_best, beam_size=beam, special_tokens="text"
@@ -185,13 +196,17 @@ class ServedModel:
             job = Translating(self, 1)
             given = list[Any](_PROBES)
         elif "generate" in self.can:
-            job = Continuing(self, GenerationOptions(max_new_tokens=8, sampling=SamplingOptions()))
+            job = Continuing(
+                self, GenerationOptions(max_new_tokens=8, sampling=SamplingOptions())
+            )
             most = max(1, (self.generator.model.context or 64) // 2)
             given = [self.generator.encode(text)[:most] for text in _PROBES]
         else:
             return
         self.alone = alone = [job.compute([Item(job, one)])[0] for one in given]
-        self.is_batch_invariant = alone == job.compute([Item(job, one) for one in given])
+        self.is_batch_invariant = alone == job.compute(
+            [Item(job, one) for one in given]
+        )
         if (loop := job.loop()) is not None:
             asked = [job.begin(Item(job, one)) for one in given]
             for one in asked:  # each text joins after a step of the texts before it
@@ -201,7 +216,11 @@ class ServedModel:
             self.is_batch_invariant &= alone == [one.result() for one in asked]
         same = "the same bits" if self.is_batch_invariant else "other bits"
         self.batch_invariance = f"{len(given)} texts had {same} alone and together"
-        if reason := _ANOTHER_LIBRARY if loop is None else loop.engine.why_batches_matter:
+        if (
+            reason := _ANOTHER_LIBRARY
+            if loop is None
+            else loop.engine.why_batches_matter
+        ):
             self.is_batch_invariant = False
             self.batch_invariance += f"; not promised of every text because of {reason}"
 
@@ -233,7 +252,9 @@ class Translating(ModelJob, Decoding):
 
     def loop(self) -> Loop | None:
         translator = self.model.translator(1)
-        return translator.loop(self.model.limits.batch_items * translator.options.beam_size)
+        return translator.loop(
+            self.model.limits.batch_items * translator.options.beam_size
+        )
 
     def begin(self, item: Item) -> Asked[Translation]:
         # All numbers of alternatives share the engine of one translation; only the options differ.
@@ -245,7 +266,11 @@ class Translating(ModelJob, Decoding):
         return translator.translate([item.given for item in items])
 
     def _with_terms(self, translator: Translator) -> Translator:
-        return translator.with_glossary(dict(self.glossary)) if self.glossary else translator
+        return (
+            translator.with_glossary(dict(self.glossary))
+            if self.glossary
+            else translator
+        )
 
 
 @final
@@ -295,14 +320,20 @@ class Scoring(JobOfEach):
         if len(given) < 2:
             return Scored((), ())
         model = self.model.generator.model.eval()
-        read = torch.tensor([list(given[:-1])], device=model.embeddings.table.weight.device)
+        read = torch.tensor(
+            [list(given[:-1])], device=model.embeddings.table.weight.device
+        )
         logits: Tensor = model(read).logits[0]
         require_finite_logits(model, logits, partial(model, read))
         log_probs = logits.float().log_softmax(dim=-1)
-        own = log_probs.gather(1, torch.tensor(given[1:], device=read.device)[:, None])[:, 0]
+        own = log_probs.gather(1, torch.tensor(given[1:], device=read.device)[:, None])[
+            :, 0
+        ]
         best = log_probs.topk(min(self.count, log_probs.shape[1]), dim=-1)
         tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return Scored(tuple(own.tolist()), tuple(tuple(zip(*one, strict=True)) for one in tops))
+        return Scored(
+            tuple(own.tolist()), tuple(tuple(zip(*one, strict=True)) for one in tops)
+        )
 
 
 @final
@@ -313,7 +344,10 @@ class Aligning(JobOfEach):
     def of(self, given: Sequence[tuple[str, str]]) -> AlignedWords | None:
         try:
             return AlignedWords.join(
-                [self.model.model.attend(*pair, special_tokens="text").words() for pair in given]
+                [
+                    self.model.model.attend(*pair, special_tokens="text").words()
+                    for pair in given
+                ]
             )
         except UsageError:
             return None

@@ -56,7 +56,9 @@ class Visit:
 
 
 def _crowded(way: str = "") -> RequestError:
-    return RequestError(503, f"too many requests at a time: {way}try again in a moment", retry_after=1)
+    return RequestError(
+        503, f"too many requests at a time: {way}try again in a moment", retry_after=1
+    )
 
 
 @final
@@ -84,27 +86,47 @@ class Server:
         self._in_flight = set[Visit]()
         self._reloading: asyncio.Task[list[str]] | None = None
         self._retiring = set[asyncio.Task[None]]()
-        self._is_reload_wanted = False  # True while a reload waits for another reload to end
+        self._is_reload_wanted = (
+            False  # True while a reload waits for another reload to end
+        )
         self.registry = of = CollectorRegistry()
         path = ("path",)
         name = ("model_name",)
         about = "Requests that were answered."
-        self.answered = Counter("triptych:requests", about, (*path, "status"), registry=of)
+        self.answered = Counter(
+            "triptych:requests", about, (*path, "status"), registry=of
+        )
         about = "From a request to its answer."
-        self.latency = Histogram("vllm:e2e_request_latency_seconds", about, path, registry=of)
+        self.latency = Histogram(
+            "vllm:e2e_request_latency_seconds", about, path, registry=of
+        )
         about = "To the first text of a stream."
         self.first = Histogram("vllm:time_to_first_token_seconds", about, registry=of)
         self.prompt_tokens = Counter("vllm:prompt_tokens", "Tokens read.", registry=of)
-        self.new_tokens = Counter("vllm:generation_tokens", "Tokens generated.", registry=of)
-        running = Gauge("vllm:num_requests_running", "Texts computed now.", name, registry=of)
-        waiting = Gauge("vllm:num_requests_waiting", "Texts that wait.", name, registry=of)
-        lost = Gauge("triptych:log_lines_lost", "Lines of the log that could not be written.", registry=of)
+        self.new_tokens = Counter(
+            "vllm:generation_tokens", "Tokens generated.", registry=of
+        )
+        running = Gauge(
+            "vllm:num_requests_running", "Texts computed now.", name, registry=of
+        )
+        waiting = Gauge(
+            "vllm:num_requests_waiting", "Texts that wait.", name, registry=of
+        )
+        lost = Gauge(
+            "triptych:log_lines_lost",
+            "Lines of the log that could not be written.",
+            registry=of,
+        )
         lost.set_function(num_lost)
         workers = Gauge("triptych:workers", "Processes that compute.", registry=of)
         workers.set_function(lambda: self.num_workers)
         for served in fleet.models:
-            running.labels(served).set_function(partial(self._figure, served, "num_running"))
-            waiting.labels(served).set_function(partial(self._figure, served, "num_waiting"))
+            running.labels(served).set_function(
+                partial(self._figure, served, "num_running")
+            )
+            waiting.labels(served).set_function(
+                partial(self._figure, served, "num_waiting")
+            )
 
     def _figure(self, name: str, figure: str) -> int:
         model = self.models[name]
@@ -153,17 +175,23 @@ class Server:
         if self.is_stopping:
             raise RequestError(503, "the server is stopping", retry_after=5)
         if self._reloading is not None:
-            raise RequestError(409, "the models are being opened anew already", retry_after=1)
+            raise RequestError(
+                409, "the models are being opened anew already", retry_after=1
+            )
         if self._retiring:
             why = "requests still end on the models before the last reload: try again when they have ended"
-            raise RequestError(409, f"{why} (in at most {self.limits.seconds:g} s)", retry_after=1)
+            raise RequestError(
+                409, f"{why} (in at most {self.limits.seconds:g} s)", retry_after=1
+            )
         self._reloading = asyncio.ensure_future(self._reload())
         self._reloading.add_done_callback(self._reloaded)
         reloading = self._reloading
         try:
             return await asyncio.shield(reloading)
         except TriptychError:  # its message may contain paths
-            raise RequestError(409, "the models cannot be opened anew; the log says why") from None
+            raise RequestError(
+                409, "the models cannot be opened anew; the log says why"
+            ) from None
         except asyncio.CancelledError:
             if not reloading.cancelled():
                 raise
@@ -198,7 +226,12 @@ class Server:
         before = self.fleet
         fresh = await _in_a_thread_that_may_be_left(self._reopened)
         self.fleet = fresh
-        log({"reloaded": [*fresh.models], "seconds": round(time.perf_counter() - started, 3)})
+        log(
+            {
+                "reloaded": [*fresh.models],
+                "seconds": round(time.perf_counter() - started, 3),
+            }
+        )
         retiring = asyncio.ensure_future(self._retire(before, {*self._in_flight}))
         self._retiring.add(retiring)
         retiring.add_done_callback(self._retiring.discard)
@@ -206,7 +239,9 @@ class Server:
 
     def _reopened(self) -> Fleet:
         fresh = self.fleet.reopened()
-        self._fleets.append(fresh)  # registered by this thread: `_reload` may have been cancelled
+        self._fleets.append(
+            fresh
+        )  # registered by this thread: `_reload` may have been cancelled
         if self.is_stopping:
             fresh.close()
         return fresh
@@ -258,7 +293,9 @@ class Server:
             async with asyncio.timeout(seconds):
                 return await Fields.read(request, self.limits.max_bytes, max_files)
         except TimeoutError:
-            raise RequestError(408, f"the body did not come within {seconds:g} seconds") from None
+            raise RequestError(
+                408, f"the body did not come within {seconds:g} seconds"
+            ) from None
 
     def explain(self, error: Exception) -> tuple[int, str]:
         """Return the HTTP status and the message for an error, without paths of this machine."""
@@ -284,20 +321,31 @@ class Server:
         if not isinstance(name, str) or name not in self.models:
             raise RequestError(404, f"model: give one of {', '.join(self.models)}")
         if self.models[name] not in able:
-            raise RequestError(400, f"{name} cannot {can}; it can {', '.join(self.models[name].can)}")
+            raise RequestError(
+                400, f"{name} cannot {can}; it can {', '.join(self.models[name].can)}"
+            )
         return self.models[name]
 
     def check_texts(self, texts: Sequence[str]) -> None:
         """Check the number and the total length of texts."""
         if len(texts) > self.limits.max_items:
-            raise RequestError(413, f"{len(texts):,} texts: at most {self.limits.max_items:,} in a request")
+            raise RequestError(
+                413,
+                f"{len(texts):,} texts: at most {self.limits.max_items:,} in a request",
+            )
         length = sum(map(len, texts))
         if length > self.limits.max_characters:
             most = self.limits.max_characters
-            raise RequestError(413, f"{length:,} characters: at most {most:,} in a request")
+            raise RequestError(
+                413, f"{length:,} characters: at most {most:,} in a request"
+            )
 
     async def compute(
-        self, request: Request, job: ModelJob, given: Sequence[Any], tell: Callable[..., object] | None = None
+        self,
+        request: Request,
+        job: ModelJob,
+        given: Sequence[Any],
+        tell: Callable[..., object] | None = None,
     ) -> list[Any]:
         """Compute a job for each input; returns the results in order.
 
@@ -307,7 +355,13 @@ class Server:
         # Wait for the first of two events: all results, or the client's disconnection.
         loop = asyncio.get_running_loop()
         items = [
-            Item(job, one, None if tell is None else partial(loop.call_soon_threadsafe, tell, number))
+            Item(
+                job,
+                one,
+                None
+                if tell is None
+                else partial(loop.call_soon_threadsafe, tell, number),
+            )
             for number, one in enumerate(given)
         ]
         job.queue.submit(items)
@@ -316,7 +370,8 @@ class Server:
         try:
             async with asyncio.timeout_at(request.scope[_VISIT].deadline):
                 await asyncio.wait(
-                    list[asyncio.Future[Any]]((found, gone)), return_when=asyncio.FIRST_COMPLETED
+                    list[asyncio.Future[Any]]((found, gone)),
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
                 if not found.done():
                     raise ClientDisconnect
@@ -326,7 +381,9 @@ class Server:
             for item in items:
                 item.leave()
             if not found.done():
-                found.add_done_callback(lambda over: over.cancelled() or over.exception())
+                found.add_done_callback(
+                    lambda over: over.cancelled() or over.exception()
+                )
                 found.cancel()
 
 

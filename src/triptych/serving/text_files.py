@@ -42,11 +42,15 @@ class TextFile(ABC):
         kind = _KINDS.get(path.suffix.lower())
         if kind is None:
             what = path.suffix or "a name without an ending"
-            raise RequestError(400, f"file: {what} is not translated; what is: {', '.join(ENDINGS)}")
+            raise RequestError(
+                400, f"file: {what} is not translated; what is: {', '.join(ENDINGS)}"
+            )
         try:
             text = content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
-            raise RequestError(400, f"file: byte {error.start:,} is no text in UTF-8") from None
+            raise RequestError(
+                400, f"file: byte {error.start:,} is no text in UTF-8"
+            ) from None
         return kind(path.name, text)
 
     def name_in(self, language: str) -> str:
@@ -87,7 +91,10 @@ class _Spoken(NamedTuple):
         done = 0
         share = len(self.lines[0])
         for word in words:
-            while at + 1 < len(self.lines) and (done + len(word) / 2) * length > share * own:
+            while (
+                at + 1 < len(self.lines)
+                and (done + len(word) / 2) * length > share * own
+            ):
                 at += 1
                 share += len(self.lines[at])
             filled[at].append(word)
@@ -124,12 +131,16 @@ class _Subtitles(TextFile):
 
     def _say(self, lines: list[str]) -> None:
         is_dialogue = len(lines) > 1 and all(map(_DASH.match, lines))
-        for own in [[line] for line in lines] if is_dialogue else [lines] if lines else []:
+        for own in (
+            [[line] for line in lines] if is_dialogue else [lines] if lines else []
+        ):
             found = _POSITION.match(own[0])
             before = found[0] if found else ""
             own[0] = own[0].removeprefix(before)
             self._parts.append(_Spoken(before, own, len(self.texts)))
-            self.texts.append(" ".join(line.strip() for line in own).replace("&", "&amp;"))
+            self.texts.append(
+                " ".join(line.strip() for line in own).replace("&", "&amp;")
+            )
 
     def translated(self, texts: Sequence[str]) -> str:
         lines = list[str]()
@@ -142,7 +153,12 @@ class _Subtitles(TextFile):
         return self._end.join(lines)
 
 
-_KINDS = {".txt": _WholeFile, ".html": _WholeFile, ".htm": _WholeFile, ".srt": _Subtitles}
+_KINDS = {
+    ".txt": _WholeFile,
+    ".html": _WholeFile,
+    ".htm": _WholeFile,
+    ".srt": _Subtitles,
+}
 ENDINGS = tuple(_KINDS)
 
 
@@ -178,7 +194,11 @@ class KeptFiles:
         size = sum(len(file.content) for _, file in self._files.values())
         while self._files:
             token, (kept, file) = next(iter(self._files.items()))
-            if kept >= oldest and len(self._files) <= _MOST_KEPT and size <= _MOST_BYTES:
+            if (
+                kept >= oldest
+                and len(self._files) <= _MOST_KEPT
+                and size <= _MOST_BYTES
+            ):
                 return
             size -= len(file.content)
             del self._files[token]

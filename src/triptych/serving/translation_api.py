@@ -33,7 +33,9 @@ async def answer_translate(server: Server, request: Request) -> Response:
     fields = await server.fields(request)
     body = await translate_texts(server, request, fields, _texts(fields))
     is_list = isinstance(fields["q"], list)
-    return await json_answer(lambda: body if is_list else {name: values[0] for name, values in body.items()})
+    return await json_answer(
+        lambda: body if is_list else {name: values[0] for name, values in body.items()}
+    )
 
 
 async def translate_texts(
@@ -47,16 +49,27 @@ async def translate_texts(
     body = dict[str, list[Any]]()
     of_source = {source: [*range(len(texts))]}
     if source == "auto":
-        shares = await asyncio.to_thread(lambda: [_confidences(server, [text], target) for text in texts])
+        shares = await asyncio.to_thread(
+            lambda: [_confidences(server, [text], target) for text in texts]
+        )
         of_source = {}
         for number, confidences in enumerate(shares):
             code = max(confidences, key=lambda one: confidences[one])
             of_source.setdefault(code, []).append(number)
-            detected = {"confidence": round(100 * confidences[code], 1), "language": code}
+            detected = {
+                "confidence": round(100 * confidences[code], 1),
+                "language": code,
+            }
             body.setdefault("detectedLanguage", []).append(detected)
     for code, numbers in of_source.items():
-        model = None if closeness(code, target) > 1 else _translator_of(server, code, target)
-        found = await _translate_by(server, request, model, [texts[number] for number in numbers], wanted)
+        model = (
+            None
+            if closeness(code, target) > 1
+            else _translator_of(server, code, target)
+        )
+        found = await _translate_by(
+            server, request, model, [texts[number] for number in numbers], wanted
+        )
         for name, values in found.items():
             placed = body.setdefault(name, [None] * len(texts))
             for number, value in zip(numbers, values, strict=True):
@@ -88,7 +101,11 @@ class _Wanted(NamedTuple):
 
 
 async def _translate_by(
-    server: Server, request: Request, model: ServedModel | None, texts: Sequence[str], wanted: _Wanted
+    server: Server,
+    request: Request,
+    model: ServedModel | None,
+    texts: Sequence[str],
+    wanted: _Wanted,
 ) -> dict[str, list[Any]]:
     """Translate texts of one language; without a model they are returned unchanged."""
     alternatives = wanted.alternatives
@@ -109,11 +126,18 @@ async def _translate_by(
         # Attention aligns words, for the answer and for elements inside a run.
         pairs = {}
         for rank, number in product(range(1 + alternatives), found):
-            if (rank == 0 and wanted.alignments) or (documents and runs[number].needs_words):
+            if (rank == 0 and wanted.alignments) or (
+                documents and runs[number].needs_words
+            ):
                 pairs[number, rank] = [
-                    (part.source, _at_rank(part, rank).strip()) for part in found[number].sentences
+                    (part.source, _at_rank(part, rank).strip())
+                    for part in found[number].sentences
                 ]
-        each = await server.compute(request, Aligning(model), [*pairs.values()]) if pairs else []
+        each = (
+            await server.compute(request, Aligning(model), [*pairs.values()])
+            if pairs
+            else []
+        )
         words = dict(zip(pairs, each, strict=True))
     if documents:
         ranked = await asyncio.to_thread(_with_elements, runs, ranked, words)
@@ -124,12 +148,20 @@ async def _translate_by(
         ]
         for of_rank in ranked
     ]
-    body: dict[str, list[Any]] = {"translatedText": joined[0]}  # every value is a list over texts
+    body: dict[str, list[Any]] = {
+        "translatedText": joined[0]
+    }  # every value is a list over texts
     if alternatives:
-        body["alternatives"] = [[of_rank[text] for of_rank in joined[1:]] for text in range(len(texts))]
+        body["alternatives"] = [
+            [of_rank[text] for of_rank in joined[1:]] for text in range(len(texts))
+        ]
     if wanted.details:
-        details = [_details(found[at]) if at in found else None for at in range(len(lines))]
-        body["details"] = [[*filter(None, of_text)] for of_text in _by_text(pieces, details)]
+        details = [
+            _details(found[at]) if at in found else None for at in range(len(lines))
+        ]
+        body["details"] = [
+            [*filter(None, of_text)] for of_text in _by_text(pieces, details)
+        ]
     if wanted.alignments:
         links = [_links(words.get((at, 0))) for at in range(len(lines))]
         body["alignments"] = _by_text(pieces, links)
@@ -163,8 +195,13 @@ async def _translate_lines(
     """Translate the lines with text; returns translations by line index."""
     wanted = {number: line for number, line in enumerate(lines) if line.strip()}
     results = await server.compute(request, job, [*wanted.values()])
-    read = await asyncio.to_thread(job.model.model.reader.tokenizers.source.encode, [*wanted.values()])
-    new = (len(one.pieces) for one in chain.from_iterable(result.candidates for result in results))
+    read = await asyncio.to_thread(
+        job.model.model.reader.tokenizers.source.encode, [*wanted.values()]
+    )
+    new = (
+        len(one.pieces)
+        for one in chain.from_iterable(result.candidates for result in results)
+    )
     server.count_tokens(sum(map(len, read)), sum(new))
     return dict(zip(wanted, results, strict=True))
 
@@ -176,9 +213,14 @@ def _at_rank(one: Translation, rank: int) -> str:
 
 def _links(words: AlignedWords | None) -> list[tuple[str, str]]:
     """Return pairs of each word of a translation and its source word."""
-    if words is None or not words.source:  # all tokens are unknown, or the line was too long
+    if (
+        words is None or not words.source
+    ):  # all tokens are unknown, or the line was too long
         return []
-    return [(word.text, words.source[at].text) for word, at in zip(words.target, words.links, strict=True)]
+    return [
+        (word.text, words.source[at].text)
+        for word, at in zip(words.target, words.links, strict=True)
+    ]
 
 
 async def answer_translate_file(server: Server, request: Request) -> Response:
@@ -186,13 +228,19 @@ async def answer_translate_file(server: Server, request: Request) -> Response:
     fields = await server.fields(request, max_files=1)
     given = fields.get("file")
     if not isinstance(given, Uploaded):
-        raise RequestError(400, "Invalid request: missing file parameter (of a multipart form)")
+        raise RequestError(
+            400, "Invalid request: missing file parameter (of a multipart form)"
+        )
     file = TextFile.read(given.name, given.content)
-    wanted = Fields(fields | {"format": "html" if file.is_html else "text", "alternatives": 0})
+    wanted = Fields(
+        fields | {"format": "html" if file.is_html else "text", "alternatives": 0}
+    )
     body = await translate_texts(server, request, wanted, file.texts)
     content = file.translated(body["translatedText"]).encode()
     token = server.files.keep(KeptFile(file.name_in(fields["target"]), content))
-    return JSONResponse({"translatedFileUrl": f"{request.base_url}download_file/{token}"})
+    return JSONResponse(
+        {"translatedFileUrl": f"{request.base_url}download_file/{token}"}
+    )
 
 
 async def answer_download(server: Server, request: Request) -> Response:
@@ -205,7 +253,9 @@ async def answer_download(server: Server, request: Request) -> Response:
         "Content-Disposition": f"attachment; filename*=UTF-8''{quote(kept.name)}",
         "X-Content-Type-Options": "nosniff",
     }
-    return Response(kept.content, media_type="application/octet-stream", headers=headers)
+    return Response(
+        kept.content, media_type="application/octet-stream", headers=headers
+    )
 
 
 async def answer_languages(server: Server, request: Request) -> Response:
@@ -215,14 +265,18 @@ async def answer_languages(server: Server, request: Request) -> Response:
         assert model.languages is not None
         # A language that names of several models write differently has the code of the first.
         source, target = (
-            next((code for code in targets if closeness(one, code) > 1), one) for one in model.languages
+            next((code for code in targets if closeness(one, code) > 1), one)
+            for one in model.languages
         )
         targets.setdefault(source, [])
         targets.setdefault(target, [])
         if target not in targets[source]:
             targets[source].append(target)
     return JSONResponse(
-        [{"code": code, "name": name_of(code), "targets": [*to, code]} for code, to in targets.items()]
+        [
+            {"code": code, "name": name_of(code), "targets": [*to, code]}
+            for code, to in targets.items()
+        ]
     )
 
 
@@ -232,7 +286,10 @@ async def answer_detect(server: Server, request: Request) -> Response:
     texts = _texts(fields)
     server.check_texts(texts)
     confidences = await asyncio.to_thread(_confidences, server, texts, None)
-    found = [{"confidence": round(100 * share, 1), "language": code} for code, share in confidences.items()]
+    found = [
+        {"confidence": round(100 * share, 1), "language": code}
+        for code, share in confidences.items()
+    ]
     return JSONResponse(sorted(found, key=lambda one: -one["confidence"]))
 
 
@@ -261,8 +318,14 @@ async def answer_settings(server: Server, request: Request) -> Response:
 def _texts(fields: Fields) -> list[str]:
     given = fields.get("q")
     texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-        raise RequestError(400, "Invalid request: missing q parameter (a text, or a list of texts)")
+    if (
+        not isinstance(texts, list)
+        or not texts
+        or not all(isinstance(text, str) for text in texts)
+    ):
+        raise RequestError(
+            400, "Invalid request: missing q parameter (a text, or a list of texts)"
+        )
     return texts
 
 
@@ -278,7 +341,9 @@ def _num_alternatives(fields: Fields) -> int:
     except (TypeError, ValueError, OverflowError):
         count = -1
     if not 0 <= count <= _MOST_ALTERNATIVES:
-        raise RequestError(400, f"alternatives: give a number from 0 to {_MOST_ALTERNATIVES}")
+        raise RequestError(
+            400, f"alternatives: give a number from 0 to {_MOST_ALTERNATIVES}"
+        )
     return count
 
 
@@ -289,8 +354,12 @@ def _glossary(server: Server, fields: Fields) -> tuple[tuple[str, str], ...]:
         given = json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         given = None
-    if not isinstance(given, dict) or not all(isinstance(term, str) for term in given.values()):
-        raise RequestError(400, "glossary: give an object of terms and their translations")
+    if not isinstance(given, dict) or not all(
+        isinstance(term, str) for term in given.values()
+    ):
+        raise RequestError(
+            400, "glossary: give an object of terms and their translations"
+        )
     for texts in ([*given], [*given.values()]):
         server.check_texts(texts)
     return tuple(given.items())
@@ -305,16 +374,27 @@ def _translator_of(server: Server, source: str, target: str) -> ServedModel:
 
     def fit(model: ServedModel) -> tuple[int, int]:
         assert model.languages is not None
-        return closeness(target, model.languages[1]), closeness(source, model.languages[0])
+        return closeness(target, model.languages[1]), closeness(
+            source, model.languages[0]
+        )
 
     fitting = [model for model in _translators(server) if all(fit(model))]
     if not fitting:
-        pairs = ", ".join("-".join(m.languages) for m in _translators(server) if m.languages) or "none"
-        raise RequestError(400, f"{source} to {target} is not supported; what is: {pairs}")
+        pairs = (
+            ", ".join(
+                "-".join(m.languages) for m in _translators(server) if m.languages
+            )
+            or "none"
+        )
+        raise RequestError(
+            400, f"{source} to {target} is not supported; what is: {pairs}"
+        )
     return max(fitting, key=fit)
 
 
-def _confidences(server: Server, texts: Sequence[str], target: str | None) -> dict[str, float]:
+def _confidences(
+    server: Server, texts: Sequence[str], target: str | None
+) -> dict[str, float]:
     """Return a probability for each source language, higher for fewer tokens of the texts.
 
     A tokenizer trained on a language encodes its text with fewer and longer tokens.
@@ -333,7 +413,9 @@ def _confidences(server: Server, texts: Sequence[str], target: str | None) -> di
         assert model.languages is not None
         encoded = model.model.reader.tokenizers.source.encode(joined.split("\n"))
         counts[model.languages[0]] = max(1, sum(map(len, encoded)))
-    weights = {code: (min(counts.values()) / count) ** 4 for code, count in counts.items()}
+    weights = {
+        code: (min(counts.values()) / count) ** 4 for code, count in counts.items()
+    }
     return {code: weight / sum(weights.values()) for code, weight in weights.items()}
 
 

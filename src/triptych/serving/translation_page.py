@@ -18,13 +18,18 @@ _MOST_CHANGES = 64
 _LONGEST_CHANGE = 1000
 # The page is self-contained: a browser allows it to connect only to this server.
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
-_POLICY += "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_POLICY += (
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 
 
 async def page(server: Server, request: Request) -> Response:
     """The page to see a model's attention, and to change it."""
     headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-store"}
-    return HTMLResponse(make_page("explore.html", title="Explore attention", answers=None), headers=headers)
+    return HTMLResponse(
+        make_page("explore.html", title="Explore attention", answers=None),
+        headers=headers,
+    )
 
 
 async def models(server: Server, request: Request) -> Response:
@@ -32,7 +37,9 @@ async def models(server: Server, request: Request) -> Response:
     await server.fields(request)
     found = []
     for served in server.models.values():
-        (about,) = await server.compute(request, Asking(served), [lambda of, _: of.explorer.about()])
+        (about,) = await server.compute(
+            request, Asking(served), [lambda of, _: of.explorer.about()]
+        )
         found.append({"name": served.name, "languages": served.languages, **about})
     return Response(_as_json({"models": found}), media_type="application/json")
 
@@ -54,8 +61,14 @@ def _explorer_endpoint(ask: Callable[[Explorer, Fields], Any], about: str) -> En
 
 def _changes(fields: Fields) -> tuple[str, ...]:
     found = fields.get("changes", [])
-    if not isinstance(found, list) or len(found) > _MOST_CHANGES or not all(map(_is_call, found)):
-        raise RequestError(400, f"changes: give a list of at most {_MOST_CHANGES} calls")
+    if (
+        not isinstance(found, list)
+        or len(found) > _MOST_CHANGES
+        or not all(map(_is_call, found))
+    ):
+        raise RequestError(
+            400, f"changes: give a list of at most {_MOST_CHANGES} calls"
+        )
     return tuple(found)
 
 
@@ -78,7 +91,9 @@ def _as_json(found: Any) -> str:
 # Questions to an `Explorer`, with a line for /spec, by the last part of the path.
 QUESTIONS: dict[str, tuple[Callable[[Explorer, Fields], Any], str]] = {
     "write": (
-        lambda of, given: of.write(given.text("text"), _changes(given), given.number("count", 1, 64)),
+        lambda of, given: of.write(
+            given.text("text"), _changes(given), given.number("count", 1, 64)
+        ),
         "A translation or continuation with alternatives: `text`, `changes`, `count`.",
     ),
     "view": (
@@ -90,11 +105,15 @@ QUESTIONS: dict[str, tuple[Callable[[Explorer, Fields], Any], str]] = {
         "The same, with what each head does.",
     ),
     "row": (
-        lambda of, given: of.row(_shown(given), *_layer_and_head(given), given.number("query", -1, 1 << 24)),
+        lambda of, given: of.row(
+            _shown(given), *_layer_and_head(given), given.number("query", -1, 1 << 24)
+        ),
         "One row of a head step by step, and what `changes` do to the next token and the loss.",
     ),
     "held_out": (
-        lambda of, given: of.compare(_changes(given), given.number("parts", 1, 1 << 16)),
+        lambda of, given: of.compare(
+            _changes(given), given.number("parts", 1, 1 << 16)
+        ),
         "What `changes` do to the loss on the held-out text, once `parts` are all of its parts.",
     ),
     "head": (
@@ -106,5 +125,8 @@ QUESTIONS: dict[str, tuple[Callable[[Explorer, Fields], Any], str]] = {
 ROUTES = (
     ("GET", "/", page),
     ("POST", "/v1/explore/models", models),
-    *(("POST", f"/v1/explore/{name}", _explorer_endpoint(*question)) for name, question in QUESTIONS.items()),
+    *(
+        ("POST", f"/v1/explore/{name}", _explorer_endpoint(*question))
+        for name, question in QUESTIONS.items()
+    ),
 )

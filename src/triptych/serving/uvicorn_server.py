@@ -26,11 +26,15 @@ class Serving(uvicorn.Server):
     A second signal raises KeyboardInterrupt.
     """
 
-    def __init__(self, server: Server, seconds: float, ready: Callable[[], None], *, public: bool) -> None:
+    def __init__(
+        self, server: Server, seconds: float, ready: Callable[[], None], *, public: bool
+    ) -> None:
         """Make a server with `seconds` to stop; it calls `ready` as soon as it listens."""
         app = web_application(server, public=public)
         most = max(1, round(seconds))
-        super().__init__(uvicorn_config(app, server.limits, timeout_graceful_shutdown=most))
+        super().__init__(
+            uvicorn_config(app, server.limits, timeout_graceful_shutdown=most)
+        )
         self._server = server
         self._seconds = seconds
         self._until = 0.0
@@ -50,11 +54,15 @@ class Serving(uvicorn.Server):
 
     def _reload(self) -> None:
         reloading = asyncio.ensure_future(self._server.reload_when_possible())
-        reloading.add_done_callback(lambda over: over.cancelled() or over.exception())  # errors are logged
+        reloading.add_done_callback(
+            lambda over: over.cancelled() or over.exception()
+        )  # errors are logged
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._server.is_stopping:
-            logging.getLogger("uvicorn.error").disabled = True  # it would log the aborted requests
+            logging.getLogger(
+                "uvicorn.error"
+            ).disabled = True  # it would log the aborted requests
             raise KeyboardInterrupt
         self._server.is_stopping, self._until = True, time.monotonic() + self._seconds
 
@@ -62,7 +70,9 @@ class Serving(uvicorn.Server):
         # uvicorn stops listening only at `should_exit`: until then, new requests get 503.
         if self._server.is_stopping:
             self._server.give_up_reload()
-        if self._server.is_stopping and (not self._server.num_requests or time.monotonic() > self._until):
+        if self._server.is_stopping and (
+            not self._server.num_requests or time.monotonic() > self._until
+        ):
             self.should_exit = True
         elif self._server.is_stopping and self._says_why:
             ways = f"in at most {self._seconds:g} s; a second Ctrl-C ends at once"

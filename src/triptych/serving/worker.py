@@ -169,12 +169,21 @@ class Queue:
         with self._changed:
             # An empty queue accepts any allowed number of items; 429 requires that other items wait.
             if not self._is_open:
-                raise RequestError(503, "the server is stopping: try again later", retry_after=5)
+                raise RequestError(
+                    503, "the server is stopping: try again later", retry_after=5
+                )
             if len(items) > self._limits.max_waiting:
                 why = f"{len(items):,} lines: at most {self._limits.max_waiting:,} in a request"
                 raise RequestError(413, why)
-            if self._waiting and len(self._waiting) + len(items) > self._limits.max_waiting:
-                raise RequestError(429, "too many texts are waiting: try again in a moment", retry_after=1)
+            if (
+                self._waiting
+                and len(self._waiting) + len(items) > self._limits.max_waiting
+            ):
+                raise RequestError(
+                    429,
+                    "too many texts are waiting: try again in a moment",
+                    retry_after=1,
+                )
             self._waiting.extend(items)
             self._changed.notify_all()
 
@@ -207,7 +216,9 @@ class Queue:
         with self._changed:
             while lane in self.lanes:
                 self._waiting = deque(
-                    item for item in self._waiting if not (item.is_left or item.result.cancelled())
+                    item
+                    for item in self._waiting
+                    if not (item.is_left or item.result.cancelled())
                 )
                 if (begun := self._begun(lane)) or not waits:
                     return begun
@@ -219,19 +230,33 @@ class Queue:
     def _begun(self, lane: Lane) -> list[Item]:
         found = list[Item]()
         size = 0
-        share = -(-(len(self._waiting) + self.num_running) // len(self.lanes))  # items per lane
-        most = {True: min(share, self._limits.batch_items), False: self._limits.batch_items}
-        others_end = len(lane.running) > _FEW and time.monotonic() < lane.joined + self.patience
+        share = -(
+            -(len(self._waiting) + self.num_running) // len(self.lanes)
+        )  # items per lane
+        most = {
+            True: min(share, self._limits.batch_items),
+            False: self._limits.batch_items,
+        }
+        others_end = (
+            len(lane.running) > _FEW and time.monotonic() < lane.joined + self.patience
+        )
         able = [
             item
             for item in self._waiting
-            if (lane.is_here or item.job.travels) and not (others_end and item.job.waits)
+            if (lane.is_here or item.job.travels)
+            and not (others_end and item.job.waits)
         ]
-        for item in sorted(able, key=lambda item: (item is not able[0], abs(item.size - able[0].size))):
-            if len(lane.running) >= most[item.job.travels] or size >= self._limits.max_characters:
+        for item in sorted(
+            able, key=lambda item: (item is not able[0], abs(item.size - able[0].size))
+        ):
+            if (
+                len(lane.running) >= most[item.job.travels]
+                or size >= self._limits.max_characters
+            ):
                 continue
             if not isinstance(item.job, Decoding) and any(
-                not isinstance(other.job, Decoding) and other.job != item.job for other in found
+                not isinstance(other.job, Decoding) and other.job != item.job
+                for other in found
             ):
                 continue
             self._waiting.remove(item)
@@ -286,7 +311,11 @@ class _Group:
 
     def give_results(self) -> None:
         """Set the results of finished items."""
-        over = [item for item, asked in self.asked.items() if all(text.is_over for text in asked.texts)]
+        over = [
+            item
+            for item, asked in self.asked.items()
+            if all(text.is_over for text in asked.texts)
+        ]
         for item in over:
             asked = self.asked.pop(item)
             try:
@@ -309,7 +338,9 @@ class Worker:
         self._queue, self._lane, self._num_threads = queue, Lane(), threads
         queue.add(self._lane)
         self._groups: list[tuple[type[Decoding], _Group]] = []
-        self._thread = threading.Thread(target=self._run, name=f"triptych {name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name=f"triptych {name}", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -319,7 +350,9 @@ class Worker:
 
     def _run(self) -> None:
         torch.set_num_threads(self._num_threads)  # applies to this thread only
-        while (items := self._queue.take(self._lane, waits=not self._groups)) is not None:
+        while (
+            items := self._queue.take(self._lane, waits=not self._groups)
+        ) is not None:
             if batch := [item for item in items if not self._is_decoded(item)]:
                 self._compute(batch)
             for kind, group in [*self._groups]:
@@ -330,9 +363,15 @@ class Worker:
         if not isinstance(item.job, Decoding):
             return False
         kind = type(item.job)
-        group = next((group for own, group in self._groups if own is kind and group.is_open), None)
+        group = next(
+            (group for own, group in self._groups if own is kind and group.is_open),
+            None,
+        )
         try:
-            if group is None and (group := self._new_group(item.job, is_open=True)) is None:
+            if (
+                group is None
+                and (group := self._new_group(item.job, is_open=True)) is None
+            ):
                 return False
         except Exception as error:  # noqa: BLE001
             item.result.set_exception(error)
@@ -365,7 +404,9 @@ class Worker:
         """Decode the items of a failed step again in two halves, to isolate the failing item."""
         open_ = [item for item in items if not item.result.done() and not item.is_left]
         for item in items:
-            if not item.result.done() and (item.is_left or len(open_) == 1 or not item.can_be_repeated):
+            if not item.result.done() and (
+                item.is_left or len(open_) == 1 or not item.can_be_repeated
+            ):
                 item.result.set_exception(error)
         again = [item for item in open_ if not item.result.done()]
         middle = -(-len(again) // 2)

@@ -67,7 +67,9 @@ class ServingProcess:
     def close(self) -> None:
         """End the process; results of its running items are lost."""
         self._closed.set()
-        if self._is_open:  # otherwise the process is opening its models and does not read messages
+        if (
+            self._is_open
+        ):  # otherwise the process is opening its models and does not read messages
             with contextlib.suppress(OSError):
                 self._send(self._helper, None)
             self._helper.process.join(_SECONDS_TO_END)
@@ -84,7 +86,11 @@ class ServingProcess:
             try:
                 return self._open()
             except (EOFError, OSError):
-                log({"error": f"process {self.pid} has ended while it opened the models"})
+                log(
+                    {
+                        "error": f"process {self.pid} has ended while it opened the models"
+                    }
+                )
             except _FailedToOpenError as error:
                 if raises:
                     cause = error.__cause__
@@ -108,12 +114,16 @@ class ServingProcess:
             if model.is_batch_invariant is not None:
                 model.is_batch_invariant &= is_invariant and alone == model.alone
                 if not (is_invariant and alone == model.alone):
-                    model.batch_invariance = "a process computed other bits than the first"
+                    model.batch_invariance = (
+                        "a process computed other bits than the first"
+                    )
         self._is_open = True
         lanes = {model: Lane(is_here=False) for model in self._served}
         for model, lane in lanes.items():
             model.queue.add(lane)
-            threading.Thread(target=self._give, args=(model, lane, self._helper), daemon=True).start()
+            threading.Thread(
+                target=self._give, args=(model, lane, self._helper), daemon=True
+            ).start()
         return lanes
 
     def _run(self, lanes: dict[ServedModel, Lane]) -> None:
@@ -127,7 +137,11 @@ class ServingProcess:
             if self._closed.is_set():
                 return
             self._helper.close()
-            log({"error": f"process {self.pid} has ended ({self._helper.process.exitcode})"})
+            log(
+                {
+                    "error": f"process {self.pid} has ended ({self._helper.process.exitcode})"
+                }
+            )
             self._helper = Helper(_serve, self._arguments)
             lanes = self._open_until_it_stays(raises=False)
 
@@ -172,7 +186,10 @@ class ServingProcess:
             for number, item in numbered.items():
                 item.begin_again()
                 item.when_left = partial(self._leave, helper, number)
-            given = [(n, item.job, item.given, item.tell is not None) for n, item in numbered.items()]
+            given = [
+                (n, item.job, item.given, item.tell is not None)
+                for n, item in numbered.items()
+            ]
             try:
                 self._send(helper, (model.name, given))
             except OSError:  # the process has died
@@ -222,20 +239,30 @@ class ServingProcess:
 
 def _serve(connection: Connection, models: Mapping[str, Model], limits: Limits) -> None:
     """Compute received items in the worker process, until the connection is closed or sends None."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # the main process handles signals for all
+    for number in (
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # the main process handles signals for all
         signal.signal(number, signal.SIG_IGN)
     served = dict[str, ServedModel]()
     items = dict[int, Item]()
     lock = threading.Lock()
-    limits = replace(limits, max_waiting=sys.maxsize)  # the main process has checked the limit
+    limits = replace(
+        limits, max_waiting=sys.maxsize
+    )  # the main process has checked the limit
     for name, model in models.items():
         served[name] = SERVED_HERE[name] = ServedModel(name, model, limits)
         served[name].queue.patience = 0.0  # the items have waited in the main process
         served[name].check_batches()
-        require_same_files(model)  # changed files would give other weights than in the main process
+        require_same_files(
+            model
+        )  # changed files would give other weights than in the main process
 
     def say(*message: object) -> None:
-        with lock, contextlib.suppress(OSError):  # the main process has closed the connection
+        with (
+            lock,
+            contextlib.suppress(OSError),
+        ):  # the main process has closed the connection
             connection.send(message)
 
     def say_ping() -> None:
@@ -252,7 +279,9 @@ def _serve(connection: Connection, models: Mapping[str, Model], limits: Limits) 
             is_told = isinstance(error, TriptychError | RequestError)
             say(number, "error", error if is_told else RuntimeError(repr(error)))
 
-    connection.send({name: (m.is_batch_invariant, m.alone) for name, m in served.items()})
+    connection.send(
+        {name: (m.is_batch_invariant, m.alone) for name, m in served.items()}
+    )
     with contextlib.suppress(EOFError, OSError):
         while (message := connection.recv()) is not None:
             if message == _PING:
@@ -265,7 +294,9 @@ def _serve(connection: Connection, models: Mapping[str, Model], limits: Limits) 
                 continue
             name, given = message
             for number, job, text, is_told in given:
-                items[number] = Item(job, text, partial(say, number, "part") if is_told else None)
+                items[number] = Item(
+                    job, text, partial(say, number, "part") if is_told else None
+                )
                 items[number].result.add_done_callback(partial(tell, number))
             served[name].queue.submit([items[number] for number, *_ in given])
     os._exit(0)  # without waiting for running items

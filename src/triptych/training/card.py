@@ -16,7 +16,11 @@ _CARD_END = "\n<!-- Written by triptych; if you change this page, it is left as 
 
 
 def write_card(
-    folder: Path, task: Task[Any], outcome: TrainingResult, num_parameters: int, display: Display
+    folder: Path,
+    task: Task[Any],
+    outcome: TrainingResult,
+    num_parameters: int,
+    display: Display,
 ) -> None:
     """Write the card of a finished run, unless the present card was changed by hand."""
     path = folder / "README.md"
@@ -25,7 +29,9 @@ def write_card(
         old = read_limited(path, LONGEST_TEXT).decode(errors="replace")
         body, _, end = old.rpartition(_CARD_END)
         if not end.startswith(_text_hash(body)):
-            display.say(f"{path} was changed by hand and is kept; metrics.jsonl has the new figures")
+            display.say(
+                f"{path} was changed by hand and is kept; metrics.jsonl has the new figures"
+            )
             return
     write_text(path, f"{text}{_CARD_END}{_text_hash(text)} -->\n")
 
@@ -37,7 +43,9 @@ def _text_hash(text: str) -> str:
 def _card_text(task: Task[Any], outcome: TrainingResult, num_parameters: int) -> str:
     counters = outcome.counters
     words = task.card(outcome, f"{abs(counters.best_score or 0.0):.4f}")
-    scores = ", ".join(f"{name} {value:.4f}" for name, value in (outcome.scores or {}).items())
+    scores = ", ".join(
+        f"{name} {value:.4f}" for name, value in (outcome.scores or {}).items()
+    )
     return f"""---
 library_name: triptych
 tags: [{words.tag}]

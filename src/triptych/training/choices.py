@@ -46,7 +46,9 @@ class _Limits:
 
 
 _CPU = _Limits(((300_000, "small"), (0, "tiny")), 16_000, 4096, 4e7)
-_GPU = _Limits(((5_000_000, "base"), (300_000, "small"), (0, "tiny")), 37_000, 16_384, 2.5e9)
+_GPU = _Limits(
+    ((5_000_000, "base"), (300_000, "small"), (0, "tiny")), 37_000, 16_384, 2.5e9
+)
 
 _LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"num_layers": 4, "d_model": 128, "num_heads": 4, "context": 64},
@@ -64,12 +66,18 @@ _BLOCKS = {"norm_kind": "rms", "activation": "swish", "gated": True, "bias": Fal
 
 def fit_tokenizer(recipe: _OfWhole, num_chars: int, device: str) -> _OfWhole:
     """Choose the size of the vocabulary: about 3 √n for n characters of training text per vocabulary."""
-    size = min(max(3 * math.sqrt(num_chars / recipe.num_vocabularies), 500), _limits(device).vocab_size)
+    size = min(
+        max(3 * math.sqrt(num_chars / recipe.num_vocabularies), 500),
+        _limits(device).vocab_size,
+    )
     return recipe.filled({"tokenizer": {"vocab_size": round(size / 100) * 100}})
 
 
 def fit_training(
-    recipe: Recipe, num_tokens: int, device: str, steps_per_epoch: Callable[[Recipe], int]
+    recipe: Recipe,
+    num_tokens: int,
+    device: str,
+    steps_per_epoch: Callable[[Recipe], int],
 ) -> Recipe:
     """Choose the model and the schedule of a translator."""
     # The number of steps comes last: it depends on the batches.
@@ -89,13 +97,17 @@ def fit_training(
     if "warmup_steps" not in recipe.training.model_fields_set:
         schedule = _schedule(steps, recipe.model.d_model)
         if goes_on:
-            schedule["learning_rate"] = float(f"{schedule['learning_rate'] / _GENTLER_TRANSLATING:.2g}")
+            schedule["learning_rate"] = float(
+                f"{schedule['learning_rate'] / _GENTLER_TRANSLATING:.2g}"
+            )
         recipe = recipe.filled({"training": schedule})
     return recipe.filled({"validation": {"every_steps": _validate_every(steps)}})
 
 
 def _passes(num_tokens: int) -> float:
-    return min(max(_PASSES * math.sqrt(_OF_TOKENS / num_tokens), _FEWEST_PASSES), _MOST_PASSES)
+    return min(
+        max(_PASSES * math.sqrt(_OF_TOKENS / num_tokens), _FEWEST_PASSES), _MOST_PASSES
+    )
 
 
 def _batch_tokens(total: int | float, limits: _Limits) -> int:
@@ -115,7 +127,9 @@ def _schedule(steps: int, d_model: int) -> dict[str, Any]:
     }
 
 
-def fit_language_training(recipe: LanguageRecipe, num_tokens: int, device: str) -> LanguageRecipe:
+def fit_language_training(
+    recipe: LanguageRecipe, num_tokens: int, device: str
+) -> LanguageRecipe:
     """Choose the model and the schedule of a language model."""
     limits = _limits(device)
     preset = next(name for least, name in limits.presets if num_tokens >= least)
@@ -126,26 +140,51 @@ def fit_language_training(recipe: LanguageRecipe, num_tokens: int, device: str) 
 
 
 def fit_continued_training(
-    recipe: ContinuedRecipe, num_tokens: int, device: str, d_model: int, max_tokens: int | None
+    recipe: ContinuedRecipe,
+    num_tokens: int,
+    device: str,
+    d_model: int,
+    max_tokens: int | None,
 ) -> ContinuedRecipe:
     """Choose the schedule of a run from a checkpoint: three passes at a low learning rate."""
     longest = _CONTINUED_CONTEXT["cpu" if device == "cpu" else "cuda"]
     recipe = recipe.filled(
-        {"model": {"context": longest if max_tokens is None else min(longest, max_tokens)}}
+        {
+            "model": {
+                "context": longest if max_tokens is None else min(longest, max_tokens)
+            }
+        }
     )
     total = min(_FEWEST_PASSES * num_tokens, _limits(device).total_tokens)
     peak = 0.004 * math.sqrt(128 / d_model) / _GENTLER
     return _fit_schedule(recipe, num_tokens, total, peak, device)
 
 
-def _fit_schedule(recipe: _OfText, num_tokens: int, total: float, peak: float, device: str) -> _OfText:
+def _fit_schedule(
+    recipe: _OfText, num_tokens: int, total: float, peak: float, device: str
+) -> _OfText:
     """Choose batches, steps, warm-up and learning rate for a total number of tokens."""
-    recipe, limits, context = _settled(recipe, device), _limits(device), recipe.model.context
-    recipe = recipe.filled({"training": {"batch_size": max(_batch_tokens(total, limits) // context, 1)}})
-    of_update = recipe.training.batch_size * context * recipe.training.accumulate_batches
-    recipe, steps = _with_steps(recipe, total / of_update, max(math.ceil(num_tokens / of_update), 1))
-    schedule = {"warmup_steps": min(max(steps // 20, 1), 1000), "learning_rate": float(f"{peak:.2g}")}
-    return recipe.filled({"training": schedule, "validation": {"every_steps": _validate_every(steps)}})
+    recipe, limits, context = (
+        _settled(recipe, device),
+        _limits(device),
+        recipe.model.context,
+    )
+    recipe = recipe.filled(
+        {"training": {"batch_size": max(_batch_tokens(total, limits) // context, 1)}}
+    )
+    of_update = (
+        recipe.training.batch_size * context * recipe.training.accumulate_batches
+    )
+    recipe, steps = _with_steps(
+        recipe, total / of_update, max(math.ceil(num_tokens / of_update), 1)
+    )
+    schedule = {
+        "warmup_steps": min(max(steps // 20, 1), 1000),
+        "learning_rate": float(f"{peak:.2g}"),
+    }
+    return recipe.filled(
+        {"training": schedule, "validation": {"every_steps": _validate_every(steps)}}
+    )
 
 
 def _settled(recipe: _OfAny, device: str) -> _OfAny:
@@ -160,7 +199,11 @@ def _settled(recipe: _OfAny, device: str) -> _OfAny:
 def _with_steps(recipe: _OfAny, usual: float, of_epoch: int) -> tuple[_OfAny, int]:
     """Choose `max_steps`; returns the recipe and the number of steps, limited by `max_epochs`."""
     epochs = recipe.training.max_epochs
-    steps = max(math.ceil(usual / 10) * 10, _FEWEST_STEPS) if epochs is None else epochs * of_epoch
+    steps = (
+        max(math.ceil(usual / 10) * 10, _FEWEST_STEPS)
+        if epochs is None
+        else epochs * of_epoch
+    )
     recipe = recipe.filled({"training": {"max_steps": steps}})
     chosen = recipe.training.max_steps
     return recipe, chosen if epochs is None else min(chosen, steps)
@@ -170,7 +213,9 @@ def _validate_every(steps: int) -> int:
     return min(max(steps // 10, 1), 1000)
 
 
-def say_choices(before: AnyRecipe, after: AnyRecipe, text: str, display: Display) -> None:
+def say_choices(
+    before: AnyRecipe, after: AnyRecipe, text: str, display: Display
+) -> None:
     """Print the choices for a text."""
     if chosen := ", ".join(choices(before, after)):
         display.say(f"left out of the recipe, chosen for {text}: {chosen}")

@@ -41,7 +41,9 @@ class Layout(NamedTuple):
 
     world: World = World()  # process group
     kind: Kind | None = None  # kind of parallelism; None for one process
-    parameters: LazyParameters | None = None  # weights of a model on "meta"; None for a model with weights
+    parameters: LazyParameters | None = (
+        None  # weights of a model on "meta"; None for a model with weights
+    )
 
 
 ONE_PROCESS = Layout()
@@ -78,10 +80,14 @@ class Computing(ABC):
     that a step equals the step of one process on the whole batch.
     """
 
-    def __init__(self, objective: Objective[Any, Any], model: AnyModel, world: World) -> None:
+    def __init__(
+        self, objective: Objective[Any, Any], model: AnyModel, world: World
+    ) -> None:
         # The optimizer updates the parameters of the objective's model.
         self.objective, self._world, self._seed = objective, world, torch.initial_seed()
-        self.model = model  # computes losses; in bfloat16, the twin of the objective's model
+        self.model = (
+            model  # computes losses; in bfloat16, the twin of the objective's model
+        )
         self._loss = LossOfBatch(objective, model)
 
     def begin_update(self, step: int) -> None:
@@ -89,11 +95,15 @@ class Computing(ABC):
         if self._world.size == 1:
             return  # the state of the one generator is saved
         # The generator is seeded for each update and rank, so that states can omit the generators.
-        drawn = np.random.SeedSequence([self._seed, step, self._world.rank]).generate_state(1, np.uint64)
+        drawn = np.random.SeedSequence(
+            [self._seed, step, self._world.rank]
+        ).generate_state(1, np.uint64)
         torch.manual_seed(int(drawn[0]))
 
     @abstractmethod
-    def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
+    def learn(
+        self, batch: TrainingBatch, step: int, tokens: int, *, last: bool
+    ) -> Tensor:
         """Add the gradients of a batch to the parameters' gradients; returns the loss.
 
         After the last batch of an update, they are summed over the processes.
@@ -160,19 +170,25 @@ class Computing(ABC):
 class Whole(Computing):
     """Computation with the whole model in every process, or with its twin in bfloat16."""
 
-    def __init__(self, objective: Objective[Any, Any], precision: str, world: World | None = None) -> None:
+    def __init__(
+        self, objective: Objective[Any, Any], precision: str, world: World | None = None
+    ) -> None:
         self._twin = NarrowTwin(objective.model) if precision == "bf16" else None
         model = objective.model if self._twin is None else self._twin.model
         super().__init__(objective, model, world or World())
 
-    def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
+    def learn(
+        self, batch: TrainingBatch, step: int, tokens: int, *, last: bool
+    ) -> Tensor:
         loss: Tensor = self._loss(batch, step)[0]
         (loss / tokens).backward()  # type: ignore[no-untyped-call]
         if self._twin is not None:
             self._twin.hand_over_gradients()
         if last:
             gradients = [weight.grad for weight in self.objective.model.parameters()]
-            self._world.add_up([gradient for gradient in gradients if gradient is not None])
+            self._world.add_up(
+                [gradient for gradient in gradients if gradient is not None]
+            )
         return loss.detach()
 
     def set_mode(self, *, training: bool) -> None:
@@ -212,7 +228,9 @@ def rows_of_rank(
     return (own, True) if len(own) else (indices[:1], False)
 
 
-def choose_parallel(config: OptimisationConfig, model: AnyModel, world: World) -> tuple[Kind | None, str]:
+def choose_parallel(
+    config: OptimisationConfig, model: AnyModel, world: World
+) -> tuple[Kind | None, str]:
     """Return the kind of parallelism, None for one process, and a sentence for the user."""
     # Whole models need fewer collectives: shards only if the state does not fit the memory.
     if world.size == 1:
@@ -250,6 +268,10 @@ def _device_bytes(device: torch.device, world: World) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text(encoding="utf-8").strip() if limit.exists() else "max"
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 2**34
+    physical = (
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if hasattr(os, "sysconf")
+        else 2**34
+    )
     on_machine = min(int(text), physical) if text.isdigit() else physical
     return on_machine // (world.size // world.num_nodes)

@@ -52,7 +52,9 @@ class ContinuedTask(TextTask[ContinuedRecipe]):
 
     from_checkpoint = True
 
-    def prepare(self, base: Path, display: Display, folder: Path | None = None) -> Prepared:
+    def prepare(
+        self, base: Path, display: Display, folder: Path | None = None
+    ) -> Prepared:
         recipe = self.recipe
         path = base / recipe.model.checkpoint if folder is None else folder
         source = find_source(path if path.exists() else recipe.model.checkpoint)
@@ -66,14 +68,22 @@ class ContinuedTask(TextTask[ContinuedRecipe]):
             if why := why_not_written(checkpoint):
                 raise DataError(f"{source.name} cannot be trained further: {why}")
             family = checkpoint.family.name
-            display.say(f"going on with {source.name}: {family}, {tokenizer.vocab_size:,} tokens")
+            display.say(
+                f"going on with {source.name}: {family}, {tokenizer.vocab_size:,} tokens"
+            )
         text = TextOfRun(recipe, base)
         shards = text.shards(tokenizer, display)
         if folder is None:
-            recipe = _fit_recipe(recipe, source.name, read, shards[0].num_tokens, display)
+            recipe = _fit_recipe(
+                recipe, source.name, read, shards[0].num_tokens, display
+            )
             record = read_json(files / CONFIG)
             config = (
-                json.dumps({**record, **{key: "float32" for key in _DTYPE if key in record}}, indent=2) + "\n"
+                json.dumps(
+                    {**record, **{key: "float32" for key in _DTYPE if key in record}},
+                    indent=2,
+                )
+                + "\n"
             )
         else:
             config = read_limited(folder / CONFIG, LONGEST_JSON).decode()
@@ -82,8 +92,13 @@ class ContinuedTask(TextTask[ContinuedRecipe]):
             del model
             _copy_beside(files, folder)
             write_text(folder / CONFIG, config)
-            stored = {name: checkpoint.tensors.read(name) for name in checkpoint.tensors.infos}
-            wide = {name: t.float() if t.is_floating_point() else t for name, t in stored.items()}
+            stored = {
+                name: checkpoint.tensors.read(name) for name in checkpoint.tensors.infos
+            }
+            wide = {
+                name: t.float() if t.is_floating_point() else t
+                for name, t in stored.items()
+            }
             write_weights(wide, folder / SAFETENSORS)
 
         def model() -> LanguageModel:
@@ -108,10 +123,14 @@ class ContinuedTask(TextTask[ContinuedRecipe]):
         )
 
     def make_model(self, source_size: int, target_size: int) -> LanguageModel:
-        raise UsageError("a model that goes on from a checkpoint has its sizes: hold seconds, or nothing")
+        raise UsageError(
+            "a model that goes on from a checkpoint has its sizes: hold seconds, or nothing"
+        )
 
     def step_shape(self) -> StepShape:
-        raise AssertionError("`fitted_to` refuses a recipe with a checkpoint before its step is counted")
+        raise AssertionError(
+            "`fitted_to` refuses a recipe with a checkpoint before its step is counted"
+        )
 
     def _describe_model(self) -> str:
         model = self.recipe.model
@@ -119,17 +138,25 @@ class ContinuedTask(TextTask[ContinuedRecipe]):
 
 
 def _fit_recipe(
-    recipe: ContinuedRecipe, name: str, model: LanguageModel, num_tokens: int, display: Display
+    recipe: ContinuedRecipe,
+    name: str,
+    model: LanguageModel,
+    num_tokens: int,
+    display: Display,
 ) -> ContinuedRecipe:
     """Choose missing keys of the recipe for the text and the model."""
     given = recipe
     device = find_device(recipe.training.device).type
     longest = model.max_tokens
-    recipe = fit_continued_training(recipe, num_tokens, device, model.architecture.d_model, longest)
+    recipe = fit_continued_training(
+        recipe, num_tokens, device, model.architecture.d_model, longest
+    )
     say_choices(given, recipe, f"{num_tokens:,} tokens", display)
     if longest is not None and recipe.model.context > longest:
         given_context = f"model.context is {recipe.model.context}"
-        raise UsageError(f"{given_context}, and {name} has {longest} positions: give no more")
+        raise UsageError(
+            f"{given_context}, and {name} has {longest} positions: give no more"
+        )
     return recipe
 
 
@@ -150,7 +177,9 @@ def _publish(model: AnyModel, path: Path) -> None:
     assert isinstance(model, LanguageModel)
     checkpoint = _open_quietly(path.parent)
     tensors = {name: checkpoint.tensors.read(name) for name in checkpoint.tensors.infos}
-    save_or_explain({**tensors, **dict(changed_tensors(model, checkpoint))}, path, {"format": "pt"})
+    save_or_explain(
+        {**tensors, **dict(changed_tensors(model, checkpoint))}, path, {"format": "pt"}
+    )
 
 
 def _load_quietly(source: Source) -> LanguageModel:
@@ -163,7 +192,9 @@ def _open_quietly(path: Path) -> Checkpoint:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConfigurationWarning)
         checkpoint = open_checkpoint(path, mapped=True)
-    assert isinstance(checkpoint, Checkpoint), "runs of ours are refused when they are read"
+    assert isinstance(checkpoint, Checkpoint), (
+        "runs of ours are refused when they are read"
+    )
     return checkpoint
 
 
@@ -175,7 +206,9 @@ def _require_task(recipe: ContinuedRecipe, name: str, model: LanguageModel) -> N
         needed = f"task is {recipe.task!r}: it needs a model of another kind"
         raise UsageError(f"{needed}, and {name} is one of kind {kind!r}")
     if head is None or head.config.outputs is not None:
-        raise UsageError(f"{name} predicts no tokens: give a checkpoint with the head that does")
+        raise UsageError(
+            f"{name} predicts no tokens: give a checkpoint with the head that does"
+        )
 
 
 def _copy_beside(source: Path, folder: Path) -> None:

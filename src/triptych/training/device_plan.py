@@ -77,7 +77,9 @@ class TrainingPlan:
     target_tokens: int  # target tokens of a step, over all devices
     cache: int  # bytes of the key-value cache of one text during decoding
     layouts: tuple[PlannedLayout, ...]  # simplest first
-    best: PlannedLayout | None  # recommended layout; None if every layout exceeds the memory
+    best: (
+        PlannedLayout | None
+    )  # recommended layout; None if every layout exceeds the memory
     notes: tuple[str, ...]  # choices for missing keys, and problems of the batches
 
     @property
@@ -117,7 +119,11 @@ def plan(recipe: AnyRecipe, cluster: Cluster) -> TrainingPlan:
     """
     recipe, chosen = filled(recipe)
     task = task_of(recipe)
-    notes = [f"left out of the recipe, planned as for a long text: {', '.join(chosen)}"] if chosen else []
+    notes = (
+        [f"left out of the recipe, planned as for a long text: {', '.join(chosen)}"]
+        if chosen
+        else []
+    )
     step = Step(recipe, cluster.devices)
     if step.num_rows < cluster.devices:
         notes.append(
@@ -132,7 +138,9 @@ def plan(recipe: AnyRecipe, cluster: Cluster) -> TrainingPlan:
         recipe=recipe,
         cluster=cluster,
         num_parameters=step.num_parameters,
-        target_tokens=step.num_rows * step.targets_of_row * recipe.training.accumulate_batches,
+        target_tokens=step.num_rows
+        * step.targets_of_row
+        * recipe.training.accumulate_batches,
         cache=step.cache,
         layouts=tuple(found),
         best=next((one for one in fitting if one.seconds <= _WORTH * fastest), None),
@@ -156,12 +164,18 @@ def _layouts(recipe: AnyRecipe, cluster: Cluster) -> Iterator[LayoutSettings]:
             continue
         for layout in (
             LayoutSettings("ddp", 1, checkpointing),
-            *(LayoutSettings("hybrid", shards, checkpointing) for shards in _shard_sizes(cluster)),
+            *(
+                LayoutSettings("hybrid", shards, checkpointing)
+                for shards in _shard_sizes(cluster)
+            ),
             LayoutSettings("fsdp", cluster.devices, checkpointing),
         ):
             try:
                 # The run has the same check, so the plan never proposes a layout refused by the run.
-                require_kind(recipe.training.model_copy(update={"parallel": layout.kind}), cluster.devices)
+                require_kind(
+                    recipe.training.model_copy(update={"parallel": layout.kind}),
+                    cluster.devices,
+                )
             except UsageError:
                 continue
             yield layout
@@ -188,7 +202,9 @@ class _Layer(NamedTuple):
 
     parameters: int  # number of parameters
     kept: int  # bytes of tensors saved for the backward pass
-    at_work: int  # bytes of the largest gradients of activations during the backward pass
+    at_work: (
+        int  # bytes of the largest gradients of activations during the backward pass
+    )
     flops: int  # operations of the forward pass
     again_flops: int  # operations of a recomputation, which stops before the last map
     backward_flops: int  # operations of the backward pass
@@ -229,7 +245,11 @@ class Step:
         self.outside = _num_parameters(model.parameters()) - self.in_blocks // times
         self.num_parameters = self.in_blocks + self.outside
         muon = config.optimizer == "muon"
-        self._in_muon = times * _num_parameters(w for w in matrices(model) if w.ndim == 2) if muon else 0
+        self._in_muon = (
+            times * _num_parameters(w for w in matrices(model) if w.ndim == 2)
+            if muon
+            else 0
+        )
         self.cache = 4 * sum(layer.cached for layer in self.layers)
         self._stream = self.tokens * self.d_model * self.bytes
         self._kept_before, self._kept_after = self._kept_outside(model)
@@ -261,7 +281,11 @@ class Step:
         maps = 3 if config.gated else 2
         flops += 2 * maps * tokens * self.d_model * config.d_ff
         backward += 4 * maps * tokens * self.d_model * config.d_ff
-        kept += sum(self._frame(module) for module in block.modules() if isinstance(module, Residual))
+        kept += sum(
+            self._frame(module)
+            for module in block.modules()
+            if isinstance(module, Residual)
+        )
         return _Layer(
             parameters=_num_parameters(block.parameters()),
             kept=kept,
@@ -284,7 +308,9 @@ class Step:
         # RMSNorm on a CPU saves its input and the normalised tensor, both in float32.
         return 8 * numbers if isinstance(norm, nn.RMSNorm) else numbers * self.bytes
 
-    def _attention(self, layer: MultiHeadAttention, is_cross: bool) -> tuple[int, int, int]:
+    def _attention(
+        self, layer: MultiHeadAttention, is_cross: bool
+    ) -> tuple[int, int, int]:
         """Return bytes saved, operations of the forward pass, and operations that the backward repeats."""
         weights = layer.weights()
         e = self.bytes
@@ -292,7 +318,10 @@ class Step:
         length = self.length
         cost = pass_cost(weights, length, memory_len=length if is_cross else None)
         heads = weights.num_heads
-        d_k, d_v = (chain[-1].d_out if chain else self.d_model for chain in (weights.q, weights.v))
+        d_k, d_v = (
+            chain[-1].d_out if chain else self.d_model
+            for chain in (weights.q, weights.v)
+        )
         kv_heads = max((link.copies for link in weights.k), default=1)
         # All layers share the encoder's output: it is counted elsewhere.
         numbers = cost.kept_numbers - (length * self.d_model if is_cross else 0)
@@ -316,7 +345,9 @@ class Step:
             again = self._rows * 2 * cost.pair_numbers * d_k
             # With a bias, the CPU kernel saves the bias for each row. Without a bias, the output is laid out
             # by heads, and the next map saves a copy.
-            numbers += length * heads * d_v if semantics.bias is None else cost.pair_numbers
+            numbers += (
+                length * heads * d_v if semantics.bias is None else cost.pair_numbers
+            )
         return self._rows * numbers * e, self._rows * cost.flops, again
 
     def _kept_outside(self, model: AnyModel) -> tuple[int, int]:
@@ -325,12 +356,18 @@ class Step:
         Tensors before the blocks stay until the end of the backward pass; tensors after them are used first.
         """
         stacks = [*model.stacks.values()]
-        of_norms = sum(self._norm(stack.final_norm) + self._norm(stack.embeddings.norm) for stack in stacks)
+        of_norms = sum(
+            self._norm(stack.final_norm) + self._norm(stack.embeddings.norm)
+            for stack in stacks
+        )
         # An encoder-decoder also saves the encoder's output.
         kept = len(stacks) - 1 + sum(stack.embeddings.dropout.p > 0 for stack in stacks)
         before = kept * self._stream
         # The forward pass of the loss already computes its gradients.
-        of_loss = self.targets * self.d_model * self.bytes + 4 * self.vocab_size * self.d_model
+        of_loss = (
+            self.targets * self.d_model * self.bytes
+            + 4 * self.vocab_size * self.d_model
+        )
         return before, of_loss + of_norms
 
     def planned(self, layout: LayoutSettings, cluster: Cluster) -> PlannedLayout:
@@ -347,7 +384,10 @@ class Step:
         # FSDP gathers the parameters outside the blocks for the whole step, and a block only during its use.
         root = 4 * self.outside if gathers else 0
         block = e * max(layer.parameters for layer in self.layers) if gathers else 0
-        saved = [self._stream if layout.checkpointing else layer.kept for layer in self.layers]
+        saved = [
+            self._stream if layout.checkpointing else layer.kept
+            for layer in self.layers
+        ]
         activations = sum(saved) + self._kept_before + self._kept_after + root
         held = parameters + optimizer
         ahead = 0  # bytes of gradients that exist before the backward pass
@@ -358,7 +398,9 @@ class Step:
         backward = 0
         left = sum(saved) + self._kept_before
         done = 4 * self.vocab_size * self.d_model + root
-        for layer, own_saved in zip(reversed(self.layers), reversed(saved), strict=True):
+        for layer, own_saved in zip(
+            reversed(self.layers), reversed(saved), strict=True
+        ):
             made = root if ahead else done + (0 if gathers else 4 * layer.parameters)
             again = layer.kept - own_saved
             # In shards: the block, the next block, and the block's whole gradients.
@@ -381,7 +423,11 @@ class Step:
         moved += _PASSES_OF_LOGITS * e * self.targets * self.vocab_size
         flops, moved = (config.accumulate_batches * one for one in (flops, moved))
         moved += 4 * _PASSES_OF_PARAMETERS * own
-        moved += 0 if layout.kind == "none" else 4 * _PASSES_OF_EXCHANGE * self.num_parameters
+        moved += (
+            0
+            if layout.kind == "none"
+            else 4 * _PASSES_OF_EXCHANGE * self.num_parameters
+        )
         exchanges = tuple(self._exchanges(layout, cluster))
         validating = parameters + gradients + optimizer
         if self._gathers_to_validate and gathers:
@@ -396,7 +442,8 @@ class Step:
             moved=moved,
             exchanges=exchanges,
             flops=flops,
-            compute_seconds=flops / cluster.device_flops + moved / cluster.device_bandwidth,
+            compute_seconds=flops / cluster.device_flops
+            + moved / cluster.device_bandwidth,
             exchange_seconds=sum((one.seconds(cluster) for one in exchanges), 0.0),
             validating=validating,
             fits=max(*peaks.values(), validating) <= USABLE * cluster.device_memory,
@@ -410,7 +457,9 @@ class Step:
             return 11 * 4 * rows * self.vocab_size
         return 2 * self.bytes * rows * self.vocab_size
 
-    def _exchanges(self, layout: LayoutSettings, cluster: Cluster) -> Iterator[Exchange]:
+    def _exchanges(
+        self, layout: LayoutSettings, cluster: Cluster
+    ) -> Iterator[Exchange]:
         shards = layout.shards
         copies = self.devices // layout.shards
         size = 4 * self.num_parameters
@@ -421,7 +470,13 @@ class Step:
             # Blocks are gathered for the forward and for the backward pass, other parameters once.
             gathered = (4 * self.outside + 2 * self.bytes * self.in_blocks) * times
             share = (shards - 1) / shards
-            yield Exchange("allgather", shards, nodes, round(share * gathered), (2 * groups - 1) * times)
+            yield Exchange(
+                "allgather",
+                shards,
+                nodes,
+                round(share * gathered),
+                (2 * groups - 1) * times,
+            )
             yield Exchange("reducescatter", shards, nodes, round(share * size), groups)
         if copies > 1:
             nodes = cluster.num_nodes if shards <= cluster.node_size else copies

@@ -18,7 +18,12 @@ import tomli_w
 from triptych.errors import DataError, UsageError
 from triptych.files import file_hash, hold_folder, write_json, write_text
 from triptych.progress import Progress
-from triptych.running.decoding import Translation, Translator, measure_bleu, nearest_translation
+from triptych.running.decoding import (
+    Translation,
+    Translator,
+    measure_bleu,
+    nearest_translation,
+)
 from triptych.training.corpora.corpora import ParallelCorpus
 from triptych.training.folder import hash_parts
 from triptych.training.processes import World
@@ -74,11 +79,15 @@ def distil_text(
 ) -> Distilled:
     """Translate the training text into a folder, or resume it there; `known_by` identifies the teacher."""
     if interpolate and teacher.options.num_best == 1:
-        raise UsageError("interpolate chooses among several translations: give num_best (--n-best 8)")
+        raise UsageError(
+            "interpolate chooses among several translations: give num_best (--n-best 8)"
+        )
     if not 0 <= originals <= 1:
         raise UsageError(f"originals is {originals}: it is a share, from 0 to 1")
     if not 0 <= teacher_weight <= 1:
-        raise UsageError(f"teacher_weight is {teacher_weight}: it is a share, from 0 to 1")
+        raise UsageError(
+            f"teacher_weight is {teacher_weight}: it is a share, from 0 to 1"
+        )
     if teacher_weight and len(teacher.models) > 1:
         raise UsageError(
             "a student learns the probabilities of one teacher: leave out ensemble or teacher_weight"
@@ -113,23 +122,37 @@ def distil_text(
         if "written" not in record:
             found = [list[str]()] * len(train)
             for number, block in enumerate(blocks):
-                lines = _block_path(folder, number).read_text(encoding="utf-8").splitlines()
+                lines = (
+                    _block_path(folder, number).read_text(encoding="utf-8").splitlines()
+                )
                 for i, line in zip(block, lines, strict=True):
                     found[i] = json.loads(line)
             if teacher_weight:
                 (folder / _TEACHER).mkdir(exist_ok=True)
                 save_teacher(folder / _TEACHER)
-            record |= {"written": _write_student(folder, recipe, train, valid, found, interpolate, originals)}
+            record |= {
+                "written": _write_student(
+                    folder, recipe, train, valid, found, interpolate, originals
+                )
+            }
             write_json(folder / _RECORD, record)
         shutil.rmtree(folder / _BLOCKS, ignore_errors=True)
         written = record["written"]
         return Distilled(
-            folder / _RECIPE, len(train), written["pairs"], written["teacher_bleu"], written["at_limit"]
+            folder / _RECIPE,
+            len(train),
+            written["pairs"],
+            written["teacher_bleu"],
+            written["at_limit"],
         )
 
     def work() -> Distilled:
         if not world.on_first(lambda: "written" in read_json(folder / _RECORD)):
-            world.on_all(lambda: _translate(teacher, train.source, blocks, folder, world, progress))
+            world.on_all(
+                lambda: _translate(
+                    teacher, train.source, blocks, folder, world, progress
+                )
+            )
         return world.on_first(finish, patiently=True)
 
     if not world.is_first:
@@ -194,7 +217,10 @@ def _translate(
             found = [first, *islice(stream, len(blocks[number]) - 1)]
             write_text(
                 _block_path(folder, number),
-                "".join(f"{json.dumps(_whole_texts(line), ensure_ascii=True)}\n" for line in found),
+                "".join(
+                    f"{json.dumps(_whole_texts(line), ensure_ascii=True)}\n"
+                    for line in found
+                ),
             )
             tell()
 
@@ -202,7 +228,9 @@ def _translate(
 def _whole_texts(line: Translation) -> list[str]:
     """Return the translations of a line that were not cut off at the limit of their length."""
     # Different tokens may decode to the same text.
-    return list(dict.fromkeys(one.text for one in line.candidates if one.finish == "stop"))
+    return list(
+        dict.fromkeys(one.text for one in line.candidates if one.finish == "stop")
+    )
 
 
 def _write_student(
@@ -218,10 +246,16 @@ def _write_student(
     kept = translations
     if interpolate:
         both = zip(translations, train.target, strict=True)
-        kept = [[nearest_translation(of, reference)] if of else [] for of, reference in both]
+        kept = [
+            [nearest_translation(of, reference)] if of else [] for of, reference in both
+        ]
     pairs: list[dict[str, str]] = []
     for i, source in enumerate(train.source):
-        pairs += ({"source": source, "target": text, "by": "teacher"} for text in kept[i] if text)
+        pairs += (
+            {"source": source, "target": text, "by": "teacher"}
+            for text in kept[i]
+            if text
+        )
         # The kept originals are spread evenly over the text.
         if int((i + 1) * originals) > int(i * originals):
             pairs.append({"source": source, "target": train.target[i], "by": "text"})
@@ -229,7 +263,10 @@ def _write_student(
     files = {_TRAIN: pairs}
     if recipe.data.valid is None:  # the held-out pairs keep their references
         data["valid"] = {"file": str(folder / _VALID)}
-        files[_VALID] = [{"source": s, "target": t} for s, t in zip(valid.source, valid.target, strict=True)]
+        files[_VALID] = [
+            {"source": s, "target": t}
+            for s, t in zip(valid.source, valid.target, strict=True)
+        ]
     for name, records in files.items():
         lines = (f"{json.dumps(record, ensure_ascii=False)}\n" for record in records)
         write_text(folder / name, "".join(lines))
@@ -237,7 +274,10 @@ def _write_student(
     tree["data"] |= data
     resolve(tree)
     command = f"triptych train {folder / _RECIPE} --out {folder / 'student'}"
-    write_text(folder / _RECIPE, f"# Made by `triptych distil`; train it: {command}\n{tomli_w.dumps(tree)}")
+    write_text(
+        folder / _RECIPE,
+        f"# Made by `triptych distil`; train it: {command}\n{tomli_w.dumps(tree)}",
+    )
     best = [of[0] if of else "" for of in translations]
     return {
         "pairs": len(pairs),

@@ -34,16 +34,24 @@ def spread(
 ) -> Computing:
     """Shard a model over the processes."""
     # A mesh of one replica is only its dimension of shards.
-    device = next(objective.model.parameters()).device if parameters is None else parameters.device
+    device = (
+        next(objective.model.parameters()).device
+        if parameters is None
+        else parameters.device
+    )
     shape = mesh_shape(kind, world.size, world.num_nodes, shard_size)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copy", "shard"))
-    shards = Shards(objective, mesh if shape[0] > 1 else mesh["shard"], precision, world)
+    shards = Shards(
+        objective, mesh if shape[0] > 1 else mesh["shard"], precision, world
+    )
     if parameters is not None:
         shards.make(parameters.values)
     return shards
 
 
-def mesh_shape(kind: Kind, size: int, num_nodes: int, shard_size: int | None = None) -> tuple[int, int]:
+def mesh_shape(
+    kind: Kind, size: int, num_nodes: int, shard_size: int | None = None
+) -> tuple[int, int]:
     """Return the shape of the device mesh: number of replicas of the model, and shards of each."""
     if kind == "fsdp":
         return 1, size
@@ -66,7 +74,11 @@ class Shards(Computing):
     # compute in bfloat16; the root's tables stay in float32, the same as in `NarrowTwin`.
 
     def __init__(
-        self, objective: Objective[Any, Any], mesh: DeviceMesh, precision: str, world: World
+        self,
+        objective: Objective[Any, Any],
+        mesh: DeviceMesh,
+        precision: str,
+        world: World,
     ) -> None:
         super().__init__(objective, objective.model, world)
         self._mesh, self._tied = mesh, _tied(objective.model)
@@ -82,7 +94,9 @@ class Shards(Computing):
         for group in groups:
             fully_shard(group, mesh=mesh, mp_policy=policy)
         fully_shard(self._loss, mesh=mesh)
-        self._parts = [module for module in self._loss.modules() if isinstance(module, FSDPModule)]
+        self._parts = [
+            module for module in self._loss.modules() if isinstance(module, FSDPModule)
+        ]
         for part in self._parts:
             # Plain sums (see above): `Trainer` divides the loss by the tokens of all processes.
             part.set_gradient_divide_factor(1.0)
@@ -99,7 +113,11 @@ class Shards(Computing):
             for name, buffer in module.named_buffers(recurse=False)
         ]
         model.to_empty(device=device)
-        for module, name, buffer in buffers:  # buffers have their values: only parameters were deferred
+        for (
+            module,
+            name,
+            buffer,
+        ) in buffers:  # buffers have their values: only parameters were deferred
             setattr(module, name, buffer.to(device))
         left = dict(model.named_parameters())
         for name, value in values:
@@ -107,7 +125,9 @@ class Shards(Computing):
             parameter.copy_(self.place(parameter, value))
         assert not left, f"no values for {', '.join(left)}"
 
-    def learn(self, batch: TrainingBatch, step: int, tokens: int, *, last: bool) -> Tensor:
+    def learn(
+        self, batch: TrainingBatch, step: int, tokens: int, *, last: bool
+    ) -> Tensor:
         assert isinstance(self._loss, FSDPModule)
         self._loss.set_requires_gradient_sync(last)
         loss: Tensor = self._loss(batch, step)[0]
@@ -124,14 +144,18 @@ class Shards(Computing):
     def whole(self, *, on_host: bool = False) -> Iterator[AnyModel | None]:
         model = self.objective.model
         device = "cpu" if on_host else self._mesh.device_type
-        tensors = self.gathered({name: value.detach() for name, value in model.named_parameters()})
+        tensors = self.gathered(
+            {name: value.detach() for name, value in model.named_parameters()}
+        )
         if not self._world.is_first:
             yield None
             return
         # `pop` releases each gathered tensor after its copy.
         whole = copy.deepcopy(self._blank)
         for name in [*tensors]:
-            parameter = nn.Parameter(tensors.pop(name).to(device), whole.get_parameter(name).requires_grad)
+            parameter = nn.Parameter(
+                tensors.pop(name).to(device), whole.get_parameter(name).requires_grad
+            )
             _put(whole, name, parameter)
         for name, first in self._tied:
             _put(whole, name, whole.get_parameter(first))
@@ -146,7 +170,9 @@ class Shards(Computing):
     def place(self, parameter: Tensor, whole: Tensor) -> Tensor:
         assert isinstance(parameter, DTensor), "every parameter is in a group"
         whole = whole.to(parameter.device)
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return distribute_tensor(
+            whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
 
 
 def _without_values(model: AnyModel) -> AnyModel:
@@ -178,16 +204,26 @@ def _of_same_parameters(blocks: list[nn.Module]) -> list[list[nn.Module]]:
     """Group blocks with the same parameters."""
     found: dict[tuple[int, ...], list[nn.Module]] = {}
     for block in blocks:
-        found.setdefault(tuple(id(parameter) for parameter in block.parameters()), []).append(block)
+        found.setdefault(
+            tuple(id(parameter) for parameter in block.parameters()), []
+        ).append(block)
     return list(found.values())
 
 
 def _norms_outside(model: AnyModel, blocks: list[nn.Module]) -> list[nn.Module]:
     """Return the norms outside the blocks, except norms in a language model's embeddings."""
-    inside = {id(module) for module in chain.from_iterable(block.modules() for block in blocks)}
-    before = set() if isinstance(model, EncoderDecoder) else set(map(id, model.embeddings.modules()))
+    inside = {
+        id(module)
+        for module in chain.from_iterable(block.modules() for block in blocks)
+    }
+    before = (
+        set()
+        if isinstance(model, EncoderDecoder)
+        else set(map(id, model.embeddings.modules()))
+    )
     return [
         module
         for module in model.modules()
-        if isinstance(module, nn.LayerNorm | nn.RMSNorm | OffsetNorm) and id(module) not in inside | before
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm | OffsetNorm)
+        and id(module) not in inside | before
     ]

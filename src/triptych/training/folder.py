@@ -58,10 +58,16 @@ def require_place(folder: Path, *, force: bool) -> None:
         )
     for name in RUN_FILES:
         place = folder / name
-        if name != "." and place.exists() and not (place.is_dir() and not any(place.iterdir())):
+        if (
+            name != "."
+            and place.exists()
+            and not (place.is_dir() and not any(place.iterdir()))
+        ):
             raise UsageError(f"{place} is in the way: give another folder (--out)")
     if taken := [path for path in own_files(folder) if path.is_dir()]:
-        raise UsageError(f"{taken[0]} is a folder, where a run needs a file: give another folder (--out)")
+        raise UsageError(
+            f"{taken[0]} is a folder, where a run needs a file: give another folder (--out)"
+        )
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -87,10 +93,14 @@ class Prepared:
     publish: Publish = publish_weights  # writes `model.safetensors`
     # Initial word vectors by parameter name.
     vectors: Mapping[str, WordVectors] = field(default_factory=dict)
-    from_checkpoint: bool = False  # True if the weights are a checkpoint's, mapped from its file
+    from_checkpoint: bool = (
+        False  # True if the weights are a checkpoint's, mapped from its file
+    )
 
 
-def word_vectors(base: Path, path: str, tokenizer: Tokenizer, width: int) -> WordVectors:
+def word_vectors(
+    base: Path, path: str, tokenizer: Tokenizer, width: int
+) -> WordVectors:
     """Return the word vectors of a recipe's file for the tokens of a tokenizer."""
     special = tokenizer.special_ids
     pieces = tokenizer.pieces(range(tokenizer.vocab_size))
@@ -100,4 +110,7 @@ def word_vectors(base: Path, path: str, tokenizer: Tokenizer, width: int) -> Wor
 
 def hash_parts(parts: Mapping[str, Sequence[bytes]]) -> dict[str, str]:
     """Return the SHA-256 of each part."""
-    return {name: hashlib.sha256(b"\0".join(part)).hexdigest() for name, part in parts.items()}
+    return {
+        name: hashlib.sha256(b"\0".join(part)).hexdigest()
+        for name, part in parts.items()
+    }

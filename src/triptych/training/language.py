@@ -41,8 +41,16 @@ from triptych.running.text import (
 )
 from triptych.training.choices import fit_language_training, fit_tokenizer, say_choices
 from triptych.training.corpora.packing import PackedBatches
-from triptych.training.corpora.token_shards import TokenShards, tokenize_corpus, write_shards
-from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizer, trained_once
+from triptych.training.corpora.token_shards import (
+    TokenShards,
+    tokenize_corpus,
+    write_shards,
+)
+from triptych.training.corpora.tokenizer_training import (
+    TokenizerSpec,
+    train_tokenizer,
+    trained_once,
+)
 from triptych.training.folder import Prepared, hash_parts, word_vectors
 from triptych.training.loop import TrainingResult
 from triptych.training.objectives import LanguageObjective
@@ -82,9 +90,25 @@ class TextTask(Task[TextRecipeT]):
     batch_key = "batch_size"
     # Keys to change first. The defaults of all other keys are good, or follow from these keys.
     first_keys = (
-        *("data.valid_share", "data.train.documents", "tokenizer.kind", "tokenizer.vocab_size"),
-        *("model.num_layers", "model.d_model", "model.num_heads", "model.context", "model.dropout"),
-        *("training.max_steps", "training.batch_size", "training.learning_rate", "training.warmup_steps"),
+        *(
+            "data.valid_share",
+            "data.train.documents",
+            "tokenizer.kind",
+            "tokenizer.vocab_size",
+        ),
+        *(
+            "model.num_layers",
+            "model.d_model",
+            "model.num_heads",
+            "model.context",
+            "model.dropout",
+        ),
+        *(
+            "training.max_steps",
+            "training.batch_size",
+            "training.learning_rate",
+            "training.warmup_steps",
+        ),
         *("training.precision", "validation.every_steps", "validation.sample_tokens"),
     )
 
@@ -95,7 +119,9 @@ class TextTask(Task[TextRecipeT]):
         self.tokens_of_batch = recipe.training.batch_size * recipe.model.context
 
     def validation_text(self, base: Path) -> tuple[list[str], list[str] | None]:
-        return [*whole_documents(_first_parts(TextOfRun(self.recipe, base).validation()))], None
+        return [
+            *whole_documents(_first_parts(TextOfRun(self.recipe, base).validation()))
+        ], None
 
     def validation_samples(self, base: Path) -> Iterator[tuple[str, str | None]]:
         for part in TextOfRun(self.recipe, base).validation():
@@ -123,7 +149,9 @@ class TextTask(Task[TextRecipeT]):
 class LanguageTask(TextTask[LanguageRecipe]):
     """Prediction of tokens by a model with fresh weights and a tokenizer of its text."""
 
-    def prepare(self, base: Path, display: Display, folder: Path | None = None) -> Prepared:
+    def prepare(
+        self, base: Path, display: Display, folder: Path | None = None
+    ) -> Prepared:
         recipe = self.recipe
         # The vocabulary is chosen by characters, the model and schedule by tokens.
         text = TextOfRun(recipe, base)
@@ -153,11 +181,15 @@ class LanguageTask(TextTask[LanguageRecipe]):
             lambda: LanguageModel.of(config, recipe.kind, tokenizer.vocab_size),
             begin,
             config.model_dump_json(),
-            vectors={table: word_vectors(base, path, tokenizer, config.d_model)} if path else {},
+            vectors={table: word_vectors(base, path, tokenizer, config.d_model)}
+            if path
+            else {},
         )
 
     def fitted_to(self, length: int, device: str) -> LanguageRecipe:
-        return fit_language_training(fit_tokenizer(self.recipe, length, device), length, device)
+        return fit_language_training(
+            fit_tokenizer(self.recipe, length, device), length, device
+        )
 
     def make_model(self, source_size: int, target_size: int) -> LanguageModel:
         return LanguageModel.of(self.recipe.model, self.recipe.kind, target_size)
@@ -216,11 +248,17 @@ def prepared_text(
 
     def fingerprints() -> dict[str, str]:
         both = [part.encode() for part in text.fingerprints()]
-        judged = [part.model_dump_json().encode() for part in (recipe.masking, recipe.validation)]
+        judged = [
+            part.model_dump_json().encode()
+            for part in (recipe.masking, recipe.validation)
+        ]
         return hash_parts(
             {
                 "the training text (data.train)": [both[0]],
-                "the validation text (data.valid)": [both[1], str(recipe.data.within_documents).encode()],
+                "the validation text (data.valid)": [
+                    both[1],
+                    str(recipe.data.within_documents).encode(),
+                ],
                 "the tokenizer": [tokenizer.to_json().encode()],
                 "the model": [config.encode()],
                 "how it is validated (validation, masking)": judged,
@@ -241,7 +279,9 @@ class TextOfRun:
                 require_kept_file(file)
         self.num_chars = sum(len(part.text) for part in self._read(recipe.data.train))
         if recipe.data.valid is None:
-            self.num_chars = self._cut = int(self.num_chars * (1 - recipe.data.valid_share))
+            self.num_chars = self._cut = int(
+                self.num_chars * (1 - recipe.data.valid_share)
+            )
 
     def tokenizer(self, spec: TokenizerSpec, display: Display) -> PretrainedTokenizer:
         """Train a tokenizer on the beginning of the training text, or read it from the cache."""
@@ -252,7 +292,11 @@ class TextOfRun:
 
         cache = self._base / self._data.cache
         (found,) = trained_once(
-            spec, self._for_tokenizer, train, purpose="language model", cache_folder=cache
+            spec,
+            self._for_tokenizer,
+            train,
+            purpose="language model",
+            cache_folder=cache,
         )
         return PretrainedTokenizer.from_json(found, "the tokenizer")
 
@@ -272,7 +316,9 @@ class TextOfRun:
             return train, f"{train} from {self._cut}"
         return train, fingerprint(data.valid, base=self._base)
 
-    def shards(self, tokenizer: Tokenizer, display: Display) -> tuple[TokenShards, TokenShards]:
+    def shards(
+        self, tokenizer: Tokenizer, display: Display
+    ) -> tuple[TokenShards, TokenShards]:
         """Tokenize the training and the validation text into shards on the disk."""
         # Without `data.valid`, the validation text is the end of the training text.
         display.say(f"tokenizing with {tokenizer.vocab_size:,} tokens")
@@ -286,20 +332,30 @@ class TextOfRun:
         else:
             identity = f"{self.fingerprints()[1]} {tokenizer.to_json()}"
             name = hashlib.sha256(identity.encode()).hexdigest()[:32]
-            train = write_shards(self._train(), tokenizer, cache / f"shards-{name}-train")
+            train = write_shards(
+                self._train(), tokenizer, cache / f"shards-{name}-train"
+            )
             valid = write_shards(self._end(), tokenizer, cache / f"shards-{name}-valid")
         for part, shards in (("training", train), ("validation", valid)):
             if shards.num_tokens < 2:
-                raise DataError(f"the {part} text has {shards.num_tokens} tokens: give one with two or more")
+                raise DataError(
+                    f"the {part} text has {shards.num_tokens} tokens: give one with two or more"
+                )
             plural = "s" * (shards.num_documents != 1)
             display.say(
                 f"{part} text: {shards.num_documents:,} document{plural}, {shards.num_tokens:,} tokens, "
                 f"{shards.bytes_per_token:.2f} bytes a token"
             )
             if share := shards.share_of(unknown_token(tokenizer)):
-                display.say(f"{part} text: {share:.2%} of the tokens are unknown (<unk>)")
-            if part == "validation" and (reason := why_no_bits(share, "tokens of the validation text")):
-                display.say(f"{reason}: give the tokenizer a larger vocab_size, or another kind")
+                display.say(
+                    f"{part} text: {share:.2%} of the tokens are unknown (<unk>)"
+                )
+            if part == "validation" and (
+                reason := why_no_bits(share, "tokens of the validation text")
+            ):
+                display.say(
+                    f"{reason}: give the tokenizer a larger vocab_size, or another kind"
+                )
         return train, valid
 
     def _train(self) -> Iterator[TextPart]:
@@ -364,7 +420,9 @@ def _language_batches(
     )
 
 
-def _sampler(recipe: TextRecipe, tokenizer: Tokenizer) -> Callable[[LanguageModel], str] | None:
+def _sampler(
+    recipe: TextRecipe, tokenizer: Tokenizer
+) -> Callable[[LanguageModel], str] | None:
     validation = recipe.validation
     if not validation.sample_tokens:
         return None
@@ -378,7 +436,9 @@ def _sampler(recipe: TextRecipe, tokenizer: Tokenizer) -> Callable[[LanguageMode
     if not prompt:  # the beginning of a document: after its BOS token, or after another document's EOS
         first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         if first is None:
-            raise UsageError("the tokenizer has no token that begins a text: set validation.sample_prompt")
+            raise UsageError(
+                "the tokenizer has no token that begins a text: set validation.sample_prompt"
+            )
         prompt = [first]
 
     def sample(model: LanguageModel) -> str:

@@ -43,7 +43,9 @@ class Cluster:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not 0 < value < math.inf:
-                raise UsageError(f"--{name.replace('_', '-')} is {value}: it must be more than 0")
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is {value}: it must be more than 0"
+                )
         if self.devices > self.node_size and self.devices % self.node_size:
             raise UsageError(
                 f"--devices {self.devices} are not a multiple of --node-size {self.node_size}: machines have "

@@ -24,7 +24,14 @@ from triptych.core.models import (
 )
 from triptych.errors import TriptychError
 from triptych.files import remove_leftovers, write_text
-from triptych.training.computing import ONE_PROCESS, Computing, Layout, NotCounted, Whole, rows_of_rank
+from triptych.training.computing import (
+    ONE_PROCESS,
+    Computing,
+    Layout,
+    NotCounted,
+    Whole,
+    rows_of_rank,
+)
 from triptych.training.machine import (
     StopRequest,
     Throughput,
@@ -71,9 +78,13 @@ _SAVING = "triptych.training.sharded_state"
 class TrainingResult:
     """Result of a finished or interrupted run."""
 
-    signal_number: int | None  # number of the signal that interrupted the run; None if it finished
+    signal_number: (
+        int | None
+    )  # number of the signal that interrupted the run; None if it finished
     counters: Counters  # progress
-    chosen: str = ""  # weights in `model.safetensors`: "best" (of the validations) or "average"
+    chosen: str = (
+        ""  # weights in `model.safetensors`: "best" (of the validations) or "average"
+    )
     scores: dict[str, float] | None = None  # validation figures of the average
 
 
@@ -98,7 +109,9 @@ class Trainer:
         self.model: AnyModel = objective.model
         (first, *_) = self.model.stacks.values()
         self.width = first.architecture.d_model
-        self.steps_per_epoch = -(-len(objective.train.plan(0)) // config.accumulate_batches)
+        self.steps_per_epoch = -(
+            -len(objective.train.plan(0)) // config.accumulate_batches
+        )
         self.folder = folder
         self._publish = publish
         self.state_folder = folder / "state"
@@ -109,7 +122,9 @@ class Trainer:
         self.optimizer = Optimizer(config, self.model)
         self.metrics = MetricsLog(folder)
         self.throughput = Throughput(self.world)
-        self._states: ShardedStates | None = None  # set by `run` if there are several processes
+        self._states: ShardedStates | None = (
+            None  # set by `run` if there are several processes
+        )
         self._saved_step = -1
         self._last_figures: dict[str, float] | None = None
         # Operations for a target token, and the machine's operations a second; set by `measure_seconds`.
@@ -128,15 +143,21 @@ class Trainer:
             )
         self.counters = self.world.on_all(self._read_state)
         validated = self.counters.step in self.counters.checkpoints
-        self.world.on_first(lambda: self.metrics.forget_after(self.counters.step, validated=validated))
+        self.world.on_first(
+            lambda: self.metrics.forget_after(self.counters.step, validated=validated)
+        )
         self._saved_step = self.counters.step
 
     def _read_state(self) -> Counters:
         counters = read_counters(self.state_folder)
         path = find_state(self.state_folder)
         if path is None or path.is_file():
-            return read_state(self.state_folder, self.model, self.optimizer, self.computing.place)
-        import_module(_SAVING).read_sharded_state(path, self.model, self.optimizer, self.world)
+            return read_state(
+                self.state_folder, self.model, self.optimizer, self.computing.place
+            )
+        import_module(_SAVING).read_sharded_state(
+            path, self.model, self.optimizer, self.world
+        )
         return counters
 
     def measure_seconds(self, batch: TrainingBatch) -> float:
@@ -150,7 +171,9 @@ class Trainer:
 
         def work() -> None:
             with repeatable(self.device):  # the last call waits for a GPU
-                self.computing.learn(batch, self.config.max_steps, batch.num_target_tokens, last=True).item()
+                self.computing.learn(
+                    batch, self.config.max_steps, batch.num_target_tokens, last=True
+                ).item()
 
         self.operations_per_token = count_operations(work) / batch.num_target_tokens
         started = time.monotonic()
@@ -184,7 +207,9 @@ class Trainer:
                 loss, tokens = self._update(batches)
                 now = time.monotonic()
                 own = sum(batch.num_target_tokens for batch in batches)
-                self.throughput.add(own, now - started, self.world.seconds_waited - waited)
+                self.throughput.add(
+                    own, now - started, self.world.seconds_waited - waited
+                )
                 self.counters.seconds = now - clock
                 self._record(display, loss, tokens, tokens / (now - started))
                 if self.counters.step % self.validate_every == 0:
@@ -207,7 +232,9 @@ class Trainer:
 
     def describe_plan(self) -> str:
         """Describe the remaining steps and their estimated time on this machine; empty if it is finished."""
-        steps = self._last_step() - self.counters.step  # early stopping may end the run before
+        steps = (
+            self._last_step() - self.counters.step
+        )  # early stopping may end the run before
         if steps <= 0:
             return ""
         text = self.objective.train
@@ -221,7 +248,9 @@ class Trainer:
         told = f"plan: {steps:,} steps, {passes:.1f} passes over the text, about {duration(seconds)}"
         if seconds <= _DAY:
             return told
-        narrower = ", training.precision = 'bf16'" if has_fast_bf16(self.device.type) else ""
+        narrower = (
+            ", training.precision = 'bf16'" if has_fast_bf16(self.device.type) else ""
+        )
         return (
             f"{told} on this machine: longer than a day. Fewer training.max_steps, a smaller model"
             f"{narrower} or a GPU make it shorter (Ctrl-C stops, --resume goes on)"
@@ -233,7 +262,9 @@ class Trainer:
         config = self.config
         with closing(ahead(self._batches_from(counters.epoch, counters.batch))) as made:
             for epoch, used, batches in self.throughput.taken(made):
-                stops_early = 0 < config.early_stopping <= counters.validations_since_best
+                stops_early = (
+                    0 < config.early_stopping <= counters.validations_since_best
+                )
                 if counters.step >= config.max_steps or stops_early:
                     return
                 # Count the batches used, not the batches made ahead: a resumed run starts from here.
@@ -244,20 +275,26 @@ class Trainer:
             counters.epoch = config.max_epochs
             counters.batch = 0
 
-    def _batches_from(self, epoch: int, used: int) -> Iterator[tuple[int, int, Sequence[TrainingBatch]]]:
+    def _batches_from(
+        self, epoch: int, used: int
+    ) -> Iterator[tuple[int, int, Sequence[TrainingBatch]]]:
         """Yield each update's epoch, the number of batches of the plan used after it, and its batches."""
         limit = self.config.max_epochs
         for later in count(epoch) if limit is None else range(epoch, limit):
             plan = self.objective.train.plan(later)
             for start in range(used, len(plan), self.config.accumulate_batches):
                 chosen = plan[start : start + self.config.accumulate_batches]
-                batches = [self._part(self.objective.train, indices) for indices in chosen]
+                batches = [
+                    self._part(self.objective.train, indices) for indices in chosen
+                ]
                 if self.device.type == "cuda":
                     batches = [batch.pinned() for batch in batches]
                 yield later, start + len(chosen), batches
             used = 0
 
-    def _part(self, text: Batches[Any], indices: Int64[np.ndarray, "batch"]) -> TrainingBatch:
+    def _part(
+        self, text: Batches[Any], indices: Int64[np.ndarray, "batch"]
+    ) -> TrainingBatch:
         """Return this process's rows of a batch."""
         own, counted = rows_of_rank(indices, self.world.rank, self.world.size)
         batch: TrainingBatch = text.collate(own)
@@ -268,13 +305,19 @@ class Trainer:
         # Every process divides by the tokens of all, so that the gradients' sum is that of the whole batch.
         step = self.counters.step + 1
         rate = learning_rate(step, self.config, self.width)
-        tokens = int(self.world.sum([float(sum(batch.num_target_tokens for batch in batches))])[0])
+        tokens = int(
+            self.world.sum([float(sum(batch.num_target_tokens for batch in batches))])[
+                0
+            ]
+        )
         self.optimizer.zero_grad()
         self.computing.begin_update(step)
         total = 0.0
         with repeatable(self.device):
             for number, batch in enumerate(batches, start=1):
-                total += self.computing.learn(batch, step, tokens, last=number == len(batches)).item()
+                total += self.computing.learn(
+                    batch, step, tokens, last=number == len(batches)
+                ).item()
         total = self.world.sum([total])[0]
         norm = self.computing.clip(self.config.clip_norm or math.inf)
         if not math.isfinite(total) or not math.isfinite(norm):
@@ -294,7 +337,17 @@ class Trainer:
         share = None  # share of the machine's peak in matrix products
         if self.operations_per_token is not None and self.peak is not None:
             share = rate * self.operations_per_token / self.peak / self.world.size
-        display.update(Moment(counters.step, self._last_step(), counters.epoch + 1, mean, lr, rate, share))
+        display.update(
+            Moment(
+                counters.step,
+                self._last_step(),
+                counters.epoch + 1,
+                mean,
+                lr,
+                rate,
+                share,
+            )
+        )
         if counters.step % self.config.log_every_steps == 0:
             self._note(
                 {
@@ -332,33 +385,50 @@ class Trainer:
         if self.peak is not None:
             self._measure_peak()
         sample = self._with_model(self.objective.sample)
-        self._note({"step": counters.step, **figures, **({"valid_sample": sample} if sample else {})})
+        self._note(
+            {
+                "step": counters.step,
+                **figures,
+                **({"valid_sample": sample} if sample else {}),
+            }
+        )
         judged = self.objective.judge(figures)
         best = self._best()
         better = best is None or judged.better_than(best)
         if better:
-            (counters.best_by, counters.best_score), counters.best_step = judged, counters.step
+            (counters.best_by, counters.best_score), counters.best_step = (
+                judged,
+                counters.step,
+            )
             counters.validations_since_best = 0
             self._write_model(publish_weights, self.state_folder / "best.safetensors")
             self._write_model(self._publish, self.folder / "model.safetensors")
         else:
             counters.validations_since_best += 1
         mark = f"  (best by {judged.by})" if better else ""
-        display.say(f"validation at step {counters.step:,}: {self.objective.describe(figures)}{mark}")
+        display.say(
+            f"validation at step {counters.step:,}: {self.objective.describe(figures)}{mark}"
+        )
         if sample:
             display.say(sample)
         self._keep_checkpoint()
-        self._saved_step = -1  # a state saved at this step does not include the validation
+        self._saved_step = (
+            -1
+        )  # a state saved at this step does not include the validation
         self._save()
 
     def _measure(self) -> dict[str, float]:
         self.computing.set_mode(training=False)
         try:
             text = self.objective.valid
-            own = self.computing.judge_all(self._part(text, indices) for indices in text.plan(0))
+            own = self.computing.judge_all(
+                self._part(text, indices) for indices in text.plan(0)
+            )
             loss, tokens = self.world.sum(own)
             with torch.no_grad():
-                figures = self._with_model(lambda model: self.objective.figures(loss / tokens, model))
+                figures = self._with_model(
+                    lambda model: self.objective.figures(loss / tokens, model)
+                )
         finally:
             self.computing.set_mode(training=True)
         return figures
@@ -385,7 +455,9 @@ class Trainer:
         if counters.step not in counters.checkpoints:
             counters.checkpoints.append(counters.step)
         counters.checkpoints = counters.checkpoints[-self.config.average_last :]
-        self._write_model(publish_weights, checkpoint_path(self.state_folder, counters.step))
+        self._write_model(
+            publish_weights, checkpoint_path(self.state_folder, counters.step)
+        )
 
     def _write_model(self, publish: Publish, path: Path) -> None:
         with self.computing.whole(on_host=True) as model:
@@ -394,7 +466,9 @@ class Trainer:
     def _save(self) -> None:
         if self._saved_step == self.counters.step:
             return
-        tensors = {f"model.{name}": value for name, value in model_tensors(self.model).items()}
+        tensors = {
+            f"model.{name}": value for name, value in model_tensors(self.model).items()
+        }
         tensors |= self.optimizer.tensors()
         steps = list(self.counters.checkpoints)
 
@@ -407,7 +481,9 @@ class Trainer:
                     path.unlink()
 
         if self._states is None:
-            write_state(self.state_folder, self.counters, self.computing.gathered(tensors))
+            write_state(
+                self.state_folder, self.counters, self.computing.gathered(tensors)
+            )
             saved()
         else:
             self._states.save(self.counters, tensors, saved)
@@ -420,16 +496,24 @@ class Trainer:
     def _finish(self, display: Display) -> TrainingResult:
         """Load and publish the better of two models: the best checkpoint, or the average of the last ones."""
         counters = self.counters
-        paths = [checkpoint_path(self.state_folder, step) for step in counters.checkpoints]
-        self.computing.load(average_checkpoints(paths), "the average of the last checkpoints")
+        paths = [
+            checkpoint_path(self.state_folder, step) for step in counters.checkpoints
+        ]
+        self.computing.load(
+            average_checkpoints(paths), "the average of the last checkpoints"
+        )
         # A single checkpoint equals its average. Its figures are known unless the run was resumed here.
         alone = self._last_figures if len(paths) == 1 else None
         figures = self._measure() if alone is None else alone
         judged = self.objective.judge(figures)
         best = self._best()
         chosen = "best" if best is not None and best.better_than(judged) else "average"
-        self._note({"step": counters.step, **{f"average_{k}": v for k, v in figures.items()}})
-        display.say(f"average of the last {len(paths)} checkpoints: {self.objective.describe(figures)}")
+        self._note(
+            {"step": counters.step, **{f"average_{k}": v for k, v in figures.items()}}
+        )
+        display.say(
+            f"average of the last {len(paths)} checkpoints: {self.objective.describe(figures)}"
+        )
         if chosen == "best":
             path = self.state_folder / "best.safetensors"
             self.computing.load(read_tensors(path), str(path))
@@ -437,21 +521,35 @@ class Trainer:
         self.model.eval()
         return TrainingResult(None, counters, chosen, figures)
 
-    def _diverged(self, step: int, rate: float, loss: float, norm: float, num_batches: int) -> str:
+    def _diverged(
+        self, step: int, rate: float, loss: float, norm: float, num_batches: int
+    ) -> str:
         # The counters already include the batches of the failed update.
         used = self.counters.batch
         text = self.objective.train
-        batches = map(text.collate, text.plan(self.counters.epoch)[used - num_batches : used])
+        batches = map(
+            text.collate, text.plan(self.counters.epoch)[used - num_batches : used]
+        )
         lines = sorted(chain.from_iterable(map(self.objective.lines, batches)))
         path = self.state_folder / "diverged.json"
-        where = {"epoch": self.counters.epoch + 1, "batch": self.counters.batch, "lines": lines}
+        where = {
+            "epoch": self.counters.epoch + 1,
+            "batch": self.counters.batch,
+            "lines": lines,
+        }
         if self.world.is_first:
-            write_text(path, json.dumps({"step": step, "learning_rate": rate, **where}) + "\n")
+            write_text(
+                path, json.dumps({"step": step, "learning_rate": rate, **where}) + "\n"
+            )
         shown = ", ".join(map(str, lines[:20])) + (", …" if len(lines) > 20 else "")
         on = f"a batch of lines {shown} of the training text (all in {path})"
         if not lines:
             on = f"batch {self.counters.batch:,} of pass {self.counters.epoch + 1} over the training text"
-        what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient's norm is {norm}"
+        what = (
+            f"the loss is {loss}"
+            if not math.isfinite(loss)
+            else f"the gradient's norm is {norm}"
+        )
         return (
             f"step {step}: {what} at learning rate {rate:.3g}, on {on}; the state of step "
             f"{self._saved_step} is kept. Lower training.learning_rate, lengthen training.warmup_steps or "
@@ -465,19 +563,32 @@ def _prepare_folder(folder: Path) -> None:
         remove_leftovers(folder / within, names)
 
 
-def _computing(objective: Objective[Any, Any], config: OptimisationConfig, layout: Layout) -> Computing:
+def _computing(
+    objective: Objective[Any, Any], config: OptimisationConfig, layout: Layout
+) -> Computing:
     # The bfloat16 twin is a copy: blocks get checkpointing before the copy, and are compiled after it.
     device = (
-        next(objective.model.parameters()).device if layout.parameters is None else layout.parameters.device
+        next(objective.model.parameters()).device
+        if layout.parameters is None
+        else layout.parameters.device
     )
     if config.activation_checkpointing:
         recompute_activations(objective.model.blocks)
-    whole = Whole(objective, config.precision, layout.world) if layout.kind in (None, "ddp") else None
+    whole = (
+        Whole(objective, config.precision, layout.world)
+        if layout.kind in (None, "ddp")
+        else None
+    )
     if config.compile:
         compile_blocks((whole or objective).model.blocks, device)
     if whole is not None:
         return whole
     spread: Callable[..., Computing] = import_module(_SPREADING).spread
     return spread(
-        objective, layout.kind, config.precision, layout.world, config.shard_size, layout.parameters
+        objective,
+        layout.kind,
+        config.precision,
+        layout.world,
+        config.shard_size,
+        layout.parameters,
     )

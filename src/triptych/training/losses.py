@@ -29,7 +29,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from triptych.core.models import LanguageModelHead
-from triptych.thresholds import CHUNK_LOGITS, CHUNK_LOGITS_ON_GPU, MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS
+from triptych.thresholds import (
+    CHUNK_LOGITS,
+    CHUNK_LOGITS_ON_GPU,
+    MAX_CHUNK_TOKENS,
+    MIN_CHUNK_TOKENS,
+)
 from triptych.training.machine import in_any_order
 
 
@@ -37,7 +42,9 @@ class Loss(NamedTuple):
     """Sums over tokens, in nats."""
 
     smoothed: Float[Tensor, ""]  # training minimises this sum
-    likelihood: Float[Tensor, ""]  # −Σ log p(y), the cross-entropy without smoothing and without a gradient
+    likelihood: Float[
+        Tensor, ""
+    ]  # −Σ log p(y), the cross-entropy without smoothing and without a gradient
 
 
 def output_loss(
@@ -51,11 +58,17 @@ def output_loss(
     with torch.autocast(x.device.type, enabled=False):
         if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
 
-            def compute(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
-                return _loss_and_gradients(x.to(dtype), weight.to(dtype), targets, label_smoothing)
+            def compute(
+                x: Tensor, weight: Tensor
+            ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+                return _loss_and_gradients(
+                    x.to(dtype), weight.to(dtype), targets, label_smoothing
+                )
 
             return Loss(*_WithGradients.apply(compute, x, weight))  # type: ignore[no-untyped-call]
-        return Loss(*_loss_alone(x.to(dtype), weight.to(dtype), targets, label_smoothing))
+        return Loss(
+            *_loss_alone(x.to(dtype), weight.to(dtype), targets, label_smoothing)
+        )
 
 
 def head_loss(
@@ -83,12 +96,20 @@ def head_loss(
     for rows in chunks(features, weight):
         parts.append(
             checkpoint(
-                _capped_loss, features[rows], weight, targets[rows], label_smoothing, cap, use_reentrant=False
+                _capped_loss,
+                features[rows],
+                weight,
+                targets[rows],
+                label_smoothing,
+                cap,
+                use_reentrant=False,
             )
         )
     if not parts:
         return output_loss(features, weight, targets, label_smoothing)
-    smoothed, likelihood = (torch.stack(sums).sum() for sums in zip(*parts, strict=True))
+    smoothed, likelihood = (
+        torch.stack(sums).sum() for sums in zip(*parts, strict=True)
+    )
     return Loss(smoothed, likelihood.detach())
 
 
@@ -98,14 +119,20 @@ def _capped_loss(
     wide = torch.promote_types(x.dtype, torch.float32)
     log_p = (cap * torch.tanh(F.linear(x, weight).to(wide) / cap)).log_softmax(dim=-1)
     likelihood = -log_p.gather(1, targets[:, None]).sum()
-    smoothed = (1 - label_smoothing) * likelihood - label_smoothing * log_p.mean(dim=-1).sum()
+    smoothed = (1 - label_smoothing) * likelihood - label_smoothing * log_p.mean(
+        dim=-1
+    ).sum()
     return smoothed, likelihood
 
 
 def computing_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which products of `x` are computed: autocast's if enabled, else `x.dtype`."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return (
+        torch.get_autocast_dtype(device)
+        if torch.is_autocast_enabled(device)
+        else x.dtype
+    )
 
 
 class _WithGradients(torch.autograd.Function):
@@ -113,10 +140,14 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, compute: Callable[..., tuple[Tensor, Tensor, Sequence[Tensor]]], *tensors: Tensor
+        ctx: Any,
+        compute: Callable[..., tuple[Tensor, Tensor, Sequence[Tensor]]],
+        *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         smoothed, likelihood, gradients = compute(*tensors)
-        ctx.save_for_backward(*(of.to(x.dtype) for of, x in zip(gradients, tensors, strict=True)))
+        ctx.save_for_backward(
+            *(of.to(x.dtype) for of, x in zip(gradients, tensors, strict=True))
+        )
         ctx.mark_non_differentiable(likelihood)
         return smoothed, likelihood
 
@@ -125,7 +156,9 @@ class _WithGradients(torch.autograd.Function):
         return (None, *(saved * gradients[0] for saved in ctx.saved_tensors))
 
 
-def _loss_alone(x: Tensor, weight: Tensor, targets: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def _loss_alone(
+    x: Tensor, weight: Tensor, targets: Tensor, epsilon: float
+) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(x.dtype, torch.float32)
     smoothed = torch.zeros((), dtype=wide, device=x.device)
     likelihood = torch.zeros_like(smoothed)
@@ -134,7 +167,11 @@ def _loss_alone(x: Tensor, weight: Tensor, targets: Tensor, epsilon: float) -> t
         log_total = logits.logsumexp(dim=-1, keepdim=True)
         chosen = logits.gather(1, targets[rows, None])
         likelihood += (log_total - chosen).sum()
-        smoothed += (log_total - (1 - epsilon) * chosen - epsilon * logits.mean(dim=-1, keepdim=True)).sum()
+        smoothed += (
+            log_total
+            - (1 - epsilon) * chosen
+            - epsilon * logits.mean(dim=-1, keepdim=True)
+        ).sum()
     return smoothed, likelihood
 
 
@@ -197,7 +234,9 @@ def chunks(x: Tensor, weight: Tensor) -> list[slice]:
     """Split the rows of `x` into chunks; the logits of one chunk are in memory at a time."""
     tokens = chunk_tokens(weight.shape[0], on_cpu=x.is_cpu)
     total = x.shape[0]
-    return [slice(start, min(start + tokens, total)) for start in range(0, total, tokens)]
+    return [
+        slice(start, min(start + tokens, total)) for start in range(0, total, tokens)
+    ]
 
 
 def teacher_loss(
@@ -244,7 +283,9 @@ def _of_teacher_and_gradients(
     for rows in chunks(x, weight):
         log_p = (x[rows] @ weight.T).to(wide).log_softmax(dim=-1)
         at_target = torch.arange(len(log_p), device=x.device), targets[rows]
-        wanted = teacher(rows).to(wide).softmax(dim=-1) * share + (1 - share) * epsilon / len(weight)
+        wanted = teacher(rows).to(wide).softmax(dim=-1) * share + (
+            1 - share
+        ) * epsilon / len(weight)
         with in_any_order():
             wanted[at_target] += (1 - share) * (1 - epsilon)
         likelihood -= log_p[at_target].sum()
@@ -266,16 +307,24 @@ def rdrop_loss(
     """Compute the R-Drop loss in chunks of tokens; differentiable once."""
     dtype = computing_dtype(first)
 
-    def compute(first: Tensor, second: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+    def compute(
+        first: Tensor, second: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         passes = first.to(dtype), second.to(dtype)
-        return _rdrop_and_gradients(passes, weight.to(dtype), targets, label_smoothing, rdrop)
+        return _rdrop_and_gradients(
+            passes, weight.to(dtype), targets, label_smoothing, rdrop
+        )
 
     with torch.autocast(first.device.type, enabled=False):
         return Loss(*_WithGradients.apply(compute, first, second, weight))  # type: ignore[no-untyped-call]
 
 
 def _rdrop_and_gradients(
-    passes: tuple[Tensor, Tensor], weight: Tensor, targets: Tensor, epsilon: float, rdrop: float
+    passes: tuple[Tensor, Tensor],
+    weight: Tensor,
+    targets: Tensor,
+    epsilon: float,
+    rdrop: float,
 ) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
     """Return both sums of the loss, and the gradients of the smoothed sum.
 
@@ -289,8 +338,13 @@ def _rdrop_and_gradients(
     of_passes = [torch.empty_like(x) for x in passes]
     of_weight = torch.zeros_like(weight, dtype=wide)
     for rows in chunks(passes[0], weight):
-        at_target = torch.arange(rows.stop - rows.start, device=weight.device), targets[rows]
-        log_p, log_q = ((x[rows] @ weight.T).to(wide).log_softmax(dim=-1) for x in passes)
+        at_target = (
+            torch.arange(rows.stop - rows.start, device=weight.device),
+            targets[rows],
+        )
+        log_p, log_q = (
+            (x[rows] @ weight.T).to(wide).log_softmax(dim=-1) for x in passes
+        )
         p = log_p.exp()
         q = log_q.exp()
         apart = log_p - log_q
@@ -302,7 +356,10 @@ def _rdrop_and_gradients(
             uniform = log_one.mean(dim=-1).sum()
             divergence = (one * away).sum(dim=-1, keepdim=True)
             likelihood -= chosen / 2
-            smoothed += share * divergence.sum() - ((1 - epsilon) * chosen + epsilon * uniform) / 2
+            smoothed += (
+                share * divergence.sum()
+                - ((1 - epsilon) * chosen + epsilon * uniform) / 2
+            )
             gradient = (away - divergence + 1).mul_(share).add_(0.5).mul_(one)
             gradient.sub_(other, alpha=share).sub_(epsilon / 2 / weight.shape[0])
             with in_any_order():

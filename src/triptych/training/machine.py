@@ -17,7 +17,11 @@ from typing import Any, TypeVar, final
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from triptych.errors import UsageError
 from triptych.threads import Ahead
@@ -64,19 +68,29 @@ class StopRequest:
             raise KeyboardInterrupt
         self.signal_number = number
         with suppress(RuntimeError):  # the signal interrupted a print
-            self._say("stopping after this step, then saving; a second Ctrl-C ends at once")
+            self._say(
+                "stopping after this step, then saving; a second Ctrl-C ends at once"
+            )
 
 
-def compile_blocks(blocks: Iterable[nn.Module], device: torch.device, backend: str = "inductor") -> None:
+def compile_blocks(
+    blocks: Iterable[nn.Module], device: torch.device, backend: str = "inductor"
+) -> None:
     """Compile each block in-place; weights and their names stay unchanged."""
     on_cpu = device.type == "cpu"
-    if backend == "inductor" and on_cpu and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+    if (
+        backend == "inductor"
+        and on_cpu
+        and not any(map(shutil.which, ("g++", "clang++", "c++")))
+    ):
         raise UsageError(
             "training.compile needs a C++ compiler on a CPU (g++ or clang++): install one or leave it"
         )
     for block in blocks:
         block.compile(dynamic=True, backend=backend)
-    torch._dynamo.config.cache_size_limit = max(torch._dynamo.config.cache_size_limit, 64)
+    torch._dynamo.config.cache_size_limit = max(
+        torch._dynamo.config.cache_size_limit, 64
+    )
 
 
 @contextmanager
@@ -85,9 +99,14 @@ def repeatable(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses products
+    os.environ.setdefault(
+        "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+    )  # without it torch refuses products
     debugging: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), debugging.fill_uninitialized_memory
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        debugging.fill_uninitialized_memory,
+    )
     torch.use_deterministic_algorithms(True)
     debugging.fill_uninitialized_memory = False  # filling takes time
     try:
@@ -120,10 +139,14 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
     rate = 0.0
     for size in _SIZES.get(device.type, (1024,)):
         operations = 2 * size**3
-        if rate and _TIMES * operations / rate > _LONGEST:  # a dtype without fast instructions
+        if (
+            rate and _TIMES * operations / rate > _LONGEST
+        ):  # a dtype without fast instructions
             break
         # Values differ because a GPU multiplies equal values faster.
-        one = torch.linspace(-1, 1, size * size, device=device).view(size, size).to(dtype)
+        one = (
+            torch.linspace(-1, 1, size * size, device=device).view(size, size).to(dtype)
+        )
         seconds = []
         for _ in range(_TIMES):
             started = time.perf_counter()
@@ -141,7 +164,9 @@ def count_operations(work: Callable[[], None]) -> int:
     return int(counter.get_total_flops())
 
 
-def _product_flops(own: Sequence[int], left: Sequence[int], right: Sequence[int], **_: Any) -> int:
+def _product_flops(
+    own: Sequence[int], left: Sequence[int], right: Sequence[int], **_: Any
+) -> int:
     """Count the operations of `own += left @ right`."""
     return 2 * left[0] * left[1] * right[1]
 
@@ -207,8 +232,18 @@ class Throughput:
             return {}
         # Each call starts a new interval in all processes.
         seconds = max(self._seconds, 1e-9)
-        own = [self._tokens / seconds, self._for_data / seconds, self._for_others / seconds]
+        own = [
+            self._tokens / seconds,
+            self._for_data / seconds,
+            self._for_others / seconds,
+        ]
         self._forget()
         of_ranks = self._world.gathered(own)
-        names = "ranks_tokens_per_second", "ranks_waiting_for_data", "ranks_waiting_for_others"
-        return {name: [round(of[i], 4) for of in of_ranks] for i, name in enumerate(names)}
+        names = (
+            "ranks_tokens_per_second",
+            "ranks_waiting_for_data",
+            "ranks_waiting_for_others",
+        )
+        return {
+            name: [round(of[i], 4) for of in of_ranks] for i, name in enumerate(names)
+        }

@@ -20,7 +20,9 @@ class MetricsLog:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "metrics.jsonl"
         self._board: Any = None
-        self._forgotten_from: int | None = None  # first step of which TensorBoard drops older records
+        self._forgotten_from: int | None = (
+            None  # first step of which TensorBoard drops older records
+        )
 
     def add(self, record: MetricsRecord) -> None:
         """Append a record with its "step"."""
@@ -57,7 +59,9 @@ class MetricsLog:
                 for record in records
                 if record["step"] <= step
                 and not _begins(record, "average_")
-                and (validated or record["step"] < step or not _begins(record, "valid_"))
+                and (
+                    validated or record["step"] < step or not _begins(record, "valid_")
+                )
             ]
             write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
 
@@ -85,5 +89,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
         elif number < len(lines):  # only the last line may be incomplete
-            raise DataError(f"{path}, line {number}: not a record of a step: repair or remove the line")
+            raise DataError(
+                f"{path}, line {number}: not a record of a step: repair or remove the line"
+            )
     return records

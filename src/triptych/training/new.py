@@ -52,7 +52,9 @@ def new_recipe(
     if path.suffix != ".toml":
         raise UsageError(f"{path}: the name of a recipe ends in .toml")
     if path.exists() and not force:
-        raise UsageError(f"{path} is there: choose another name, or add --force to replace it")
+        raise UsageError(
+            f"{path} is there: choose another name, or add --force to replace it"
+        )
     if not path.parent.is_dir():
         raise UsageError(f"the folder of {path} does not exist: make it first")
     # One kind of text must be given, not two or three.
@@ -63,9 +65,15 @@ def new_recipe(
     corpus = {"files": str(text)} if text is not None else {"file": str(tsv)}
     if pair is not None:
         corpus = {"source": str(source), "target": str(target)}
-    tree: dict[str, Any] = {"data": {"train": corpus}, "training": {"precision": "auto"}}
+    tree: dict[str, Any] = {
+        "data": {"train": corpus},
+        "training": {"precision": "auto"},
+    }
     if text is not None:
-        tree |= {"task": "language-model", "validation": {"sample_tokens": _SAMPLE_TOKENS}}
+        tree |= {
+            "task": "language-model",
+            "validation": {"sample_tokens": _SAMPLE_TOKENS},
+        }
     fitted = task_of(resolve(tree)).prepare(Path.cwd(), display or LineDisplay()).recipe
     write_text(path, _written_recipe(fitted, tree, path))
     return read_recipe(path)
@@ -87,7 +95,11 @@ def _written_recipe(recipe: AnyRecipe, tree: dict[str, Any], path: Path) -> str:
         value = value_at(recipe, key)
         if value is None:
             continue
-        if (begins := "data.train" if key.startswith("data.train.") else key.split(".")[0]) != section:
+        if (
+            begins := "data.train"
+            if key.startswith("data.train.")
+            else key.split(".")[0]
+        ) != section:
             section = begins
             lines += ["", f"[{section}]"]
         owner: Any = recipe
@@ -95,16 +107,24 @@ def _written_recipe(recipe: AnyRecipe, tree: dict[str, Any], path: Path) -> str:
             owner = getattr(owner, part)
         meaning = meanings_of(type(owner))[key.rpartition(".")[2]]
         meaning = meaning[0].upper() + meaning[1:]
-        lines += textwrap.wrap(meaning, _WIDTH, initial_indent="# ", subsequent_indent="#   ")
-        lines += [f"{key.removeprefix(f'{section}.')} = {tomli_w.dumps({'value': value})[8:].strip()}"]
+        lines += textwrap.wrap(
+            meaning, _WIDTH, initial_indent="# ", subsequent_indent="#   "
+        )
+        lines += [
+            f"{key.removeprefix(f'{section}.')} = {tomli_w.dumps({'value': value})[8:].strip()}"
+        ]
     return "\n".join(lines) + "\n"
 
 
 def meanings_of(model: type[BaseModel]) -> dict[str, str]:
     """Return the meaning of each key of a section, from the docstrings of the section and its bases."""
     meanings: dict[str, str] = {}
-    for one in reversed(model.__mro__):  # a subclass documents only the keys that it adds
+    for one in reversed(
+        model.__mro__
+    ):  # a subclass documents only the keys that it adds
         _, _, text = (one.__doc__ or "").partition("Attributes:\n")
         found = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", text, flags=re.MULTILINE)
-        meanings |= {name: re.sub(r"\s+", " ", meaning).strip() for name, meaning in found}
+        meanings |= {
+            name: re.sub(r"\s+", " ", meaning).strip() for name, meaning in found
+        }
     return meanings

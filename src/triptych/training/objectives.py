@@ -18,7 +18,13 @@ from triptych.core.attention import PositionIds
 from triptych.core.models import EncoderDecoder, LanguageModel
 from triptych.training.corpora.packing import NOT_COUNTED, LanguageBatch
 from triptych.training.corpora.pair_batches import Batch, TokenBatches
-from triptych.training.losses import Loss, head_loss, output_loss, rdrop_loss, teacher_loss
+from triptych.training.losses import (
+    Loss,
+    head_loss,
+    output_loss,
+    rdrop_loss,
+    teacher_loss,
+)
 from triptych.training.sections import Metric, TrainingConfig, ValidationConfig
 
 # A model with the same frequent words for every source stays below this BLEU; so does the lower end of any
@@ -101,7 +107,9 @@ class Objective(ABC, Generic[ModelT, BatchT]):
         self.valid = valid
         self.bytes_per_token = bytes_per_token
         self._metric = metric
-        self.uses_whole_model = uses_whole_model  # True if `figures` or `sample` call the model
+        self.uses_whole_model = (
+            uses_whole_model  # True if `figures` or `sample` call the model
+        )
 
     def training_loss(self, model: ModelT, batch: BatchT, step: int) -> Loss:
         """Compute the loss that update `step` minimises, with the model or its bfloat16 twin."""
@@ -113,7 +121,9 @@ class Objective(ABC, Generic[ModelT, BatchT]):
         """Compute the validation loss of a batch."""
 
     @abstractmethod
-    def timed_part(self, indices: Int64[np.ndarray, "batch"], tokens: int) -> Int64[np.ndarray, "part"]:
+    def timed_part(
+        self, indices: Int64[np.ndarray, "batch"], tokens: int
+    ) -> Int64[np.ndarray, "part"]:
         """Return the first items of a batch of the plan, about `tokens` tokens and at least one item."""
 
     def lines(self, batch: BatchT) -> tuple[int, ...]:
@@ -170,16 +180,25 @@ class TranslationObjective(Objective[EncoderDecoder, Batch]):
         teacher: EncoderDecoder | None = None,
     ) -> None:
         super().__init__(
-            model, train, valid, bytes_per_token, validation.metric, uses_whole_model=score is not None
+            model,
+            train,
+            valid,
+            bytes_per_token,
+            validation.metric,
+            uses_whole_model=score is not None,
         )
         self.config = config
         self.score = score
         # The teacher only gives probabilities: no dropout, no gradients.
-        self._teacher = None if teacher is None else teacher.eval().requires_grad_(False)
+        self._teacher = (
+            None if teacher is None else teacher.eval().requires_grad_(False)
+        )
 
     def training_loss(self, model: EncoderDecoder, batch: Batch, step: int) -> Loss:
         rdrop = self.config.rdrop if step > self.config.rdrop_after else 0.0
-        return self._loss(model, batch, self.config.label_smoothing, rdrop, self._teacher)
+        return self._loss(
+            model, batch, self.config.label_smoothing, rdrop, self._teacher
+        )
 
     def loss(self, model: EncoderDecoder, batch: Batch) -> Loss:
         return self._loss(model, batch, 0.0, 0.0, None)
@@ -195,7 +214,8 @@ class TranslationObjective(Objective[EncoderDecoder, Batch]):
         device = model.decoder.embeddings.table.weight.device
         weight = model.head.output.weight
         src, tgt_in, tgt_out = (
-            side.to(device, non_blocking=True) for side in (batch.src, batch.tgt_in, batch.tgt_out)
+            side.to(device, non_blocking=True)
+            for side in (batch.src, batch.tgt_in, batch.tgt_out)
         )
         # Padding is left out before the output layer.
         real = tgt_out != model.pad_id
@@ -206,18 +226,29 @@ class TranslationObjective(Objective[EncoderDecoder, Batch]):
         x = model.decode(tgt_in, model.encode(src), model.memory_mask(src))
         if teacher is not None:
             with torch.no_grad():
-                of_teacher = teacher.decode(tgt_in, teacher.encode(src), teacher.memory_mask(src))[real]
+                of_teacher = teacher.decode(
+                    tgt_in, teacher.encode(src), teacher.memory_mask(src)
+                )[real]
             head = teacher.head
             share = self.config.teacher_weight
             return teacher_loss(
-                x[real], weight, said, label_smoothing, lambda rows: head(of_teacher[rows]), share
+                x[real],
+                weight,
+                said,
+                label_smoothing,
+                lambda rows: head(of_teacher[rows]),
+                share,
             )
         if not rdrop:
             return output_loss(x[real], weight, said, label_smoothing)
         first, second = x.chunk(2)
-        return rdrop_loss(first[real], second[real], weight, said, label_smoothing, rdrop)
+        return rdrop_loss(
+            first[real], second[real], weight, said, label_smoothing, rdrop
+        )
 
-    def timed_part(self, indices: Int64[np.ndarray, "batch"], tokens: int) -> Int64[np.ndarray, "part"]:
+    def timed_part(
+        self, indices: Int64[np.ndarray, "batch"], tokens: int
+    ) -> Int64[np.ndarray, "part"]:
         batch = self.train.collate(indices)
         longest = max(batch.src.shape[1], batch.tgt_out.shape[1])
         return indices[: max(tokens // longest, 1)]
@@ -247,7 +278,11 @@ class TranslationObjective(Objective[EncoderDecoder, Batch]):
             return said
         said += f"  BLEU {figures['valid_bleu']:.2f}  chrF {figures['valid_chrf']:.2f}"
         at_limit = figures["valid_at_limit"]
-        return said + (f"  {at_limit} translations end at the limit (max_extra_tokens)" if at_limit else "")
+        return said + (
+            f"  {at_limit} translations end at the limit (max_extra_tokens)"
+            if at_limit
+            else ""
+        )
 
 
 @final
@@ -262,17 +297,23 @@ class LanguageObjective(Objective[LanguageModel, LanguageBatch]):
         bytes_per_token: float | None,
         sample: Callable[[LanguageModel], str] | None = None,
     ) -> None:
-        super().__init__(model, train, valid, bytes_per_token, uses_whole_model=sample is not None)
+        super().__init__(
+            model, train, valid, bytes_per_token, uses_whole_model=sample is not None
+        )
         self._sample = sample
 
     def loss(self, model: LanguageModel, batch: LanguageBatch) -> Loss:
         device = model.embeddings.table.weight.device
-        ids, targets = (side.to(device, non_blocking=True) for side in (batch.ids, batch.targets))
+        ids, targets = (
+            side.to(device, non_blocking=True) for side in (batch.ids, batch.targets)
+        )
         mask = batch.mask
         places = batch.positions
         if mask is not None:
             mask = mask.to(device, non_blocking=True)
-        positions = None if places is None else PositionIds(places.to(device), ids.shape[1])
+        positions = (
+            None if places is None else PositionIds(places.to(device), ids.shape[1])
+        )
         x = model.hidden(ids, mask=mask, positions=positions).flatten(0, 1)
         said = targets.flatten()
         # Only positions with a target reach the output layer.
@@ -283,13 +324,17 @@ class LanguageObjective(Objective[LanguageModel, LanguageBatch]):
         assert model.head is not None, "a model that is trained has a head"
         return head_loss(model.head, x, said)
 
-    def timed_part(self, indices: Int64[np.ndarray, "batch"], tokens: int) -> Int64[np.ndarray, "part"]:
+    def timed_part(
+        self, indices: Int64[np.ndarray, "batch"], tokens: int
+    ) -> Int64[np.ndarray, "part"]:
         context = self.train.collate(indices).ids.shape[1]
         return indices[: max(tokens // context, 2)]
 
     def describe(self, figures: Mapping[str, float]) -> str:
         bits = figures.get("valid_bits_per_byte")
-        return super().describe(figures) + ("" if bits is None else f"  {bits:.4f} bits per byte")
+        return super().describe(figures) + (
+            "" if bits is None else f"  {bits:.4f} bits per byte"
+        )
 
     def sample(self, model: LanguageModel) -> str | None:
         return None if self._sample is None else self._sample(model)

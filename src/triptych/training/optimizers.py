@@ -50,7 +50,9 @@ class Optimizer:
         for name, parameter in self._named.items():
             held = self._part_of[parameter].state.get(parameter, {})
             for word, keys in _KEPT.items():
-                yield from ((f"{word}.{key}.{name}", held[key]) for key in keys if key in held)
+                yield from (
+                    (f"{word}.{key}.{name}", held[key]) for key in keys if key in held
+                )
 
     def empty_tensors(self) -> dict[str, Tensor]:
         """Return zeros with the names and layouts of the state tensors after a step."""
@@ -58,9 +60,17 @@ class Optimizer:
         for name, parameter in self._named.items():
             if not parameter.requires_grad:
                 continue
-            word = "muon" if isinstance(self._part_of[parameter], torch.optim.Muon) else "adam"
+            word = (
+                "muon"
+                if isinstance(self._part_of[parameter], torch.optim.Muon)
+                else "adam"
+            )
             for key in _KEPT[word]:
-                empty = torch.zeros(()) if key == "step" else torch.zeros_like(parameter.detach())
+                empty = (
+                    torch.zeros(())
+                    if key == "step"
+                    else torch.zeros_like(parameter.detach())
+                )
                 found[f"{word}.{key}.{name}"] = empty
         return found
 
@@ -83,10 +93,14 @@ class Optimizer:
                         raise ValueError(f"{word}.{key}.{name}")
                     # The fused optimizer needs its step count on the device too.
                     held = value if key == "step" else place(parameter, value)
-                    self._part_of[parameter].state[parameter][key] = held.to(parameter.device)
+                    self._part_of[parameter].state[parameter][key] = held.to(
+                        parameter.device
+                    )
 
 
-def _torch_optimizers(config: OptimisationConfig, model: nn.Module) -> Iterator[torch.optim.Optimizer]:
+def _torch_optimizers(
+    config: OptimisationConfig, model: nn.Module
+) -> Iterator[torch.optim.Optimizer]:
     """Yield torch's optimizers with their parameters of the model."""
     # Adam: Kingma and Ba 2014, arXiv 1412.6980. AdamW: Loshchilov and Hutter 2017, arXiv 1711.05101. Muon:
     # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; updates as large as AdamW's let one rate
@@ -94,10 +108,14 @@ def _torch_optimizers(config: OptimisationConfig, model: nn.Module) -> Iterator[
     betas = (config.adam_beta1, config.adam_beta2)
     epsilon = config.adam_epsilon
     if config.optimizer == "adam":
-        yield torch.optim.Adam(model.parameters(), lr=0.0, betas=betas, eps=epsilon, fused=True)
+        yield torch.optim.Adam(
+            model.parameters(), lr=0.0, betas=betas, eps=epsilon, fused=True
+        )
         return
     decayed = {*matrices(model)}
-    in_muon = {weight for weight in decayed if config.optimizer == "muon" and weight.ndim == 2}
+    in_muon = {
+        weight for weight in decayed if config.optimizer == "muon" and weight.ndim == 2
+    }
     if in_muon:
         yield torch.optim.Muon(
             [weight for weight in model.parameters() if weight in in_muon],
@@ -108,11 +126,18 @@ def _torch_optimizers(config: OptimisationConfig, model: nn.Module) -> Iterator[
         )
     rest = [weight for weight in model.parameters() if weight not in in_muon]
     groups = [
-        {"params": [w for w in rest if w in decayed], "weight_decay": config.weight_decay},
+        {
+            "params": [w for w in rest if w in decayed],
+            "weight_decay": config.weight_decay,
+        },
         {"params": [w for w in rest if w not in decayed], "weight_decay": 0.0},
     ]
     yield torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=epsilon, fused=True
+        [group for group in groups if group["params"]],
+        lr=0.0,
+        betas=betas,
+        eps=epsilon,
+        fused=True,
     )
 
 
@@ -122,7 +147,11 @@ def matrices(model: nn.Module) -> Iterable[nn.Parameter]:
     for module in model.modules():
         if isinstance(module, nn.Embedding | LearnedPositions):
             tables |= {id(weight) for weight in module.parameters()}
-    return [weight for weight in model.parameters() if weight.ndim >= 2 and id(weight) not in tables]
+    return [
+        weight
+        for weight in model.parameters()
+        if weight.ndim >= 2 and id(weight) not in tables
+    ]
 
 
 def learning_rate(step: int, config: OptimisationConfig, d_model: int) -> float:

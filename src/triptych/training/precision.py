@@ -24,7 +24,9 @@ class NarrowTwin:
         """Make the twin; `follow` copies the model's weights into it."""
         # Embeddings stay shared in float32. A frequent token's row sums hundreds of gradients a batch, too
         # many for bfloat16, and a lookup costs the same in any dtype.
-        weights = chain.from_iterable(module.parameters() for module in _embedding_modules(model))
+        weights = chain.from_iterable(
+            module.parameters() for module in _embedding_modules(model)
+        )
         shared = {id(weight): weight for weight in weights}
         # deepcopy does not copy the objects in its memo.
         self.model = copy.deepcopy(model, dict(shared))
@@ -32,7 +34,9 @@ class NarrowTwin:
             stack.embeddings.stream_dtype = torch.bfloat16
         self._wide: list[Tensor] = []
         self._narrow: list[Tensor] = []
-        for own, master in zip(self.model.parameters(), model.parameters(), strict=True):
+        for own, master in zip(
+            self.model.parameters(), model.parameters(), strict=True
+        ):
             if id(own) not in shared:
                 own.data = own.data.bfloat16()
                 self._narrow.append(own)

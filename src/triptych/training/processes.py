@@ -47,7 +47,9 @@ class _Failure:
             return cls(rank, str(error), error.exit_code)
         known = isinstance(error, TriptychError)
         message = str(error) if known else f"{type(error).__name__}: {error}"
-        return cls(rank, message, error.exit_code if isinstance(error, TriptychError) else 1)
+        return cls(
+            rank, message, error.exit_code if isinstance(error, TriptychError) else 1
+        )
 
     def error(self) -> ElsewhereError:
         return ElsewhereError(f"rank {self.rank}: {self.message}", self.exit_code)
@@ -57,7 +59,9 @@ class _Failure:
 class World:
     """Process group of a run, from one process's view. Without a launcher it has one process."""
 
-    def __init__(self, store: Store | None = None, timeout_minutes: float = _MINUTES_OF_A_WEEK) -> None:
+    def __init__(
+        self, store: Store | None = None, timeout_minutes: float = _MINUTES_OF_A_WEEK
+    ) -> None:
         self._store = store
         self._timeout_minutes = timeout_minutes
         # Rank of this process from 0; number of processes; number of machines.
@@ -76,7 +80,9 @@ class World:
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Sum each value over the processes, in float64."""
-        return self._reduced(torch.tensor(list(numbers), dtype=torch.float64), dist.ReduceOp.SUM).tolist()
+        return self._reduced(
+            torch.tensor(list(numbers), dtype=torch.float64), dist.ReduceOp.SUM
+        ).tolist()
 
     def largest(self, number: int) -> int:
         """Return the maximum of a value over the processes."""
@@ -94,7 +100,9 @@ class World:
         # Tensors are collected up to `_MESSAGE_BYTES`, and the last message is smaller.
         piece = list[torch.Tensor]()
         size = 0
-        for number, tensor in enumerate(tensors if self._store is not None else (), start=1):
+        for number, tensor in enumerate(
+            tensors if self._store is not None else (), start=1
+        ):
             piece = [*piece, tensor]
             size = size + tensor.nbytes
             if size >= _MESSAGE_BYTES or number == len(tensors):
@@ -190,7 +198,9 @@ class World:
                 "or is cut off; look at the logs of the ranks. training.timeout_minutes of a recipe sets how "
                 "long a process waits. What is saved is whole: triptych train --resume goes on from it"
             )
-        if not any(word in text for word in ("onnection", "gloo", "NCCL", "ocket", "peer")):
+        if not any(
+            word in text for word in ("onnection", "gloo", "NCCL", "ocket", "peer")
+        ):
             return None
         deadline = time.monotonic() + _SECONDS_FOR_MESSAGE
         while self._store is not None and time.monotonic() < deadline:
@@ -266,12 +276,16 @@ def do_each(items: Sequence[str], work: Callable[[str], T], world: World) -> lis
 
 
 @contextmanager
-def launched(device: str, timeout_minutes: float = _MINUTES_OF_A_WEEK) -> Iterator[World]:
+def launched(
+    device: str, timeout_minutes: float = _MINUTES_OF_A_WEEK
+) -> Iterator[World]:
     """Join the processes of `torchrun` inside the block; yield a single process if there is no launcher."""
     if num_launched() == 1:
         yield World()
         return
-    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    on_gpu = device.startswith("cuda") or (
+        device == "auto" and torch.cuda.is_available()
+    )
     if on_gpu:
         _take_gpu(device)
     store = _join_world(on_gpu, timeout_minutes)
@@ -295,7 +309,9 @@ def _take_gpu(device: str) -> None:
     local = place_on_machine()
     found = torch.cuda.device_count()
     if device not in ("auto", "cuda"):
-        raise UsageError(f"the device is {device!r}, but each process needs a GPU of its own: use 'cuda'")
+        raise UsageError(
+            f"the device is {device!r}, but each process needs a GPU of its own: use 'cuda'"
+        )
     # Every process of the machine sees the same count, so that all raise and no process waits in a join. A
     # launcher without LOCAL_WORLD_SIZE may have started processes on other machines.
     started = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local + 1)
@@ -309,16 +325,22 @@ def _take_gpu(device: str) -> None:
 
 def _join_world(on_gpu: bool, timeout_minutes: float) -> Store:
     timeout = timedelta(minutes=timeout_minutes)
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    missing = [
+        name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
     if missing:
-        raise UsageError(f"{' and '.join(missing)} are not set: start the processes with torchrun")
+        raise UsageError(
+            f"{' and '.join(missing)} are not set: start the processes with torchrun"
+        )
     try:
         store, rank, size = next(rendezvous("env://", timeout=timeout))
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         # Restarted or rejoining processes must not find the addresses of an earlier attempt.
         store = PrefixStore(f"attempt-{num_restarts()}-{next(_JOINS)}", store)
         joined = PrefixStore("triptych-group", store)
-        dist.init_process_group(backend, store=joined, rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=joined, rank=rank, world_size=size, timeout=timeout
+        )
     except (RuntimeError, ValueError) as error:
         reason = (str(error).splitlines() or ["no reason given"])[0]
         raise TriptychError(f"the processes could not be joined: {reason}") from None

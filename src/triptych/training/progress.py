@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any, final
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from triptych.printable import printable
 
@@ -74,7 +80,11 @@ class BarDisplay(Display):
 
     def update(self, moment: Moment) -> None:
         self._bar.update(
-            self._task, completed=moment.step, total=moment.max_steps, figures=_state(moment), visible=True
+            self._task,
+            completed=moment.step,
+            total=moment.max_steps,
+            figures=_state(moment),
+            visible=True,
         )
 
     def say(self, message: str) -> None:
@@ -103,7 +113,9 @@ class LineDisplay(Display):
         self._shown = now
         per_step = (now - self._started) / (moment.step - self._first_step)
         left = per_step * (moment.max_steps - moment.step)
-        self.say(f"step {moment.step:,}/{moment.max_steps:,}  {_state(moment)}  left {left / 60:.0f} min")
+        self.say(
+            f"step {moment.step:,}/{moment.max_steps:,}  {_state(moment)}  left {left / 60:.0f} min"
+        )
 
     def say(self, message: str) -> None:
         print(printable(message, lines=True), file=sys.stderr, flush=True)
@@ -152,7 +164,9 @@ class LoggedDisplay(Display):
     def _write(self, message: str) -> None:
         # An error of the log must not end the run.
         with suppress(OSError), self._path.open("a", encoding="utf-8") as file:
-            file.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {printable(message, lines=True)}\n")
+            file.write(
+                f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {printable(message, lines=True)}\n"
+            )
 
 
 def _state(moment: Moment) -> str:

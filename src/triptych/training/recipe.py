@@ -42,11 +42,18 @@ _SHIPPED = Path(__file__).parents[1] / "recipes"
 _NOT_UTF8 = re.compile('"([^"]*[\ud800-\udfff][^"]*)"')
 
 
-_LONGEST_NAME = 200  # bytes; file systems allow 255, and files beside a run have longer names
+_LONGEST_NAME = (
+    200  # bytes; file systems allow 255, and files beside a run have longer names
+)
 
 # Keys that training chooses for every task where a recipe leaves them out.
 _CHOSEN = (
-    *("training.warmup_steps", "training.learning_rate", "training.schedule", "training.clip_norm"),
+    *(
+        "training.warmup_steps",
+        "training.learning_rate",
+        "training.schedule",
+        "training.clip_norm",
+    ),
     *("training.precision", "validation.every_steps"),
 )
 
@@ -66,7 +73,9 @@ def find_recipe(name: str | Path) -> Path:
         return _SHIPPED / f"{name}.toml"
     if path.exists():
         return path  # reading it raises the error
-    if not path.suffix and (near := nearest(str(name), shipped)):  # a folder may be named as the recipe
+    if not path.suffix and (
+        near := nearest(str(name), shipped)
+    ):  # a folder may be named as the recipe
         raise UsageError(f"there is no recipe {name}: did you mean {near}?")
     known = near_path(path) or f": give a TOML file, or one of {', '.join(shipped)}"
     raise UsageError(f"there is no recipe {name}{known}")
@@ -101,7 +110,9 @@ class _AnyRecipe(Section):
             if not isinstance(digests, dict):
                 raise ValueError("code is a table with the SHA-256 of each file")
             if unknown := user_code.named_files(tree) - digests.keys():
-                raise ValueError(f"{min(unknown)} is named without the SHA-256 of that file")
+                raise ValueError(
+                    f"{min(unknown)} is named without the SHA-256 of that file"
+                )
             user_code.require_digests(digests)
         return tree
 
@@ -109,7 +120,12 @@ class _AnyRecipe(Section):
     @classmethod
     def _name_is_of_a_folder(cls, name: str) -> str:
         is_shown = name.isprintable() and name == name.strip()
-        if not is_shown or {*name} & {*"/\\"} or name.startswith(".") or len(name.encode()) > _LONGEST_NAME:
+        if (
+            not is_shown
+            or {*name} & {*"/\\"}
+            or name.startswith(".")
+            or len(name.encode()) > _LONGEST_NAME
+        ):
             raise ValueError(
                 f"{name!r} cannot be the name of a folder: leave out slashes, a leading dot, outer spaces "
                 f"and characters that are not shown, and keep it below {_LONGEST_NAME} bytes"
@@ -138,7 +154,9 @@ class _AnyRecipe(Section):
     def to_toml(self) -> str:
         """Return the resolved recipe with every default written down."""
         left_out = None if self.code else {"code"}
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True, exclude=left_out))
+        return tomli_w.dumps(
+            self.model_dump(mode="json", exclude_none=True, exclude=left_out)
+        )
 
 
 class Recipe(_AnyRecipe):
@@ -156,7 +174,13 @@ class Recipe(_AnyRecipe):
     validation: ValidationConfig = ValidationConfig()
     decoding: DecodingConfig = DecodingConfig()
     chosen_keys: ClassVar[tuple[str, ...]] = (
-        *("tokenizer.vocab_size", "model.d_model", "model.d_ff", "model.num_heads", "model.norm"),
+        *(
+            "tokenizer.vocab_size",
+            "model.d_model",
+            "model.d_ff",
+            "model.num_heads",
+            "model.norm",
+        ),
         *("training.max_steps", "training.batch_tokens", *_CHOSEN),
         *("model.encoder.num_layers", "model.decoder.num_layers"),
     )
@@ -192,33 +216,51 @@ class Recipe(_AnyRecipe):
     def _passes_differ(self) -> "Recipe":
         model = self.model
         rdrop = self.training.rdrop
-        attentions = (model.encoder.attention, model.decoder.attention, model.decoder.cross_attention)
+        attentions = (
+            model.encoder.attention,
+            model.decoder.attention,
+            model.decoder.cross_attention,
+        )
         if self.training.rdrop_after and not rdrop:
-            raise ValueError("training.rdrop_after says when R-Drop begins, but training.rdrop is 0")
+            raise ValueError(
+                "training.rdrop_after says when R-Drop begins, but training.rdrop is 0"
+            )
         if rdrop and not any(
-            (model.dropout, model.activation_dropout, *(attention.dropout for attention in attentions))
+            (
+                model.dropout,
+                model.activation_dropout,
+                *(attention.dropout for attention in attentions),
+            )
         ):
             raise ValueError(
                 f"training.rdrop is {rdrop} but the model has no dropout, so that both passes "
                 "are equal: set model.dropout or leave out rdrop"
             )
         if rdrop and self.training.teacher is not None:
-            raise ValueError("training.rdrop and training.teacher do not go together: leave out one")
+            raise ValueError(
+                "training.rdrop and training.teacher do not go together: leave out one"
+            )
         return self
 
     @model_validator(mode="after")
     def _begins_in_one_way(self) -> "Recipe":
         if self.training.checkpoint is not None:
             if self.training.teacher is not None:
-                raise ValueError("training.checkpoint and training.teacher do not go together: leave out one")
+                raise ValueError(
+                    "training.checkpoint and training.teacher do not go together: leave out one"
+                )
             if self.initial_values != "in_order":
-                raise ValueError("initial_values is for fresh weights: training.checkpoint has its own")
+                raise ValueError(
+                    "initial_values is for fresh weights: training.checkpoint has its own"
+                )
         return self
 
     @model_validator(mode="after")
     def _output_can_be_trained(self) -> "Recipe":
         if self.model.output_bias and self.training.checkpoint is None:
-            raise ValueError("model.output_bias is only for imported checkpoints: leave it out")
+            raise ValueError(
+                "model.output_bias is only for imported checkpoints: leave it out"
+            )
         return self
 
 
@@ -236,8 +278,20 @@ class TextRecipe(_AnyRecipe):
     masking: MaskingSpec = MaskingSpec()
     validation: LanguageValidationConfig = LanguageValidationConfig()
     chosen_keys: ClassVar[tuple[str, ...]] = (
-        *("tokenizer.vocab_size", "model.d_model", "model.d_ff", "model.num_heads", "model.norm"),
-        *("model.num_layers", "model.context", "training.max_steps", "training.batch_size", *_CHOSEN),
+        *(
+            "tokenizer.vocab_size",
+            "model.d_model",
+            "model.d_ff",
+            "model.num_heads",
+            "model.norm",
+        ),
+        *(
+            "model.num_layers",
+            "model.context",
+            "training.max_steps",
+            "training.batch_size",
+            *_CHOSEN,
+        ),
     )
     num_vocabularies: ClassVar[int] = 1
 
@@ -291,11 +345,15 @@ _Kind = type[Recipe] | type[LanguageRecipe] | type[ContinuedRecipe]
 def require_translation(recipe: AnyRecipe, where: Path | str) -> Recipe:
     """Return the recipe if it is the recipe of a translation run, else raise `UsageError`."""
     if not isinstance(recipe, Recipe):
-        raise UsageError(f"{where} is a run of a {recipe.task.replace('-', ' ')}, which does not translate")
+        raise UsageError(
+            f"{where} is a run of a {recipe.task.replace('-', ' ')}, which does not translate"
+        )
     return recipe
 
 
-def read_recipe(path: str | Path, overrides: Sequence[str] = (), checkpoint: str | None = None) -> AnyRecipe:
+def read_recipe(
+    path: str | Path, overrides: Sequence[str] = (), checkpoint: str | None = None
+) -> AnyRecipe:
     """Read a TOML recipe and apply `a.b=value` overrides.
 
     Args:
@@ -316,11 +374,19 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), checkpoint: str
         kind = "--tsv" if record_ending(path) else "--text"
         made = f"{path.name.split('.')[0]}.toml"
         command = shlex.join(["triptych", "new", made, kind, str(path)])
-        raise UsageError(f"{path} is no recipe; to make one for this text: {command}") from None
-    if name := "".join(sign if sign.isprintable() else "-" for sign in path.stem).strip().lstrip("."):
+        raise UsageError(
+            f"{path} is no recipe; to make one for this text: {command}"
+        ) from None
+    if (
+        name := "".join(sign if sign.isprintable() else "-" for sign in path.stem)
+        .strip()
+        .lstrip(".")
+    ):
         tree.setdefault("name", name)
     if (path.parent / "config.json").exists():
-        tree.setdefault("code", {})  # a run's recipe: the files named in it are not executed
+        tree.setdefault(
+            "code", {}
+        )  # a run's recipe: the files named in it are not executed
     if checkpoint is not None:
         tree = _continuing(tree, checkpoint, str(path))
     return resolve(tree, overrides, origin=str(path))
@@ -328,16 +394,26 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), checkpoint: str
 
 def _continuing(tree: dict[str, Any], checkpoint: str, origin: str) -> dict[str, Any]:
     """Return the recipe of a run continuing with a checkpoint."""
-    kept = {key: value for key, value in tree.items() if key not in ("tokenizer", "initial_values")}
+    kept = {
+        key: value
+        for key, value in tree.items()
+        if key not in ("tokenizer", "initial_values")
+    }
     if _recipe_type(tree, origin) is Recipe:
         kept.pop("model", None)
         return merge(kept, {"training": {"checkpoint": checkpoint}})
     model = tree.get("model")
-    context = {"context": model["context"]} if isinstance(model, dict) and "context" in model else {}
+    context = (
+        {"context": model["context"]}
+        if isinstance(model, dict) and "context" in model
+        else {}
+    )
     return {**kept, "model": {"checkpoint": checkpoint, **context}}
 
 
-def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "the recipe") -> AnyRecipe:
+def resolve(
+    tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "the recipe"
+) -> AnyRecipe:
     """Make a recipe of a tree of plain values, a model preset and overrides.
 
     Files with classes named in the tree are executed, unless it is a run's recipe, with their SHA-256.
@@ -355,14 +431,21 @@ def resolve(tree: dict[str, Any], overrides: Sequence[str] = (), origin: str = "
         model = dict(tree["model"])
         preset = model.pop("preset")
         if not isinstance(preset, str) or preset not in PRESETS:
-            raise UsageError(f"{origin}: model.preset is {preset!r}{_suggest(str(preset), list(PRESETS))}")
-        tree = {**tree, "model": merge(PRESETS[preset].model_dump(exclude_none=True), model)}
+            raise UsageError(
+                f"{origin}: model.preset is {preset!r}{_suggest(str(preset), list(PRESETS))}"
+            )
+        tree = {
+            **tree,
+            "model": merge(PRESETS[preset].model_dump(exclude_none=True), model),
+        }
     # With `code`, the validator compares the files with their SHA-256 before it executes them.
     if "code" not in tree and user_code.named_files(tree):
         user_code.use_named(tree)
         tree = {**tree, "code": user_code.file_digests(tree)}
     if wrong := _NOT_UTF8.search(json.dumps(tree, ensure_ascii=False, default=str)):
-        raise UsageError(f"{origin}: {wrong[1]} is not UTF-8, as recipes are: rename it")
+        raise UsageError(
+            f"{origin}: {wrong[1]} is not UTF-8, as recipes are: rename it"
+        )
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
@@ -378,7 +461,9 @@ def _recipe_type(tree: dict[str, Any], origin: str) -> _Kind:
     for kind in (Recipe, ContinuedRecipe if continued else LanguageRecipe):
         tasks |= dict.fromkeys(get_args(kind.model_fields["task"].annotation), kind)
     if not isinstance(task, str) or task not in tasks:
-        raise UsageError(f"{origin}: task is {task!r}{_suggest(str(task), list(tasks))}")
+        raise UsageError(
+            f"{origin}: task is {task!r}{_suggest(str(task), list(tasks))}"
+        )
     return tasks[task]
 
 
@@ -405,7 +490,9 @@ def value_at(recipe: AnyRecipe, key: str) -> Any:
     *sections, last = key.split(".")
     for section in sections:
         if not isinstance(found, dict) or section not in found:
-            raise UsageError(f"a recipe has no key {key}: there is no section {section}")
+            raise UsageError(
+                f"a recipe has no key {key}: there is no section {section}"
+            )
         found = found[section]
     return found.get(last) if isinstance(found, dict) else None
 
@@ -436,12 +523,18 @@ def explain_invalid(error: ValidationError, kind: type[BaseModel]) -> str:
         return f"unknown key {path}{_suggest(str(first['loc'][-1]), known)}"
     if first["type"] == "unknown_option":
         path = ".".join([path, first["ctx"]["key"]])
-        return f"unknown key {path}: {first['ctx']['hint']} ({first['msg'].split(':')[0]})"
+        return (
+            f"unknown key {path}: {first['ctx']['hint']} ({first['msg'].split(':')[0]})"
+        )
     # pydantic puts this prefix before messages of our validators.
     message = first["msg"].removeprefix("Value error, ")
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     where = f"{path}: " if path else ""
-    shown = f", not {first['input']!r}" if not isinstance(first["input"], dict | BaseModel) else ""
+    shown = (
+        f", not {first['input']!r}"
+        if not isinstance(first["input"], dict | BaseModel)
+        else ""
+    )
     return f"{where}{message}{shown}{more}"
 
 

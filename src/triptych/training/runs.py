@@ -24,7 +24,13 @@ from triptych.launch import num_restarts
 from triptych.running.opening import RECIPE
 from triptych.threads import torch_threads
 from triptych.training.card import write_card
-from triptych.training.computing import ONE_PROCESS, Layout, LazyParameters, Whole, choose_parallel
+from triptych.training.computing import (
+    ONE_PROCESS,
+    Layout,
+    LazyParameters,
+    Whole,
+    choose_parallel,
+)
 from triptych.training.folder import SUMMARY, Prepared, holds_run, require_place
 from triptych.training.loop import (
     Trainer,
@@ -32,7 +38,12 @@ from triptych.training.loop import (
 )
 from triptych.training.objectives import Objective
 from triptych.training.processes import World, code_digests, launched
-from triptych.training.progress import Display, LineDisplay, LoggedDisplay, SilentDisplay
+from triptych.training.progress import (
+    Display,
+    LineDisplay,
+    LoggedDisplay,
+    SilentDisplay,
+)
 from triptych.training.recipe import (
     AnyRecipe,
     read_recipe,
@@ -70,13 +81,17 @@ class Summary:
             "steps": counters.step,
             "tokens": counters.tokens,
             "seconds": round(counters.seconds, 3),
-            "tokens_per_second": round(counters.tokens / max(counters.seconds, 1e-9), 1),
+            "tokens_per_second": round(
+                counters.tokens / max(counters.seconds, 1e-9), 1
+            ),
             "parameters": self.num_parameters,
             "padding_waste": round(self.padding_waste, 4),
             "chosen": self.outcome.chosen,
             "best_step": counters.best_step,
             "best_by": counters.best_by,
-            "best_score": None if counters.best_score is None else abs(counters.best_score),
+            "best_score": None
+            if counters.best_score is None
+            else abs(counters.best_score),
             "average_scores": self.outcome.scores,
         }
 
@@ -104,8 +119,15 @@ def train(
         recipe = read_recipe(recipe)
     folder = Path(folder)
     shown = display or LineDisplay()
-    with launched(recipe.training.device, recipe.training.timeout_minutes) as world, ExitStack() as held:
-        if world.size > 1 and num_restarts() and world.on_first(lambda: (folder / RECIPE).exists()):
+    with (
+        launched(recipe.training.device, recipe.training.timeout_minutes) as world,
+        ExitStack() as held,
+    ):
+        if (
+            world.size > 1
+            and num_restarts()
+            and world.on_first(lambda: (folder / RECIPE).exists())
+        ):
             # torchrun restarts the processes of a failed run with the same arguments.
             return _go_on(folder, (), shown, world)
         base = Path.cwd()
@@ -116,7 +138,9 @@ def train(
             new = prepare(recipe, base, shown)
             if world.size > 1:
                 with _threads_and_seed(new.recipe):
-                    _make_folder(folder, new, _without_memory(new)[0].model, held, force=force)
+                    _make_folder(
+                        folder, new, _without_memory(new)[0].model, held, force=force
+                    )
             # Release the tensors of a checkpoint: each process maps the copy in the run folder.
             if world.size == 1 or not new.from_checkpoint:
                 prepared.append(new)
@@ -127,7 +151,9 @@ def train(
             lambda: (
                 prepared[0]
                 if prepared
-                else prepare(read_recipe(folder / RECIPE), base, SilentDisplay(), folder)
+                else prepare(
+                    read_recipe(folder / RECIPE), base, SilentDisplay(), folder
+                )
             )
         )
         shown = _logged(shown, folder, world)
@@ -176,16 +202,22 @@ def validate(folder: Path) -> dict[str, float]:
         objective = prepared.objective()
         if not prepared.from_checkpoint:
             # A rewritten model may differ in size from the recipe's.
-            objective.model = to_device(read_own_model(folder), find_device(recipe.training.device))
+            objective.model = to_device(
+                read_own_model(folder), find_device(recipe.training.device)
+            )
         computing = Whole(objective, recipe.training.precision)
         computing.set_mode(training=False)
         text = objective.valid
-        loss, tokens = computing.judge_all(text.collate(indices) for indices in text.plan(0))
+        loss, tokens = computing.judge_all(
+            text.collate(indices) for indices in text.plan(0)
+        )
         with torch.no_grad():
             return objective.figures(loss / tokens, objective.model)
 
 
-def _go_on(folder: Path, overrides: Sequence[str], display: Display, world: World) -> Summary:
+def _go_on(
+    folder: Path, overrides: Sequence[str], display: Display, world: World
+) -> Summary:
     display = _logged(display, folder, world)
     with ExitStack() as held:
         # The lock keeps other launches out of the folder.
@@ -193,7 +225,11 @@ def _go_on(folder: Path, overrides: Sequence[str], display: Display, world: Worl
         recipe = world.on_all(lambda: _recipe_of(folder, overrides))
         has_state = world.on_first(lambda: find_state(folder / "state") is not None)
         base = world.on_all(
-            lambda: Path(read_counters(folder / "state").started_in) if has_state else Path.cwd()
+            lambda: (
+                Path(read_counters(folder / "state").started_in)
+                if has_state
+                else Path.cwd()
+            )
         )
         prepared = world.on_all(lambda: prepare(recipe, base, display, folder))
         with _threads_and_seed(recipe):
@@ -211,7 +247,9 @@ def _recipe_of(folder: Path, overrides: Sequence[str]) -> AnyRecipe:
     """Read the recipe of a run, and check that the run can be resumed with `overrides`."""
     # `holds_run` comes last: an invalid recipe has the clearer error.
     if not (folder / RECIPE).exists():
-        raise UsageError(f"{folder} has no run to resume: give a folder with a {RECIPE} that train wrote")
+        raise UsageError(
+            f"{folder} has no run to resume: give a folder with a {RECIPE} that train wrote"
+        )
     if (folder / CERTIFICATE).exists():
         raise UsageError(f"{folder} was rewritten: resume the original run instead")
     for override in overrides:
@@ -222,11 +260,15 @@ def _recipe_of(folder: Path, overrides: Sequence[str]) -> AnyRecipe:
             )
     recipe = read_recipe(folder / RECIPE, overrides)
     if not holds_run(folder):
-        raise UsageError(f"{folder} has no run to resume: its config.json is missing; train again")
+        raise UsageError(
+            f"{folder} has no run to resume: its config.json is missing; train again"
+        )
     return recipe
 
 
-def _make_folder(folder: Path, prepared: Prepared, model: AnyModel, held: ExitStack, *, force: bool) -> None:
+def _make_folder(
+    folder: Path, prepared: Prepared, model: AnyModel, held: ExitStack, *, force: bool
+) -> None:
     """Make the folder of a new run, and lock it until `held` is closed."""
 
     def fill(place: Path) -> None:
@@ -260,7 +302,9 @@ def _logged(display: Display, folder: Path, world: World) -> Display:
     return LoggedDisplay(folder / "logs" / f"rank-{world.rank}.log", shown)
 
 
-def prepare(recipe: AnyRecipe, base: Path, display: Display, folder: Path | None = None) -> Prepared:
+def prepare(
+    recipe: AnyRecipe, base: Path, display: Display, folder: Path | None = None
+) -> Prepared:
     """Read the inputs of a new run, or of the run in `folder`, without writing a file."""
     return task_of(recipe).prepare(base, display, folder)
 
@@ -275,7 +319,9 @@ def _threads_and_seed(recipe: AnyRecipe) -> Iterator[None]:
         yield
 
 
-def _trainer(prepared: Prepared, folder: Path, base: Path, world: World, display: Display) -> Trainer:
+def _trainer(
+    prepared: Prepared, folder: Path, base: Path, world: World, display: Display
+) -> Trainer:
     recipe = prepared.recipe
     fingerprints = world.on_all(prepared.fingerprints)
     if world.size > 1:
@@ -284,10 +330,14 @@ def _trainer(prepared: Prepared, folder: Path, base: Path, world: World, display
     objective, layout = _laid_out(prepared, world, display)
     counters = Counters(fingerprints=fingerprints, started_in=str(base))
     every = recipe.validation.every_steps
-    return Trainer(recipe.training, every, objective, folder, counters, prepared.publish, layout)
+    return Trainer(
+        recipe.training, every, objective, folder, counters, prepared.publish, layout
+    )
 
 
-def _laid_out(prepared: Prepared, world: World, display: Display) -> tuple[Objective[Any, Any], Layout]:
+def _laid_out(
+    prepared: Prepared, world: World, display: Display
+) -> tuple[Objective[Any, Any], Layout]:
     """Return the objective and the layout of its model on the processes.
 
     In shards, the parameters are allocated later: only each process's part gets memory.
@@ -304,13 +354,20 @@ def _laid_out(prepared: Prepared, world: World, display: Display) -> tuple[Objec
         return objective, Layout(world, kind)
     # Initial values by name; pretrained vectors replace values of their tables.
     values = (
-        (name, prepared.vectors[name].into(value) if name in prepared.vectors else value)
+        (
+            name,
+            prepared.vectors[name].into(value) if name in prepared.vectors else value,
+        )
         for name, value in deferred.values(objective.model, _seed_by_name(recipe))
     )
-    return objective, Layout(world, kind, LazyParameters(find_device(recipe.training.device), values))
+    return objective, Layout(
+        world, kind, LazyParameters(find_device(recipe.training.device), values)
+    )
 
 
-def _without_memory(prepared: Prepared) -> tuple[Objective[Any, Any], DeferredInit | None]:
+def _without_memory(
+    prepared: Prepared,
+) -> tuple[Objective[Any, Any], DeferredInit | None]:
     """Make the objective with a model without initial values, or mapped from the checkpoint's files."""
     if prepared.from_checkpoint:
         return prepared.objective(), None
@@ -353,15 +410,29 @@ def _run_trainer(recipe: AnyRecipe, trainer: Trainer, display: Display) -> Summa
         f"{torch.get_num_threads()} threads, {recipe.training.precision}, {trainer.device}"
     )
     if recipe.training.precision == "bf16" and not has_fast_bf16(trainer.device.type):
-        display.say("this device has no products in bfloat16: training.precision = 'fp32' is faster here")
+        display.say(
+            "this device has no products in bfloat16: training.precision = 'fp32' is faster here"
+        )
     if plan := trainer.describe_plan():
         display.say(plan)
-    summary = Summary(trainer.run(display), num_parameters, waste, recipe.task, task_of(recipe).command)
+    summary = Summary(
+        trainer.run(display),
+        num_parameters,
+        waste,
+        recipe.task,
+        task_of(recipe).command,
+    )
     if summary.outcome.signal_number is None:
         # An interrupted run gets its card and summary once it is resumed and finishes.
 
         def write() -> None:
-            write_card(trainer.folder, task_of(recipe), summary.outcome, num_parameters, display)
+            write_card(
+                trainer.folder,
+                task_of(recipe),
+                summary.outcome,
+                num_parameters,
+                display,
+            )
             write_json(trainer.folder / SUMMARY, summary.figures())
 
         trainer.world.on_first(write)

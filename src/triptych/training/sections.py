@@ -110,11 +110,18 @@ class OptimisationConfig(Section):
     @model_validator(mode="after")
     def _options_are_used(self) -> "OptimisationConfig":
         if self.weight_decay and self.optimizer == "adam":
-            raise ValueError("weight_decay is given, but optimizer = 'adam' has none: choose 'adamw'")
+            raise ValueError(
+                "weight_decay is given, but optimizer = 'adam' has none: choose 'adamw'"
+            )
         if self.min_learning_rate:
             if self.schedule == "inverse_sqrt":
-                raise ValueError("min_learning_rate is given, but schedule = 'inverse_sqrt' has no minimum")
-            if self.learning_rate is not None and self.min_learning_rate > self.learning_rate:
+                raise ValueError(
+                    "min_learning_rate is given, but schedule = 'inverse_sqrt' has no minimum"
+                )
+            if (
+                self.learning_rate is not None
+                and self.min_learning_rate > self.learning_rate
+            ):
                 raise ValueError(
                     f"min_learning_rate {self.min_learning_rate} is above learning_rate {self.learning_rate}"
                 )
@@ -176,7 +183,9 @@ class ValidationConfig(Section):
     @model_validator(mode="after")
     def _metric_is_measured(self) -> "ValidationConfig":
         if self.metric != "loss" and not self.bleu:
-            raise ValueError(f"metric is '{self.metric}' but bleu = false: measure it or set metric = 'loss'")
+            raise ValueError(
+                f"metric is '{self.metric}' but bleu = false: measure it or set metric = 'loss'"
+            )
         return self
 
 

@@ -20,7 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
@@ -28,7 +31,13 @@ from triptych.core.models import AnyModel, model_tensors
 from triptych.errors import DataError, TriptychError, first_line
 from triptych.training.optimizers import Optimizer
 from triptych.training.processes import World
-from triptych.training.state import Counters, complete_states, read_marker, shards_folder, write_marker
+from triptych.training.state import (
+    Counters,
+    complete_states,
+    read_marker,
+    shards_folder,
+    write_marker,
+)
 
 
 @final
@@ -40,12 +49,16 @@ class ShardedStates:
         self._world = world
         self._keep = keep
         names = (path.name.removeprefix("saved-") for path in folder.glob("saved-*"))
-        self._number = world.on_first(lambda: max([*(int(name) for name in names if name.isdigit()), 0]))
+        self._number = world.on_first(
+            lambda: max([*(int(name) for name in names if name.isdigit()), 0])
+        )
         # Collectives of the saving thread overlap with those of training: they need a separate group.
         self._group = dist.new_group(backend="gloo")
         self._saving: tuple[Future[Any], Path, str, Callable[[], None]] | None = None
 
-    def save(self, counters: Counters, tensors: dict[str, Tensor], saved: Callable[[], None]) -> None:
+    def save(
+        self, counters: Counters, tensors: dict[str, Tensor], saved: Callable[[], None]
+    ) -> None:
         """Start saving a state; the tensors are copied before this method returns.
 
         `saved` is called once the state is complete.
@@ -68,7 +81,11 @@ class ShardedStates:
 
     def poll(self) -> None:
         """Mark the state as complete if its tensors are written."""
-        if self._saving is not None and self._saving[0].done() and self._saving[0].exception() is None:
+        if (
+            self._saving is not None
+            and self._saving[0].done()
+            and self._saving[0].exception() is None
+        ):
             self._mark()
 
     def finish(self) -> None:
@@ -108,18 +125,28 @@ class ShardedStates:
                     shutil.rmtree(old, ignore_errors=True)
 
 
-def read_sharded_state(path: Path, model: AnyModel, optimizer: Optimizer, world: World) -> None:
+def read_sharded_state(
+    path: Path, model: AnyModel, optimizer: Optimizer, world: World
+) -> None:
     """Load a state in shards into a model and its optimizer; their layout may differ from the saved one."""
     reader = HuggingFaceStorageReader(str(path))
     try:
         held = reader.read_metadata().state_dict_metadata
     # The reader does not validate: a damaged header raises errors of many classes.
     except Exception as error:  # noqa: BLE001
-        raise DataError(f"{path} is damaged ({_reason(error)}): resume from another state") from None
-    wanted: dict[str, Any] = {f"model.{name}": value for name, value in model_tensors(model).items()}
-    wanted |= {name: value for name, value in optimizer.empty_tensors().items() if name in held}
+        raise DataError(
+            f"{path} is damaged ({_reason(error)}): resume from another state"
+        ) from None
+    wanted: dict[str, Any] = {
+        f"model.{name}": value for name, value in model_tensors(model).items()
+    }
+    wanted |= {
+        name: value for name, value in optimizer.empty_tensors().items() if name in held
+    }
     if missing := sorted(wanted.keys() ^ held.keys()):
-        raise DataError(f"{path} is the state of another model: {missing[0]} is on one side only")
+        raise DataError(
+            f"{path} is the state of another model: {missing[0]} is on one side only"
+        )
     for name, value in wanted.items():
         if tuple(held[name].size) != tuple(value.shape):  # type: ignore[union-attr]
             raise DataError(
@@ -128,10 +155,14 @@ def read_sharded_state(path: Path, model: AnyModel, optimizer: Optimizer, world:
             )
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            warnings.filterwarnings(
+                "ignore", "torch.distributed is disabled", UserWarning
+            )
             load(wanted, storage_reader=reader, no_dist=world.size == 1)
     except (CheckpointException, OSError, RuntimeError, ValueError) as error:
-        raise DataError(f"{path} is damaged ({_reason(error)}): resume from another state") from None
+        raise DataError(
+            f"{path} is damaged ({_reason(error)}): resume from another state"
+        ) from None
     optimizer.load(wanted)
 
 

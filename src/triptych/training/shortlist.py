@@ -34,7 +34,9 @@ def write_shortlist(
     """Learn a shortlist from two files of parallel lines, or from a run's training text if none are given."""
     tokenizers = opened.tokenizers
     if (source is None) != (target is None):
-        raise UsageError("source and target belong together: give both, or none for a run's own text")
+        raise UsageError(
+            "source and target belong together: give both, or none for a run's own text"
+        )
     if source is not None and target is not None:
         try:
             corpus = CorpusSpec(source=Path(source), target=Path(target))
@@ -48,7 +50,9 @@ def write_shortlist(
         recipe = require_translation(read_recipe(opened.folder / RECIPE), opened.folder)
         pairs, _ = read_corpora(recipe, Path.cwd(), display or LineDisplay())
     else:
-        raise UsageError(f"{opened.name} is not a run whose text is known: give source and target")
+        raise UsageError(
+            f"{opened.name} is not a run whose text is known: give source and target"
+        )
     src = TokenSequences.pack(tokenizers.source.encode(pairs.source))
     tgt = TokenSequences.pack(tokenizers.target.encode(pairs.target))
     found, coverage = learn_shortlist(src, tgt, tokenizers, most, frequent)

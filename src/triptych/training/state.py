@@ -68,12 +68,16 @@ class Counters:
     seconds: float = 0.0  # training time so far, over all starts of the run
     # Metric of the best validation; empty before the first validation.
     best_by: Literal["", "bleu", "chrf", "loss"] = ""
-    best_score: float | None = None  # score of the best validation, higher is better; None before the first
+    best_score: float | None = (
+        None  # score of the best validation, higher is better; None before the first
+    )
     best_step: int = 0  # step of the best validation
     validations_since_best: int = 0  # count for early stopping
     # Steps of the checkpoints kept for averaging, oldest first.
     checkpoints: list[int] = field(default_factory=list)
-    window_loss: float = 0.0  # smoothed loss since the last line of metrics, summed over tokens
+    window_loss: float = (
+        0.0  # smoothed loss since the last line of metrics, summed over tokens
+    )
     window_tokens: int = 0  # target tokens since the last line of metrics
     # Hashes by name: texts, tokenizers, model and settings of the validation. They must be the same when the
     # run resumes.
@@ -98,10 +102,16 @@ def write_state(folder: Path, counters: Counters, tensors: dict[str, Tensor]) ->
     random = {"random.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         random["random.cuda"] = torch.cuda.get_rng_state()
-    save_or_explain({**tensors, **random}, folder / _LAST, {"counters": json.dumps(asdict(counters))})
+    save_or_explain(
+        {**tensors, **random},
+        folder / _LAST,
+        {"counters": json.dumps(asdict(counters))},
+    )
 
 
-def save_or_explain(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+def save_or_explain(
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
     """Write tensors atomically; raise an error with advice if the disk is full."""
     try:
         write_bytes(path, save(tensors, metadata))
@@ -114,14 +124,18 @@ def save_or_explain(tensors: dict[str, Tensor], path: Path, metadata: dict[str, 
 
 def publish_weights(model: AnyModel, path: Path) -> None:
     """Write a model's weights under triptych's tensor names."""
-    save_or_explain({name: value.cpu() for name, value in model_tensors(model).items()}, path)
+    save_or_explain(
+        {name: value.cpu() for name, value in model_tensors(model).items()}, path
+    )
 
 
 def read_counters(folder: Path) -> Counters:
     """Read the counters of the newest state."""
     path = find_state(folder)
     if path is None:
-        raise DataError(f"{folder / _LAST} is missing: there is no state to resume from; train again")
+        raise DataError(
+            f"{folder / _LAST} is missing: there is no state to resume from; train again"
+        )
     return _counters_of(path)
 
 
@@ -137,7 +151,9 @@ def _counters_of(path: Path) -> Counters:
         record: Any = json.loads(text)
         known = {item.name for item in fields(Counters)}
         if not isinstance(record, dict) or record.keys() != known:
-            raise DataError(f"{path} was written by another release of triptych: train again")
+            raise DataError(
+                f"{path} was written by another release of triptych: train again"
+            )
         return _COUNTERS.validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
@@ -184,13 +200,17 @@ def read_marker(path: Path) -> dict[str, Any] | None:
             f"{marker} is damaged ({error}): remove {path} to resume from the state before"
         ) from None
     if form != _MARKER_FORMAT:
-        raise DataError(f"{marker} has format {form}, this triptych reads {_MARKER_FORMAT}: train again")
+        raise DataError(
+            f"{marker} has format {form}, this triptych reads {_MARKER_FORMAT}: train again"
+        )
     # A missing or short shard is an error here, before its tensors are read.
     for name, size in files.items():
         shard = path / Path(name).name
         found = shard.stat().st_size if shard.exists() else None
         if found != size:
-            state = "is missing" if found is None else f"has {found:,} bytes, not {size:,}"
+            state = (
+                "is missing" if found is None else f"has {found:,} bytes, not {size:,}"
+            )
             raise DataError(
                 f"{shard} {state}: put the shard back, or remove {path} to resume from the state before"
             )
@@ -203,7 +223,12 @@ def write_marker(path: Path, counters: dict[str, Any], num_ranks: int) -> None:
     for shard in shards:
         sync(shard)
     files = {shard.name: shard.stat().st_size for shard in shards}
-    record = {"format": _MARKER_FORMAT, "ranks": num_ranks, "files": files, "counters": counters}
+    record = {
+        "format": _MARKER_FORMAT,
+        "ranks": num_ranks,
+        "files": files,
+        "counters": counters,
+    }
     write_json(path / _MARKER, record)
 
 
@@ -223,11 +248,22 @@ def read_state(
         require_regular(path)
         tensors = load_file(path)
         # One file has weights, moments and random states, distinguished by prefixes.
-        weights = {k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")}
+        weights = {
+            k.removeprefix("model."): v
+            for k, v in tensors.items()
+            if k.startswith("model.")
+        }
         load_tensors(model, weights, str(path), place)
         optimizer.load(tensors, place)
         torch.set_rng_state(tensors["random.cpu"])
-    except (SafetensorError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        SafetensorError,
+        KeyError,
+        OSError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise DataError(f"{path} is damaged ({error}): train again") from None
     if torch.cuda.is_available() and "random.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random.cuda"])
@@ -246,7 +282,9 @@ def average_checkpoints(paths: Sequence[Path]) -> dict[str, Tensor]:
             require_regular(path)
             tensors = load_file(path)
         except (SafetensorError, OSError) as error:
-            raise DataError(f"checkpoint {path} cannot be read ({error}): train again") from None
+            raise DataError(
+                f"checkpoint {path} cannot be read ({error}): train again"
+            ) from None
         for name, value in tensors.items():
             total[name] = total.get(name, torch.zeros(())) + value.double()
     return {name: (value / len(paths)).float() for name, value in total.items()}

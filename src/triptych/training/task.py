@@ -29,7 +29,9 @@ class StepShape(NamedTuple):
     model: AnyModel  # model without memory; equal blocks are there once
     times: int = 1  # number of repetitions of its blocks in the recipe's model
     passes: int = 1  # passes of each row through the model
-    gathers_to_validate: bool = False  # True if a validation runs the whole model in one process
+    gathers_to_validate: bool = (
+        False  # True if a validation runs the whole model in one process
+    )
 
 
 class CardWords(NamedTuple):
@@ -64,7 +66,9 @@ class Task(ABC, Generic[RecipeT]):
         self.recipe: RecipeT = recipe
 
     @abstractmethod
-    def prepare(self, base: Path, display: Display, folder: Path | None = None) -> Prepared:
+    def prepare(
+        self, base: Path, display: Display, folder: Path | None = None
+    ) -> Prepared:
         """Read the inputs of a new run, or of the run in `folder`, without writing a file.
 
         For a new run, missing keys of the recipe are chosen. Relative paths are relative to `base`.

@@ -34,7 +34,12 @@ from triptych.training.corpora.pair_batches import TokenBatches
 from triptych.training.corpora.tokenizer_training import train_tokenizers, trained_once
 from triptych.training.folder import Prepared, hash_parts, settings, word_vectors
 from triptych.training.loop import TrainingResult
-from triptych.training.objectives import LEAST_BLEU, Quality, Scorer, TranslationObjective
+from triptych.training.objectives import (
+    LEAST_BLEU,
+    Quality,
+    Scorer,
+    TranslationObjective,
+)
 from triptych.training.progress import Display
 from triptych.training.recipe import (
     Recipe,
@@ -58,9 +63,24 @@ class TranslationTask(Task[Recipe]):
     first_keys = (
         *("data.valid_share", "tokenizer.kind", "tokenizer.vocab_size"),
         *("model.d_model", "model.d_ff", "model.num_heads"),
-        *("model.encoder.num_layers", "model.decoder.num_layers", "model.norm", "model.dropout"),
-        *("training.max_steps", "training.batch_tokens", "training.learning_rate", "training.warmup_steps"),
-        *("training.schedule", "training.clip_norm", "training.label_smoothing", "training.precision"),
+        *(
+            "model.encoder.num_layers",
+            "model.decoder.num_layers",
+            "model.norm",
+            "model.dropout",
+        ),
+        *(
+            "training.max_steps",
+            "training.batch_tokens",
+            "training.learning_rate",
+            "training.warmup_steps",
+        ),
+        *(
+            "training.schedule",
+            "training.clip_norm",
+            "training.label_smoothing",
+            "training.precision",
+        ),
         *("validation.every_steps", "decoding.beam_size"),
     )
 
@@ -68,20 +88,34 @@ class TranslationTask(Task[Recipe]):
         super().__init__(recipe)
         self.tokens_of_batch = recipe.training.batch_tokens
 
-    def prepare(self, base: Path, display: Display, folder: Path | None = None) -> Prepared:
+    def prepare(
+        self, base: Path, display: Display, folder: Path | None = None
+    ) -> Prepared:
         recipe = self.recipe
         # A run folder has the tokenizers; with a teacher, they are the teacher's.
         cache = base / recipe.data.cache if recipe.data.cache else None
-        teacher = None if recipe.training.teacher is None else _Teacher.read(base / recipe.training.teacher)
-        start = None if recipe.training.checkpoint is None else _Start.read(recipe, base, folder)
+        teacher = (
+            None
+            if recipe.training.teacher is None
+            else _Teacher.read(base / recipe.training.teacher)
+        )
+        start = (
+            None
+            if recipe.training.checkpoint is None
+            else _Start.read(recipe, base, folder)
+        )
         if folder is not None:
             tokenizers = TokenizerPair.load(folder)
             check_tokenizers(tokenizers, folder, joint=recipe.tokenizer.joint)
-            texts = _encode_texts(recipe, cache, tokenizers, *read_corpora(recipe, base, display), display)
+            texts = _encode_texts(
+                recipe, cache, tokenizers, *read_corpora(recipe, base, display), display
+            )
         else:
             train_text, valid_text = read_corpora(recipe, base, display)
             device = find_device(recipe.training.device).type
-            num_chars = sum(map(len, train_text.source)) + sum(map(len, train_text.target))
+            num_chars = sum(map(len, train_text.source)) + sum(
+                map(len, train_text.target)
+            )
             given = recipe
             if teacher is not None:
                 tokenizers = teacher.tokenizers
@@ -89,19 +123,27 @@ class TranslationTask(Task[Recipe]):
             elif start is not None:
                 tokenizers = start.tokenizers
                 given = recipe = start.recipe
-                display.say(f"going on with {start.name}: {tokenizers.target.vocab_size:,} tokens")
+                display.say(
+                    f"going on with {start.name}: {tokenizers.target.vocab_size:,} tokens"
+                )
             else:
                 recipe = fit_tokenizer(recipe, num_chars, device)
                 tokenizers = _train_tokenizers(recipe, train_text, cache, display)
-            texts = _encode_texts(recipe, cache, tokenizers, train_text, valid_text, display)
+            texts = _encode_texts(
+                recipe, cache, tokenizers, train_text, valid_text, display
+            )
             num_tokens = int((texts.train.target.lengths + 1).sum())
 
             def steps_per_epoch(recipe: Recipe) -> int:
-                batches = len(_batches(recipe, texts.train, tokenizers, shuffle=True).plan(0))
+                batches = len(
+                    _batches(recipe, texts.train, tokenizers, shuffle=True).plan(0)
+                )
                 return -(-batches // recipe.training.accumulate_batches)
 
             recipe = fit_training(recipe, num_tokens, device, steps_per_epoch)
-            say_choices(given, recipe, f"{num_tokens:,} target tokens on {device}", display)
+            say_choices(
+                given, recipe, f"{num_tokens:,} target tokens on {device}", display
+            )
 
         def objective() -> TranslationObjective:
             sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
@@ -115,7 +157,9 @@ class TranslationTask(Task[Recipe]):
                 _batches(recipe, texts.valid, tokenizers, shuffle=False),
                 recipe.training,
                 recipe.validation,
-                _scorer(recipe, tokenizers, texts.translated) if recipe.validation.bleu else None,
+                _scorer(recipe, tokenizers, texts.translated)
+                if recipe.validation.bleu
+                else None,
                 _bytes_per_token(texts),
                 None if teacher is None else teacher.model.to(where),
             )
@@ -130,9 +174,15 @@ class TranslationTask(Task[Recipe]):
         embeddings = recipe.model.embeddings
         shared = recipe.model.tie_embeddings == "all"
         vectors = {
-            f"{half}.embeddings.table.weight": word_vectors(base, path, tokenizer, recipe.model.d_model)
+            f"{half}.embeddings.table.weight": word_vectors(
+                base, path, tokenizer, recipe.model.d_model
+            )
             for half, path, tokenizer in (
-                ("decoder" if shared else "encoder", embeddings.vectors, tokenizers.source),
+                (
+                    "decoder" if shared else "encoder",
+                    embeddings.vectors,
+                    tokenizers.source,
+                ),
                 ("decoder", embeddings.target_vectors, tokenizers.target),
             )
             if path and start is None
@@ -157,14 +207,18 @@ class TranslationTask(Task[Recipe]):
                 "plan counts no teacher: leave out training.teacher, and add its memory and time"
             )
         recipe = fit_tokenizer(self.recipe, length, device)
-        return fit_training(recipe, length, device, lambda one: length // one.training.batch_tokens)
+        return fit_training(
+            recipe, length, device, lambda one: length // one.training.batch_tokens
+        )
 
     def make_model(self, source_size: int, target_size: int) -> EncoderDecoder:
         return EncoderDecoder.of(self.recipe.model, source_size, target_size, 0)
 
     def step_shape(self) -> StepShape:
         recipe = self.recipe
-        length = min(_SENTENCE, recipe.training.batch_tokens, recipe.data.max_sentence_tokens + 1)
+        length = min(
+            _SENTENCE, recipe.training.batch_tokens, recipe.data.max_sentence_tokens + 1
+        )
         size = recipe.tokenizer.vocab_size
         return StepShape(
             length=length,
@@ -206,15 +260,20 @@ class TranslationTask(Task[Recipe]):
 def validation_pairs(recipe: Recipe, base: Path) -> ParallelCorpus:
     """Read the validation pairs of a run; paths of the recipe are relative to `base`."""
     data = recipe.data
-    pairs = read_parallel(data.valid or data.train, max_line_chars=data.max_line_chars, base=base)
+    pairs = read_parallel(
+        data.valid or data.train, max_line_chars=data.max_line_chars, base=base
+    )
     return pairs if data.valid is not None else pairs.split(data.valid_share)[1]
 
 
-def with_tokenizers_of(teacher: TokenizerPair, recipe: Recipe, training: Mapping[str, Any] = {}) -> Recipe:
+def with_tokenizers_of(
+    teacher: TokenizerPair, recipe: Recipe, training: Mapping[str, Any] = {}
+) -> Recipe:
     """Return a student's recipe with its teacher's tokenizers, and with these keys of `[training]`."""
     kept = {"joint": teacher.joint, "vocab_size": teacher.target.vocab_size}
     tree = merge(
-        recipe.model_dump(mode="json", exclude_unset=True), {"tokenizer": kept, "training": dict(training)}
+        recipe.model_dump(mode="json", exclude_unset=True),
+        {"tokenizer": kept, "training": dict(training)},
     )
     origin = "the recipe with the teacher's tokenizers"
     return require_translation(resolve(tree, (), origin), origin)
@@ -254,7 +313,10 @@ class _Start:
         own = {
             "data": {"max_sentence_tokens": longest},
             "model": config.model_dump(mode="json"),
-            "tokenizer": {"joint": tokenizers.joint, "vocab_size": tokenizers.target.vocab_size},
+            "tokenizer": {
+                "joint": tokenizers.joint,
+                "vocab_size": tokenizers.target.vocab_size,
+            },
             "decoding": merge(decoding, tree.get("decoding", {})),
         }
         origin = f"the recipe with {reader.name}"
@@ -277,10 +339,14 @@ class _Teacher:
                 f"training.teacher: {folder} has no translator in triptych's format: give the folder that "
                 "`triptych distil --teacher-weight` wrote, or a run"
             )
-        with torch.random.fork_rng(devices=[]):  # making a model draws random values first
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # making a model draws random values first
             model = read_own_model(folder)
         if not isinstance(model, EncoderDecoder):
-            raise UsageError(f"training.teacher: {folder} is a language model: give a translator")
+            raise UsageError(
+                f"training.teacher: {folder} is a language model: give a translator"
+            )
         tokenizers = TokenizerPair.load(folder)
         sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
         if (model.src_vocab_size, model.tgt_vocab_size) != sizes:
@@ -291,7 +357,9 @@ class _Teacher:
         return cls(model, tokenizers, file_hash(folder / SAFETENSORS))
 
 
-def read_corpora(recipe: Recipe, base: Path, display: Display) -> tuple[ParallelCorpus, ParallelCorpus]:
+def read_corpora(
+    recipe: Recipe, base: Path, display: Display
+) -> tuple[ParallelCorpus, ParallelCorpus]:
     data = recipe.data
 
     def read(part: str, spec: CorpusSpec) -> ParallelCorpus:
@@ -334,7 +402,9 @@ def _encode_texts(
     encoded = encode_corpus(train_text, tokenizers, cache_folder=cache)
     kept, num_long = encoded.within(recipe.data.max_sentence_tokens)
     if num_long:
-        display.say(f"{num_long:,} training pairs past {recipe.data.max_sentence_tokens} tokens left out")
+        display.say(
+            f"{num_long:,} training pairs past {recipe.data.max_sentence_tokens} tokens left out"
+        )
     if not len(kept):
         raise DataError(
             f"no training pair has at most {recipe.data.max_sentence_tokens} tokens a side: "
@@ -344,7 +414,9 @@ def _encode_texts(
         recipe.data.max_sentence_tokens
     )
     if not len(judged):
-        raise DataError("no validation pair is short enough: raise data.max_sentence_tokens")
+        raise DataError(
+            "no validation pair is short enough: raise data.max_sentence_tokens"
+        )
     return _Texts(kept, judged, valid_text)
 
 
@@ -354,7 +426,10 @@ def _train_tokenizers(
     def train() -> list[str]:
         display.say(f"training a {recipe.tokenizer.kind} tokenizer")
         pair = train_tokenizers(recipe.tokenizer, text.source, text.target)
-        return [one.to_json() for one in ([pair.source] if pair.joint else [pair.source, pair.target])]
+        return [
+            one.to_json()
+            for one in ([pair.source] if pair.joint else [pair.source, pair.target])
+        ]
 
     found = trained_once(
         recipe.tokenizer,
@@ -407,7 +482,9 @@ def _scorer(recipe: Recipe, tokenizers: TokenizerPair, valid: ParallelCorpus) ->
         translated = Translator(model, tokenizers, options).translate(sources)
         texts = [translation.text for translation in translated]
         tokenize = recipe.validation.bleu_tokenize
-        bleu, chrf = score_translations(texts, references, num_resamples=200, tokenize=tokenize)
+        bleu, chrf = score_translations(
+            texts, references, num_resamples=200, tokenize=tokenize
+        )
         at_limit = sum(translation.finish == "length" for translation in translated)
         return Quality(bleu.value, bleu.low, chrf.value, at_limit)
 
@@ -424,7 +501,10 @@ def _fingerprints(
     # Hash lines, not tokens: pairs too long for the loss are translated too.
     sentences = texts.translated.source, texts.translated.target
     lines = [json.dumps(list(side)).encode() for side in sentences]
-    both = [tokenizer.to_json().encode() for tokenizer in (tokenizers.source, tokenizers.target)]
+    both = [
+        tokenizer.to_json().encode()
+        for tokenizer in (tokenizers.source, tokenizers.target)
+    ]
     judged = [
         recipe.validation.model_dump_json(exclude={"every_steps"}).encode(),
         recipe.decoding.model_dump_json(include={"alpha", "max_extra_tokens"}).encode(),

@@ -32,7 +32,11 @@ def removed_directions(norm: Norm) -> Float[Tensor, "d_model count"] | None:
 
 
 def centred(
-    weights: AttentionWeights, norm: Norm | None, memory_norm: Norm | None, *, keys: bool = True
+    weights: AttentionWeights,
+    norm: Norm | None,
+    memory_norm: Norm | None,
+    *,
+    keys: bool = True,
 ) -> AttentionWeights:
     """Project out of the maps the directions that LayerNorms around the layer remove, in at least float32.
 
@@ -41,7 +45,11 @@ def centred(
     their maps stay unchanged. The mean of W_O's output is removed if `norm` is a LayerNorm, not a sandwich.
     """
     of_memory = memory_norm if weights.semantics.kind == "cross" else norm
-    read = {"q": norm, "k": of_memory if keys else None, "v": of_memory if keys else None}
+    read = {
+        "q": norm,
+        "k": of_memory if keys else None,
+        "v": of_memory if keys else None,
+    }
     # Keyed by map and norm, so that shared maps stay shared.
     found: dict[tuple[Link, Norm], Link] = {}
     chains: dict[tuple[Chain, Norm], Chain] = {}
@@ -52,12 +60,24 @@ def centred(
             continue
         first = chain[0]
         if (first, own) not in found:
-            found[first, own] = replace(first, weight=_project_out(first.weight, directions))
+            found[first, own] = replace(
+                first, weight=_project_out(first.weight, directions)
+            )
         changed[side] = chains.setdefault((chain, own), (found[first, own], *chain[1:]))
-    if norm is not None and norm.centred and weights.norm_place != "sandwich" and weights.o:
+    if (
+        norm is not None
+        and norm.centred
+        and weights.norm_place != "sandwich"
+        and weights.o
+    ):
         *before, last = weights.o
-        mean = last.weight.new_full((last.d_out, 1), last.d_out**-0.5, dtype=torch.float64)
-        changed["o"] = (*before, replace(last, weight=_project_out(last.weight.mT, mean).mT))
+        mean = last.weight.new_full(
+            (last.d_out, 1), last.d_out**-0.5, dtype=torch.float64
+        )
+        changed["o"] = (
+            *before,
+            replace(last, weight=_project_out(last.weight.mT, mean).mT),
+        )
     return replace(weights, **changed) if changed else weights  # type: ignore[arg-type]
 
 

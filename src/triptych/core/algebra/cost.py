@@ -20,10 +20,14 @@ class WritingCost:
     """The cost of one layer's parameterisation, independent of lengths."""
 
     parameters: int  # biases included
-    query_flops: int  # maps of queries, per token; maps shared with keys and values left out
+    query_flops: (
+        int  # maps of queries, per token; maps shared with keys and values left out
+    )
     memory_flops: int  # maps of keys and values, per token
     output_flops: int  # gates and output maps, per token
-    pair_flops: int  # score and weighted value, per pair of a query and a key, all heads
+    pair_flops: (
+        int  # score and weighted value, per pair of a query and a key, all heads
+    )
     cached_numbers: int  # values cached per token while decoding
 
     @property
@@ -43,7 +47,9 @@ def writing_cost(weights: AttentionWeights) -> WritingCost:
         output_flops=maps_flops((weights.o[:-1],), weights.num_heads)
         + maps_flops((weights.o[-1:],))
         + _gate_cost(weights)[0],
-        pair_flops=2 * weights.num_heads * (_out_width(weights, weights.q) + _out_width(weights, weights.v)),
+        pair_flops=2
+        * weights.num_heads
+        * (_out_width(weights, weights.q) + _out_width(weights, weights.v)),
         cached_numbers=cached_numbers(weights),
     )
 
@@ -63,16 +69,23 @@ def cached_numbers(weights: AttentionWeights) -> int:
     """Count the values cached per token while decoding."""
     entries = {
         tuple(id(link) for link in made): _chain_numbers(weights, made)
-        for made in (_applied_before_storing(weights, chain)[0] for chain in (weights.k, weights.v))
+        for made in (
+            _applied_before_storing(weights, chain)[0]
+            for chain in (weights.k, weights.v)
+        )
     }
     return sum(entries.values())
 
 
-def _applied_before_storing(weights: AttentionWeights, chain: Chain) -> tuple[Chain, Chain]:
+def _applied_before_storing(
+    weights: AttentionWeights, chain: Chain
+) -> tuple[Chain, Chain]:
     """Split a chain of keys or values at the cache: maps before storing, and maps after it."""
     # Keys and values with common maps share a cache behind the last common map. Other chains are stored
     # behind the last learned map.
-    common = [i for i, link in enumerate(chain) if link in weights.k and link in weights.v]
+    common = [
+        i for i, link in enumerate(chain) if link in weights.k and link in weights.v
+    ]
     if common and weights.k != weights.v:
         cut = common[-1] + 1
     else:
@@ -92,7 +105,11 @@ def _gate_cost(weights: AttentionWeights) -> tuple[int, int]:
 
 def _chain_numbers(weights: AttentionWeights, chain: Chain) -> int:
     """Count the output values of a chain for one token."""
-    return max(link.copies for link in chain) * chain[-1].d_out if chain else weights.d_model
+    return (
+        max(link.copies for link in chain) * chain[-1].d_out
+        if chain
+        else weights.d_model
+    )
 
 
 @final
@@ -105,7 +122,9 @@ class PassCost:
     diagonal_flops: int  # multiplications by diagonal maps, not included in `flops`
     weight_numbers: int  # parameters of the maps in use, biases included
     moved_numbers: int  # values besides `weight_numbers` read from and written to memory, each tensor once
-    kept_numbers: int  # values stored for the backward pass in training, each tensor once
+    kept_numbers: (
+        int  # values stored for the backward pass in training, each tensor once
+    )
     pair_numbers: int  # attention weights of all heads and pairs, stored as well where they are materialised
 
 
@@ -122,10 +141,14 @@ def pass_cost(
         raise ValueError(f"{cached} tokens are cached, but the memory has {memory_len}")
     expanded = _Pass(weights, query_len, cached, memory_len, "expanded").cost()
     # Without learned maps behind the cache there is only the expanded route.
-    stored = (_applied_before_storing(weights, chain)[1] for chain in (weights.k, weights.v))
+    stored = (
+        _applied_before_storing(weights, chain)[1] for chain in (weights.k, weights.v)
+    )
     if not any(link.learned for link in itertools.chain.from_iterable(stored)):
         if route == "absorbed":
-            raise ValueError("these weights make keys and values before they are stored: nothing to absorb")
+            raise ValueError(
+                "these weights make keys and values before they are stored: nothing to absorb"
+            )
         return expanded
     absorbed = _Pass(weights, query_len, cached, memory_len, "absorbed").cost()
     if route is None:
@@ -147,7 +170,12 @@ class _Pass:
     """Counter of one pass; tensors common to two chains are computed once."""
 
     def __init__(
-        self, weights: AttentionWeights, query_len: int, cached: int, memory_len: int | None, route: Route
+        self,
+        weights: AttentionWeights,
+        query_len: int,
+        cached: int,
+        memory_len: int | None,
+        route: Route,
     ) -> None:
         self.weights = weights
         self.query_len = query_len
@@ -171,7 +199,10 @@ class _Pass:
             _applied_before_storing(weights, chain) for chain in (weights.k, weights.v)
         )
         y = self._value((self.source,), self.key_len - self.cached, 1, weights.d_model)
-        k, v = (replace(self._chain(y, made), tokens=self.key_len) for made in (made_k, made_v))
+        k, v = (
+            replace(self._chain(y, made), tokens=self.key_len)
+            for made in (made_k, made_v)
+        )
         if self.route == "expanded":
             k = self._chain(k, rest_k)
             v = self._chain(v, rest_v)
@@ -199,7 +230,9 @@ class _Pass:
             route=self.route,
             flops=self.flops,
             diagonal_flops=self.diagonal_flops,
-            weight_numbers=bias + gate_numbers + sum(link.num_parameters for link in self.used.values()),
+            weight_numbers=bias
+            + gate_numbers
+            + sum(link.num_parameters for link in self.used.values()),
             moved_numbers=sum(self.numbers[key] for key in read)
             + 2 * sum(self.numbers[key] for key in made)
             + self.cached * cached_numbers(weights)
@@ -208,7 +241,9 @@ class _Pass:
             pair_numbers=heads * pairs,
         )
 
-    def _value(self, key: tuple[object, ...], tokens: int, streams: int, width: int) -> _Value:
+    def _value(
+        self, key: tuple[object, ...], tokens: int, streams: int, width: int
+    ) -> _Value:
         self.numbers.setdefault(key, tokens * streams * width)
         return _Value(key, tokens, streams, width)
 
@@ -220,7 +255,9 @@ class _Pass:
     def _apply(self, value: _Value, link: Link, *, transposed: bool = False) -> _Value:
         streams = max(value.streams, link.copies)
         width = link.d_in if transposed and not link.diagonal else link.d_out
-        if not link.learned and not link.diagonal:  # a choice of channels: nothing is computed
+        if (
+            not link.learned and not link.diagonal
+        ):  # a choice of channels: nothing is computed
             return _Value(value.key, value.tokens, streams, width)
         key = (*value.key, id(link), transposed, value.tokens)
         if key not in self.numbers and value.tokens:

@@ -25,7 +25,9 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class ThinSVD(NamedTuple):
     """Thin singular value decomposition, A = U diag(S) Vh with k = min(r, d_left, d_right)."""
 
-    U: Float[Tensor, "*batch d_left k"]  # the entry of largest magnitude of each column is positive
+    U: Float[
+        Tensor, "*batch d_left k"
+    ]  # the entry of largest magnitude of each column is positive
     S: Float[Tensor, "*batch k"]  # descending
     Vh: Float[Tensor, "*batch k d_right"]
 
@@ -69,7 +71,9 @@ class BilinearForm:
         left = self.left
         right = self.right
         if left.ndim < 2 or right.ndim < 2:
-            raise ValueError(f"factors have {left.ndim} and {right.ndim} dimensions: each needs at least 2")
+            raise ValueError(
+                f"factors have {left.ndim} and {right.ndim} dimensions: each needs at least 2"
+            )
         if left.shape[-1] != right.shape[-1]:
             raise ValueError(
                 f"left has width {left.shape[-1]} and right {right.shape[-1]}: they must be equal"
@@ -80,7 +84,9 @@ class BilinearForm:
                 "no width may be smaller than 1"
             )
         if left.dtype not in _DTYPES:
-            raise ValueError(f"factors are {left.dtype}: they must be float16, bfloat16, float32 or float64")
+            raise ValueError(
+                f"factors are {left.dtype}: they must be float16, bfloat16, float32 or float64"
+            )
         _require_one_batch("left", left, "right", right)
 
     def __repr__(self) -> str:
@@ -89,8 +95,15 @@ class BilinearForm:
 
     def _repr_html_(self) -> str:
         shape = _times((*self.batch, self.d_left, self.d_right))
-        rows = {"form": shape, "width": self.width, "dtype": self.left.dtype, "device": self.left.device}
-        return table_html("BilinearForm", [(name, str(value)) for name, value in rows.items()])
+        rows = {
+            "form": shape,
+            "width": self.width,
+            "dtype": self.left.dtype,
+            "device": self.left.device,
+        }
+        return table_html(
+            "BilinearForm", [(name, str(value)) for name, value in rows.items()]
+        )
 
     @property
     def batch(self) -> torch.Size:
@@ -127,7 +140,9 @@ class BilinearForm:
         """Build A, `[*batch, d_left, d_right]`, for teaching and tests. No other method builds A."""
         return self.left @ self.right.mT
 
-    def apply(self, x: Float[Tensor, "*x_batch n d_x"]) -> Float[Tensor, "*out_batch n d_right"]:
+    def apply(
+        self, x: Float[Tensor, "*x_batch n d_x"]
+    ) -> Float[Tensor, "*out_batch n d_right"]:
         """Compute X A with the factors.
 
         Args:
@@ -187,7 +202,8 @@ class BilinearForm:
             )
         _require_one_batch("the first form", self.left, "the second", other.left)
         return BilinearForm(
-            torch.cat((self.left, other.left), dim=-1), torch.cat((self.right, -other.right), dim=-1)
+            torch.cat((self.left, other.left), dim=-1),
+            torch.cat((self.right, -other.right), dim=-1),
         )
 
     def difference_norm(self, other: "BilinearForm") -> Float[Tensor, "*batch"]:
@@ -227,7 +243,9 @@ class BilinearForm:
     def eigenvalues(self) -> Complex[Tensor, "*batch k"]:
         """Compute k = min(r, d) eigenvalues of a square A by descending magnitude; further values are 0."""
         values: Tensor = torch.linalg.eigvals(self._squeeze("eigenvalues"))
-        return values.gather(-1, values.abs().argsort(dim=-1, descending=True, stable=True))
+        return values.gather(
+            -1, values.abs().argsort(dim=-1, descending=True, stable=True)
+        )
 
     def rank(self, tolerance: float | None = None) -> Int[Tensor, "*batch"]:
         """Count the singular values above tolerance · σ₁; 0 for the zero form.
@@ -355,8 +373,13 @@ class BilinearForm:
         """Compute the core of `_reduce`, up to signs, at half the cost. It has the singular values of A."""
         factors = self._working_factors()
         # torch computes gradients of R only together with Q.
-        learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in factors)
-        left, right = (torch.linalg.qr(factor, mode="reduced" if learns else "r").R for factor in factors)
+        learns = torch.is_grad_enabled() and any(
+            factor.requires_grad for factor in factors
+        )
+        left, right = (
+            torch.linalg.qr(factor, mode="reduced" if learns else "r").R
+            for factor in factors
+        )
         return _finite_product(left, right.mT)
 
     def _squeeze(self, what: str) -> Tensor:
@@ -379,11 +402,15 @@ class BilinearForm:
 
     def _require_square(self, what: str) -> None:
         if self.d_left != self.d_right:
-            raise ValueError(f"a form of {self.d_left} × {self.d_right} has no {what}: it is not square")
+            raise ValueError(
+                f"a form of {self.d_left} × {self.d_right} has no {what}: it is not square"
+            )
 
     def _require_input(self, name: str, x: Tensor, width: int) -> None:
         if x.ndim < 2 or x.shape[-1] != width:
-            raise ValueError(f"{name} is {_times(x.shape)}: the form takes rows of width {width}")
+            raise ValueError(
+                f"{name} is {_times(x.shape)}: the form takes rows of width {width}"
+            )
         ours = reversed(self.batch)
         theirs = reversed(x.shape[:-2])
         if any(a != b and 1 not in (a, b) for a, b in zip(ours, theirs, strict=False)):
@@ -411,7 +438,9 @@ def _times(shape: Sequence[int]) -> str:
     return " × ".join(map(str, shape))
 
 
-def _require_one_batch(name: str, first: Tensor, other_name: str, second: Tensor) -> None:
+def _require_one_batch(
+    name: str, first: Tensor, other_name: str, second: Tensor
+) -> None:
     if first.shape[:-2] != second.shape[:-2]:
         raise ValueError(
             f"{name} has batch {list(first.shape[:-2])} and {other_name} {list(second.shape[:-2])}: "
@@ -420,22 +449,36 @@ def _require_one_batch(name: str, first: Tensor, other_name: str, second: Tensor
     _require_one_dtype_and_device(name, first, other_name, second)
 
 
-def _require_one_dtype_and_device(name: str, first: Tensor, other_name: str, second: Tensor) -> None:
+def _require_one_dtype_and_device(
+    name: str, first: Tensor, other_name: str, second: Tensor
+) -> None:
     if first.dtype != second.dtype:
-        raise ValueError(f"{name} is {first.dtype} and {other_name} {second.dtype}: cast one of them")
+        raise ValueError(
+            f"{name} is {first.dtype} and {other_name} {second.dtype}: cast one of them"
+        )
     if first.device != second.device:
-        raise ValueError(f"{name} is on {first.device} and {other_name} on {second.device}: move one of them")
+        raise ValueError(
+            f"{name} is on {first.device} and {other_name} on {second.device}: move one of them"
+        )
 
 
 def _finite_product(one: Tensor, two: Tensor) -> Tensor:
     product = one @ two
     if not bool(product.isfinite().all()):
-        raise ValueError(f"the product of the factors overflows {product.dtype}: cast the form to float64")
+        raise ValueError(
+            f"the product of the factors overflows {product.dtype}: cast the form to float64"
+        )
     return product
 
 
 def _require_finite_factors(**tensors: Tensor) -> None:
     if not all(are_finite(tensor) for tensor in tensors.values()):
-        counts = {name: int((~tensor.isfinite()).sum()) for name, tensor in tensors.items()}
-        where = " and ".join(f"{count} of {name}" for name, count in counts.items() if count)
-        raise ValueError(f"not finite (NaN or infinite) are {where}: entries must be finite")
+        counts = {
+            name: int((~tensor.isfinite()).sum()) for name, tensor in tensors.items()
+        }
+        where = " and ".join(
+            f"{count} of {name}" for name, count in counts.items() if count
+        )
+        raise ValueError(
+            f"not finite (NaN or infinite) are {where}: entries must be finite"
+        )

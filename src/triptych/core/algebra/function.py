@@ -66,9 +66,15 @@ def channels(
     """Compute queries, keys and values after norms and clipping, before rotation, as for `run_layer`."""
     y = x if memory is None else memory
     semantics = weights.semantics
-    q = prepare(_apply_chain(weights, "q", x), "q", semantics, _FROM_THE_START, BEFORE_ROTATION)
-    k = prepare(_apply_chain(weights, "k", y), "k", semantics, _FROM_THE_START, BEFORE_ROTATION)
-    v = prepare(_apply_chain(weights, "v", y), "v", semantics, _FROM_THE_START, BEFORE_ROTATION)
+    q = prepare(
+        _apply_chain(weights, "q", x), "q", semantics, _FROM_THE_START, BEFORE_ROTATION
+    )
+    k = prepare(
+        _apply_chain(weights, "k", y), "k", semantics, _FROM_THE_START, BEFORE_ROTATION
+    )
+    v = prepare(
+        _apply_chain(weights, "v", y), "v", semantics, _FROM_THE_START, BEFORE_ROTATION
+    )
     return Channels(for_heads(q, weights.num_heads), k, v)
 
 
@@ -105,16 +111,27 @@ def gated(
     return mixed if factors is None else mixed * factors
 
 
-def _inputs(weights: AttentionWeights, made: Channels, mask: Tensor | None) -> tuple[Tensor, Inputs]:
+def _inputs(
+    weights: AttentionWeights, made: Channels, mask: Tensor | None
+) -> tuple[Tensor, Inputs]:
     """Rotate queries and keys; return the queries and the inputs of the steps from products on."""
     semantics = weights.semantics
     q = prepare(made.q, "q", semantics, _FROM_THE_START, FROM_ROTATION)
-    k = for_heads(prepare(made.k, "k", semantics, _FROM_THE_START, FROM_ROTATION), weights.num_heads)
+    k = for_heads(
+        prepare(made.k, "k", semantics, _FROM_THE_START, FROM_ROTATION),
+        weights.num_heads,
+    )
     v = for_heads(made.v, weights.num_heads)
     near, bias = LOCATE.run(
-        q, k, semantics, _FROM_THE_START.query_positions(q), _FROM_THE_START.key_positions(k)
+        q,
+        k,
+        semantics,
+        _FROM_THE_START.query_positions(q),
+        _FROM_THE_START.key_positions(k),
     )
-    return q, Inputs(q, k, v, both(near, mask), bias, is_causal(semantics, None), semantics, 0.0)
+    return q, Inputs(
+        q, k, v, both(near, mask), bias, is_causal(semantics, None), semantics, 0.0
+    )
 
 
 def _apply_chain(weights: AttentionWeights, side: Side, x: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ class Trait(NamedTuple):
     """A feature of layers for which some rewrites are refused."""
 
     words: str  # the feature in the plural
-    there: Callable[[AttentionWeights], bool]  # returns True for a layer with the feature
+    there: Callable[
+        [AttentionWeights], bool
+    ]  # returns True for a layer with the feature
 
 
 @final
@@ -54,15 +56,22 @@ class Need:
     def why_not(self, weights: AttentionWeights) -> str:
         """Return the reason why a layer does not satisfy the requirement; "" if it does."""
         semantics = weights.semantics
-        words = {name: getattr(semantics, name) for name in ("clip", "soft_cap", "dropout", "positions")}
+        words = {
+            name: getattr(semantics, name)
+            for name in ("clip", "soft_cap", "dropout", "positions")
+        }
         for trait, why in self.against.items():
             if TRAITS[trait].there(weights):
                 return why.format(trait=TRAITS[trait].words, **words)
         if unknown := semantics.beyond(self.allows):
-            return f"the layer has {named(unknown)}, which this does not take into account"
+            return (
+                f"the layer has {named(unknown)}, which this does not take into account"
+            )
         return ""
 
-    def require(self, name: str, weights: AttentionWeights, advice: str = "", about: str = "") -> None:
+    def require(
+        self, name: str, weights: AttentionWeights, advice: str = "", about: str = ""
+    ) -> None:
         """Raise RewriteRefusedError unless a layer satisfies the requirement.
 
         `name` is the name of the rewrite, and `about` comes before the reason in the message.
@@ -76,14 +85,21 @@ def _scheme_trait(words: str, scheme: str) -> Trait:
 
 
 def _field_trait(words: str, *names: str) -> Trait:
-    return Trait(words, lambda weights: any(getattr(weights.semantics, name) is not None for name in names))
+    return Trait(
+        words,
+        lambda weights: any(
+            getattr(weights.semantics, name) is not None for name in names
+        ),
+    )
 
 
 TRAITS: dict[str, Trait] = {
     "rotary": _scheme_trait("rotary positions", "rotary"),
     "disentangled": Trait(
         "disentangled positions",
-        lambda weights: (bias := weights.semantics.bias) is not None and bias.reads_content,
+        lambda weights: (
+            (bias := weights.semantics.bias) is not None and bias.reads_content
+        ),
     ),
     "alibi": _scheme_trait("ALiBi", "alibi"),
     "relative": _scheme_trait("relative position biases", "relative"),
@@ -94,19 +110,32 @@ TRAITS: dict[str, Trait] = {
     "sinks": _field_trait("sinks", "sinks"),
     "gate": _field_trait("gates", "gate"),
     "channel_gate": Trait(
-        "gates of channels", lambda weights: (gate := weights.semantics.gate) is not None and gate.per_channel
+        "gates of channels",
+        lambda weights: (
+            (gate := weights.semantics.gate) is not None and gate.per_channel
+        ),
     ),
-    "dropout": Trait("attention dropout", lambda weights: weights.semantics.dropout > 0),
-    "no_rotary": Trait("other than rotary positions", lambda weights: weights.semantics.rotary is None),
+    "dropout": Trait(
+        "attention dropout", lambda weights: weights.semantics.dropout > 0
+    ),
+    "no_rotary": Trait(
+        "other than rotary positions", lambda weights: weights.semantics.rotary is None
+    ),
     "of_patches": Trait(
         "positions of patches",
-        lambda weights: (rotary := weights.semantics.rotary) is not None and rotary.places is not None,
+        lambda weights: (
+            (rotary := weights.semantics.rotary) is not None
+            and rotary.places is not None
+        ),
     ),
     "window": _field_trait("windows", "window", "chunk"),
-    "temperature": _field_trait("temperatures that grow with the position", "temperature"),
+    "temperature": _field_trait(
+        "temperatures that grow with the position", "temperature"
+    ),
     "compared": _field_trait("scores other than products", "scores"),
     "both_ways": Trait(
-        "attention to later tokens or another text", lambda weights: weights.semantics.kind != "causal"
+        "attention to later tokens or another text",
+        lambda weights: weights.semantics.kind != "causal",
     ),
     "growing": Trait(
         "rotations that change with the length of the text",
@@ -118,9 +147,14 @@ TRAITS: dict[str, Trait] = {
     ),
     "biased": Trait(
         "biases",
-        lambda weights: weights.o_bias is not None or any(link.bias is not None for link in weights.links()),
+        lambda weights: (
+            weights.o_bias is not None
+            or any(link.bias is not None for link in weights.links())
+        ),
     ),
-    "no_output_bias": Trait("outputs without a bias", lambda weights: "o" not in weights.bias_slots),
+    "no_output_bias": Trait(
+        "outputs without a bias", lambda weights: "o" not in weights.bias_slots
+    ),
 }
 # What rewrites rely on: scores depend on queries and keys through W_Q W_Kᵀ ("products"); a number added to
 # a row of scores cancels ("shifts"); channels of values may be mixed ("values"); the weights of a row sum to
@@ -151,7 +185,9 @@ BREAKS: Mapping[str, tuple[Property, ...]] = {
 
 def _keeping(*properties: Property) -> frozenset[str]:
     """Return the fields that break none of some properties."""
-    return frozenset(field for field, broken in BREAKS.items() if not set(properties) & set(broken))
+    return frozenset(
+        field for field, broken in BREAKS.items() if not set(properties) & set(broken)
+    )
 
 
 _VALUES_NORMED = "the values of each head are normalised after their map"
@@ -197,7 +233,10 @@ ROTARY_PAIRS_MEET = Need(
 CHANNELS_OR_PAIRS = Need(
     {
         trait: why
-        for trait, why in {**CHANNELS_FREE["qk"].against, **ROTARY_PAIRS_MEET.against}.items()
+        for trait, why in {
+            **CHANNELS_FREE["qk"].against,
+            **ROTARY_PAIRS_MEET.against,
+        }.items()
         if trait not in ("rotary", "no_rotary")
     },
     _keeping("products") | {"rotary"},
@@ -263,7 +302,16 @@ DECOUPLED = Need(
         "v_norm": _VALUES_NORMED,
         **dict.fromkeys(
             (
-                *("qk_norm", "of_patches", "growing", "soft_cap", "sinks", "gate", "window", "temperature"),
+                *(
+                    "qk_norm",
+                    "of_patches",
+                    "growing",
+                    "soft_cap",
+                    "sinks",
+                    "gate",
+                    "window",
+                    "temperature",
+                ),
                 *("compared", "both_ways"),
             ),
             "DeepSeek's layers have no {trait}",
@@ -287,11 +335,19 @@ INPUT_READ_BY_MAPS = Need({}, _keeping("input"))
 def require_whole_number(name: str, what: str, value: object) -> None:
     """Refuse a value other than a whole number before it is compared with sizes."""
     if type(value) is not int:
-        raise RewriteRefusedError(name, f"{what} is {value!r}: it must be a whole number")
+        raise RewriteRefusedError(
+            name, f"{what} is {value!r}: it must be a whole number"
+        )
 
 
 def require_one_each(
-    name: str, what: str, given: int | Sequence[int], heads: int, side: str, most: int, why: str
+    name: str,
+    what: str,
+    given: int | Sequence[int],
+    heads: int,
+    side: str,
+    most: int,
+    why: str,
 ) -> list[int]:
     """Return a number for each of `heads` key or value heads; a single number is for all heads.
 
@@ -317,24 +373,35 @@ def require_finite(name: str, weights: AttentionWeights) -> None:
     found = list[tuple[str, Tensor | None]]()
     for side in SIDES:
         for link in weights.chain(side):
-            found += [(f"a map of {side}", link.weight), (f"a bias of {side}", link.bias)]
+            found += [
+                (f"a map of {side}", link.weight),
+                (f"a bias of {side}", link.bias),
+            ]
     found.append(("the bias of o", weights.o_bias))
     for which, norm in (("norm", weights.norm), ("memory's norm", weights.memory_norm)):
         if norm is not None:
-            found += [(f"the weight of the {which}", norm.weight), (f"the bias of the {which}", norm.bias)]
+            found += [
+                (f"the weight of the {which}", norm.weight),
+                (f"the bias of the {which}", norm.bias),
+            ]
     for what, numbers in (*found, *weights.semantics.learned().items()):
         if numbers is not None and not are_finite(numbers):
             bad = int((~numbers.isfinite()).sum())
             raise RewriteRefusedError(
-                name, f"{bad:,} of {numbers.numel():,} numbers in {what} are NaN or infinite"
+                name,
+                f"{bad:,} of {numbers.numel():,} numbers in {what} are NaN or infinite",
             )
 
 
-def require_nothing_between(name: str, side: Side, chain: Chain, advice: str = "") -> None:
+def require_nothing_between(
+    name: str, side: Side, chain: Chain, advice: str = ""
+) -> None:
     """Refuse a chain with a norm after any map: no part of a map can be moved through a norm."""
     for number, link in enumerate(chain, start=1):
         if link.norm is not None:
-            raise RewriteRefusedError(name, f"there is a norm after map {number} of {side}", advice)
+            raise RewriteRefusedError(
+                name, f"there is a norm after map {number} of {side}", advice
+            )
 
 
 def require_last_map(name: str, side: Side, chain: Chain) -> None:
@@ -364,12 +431,18 @@ def sharing_sides(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
 def separate(chain: Chain) -> Chain:
     """Clone the maps of a chain, so that they are no longer shared."""
     return tuple(
-        replace(link, weight=link.weight.clone(), bias=None if link.bias is None else link.bias.clone())
+        replace(
+            link,
+            weight=link.weight.clone(),
+            bias=None if link.bias is None else link.bias.clone(),
+        )
         for link in chain
     )
 
 
-def with_chains(weights: AttentionWeights, chains: dict[Side, Chain]) -> AttentionWeights:
+def with_chains(
+    weights: AttentionWeights, chains: dict[Side, Chain]
+) -> AttentionWeights:
     return replace(weights, **{str(side): chain for side, chain in chains.items()})  # type: ignore[arg-type]
 
 

@@ -35,7 +35,9 @@ def apply_rotary(
     else:
         a = x[..., start:end:2]
         b = x[..., start + 1 : end : 2]
-        parts = [torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)]
+        parts = [
+            torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+        ]
     if start:
         parts.insert(0, x[..., :start])
     if end < x.shape[-1]:
@@ -59,7 +61,12 @@ class OtherFrequencies:
     def rotation(self, plain: "RotaryEmbedding", length: int) -> "RotaryEmbedding":
         """Return the rotation of a text of `length` tokens, above the limit, given the plain rotation."""
         del length
-        return replace(plain, frequencies=self.frequencies, factor=plain.factor * self.times, long=None)
+        return replace(
+            plain,
+            frequencies=self.frequencies,
+            factor=plain.factor * self.times,
+            long=None,
+        )
 
 
 @final
@@ -82,9 +89,16 @@ class GrowingBase:
     def rotation(self, plain: "RotaryEmbedding", length: int) -> "RotaryEmbedding":
         width = 2 * len(plain.frequencies)
         times = self.stretch * length / self.limit - (self.stretch - 1)
-        powers = torch.arange(0, width, 2, dtype=torch.float64, device=plain.frequencies.device) / width
+        powers = (
+            torch.arange(
+                0, width, 2, dtype=torch.float64, device=plain.frequencies.device
+            )
+            / width
+        )
         frequencies = (self.base * times ** (width / (width - 2))) ** -powers
-        return replace(plain, frequencies=frequencies, factor=plain.factor * self.times, long=None)
+        return replace(
+            plain, frequencies=frequencies, factor=plain.factor * self.times, long=None
+        )
 
 
 LongTexts = OtherFrequencies | GrowingBase
@@ -115,13 +129,21 @@ class RotaryEmbedding:
     # True if decoding past the limit starts again from the first token of a text. If False, cached keys keep
     # their rotation.
     reads_again: bool = False
-    _tables: _Tables = field(default_factory=dict, init=False, repr=False, compare=False)
-    _of_long: "list[RotaryEmbedding]" = field(default_factory=list, init=False, repr=False, compare=False)
+    _tables: _Tables = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _of_long: "list[RotaryEmbedding]" = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     @classmethod
-    def of_width(cls, width: int, base: float = 10_000.0, pairing: Pairing = "halves") -> "RotaryEmbedding":
+    def of_width(
+        cls, width: int, base: float = 10_000.0, pairing: Pairing = "halves"
+    ) -> "RotaryEmbedding":
         """Return the rotation of the first `width` channels, with `θ_f = base^(−2f / width)`."""
-        return cls(base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width), pairing)
+        return cls(
+            base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width), pairing
+        )
 
     @property
     def pairs(self) -> tuple[list[int], list[int]]:
@@ -162,13 +184,19 @@ class RotaryEmbedding:
         return apply_rotary(x, cos, sin, self.pairing, self.start)
 
     def at(
-        self, x: Float[Tensor, "batch heads length width"], positions: Int[Tensor, "*rows placed"], end: int
+        self,
+        x: Float[Tensor, "batch heads length width"],
+        positions: Int[Tensor, "*rows placed"],
+        end: int,
     ) -> Float[Tensor, "batch heads length width"]:
         """Rotate queries or keys at given positions; `end` is an upper bound above every position."""
         # `end` is an upper bound; above the limit the rotation depends on the exact length of the text.
         if self.long is not None and end > self.long.limit:
             end = int(positions.max()) + 1
-        cos, sin = (F.embedding(positions, table) for table in self.cos_sin(0, end, x.device, x.dtype))
+        cos, sin = (
+            F.embedding(positions, table)
+            for table in self.cos_sin(0, end, x.device, x.dtype)
+        )
         if positions.ndim == 2:
             cos = cos[:, None]
             sin = sin[:, None]
@@ -189,22 +217,32 @@ class RotaryEmbedding:
         precise = torch.float64 if dtype == torch.float64 else torch.float32
         turned = self.of_length(end)
         if turned is not self:
-            grows = self.long is not None and self.long.grows  # tables of one length: not cached
-            return (turned._table if grows else turned.cos_sin)(begin, end, device, precise)
+            grows = (
+                self.long is not None and self.long.grows
+            )  # tables of one length: not cached
+            return (turned._table if grows else turned.cos_sin)(
+                begin, end, device, precise
+            )
         tables = self._tables.get((device, precise))
         if tables is None or len(tables[0]) < end:
-            tables = self._table(0, max(256, 1 << (end - 1).bit_length()), device, precise)
+            tables = self._table(
+                0, max(256, 1 << (end - 1).bit_length()), device, precise
+            )
             self._tables[device, precise] = tables
         return tables[0][begin:end], tables[1][begin:end]
 
-    def _table(self, begin: int, end: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _table(
+        self, begin: int, end: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         # Angles in float64, rounded once: in float32 the error would be 1e-3 at position 30,000.
         # Never inference tensors: training may use the tables of an earlier translation.
         with torch.inference_mode(False):
             frequencies = self.frequencies.double()
             places = self.places
             if places is None:
-                places = torch.arange(begin, end, dtype=torch.float64, device=frequencies.device)[:, None]
+                places = torch.arange(
+                    begin, end, dtype=torch.float64, device=frequencies.device
+                )[:, None]
             angles = places.double() * frequencies
             cos = angles.cos() * self.factor
             sin = angles.sin() * self.factor
@@ -214,10 +252,16 @@ class RotaryEmbedding:
 class ScoreBias(ABC):
     """Base class of biases added to the scaled scores."""
 
-    scheme: ClassVar[Literal["alibi", "relative", "disentangled"]]  # name in reports and messages
-    head_dims: ClassVar[Mapping[str, int]]  # names of the tensors, with the dimension of heads
+    scheme: ClassVar[
+        Literal["alibi", "relative", "disentangled"]
+    ]  # name in reports and messages
+    head_dims: ClassVar[
+        Mapping[str, int]
+    ]  # names of the tensors, with the dimension of heads
     learned: ClassVar[bool] = True
-    reads_content: ClassVar[bool] = False  # True if the bias depends on queries and keys
+    reads_content: ClassVar[bool] = (
+        False  # True if the bias depends on queries and keys
+    )
 
     @abstractmethod
     def __call__(
@@ -231,7 +275,10 @@ class ScoreBias(ABC):
 
     @property
     def num_heads(self) -> int:
-        return next(tensor.shape[self.head_dims[name]] for name, tensor in self.tensors().items())
+        return next(
+            tensor.shape[self.head_dims[name]]
+            for name, tensor in self.tensors().items()
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of `head_dims` by name, where they are set."""
@@ -269,12 +316,16 @@ class ALiBi(ScoreBias):
         """Return a bias with the authors' slopes; see `alibi_slopes`."""
         return cls(torch.tensor(alibi_slopes(num_heads), dtype=torch.float64))
 
-    def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor
+    ) -> Tensor:
         # Not in bfloat16: it cannot represent every integer above 256.
         precise = torch.float64 if q.dtype == torch.float64 else torch.float32
         distance = distances(query_positions, key_positions).abs().to(precise)
         distance = distance[:, None] if distance.ndim == 3 else distance
-        return (-self.slopes.to(q.device, precise)[:, None, None] * distance).to(q.dtype)
+        return (-self.slopes.to(q.device, precise)[:, None, None] * distance).to(
+            q.dtype
+        )
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -282,7 +333,9 @@ def alibi_slopes(num_heads: int) -> list[float]:
     # Source: `get_slopes` in github.com/ofirpress/attention_with_linear_biases.
     below = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-8 * (i + 1) / below) for i in range(below)]
-    return slopes + [2 ** (-4 * (i + 1) / below) for i in range(0, 2 * (num_heads - below), 2)]
+    return slopes + [
+        2 ** (-4 * (i + 1) / below) for i in range(0, 2 * (num_heads - below), 2)
+    ]
 
 
 @final
@@ -298,7 +351,9 @@ class RelativePositionBias(ScoreBias):
     both_ways: bool  # True if half of the buckets are for keys after the query
     max_distance: int  # distances from here on share the last bucket
 
-    def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor
+    ) -> Tensor:
         offset = -distances(query_positions, key_positions)
         return self.table.to(q.dtype)[self._buckets(offset)].movedim(-1, -3)
 
@@ -315,7 +370,9 @@ class RelativePositionBias(ScoreBias):
         # Half of the buckets are for single distances, and half for ranges of distances with equal ratios.
         # Logarithms in float32, as in the training of T5.
         exact = buckets // 2
-        ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
+        ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(
+            self.max_distance / exact
+        )
         far = (exact + (ratio * (buckets - exact)).long()).clamp(max=buckets - 1)
         return first + torch.where(distance < exact, distance, far)
 
@@ -337,10 +394,14 @@ class PatchPositionBias(ScoreBias):
     rows: int  # number of rows of patches
     columns: int  # number of columns of patches
 
-    def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor
+    ) -> Tensor:
         for positions in (query_positions, key_positions):
             if positions.numel():
-                _require_in_picture(int(positions.max()) + 1, 1 + self.rows * self.columns)
+                _require_in_picture(
+                    int(positions.max()) + 1, 1 + self.rows * self.columns
+                )
         one = query_positions[..., :, None] - 1
         other = key_positions[..., None, :] - 1
         down = one // self.columns - other // self.columns + self.rows - 1
@@ -367,14 +428,22 @@ class DisentangledBias(ScoreBias):
     keys: Tensor | None
     queries: Tensor | None
     span: int  # number of buckets in each direction
-    max_distance: int | None  # distances from here on share the last bucket; None for a bucket per distance
+    max_distance: (
+        int | None
+    )  # distances from here on share the last bucket; None for a bucket per distance
     scale: float  # factor of the two products
-    through_maps: bool = False  # True if embedded distances pass the layer's maps of keys and queries
+    through_maps: bool = (
+        False  # True if embedded distances pass the layer's maps of keys and queries
+    )
 
-    def __call__(self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, query_positions: Tensor, key_positions: Tensor
+    ) -> Tensor:
         # Content to position: q_i · keys[δ(i − j)]. Position to content: k_j · queries[δ(i − j)], computed
         # with keys as rows and transposed.
-        distance = self._bucketed(distances(query_positions, key_positions)).unsqueeze(-3)
+        distance = self._bucketed(distances(query_positions, key_positions)).unsqueeze(
+            -3
+        )
         shape = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
         total = torch.zeros(shape, dtype=q.dtype, device=q.device)
         if self.keys is not None:
@@ -382,7 +451,11 @@ class DisentangledBias(ScoreBias):
             total = total + (q @ self.keys.to(q.dtype).mT).gather(-1, row.expand(shape))
         if self.queries is not None:
             row = (self.span + distance).clamp(0, 2 * self.span - 1).mT
-            own = k if k.shape[1] == q.shape[1] else k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+            own = (
+                k
+                if k.shape[1] == q.shape[1]
+                else k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+            )
             of_keys = (own @ self.queries.to(q.dtype).mT).gather(
                 -1, row.expand(*shape[:2], shape[3], shape[2])
             )

@@ -26,7 +26,11 @@ def ratio_intervals(
     drawn = torch.zeros(RESAMPLES, units, dtype=torch.float64)
     drawn.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=torch.float64))
     totals = drawn @ counts.reshape(units, -1)
-    ratios = drawn @ sums.double().reshape(units, -1) / totals.where(totals > 0, torch.nan)
+    ratios = (
+        drawn @ sums.double().reshape(units, -1) / totals.where(totals > 0, torch.nan)
+    )
     tail = (1 - COVERAGE) / 2
-    low, high = ratios.nanquantile(torch.tensor([tail, 1 - tail], dtype=torch.float64), dim=0)
+    low, high = ratios.nanquantile(
+        torch.tensor([tail, 1 - tail], dtype=torch.float64), dim=0
+    )
     return low.reshape(shape), high.reshape(shape)

@@ -23,7 +23,9 @@ class RewriteRefusedError(TriptychError, ValueError):
     section = "a-rewrite-is-refused"
 
     def __init__(self, name: str, reason: str, advice: str = "") -> None:
-        super().__init__(f"{name} refused: {reason}" + (f"; {advice}" if advice else ""))
+        super().__init__(
+            f"{name} refused: {reason}" + (f"; {advice}" if advice else "")
+        )
         self.name = name
         self.reason = reason
         self.advice = advice
@@ -54,15 +56,24 @@ class Cut:
     lost: tuple[float, ...] = ()
 
     @classmethod
-    def shares(cls, lost: Float[Tensor, "*heads"], whole: Float[Tensor, "*heads"]) -> tuple[float, ...]:
+    def shares(
+        cls, lost: Float[Tensor, "*heads"], whole: Float[Tensor, "*heads"]
+    ) -> tuple[float, ...]:
         """Return `lost / whole` of every head, 0 where `whole` is 0."""
-        return tuple((lost / torch.where(whole > 0, whole, 1.0)).clamp(min=0.0).flatten().tolist())
+        return tuple(
+            (lost / torch.where(whole > 0, whole, 1.0))
+            .clamp(min=0.0)
+            .flatten()
+            .tolist()
+        )
 
     def __str__(self) -> str:
         several = len(set(self.ranks)) > 1
         each = ", ".join(map(str, self.ranks if several else self.ranks[:1]))
         ranks = f"ranks {each}" if several else f"rank {each}"
-        return self.words.format(each=each, ranks=ranks, most=self.most, worst=self.worst)
+        return self.words.format(
+            each=each, ranks=ranks, most=self.most, worst=self.worst
+        )
 
 
 @final
@@ -75,12 +86,20 @@ class RewriteRecord:
     checked: tuple[str, ...]  # checked preconditions, in words
     before: WritingCost  # cost of the layer before the rewrite
     after: WritingCost
-    choice: str = ""  # choices of the rewrite with reasons and figures; "" without choices
+    choice: str = (
+        ""  # choices of the rewrite with reasons and figures; "" without choices
+    )
     notes: tuple[str, ...] = ()  # further notes, such as maps untied beforehand
-    bound: float = 0.0  # largest Frobenius norm of the change of a head's form; 0 if exact
-    error: float | None = None  # largest mean square error of a form's scores or outputs
+    bound: float = (
+        0.0  # largest Frobenius norm of the change of a head's form; 0 if exact
+    )
+    error: float | None = (
+        None  # largest mean square error of a form's scores or outputs
+    )
     cuts: tuple[Cut, ...] = ()  # truncations described by `choice`
-    kept: tuple[int, ...] | None = None  # remaining heads in order, if heads may have changed
+    kept: tuple[int, ...] | None = (
+        None  # remaining heads in order, if heads may have changed
+    )
 
 
 class Rewritten(NamedTuple):
@@ -111,14 +130,20 @@ def rewritten(
     Refuse a rewrite that changed the maps of queries or keys of a layer with scores other than products.
     """
     # Such scores depend on W_Q and W_K, not on W_QK alone.
-    if before.semantics.scores is not None and not _same_queries_and_keys(before, after):
+    if before.semantics.scores is not None and not _same_queries_and_keys(
+        before, after
+    ):
         raise RewriteRefusedError(
-            name, "queries and keys are compared by scores that are no product, and W_QK says nothing of them"
+            name,
+            "queries and keys are compared by scores that are no product, and W_QK says nothing of them",
         )
     costs = writing_cost(before), writing_cost(after)
     cuts = () if isinstance(choice, str) else tuple(choice)
     words = choice if isinstance(choice, str) else "; ".join(map(str, cuts))
-    return Rewritten(after, RewriteRecord(name, tier, checked, *costs, words, notes, bound, error, cuts))
+    return Rewritten(
+        after,
+        RewriteRecord(name, tier, checked, *costs, words, notes, bound, error, cuts),
+    )
 
 
 def _same_queries_and_keys(one: AttentionWeights, other: AttentionWeights) -> bool:

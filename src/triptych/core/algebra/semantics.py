@@ -13,7 +13,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from triptych.core.algebra.positions import PatchPositionBias, RotaryEmbedding, ScoreBias, distances
+from triptych.core.algebra.positions import (
+    PatchPositionBias,
+    RotaryEmbedding,
+    ScoreBias,
+    distances,
+)
 
 Kind = Literal["self", "causal", "cross"]
 HeadSide = Literal["q", "k", "v"]
@@ -69,7 +74,15 @@ class HeadNorm:
     def structure(self) -> tuple[object, ...]:
         """Settings and shapes, without the values of weight and bias."""
         shapes = {name: tensor.shape for name, tensor in self.tensors().items()}
-        return self.eps, self.centred, self.over, self.channels, self.turned, self.offset, shapes
+        return (
+            self.eps,
+            self.centred,
+            self.over,
+            self.channels,
+            self.turned,
+            self.offset,
+            shapes,
+        )
 
     def __call__(self, x: Float[Tensor, "batch heads length width"]) -> Tensor:
         if self.channels is not None and self.channels < x.shape[-1]:
@@ -101,7 +114,11 @@ class HeadNorm:
         """Select heads with their separate parameters, out of `copies` heads of a width."""
 
         def select(own: Tensor) -> Tensor:
-            each = own if len(own) == copies else own.repeat_interleave(copies // len(own), dim=0)
+            each = (
+                own
+                if len(own) == copies
+                else own.repeat_interleave(copies // len(own), dim=0)
+            )
             return select_rows(each, list(left(copies)))
 
         return self.with_own(width, select) if self.per_head else self
@@ -114,7 +131,9 @@ class HeadNorm:
                 return change(part.view(-1, width)).flatten()
             return change(part) if part.ndim > 1 else part
 
-        parts: dict[str, Any] = {name: changed(part) for name, part in self.tensors().items()}
+        parts: dict[str, Any] = {
+            name: changed(part) for name, part in self.tensors().items()
+        }
         return replace(self, **parts)
 
     def _apply(self, x: Tensor) -> Tensor:
@@ -125,7 +144,9 @@ class HeadNorm:
         bias = self._for_heads_of(x, self.bias)
         if self.over == "all heads":
             normal = self._normalise_rows(x.transpose(1, 2).flatten(2), weight, bias)
-            return normal.reshape(*normal.shape[:2], x.shape[1], x.shape[3]).transpose(1, 2)
+            return normal.reshape(*normal.shape[:2], x.shape[1], x.shape[3]).transpose(
+                1, 2
+            )
         return self._normalise_rows(x, weight, bias)
 
     def _for_heads_of(self, x: Tensor, part: Tensor | None) -> Tensor | None:
@@ -136,12 +157,22 @@ class HeadNorm:
         width = x.shape[3]
         if self.over == "all heads":
             times = heads * width // len(part)
-            return part if times == 1 else part.view(-1, width).repeat_interleave(times, dim=0).flatten()
+            return (
+                part
+                if times == 1
+                else part.view(-1, width).repeat_interleave(times, dim=0).flatten()
+            )
         if part.ndim == 1:
             return part
-        return (part.repeat_interleave(heads // len(part), dim=0) if len(part) < heads else part)[:, None]
+        return (
+            part.repeat_interleave(heads // len(part), dim=0)
+            if len(part) < heads
+            else part
+        )[:, None]
 
-    def _normalise_rows(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def _normalise_rows(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
         dtype = x.dtype
         x = x.to(torch.promote_types(dtype, torch.float32))
         if self.centred:
@@ -154,7 +185,9 @@ class HeadNorm:
 
 def same_norm_structure(one: HeadNorm | None, other: HeadNorm | None) -> bool:
     """Return True if two norms differ only in the values of their parameters, or are both None."""
-    return (None if one is None else one.structure) == (None if other is None else other.structure)
+    return (None if one is None else one.structure) == (
+        None if other is None else other.structure
+    )
 
 
 @final
@@ -172,7 +205,9 @@ class HeadGate:
     # `[heads, d_model]`, or `[heads, d_v, d_model]`; rows of gated heads only
     weight: Float[Tensor, "*gates d_model"]
     bias: Float[Tensor, "*gates"] | None = None
-    whole: tuple[bool, ...] = ()  # ungated heads of differential pairs; their partners' gates are negated
+    whole: tuple[
+        bool, ...
+    ] = ()  # ungated heads of differential pairs; their partners' gates are negated
 
     @property
     def num_heads(self) -> int:
@@ -210,36 +245,52 @@ class HeadGate:
             return of_heads
         negative = iter(of_heads.neg().unbind(1))
         one = torch.ones_like(of_heads[:, 0])
-        return torch.stack([one if whole else next(negative) for whole in self.whole], dim=1)
+        return torch.stack(
+            [one if whole else next(negative) for whole in self.whole], dim=1
+        )
 
     def _gated(self, heads: Iterable[int]) -> list[int]:
         return [head for head in heads if not self.whole or not self.whole[head]]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the weight, and the bias if set, by name."""
-        return {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
+        return (
+            {"weight": self.weight}
+            if self.bias is None
+            else {"weight": self.weight, "bias": self.bias}
+        )
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "HeadGate":
         """Replace weight and bias by name."""
         return replace(self, weight=tensors["weight"], bias=tensors.get("bias"))
 
-    def reading(self, gain: Float[Tensor, " d_model"], shift: Float[Tensor, " d_model"] | None) -> "HeadGate":
+    def reading(
+        self, gain: Float[Tensor, " d_model"], shift: Float[Tensor, " d_model"] | None
+    ) -> "HeadGate":
         """Fold gain and shift of a norm into the gate, which then reads x instead of `gain ∘ x + shift`."""
         wide = self.weight.double()
         bias = self.bias
         if shift is not None:
             moved = wide @ shift.double()
-            bias = (moved if bias is None else bias.double() + moved).to(self.weight.dtype)
-        return replace(self, weight=(wide * gain.double()).to(self.weight.dtype), bias=bias)
+            bias = (moved if bias is None else bias.double() + moved).to(
+                self.weight.dtype
+            )
+        return replace(
+            self, weight=(wide * gain.double()).to(self.weight.dtype), bias=bias
+        )
 
     def select_heads(self, order: Sequence[int]) -> "HeadGate | None":
         """Select the gates of some heads in a given order; None if all of these heads are ungated."""
-        rows = {head: row for row, head in enumerate(self._gated(range(self.num_heads)))}
+        rows = {
+            head: row for row, head in enumerate(self._gated(range(self.num_heads)))
+        }
         chosen = [rows[head] for head in self._gated(order)]
         if not chosen:
             return None
         whole = tuple(self.whole[head] for head in order) if self.whole else ()
-        gate = self.with_tensors({name: select_rows(part, chosen) for name, part in self.tensors().items()})
+        gate = self.with_tensors(
+            {name: select_rows(part, chosen) for name, part in self.tensors().items()}
+        )
         return replace(gate, whole=whole)
 
 
@@ -256,13 +307,19 @@ class Temperature:
 
     strength: float  # factor of the logarithm
     every: float  # number of positions with the same factor
-    first: int = 0  # offset added to the position: 1 if the formula counts positions from 1
+    first: int = (
+        0  # offset added to the position: 1 if the formula counts positions from 1
+    )
 
     def __call__(
-        self, q: Float[Tensor, "batch heads length width"], positions: Int[Tensor, "*rows placed"]
+        self,
+        q: Float[Tensor, "batch heads length width"],
+        positions: Int[Tensor, "*rows placed"],
     ) -> Tensor:
         steps = ((positions.double() + self.first) / self.every).floor()
-        return q * (1 + self.strength * steps.log1p()).to(q.dtype).unsqueeze(-2).unsqueeze(-1)
+        return q * (1 + self.strength * steps.log1p()).to(q.dtype).unsqueeze(
+            -2
+        ).unsqueeze(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,7 +343,9 @@ class Scores(ABC):
 
     @abstractmethod
     def __call__(
-        self, q: Float[Tensor, "batch heads query_len d_k"], k: Float[Tensor, "batch heads key_len d_k"]
+        self,
+        q: Float[Tensor, "batch heads query_len d_k"],
+        k: Float[Tensor, "batch heads key_len d_k"],
     ) -> Float[Tensor, "batch heads query_len key_len"]:
         """Compute the score of every query with every key."""
 
@@ -300,7 +359,9 @@ class Scores(ABC):
 
     def select_heads(self, order: Sequence[int]) -> "Scores":
         """Select the scores of some heads in a given order."""
-        return replace(self, **{name: part[list(order)] for name, part in self.tensors().items()})
+        return replace(
+            self, **{name: part[list(order)] for name, part in self.tensors().items()}
+        )
 
 
 @final
@@ -338,7 +399,9 @@ class Semantics:
     q_norm: HeadNorm | None = None
     k_norm: HeadNorm | None = None
     v_norm: HeadNorm | None = None
-    clip: float | None = None  # queries, keys and values are clipped to ±clip after their norms
+    clip: float | None = (
+        None  # queries, keys and values are clipped to ±clip after their norms
+    )
     rotary: RotaryEmbedding | None = None  # rotation of queries and keys
     temperature: Temperature | None = None  # scaling of queries after their rotation
     bias: ScoreBias | None = None  # added to the scaled scores
@@ -351,10 +414,14 @@ class Semantics:
     sinks: Float[Tensor, " heads"] | None = None
     dropout: float = 0.0  # current dropout probability of attention weights
     gate: HeadGate | None = None  # factors of the outputs of heads
-    scores: Scores | None = None  # scores in place of scaled products of queries and keys
+    scores: Scores | None = (
+        None  # scores in place of scaled products of queries and keys
+    )
 
     @property
-    def positions(self) -> Literal["none", "rotary", "alibi", "relative", "disentangled"]:
+    def positions(
+        self,
+    ) -> Literal["none", "rotary", "alibi", "relative", "disentangled"]:
         """Name of the layer's position scheme."""
         if self.rotary is not None:
             return "rotary"
@@ -386,12 +453,16 @@ class Semantics:
         """
         found = []
         for each in fields(self):
-            if each.name not in held and not _is_default(getattr(self, each.name), each.default):
+            if each.name not in held and not _is_default(
+                getattr(self, each.name), each.default
+            ):
                 found.append(_IN_WORDS.get(each.name, each.name).format(self.positions))
         return list(dict.fromkeys(found))
 
     def visible(
-        self, queries: Int[Tensor, "*rows query_len"], keys: Int[Tensor, "*columns key_len"]
+        self,
+        queries: Int[Tensor, "*rows query_len"],
+        keys: Int[Tensor, "*columns key_len"],
     ) -> Bool[Tensor, "*seen query_len key_len"] | None:
         """Return the mask of keys visible by window and chunk, without causality; None without both.
 
@@ -410,7 +481,11 @@ class Semantics:
         """Number of positions of a picture: its tokens. None for texts of any length."""
         if isinstance(self.bias, PatchPositionBias):
             return 1 + self.bias.rows * self.bias.columns
-        return None if self.rotary is None or self.rotary.places is None else len(self.rotary.places)
+        return (
+            None
+            if self.rotary is None or self.rotary.places is None
+            else len(self.rotary.places)
+        )
 
     def select_heads(self, kept: Sequence[int]) -> "Semantics":
         """Select heads in a given order, for computed queries, keys and values.
@@ -426,7 +501,10 @@ class Semantics:
         return replace(self, **found) if found else self
 
     def select_copies(
-        self, left: CopiesLeft, num_heads: int, sides: Mapping[HeadSide, tuple[int, int]]
+        self,
+        left: CopiesLeft,
+        num_heads: int,
+        sides: Mapping[HeadSide, tuple[int, int]],
     ) -> "Semantics":
         """Select heads with their separate parameters.
 
@@ -440,7 +518,9 @@ class Semantics:
                 found[name] = _select_heads_of(part, list(left(num_heads)))
         return replace(self, **found) if found else self
 
-    def require_heads(self, num_heads: int, sides: Mapping[HeadSide, tuple[int, int]]) -> None:
+    def require_heads(
+        self, num_heads: int, sides: Mapping[HeadSide, tuple[int, int]]
+    ) -> None:
         """Raise ValueError unless the parameters fit these heads; with the arguments of `select_copies`."""
         for name, part in self._parts_of_heads().items():
             if isinstance(part, HeadNorm):
@@ -453,7 +533,9 @@ class Semantics:
                 fits = found == copies
             if not fits:
                 words = _IN_WORDS[name].format(self.positions)
-                raise ValueError(f"{words}: there are numbers for {found} heads, and {copies} heads")
+                raise ValueError(
+                    f"{words}: there are numbers for {found} heads, and {copies} heads"
+                )
 
     def _parts_of_heads(self) -> dict[str, Any]:
         """Return the fields with separate parameters per head, where they are set."""
@@ -473,7 +555,9 @@ class Semantics:
             if isinstance(part, Tensor):
                 found[name] = part
             elif not isinstance(part, ScoreBias) or part.learned:
-                found |= {f"{name}_{own}": tensor for own, tensor in part.tensors().items()}
+                found |= {
+                    f"{name}_{own}": tensor for own, tensor in part.tensors().items()
+                }
         return found
 
     def with_learned(self, tensors: Mapping[str, Tensor]) -> "Semantics":
@@ -501,11 +585,19 @@ def select_rows(part: Tensor, rows: list[int]) -> Tensor:
     """Select rows in a given order; the result is a view if the rows are consecutive."""
     first = rows[0]
     count = len(rows)
-    return part[first : first + count] if rows == list(range(first, first + count)) else part[rows]
+    return (
+        part[first : first + count]
+        if rows == list(range(first, first + count))
+        else part[rows]
+    )
 
 
 def _select_heads_of(part: Any, order: list[int]) -> Any:
-    return select_rows(part, order) if isinstance(part, Tensor) else part.select_heads(order)
+    return (
+        select_rows(part, order)
+        if isinstance(part, Tensor)
+        else part.select_heads(order)
+    )
 
 
 # Fields with separate parameters per head, and the side whose heads these are. All code that selects or
@@ -521,7 +613,17 @@ HEADS_OF: Mapping[str, HeadSide] = {
 }
 # Fields common to all heads.
 ALIKE_FOR_HEADS = frozenset(
-    {"scale", "kind", "clip", "rotary", "temperature", "soft_cap", "window", "chunk", "dropout"}
+    {
+        "scale",
+        "kind",
+        "clip",
+        "rotary",
+        "temperature",
+        "soft_cap",
+        "window",
+        "chunk",
+        "dropout",
+    }
 )
 _IN_WORDS = {
     "q_norm": "QK-norm",

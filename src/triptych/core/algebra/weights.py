@@ -17,7 +17,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triptych.core.algebra.forms import BilinearForm, at_least_float32
-from triptych.core.algebra.semantics import CopiesLeft, HeadNorm, HeadSide, Semantics, select_rows
+from triptych.core.algebra.semantics import (
+    CopiesLeft,
+    HeadNorm,
+    HeadSide,
+    Semantics,
+    select_rows,
+)
 from triptych.printable import shown_fields
 
 Side = Literal["q", "k", "v", "o"]
@@ -34,11 +40,16 @@ class Link:
         Tensor, "copies *matrix"
     ]  # `[copies, d_in, d_out]`, or `[copies, width]` for a diagonal map
     bias: Float[Tensor, "copies d_out"] | None = None
-    norm: HeadNorm | None = None  # norm of the map's output, before the next map of the chain
+    norm: HeadNorm | None = (
+        None  # norm of the map's output, before the next map of the chain
+    )
     learned: bool = True  # False for a map without parameters (a slice of the input, a fixed factor)
 
     def __repr__(self) -> str:
-        return shown_fields(type(self).__name__, {one.name: getattr(self, one.name) for one in fields(self)})
+        return shown_fields(
+            type(self).__name__,
+            {one.name: getattr(self, one.name) for one in fields(self)},
+        )
 
     @property
     def diagonal(self) -> bool:
@@ -76,7 +87,9 @@ class Link:
         bias = None if self.bias is None else change(self.bias)
         norm = self.norm
         if norm is not None:
-            norm = replace(norm, **{name: change(part) for name, part in norm.tensors().items()})  # type: ignore[arg-type]
+            norm = replace(
+                norm, **{name: change(part) for name, part in norm.tensors().items()}
+            )  # type: ignore[arg-type]
         return replace(self, weight=change(self.weight), bias=bias, norm=norm)
 
     def repeat(self, num_heads: int) -> "Link":
@@ -85,7 +98,9 @@ class Link:
         if times == 1:
             return self
         bias = None if self.bias is None else self.bias.repeat_interleave(times, dim=0)
-        return replace(self, weight=self.weight.repeat_interleave(times, dim=0), bias=bias)
+        return replace(
+            self, weight=self.weight.repeat_interleave(times, dim=0), bias=bias
+        )
 
     def select_copies(self, left: CopiesLeft) -> "Link":
         """Select copies in a given order, with their norms.
@@ -98,8 +113,18 @@ class Link:
         if chosen == list(range(self.copies)):
             return self
         bias = None if self.bias is None else select_rows(self.bias, chosen)
-        norm = None if self.norm is None else self.norm.select_copies(left, self.copies, self.d_out)
-        return replace(self, weight=select_rows(self.weight, chosen), bias=bias, norm=norm, learned=True)
+        norm = (
+            None
+            if self.norm is None
+            else self.norm.select_copies(left, self.copies, self.d_out)
+        )
+        return replace(
+            self,
+            weight=select_rows(self.weight, chosen),
+            bias=bias,
+            norm=norm,
+            learned=True,
+        )
 
     @property
     def norm_map(self) -> "Link | None":
@@ -110,20 +135,28 @@ class Link:
         gain = self._rows_of_norm(weight, 1.0)
         shift = self._rows_of_norm(self.norm.bias, 0.0)
         copies = math.lcm(len(gain), len(shift))
-        gain, shift = (rows.repeat_interleave(copies // len(rows), dim=0) for rows in (gain, shift))
+        gain, shift = (
+            rows.repeat_interleave(copies // len(rows), dim=0) for rows in (gain, shift)
+        )
         return Link(gain, shift if shift.is_meta or bool(shift.any()) else None)
 
-    def _rows_of_norm(self, part: Tensor | None, neutral: float) -> Float[Tensor, "copies d_out"]:
+    def _rows_of_norm(
+        self, part: Tensor | None, neutral: float
+    ) -> Float[Tensor, "copies d_out"]:
         """Return the gain or the bias of the norm, with `neutral` at the channels outside the norm."""
         assert self.norm is not None
         if part is None:
             return self.weight.new_full((1, self.d_out), neutral)
         whole = self.norm.over == "all heads" or part.ndim == 1
         rows = part.view(-1, min(len(part), self.d_out)) if whole else part
-        if rows.shape[-1] == 1 and self.norm.channels != 1:  # one value for all channels
+        if (
+            rows.shape[-1] == 1 and self.norm.channels != 1
+        ):  # one value for all channels
             rows = rows.expand(-1, self.d_out)
         missing = self.d_out - rows.shape[-1]
-        return torch.nn.functional.pad(rows.to(self.weight.dtype), (0, missing), value=neutral)
+        return torch.nn.functional.pad(
+            rows.to(self.weight.dtype), (0, missing), value=neutral
+        )
 
     def then(self, other: "Link") -> "Link":
         """Compose two maps, `x W₁ W₂ + (b₁ W₂ + b₂)`; of a norm between them only the gain is kept."""
@@ -133,16 +166,27 @@ class Link:
         if self.copies == 1 and not (self.diagonal or other.diagonal):
             # One product with all copies of `other` side by side, instead of repeating this map.
             joined = other.weight.transpose(0, 1).flatten(1)
-            weight = (self.weight[0] @ joined).unflatten(1, (copies, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
-            bias = None if self.bias is None else _row_times(self.bias.expand(copies, -1), other.weight)
+            weight = (
+                (self.weight[0] @ joined).unflatten(1, (copies, -1)).transpose(0, 1)
+            )  # type: ignore[no-untyped-call]
+            bias = (
+                None
+                if self.bias is None
+                else _row_times(self.bias.expand(copies, -1), other.weight)
+            )
             return Link(
-                weight, _add_biases(bias, other.bias), norm=other.norm, learned=self.learned or other.learned
+                weight,
+                _add_biases(bias, other.bias),
+                norm=other.norm,
+                learned=self.learned or other.learned,
             )
         one = self.repeat(copies)
         two = other.repeat(copies)
         return Link(
             weight=_multiply(one.weight, two.weight),
-            bias=_add_biases(None if one.bias is None else _row_times(one.bias, two.weight), two.bias),
+            bias=_add_biases(
+                None if one.bias is None else _row_times(one.bias, two.weight), two.bias
+            ),
             norm=other.norm,
             learned=self.learned or other.learned,
         )
@@ -154,7 +198,11 @@ class Link:
         else:
             # Batch and length in one dimension: otherwise every map would be copied for each text.
             rows = x.transpose(0, 1).flatten(1, 2)
-            y = _apply_weight(rows, self.weight).unflatten(1, (x.shape[0], x.shape[2])).transpose(0, 1)  # type: ignore[no-untyped-call]
+            y = (
+                _apply_weight(rows, self.weight)
+                .unflatten(1, (x.shape[0], x.shape[2]))
+                .transpose(0, 1)
+            )  # type: ignore[no-untyped-call]
         y = y if self.bias is None else y + self.bias[:, None, :]
         return y if self.norm is None else self.norm(y)
 
@@ -195,13 +243,20 @@ class AttentionWeights:
     # pre-norm with the output `x` (and `y`, unless kind is "cross"); None if unknown or not to be folded
     norm: Norm | None = None
     memory_norm: Norm | None = None  # norm of the memory of a cross-attention
-    norm_place: Literal["pre", "post", "sandwich"] = "pre"  # position of the norm around the layer
-    other_norm_readers: str = ""  # readers of the norm's output besides this layer; "" if there are none
-    bias_slots: frozenset[str] = frozenset(SIDES)  # sides whose maps can have a bias in the target format
+    norm_place: Literal["pre", "post", "sandwich"] = (
+        "pre"  # position of the norm around the layer
+    )
+    other_norm_readers: str = (
+        ""  # readers of the norm's output besides this layer; "" if there are none
+    )
+    bias_slots: frozenset[str] = frozenset(
+        SIDES
+    )  # sides whose maps can have a bias in the target format
 
     def __repr__(self) -> str:
         maps = {
-            side: " · ".join(str(list(link.weight.shape)) for link in self.chain(side)) or "the input"
+            side: " · ".join(str(list(link.weight.shape)) for link in self.chain(side))
+            or "the input"
             for side in SIDES
         }
         shown = "  ".join(f"{side} {shapes}" for side, shapes in maps.items())
@@ -216,9 +271,13 @@ class AttentionWeights:
                     )
         self.semantics.require_heads(self.num_heads, self._head_sides)
         tensors = list(self.tensors())
-        kinds = sorted({f"{t.dtype} on {t.device}".removeprefix("torch.") for t in tensors})
+        kinds = sorted(
+            {f"{t.dtype} on {t.device}".removeprefix("torch.") for t in tensors}
+        )
         if len(kinds) > 1:
-            raise ValueError(f"the maps are {' and '.join(kinds)}: bring them to one dtype and device")
+            raise ValueError(
+                f"the maps are {' and '.join(kinds)}: bring them to one dtype and device"
+            )
 
     def chain(self, side: Side) -> Chain:
         return {"q": self.q, "k": self.k, "v": self.v, "o": self.o}[side]
@@ -324,7 +383,12 @@ class AttentionWeights:
         for side in SIDES[:3]:
             chain = self.chain(side)
             last = max(
-                (count for count, link in enumerate(chain[:-1], 1) if link.norm is not None), default=0
+                (
+                    count
+                    for count, link in enumerate(chain[:-1], 1)
+                    if link.norm is not None
+                ),
+                default=0,
             )
             chains[side] = chain[last:]
             if last and (norm_map := chain[last - 1].norm_map) is not None:
@@ -343,7 +407,9 @@ class AttentionWeights:
         """Return the map of every query head as one product: `W_Q`, `W_K`, `W_V` or `W_O`."""
         return self.multiplied(side).repeat(self.num_heads).weight
 
-    def head_bias(self, side: Literal["q", "k", "v"]) -> Float[Tensor, "num_heads width"] | None:
+    def head_bias(
+        self, side: Literal["q", "k", "v"]
+    ) -> Float[Tensor, "num_heads width"] | None:
         """Return the composed bias of every query head, or None."""
         return self.multiplied(side).repeat(self.num_heads).bias
 
@@ -388,7 +454,10 @@ class AttentionWeights:
         qk = self.qk
         ov = self.ov
         return tuple(
-            HeadForms(BilinearForm(qk.left[i], qk.right[i]), BilinearForm(ov.left[i], ov.right[i]))
+            HeadForms(
+                BilinearForm(qk.left[i], qk.right[i]),
+                BilinearForm(ov.left[i], ov.right[i]),
+            )
             for i in range(self.num_heads)
         )
 
@@ -430,7 +499,11 @@ class AttentionWeights:
         head, these are the heads.
         """
         semantics = self.semantics.select_copies(left, self.num_heads, self._head_sides)
-        return self.each_link(lambda link: link.select_copies(left), num_heads=num_heads, semantics=semantics)
+        return self.each_link(
+            lambda link: link.select_copies(left),
+            num_heads=num_heads,
+            semantics=semantics,
+        )
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "AttentionWeights":
         """Change every tensor of maps and norms (cast, move, clone); shared maps and chains stay shared.
@@ -442,7 +515,9 @@ class AttentionWeights:
             if norm is None:
                 return None
             return replace(
-                norm, weight=change(norm.weight), bias=None if norm.bias is None else change(norm.bias)
+                norm,
+                weight=change(norm.weight),
+                bias=None if norm.bias is None else change(norm.bias),
             )
 
         return self.each_link(
@@ -460,7 +535,13 @@ class AttentionWeights:
         read = semantics.bias is not None and semantics.bias.reads_content
         changes = semantics.q_norm is not None or semantics.clip is not None or read
         changes = changes or semantics.scores is not None
-        return bool(q) and q[-1].learned and q[-1].norm is None and not self.tied("q", "k") and not changes
+        return (
+            bool(q)
+            and q[-1].learned
+            and q[-1].norm is None
+            and not self.tied("q", "k")
+            and not changes
+        )
 
     def with_scale(self, scale: float) -> "AttentionWeights":
         """Change the scale, not the scores: the last query map absorbs the ratio, or else ValueError."""
@@ -474,7 +555,9 @@ class AttentionWeights:
                 "first"
             )
         if not self.takes_up_scale:
-            raise ValueError(f"{found} more than the product with the keys reads what the query map makes")
+            raise ValueError(
+                f"{found} more than the product with the keys reads what the query map makes"
+            )
         ratio = self.scale / scale
         last = self.q[-1]
         bias = None if last.bias is None else last.bias * ratio
@@ -490,12 +573,16 @@ class AttentionWeights:
         As in `multiplied`, only the gain of a norm between two links is kept; an empty chain is the identity.
         """
         wide = torch.promote_types(self.dtype, torch.float32)
-        whole = self if all(len(self.chain(side)) == 1 for side in SIDES) else self.to(wide)
+        whole = (
+            self if all(len(self.chain(side)) == 1 for side in SIDES) else self.to(wide)
+        )
         chains: dict[int, Chain] = {}
         for side in SIDES:
             chain = whole.chain(side)
             if id(chain) not in chains:
-                chains[id(chain)] = chain if len(chain) == 1 else (whole.multiplied(side),)
+                chains[id(chain)] = (
+                    chain if len(chain) == 1 else (whole.multiplied(side),)
+                )
         q, k, v, o = (chains[id(whole.chain(side))] for side in SIDES)
         return replace(whole, q=q, k=k, v=v, o=o)
 
@@ -512,7 +599,13 @@ class AttentionWeights:
         if self.tied("k", "v") or self.tied("q", "k"):
             return self
         heads = self.num_heads
-        return replace(self, q=even("q", heads), k=even("k", groups), v=even("v", groups), o=even("o", heads))
+        return replace(
+            self,
+            q=even("q", heads),
+            k=even("k", groups),
+            v=even("v", groups),
+            o=even("o", heads),
+        )
 
     def without_norms(self) -> "AttentionWeights":
         """Remove `norm` and `memory_norm` from the record, without folding them into the maps."""

@@ -19,20 +19,30 @@ from triptych.core.attention.layer_cache import LayerCache as LayerCache
 from triptych.core.attention.operation import attention as attention
 from triptych.core.attention.operation import four_way_attention as four_way_attention
 from triptych.core.attention.position_modules import AlibiPositions as AlibiPositions
-from triptych.core.attention.position_modules import AttentionPositions as AttentionPositions
-from triptych.core.attention.position_modules import LearnedPositions as LearnedPositions
+from triptych.core.attention.position_modules import (
+    AttentionPositions as AttentionPositions,
+)
+from triptych.core.attention.position_modules import (
+    LearnedPositions as LearnedPositions,
+)
 from triptych.core.attention.position_modules import NoPositions as NoPositions
 from triptych.core.attention.position_modules import PositionIds as PositionIds
 from triptych.core.attention.position_modules import RotaryPositions as RotaryPositions
-from triptych.core.attention.position_modules import SinusoidalPositions as SinusoidalPositions
+from triptych.core.attention.position_modules import (
+    SinusoidalPositions as SinusoidalPositions,
+)
 from triptych.core.attention.position_modules import TokenPositions as TokenPositions
 from triptych.core.attention.position_modules import sinusoidal as sinusoidal
 from triptych.core.attention.projections import PARAMETERISATIONS as PARAMETERISATIONS
 from triptych.core.attention.projections import parameterisation as parameterisation
-from triptych.core.attention.projections import parameterisation_class as parameterisation_class
+from triptych.core.attention.projections import (
+    parameterisation_class as parameterisation_class,
+)
 from triptych.core.attention.projections.abstract import LayerSizes as LayerSizes
 from triptych.core.attention.projections.abstract import Maps as Maps
-from triptych.core.attention.projections.abstract import Parameterisation as Parameterisation
+from triptych.core.attention.projections.abstract import (
+    Parameterisation as Parameterisation,
+)
 from triptych.core.attention.projections.composed import ScaledOutside as ScaledOutside
 from triptych.core.attention.projections.composed import ScalePlace as ScalePlace
 from triptych.core.attention.projections.maps import FromHeads as FromHeads

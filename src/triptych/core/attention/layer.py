@@ -12,11 +12,23 @@ from triptych.core.algebra.positions import RotaryEmbedding
 from triptych.core.algebra.semantics import HeadGate, HeadNorm, Kind, Semantics
 from triptych.core.algebra.weights import AttentionWeights, HeadForms, standard_scale
 from triptych.core.attention.layer_cache import AttentionCache
-from triptych.core.attention.operation import Explanation, compute_attention, explain_inputs
-from triptych.core.attention.position_modules import AttentionPositions, PositionIds, TokenPositions
+from triptych.core.attention.operation import (
+    Explanation,
+    compute_attention,
+    explain_inputs,
+)
+from triptych.core.attention.position_modules import (
+    AttentionPositions,
+    PositionIds,
+    TokenPositions,
+)
 from triptych.core.attention.projections import fit_parameterisation
 from triptych.core.attention.projections.abstract import Parameterisation
-from triptych.core.attention.projections.composed import AsWritten, ScaledOutside, ScalePlace
+from triptych.core.attention.projections.composed import (
+    AsWritten,
+    ScaledOutside,
+    ScalePlace,
+)
 from triptych.core.attention.projections.table import Factored, Grouped
 from triptych.core.attention.queries_keys import QueriesAndKeys
 from triptych.core.attention.requirements import (
@@ -64,10 +76,14 @@ class Kept(NamedTuple):
         """Select one row of the batch, with its first `query_len` queries and `key_len` keys."""
         one = slice(row, row + 1)
         keys = self.token_positions.keys
-        given = self.token_positions.given and self.token_positions.given.of_row(row, query_len)
+        given = self.token_positions.given and self.token_positions.given.of_row(
+            row, query_len
+        )
         keys = keys[one, :key_len] if keys is not None and keys.ndim == 2 else keys
         token_positions = self.token_positions._replace(given=given, keys=keys)
-        return Kept(token_positions, tuple(entry[one, :, :key_len] for entry in self.entries))
+        return Kept(
+            token_positions, tuple(entry[one, :, :key_len] for entry in self.entries)
+        )
 
 
 @final
@@ -75,13 +91,17 @@ class Kept(NamedTuple):
 class LayerSteps:
     """All intermediate values of one call, in the order of computation; keys and values per query head."""
 
-    q: Float[Tensor, "batch heads query_len d_k"]  # queries after norms, rotation and temperature
+    q: Float[
+        Tensor, "batch heads query_len d_k"
+    ]  # queries after norms, rotation and temperature
     k: Float[Tensor, "batch heads key_len d_k"]  # keys after norms and rotation
     v: Float[Tensor, "batch heads key_len d_v"]
     # `q kᵀ`, or the result of `Semantics.scores`
     products: Float[Tensor, "batch heads query_len key_len"]
     scaled: Float[Tensor, "batch heads query_len key_len"]  # products times the scale
-    biased: Float[Tensor, "batch heads query_len key_len"]  # scaled products plus position bias
+    biased: Float[
+        Tensor, "batch heads query_len key_len"
+    ]  # scaled products plus position bias
     # input of the softmax, after the soft cap and before any mask
     scores: Float[Tensor, "batch heads query_len key_len"]
     # True where a query may attend: mask, causality, window and chunk
@@ -97,15 +117,29 @@ class LayerSteps:
     def of_query(self, row: int) -> "LayerSteps":
         """Select one query; keys, values and their cached form stay whole."""
         own = slice(row, row + 1)
-        names = ("q", "products", "scaled", "biased", "scores", "visible", "weights", "gate", "z")
+        names = (
+            "q",
+            "products",
+            "scaled",
+            "biased",
+            "scores",
+            "visible",
+            "weights",
+            "gate",
+            "z",
+        )
         values = {name: getattr(self, name) for name in names}
         found: dict[str, Any] = {
-            name: None if value is None else value[:, :, own] for name, value in values.items()
+            name: None if value is None else value[:, :, own]
+            for name, value in values.items()
         }
         return replace(self, **found, output=self.output[:, own])
 
     def __repr__(self) -> str:
-        return shown_fields(type(self).__name__, {one.name: getattr(self, one.name) for one in fields(self)})
+        return shown_fields(
+            type(self).__name__,
+            {one.name: getattr(self, one.name) for one in fields(self)},
+        )
 
 
 _FROM_THE_START = TokenPositions(0)
@@ -114,7 +148,18 @@ _EPS = 1e-6
 # Fields of `Semantics` that leave the absorbed route exact: they change neither keys nor values after their
 # maps, and a value added to all scores of a query changes no weight.
 _ABSORBED = frozenset(
-    {"scale", "kind", "q_norm", "rotary", "temperature", "bias", "window", "chunk", "dropout", "gate"}
+    {
+        "scale",
+        "kind",
+        "q_norm",
+        "rotary",
+        "temperature",
+        "bias",
+        "window",
+        "chunk",
+        "dropout",
+        "gate",
+    }
 )
 
 
@@ -122,7 +167,9 @@ class LayerOutput(NamedTuple):
     """Output of `MultiHeadAttention`."""
 
     output: Float[Tensor, "batch query_len d_model"]
-    weights: Float[Tensor, "batch num_heads query_len key_len"] | None  # None unless wanted
+    weights: (
+        Float[Tensor, "batch num_heads query_len key_len"] | None
+    )  # None unless wanted
     kept: Kept | None = None  # keys and values in cached form, for KV-sharing layers
 
     def __repr__(self) -> str:
@@ -193,22 +240,30 @@ class MultiHeadAttention(nn.Module):
         self._learned: tuple[str, ...] = ()
         self._semantics = Semantics(scale=standard_scale(self.projections.d_k))
         if positions is not None:
-            self._semantics = positions.added_to(self._semantics, self._key_width, num_heads)
+            self._semantics = positions.added_to(
+                self._semantics, self._key_width, num_heads
+            )
         if qk_norm:
             check_qk_norm(self.parameterisation)
-            q_norm, k_norm = (HeadNorm(_EPS, torch.ones(self._key_width)) for _ in range(2))
+            q_norm, k_norm = (
+                HeadNorm(_EPS, torch.ones(self._key_width)) for _ in range(2)
+            )
             self._semantics = replace(self._semantics, q_norm=q_norm, k_norm=k_norm)
         if scores == "cosine":
             check_qk_norm(self.parameterisation)
             of_head = HeadNorm(_EPS, torch.ones(num_heads, 1))  # one gain per head
-            self._semantics = replace(self._semantics, q_norm=of_head, k_norm=HeadNorm(_EPS))
+            self._semantics = replace(
+                self._semantics, q_norm=of_head, k_norm=HeadNorm(_EPS)
+            )
         elif scores != "dot":
             drawn = scores_class(scores).drawn(num_heads, self._key_width)
             self._semantics = replace(self._semantics, scores=drawn, scale=1.0)
         gate = self.parameterisation.gate(d_model, num_heads)
         if output_gate:
             if gate is not None:
-                raise ValueError(f"{self.parameterisation.name} has gates already: leave output_gate out")
+                raise ValueError(
+                    f"{self.parameterisation.name} has gates already: leave output_gate out"
+                )
             gate = HeadGate(torch.zeros(num_heads, d_model), torch.zeros(num_heads))
         self._semantics = replace(self._semantics, gate=gate)
         self._hold(self._semantics)
@@ -248,20 +303,33 @@ class MultiHeadAttention(nn.Module):
         weights, parameterisation = fit_parameterisation(weights, named=named, own=own)
         if adopted and isinstance(parameterisation, Factored | Grouped):
             with shapes_only():
-                layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
+                layer = cls(
+                    weights.d_model, weights.num_heads, parameterisation, dropout
+                )
             layer.projections.adopt(weights)
-            layer._hold(replace(semantics, dropout=0.0), next(layer.projections.parameters()))
+            layer._hold(
+                replace(semantics, dropout=0.0), next(layer.projections.parameters())
+            )
             check_rotation(parameterisation, layer.semantics.rotary, layer._key_width)
             return layer
-        with torch.random.fork_rng(devices=[]):  # initial values are drawn only to be overwritten
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # initial values are drawn only to be overwritten
             layer = cls(weights.d_model, weights.num_heads, parameterisation, dropout)
         layer = layer.to(dtype=weights.dtype, device=weights.device)
         usual = layer.semantics.scale
-        takes_up = named or (not isinstance(parameterisation, AsWritten) and weights.takes_up_scale)
+        takes_up = named or (
+            not isinstance(parameterisation, AsWritten) and weights.takes_up_scale
+        )
         if takes_up and semantics.scores is None:
             weights = weights.with_scale(usual)
-        layer.projections.load(replace(weights, semantics=replace(semantics, scale=usual)))
-        layer._hold(replace(weights.semantics, dropout=0.0), next(layer.projections.parameters()))
+        layer.projections.load(
+            replace(weights, semantics=replace(semantics, scale=usual))
+        )
+        layer._hold(
+            replace(weights.semantics, dropout=0.0),
+            next(layer.projections.parameters()),
+        )
         check_rotation(parameterisation, layer.semantics.rotary, layer._key_width)
         return layer
 
@@ -286,20 +354,29 @@ class MultiHeadAttention(nn.Module):
         """Semantics of the layer (everything besides the maps), with the learned tensors of the layer."""
         if not self._learned:
             return self._semantics
-        return self._semantics.with_learned({name: getattr(self, name) for name in self._learned})
+        return self._semantics.with_learned(
+            {name: getattr(self, name) for name in self._learned}
+        )
 
     def _hold(self, semantics: Semantics, like: Tensor | None = None) -> None:
         """Set the semantics: register learned tensors as parameters, precompute flags for `forward`."""
         learned = semantics.learned()
-        for name in {*self._learned} - {*learned}:  # parameters of the previous semantics
+        for name in {*self._learned} - {
+            *learned
+        }:  # parameters of the previous semantics
             delattr(self, name)
         for name, tensor in learned.items():
             own = tensor if like is None else like
-            held = torch.empty_like(tensor, dtype=own.dtype, device=own.device).copy_(tensor.detach())
+            held = torch.empty_like(tensor, dtype=own.dtype, device=own.device).copy_(
+                tensor.detach()
+            )
             self.register_parameter(name, nn.Parameter(held))
         self._learned = tuple(learned)
         self._semantics = semantics.with_learned(
-            {name: tensor.new_empty([0] * tensor.ndim) for name, tensor in learned.items()}
+            {
+                name: tensor.new_empty([0] * tensor.ndim)
+                for name, tensor in learned.items()
+            }
         )
         # Flags that every call reads.
         semantics = self._semantics
@@ -309,20 +386,32 @@ class MultiHeadAttention(nn.Module):
         self._on_values = steps_on("v", semantics)
         # Keys are cached rotated, if they are cached as keys, or if the rotation passes the key map.
         self._rotate_latents: RotaryEmbedding | None = None
-        if semantics.rotary is not None and self._on_keys == (ROTATE,) and not projections.caches_keys:
+        if (
+            semantics.rotary is not None
+            and self._on_keys == (ROTATE,)
+            and not projections.caches_keys
+        ):
             self._rotate_latents = projections.rotate_cached_keys(semantics.rotary)
         rotates_late = semantics.rotary is not None and not projections.caches_keys
         rotates_late = rotates_late and self._rotate_latents is None
         # Past the rotary limit, new keys are rotated by other frequencies. Old keys keep their rotation, so
         # the cache stores rotated keys as well.
-        self._keeps_keys = rotates_late and semantics.rotary is not None and semantics.rotary.long is not None
+        self._keeps_keys = (
+            rotates_late
+            and semantics.rotary is not None
+            and semantics.rotary.long is not None
+        )
         self._compares_positions = compares_positions(semantics)
         # Later queries need the positions of cached keys.
-        self._caches_positions = self._compares_positions or (rotates_late and not self._keeps_keys)
+        self._caches_positions = self._compares_positions or (
+            rotates_late and not self._keeps_keys
+        )
         # The absorbed route would be wrong: keys or values change after their map, scores need the keys
         # themselves, or the key bias (which the absorbed route drops) changes the weights.
         self._needs_expanded = rotates_late or bool(semantics.beyond(_ABSORBED))
-        self._needs_expanded |= semantics.bias is not None and semantics.bias.reads_content
+        self._needs_expanded |= (
+            semantics.bias is not None and semantics.bias.reads_content
+        )
 
     @property
     def _key_width(self) -> int:
@@ -344,8 +433,14 @@ class MultiHeadAttention(nn.Module):
         found = self.projections.weights().mapped(torch.Tensor.detach)
         semantics = self.semantics
         dropout = self.dropout if self.training else 0.0
-        learned = {name: tensor.detach() for name, tensor in semantics.learned().items()}
-        semantics = replace(semantics.with_learned(learned), kind=kind or semantics.kind, dropout=dropout)
+        learned = {
+            name: tensor.detach() for name, tensor in semantics.learned().items()
+        }
+        semantics = replace(
+            semantics.with_learned(learned),
+            kind=kind or semantics.kind,
+            dropout=dropout,
+        )
         return replace(found, semantics=semantics)
 
     def borrow(self, lender: "MultiHeadAttention") -> None:
@@ -403,19 +498,34 @@ class MultiHeadAttention(nn.Module):
         semantics = self.semantics
         causal = is_causal(semantics, causal)
         # project; keys and values in cached form
-        q, token_positions, cached = self._project(semantics, x, memory, value_memory, cache, positions, lent)
+        q, token_positions, cached = self._project(
+            semantics, x, memory, value_memory, cache, positions, lent
+        )
         # norm, clip, rotate, gain, temper
         q = prepare(q, "q", semantics, token_positions, self._on_queries)
         # Kernels do not expose the activations for a tap, so the watched steps compute the call instead.
         if self.tap is not None:
             first = _first_query(q, cached, memory)
             steps = self._watched(
-                semantics, x, q, token_positions, cached, mask, causal, first, self.tap, None
+                semantics,
+                x,
+                q,
+                token_positions,
+                cached,
+                mask,
+                causal,
+                first,
+                self.tap,
+                None,
             )
-            return LayerOutput(steps.output, steps.weights if need_weights else None, steps.kept)
+            return LayerOutput(
+                steps.output, steps.weights if need_weights else None, steps.kept
+            )
         # The same for keys and values; then locate.
         dropout = self.dropout if self.training else 0.0
-        inputs, route = self._inputs(semantics, q, token_positions, cached, mask, causal, dropout, path)
+        inputs, route = self._inputs(
+            semantics, q, token_positions, cached, mask, causal, dropout, path
+        )
         # products, scale, bias, cap, softmax, mix (a kernel)
         attended = compute_attention(inputs, need_weights, path)
         mixed = self.projections.values(attended.output, route)
@@ -446,11 +556,15 @@ class MultiHeadAttention(nn.Module):
         self._check_inputs(x, memory, None)
         semantics = self.semantics
         causal = is_causal(semantics, causal)
-        q, token_positions, cached = self._project(semantics, x, memory, None, cache, positions, lent)
+        q, token_positions, cached = self._project(
+            semantics, x, memory, None, cache, positions, lent
+        )
         q = prepare(q, "q", semantics, token_positions, self._on_queries)
         first = _first_query(q, cached, memory)
         tap = self.tap or _untouched
-        return self._watched(semantics, x, q, token_positions, cached, mask, causal, first, tap, row)
+        return self._watched(
+            semantics, x, q, token_positions, cached, mask, causal, first, tap, row
+        )
 
     def _watched(
         self,
@@ -482,7 +596,16 @@ class MultiHeadAttention(nn.Module):
             row = None
         near, bias = LOCATE.run(q, k, semantics, queries, keys)
         visible = visible if near is None else visible & near
-        given = Inputs(q, k, v, visible, bias, False, semantics, self.dropout if self.training else 0.0)
+        given = Inputs(
+            q,
+            k,
+            v,
+            visible,
+            bias,
+            False,
+            semantics,
+            self.dropout if self.training else 0.0,
+        )
         found = dict[str, Tensor]()
         watched = watch_with(tap, first)
 
@@ -527,7 +650,9 @@ class MultiHeadAttention(nn.Module):
         """
         self._check_inputs(x, memory, None)
         semantics = self.semantics
-        q, token_positions, cached = self._project(semantics, x, memory, None, None, positions, lent)
+        q, token_positions, cached = self._project(
+            semantics, x, memory, None, None, positions, lent
+        )
         q = prepare(q, "q", semantics, token_positions, self._on_queries)
         k, _ = self._keys_values(semantics, token_positions, cached)
         first = _first_query(q, cached, memory)
@@ -540,7 +665,9 @@ class MultiHeadAttention(nn.Module):
         wide = torch.promote_types(q.dtype, torch.float32)
         where = _query_and_key_positions(token_positions, q, k)
         causal = is_causal(semantics, causal)
-        return QueriesAndKeys(q.to(wide), k.to(wide), semantics, *where, mask, causal, watch)
+        return QueriesAndKeys(
+            q.to(wide), k.to(wide), semantics, *where, mask, causal, watch
+        )
 
     def explain(
         self,
@@ -575,31 +702,51 @@ class MultiHeadAttention(nn.Module):
         q = self.projections.queries(self._zeros(batch, query_len, self.d_model))
         token_positions = TokenPositions(max(0, key_len - query_len))
         q = prepare(q, "q", semantics, token_positions, self._on_queries)
-        cached = self._to_cache(semantics, self.projections.project_kv(y, y), _FROM_THE_START)
-        inputs, route = self._inputs(semantics, q, token_positions, cached, mask, causal, dropout, path)
+        cached = self._to_cache(
+            semantics, self.projections.project_kv(y, y), _FROM_THE_START
+        )
+        inputs, route = self._inputs(
+            semantics, q, token_positions, cached, mask, causal, dropout, path
+        )
         return route, explain_inputs(inputs, need_weights, path)
 
     def _zeros(self, batch: int, length: int, width: int) -> Tensor:
         """Return zeros as an input, with a gradient if the parameters of the layer have a gradient."""
         own = next(self.projections.parameters())
         shape = batch, length, width
-        return torch.zeros(shape, dtype=own.dtype, device=own.device, requires_grad=own.requires_grad)
+        return torch.zeros(
+            shape, dtype=own.dtype, device=own.device, requires_grad=own.requires_grad
+        )
 
-    def _check_inputs(self, x: Tensor, memory: Tensor | None, value_memory: Tensor | None) -> None:
+    def _check_inputs(
+        self, x: Tensor, memory: Tensor | None, value_memory: Tensor | None
+    ) -> None:
         for given in (x, memory, value_memory):
             if given is None:
                 continue
             width = self.d_model if given is x else self.projections.memory_width
             if given.shape[-1] != width:
                 name = "d_model" if width == self.d_model else "memory width"
-                raise ValueError(f"an input is {given.shape[-1]} wide, and the layer's {name} {width}")
+                raise ValueError(
+                    f"an input is {given.shape[-1]} wide, and the layer's {name} {width}"
+                )
         if memory is None and self._semantics.kind == "cross":
-            raise ValueError("the layer is made of the weights of a cross-attention: give it a memory")
+            raise ValueError(
+                "the layer is made of the weights of a cross-attention: give it a memory"
+            )
         if value_memory is not None and self.projections.no_two_memories:
-            raise ValueError(f"value_memory was given, but {self.projections.no_two_memories}: leave it out")
+            raise ValueError(
+                f"value_memory was given, but {self.projections.no_two_memories}: leave it out"
+            )
         semantics = self._semantics
-        if memory is not None and (semantics.rotary is not None or self._compares_positions):
-            what = "a window compares" if semantics.is_local else f"{semantics.positions} positions compare"
+        if memory is not None and (
+            semantics.rotary is not None or self._compares_positions
+        ):
+            what = (
+                "a window compares"
+                if semantics.is_local
+                else f"{semantics.positions} positions compare"
+            )
             raise ValueError(
                 f"{what} places in one sequence, and memory is another: build cross-attention without them"
             )
@@ -629,7 +776,11 @@ class MultiHeadAttention(nn.Module):
                 keys_from, keys_from if value_memory is None else value_memory
             )
             q = self.projections.queries(x)
-        token_positions = _FROM_THE_START if memory is not None else TokenPositions.after(cache, positions)
+        token_positions = (
+            _FROM_THE_START
+            if memory is not None
+            else TokenPositions.after(cache, positions)
+        )
         added = self._to_cache(semantics, added, token_positions)
         if cache is None:
             return q, token_positions, added
@@ -638,7 +789,10 @@ class MultiHeadAttention(nn.Module):
         return q, *token_positions.add(cache, added)
 
     def _to_cache(
-        self, semantics: Semantics, added: tuple[Tensor, ...], token_positions: TokenPositions
+        self,
+        semantics: Semantics,
+        added: tuple[Tensor, ...],
+        token_positions: TokenPositions,
     ) -> tuple[Tensor, ...]:
         """Walk the steps before the cache, on projected keys and values of new tokens."""
         if self.projections.caches_keys:
@@ -654,7 +808,10 @@ class MultiHeadAttention(nn.Module):
         return added
 
     def _keys_values(
-        self, semantics: Semantics, token_positions: TokenPositions, cached: tuple[Tensor, ...]
+        self,
+        semantics: Semantics,
+        token_positions: TokenPositions,
+        cached: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values from their cached form: walk the steps after the cache."""
         k, v = self.projections.keys_values(cached)
@@ -682,7 +839,9 @@ class MultiHeadAttention(nn.Module):
         key_len = cached[0].shape[2]
         route = self.projections.route(q.shape[2], key_len)
         # If there are more queries than keys, a causal mask leaves the first queries without keys.
-        sums_to_one = mask is None and dropout == 0.0 and not (causal and q.shape[2] > key_len)
+        sums_to_one = (
+            mask is None and dropout == 0.0 and not (causal and q.shape[2] > key_len)
+        )
         # Weights with the sum 1 leave a bias of the values unchanged.
         is_exact = sums_to_one or self.projections.is_absorbed_exact_below_one
         if path == "reference" or self._needs_expanded or not is_exact:
@@ -693,12 +852,16 @@ class MultiHeadAttention(nn.Module):
             k, v = self._keys_values(semantics, token_positions, cached)
         bias = None
         if self._compares_positions:
-            near, bias = LOCATE.run(q, k, semantics, *_query_and_key_positions(token_positions, q, k))
+            near, bias = LOCATE.run(
+                q, k, semantics, *_query_and_key_positions(token_positions, q, k)
+            )
             mask = both(mask, near)
         return Inputs(q, k, v, mask, bias, causal, semantics, dropout), route
 
 
-def _first_query(q: Tensor, cached: tuple[Tensor, ...], memory: Tensor | None) -> int | None:
+def _first_query(
+    q: Tensor, cached: tuple[Tensor, ...], memory: Tensor | None
+) -> int | None:
     """Return the position of the first query among the keys; None for a memory, another sequence."""
     return None if memory is not None else cached[0].shape[2] - q.shape[2]
 
@@ -707,8 +870,12 @@ def _untouched(name: str, value: Tensor, first: int | None) -> Tensor:
     return value
 
 
-def _query_and_key_positions(token_positions: TokenPositions, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def _query_and_key_positions(
+    token_positions: TokenPositions, q: Tensor, k: Tensor
+) -> tuple[Tensor, Tensor]:
     if token_positions.given is not None:
         return token_positions.query_positions(q), token_positions.key_positions(k)
     key_len = k.shape[2]
-    return torch.arange(key_len - q.shape[2], key_len, device=q.device), token_positions.key_positions(k)
+    return torch.arange(
+        key_len - q.shape[2], key_len, device=q.device
+    ), token_positions.key_positions(k)

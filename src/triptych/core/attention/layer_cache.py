@@ -65,7 +65,9 @@ class LayerCache(AttentionCache):
             return entries
         if start + added > self._stores[0].shape[2]:
             room = max(2 * start, start + added, 16)
-            self._stores = tuple(_with_room(store, start, room) for store in self._stores)
+            self._stores = tuple(
+                _with_room(store, start, room) for store in self._stores
+            )
         for store, entry in zip(self._stores, entries, strict=True):
             store.narrow(2, start, added).copy_(entry)
         return self.entries
@@ -81,10 +83,16 @@ class LayerCache(AttentionCache):
 class DecoderCache:
     """The caches of a whole decoder: for every layer a cache of target tokens and a cache of the memory."""
 
-    def __init__(self, num_layers: int, new: Callable[[], AttentionCache] = LayerCache) -> None:
+    def __init__(
+        self, num_layers: int, new: Callable[[], AttentionCache] = LayerCache
+    ) -> None:
         """Create empty caches; `new` makes a cache of target tokens."""
-        self.own = [new() for _ in range(num_layers)]  # keys and values of the tokens before
-        self.memory = [LayerCache() for _ in range(num_layers)]  # of the encoder's output
+        self.own = [
+            new() for _ in range(num_layers)
+        ]  # keys and values of the tokens before
+        self.memory = [
+            LayerCache() for _ in range(num_layers)
+        ]  # of the encoder's output
 
     @property
     def length(self) -> int:

@@ -178,15 +178,22 @@ def in_pieces(given: Inputs) -> Tensor:
     alike = key_heads == v.shape[1]
     together = num_heads // key_heads if alike else num_heads
     # Number of rows of weights that fit, with queries, keys, values and output of each row.
-    room = thresholds.BYTES_OF_A_PIECE // ((key_len + 4 * max(d_k, v.shape[3])) * q.element_size())
+    room = thresholds.BYTES_OF_A_PIECE // (
+        (key_len + 4 * max(d_k, v.shape[3])) * q.element_size()
+    )
     rows = even_parts(query_len, room // together)
     heads = even_parts(num_heads // together, room // (query_len * together)) * together
     sentences = even_parts(batch, room // (query_len * num_heads))
     for b, h, i in itertools.product(
-        range(0, batch, sentences), range(0, num_heads, heads), range(0, query_len, rows)
+        range(0, batch, sentences),
+        range(0, num_heads, heads),
+        range(0, query_len, rows),
     ):
         of_queries = slice(b, b + sentences), slice(h, h + heads), slice(i, i + rows)
-        of_keys = of_queries[0], slice(h // together, (h + heads) // together) if alike else slice(None)
+        of_keys = (
+            of_queries[0],
+            slice(h // together, (h + heads) // together) if alike else slice(None),
+        )
         last = min(i + rows, query_len)
         seen = slice(0, max(0, key_len - query_len + last) if given.causal else key_len)
         piece = given._replace(
@@ -206,7 +213,9 @@ def even_parts(length: int, room: int) -> int:
     return -(-length // -(-length // max(1, room)))
 
 
-def _prepare(plan: AttentionPlan, given: Inputs) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+def _prepare(
+    plan: AttentionPlan, given: Inputs
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
     """Return the tensors and the options for torch's fused operation."""
     q = given.q
     k = given.k
@@ -214,13 +223,21 @@ def _prepare(plan: AttentionPlan, given: Inputs) -> tuple[tuple[Tensor, Tensor, 
     bias = given.bias
     batch, num_heads, query_len, d_k = q.shape
     # torch aligns its causal mask to the first key, triptych to the last key.
-    by_flag = given.causal and given.mask is None and bias is None and query_len == k.shape[2]
-    added = None if by_flag else combined_mask(given.mask, given.causal, query_len, k.shape[2], q.device)
+    by_flag = (
+        given.causal and given.mask is None and bias is None and query_len == k.shape[2]
+    )
+    added = (
+        None
+        if by_flag
+        else combined_mask(given.mask, given.causal, query_len, k.shape[2], q.device)
+    )
     if bias is not None:
         # The kernel for CPUs refuses a mask with `requires_grad`, even if no gradient is recorded.
         bias = (bias if torch.is_grad_enabled() else bias.detach()).to(q.dtype)
         added = bias if added is None else bias.masked_fill(~added, -math.inf)
-    if added is not None and added.dim() < 4:  # the kernel for CPUs accepts 2 or 4 dimensions
+    if (
+        added is not None and added.dim() < 4
+    ):  # the kernel for CPUs accepts 2 or 4 dimensions
         added = added[(None,) * (4 - added.dim())]
 
     if plan.path == "fused, padded":
@@ -236,7 +253,9 @@ def _prepare(plan: AttentionPlan, given: Inputs) -> tuple[tuple[Tensor, Tensor, 
         num_groups = k.shape[1]
         q = q.reshape(batch, num_groups, num_heads // num_groups, q.shape[3])
         if added is not None and added.shape[1] > 1:
-            added = added.reshape(added.shape[0], num_groups, num_heads // num_groups, added.shape[3])
+            added = added.reshape(
+                added.shape[0], num_groups, num_heads // num_groups, added.shape[3]
+            )
     elif plan.heads == "expanded":
         common = given.common_heads if q.is_cpu else num_heads
         shared = k is v
@@ -244,7 +263,11 @@ def _prepare(plan: AttentionPlan, given: Inputs) -> tuple[tuple[Tensor, Tensor, 
         v = k if shared else _repeat_heads(v, common)
         if common < num_heads:
             grouped_by_kernel = True
-    by = {"scale": given.semantics.scale, "is_causal": by_flag, "enable_gqa": grouped_by_kernel}
+    by = {
+        "scale": given.semantics.scale,
+        "is_causal": by_flag,
+        "enable_gqa": grouped_by_kernel,
+    }
     return (q, k, v), {"attn_mask": added, **by}
 
 
@@ -262,7 +285,11 @@ def _restore(plan: AttentionPlan, output: Tensor, given: Inputs) -> Tensor:
 def _repeat_heads(x: Tensor, num_heads: int) -> Tensor:
     if x.shape[1] == 1:  # a view without a copy
         return x.expand(-1, num_heads, -1, -1)
-    return x if x.shape[1] == num_heads else x.repeat_interleave(num_heads // x.shape[1], dim=1)
+    return (
+        x
+        if x.shape[1] == num_heads
+        else x.repeat_interleave(num_heads // x.shape[1], dim=1)
+    )
 
 
 def four_way_attention(
@@ -287,11 +314,17 @@ def four_way_attention(
         ValueError: widths or lengths do not fit; the message names the sizes.
     """
     if Q.shape[-1] != K.shape[-1]:
-        raise ValueError(f"Q has width {Q.shape[-1]} and K {K.shape[-1]}: they must be equal")
+        raise ValueError(
+            f"Q has width {Q.shape[-1]} and K {K.shape[-1]}: they must be equal"
+        )
     if V.shape[-1] != W.shape[-1]:
-        raise ValueError(f"V has width {V.shape[-1]} and W {W.shape[-1]}: they must be equal")
+        raise ValueError(
+            f"V has width {V.shape[-1]} and W {W.shape[-1]}: they must be equal"
+        )
     if K.shape[-2] != V.shape[-2]:
-        raise ValueError(f"K has {K.shape[-2]} rows and V {V.shape[-2]}: one of each a token")
+        raise ValueError(
+            f"K has {K.shape[-2]} rows and V {V.shape[-2]}: one of each a token"
+        )
     # Both factors are 1/√d_k: d_v does not enter.
     scale = 1 / math.sqrt(Q.shape[-1])
     weights = (Q @ K.mT * scale).softmax(dim=-1)

@@ -67,15 +67,23 @@ class TokenPositions(NamedTuple):
     keys: Int[Tensor, "*rows key_len"] | None = None
 
     @classmethod
-    def after(cls, cache: AttentionCache | None, given: PositionIds | None) -> "TokenPositions":
+    def after(
+        cls, cache: AttentionCache | None, given: PositionIds | None
+    ) -> "TokenPositions":
         """Build the positions of tokens after the tokens of a cache, if there is a cache."""
-        own = given.ids if cache is None and given is not None and given.sharing is None else None
+        own = (
+            given.ids
+            if cache is None and given is not None and given.sharing is None
+            else None
+        )
         return cls(0 if cache is None else cache.length, given, own)
 
     def piece(self, queries: slice, keys: slice) -> "TokenPositions":
         """Select given positions and key positions by slices; `start` stays unchanged."""
         given = self.given and self.given._replace(ids=self.given.ids[..., queries])
-        return self._replace(given=given, keys=None if self.keys is None else self.keys[..., keys])
+        return self._replace(
+            given=given, keys=None if self.keys is None else self.keys[..., keys]
+        )
 
     def add(
         self, cache: AttentionCache, new: tuple[Tensor, ...]
@@ -91,9 +99,15 @@ class TokenPositions(NamedTuple):
             if given is None or not keeps:
                 return self, cache.append(new)
             batch, _, length, _ = new[0].shape
-            *held, keys = cache.append((*new, given.ids.expand(batch, length)[:, None, :, None]))
+            *held, keys = cache.append(
+                (*new, given.ids.expand(batch, length)[:, None, :, None])
+            )
         except ValueError:  # the number of entries differs from that of the cache
-            which = "without positions and these have some" if keeps else "with positions and these have none"
+            which = (
+                "without positions and these have some"
+                if keeps
+                else "with positions and these have none"
+            )
             raise ValueError(
                 f"the tokens in the cache came {which}: give them for all, or for none"
             ) from None
@@ -113,7 +127,9 @@ class TokenPositions(NamedTuple):
         if self.keys is not None:
             return TokenPositions(0, PositionIds(self.keys, max(given.end, k.shape[2])))
         # A cache of fixed size may be longer than its text: positions after it are clamped below `end`.
-        return TokenPositions(0, PositionIds(self.key_positions(k).clamp(max=given.end - 1), given.end))
+        return TokenPositions(
+            0, PositionIds(self.key_positions(k).clamp(max=given.end - 1), given.end)
+        )
 
     def query_positions(self, x: Tensor) -> Tensor:
         """Return the position of every token."""
@@ -151,7 +167,9 @@ def sinusoidal(
         steps = torch.arange(half, dtype=torch.float64) / max(half - 1, 1)
         angles = position * torch.exp(-math.log(10_000) * steps)
         return F.pad(torch.cat([angles.sin(), angles.cos()], dim=1), (0, d_model % 2))
-    frequency = torch.exp(torch.arange(0, d_model, 2, dtype=torch.float64) * (-math.log(10_000) / d_model))
+    frequency = torch.exp(
+        torch.arange(0, d_model, 2, dtype=torch.float64) * (-math.log(10_000) / d_model)
+    )
     sines = torch.sin(position * frequency)
     cosines = torch.cos(position * frequency[: d_model // 2])
     if layout == "halves":
@@ -180,9 +198,15 @@ class SinusoidalPositions(nn.Module):
     ) -> Float[Tensor, "batch length d_model"]:
         """Add the encodings at positions from `start` on, or at given positions."""
         end = PositionIds.end_of(start, x)
-        if self.table.shape[0] < end or self.table.dtype != x.dtype or self.table.device != x.device:
+        if (
+            self.table.shape[0] < end
+            or self.table.dtype != x.dtype
+            or self.table.device != x.device
+        ):
             rows = max(256, 1 << (end - 1).bit_length())
-            self.table = sinusoidal(rows, self.d_model, self.layout).to(device=x.device, dtype=x.dtype)
+            self.table = sinusoidal(rows, self.d_model, self.layout).to(
+                device=x.device, dtype=x.dtype
+            )
         return x + PositionIds.rows(start, self.table, x)
 
 
@@ -197,7 +221,9 @@ class LearnedPositions(nn.Module):
         """Draw the rows."""
         super().__init__()
         if max_tokens < 1:
-            raise ValueError(f"max_tokens is {max_tokens}: at least one position is needed")
+            raise ValueError(
+                f"max_tokens is {max_tokens}: at least one position is needed"
+            )
         self.weight = nn.Parameter(torch.empty(max_tokens, d_model))
         # The mean square of a sine is 1/2: learned rows begin as large as sinusoidal rows.
         nn.init.normal_(self.weight, std=math.sqrt(0.5))
@@ -253,11 +279,15 @@ class RotaryPositions:
                 f"rotary_dim is {rotated}: it must be even and at least 2, channels turn in pairs"
             )
         if rotated > width:
-            raise ValueError(f"rotary_dim is {rotated}, but queries and keys are {width} wide: it must fit")
+            raise ValueError(
+                f"rotary_dim is {rotated}, but queries and keys are {width} wide: it must fit"
+            )
 
     def added_to(self, semantics: Semantics, width: int, num_heads: int) -> Semantics:
         """Add the rotary embedding to the semantics of a layer, for queries and keys of this width."""
-        rotary = RotaryEmbedding.of_width(self.rotary_dim or width, self.base, self.pairing)
+        rotary = RotaryEmbedding.of_width(
+            self.rotary_dim or width, self.base, self.pairing
+        )
         return replace(semantics, rotary=rotary)
 
 

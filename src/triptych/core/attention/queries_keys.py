@@ -42,7 +42,9 @@ class QueriesAndKeys:
     """Queries and keys of one call of a layer, after norms and rotation, in float32 at least."""
 
     q: Float[Tensor, "batch num_heads query_len d_k"]
-    k: Float[Tensor, "batch num_key_heads key_len d_k"]  # consecutive query heads share a key head
+    k: Float[
+        Tensor, "batch num_key_heads key_len d_k"
+    ]  # consecutive query heads share a key head
     semantics: Semantics  # semantics of the layer: scale, bias, soft cap, sinks, window
     query_positions: Int[Tensor, "*rows query_len"]  # position of every query
     key_positions: Int[Tensor, "*columns key_len"]  # position of every key
@@ -53,7 +55,10 @@ class QueriesAndKeys:
     watch: Watcher | None = None
 
     def __repr__(self) -> str:
-        return shown_fields(type(self).__name__, {one.name: getattr(self, one.name) for one in fields(self)})
+        return shown_fields(
+            type(self).__name__,
+            {one.name: getattr(self, one.name) for one in fields(self)},
+        )
 
     @property
     def num_heads(self) -> int:
@@ -77,7 +82,9 @@ class QueriesAndKeys:
         if self.watch is not None:
             return self._watched("cap", rows, heads)
         part = self if heads is None else self._select_heads(heads)
-        return part._walk(QUICK_SCORE_STEPS, slice(*rows.indices(self.query_len)), self.key_len)
+        return part._walk(
+            QUICK_SCORE_STEPS, slice(*rows.indices(self.query_len)), self.key_len
+        )
 
     def weights(
         self, rows: slice = slice(None), heads: Sequence[int] | None = None
@@ -92,7 +99,9 @@ class QueriesAndKeys:
         """Return the combined mask; the first dimensions are batch and heads, 1 where all are the same."""
         near = self.semantics.visible(self.query_positions, self.key_positions)
         mask = both(near, self.mask)
-        return visible_keys(mask, self.causal, self.query_len, self.key_len, self.q.device)
+        return visible_keys(
+            mask, self.causal, self.query_len, self.key_len, self.q.device
+        )
 
     def blocks(
         self, heads: Sequence[int] | None = None, most_bytes: int = BLOCK_BYTES
@@ -106,7 +115,9 @@ class QueriesAndKeys:
             yield WeightBlock(rows, self.weights(rows, heads))
             return
         part = self if heads is None else self._select_heads(heads)
-        row_bytes = part.q.shape[0] * part.num_heads * self.key_len * self.q.element_size()
+        row_bytes = (
+            part.q.shape[0] * part.num_heads * self.key_len * self.q.element_size()
+        )
         step = max(1, most_bytes // row_bytes)
         for start in range(0, self.query_len, step):
             rows = slice(start, min(start + step, self.query_len))
@@ -132,9 +143,17 @@ class QueriesAndKeys:
     def _weights(self, rows: slice) -> Tensor:
         """Compute the weights of some queries and all heads; `rows` has a start and a stop."""
         # Keys after the last query of the rows are masked for all rows.
-        seen = max(0, self.key_len - self.query_len + rows.stop) if self.causal else self.key_len
+        seen = (
+            max(0, self.key_len - self.query_len + rows.stop)
+            if self.causal
+            else self.key_len
+        )
         weights = self._walk(QUICK_WEIGHT_STEPS, rows, seen)
-        return weights if seen == self.key_len else F.pad(weights, (0, self.key_len - seen))
+        return (
+            weights
+            if seen == self.key_len
+            else F.pad(weights, (0, self.key_len - seen))
+        )
 
     def _watched(self, name: str, rows: slice, heads: Sequence[int] | None) -> Tensor:
         """Walk all steps for all heads and queries; select rows and heads of the result of step `name`."""
@@ -149,7 +168,11 @@ class QueriesAndKeys:
         return value[:, :, rows]
 
     def _walk(
-        self, steps: tuple[ScoreStep, ...], rows: slice, seen: int, watch: Watcher | None = None
+        self,
+        steps: tuple[ScoreStep, ...],
+        rows: slice,
+        seen: int,
+        watch: Watcher | None = None,
     ) -> Tensor:
         """Walk steps from the queries of some rows, with the first `seen` keys."""
         q = self.q[:, :, rows]
@@ -158,7 +181,11 @@ class QueriesAndKeys:
         near, bias = LOCATE.run(q, k, self.semantics, *at)
         mask = self.mask
         if mask is not None:
-            mask = slice_broadcast(mask, (slice(None), slice(None), rows, slice(0, seen)))
+            mask = slice_broadcast(
+                mask, (slice(None), slice(None), rows, slice(0, seen))
+            )
         # No step up to the weights reads values, so keys are passed as values.
-        given = Inputs(q, k, k, both(mask, near), bias, self.causal, self.semantics, 0.0)
+        given = Inputs(
+            q, k, k, both(mask, near), bias, self.causal, self.semantics, 0.0
+        )
         return walk(steps, q, given, watch)

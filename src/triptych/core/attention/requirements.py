@@ -16,7 +16,9 @@ def scores_class(name: str) -> type[Scores]:
     if user_code.is_in_file(name):
         return user_code.find_class(name, Scores, "scores")
     if name != AdditiveScores.name:
-        raise ValueError(f"scores = {name!r} is not one of dot, cosine, additive: or name FILE.py:CLASS")
+        raise ValueError(
+            f"scores = {name!r} is not one of dot, cosine, additive: or name FILE.py:CLASS"
+        )
     return AdditiveScores
 
 
@@ -25,7 +27,11 @@ def scores_name(semantics: Semantics) -> str:
     if semantics.scores is not None:
         return semantics.scores.name
     weight = None if semantics.q_norm is None else semantics.q_norm.weight
-    return "cosine" if weight is not None and weight.ndim == 2 and weight.shape[1] == 1 else "dot"
+    return (
+        "cosine"
+        if weight is not None and weight.ndim == 2 and weight.shape[1] == 1
+        else "dot"
+    )
 
 
 # Fields of `Semantics` that `MultiHeadAttention` supports.
@@ -58,7 +64,9 @@ def check_can_be_held(weights: AttentionWeights) -> None:
 def check_qk_norm(projections: Parameterisation) -> None:
     """Check that the parameterisation supports QK-norm."""
     if projections.no_qk_norm:
-        raise ValueError(f"{projections.name} cannot have qk_norm: {projections.no_qk_norm}")
+        raise ValueError(
+            f"{projections.name} cannot have qk_norm: {projections.no_qk_norm}"
+        )
 
 
 def check_sizes(
@@ -74,19 +82,27 @@ def check_sizes(
     if not isinstance(positions, RotaryPositions):
         return
     if projections.no_rotary:
-        raise ValueError(f"{projections.name} cannot have rotary positions: {projections.no_rotary}")
+        raise ValueError(
+            f"{projections.name} cannot have rotary positions: {projections.no_rotary}"
+        )
     own = None if scores in ("dot", "cosine") else scores_class(scores)
     if own is not None and own.no_rotary:
-        raise ValueError(f"scores = {scores!r} cannot have rotary positions: {own.no_rotary}")
+        raise ValueError(
+            f"scores = {scores!r} cannot have rotary positions: {own.no_rotary}"
+        )
     positions.check(skeleton.k[-1].d_out if skeleton.k else d_model)
 
 
-def check_rotation(projections: Parameterisation, rotary: RotaryEmbedding | None, key_width: int) -> None:
+def check_rotation(
+    projections: Parameterisation, rotary: RotaryEmbedding | None, key_width: int
+) -> None:
     """Check that the parameterisation supports rotary positions, and that the rotated channels fit."""
     if rotary is None:
         return
     if projections.no_rotary:
-        raise ValueError(f"{projections.name} cannot have rotary positions: {projections.no_rotary}")
+        raise ValueError(
+            f"{projections.name} cannot have rotary positions: {projections.no_rotary}"
+        )
     if max(rotary.pairs[1]) >= key_width:
         raise ValueError(
             f"{max(rotary.pairs[1]) + 1} channels are rotated, but queries and keys are {key_width} wide: "

@@ -10,9 +10,15 @@ from triptych import thresholds
 from triptych.core.algebra.semantics import Semantics
 
 Path = Literal["auto", "reference", "fast"]
-Implementation = Literal["written out", "written out in pieces", "fused", "fused, padded"]
-HeadGrouping = Literal["one to one", "grouped by rows", "grouped by the kernel", "expanded"]
-Kernel = Literal["batched products", "flash", "memory-efficient", "cudnn", "math", "the device's own"]
+Implementation = Literal[
+    "written out", "written out in pieces", "fused", "fused, padded"
+]
+HeadGrouping = Literal[
+    "one to one", "grouped by rows", "grouped by the kernel", "expanded"
+]
+Kernel = Literal[
+    "batched products", "flash", "memory-efficient", "cudnn", "math", "the device's own"
+]
 
 
 class Inputs(NamedTuple):
@@ -34,21 +40,31 @@ class Inputs(NamedTuple):
         key_batch, key_heads, key_len, key_width = self.k.shape
         value_batch, value_heads, value_len, _ = self.v.shape
         if d_k != key_width:
-            raise ValueError(f"queries have width {d_k} and keys {key_width}: they must be equal")
+            raise ValueError(
+                f"queries have width {d_k} and keys {key_width}: they must be equal"
+            )
         if key_batch != value_batch or key_len != value_len:
             raise ValueError(
                 f"keys {list(self.k.shape)} and values {list(self.v.shape)} must agree in batch size and "
                 "length"
             )
         if batch != key_batch:
-            raise ValueError(f"queries have batch size {batch} and keys {key_batch}: they must be equal")
+            raise ValueError(
+                f"queries have batch size {batch} and keys {key_batch}: they must be equal"
+            )
         if num_heads % key_heads:
-            raise ValueError(f"{num_heads} query heads cannot share {key_heads} key heads evenly")
+            raise ValueError(
+                f"{num_heads} query heads cannot share {key_heads} key heads evenly"
+            )
         if num_heads % value_heads:
-            raise ValueError(f"{num_heads} query heads cannot share {value_heads} value heads evenly")
+            raise ValueError(
+                f"{num_heads} query heads cannot share {value_heads} value heads evenly"
+            )
         if self.mask is not None:
             if self.mask.dtype != torch.bool:
-                raise ValueError(f"the mask is {self.mask.dtype}: it must be boolean, True = may attend")
+                raise ValueError(
+                    f"the mask is {self.mask.dtype}: it must be boolean, True = may attend"
+                )
             _check_broadcasts("mask", self.mask, (batch, num_heads, query_len, key_len))
         if self.bias is not None:
             if not self.bias.dtype.is_floating_point:
@@ -61,9 +77,13 @@ class Inputs(NamedTuple):
         if soft_cap is not None and not soft_cap > 0:
             raise ValueError(f"soft_cap is {soft_cap}: it must be above 0")
         if sinks is not None and sinks.shape != (num_heads,):
-            raise ValueError(f"sinks are {list(sinks.shape)}, and there are {num_heads} query heads")
+            raise ValueError(
+                f"sinks are {list(sinks.shape)}, and there are {num_heads} query heads"
+            )
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}: it must be at least 0 and below 1")
+            raise ValueError(
+                f"dropout is {self.dropout}: it must be at least 0 and below 1"
+            )
 
     @property
     def common_heads(self) -> int:
@@ -105,10 +125,23 @@ _Why = Literal[
 # Fields of `Semantics` that torch's kernels compute, or that act before or after the kernel. With any other
 # field the steps are written out.
 _KERNEL_FIELDS = frozenset(
-    {"scale", "kind", "q_norm", "k_norm", "v_norm", "clip", "rotary", "temperature", "bias", "window"}
+    {
+        "scale",
+        "kind",
+        "q_norm",
+        "k_norm",
+        "v_norm",
+        "clip",
+        "rotary",
+        "temperature",
+        "bias",
+        "window",
+    }
     | {"chunk", "dropout", "gate"}
 )
-_BEYOND_KERNELS = tuple(each for each in fields(Semantics) if each.name not in _KERNEL_FIELDS)
+_BEYOND_KERNELS = tuple(
+    each for each in fields(Semantics) if each.name not in _KERNEL_FIELDS
+)
 _WHY_BEYOND = {
     "scores": "no kernel of torch compares queries and keys in another way than by products",
     "soft cap": "no kernel of torch caps the scores",
@@ -147,7 +180,9 @@ def make_plan(given: Inputs, need_weights: bool, path: Path) -> AttentionPlan:
             )
         if why == "semantics":
             beyond = beyond_kernels(given.semantics)
-            raise ValueError(f"the fast path has no {beyond}: use path='auto' or 'reference'")
+            raise ValueError(
+                f"the fast path has no {beyond}: use path='auto' or 'reference'"
+            )
         why = None
     q = given.q
     k = given.k
@@ -158,9 +193,15 @@ def make_plan(given: Inputs, need_weights: bool, path: Path) -> AttentionPlan:
     d_v = v.shape[3]
     one_to_one = num_heads == key_heads == value_heads
     if why is not None:
-        in_pieces = why == "pieces" or (why == "semantics" and _many_and_untrained(given))
-        written: Implementation = "written out in pieces" if in_pieces else "written out"
-        return AttentionPlan(written, "one to one" if one_to_one else "grouped by rows", why)
+        in_pieces = why == "pieces" or (
+            why == "semantics" and _many_and_untrained(given)
+        )
+        written: Implementation = (
+            "written out in pieces" if in_pieces else "written out"
+        )
+        return AttentionPlan(
+            written, "one to one" if one_to_one else "grouped by rows", why
+        )
 
     on_cpu = q.is_cpu
     # The kernel for CPUs requires d_k = d_v; the math kernel would keep all weights in memory. The
@@ -217,13 +258,21 @@ def _why_written_out(given: Inputs, need_weights: bool) -> _Why | None:
     copied = _copied(given)
     if not copied:
         if trains:
-            return "short" if k.shape[2] <= _max_keys(q.dtype) and not _wide_or_many(q, k) else None
+            return (
+                "short"
+                if k.shape[2] <= _max_keys(q.dtype) and not _wide_or_many(q, k)
+                else None
+            )
         heads = k.shape[0] * k.shape[1]
         enough = (
             heads >= thresholds.MIN_HEADS_OF_A_BATCH
             and heads * k.shape[2] >= thresholds.MIN_KEYS_OF_ALL_HEADS
         )
-        return "one query" if q.shape[2] == 1 and q.dtype == torch.bfloat16 and enough else None
+        return (
+            "one query"
+            if q.shape[2] == 1 and q.dtype == torch.bfloat16 and enough
+            else None
+        )
     # Up to this number of queries, weights are smaller than padded or repeated keys and values, and faster:
     # 1.3 to 30 times at one query, where every token would copy a decoder's cache, and equal at the limit (2
     # cores, float32, 64 and 512 keys, (d_k, d_v) = (64, 32), (128, 64), (512, 64)). Beyond the limit, memory
@@ -249,7 +298,8 @@ def _pays_in_pieces(given: Inputs) -> bool:
         q.dtype == torch.bfloat16
         and query_len > 1
         and min(d_k, given.v.shape[3]) >= thresholds.MIN_WIDTH_IN_PIECES
-        and batch * num_heads * query_len * num_keys * d_k >= thresholds.MIN_PRODUCTS_IN_PIECES
+        and batch * num_heads * query_len * num_keys * d_k
+        >= thresholds.MIN_PRODUCTS_IN_PIECES
         and (not given.causal or num_keys <= thresholds.MAX_KEYS_CAUSAL_IN_PIECES)
         and not torch.compiler.is_compiling()
     )
@@ -286,7 +336,9 @@ def _copied(given: Inputs) -> int:
 
 def _max_keys(dtype: torch.dtype) -> int:
     """Return the number of keys up to which products written out are faster on a CPU."""
-    return thresholds.MAX_KEYS_WRITTEN_OUT.get(dtype, thresholds.MAX_KEYS_WRITTEN_OUT_OTHERWISE)
+    return thresholds.MAX_KEYS_WRITTEN_OUT.get(
+        dtype, thresholds.MAX_KEYS_WRITTEN_OUT_OTHERWISE
+    )
 
 
 def reason(plan: AttentionPlan, kernel: Kernel, given: Inputs) -> str:

@@ -20,7 +20,9 @@ def shapes_only() -> Iterator[None]:
 class _Undrawn(TorchFunctionMode):
     """A mode without `nn.init`, for which torch would import its compiler: 800 modules, 70 MB."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         given = kwargs or {}
         if getattr(func, "__module__", "") == nn.init.__name__:
             return given["tensor"] if "tensor" in given else args[0]

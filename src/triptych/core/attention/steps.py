@@ -83,7 +83,9 @@ class SideStep(Step):
 class LocateStep(Step):
     """The step with the mask and the bias of the scores, by positions of queries and keys."""
 
-    run: Callable[[Tensor, Tensor, Semantics, Tensor, Tensor], tuple[Tensor | None, Tensor | None]]
+    run: Callable[
+        [Tensor, Tensor, Semantics, Tensor, Tensor], tuple[Tensor | None, Tensor | None]
+    ]
 
 
 @final
@@ -124,28 +126,42 @@ class Tap(Protocol):
 # Steps on queries, keys and values.
 
 
-def norm(x: Tensor, side: HeadSide, semantics: Semantics, token_positions: TokenPositions) -> Tensor:
+def norm(
+    x: Tensor, side: HeadSide, semantics: Semantics, token_positions: TokenPositions
+) -> Tensor:
     """Normalise queries, keys or values, each by its own norm."""
     own = {"q": semantics.q_norm, "k": semantics.k_norm, "v": semantics.v_norm}[side]
     return x if own is None else own(x)
 
 
-def clip(x: Tensor, side: HeadSide, semantics: Semantics, token_positions: TokenPositions) -> Tensor:
+def clip(
+    x: Tensor, side: HeadSide, semantics: Semantics, token_positions: TokenPositions
+) -> Tensor:
     """Clamp queries, keys or values."""
     return x if semantics.clip is None else x.clamp(-semantics.clip, semantics.clip)
 
 
-def rotate(x: Tensor, side: HeadSide, semantics: Semantics, token_positions: TokenPositions) -> Tensor:
+def rotate(
+    x: Tensor, side: HeadSide, semantics: Semantics, token_positions: TokenPositions
+) -> Tensor:
     """Apply the rotary embedding to queries or keys."""
-    return x if side == "v" or semantics.rotary is None else token_positions.rotate(x, semantics.rotary)
+    return (
+        x
+        if side == "v" or semantics.rotary is None
+        else token_positions.rotate(x, semantics.rotary)
+    )
 
 
-def gain(x: Tensor, side: HeadSide, semantics: Semantics, token_positions: TokenPositions) -> Tensor:
+def gain(
+    x: Tensor, side: HeadSide, semantics: Semantics, token_positions: TokenPositions
+) -> Tensor:
     """Apply the late gains of the norms of queries and keys to rotated queries."""
     return semantics.apply_late_gains(x) if side == "q" else x
 
 
-def temper(x: Tensor, side: HeadSide, semantics: Semantics, token_positions: TokenPositions) -> Tensor:
+def temper(
+    x: Tensor, side: HeadSide, semantics: Semantics, token_positions: TokenPositions
+) -> Tensor:
     """Multiply rotated queries by the temperature of their positions."""
     if side != "q" or semantics.temperature is None:
         return x
@@ -159,13 +175,31 @@ NORM = SideStep(
     norm,
     is_linear=False,
 )
-CLIP = SideStep("clip", ("clip",), {"q": ("clip",), "k": ("clip",), "v": ("clip",)}, clip, is_linear=False)
-ROTATE = SideStep(
-    "rotate", ("rotary",), {"q": ("rotary",), "k": ("rotary",)}, rotate, is_linear=True, by_position=True
+CLIP = SideStep(
+    "clip",
+    ("clip",),
+    {"q": ("clip",), "k": ("clip",), "v": ("clip",)},
+    clip,
+    is_linear=False,
 )
-GAIN = SideStep("gain", ("q_norm", "k_norm"), {"q": ("q_norm", "k_norm")}, gain, is_linear=True)
+ROTATE = SideStep(
+    "rotate",
+    ("rotary",),
+    {"q": ("rotary",), "k": ("rotary",)},
+    rotate,
+    is_linear=True,
+    by_position=True,
+)
+GAIN = SideStep(
+    "gain", ("q_norm", "k_norm"), {"q": ("q_norm", "k_norm")}, gain, is_linear=True
+)
 TEMPER = SideStep(
-    "temper", ("temperature",), {"q": ("temperature",)}, temper, is_linear=True, by_position=True
+    "temper",
+    ("temperature",),
+    {"q": ("temperature",)},
+    temper,
+    is_linear=True,
+    by_position=True,
 )
 SIDE_STEPS = (NORM, CLIP, ROTATE, GAIN, TEMPER)
 # The steps in two parts, before the rotation and from the rotation on.
@@ -178,7 +212,9 @@ def steps_on(side: HeadSide, semantics: Semantics) -> tuple[SideStep, ...]:
     return tuple(
         step
         for step in SIDE_STEPS
-        if any(getattr(semantics, field) is not None for field in step.sides.get(side, ()))
+        if any(
+            getattr(semantics, field) is not None for field in step.sides.get(side, ())
+        )
     )
 
 
@@ -203,7 +239,9 @@ def locate(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the mask by window and chunk, and the bias, for queries and keys at given positions."""
     bias = semantics.bias
-    return semantics.visible(queries, keys), None if bias is None else bias(q, k, queries, keys)
+    return semantics.visible(queries, keys), None if bias is None else bias(
+        q, k, queries, keys
+    )
 
 
 LOCATE = LocateStep("locate", ("bias", "window", "chunk"), locate)
@@ -235,12 +273,16 @@ def products(q: Tensor, given: Inputs) -> Tensor:
 
 def scale(scores: Tensor, given: Inputs) -> Tensor:
     """Multiply products by the scale; leave other scores unchanged."""
-    return scores if given.semantics.scores is not None else scores * given.semantics.scale
+    return (
+        scores if given.semantics.scores is not None else scores * given.semantics.scale
+    )
 
 
 def scaled_products(q: Tensor, given: Inputs) -> Tensor:
     """Compute scaled products by scaling the queries, which are smaller than the scores."""
-    return products(q if given.semantics.scores is not None else q * given.semantics.scale, given)
+    return products(
+        q if given.semantics.scores is not None else q * given.semantics.scale, given
+    )
 
 
 def bias(scores: Tensor, given: Inputs) -> Tensor:
@@ -257,7 +299,9 @@ def cap(scores: Tensor, given: Inputs) -> Tensor:
 def softmax(scores: Tensor, given: Inputs) -> Tensor:
     """Compute the softmax over visible keys and the sink; fully masked rows are 0."""
     sinks = given.semantics.sinks
-    allowed = combined_mask(given.mask, given.causal, scores.shape[-2], scores.shape[-1], scores.device)
+    allowed = combined_mask(
+        given.mask, given.causal, scores.shape[-2], scores.shape[-1], scores.device
+    )
     if sinks is not None:
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -math.inf)
@@ -300,7 +344,12 @@ QUICK_SCORE_STEPS = (_SCALED_PRODUCTS, *AFTER_SCALE)
 QUICK_WEIGHT_STEPS = (*QUICK_SCORE_STEPS, *TO_WEIGHTS)
 
 
-def walk(steps: tuple[ScoreStep, ...], value: Tensor, given: Inputs, watch: Watcher | None = None) -> Tensor:
+def walk(
+    steps: tuple[ScoreStep, ...],
+    value: Tensor,
+    given: Inputs,
+    watch: Watcher | None = None,
+) -> Tensor:
     """Walk steps of a kernel from a value, such as the queries; `watch` sees and may replace each result."""
     for step in steps:
         value = step.run(value, given)
@@ -323,7 +372,9 @@ def compare(q: Tensor, k: Tensor, semantics: Semantics) -> Tensor:
 
     Consecutive query heads share a key head. The result is `[batch, num_heads, query_len, key_len]`.
     """
-    return walk((PRODUCTS, SCALE), q, Inputs(q, k, k, None, None, False, semantics, 0.0))
+    return walk(
+        (PRODUCTS, SCALE), q, Inputs(q, k, k, None, None, False, semantics, 0.0)
+    )
 
 
 # The step after the kernel.
@@ -350,13 +401,17 @@ def is_causal(semantics: Semantics, given: bool | None) -> bool:
     return semantics.kind == "causal" if given is None else given
 
 
-def padding_mask(ids: Int[Tensor, "batch key_len"], pad_id: int) -> Bool[Tensor, "batch 1 1 key_len"]:
+def padding_mask(
+    ids: Int[Tensor, "batch key_len"], pad_id: int
+) -> Bool[Tensor, "batch 1 1 key_len"]:
     """Return a mask: True at tokens of `ids`, False at padding."""
     return (ids != pad_id)[:, None, None, :]
 
 
 def causal_mask(
-    query_len: int | torch.SymInt, key_len: int | torch.SymInt, device: torch.device | None = None
+    query_len: int | torch.SymInt,
+    key_len: int | torch.SymInt,
+    device: torch.device | None = None,
 ) -> Bool[Tensor, "query_len key_len"]:
     """Return the causal mask: True at keys up to the position of the query.
 
@@ -375,7 +430,9 @@ def combined_mask(
     device: torch.device,
 ) -> Tensor | None:
     """Return the mask combined with causality; None if every query attends to every key."""
-    if not causal or query_len == 1:  # a single query is the last position and attends to every key
+    if (
+        not causal or query_len == 1
+    ):  # a single query is the last position and attends to every key
         return mask
     triangle = causal_mask(query_len, key_len, device)
     return triangle if mask is None else mask & triangle
@@ -389,7 +446,11 @@ def both(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def visible_keys(
-    mask: Tensor | None, causal: bool, query_len: int, key_len: int, device: torch.device
+    mask: Tensor | None,
+    causal: bool,
+    query_len: int,
+    key_len: int,
+    device: torch.device,
 ) -> Bool[Tensor, "#batch #heads query_len key_len"]:
     """Return the mask combined with causality, with four dimensions and every query and key."""
     seen = torch.ones(query_len, key_len, dtype=torch.bool, device=device)
@@ -401,7 +462,12 @@ def visible_keys(
 def slice_broadcast(x: Tensor, ranges: tuple[slice, ...]) -> Tensor:
     """Slice a tensor that broadcasts to four dimensions by a range for each; dimensions of 1 stay."""
     own = ranges[len(ranges) - x.dim() :]
-    return x[tuple(slice(None) if size == 1 else range_ for size, range_ in zip(x.shape, own, strict=True))]
+    return x[
+        tuple(
+            slice(None) if size == 1 else range_
+            for size, range_ in zip(x.shape, own, strict=True)
+        )
+    ]
 
 
 def _every_query_sees_a_key(allowed: Tensor) -> bool:

@@ -19,7 +19,11 @@ from torch import Tensor
 
 from triptych.core.algebra.weights import Link, Side
 from triptych.core.checkpoints.family import Family, family_of, half_of
-from triptych.core.checkpoints.fields import not_followed, require_known_kinds, sees_both_ways
+from triptych.core.checkpoints.fields import (
+    not_followed,
+    require_known_kinds,
+    sees_both_ways,
+)
 from triptych.core.checkpoints.model_types import LOOKS_LIKE_ATTENTION
 from triptych.core.checkpoints.reading import LayerReader as LayerReader
 from triptych.core.checkpoints.source import Source, find_source
@@ -139,11 +143,16 @@ class Checkpoint(AttentionSource):
         return tuple(LayerReader(self._places[site], self.tensors).rewritable())
 
     def bytes_of(self, site: Site) -> int:
-        return sum(self.tensors.infos[name].num_bytes for name in self.tensors.below(site.module))
+        return sum(
+            self.tensors.infos[name].num_bytes
+            for name in self.tensors.below(site.module)
+        )
 
     def longest_text(self, site: Site) -> int:
         found = self._places[site].settings.value(_LONGEST_TEXT)
-        return found if isinstance(found, int) and 0 < found <= _LONGEST_SAID else CONTEXT
+        return (
+            found if isinstance(found, int) and 0 < found <= _LONGEST_SAID else CONTEXT
+        )
 
     def input_modules(self, site: Site) -> tuple[str, str]:
         spec = self._places[site].spec
@@ -158,17 +167,24 @@ class Checkpoint(AttentionSource):
         return f"{site.module}.{names[0]}", f"{site.module}.{names[1]}"
 
     def broken(self, layer: AttentionLayer) -> dict[str, int]:
-        counts = {name: int((~self.tensors.read(name).isfinite()).sum()) for name in layer.tensors}
+        counts = {
+            name: int((~self.tensors.read(name).isfinite()).sum())
+            for name in layer.tensors
+        }
         return {name: count for name, count in counts.items() if count}
 
     def _find(self) -> Iterator[Place]:
         for choice in self.family.refused:
             if self.settings.holds(choice.when):
-                raise DataError(f"{self.name}: {self.family.name} cannot be read: {choice.value}")
+                raise DataError(
+                    f"{self.name}: {self.family.name} cannot be read: {choice.value}"
+                )
         found_any = False
         present = set[str]()
         wanted = dict[str, None]()
-        unnumbered = dict[str, int]()  # modules without a number in their names, by stack
+        unnumbered = dict[
+            str, int
+        ]()  # modules without a number in their names, by stack
         for spec in self.family.attention:
             settings = self._settings_of(spec)
             if settings is None or not settings.holds(spec.when):
@@ -176,7 +192,9 @@ class Checkpoint(AttentionSource):
             layers = settings.count(spec.layers)
             require_known_kinds(spec, settings, min(layers, MOST_LAYERS))
             mixers = self._mixers(spec, settings, layers)
-            first = next((layer for layer, mixer in enumerate(mixers) if mixer == _ATTENTION), 0)
+            first = next(
+                (layer for layer, mixer in enumerate(mixers) if mixer == _ATTENTION), 0
+            )
             prefix = self._prefix(spec, first)
             wanted[spec.stack] = None
             if prefix is None:
@@ -184,16 +202,22 @@ class Checkpoint(AttentionSource):
                 continue
             present.add(spec.stack)
             if spec.needs and settings.value(spec.needs) is None:
-                raise DataError(f"{settings.where}: {spec.needs} is missing, and no other field tells it")
+                raise DataError(
+                    f"{settings.where}: {spec.needs} is missing, and no other field tells it"
+                )
             inner = settings.count(spec.inner)
             uses = self._uses(spec, settings, layers)
             more = spec.more_layers and settings.value(spec.more_layers) is not None
             borrowing = self._num_borrowing(spec, settings, layers)
             lenders = dict[Any, Place]()
-            for layer in range(layers + (settings.whole(spec.more_layers) if more else 0)):
+            for layer in range(
+                layers + (settings.whole(spec.more_layers) if more else 0)
+            ):
                 if layer < len(mixers) and mixers[layer] != _ATTENTION:
                     continue
-                if layer >= layers and not self.tensors.below(prefix + _module(spec, layer)):
+                if layer >= layers and not self.tensors.below(
+                    prefix + _module(spec, layer)
+                ):
                     break  # further layers may be missing
                 for within in range(inner):
                     module = prefix + _module(spec, layer, within)
@@ -201,21 +225,31 @@ class Checkpoint(AttentionSource):
                         raise DataError(
                             f"{self.name}: no tensor is below {module}, attention layer {layer} of {layers:,}"
                         )
-                    kind = "self" if sees_both_ways(spec, settings, layer) else spec.kind
+                    kind = (
+                        "self" if sees_both_ways(spec, settings, layer) else spec.kind
+                    )
                     own = uses.get(layer, ()) if uses else (layer,)
                     # Layers without a use are numbered after all layers of the model.
                     after = sum(map(len, uses.values())) + layer
-                    before = 0 if "{layer}" in spec.at else unnumbered.get(spec.stack, 0)
-                    number, *also = (before + use * inner + within for use in own or (after,))
+                    before = (
+                        0 if "{layer}" in spec.at else unnumbered.get(spec.stack, 0)
+                    )
+                    number, *also = (
+                        before + use * inner + within for use in own or (after,)
+                    )
                     site = Site(spec.stack, number, kind, module, tuple(also))
-                    place = Place(site, spec, settings, prefix, layer, within, is_run=bool(own))
+                    place = Place(
+                        site, spec, settings, prefix, layer, within, is_run=bool(own)
+                    )
                     # A KV-sharing layer uses the keys and values of the last earlier layer alike.
                     alike = place.value(spec.lender) if spec.lender else None
                     if layer < layers - borrowing:
                         lenders[alike] = place
                     elif borrowing and layer < layers:
                         if alike not in lenders:
-                            raise DataError(f"{settings.where}: no earlier layer has keys of layer {layer}")
+                            raise DataError(
+                                f"{settings.where}: no earlier layer has keys of layer {layer}"
+                            )
                         place = replace(place, lender=lenders[alike])
                     yield place
                     found_any = True
@@ -223,14 +257,18 @@ class Checkpoint(AttentionSource):
                 unnumbered[spec.stack] = unnumbered.get(spec.stack, 0) + layers * inner
         self.absent = tuple(stack for stack in wanted if stack not in present)
         if not found_any:
-            looks = [name for name in self.tensors.infos if self._looks_like_attention(name)]
+            looks = [
+                name for name in self.tensors.infos if self._looks_like_attention(name)
+            ]
             raise DataError(
                 f"{self.name}: no tensor has a name of the family {self.family.name}; "
                 f"what looks like attention: {', '.join(looks[:6]) or 'nothing'}; describe it in a "
                 "family file (triptych inspect --family my.toml)"
             )
 
-    def _uses(self, spec: AttentionSpec, settings: Settings, layers: int) -> dict[int, list[int]]:
+    def _uses(
+        self, spec: AttentionSpec, settings: Settings, layers: int
+    ) -> dict[int, list[int]]:
         """Return the uses of each stored layer, in the model's order; empty if every layer is used once."""
         times = settings.number(spec.uses)
         rounds = settings.count(spec.rounds)
@@ -249,7 +287,9 @@ class Checkpoint(AttentionSource):
             found.setdefault(int(use % (count // rounds) / times), []).append(use)
         return found
 
-    def _mixers(self, spec: AttentionSpec, settings: Settings, layers: int) -> list[str]:
+    def _mixers(
+        self, spec: AttentionSpec, settings: Settings, layers: int
+    ) -> list[str]:
         """Return the token mixer of each layer, in words; empty if all layers have attention."""
         if not spec.mixers:
             return []
@@ -260,16 +300,35 @@ class Checkpoint(AttentionSource):
         found = []
         for layer in range(layers):
             # No default: a layer without a stated mixer might not have attention.
-            choice = next((choice for choice in spec.mixers if settings.holds(choice.when, layer)), None)
+            choice = next(
+                (
+                    choice
+                    for choice in spec.mixers
+                    if settings.holds(choice.when, layer)
+                ),
+                None,
+            )
             if choice is None:
-                raise DataError(f"{settings.where}: it does not say what layer {layer} of {layers} is")
+                raise DataError(
+                    f"{settings.where}: it does not say what layer {layer} of {layers} is"
+                )
             found.append(str(settings.value(choice.value)))
-        attention = [str(layer) for layer, mixer in enumerate(found) if mixer == _ATTENTION]
-        rest = " and ".join(dict.fromkeys(mixer for mixer in found if mixer != _ATTENTION))
+        attention = [
+            str(layer) for layer, mixer in enumerate(found) if mixer == _ATTENTION
+        ]
+        rest = " and ".join(
+            dict.fromkeys(mixer for mixer in found if mixer != _ATTENTION)
+        )
         if not attention:
-            raise DataError(f"{self.name}: none of its {layers} layers is attention: they are {rest}")
+            raise DataError(
+                f"{self.name}: none of its {layers} layers is attention: they are {rest}"
+            )
         if rest:
-            some = f"layers {', '.join(attention)}" if len(attention) > 1 else f"layer {attention[0]}"
+            some = (
+                f"layers {', '.join(attention)}"
+                if len(attention) > 1
+                else f"layer {attention[0]}"
+            )
             are = "are" if len(attention) > 1 else "is"
             self.others = f"{some} of {layers} {are} attention; the rest are {rest}, which are not"
         return found
@@ -278,7 +337,8 @@ class Checkpoint(AttentionSource):
         found = {id(place.spec): place for place in self._places.values()}
         said = dict.fromkeys(
             chain.from_iterable(
-                not_followed(self.family, place.spec, place.settings) for place in found.values()
+                not_followed(self.family, place.spec, place.settings)
+                for place in found.values()
             )
         )
         return tuple(said)
@@ -298,7 +358,9 @@ class Checkpoint(AttentionSource):
         ]
         return (*further, *unused)
 
-    def _num_borrowing(self, spec: AttentionSpec, settings: Settings, layers: int) -> int:
+    def _num_borrowing(
+        self, spec: AttentionSpec, settings: Settings, layers: int
+    ) -> int:
         if not spec.borrowing or settings.value(spec.borrowing) in (None, 0):
             return 0
         count = settings.count(spec.borrowing)
@@ -314,7 +376,9 @@ class Checkpoint(AttentionSource):
                 found = self.settings.below(path.strip())
             except DataError:
                 continue
-            kinds = (str(settings.value("model_type")) for settings in (found, self.settings))
+            kinds = (
+                str(settings.value("model_type")) for settings in (found, self.settings)
+            )
             defaults = self.family.defaults_of(spec.settings)
             of_class = next((defaults[kind] for kind in kinds if kind in defaults), {})
             return found.over(_with_older_record(found, of_class))
@@ -324,8 +388,14 @@ class Checkpoint(AttentionSource):
         """Return the prefix of the family's names ("model.", "bert.", ""); None if the names are missing."""
         at = _module(spec, first)
         pattern = re.compile(rf"^(|.*\.){re.escape(at)}\.")
-        found = {match[1] for name in self.tensors.infos if (match := pattern.match(name))}
-        found = {prefix for prefix in found if not any(word in prefix for word in spec.outside)}
+        found = {
+            match[1] for name in self.tensors.infos if (match := pattern.match(name))
+        }
+        found = {
+            prefix
+            for prefix in found
+            if not any(word in prefix for word in spec.outside)
+        }
         if len(found) > 1:
             raise DataError(
                 f"{self.name}: {at} is there {len(found)} times, below {', '.join(sorted(found))}: "
@@ -339,14 +409,20 @@ class Checkpoint(AttentionSource):
         pattern = re.compile(rf"^(|.*\.){re.escape(stack)}{spec.first}\.")
         for name in self.tensors.infos:
             match = pattern.match(name)
-            if "{layer}" in spec.at and match and not any(word in match[1] for word in spec.outside):
+            if (
+                "{layer}" in spec.at
+                and match
+                and not any(word in match[1] for word in spec.outside)
+            ):
                 raise DataError(
                     f"{self.name}: {name} is in the file, but its attention is not: {_module(spec, 0)}"
                 )
 
     def _looks_like_attention(self, name: str) -> bool:
         """Return True for a matrix named like attention: vectors may be norms named after the attention."""
-        return len(self.tensors.infos[name].shape) > 1 and bool(LOOKS_LIKE_ATTENTION.search(name))
+        return len(self.tensors.infos[name].shape) > 1 and bool(
+            LOOKS_LIKE_ATTENTION.search(name)
+        )
 
     def _account(self) -> tuple[str, ...]:
         """Return the tensors outside attention; raise DataError for unknown tensors of attention."""
@@ -354,13 +430,27 @@ class Checkpoint(AttentionSource):
         # Every tensor is unread with a reason, or belongs to a layer, or is outside attention. The last is an
         # error for a name like attention's, unless the family knows the tensor.
         modules = {site.module + "." for site in self.sites}
-        beside = {*chain.from_iterable((*r.names_beside(), *stored_angles(r.place)) for r in readers)}
-        known = [*self.family.rest, *chain.from_iterable(spec.known for spec in self.family.attention)]
+        beside = {
+            *chain.from_iterable(
+                (*r.names_beside(), *stored_angles(r.place)) for r in readers
+            )
+        }
+        known = [
+            *self.family.rest,
+            *chain.from_iterable(spec.known for spec in self.family.attention),
+        ]
         unused = {*chain.from_iterable(reader.unused() for reader in readers)}
         others = []
         strange = []
         for name in self.tensors.infos:
-            why = next((u.why for u in self.family.unread if fnmatch.fnmatchcase(name, u.names)), None)
+            why = next(
+                (
+                    u.why
+                    for u in self.family.unread
+                    if fnmatch.fnmatchcase(name, u.names)
+                ),
+                None,
+            )
             if name in unused:
                 why = _BORROWS
             if why is not None:
@@ -369,7 +459,9 @@ class Checkpoint(AttentionSource):
             if name in beside or any(name.startswith(module) for module in modules):
                 continue
             others.append(name)
-            if self._looks_like_attention(name) and not any(fnmatch.fnmatchcase(name, k) for k in known):
+            if self._looks_like_attention(name) and not any(
+                fnmatch.fnmatchcase(name, k) for k in known
+            ):
                 strange.append(name)
         if strange:
             raise DataError(
@@ -379,7 +471,9 @@ class Checkpoint(AttentionSource):
         for reader in readers:
             elsewhere = modules - {reader.place.site.module + "."}
             for name in reader.unknown():
-                if name not in self.unread and not any(name.startswith(module) for module in elsewhere):
+                if name not in self.unread and not any(
+                    name.startswith(module) for module in elsewhere
+                ):
                     raise DataError(
                         f"{self.name}: tensor {name} is in an attention layer, but the family "
                         f"{self.family.name} does not know it"
@@ -423,7 +517,9 @@ def _open(source: Source, family: Family | None, mapped: bool) -> AttentionSourc
         if family is not None:
             raise UsageError(f"{source.name} is a run: leave out --family")
         if source.path.is_file() and source.path.name != SAFETENSORS:
-            raise UsageError(f"{source.name}: the weights of a run are in {SAFETENSORS}: give its folder")
+            raise UsageError(
+                f"{source.name}: the weights of a run are in {SAFETENSORS}: give its folder"
+            )
         from triptych.core.checkpoints.module_layers import ModuleLayers
 
         return ModuleLayers.read_folder(source.folder, source.name)
@@ -431,7 +527,9 @@ def _open(source: Source, family: Family | None, mapped: bool) -> AttentionSourc
     # Refuse adapters before the family: their tensors alone are not a model of any family.
     refuse_adapters(source.name, tensors.infos)
     settings = Settings(dict(source.record), source.where)
-    from triptych.core.storage.quantised import dequantised  # formats of other libraries
+    from triptych.core.storage.quantised import (
+        dequantised,
+    )  # formats of other libraries
 
     tensors = dequantised(tensors, settings)
     how_known = "as told"
@@ -440,14 +538,18 @@ def _open(source: Source, family: Family | None, mapped: bool) -> AttentionSourc
         family = family_of(str(model_type))
         how_known = f"model_type {model_type!r}"
         if family is None:
-            from triptych.core.checkpoints.unknown_families import refuse_unknown  # it drafts a family file
+            from triptych.core.checkpoints.unknown_families import (
+                refuse_unknown,
+            )  # it drafts a family file
 
             refuse_unknown(settings, tensors, source.name)
     family = _with_half_alone(family, settings, tensors, source.name)
     return Checkpoint(source.name, family, settings, tensors, how_known, source)
 
 
-def _with_half_alone(family: Family, settings: Settings, tensors: Tensors, name: str) -> Family:
+def _with_half_alone(
+    family: Family, settings: Settings, tensors: Tensors, name: str
+) -> Family:
     """Return the family, or its half if the file contains only the encoder or only the decoder of a model."""
 
     def are_there(layers: Iterable[str]) -> set[str]:
@@ -457,7 +559,8 @@ def _with_half_alone(family: Family, settings: Settings, tensors: Tensors, name:
     # A file with one half has names without the prefix "encoder." or "decoder.".
     whole = [spec.at for spec in family.attention]
     halves = {
-        half: {at.removeprefix(f"{half}.") for at in whole if at.startswith(f"{half}.")} for half in _HALVES
+        half: {at.removeprefix(f"{half}.") for at in whole if at.startswith(f"{half}.")}
+        for half in _HALVES
     }
     there = are_there(halves["encoder"] | halves["decoder"])
     fitting = [half for half, layers in halves.items() if layers and layers == there]
@@ -465,7 +568,9 @@ def _with_half_alone(family: Family, settings: Settings, tensors: Tensors, name:
         return family
     classes = settings.value("architectures")
     named = str(classes[0]) if isinstance(classes, list) and classes else ""
-    if any(named.endswith(half.capitalize()) for half in _HALVES if half not in fitting):
+    if any(
+        named.endswith(half.capitalize()) for half in _HALVES if half not in fitting
+    ):
         raise DataError(
             f"{name}: the tensors are of the {fitting[0]} of {family.name}, "
             f"and architectures says {shown(named)}"
@@ -479,7 +584,13 @@ def _with_older_record(settings: Settings, defaults: dict[str, Any]) -> dict[str
     default = defaults.get("rope_parameters")
     if not (isinstance(older, dict) and older and isinstance(default, dict)):
         return defaults
-    if any(isinstance(record, dict) for record in default.values()):  # a record for each kind of layer
+    if any(
+        isinstance(record, dict) for record in default.values()
+    ):  # a record for each kind of layer
         return defaults
     theta = settings.value("rope_theta") or defaults.get("rope_theta", 10000.0)
-    return {**defaults, "rope_theta": theta, "rope_parameters": {"rope_theta": theta, **older}}
+    return {
+        **defaults,
+        "rope_theta": theta,
+        "rope_parameters": {"rope_theta": theta, **older},
+    }

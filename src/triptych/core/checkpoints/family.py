@@ -11,7 +11,13 @@ from typing import Any, final
 
 from pydantic import model_validator
 
-from triptych.core.checkpoints.specs import AttentionSpec, Choice, ExportSpec, ModelSpec, Spec
+from triptych.core.checkpoints.specs import (
+    AttentionSpec,
+    Choice,
+    ExportSpec,
+    ModelSpec,
+    Spec,
+)
 from triptych.errors import DataError, UsageError
 from triptych.toml import read_toml
 from triptych.untrusted import validated
@@ -32,13 +38,23 @@ class Family(Spec):
     name: str
     model_types: tuple[str, ...] = ()
     remote: bool = False  # true if `transformers` lacks a class for it (remote code)
-    refused: tuple[Choice, ...] = ()  # reasons to refuse its checkpoints, on conditions of the configuration
+    refused: tuple[
+        Choice, ...
+    ] = ()  # reasons to refuse its checkpoints, on conditions of the configuration
     # kinds of attention layers, all with a true condition; empty if all checkpoints are refused
     attention: tuple[AttentionSpec, ...] = ()
-    model: ModelSpec | None = None  # the parts besides attention; None if models cannot be run
-    export: ExportSpec | None = None  # format of exported models; None if the family is not an export format
-    rest: tuple[str, ...] = ()  # tensors named like attention but unrelated to it, as patterns
-    unread: tuple[Unread, ...] = ()  # attention tensors to report instead of reading them
+    model: ModelSpec | None = (
+        None  # the parts besides attention; None if models cannot be run
+    )
+    export: ExportSpec | None = (
+        None  # format of exported models; None if the family is not an export format
+    )
+    rest: tuple[
+        str, ...
+    ] = ()  # tensors named like attention but unrelated to it, as patterns
+    unread: tuple[
+        Unread, ...
+    ] = ()  # attention tensors to report instead of reading them
 
     @model_validator(mode="after")
     def _require_attention(self) -> "Family":
@@ -71,7 +87,9 @@ def half_of(family: Family, half: str) -> Family:
 
     # Rewrite all strings of the record: names in files with one half lack its prefix.
     record = family.model_dump(exclude_unset=True)
-    below_half = {part: below(record[part]) for part in ("attention", "model") if part in record}
+    below_half = {
+        part: below(record[part]) for part in ("attention", "model") if part in record
+    }
     return Family.model_validate({**record, **below_half})
 
 
@@ -102,7 +120,17 @@ def read_family(path: str | Path) -> Family:
         for spec in family.attention:
             _require_known_placeholders(spec)
             # `refuse_unknown` writes "?" for fields to complete.
-            if any("?" in said for said in (spec.at, spec.q, spec.k, spec.v, spec.o, *spec.expressions())):
+            if any(
+                "?" in said
+                for said in (
+                    spec.at,
+                    spec.q,
+                    spec.k,
+                    spec.v,
+                    spec.o,
+                    *spec.expressions(),
+                )
+            ):
                 raise DataError(f'{path}: complete each "?" first')
         return family
     except DataError as error:
@@ -146,7 +174,10 @@ def _expanded(record: dict[str, Any], where: str) -> dict[str, Any]:
         record = {**record, "model": _model_laid_over(model, where)}
     if not isinstance(entries, list):
         return record
-    return {**record, "attention": [_attention_laid_over(entry, where) for entry in entries]}
+    return {
+        **record,
+        "attention": [_attention_laid_over(entry, where) for entry in entries],
+    }
 
 
 def _model_laid_over(model: dict[str, Any], where: str) -> dict[str, Any]:
@@ -168,12 +199,16 @@ def _family_record(name: str, where: str) -> dict[str, Any]:
     return _expanded(tomllib.loads(path.read_text(encoding="utf-8")), name)
 
 
-def _attention_laid_over(entry: Any, where: str) -> Any:  # `like = "NAME#2"`: entry 2 of the family NAME
+def _attention_laid_over(
+    entry: Any, where: str
+) -> Any:  # `like = "NAME#2"`: entry 2 of the family NAME
     if not isinstance(entry, dict) or "like" not in entry:
         return entry
     name, _, number = str(entry["like"]).partition("#")
     others = _family_record(name, where)["attention"]
     if not (number or "0").isdecimal() or int(number or 0) >= len(others):
-        raise DataError(f"{where}: {name} has attention 0 to {len(others) - 1}, and not {number}")
+        raise DataError(
+            f"{where}: {name} has attention 0 to {len(others) - 1}, and not {number}"
+        )
     other = others[int(number or 0)]
     return {**other, **{key: value for key, value in entry.items() if key != "like"}}

@@ -45,7 +45,9 @@ _AS_USUAL: dict[str, tuple[Any, ...]] = {
 _WORD_OF_LAYER = re.compile(r"([\w.]+)\[\]\s*(?:==|!=)\s*([a-z_]+)")
 
 
-def overlooked(record: Mapping[str, Any], read: Collection[str], path: str = "") -> Iterator[str]:
+def overlooked(
+    record: Mapping[str, Any], read: Collection[str], path: str = ""
+) -> Iterator[str]:
     """Yield the paths of set, unread fields, also within partly read records."""
     for name, value in record.items():
         at = path + name
@@ -59,7 +61,10 @@ def overlooked(record: Mapping[str, Any], read: Collection[str], path: str = "")
 
 def fields_read(family: Family) -> frozenset[str]:
     """Return the paths of the fields that a family reads, or lists as ignored."""
-    ignored = {ignored.field for ignored in chain.from_iterable(spec.ignored for spec in family.attention)}
+    ignored = {
+        ignored.field
+        for ignored in chain.from_iterable(spec.ignored for spec in family.attention)
+    }
     hooks = (hook_of(spec.hook) for spec in family.attention)
     hooked = (hook.fields for hook in hooks if hook is not None)
     return _NAMES["read_in_code"].union(
@@ -70,22 +75,29 @@ def fields_read(family: Family) -> frozenset[str]:
 def of_attention(path: str) -> bool:
     """Return True if a field may concern attention, judged by its name."""
     name = path.rpartition(".")[2]
-    harmless = name in _NAMES["harmless"] | _NAMES["sounds_only"] or _HARMLESS_ENDS.search(name)
+    harmless = name in _NAMES["harmless"] | _NAMES[
+        "sounds_only"
+    ] or _HARMLESS_ENDS.search(name)
     return bool(_OF_ATTENTION.search(name)) and not harmless
 
 
-def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Iterator[str]:
+def not_followed(
+    family: Family, spec: AttentionSpec, settings: Settings
+) -> Iterator[str]:
     """Yield a sentence for each kind of fields that are set and have no effect on the attention.
 
     These are fields ignored by `transformers`, unknown to its class, or not read by the family.
     """
     # One sentence for all omitted fields, and a sentence for all fields with the same other value.
     for as_with in dict.fromkeys(ignored.as_with for ignored in spec.ignored):
-        fields = [ignored.field for ignored in spec.ignored if ignored.as_with == as_with]
+        fields = [
+            ignored.field for ignored in spec.ignored if ignored.as_with == as_with
+        ]
         said = [
             f"{field} is {shown(settings.value(field))}"
             for field in fields
-            if settings.value(field) is not None and settings.holds(f"{field} != {as_with}")
+            if settings.value(field) is not None
+            and settings.holds(f"{field} != {as_with}")
         ]
         without = "without it" if len(said) == 1 else "without them"
         as_if = without if as_with == "null" else f"with {as_with}"
@@ -96,7 +108,9 @@ def not_followed(family: Family, spec: AttentionSpec, settings: Settings) -> Ite
             )
     # Fields unknown to the class are reported once, here, and not again among the unread fields of attention.
     if strange := unknown_to_class(family, settings):
-        are, they = ("is", "it changes") if len(strange) == 1 else ("are", "they change")
+        are, they = (
+            ("is", "it changes") if len(strange) == 1 else ("are", "they change")
+        )
         yield (
             f"{settings.where}: {list_names(strange)} {are} not read by {family.name} in transformers: "
             f"{they} nothing, there or here"
@@ -122,7 +136,10 @@ def unknown_to_class(family: Family, settings: Settings) -> list[str]:
     keys = known_keys(settings) if family.model_types and not family.remote else None
     if keys is None:
         return []
-    harmless = {*_NAMES["harmless_to_models"], *(family.model.harmless if family.model else ())}
+    harmless = {
+        *_NAMES["harmless_to_models"],
+        *(family.model.harmless if family.model else ()),
+    }
     return [
         path
         for path in overlooked(settings.record, fields_read(family))
@@ -160,10 +177,16 @@ def _speaks_of_no_computation(path: str) -> bool:
 def require_known_kinds(spec: AttentionSpec, settings: Settings, layers: int) -> None:
     """Check that the family knows every kind of layer in a list such as `layer_types`."""
     # An expression such as `layer_types[] == full_attention` names a kind that the family knows.
-    asked = [found for e in spec.expressions() if (found := _WORD_OF_LAYER.fullmatch(e.strip()))]
+    asked = [
+        found
+        for e in spec.expressions()
+        if (found := _WORD_OF_LAYER.fullmatch(e.strip()))
+    ]
     known = {found[2] for found in asked} | {"full_attention", "global"}
     if spec.window:
-        known.add("sliding_attention")  # default kind, where the family names only layers without a window
+        known.add(
+            "sliding_attention"
+        )  # default kind, where the family names only layers without a window
     for path in dict.fromkeys(found[1] for found in asked):
         for layer in range(layers):
             word = settings.word(f"{path}[]", layer)
@@ -182,7 +205,9 @@ def sees_both_ways(spec: AttentionSpec, settings: Settings, layer: int) -> bool:
         return own
     position = next((p for p in spec.positions if settings.holds(p.when, layer)), None)
     if position is not None and position.kind == "alibi":
-        raise DataError(f"{settings.where}: is_causal is false, which is not supported with ALiBi positions")
+        raise DataError(
+            f"{settings.where}: is_causal is false, which is not supported with ALiBi positions"
+        )
     if own and spec.window:
         raise DataError(
             f"{settings.where}: is_causal is false, and {spec.both_ways} is true: give one of them"
@@ -192,7 +217,9 @@ def sees_both_ways(spec: AttentionSpec, settings: Settings, layer: int) -> bool:
 
 def is_made_bidirectional(spec: AttentionSpec, settings: Settings) -> bool:
     """Return True if `is_causal` is false and makes causal layers bidirectional."""
-    heeded = spec.kind == "causal" and all(ignored.field != "is_causal" for ignored in spec.ignored)
+    heeded = spec.kind == "causal" and all(
+        ignored.field != "is_causal" for ignored in spec.ignored
+    )
     return heeded and settings.value("is_causal") is False
 
 

@@ -21,7 +21,12 @@ from triptych.core.algebra.rewritten import RewriteRefusedError
 from triptych.core.algebra.weights import SIDES, AttentionWeights, Link, Side
 from triptych.core.checkpoints.checkpoint import Checkpoint
 from triptych.core.checkpoints.latents import is_latent, latent_ranks, widened_latent
-from triptych.core.checkpoints.stored_layers import AttentionLayer, MapSizes, Place, Site
+from triptych.core.checkpoints.stored_layers import (
+    AttentionLayer,
+    MapSizes,
+    Place,
+    Site,
+)
 from triptych.core.storage.settings import Settings
 from triptych.core.storage.tensors import Tensors
 from triptych.errors import DataError
@@ -43,8 +48,13 @@ class Resizing:
 
 def sizes_of(weights: AttentionWeights) -> MapSizes:
     """Return the sizes of a layer in the form of its file."""
-    q, v = (chain[-1].d_out if chain else weights.d_model for chain in (weights.q, weights.v))
-    return MapSizes(weights.num_heads, weights.num_key_heads, q, v, *latent_ranks(weights))
+    q, v = (
+        chain[-1].d_out if chain else weights.d_model
+        for chain in (weights.q, weights.v)
+    )
+    return MapSizes(
+        weights.num_heads, weights.num_key_heads, q, v, *latent_ranks(weights)
+    )
 
 
 def resizing(checkpoint: Checkpoint, site: Site, wanted: MapSizes) -> Resizing | None:
@@ -86,11 +96,14 @@ def resizing(checkpoint: Checkpoint, site: Site, wanted: MapSizes) -> Resizing |
         if old == new:
             continue
         if new is None or not (
-            _follows(old, new, here, wanted) and _is_free(at, old, new, checkpoint.tensors)
+            _follows(old, new, here, wanted)
+            and _is_free(at, old, new, checkpoint.tensors)
         ):
             return None
         resized.append(other)
-    return Resizing({f"{path}{name}": value for name, value in entries.items()}, tuple(resized))
+    return Resizing(
+        {f"{path}{name}": value for name, value in entries.items()}, tuple(resized)
+    )
 
 
 def _sizes_or_none(place: Place, settings: Settings) -> MapSizes | None:
@@ -109,7 +122,10 @@ def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] |
     latent = spec.latent
     turned = place.count(spec.latent.turned) if spec.latent else 0
     plain = latent.plain if latent else place.width
-    of_sizes = [(here.heads, wanted.heads, spec.heads), (here.width - turned, wanted.width - turned, plain)]
+    of_sizes = [
+        (here.heads, wanted.heads, spec.heads),
+        (here.width - turned, wanted.width - turned, plain),
+    ]
     if latent:
         of_sizes.append((here.value_width, wanted.value_width, latent.value))
         of_sizes.append((here.rank or 0, wanted.rank or 0, latent.rank))
@@ -124,7 +140,11 @@ def _entries(place: Place, here: MapSizes, wanted: MapSizes) -> dict[str, int] |
     after = Settings({**settings.record, **found}, settings.where)
     if after.value(groups, place.layer) != wanted.groups:
         # Choose a field without effect on the number of heads; prefer the field in use.
-        fields = [a for a in _alternatives(groups) if _is_plain(a) and a not in _alternatives(spec.heads)]
+        fields = [
+            a
+            for a in _alternatives(groups)
+            if _is_plain(a) and a not in _alternatives(spec.heads)
+        ]
         read = _field_read(groups, settings, place.layer)
         field = read if read in fields else next(iter(fields), None)
         if field is None:
@@ -143,7 +163,10 @@ def _is_plain(name: str) -> bool:
 
 def _field_read(expression: str, settings: Settings, layer: int) -> str | None:
     """Return the field with the current value, or None if it is not a plain field."""
-    read = next((a for a in _alternatives(expression) if settings.value(a, layer) is not None), "")
+    read = next(
+        (a for a in _alternatives(expression) if settings.value(a, layer) is not None),
+        "",
+    )
     return read if _is_plain(read) else None
 
 
@@ -164,7 +187,10 @@ def _is_free(place: Place, old: MapSizes, new: MapSizes, tensors: Tensors) -> bo
     gains_of_heads = norm is not None and (
         norm.over == "all heads"
         or any("{head}" in name for name in (norm.q, norm.k))
-        or (bool(norm.k) and len(tensors.infos[f"{place.site.module}.{norm.k}.weight"].shape) > 1)
+        or (
+            bool(norm.k)
+            and len(tensors.infos[f"{place.site.module}.{norm.k}.weight"].shape) > 1
+        )
     )
     if old.heads != new.heads:
         if spec.fixed_heads:
@@ -221,9 +247,13 @@ class Fitting:
     def fitted(self) -> AttentionWeights:
         """Return the rewritten layer as single maps q, k, v and o, with the scale of the file's reader."""
         old = sizes_of(self.before)
-        whole = self._through_latent() if self.place.spec.latent else self._one_map_a_side()
+        whole = (
+            self._through_latent() if self.place.spec.latent else self._one_map_a_side()
+        )
         self._require_channels_of_old(whole)
-        fitted = self._fit_widths(self._fit_groups(self._fit_heads(whole, old), old), old)
+        fitted = self._fit_widths(
+            self._fit_groups(self._fit_heads(whole, old), old), old
+        )
         # The file's reader scales by the configuration's value, or else by 1/√ of the new width.
         narrower = 1.0 if self.place.spec.scale else old.width / sizes_of(fitted).width
         scale = self.before.scale * math.sqrt(narrower)
@@ -238,8 +268,14 @@ class Fitting:
             reject(f"there are {left} heads now, and the file has {heads}")
         if left < heads and not given:
             reject(f"{left} of {heads} heads are left, and `kept` does not say which")
-        if len(self.kept) != left or len(set(self.kept)) != left or not set(self.kept) <= set(range(heads)):
-            reject(f"kept is {self.kept}: it must name {left} different heads of 0 to {heads - 1}")
+        if (
+            len(self.kept) != left
+            or len(set(self.kept)) != left
+            or not set(self.kept) <= set(range(heads))
+        ):
+            reject(
+                f"kept is {self.kept}: it must name {left} different heads of 0 to {heads - 1}"
+            )
 
     def _one_map_a_side(self) -> AttentionWeights:
         for side in SIDES:
@@ -277,22 +313,32 @@ class Fitting:
         return replace(after, **evened, o=o, norm=None, memory_norm=None)  # type: ignore[arg-type]
 
     def _can_resize_to(self, sizes: MapSizes) -> bool:
-        return not self.same_sizes and resizing(self.checkpoint, self.layer.site, sizes) is not None
+        return (
+            not self.same_sizes
+            and resizing(self.checkpoint, self.layer.site, sizes) is not None
+        )
 
     def _fit_heads(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
         if whole.num_heads == old.heads:
             if self.kept != list(range(old.heads)):
                 self._require_no_parameters_of_heads()
             return whole
-        if self._can_resize_to(old._replace(heads=whole.num_heads, groups=whole.k[-1].copies)):
+        if self._can_resize_to(
+            old._replace(heads=whole.num_heads, groups=whole.k[-1].copies)
+        ):
             return whole
         return self._at_old_indices(whole, old)
 
-    def _at_old_indices(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
+    def _at_old_indices(
+        self, whole: AttentionWeights, old: MapSizes
+    ) -> AttentionWeights:
         heads = torch.tensor(self.kept)
         groups = heads // (old.heads // old.groups)
         q, k, v, o = (whole.chain(side)[-1] for side in SIDES)
-        filled: dict[Side, Link] = {"q": _spread(q, heads, old.heads), "o": _spread(o, heads, old.heads)}
+        filled: dict[Side, Link] = {
+            "q": _spread(q, heads, old.heads),
+            "o": _spread(o, heads, old.heads),
+        }
         both: tuple[tuple[Side, Link], ...] = ("k", k), ("v", v)
         for side, link in both:
             of_heads = link.repeat(whole.num_heads)
@@ -303,20 +349,30 @@ class Fitting:
                     f"group read different key-value heads: the file has {old.groups}",
                     "leave repeat_kv_heads out",
                 )
-        chains = {str(side): (*whole.chain(side)[:-1], link) for side, link in filled.items()}
-        semantics = replace(self.semantics, scale=whole.scale)  # parameters of all old heads
+        chains = {
+            str(side): (*whole.chain(side)[:-1], link) for side, link in filled.items()
+        }
+        semantics = replace(
+            self.semantics, scale=whole.scale
+        )  # parameters of all old heads
         return replace(whole, num_heads=old.heads, semantics=semantics, **chains)  # type: ignore[arg-type]
 
     def _fit_groups(self, whole: AttentionWeights, old: MapSizes) -> AttentionWeights:
         groups = whole.k[-1].copies
-        if groups == old.groups or self._can_resize_to(old._replace(heads=whole.num_heads, groups=groups)):
+        if groups == old.groups or self._can_resize_to(
+            old._replace(heads=whole.num_heads, groups=groups)
+        ):
             return whole
         if old.groups % groups:
             # Repetition keeps the function only if every head is repeated as often.
             reject(
                 f"there are {groups} key-value heads now, and the file has {old.groups}, which its "
                 "configuration "
-                + ("is to keep" if self.same_sizes else "has no field to change, or cannot for one layer"),
+                + (
+                    "is to keep"
+                    if self.same_sizes
+                    else "has no field to change, or cannot for one layer"
+                ),
                 f"merge_kv_heads to {old.groups} or fewer",
             )
         return whole.with_even_copies(old.groups)
@@ -385,7 +441,8 @@ class Fitting:
                 _or_zeros(expected.head_bias(side), expected.per_head(side))[heads],
             ):
                 reject(
-                    f"the map of {side} has other channels now, and {why}", "leave the channels as they are"
+                    f"the map of {side} has other channels now, and {why}",
+                    "leave the channels as they are",
                 )
 
 
@@ -408,7 +465,9 @@ def _widened(link: Link, more: int) -> Link:
     if not more:
         return link
     pad = torch.nn.functional.pad
-    rows = pad(link.weight.mT, (0, 0, 0, more))  # contiguous in the layout `[out, in]` of most formats
+    rows = pad(
+        link.weight.mT, (0, 0, 0, more)
+    )  # contiguous in the layout `[out, in]` of most formats
     return Link(rows.mT, None if link.bias is None else pad(link.bias, (0, more)))
 
 

@@ -42,7 +42,11 @@ class GPT2(Hook):
     fields = ("scale_attn_by_inverse_layer_idx",)
 
     def scale(self, place: Place, width: float) -> float:
-        times = 1 / (place.layer + 1) if place.holds("scale_attn_by_inverse_layer_idx") else 1.0
+        times = (
+            1 / (place.layer + 1)
+            if place.holds("scale_attn_by_inverse_layer_idx")
+            else 1.0
+        )
         return times / math.sqrt(width)
 
 
@@ -51,10 +55,17 @@ class DeepSeek(Hook):
     """Scores multiplied by the square of YaRN's magnitude, if `mscale_all_dim` is set."""
 
     def scale(self, place: Place, width: float) -> float:
-        scaling = Settings(place.rope_scaling, f"{place.settings.where}, scaling of rope")
-        if not scaling.value("mscale_all_dim") or scaling.value("rope_type | type") in (None, "default"):
+        scaling = Settings(
+            place.rope_scaling, f"{place.settings.where}, scaling of rope"
+        )
+        if not scaling.value("mscale_all_dim") or scaling.value("rope_type | type") in (
+            None,
+            "default",
+        ):
             return 1 / math.sqrt(width)
-        magnitude = yarn_magnitude(scaling.number("factor"), scaling.number("mscale_all_dim"))
+        magnitude = yarn_magnitude(
+            scaling.number("factor"), scaling.number("mscale_all_dim")
+        )
         return magnitude**2 / math.sqrt(width)
 
 
@@ -62,11 +73,20 @@ class DeepSeek(Hook):
 class DeBERTa(Hook):
     """Embeddings of distances, mapped by separate maps or by the maps of queries and keys."""
 
-    fields = ("pos_att_type", "max_relative_positions", "norm_rel_ebd", "layer_norm_eps", "position_buckets")
+    fields = (
+        "pos_att_type",
+        "max_relative_positions",
+        "norm_rel_ebd",
+        "layer_norm_eps",
+        "position_buckets",
+    )
 
     def scale(self, place: Place, width: float) -> float:
         # DeBERTa's first version counts the addends even where positions are not disentangled.
-        counted = place.position.kind == "disentangled" or place.value("model_type") == "deberta"
+        counted = (
+            place.position.kind == "disentangled"
+            or place.value("model_type") == "deberta"
+        )
         addends = 1 + len(_parts(place)) if counted else 1
         return 1 / math.sqrt(width) / math.sqrt(addends)
 
@@ -77,7 +97,9 @@ class DeBERTa(Hook):
         if spec.kind != "disentangled":
             return None
         parts = _parts(place)
-        longest = _above_0(place, "max_relative_positions") or place.count("max_position_embeddings")
+        longest = _above_0(place, "max_relative_positions") or place.count(
+            "max_position_embeddings"
+        )
         buckets = _above_0(place, spec.buckets) if spec.buckets else None
         span = buckets or longest
         if buckets and not 0 < buckets // 2 < longest - 1:
@@ -98,7 +120,9 @@ class DeBERTa(Hook):
         def through(link: Link, own: str) -> Tensor:
             used = link if shared else _link(place, tensors, take, own, link)
             bias = None if used.bias is None else at_least_float32(used.bias)
-            return replace(used, weight=at_least_float32(used.weight), bias=bias)(table[None, None])[0]
+            return replace(used, weight=at_least_float32(used.weight), bias=bias)(
+                table[None, None]
+            )[0]
 
         return DisentangledBias(
             keys=through(k, spec.key_map) if "c2p" in parts else None,
@@ -119,8 +143,17 @@ def _above_0(place: Place, expression: str) -> int | None:
 def _parts(place: Place) -> list[str]:
     """Return the products added to the scores, out of "c2p" and "p2c"."""
     found = place.value("pos_att_type")
-    found = [part.strip() for part in found.lower().split("|")] if isinstance(found, str) else found or []
-    if not isinstance(found, list) or sorted(map(str, found)) not in ([], ["c2p"], ["p2c"], ["c2p", "p2c"]):
+    found = (
+        [part.strip() for part in found.lower().split("|")]
+        if isinstance(found, str)
+        else found or []
+    )
+    if not isinstance(found, list) or sorted(map(str, found)) not in (
+        [],
+        ["c2p"],
+        ["p2c"],
+        ["c2p", "p2c"],
+    ):
         raise DataError(
             f"{place.settings.where}: pos_att_type is {shown(found)}, which is not supported: "
             "give c2p, p2c or both"
@@ -145,11 +178,17 @@ def _link(place: Place, tensors: Tensors, take: Take, module: str, like: Link) -
     """Read a map with the numbers of heads and channels of the map `like`."""
     rows = like.copies * like.d_out
     entries = module_map(place, tensors, "map", module, (rows, None))
-    found = LayerMap({(part,): stored.then(head_rows(like.copies)) for part, stored in entries}).read(take)
+    found = LayerMap(
+        {(part,): stored.then(head_rows(like.copies)) for part, stored in entries}
+    ).read(take)
     return Link(found["map"], found.get("map.bias"))
 
 
-HOOKS: Mapping[str, Hook] = {"deberta": DeBERTa(), "deepseek": DeepSeek(), "gpt2": GPT2()}
+HOOKS: Mapping[str, Hook] = {
+    "deberta": DeBERTa(),
+    "deepseek": DeepSeek(),
+    "gpt2": GPT2(),
+}
 
 
 def hook_of(name: str) -> Hook | None:
@@ -157,5 +196,7 @@ def hook_of(name: str) -> Hook | None:
     if not name:
         return None
     if name not in HOOKS:
-        raise UsageError(f"hook is {name!r} in the family file: there are {', '.join(HOOKS)}")
+        raise UsageError(
+            f"hook is {name!r} in the family file: there are {', '.join(HOOKS)}"
+        )
     return HOOKS[name]

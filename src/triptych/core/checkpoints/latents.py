@@ -17,7 +17,9 @@ from triptych.core.algebra.weights import AttentionWeights, Chain, Link
 from triptych.core.checkpoints.stored_layers import MapSizes, Place
 
 
-def read_latent(place: Place, parts: Mapping[str, Tensor]) -> tuple[Chain, Chain, Chain, Chain]:
+def read_latent(
+    place: Place, parts: Mapping[str, Tensor]
+) -> tuple[Chain, Chain, Chain, Chain]:
     """Build the chains of q, k, v and o from the tensors of a layer's `LayerMap`."""
     latent = place.spec.latent
     sizes = place.sizes
@@ -32,14 +34,19 @@ def read_latent(place: Place, parts: Mapping[str, Tensor]) -> tuple[Chain, Chain
         weight = parts[part]
         bias = parts.get(f"{part}.bias")
         return Link(
-            weight.view(copies, -1, weight.shape[1]).mT, None if bias is None else bias.view(copies, -1)
+            weight.view(copies, -1, weight.shape[1]).mT,
+            None if bias is None else bias.view(copies, -1),
         )
 
     q: Chain = (link("q_up"),)
     if "q_down" in parts:
         q = replace(link("q_down"), norm=HeadNorm(eps, parts["q_gain"])), *q
-    down = replace(link("kv_down"), norm=HeadNorm(eps, parts["kv_gain"], channels=sizes.rank))
-    k_up, v_up = link("kv_up").weight.split([sizes.width - turned, sizes.value_width], dim=-1)  # type: ignore[no-untyped-call]
+    down = replace(
+        link("kv_down"), norm=HeadNorm(eps, parts["kv_gain"], channels=sizes.rank)
+    )
+    k_up, v_up = link("kv_up").weight.split(
+        [sizes.width - turned, sizes.value_width], dim=-1
+    )  # type: ignore[no-untyped-call]
     return (
         q,
         (down, Link(_pass_rotated(k_up, turned))),
@@ -55,8 +62,12 @@ def _skip_rotated(up: Tensor, turned: int) -> Tensor:
 
 def _pass_rotated(up: Tensor, turned: int) -> Tensor:
     """Extend maps `[heads, rank, plain]` by an identity for the rotated channels, after the latent's."""
-    passed = torch.eye(up.shape[1] + turned, turned, dtype=up.dtype, device=up.device).roll(up.shape[1], 0)
-    return torch.cat([_skip_rotated(up, turned), passed.expand(len(up), -1, -1)], dim=-1)
+    passed = torch.eye(
+        up.shape[1] + turned, turned, dtype=up.dtype, device=up.device
+    ).roll(up.shape[1], 0)
+    return torch.cat(
+        [_skip_rotated(up, turned), passed.expand(len(up), -1, -1)], dim=-1
+    )
 
 
 def is_latent(weights: AttentionWeights) -> bool:
@@ -70,13 +81,17 @@ def is_latent(weights: AttentionWeights) -> bool:
     norm = k[0].norm
     if norm is None or norm.channels is None or norm.centred or k[0].copies != 1:
         return False
-    alike = down is v[0] or all(map(torch.equal, _link_tensors(down), _link_tensors(v[0])))
+    alike = down is v[0] or all(
+        map(torch.equal, _link_tensors(down), _link_tensors(v[0]))
+    )
     # A file can only express maps of the forms of `_pass_rotated` and `_skip_rotated`.
     return (
         alike
         and v[0].norm is not None
         and v[0].norm.structure == norm.structure
-        and torch.equal(k[1].weight, _pass_rotated(_ups(weights)[0], down.d_out - norm.channels))
+        and torch.equal(
+            k[1].weight, _pass_rotated(_ups(weights)[0], down.d_out - norm.channels)
+        )
         and not bool(v[1].weight[:, norm.channels :].any())
         and (len(q) == 1 or (q[0].norm is not None and q[0].copies == 1))
     )
@@ -118,7 +133,9 @@ def latent_parts(weights: AttentionWeights) -> dict[str, Tensor]:
             found[f"{part}.bias"] = link.bias.flatten()
         if (norm := link.norm) is not None:
             ones = link.weight.new_ones(norm.channels or link.d_out)
-            found[part.replace("down", "gain")] = ones if norm.weight is None else norm.weight
+            found[part.replace("down", "gain")] = (
+                ones if norm.weight is None else norm.weight
+            )
     biases = [chain[1].bias for chain in (weights.k, weights.v)]
     if given := [bias for bias in biases if bias is not None]:
         found["kv_up.bias"] = torch.cat([bias.flatten() for bias in given])
@@ -132,7 +149,10 @@ def widened_latent(weights: AttentionWeights, sizes: MapSizes) -> AttentionWeigh
     width), and the maps that read it are divided by it.
     """
     pad = torch.nn.functional.pad
-    down, (q_up, k_up, v_up) = weights.k[0], (chain[-1] for chain in (weights.q, weights.k, weights.v))
+    down, (q_up, k_up, v_up) = (
+        weights.k[0],
+        (chain[-1] for chain in (weights.q, weights.k, weights.v)),
+    )
     rank, q_rank = latent_ranks(weights)
     assert rank is not None
     assert sizes.rank is not None
@@ -142,7 +162,9 @@ def widened_latent(weights: AttentionWeights, sizes: MapSizes) -> AttentionWeigh
     more = sizes.width - k_up.d_out
     wider = sizes.value_width - v_up.d_out
     down, (k, v) = _of_rank(down, sizes.rank, turned, *_ups(weights))
-    q_weight = torch.cat([pad(q_up.weight[..., :plain], (0, more)), q_up.weight[..., plain:]], dim=-1)
+    q_weight = torch.cat(
+        [pad(q_up.weight[..., :plain], (0, more)), q_up.weight[..., plain:]], dim=-1
+    )
     q: Chain = (replace(q_up, weight=q_weight),)
     if q_rank is not None and sizes.q_rank is not None:
         q_down, (q_weight,) = _of_rank(weights.q[0], sizes.q_rank, 0, q_weight)
@@ -155,7 +177,9 @@ def widened_latent(weights: AttentionWeights, sizes: MapSizes) -> AttentionWeigh
     return replace(weights, q=q, k=keys, v=values, o=(o,))
 
 
-def _of_rank(down: Link, rank: int, turned: int, *ups: Tensor) -> tuple[Link, list[Tensor]]:
+def _of_rank(
+    down: Link, rank: int, turned: int, *ups: Tensor
+) -> tuple[Link, list[Tensor]]:
     """Pad a latent to `rank` channels: return the map to it, and the maps from it."""
     norm = down.norm
     had = down.d_out - turned
@@ -163,12 +187,18 @@ def _of_rank(down: Link, rank: int, turned: int, *ups: Tensor) -> tuple[Link, li
     if rank == had:
         return down, [*ups]
     pad = torch.nn.functional.pad
-    grown = (rank / had) ** 0.5  # the root mean square shrinks by this factor with the zeros
+    grown = (
+        rank / had
+    ) ** 0.5  # the root mean square shrinks by this factor with the zeros
 
     def wider(part: Tensor) -> Tensor:
-        return torch.cat([pad(part[..., :had] * grown, (0, rank - had)), part[..., had:]], dim=-1)
+        return torch.cat(
+            [pad(part[..., :had] * grown, (0, rank - had)), part[..., had:]], dim=-1
+        )
 
     gain = None if norm.weight is None else pad(norm.weight, (0, rank - had), value=1.0)
     norm = replace(norm, weight=gain, channels=None if norm.channels is None else rank)
     bias = None if down.bias is None else wider(down.bias)
-    return Link(wider(down.weight), bias, norm), [pad(up / grown, (0, 0, 0, rank - had)) for up in ups]
+    return Link(wider(down.weight), bias, norm), [
+        pad(up / grown, (0, 0, 0, rank - had)) for up in ups
+    ]

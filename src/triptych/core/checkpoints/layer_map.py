@@ -33,9 +33,12 @@ class TensorMap:
     write: Callable[[Parts], Parts]
 
     @classmethod
-    def of_each(cls, read: Callable[[Tensor], Tensor], write: Callable[[Tensor], Tensor]) -> "TensorMap":
+    def of_each(
+        cls, read: Callable[[Tensor], Tensor], write: Callable[[Tensor], Tensor]
+    ) -> "TensorMap":
         return cls(
-            lambda parts: [read(part) for part in parts], lambda parts: [write(part) for part in parts]
+            lambda parts: [read(part) for part in parts],
+            lambda parts: [write(part) for part in parts],
         )
 
 
@@ -45,8 +48,12 @@ class Named:
     """Names of stored tensors, and the steps that convert them."""
 
     names: tuple[str, ...]  # names of the stored tensors
-    shape: Shape | None = None  # required shape of each stored tensor; None for any shape
-    steps: tuple[TensorMap, ...] = ()  # steps from stored tensors to tensors of this library
+    shape: Shape | None = (
+        None  # required shape of each stored tensor; None for any shape
+    )
+    steps: tuple[
+        TensorMap, ...
+    ] = ()  # steps from stored tensors to tensors of this library
 
     def then(self, *steps: TensorMap) -> "Named":
         return Named(self.names, self.shape, (*self.steps, *steps))
@@ -64,7 +71,9 @@ class Named:
 
 
 # Stacks tensors of one shape as rows.
-STACK_ROWS = TensorMap(lambda parts: [torch.stack([*parts])], lambda parts: parts[0].unbind())
+STACK_ROWS = TensorMap(
+    lambda parts: [torch.stack([*parts])], lambda parts: parts[0].unbind()
+)
 # Transposes `[in, out]` to `[out, in]`.
 TRANSPOSED = TensorMap.of_each(lambda part: part.mT.contiguous(), lambda part: part.mT)
 # Converts a matrix `[1, n]` to a vector `[n]`.
@@ -73,13 +82,18 @@ ONLY_ROW = TensorMap.of_each(lambda part: part[0], lambda part: part[None])
 
 def halves(dim: int) -> TensorMap:
     """Return the map of a tensor to its two halves along a dimension."""
-    return TensorMap(lambda parts: parts[0].chunk(2, dim), lambda parts: [torch.cat([*parts], dim)])
+    return TensorMap(
+        lambda parts: parts[0].chunk(2, dim), lambda parts: [torch.cat([*parts], dim)]
+    )
 
 
 def alternating(dim: int) -> TensorMap:
     """Return the map of a tensor to its even and odd entries along a dimension."""
     return TensorMap(
-        lambda parts: [part.contiguous() for part in parts[0].unflatten(dim, (-1, 2)).unbind(dim + 1)],  # type: ignore[no-untyped-call]
+        lambda parts: [
+            part.contiguous()
+            for part in parts[0].unflatten(dim, (-1, 2)).unbind(dim + 1)
+        ],  # type: ignore[no-untyped-call]
         lambda parts: [torch.stack([*parts], dim + 1).flatten(dim, dim + 1)],
     )
 
@@ -90,7 +104,9 @@ def split_rows(layout: FusedLayout, sizes: MapSizes) -> TensorMap:
     # Every layout is a number of blocks of equal size, with a share of queries, keys and values in every
     # block.
     blocks = {"q k v": 1, "by group": groups, "q v k in four parts": 4}[layout]
-    order = (0, 2, 1) if layout == "q v k in four parts" else (0, 1, 2)  # its own inverse
+    order = (
+        (0, 2, 1) if layout == "q v k in four parts" else (0, 1, 2)
+    )  # its own inverse
     counts = (heads * width, groups * width, groups * value_width)
 
     def read(parts: Parts) -> Parts:
@@ -99,7 +115,9 @@ def split_rows(layout: FusedLayout, sizes: MapSizes) -> TensorMap:
         found = _from_blocks(parts[0], blocks, *(counts[side] for side in order))
         return [found[side] for side in order]
 
-    return TensorMap(read, lambda parts: [_to_blocks(blocks, *(parts[side] for side in order))])
+    return TensorMap(
+        read, lambda parts: [_to_blocks(blocks, *(parts[side] for side in order))]
+    )
 
 
 # Splits rows of equal blocks, each with a share of every part; returns the parts, collected from all blocks.
@@ -110,7 +128,9 @@ def _from_blocks(rows: Tensor, blocks: int, *counts: int) -> Parts:
 
 
 def _to_blocks(blocks: int, *parts: Tensor) -> Tensor:  # the inverse of `_from_blocks`
-    return torch.cat([part.reshape(blocks, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
+    return torch.cat(
+        [part.reshape(blocks, -1, *part.shape[1:]) for part in parts], dim=1
+    ).flatten(0, 1)
 
 
 def queries_and_gates(heads: int) -> TensorMap:
@@ -128,16 +148,21 @@ def head_rows(*copies: int) -> TensorMap:
     """
 
     def read(parts: Parts) -> Parts:
-        apart = (part.unflatten(0, (n, -1)) for n, part in zip(copies, parts, strict=True))  # type: ignore[no-untyped-call]
+        apart = (
+            part.unflatten(0, (n, -1)) for n, part in zip(copies, parts, strict=True)
+        )  # type: ignore[no-untyped-call]
         return [part.transpose(1, -1) for part in apart]
 
-    return TensorMap(read, lambda parts: [part.transpose(1, -1).flatten(0, 1) for part in parts])
+    return TensorMap(
+        read, lambda parts: [part.transpose(1, -1).flatten(0, 1) for part in parts]
+    )
 
 
 def head_columns(heads: int) -> TensorMap:
     """Return the map of `[d_out, heads · width]` to `[heads, width, d_out]`."""
     return TensorMap.of_each(
-        lambda part: part.mT.reshape(heads, -1, part.shape[0]), lambda part: part.flatten(0, 1).mT
+        lambda part: part.mT.reshape(heads, -1, part.shape[0]),
+        lambda part: part.flatten(0, 1).mT,
     )
 
 
@@ -156,7 +181,9 @@ class LayerMap:
         q_down, q_gain, q_up, kv_down, kv_gain, kv_up    maps `[out, in]` and gains of latents, for q, k and v
     """
 
-    entries: Mapping[tuple[str, ...], Named]  # stored tensors, by names of tensors of this library
+    entries: Mapping[
+        tuple[str, ...], Named
+    ]  # stored tensors, by names of tensors of this library
 
     @property
     def names(self) -> set[str]:  # of the stored tensors
@@ -168,7 +195,11 @@ class LayerMap:
 
     def read(self, take: Take) -> dict[str, Tensor]:
         read = ((parts, stored.read(take)) for parts, stored in self.entries.items())
-        return dict(chain.from_iterable(zip(parts, tensors, strict=True) for parts, tensors in read))
+        return dict(
+            chain.from_iterable(
+                zip(parts, tensors, strict=True) for parts, tensors in read
+            )
+        )
 
     def write(self, ours: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield names and values of stored tensors lazily, since a layer may be large.
@@ -180,13 +211,17 @@ class LayerMap:
                 yield from stored.write([ours[part] for part in parts])
 
 
-def layer_map(place: Place, tensors: Tensors, sizes: MapSizes | None = None) -> LayerMap:
+def layer_map(
+    place: Place, tensors: Tensors, sizes: MapSizes | None = None
+) -> LayerMap:
     """Return the map of a layer's tensors; its sizes are those of the configuration if None."""
     sizes = place.sizes if sizes is None else sizes
     spec = place.spec
     read = _latent_maps if spec.latent else _fused_maps if spec.qkv else _separate_maps
     entries = dict(read(place, tensors, sizes))
-    o = dict(module_map(place, tensors, "o", spec.o, (None, sizes.heads * sizes.value_width)))
+    o = dict(
+        module_map(place, tensors, "o", spec.o, (None, sizes.heads * sizes.value_width))
+    )
     entries |= {
         (part,): stored.then(head_columns(sizes.heads)) if part == "o" else stored
         for part, stored in o.items()
@@ -202,19 +237,30 @@ _Entries = Iterator[tuple[tuple[str, ...], Named]]
 def _map_sizes(sizes: MapSizes) -> tuple[tuple[str, int, int], ...]:
     """Return (name, number of rows, number of heads) of the maps of queries, keys and values."""
     heads, groups, width, value_width, *_ = sizes
-    return (("q", heads * width, heads), ("k", groups * width, groups), ("v", groups * value_width, groups))
+    return (
+        ("q", heads * width, heads),
+        ("k", groups * width, groups),
+        ("v", groups * value_width, groups),
+    )
 
 
 def _separate_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
     spec = place.spec
     # Where keys are values, there is only the map of keys.
-    modules = (spec.q, spec.k) if place.holds(spec.key_value) else (spec.q, spec.k, spec.v)
+    modules = (
+        (spec.q, spec.k) if place.holds(spec.key_value) else (spec.q, spec.k, spec.v)
+    )
     for module, (side, rows, copies) in zip(modules, _map_sizes(sizes), strict=False):
         gated = spec.gated_queries and side == "q"
-        for part, stored in module_map(place, tensors, side, module, (2 * rows if gated else rows, None)):
+        for part, stored in module_map(
+            place, tensors, side, module, (2 * rows if gated else rows, None)
+        ):
             if gated:
                 parts = (part, part.replace("q", "gate"))
-                yield parts, stored.then(queries_and_gates(copies), head_rows(copies, copies))
+                yield (
+                    parts,
+                    stored.then(queries_and_gates(copies), head_rows(copies, copies)),
+                )
             else:
                 yield (part,), stored.then(head_rows(copies))
     if spec.gate:
@@ -226,13 +272,23 @@ def _separate_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
 def _fused_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
     spec = place.spec
     sides = _map_sizes(sizes)
-    steps = split_rows(spec.layout, sizes), head_rows(*(copies for _, _, copies in sides))
-    for part, stored in module_map(place, tensors, "", spec.qkv, (sum(rows for _, rows, _ in sides), None)):
+    steps = (
+        split_rows(spec.layout, sizes),
+        head_rows(*(copies for _, _, copies in sides)),
+    )
+    for part, stored in module_map(
+        place, tensors, "", spec.qkv, (sum(rows for _, rows, _ in sides), None)
+    ):
         if not part or not (spec.q_bias or spec.v_bias):
             yield tuple(f"{side}{part}" for side in _SIDES), stored.then(*steps)
-    for name, (side, rows, copies) in zip((spec.q_bias, "", spec.v_bias), sides, strict=True):
+    for name, (side, rows, copies) in zip(
+        (spec.q_bias, "", spec.v_bias), sides, strict=True
+    ):
         if name:
-            yield (f"{side}.bias",), Named((place.within(name),), (rows,), (head_rows(copies),))
+            yield (
+                (f"{side}.bias",),
+                Named((place.within(name),), (rows,), (head_rows(copies),)),
+            )
 
 
 def _latent_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
@@ -250,10 +306,16 @@ def _latent_maps(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
     if q_rank is None:
         maps["q_up"] = place.spec.q, (heads * width, None)
     else:
-        maps |= {"q_down": (latent.q_down, (q_rank, None)), "q_up": (latent.q_up, (heads * width, q_rank))}
+        maps |= {
+            "q_down": (latent.q_down, (q_rank, None)),
+            "q_up": (latent.q_up, (heads * width, q_rank)),
+        }
         gains["q_gain"] = latent.q_norm, q_rank
     for side, (module, shape) in maps.items():
-        yield from (((part,), stored) for part, stored in module_map(place, tensors, side, module, shape))
+        yield from (
+            ((part,), stored)
+            for part, stored in module_map(place, tensors, side, module, shape)
+        )
     for side, (module, width) in gains.items():
         yield (side,), Named((place.within(f"{module}.weight"),), (width,))
 
@@ -267,8 +329,13 @@ def _norms(place: Place, tensors: Tensors, sizes: MapSizes) -> _Entries:
     norm = place.head_norm
     if norm is None or (norm.turned and place.position.kind != "rotary"):
         return  # norms after the rotation do not exist in layers without it
-    for part, module, heads in (("q_norm", norm.q, sizes.heads), ("k_norm", norm.k, sizes.groups)):
-        for stored, kind in ((part, "weight"), (f"{part}.bias", "bias")) if module else ():
+    for part, module, heads in (
+        ("q_norm", norm.q, sizes.heads),
+        ("k_norm", norm.k, sizes.groups),
+    ):
+        for stored, kind in (
+            ((part, "weight"), (f"{part}.bias", "bias")) if module else ()
+        ):
             names = _of_heads(f"{place.within(module)}.{kind}", heads, tensors)
             first = tensors.infos.get(names[0])
             if kind == "weight" or first is not None:
@@ -294,7 +361,12 @@ def module_map(
     """Yield a module's weight `[out, in]` as `part`, and its bias as `part.bias` if the file has a bias."""
     weight, bias = tensor_names(place.within(module))
     stored = Named((weight,), shape)
-    yield part, Named((weight,), shape[::-1], (TRANSPOSED,)) if place.spec.transposed else stored
+    yield (
+        part,
+        Named((weight,), shape[::-1], (TRANSPOSED,))
+        if place.spec.transposed
+        else stored,
+    )
     if bias in tensors.infos:
         yield f"{part}.bias", Named((bias,), shape[:1])
 

@@ -38,7 +38,9 @@ from triptych.core.models.architecture import (
 )
 from triptych.errors import DataError
 
-_Architecture = TypeVar("_Architecture", LanguageModelArchitecture, EncoderDecoderArchitecture)
+_Architecture = TypeVar(
+    "_Architecture", LanguageModelArchitecture, EncoderDecoderArchitecture
+)
 
 
 @final
@@ -63,7 +65,9 @@ def model_map(checkpoint: Checkpoint) -> ModelMap[LanguageModelArchitecture]:
     """
     spec = checkpoint.family.model
     if checkpoint.others:
-        raise DataError(f"{checkpoint.name}: {checkpoint.others}: it can be read, and not run")
+        raise DataError(
+            f"{checkpoint.name}: {checkpoint.others}: it can be read, and not run"
+        )
     if spec is None:
         raise DataError(
             f"{checkpoint.name}: checkpoints of {checkpoint.family.name} can be read, and not run"
@@ -91,21 +95,33 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchit
     if spec is None or spec.encoder is None:
         raise DataError(
             f"{checkpoint.name}: {checkpoint.family.name} is not run as an encoder with a decoder"
-            + ("" if spec is None else ": triptych generate and fill run language models")
+            + (
+                ""
+                if spec is None
+                else ": triptych generate and fill run language models"
+            )
         )
     sites = checkpoint.sites
     encoder = tuple(site for site in sites if site.stack == spec.encoder.stack)
-    decoder = tuple(site for site in sites if site.stack == spec.stack and site.kind != "cross")
-    cross = tuple(site for site in sites if site.stack == spec.stack and site.kind == "cross")
+    decoder = tuple(
+        site for site in sites if site.stack == spec.stack and site.kind != "cross"
+    )
+    cross = tuple(
+        site for site in sites if site.stack == spec.stack and site.kind == "cross"
+    )
     if not encoder or not decoder or len(decoder) != len(cross):
-        raise DataError(f"{checkpoint.name}: it has one half of an encoder and a decoder, and cannot be run")
+        raise DataError(
+            f"{checkpoint.name}: it has one half of an encoder and a decoder, and cannot be run"
+        )
     read = _Mapping(checkpoint, spec.encoder, encoder)
     write = _Mapping(checkpoint, spec, decoder)
     source = read.architecture()
     target = write.architecture()
     head = target.head
     if head is None and not task_of_class(write.settings):
-        write.entries.refuse("its decoder has no output table and predicts no tokens: it cannot be run")
+        write.entries.refuse(
+            "its decoder has no output table and predicts no tokens: it cannot be run"
+        )
     if source.d_model != target.d_model:
         write.entries.refuse(
             f"its encoder is {source.d_model} wide and its decoder {target.d_model}: it cannot be run"
@@ -113,33 +129,47 @@ def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchit
     architecture = EncoderDecoderArchitecture(
         replace(source, kind="encoder", head=None),
         # In `transformers`, encoder-decoder models scale the input of the output map instead of its logits.
-        replace(target, kind="decoder", head=head and replace(head, scale=1.0, input_scale=head.scale)),
+        replace(
+            target,
+            kind="decoder",
+            head=head and replace(head, scale=1.0, input_scale=head.scale),
+        ),
         shared=read.table == write.table,
     )
     entries = {}
     for half, mapping in (("encoder", read), ("decoder", write)):
         for ours, stored in mapping.entries.found:
             # A shared table is written once, as the decoder's.
-            if architecture.shared and half == "encoder" and ours == ("embeddings.table.weight",):
+            if (
+                architecture.shared
+                and half == "encoder"
+                and ours == ("embeddings.table.weight",)
+            ):
                 continue
             entries[tuple(f"{half}.{name}" for name in ours)] = stored
     tensors = LayerMap(entries)
     unread = _account(checkpoint, tensors, (read, write))
     pad_id = write.settings.whole("pad_token_id | 0")
     copies = {**read.entries.copies, **write.entries.copies}
-    return ModelMap(architecture, (*encoder, *decoder, *cross), tensors, copies, pad_id, unread)
+    return ModelMap(
+        architecture, (*encoder, *decoder, *cross), tensors, copies, pad_id, unread
+    )
 
 
 @final
 class _Mapping:
     """A builder of the architecture and the entries of one stack of a checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, sites: tuple[Site, ...]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, spec: ModelSpec, sites: tuple[Site, ...]
+    ) -> None:
         self.checkpoint = checkpoint
         self.spec = spec
         self.tensors = checkpoint.tensors
         self.entries = Entries(checkpoint.name, checkpoint.tensors)
-        if others := [site for site in sites if site.stack != spec.stack or site.kind == "cross"]:
+        if others := [
+            site for site in sites if site.stack != spec.stack or site.kind == "cross"
+        ]:
             self.entries.refuse(
                 f"{others[0].module} is no self-attention of its {spec.stack}: it cannot be run"
             )
@@ -151,10 +181,16 @@ class _Mapping:
         self.settings = self.first.settings
         for choice in spec.refused:
             if self.settings.holds(choice.when):
-                self.entries.refuse(f"{checkpoint.family.name} cannot be run: {choice.value}")
+                self.entries.refuse(
+                    f"{checkpoint.family.name} cannot be run: {choice.value}"
+                )
         if strange := not_understood_of_model(checkpoint.family, self.settings):
             are = "is" if len(strange) == 1 else "are"
-            of_user = "" if checkpoint.family.model_types else ", or name it in `harmless` of [model]"
+            of_user = (
+                ""
+                if checkpoint.family.model_types
+                else ", or name it in `harmless` of [model]"
+            )
             raise DataError(
                 f"{self.settings.where}: {list_names(strange)} may change what a model of "
                 f"{checkpoint.family.name} computes, and {are} not followed here: delete what changes "
@@ -169,7 +205,9 @@ class _Mapping:
         # Layers of kind "self" see later tokens: they make the stack an encoder, whatever the family's kind.
         both_ways = {site.kind == "self" for site in self.sites}
         if spec.kind == "decoder" and len(both_ways) > 1:
-            self.entries.refuse("some of its layers see later tokens and some do not: it cannot be run")
+            self.entries.refuse(
+                "some of its layers see later tokens and some do not: it cannot be run"
+            )
         embeddings = self._embeddings()
         blocks = tuple(self._block(site) for site in self.sites)
         self._enter_streams()
@@ -180,7 +218,9 @@ class _Mapping:
             embeddings=embeddings,
             blocks=blocks,
             final_norm=final_norm,
-            head=OutputHeadMap(self.first, spec, self.entries, self.d_model, self.table, self._width).config,
+            head=OutputHeadMap(
+                self.first, spec, self.entries, self.d_model, self.table, self._width
+            ).config,
             task=TaskHeadMap(self.first, spec, self.entries, self.d_model).config,
             order=self._order(),
             inputs=self._block_inputs(),
@@ -195,12 +235,20 @@ class _Mapping:
         rows = place.count(spec.rows)
         # One table and one map make the concatenated inputs of all blocks.
         all_blocks = width * len(self.sites)
-        self.entries.enter("inputs.table.weight", f"{place.beside(spec.table)}.weight", (rows, all_blocks))
         self.entries.enter(
-            "inputs.map.weight", f"{place.beside(spec.map)}.weight", (all_blocks, self.d_model)
+            "inputs.table.weight",
+            f"{place.beside(spec.table)}.weight",
+            (rows, all_blocks),
+        )
+        self.entries.enter(
+            "inputs.map.weight",
+            f"{place.beside(spec.map)}.weight",
+            (all_blocks, self.d_model),
         )
         at = place.beside(spec.norm.at)
-        norm = self.entries.norm("inputs.norm", place, spec.norm, at, width, self.spec.eps)
+        norm = self.entries.norm(
+            "inputs.norm", place, spec.norm, at, width, self.spec.eps
+        )
         return BlockInputsConfig(rows, width, norm)
 
     def _block_input(self, ours: str, place: Place) -> BlockInputConfig | None:
@@ -208,12 +256,20 @@ class _Mapping:
         if spec is None or not place.holds(spec.when):
             return None
         width = place.count(spec.width)
-        self.entries.enter(f"{ours}.gate.weight", f"{place.beside(spec.gate)}.weight", (width, self.d_model))
         self.entries.enter(
-            f"{ours}.outer.weight", f"{place.beside(spec.outer)}.weight", (self.d_model, width)
+            f"{ours}.gate.weight",
+            f"{place.beside(spec.gate)}.weight",
+            (width, self.d_model),
+        )
+        self.entries.enter(
+            f"{ours}.outer.weight",
+            f"{place.beside(spec.outer)}.weight",
+            (self.d_model, width),
         )
         at = place.beside(spec.out_norm.at)
-        norm = self.entries.norm(f"{ours}.norm", place, spec.out_norm, at, self.d_model, self.spec.eps)
+        norm = self.entries.norm(
+            f"{ours}.norm", place, spec.out_norm, at, self.d_model, self.spec.eps
+        )
         return BlockInputConfig(width, activation(place, spec.activation), norm)
 
     @cached_property
@@ -225,9 +281,13 @@ class _Mapping:
         count = place.count(spec.number)
         active = self.settings.whole(spec.active)
         if not 0 <= active < count:
-            self.entries.refuse(f"its blocks compute with stream {active}, and it has {count}, from 0 on")
+            self.entries.refuse(
+                f"its blocks compute with stream {active}, and it has {count}, from 0 on"
+            )
         eps = place.number(self.spec.eps)
-        return StreamsConfig(count, active, place.holds(spec.scaled), place.count(spec.rank), eps)
+        return StreamsConfig(
+            count, active, place.holds(spec.scaled), place.count(spec.rank), eps
+        )
 
     def _enter_streams(self) -> None:
         if self.spec.streams is None or self._streams is None:
@@ -236,7 +296,9 @@ class _Mapping:
             for number in range(self._streams.number - 1):
                 ours = f"streams.{name.format(stream=number)}"
                 shape = (self.d_model, self.d_model)
-                self.entries.enter(ours, self.first.beside(stored, stream=number), shape)
+                self.entries.enter(
+                    ours, self.first.beside(stored, stream=number), shape
+                )
 
     def _block_streams(self, ours: str, place: Place) -> StreamsConfig | None:
         spec = self.spec.streams
@@ -256,7 +318,9 @@ class _Mapping:
         }
         for name, stored in spec.block.items():
             if name != "scale" or config.scaled:
-                self.entries.enter(f"{ours}.{name}", place.beside(stored), shapes.get(name, (width,)))
+                self.entries.enter(
+                    f"{ours}.{name}", place.beside(stored), shapes.get(name, (width,))
+                )
         return config
 
     def _order(self) -> tuple[int, ...]:
@@ -276,7 +340,11 @@ class _Mapping:
     @cached_property
     def _lenders(self) -> set[Site]:
         """Layers with keys and values used by KV-sharing layers."""
-        return {place.lender.site for site in self.sites if (place := self.checkpoint.place(site)).lender}
+        return {
+            place.lender.site
+            for site in self.sites
+            if (place := self.checkpoint.place(site)).lender
+        }
 
     @cached_property
     def d_model(self) -> int:
@@ -296,10 +364,13 @@ class _Mapping:
         masked = None
         if spec.masked is not None and place.holds(spec.masked.when):
             said_of = self.settings.whole
-            masked = MaskedTokens(said_of(spec.masked.token), said_of(spec.masked.padding))
+            masked = MaskedTokens(
+                said_of(spec.masked.token), said_of(spec.masked.padding)
+            )
         found = EmbeddingsConfig(
             self.tensors.infos[table].shape[0],
-            scale=place.factor(spec.embedding_scale) * place.factor(place.chosen(spec.root_scale)) ** 0.5,
+            scale=place.factor(spec.embedding_scale)
+            * place.factor(place.chosen(spec.root_scale)) ** 0.5,
             width=self._width if self._embedding_map() else None,
             map_bias=f"{self._embedding_map()}.bias" in self.tensors.infos,
             map_first=spec.map_first and bool(self._embedding_map()),
@@ -312,9 +383,14 @@ class _Mapping:
         kind = "none" if positions is None else positions.kind
         embedded = place.position.kind
         added = embedded in ("learned", "sinusoidal")
-        beside = ("distance table", "disentangled")  # compatible with positions in the embeddings
+        beside = (
+            "distance table",
+            "disentangled",
+        )  # compatible with positions in the embeddings
         if kind == "none" if added else kind != "none" and embedded not in beside:
-            self.entries.refuse(f"its attention says that positions are {embedded}, its embeddings {kind}")
+            self.entries.refuse(
+                f"its attention says that positions are {embedded}, its embeddings {kind}"
+            )
         return found if positions is None else self._with_positions(found, positions)
 
     @cached_property
@@ -328,12 +404,18 @@ class _Mapping:
         module = self.first.beside(self.spec.embedding_map)
         if not self.spec.embedding_map or f"{module}.weight" not in self.tensors.infos:
             if self._width != self.d_model:
-                self.entries.refuse(f"embeddings are {self._width} wide, and no map leads to {self.d_model}")
+                self.entries.refuse(
+                    f"embeddings are {self._width} wide, and no map leads to {self.d_model}"
+                )
             return ""
         if all(ours != ("embeddings.map.weight",) for ours, _ in self.entries.found):
-            self.entries.enter("embeddings.map.weight", f"{module}.weight", (self.d_model, self._width))
+            self.entries.enter(
+                "embeddings.map.weight", f"{module}.weight", (self.d_model, self._width)
+            )
             if f"{module}.bias" in self.tensors.infos:
-                self.entries.enter("embeddings.map.bias", f"{module}.bias", (self.d_model,))
+                self.entries.enter(
+                    "embeddings.map.bias", f"{module}.bias", (self.d_model,)
+                )
         return module
 
     def _types(self) -> int:
@@ -345,16 +427,22 @@ class _Mapping:
         self.entries.enter("embeddings.types.weight", name, (count, self._width))
         return count
 
-    def _with_positions(self, found: EmbeddingsConfig, spec: EmbeddedPositionsSpec) -> EmbeddingsConfig:
+    def _with_positions(
+        self, found: EmbeddingsConfig, spec: EmbeddedPositionsSpec
+    ) -> EmbeddingsConfig:
         rows = self.settings.count(spec.rows)
         offset = self.settings.whole(spec.offset_rows)
         padding = None
         if spec.padding:
             padding = self.settings.whole(spec.padding)
-            offset = padding + 1  # the row of position 0 follows that of the padding token
+            offset = (
+                padding + 1
+            )  # the row of position 0 follows that of the padding token
             if offset >= rows:
                 name = spec.padding.partition(" ")[0]
-                self.entries.refuse(f"{name} is {padding}: of {rows} rows of positions none is left")
+                self.entries.refuse(
+                    f"{name} is {padding}: of {rows} rows of positions none is left"
+                )
             rows -= offset
         kind = spec.kind
         name = f"{self.first.beside(spec.table)}.weight"
@@ -362,7 +450,9 @@ class _Mapping:
             kind = "learned"  # use the stored sines and cosines as a table
         if kind == "learned":
             width = self.d_model if self.spec.map_first else self._width
-            self.entries.enter("embeddings.positions.weight", name, (rows + offset, width))
+            self.entries.enter(
+                "embeddings.positions.weight", name, (rows + offset, width)
+            )
         return replace(
             found,
             positions=kind,
@@ -379,17 +469,30 @@ class _Mapping:
         own = place.norm
         parallel = place.chosen(spec.parallel)
         # A post-norm read by the attention belongs to the frame of the sub-layer before.
-        norms = spec.attention_norm or ((own,) if own is not None and own.place != "post" else ())
+        norms = spec.attention_norm or (
+            (own,) if own is not None and own.place != "post" else ()
+        )
         keys = place.lender.site if place.lender else site
         if spec.block_scale:
             self.entries.enter(f"{at}.scale", place.beside(spec.block_scale), (1,))
         return BlockConfig(
             self._frame(f"{at}.self_residual", place, norms, spec.attention_out_norm),
-            FeedForwardMap(f"{at}.feed_forward", place, spec.feed_forward, self.entries, self.d_model).config,
+            FeedForwardMap(
+                f"{at}.feed_forward",
+                place,
+                spec.feed_forward,
+                self.entries,
+                self.d_model,
+            ).config,
             self._frame(
-                f"{at}.feed_forward_residual", place, spec.feed_forward_norm, spec.feed_forward_out_norm
+                f"{at}.feed_forward_residual",
+                place,
+                spec.feed_forward_norm,
+                spec.feed_forward_out_norm,
             ),
-            cross=self._frame(f"{at}.cross_residual", place, spec.cross_norm, spec.cross_out_norm)
+            cross=self._frame(
+                f"{at}.cross_residual", place, spec.cross_norm, spec.cross_out_norm
+            )
             if spec.cross_norm
             else None,
             parallel=bool(parallel) and place.holds(parallel),
@@ -400,7 +503,11 @@ class _Mapping:
         )
 
     def _frame(
-        self, ours: str, place: Place, norms: tuple[NormSpec, ...], out_norms: tuple[NormSpec, ...]
+        self,
+        ours: str,
+        place: Place,
+        norms: tuple[NormSpec, ...],
+        out_norms: tuple[NormSpec, ...],
     ) -> SublayerConfig:
         norm = place.first(norms)
         return SublayerConfig(
@@ -412,7 +519,11 @@ class _Mapping:
         )
 
     def _norm(
-        self, ours: str, place: Place, norms: tuple[NormSpec, ...], width: int | None = None
+        self,
+        ours: str,
+        place: Place,
+        norms: tuple[NormSpec, ...],
+        width: int | None = None,
     ) -> NormConfig | None:
         norm = place.first(norms)
         if norm is None or (norm.weight and not norm.at):
@@ -423,12 +534,17 @@ class _Mapping:
 
     @cached_property
     def table(self) -> str:  # name of the stored table of tokens
-        names = [f"{self.first.beside(module)}.weight" for module in (self.spec.embedding, *self.spec.copies)]
+        names = [
+            f"{self.first.beside(module)}.weight"
+            for module in (self.spec.embedding, *self.spec.copies)
+        ]
         own = f"{self.first.beside(self.spec.untied_embedding)}.weight"
         if self._is_untied and own in self.tensors.infos:
             return own
         if not self._is_untied:
-            names += [f"{above(self.first.prefix, self.spec.head.at, self.tensors)}.weight"]
+            names += [
+                f"{above(self.first.prefix, self.spec.head.at, self.tensors)}.weight"
+            ]
         return next((name for name in names if name in self.tensors.infos), names[0])
 
     @property
@@ -436,10 +552,14 @@ class _Mapping:
         """True if the stacks may have separate tables."""
         spec = self.spec
         holds = self.settings.holds
-        return bool(spec.untied_embedding) and (holds(spec.apart) or not holds(spec.head.tied))
+        return bool(spec.untied_embedding) and (
+            holds(spec.apart) or not holds(spec.head.tied)
+        )
 
 
-def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, ...]) -> tuple[str, ...]:
+def _account(
+    checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, ...]
+) -> tuple[str, ...]:
     """Check that every tensor of the file is read, or known to change no hidden state.
 
     Returns the tensors of a task's head that the family does not describe.
@@ -459,12 +579,17 @@ def _account(checkpoint: Checkpoint, found: LayerMap, mappings: tuple[_Mapping, 
     strange = [
         name
         for name in tensors.infos
-        if name not in used and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        if name not in used
+        and not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
     ]
     # The prefix of the layers is that of the model without its head: tensors beside it read its output.
     *_, last = mappings
     prefix = last.first.prefix
-    if prefix and task_of_class(last.settings) and not any(name.startswith(prefix) for name in strange):
+    if (
+        prefix
+        and task_of_class(last.settings)
+        and not any(name.startswith(prefix) for name in strange)
+    ):
         return tuple(strange)
     if strange:
         what = "tensor" if len(strange) == 1 else "tensors"

@@ -56,22 +56,30 @@ class Entries:
         self.name = name
         self.tensors = tensors
         self.found: list[Entry] = []  # names in the model, with the stored tensors
-        self.copies: dict[str, str] = {}  # duplicate stored tensors, with the name of the original
+        self.copies: dict[
+            str, str
+        ] = {}  # duplicate stored tensors, with the name of the original
 
     def enter(self, ours: str, name: str, shape: Shape) -> None:
         """Enter a tensor stored without conversion; raise DataError if it is missing or of another shape."""
         self.add((ours,), Named((name,), shape))
 
-    def add(self, ours: tuple[str, ...], stored: Named) -> None:  # as `enter`, with conversions
+    def add(
+        self, ours: tuple[str, ...], stored: Named
+    ) -> None:  # as `enter`, with conversions
         for name in stored.names:
             if name not in self.tensors.infos:
-                raise DataError(f"{self.tensors.name}: there is no tensor {name}; fetch the checkpoint again")
+                raise DataError(
+                    f"{self.tensors.name}: there is no tensor {name}; fetch the checkpoint again"
+                )
             if stored.shape is not None:
                 of = f"{self.tensors.where(name)}, tensor {name}"
                 require_shape(of, [*self.tensors.infos[name].shape], [*stored.shape])
         self.found.append((ours, stored))
 
-    def norm(self, ours: str, place: Place, norm: NormSpec, module: str, width: int, eps: str) -> NormConfig:
+    def norm(
+        self, ours: str, place: Place, norm: NormSpec, module: str, width: int, eps: str
+    ) -> NormConfig:
         """Enter a norm; a LayerNorm has a bias if the file has its tensor, and else a bias of 0."""
         weight, bias = norm_tensors(self.tensors, module)
         has_bias = norm.kind == "layer" and bias in self.tensors.infos
@@ -79,7 +87,9 @@ class Entries:
             self.enter(f"{ours}.weight", weight, (width,))
         if has_bias:
             self.enter(f"{ours}.bias", bias, (width,))
-        return NormConfig(norm.kind, place.number(norm.eps or eps), norm.weight, has_bias, norm.offset)
+        return NormConfig(
+            norm.kind, place.number(norm.eps or eps), norm.weight, has_bias, norm.offset
+        )
 
     def require_copy(self, name: str, original: str, why: str) -> None:
         """Enter a duplicate of a tensor, if the file has it; refuse it if its values differ."""
@@ -103,9 +113,15 @@ class Entries:
 def above(prefix: str, name: str, tensors: Tensors) -> str:
     """Return the name of a module or tensor below the longest leading part of a prefix with such a name."""
     outer = prefix.split(".")[:-1]
-    names = ["".join(f"{part}." for part in outer[:count]) + name for count in range(len(outer), -1, -1)]
+    names = [
+        "".join(f"{part}." for part in outer[:count]) + name
+        for count in range(len(outer), -1, -1)
+    ]
     infos = tensors.infos
-    return next((found for found in names if found in infos or f"{found}.weight" in infos), names[-1])
+    return next(
+        (found for found in names if found in infos or f"{found}.weight" in infos),
+        names[-1],
+    )
 
 
 # Activations by their names in `transformers`. Names in a row are one function, rounded differently.
@@ -123,7 +139,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
 
 
 # Tasks without a map to tokens: what follows "For" in the name of a class.
-_TASK = re.compile(r"For(\w*Classification|QuestionAnswering\w*|MultipleChoice|NextSentencePrediction)$")
+_TASK = re.compile(
+    r"For(\w*Classification|QuestionAnswering\w*|MultipleChoice|NextSentencePrediction)$"
+)
 # Ends of class names with "Model" of classes with a head.
 _CLASSES_WITH_A_HEAD = ("LMHeadModel", "DoubleHeadsModel", "MTModel")
 _OF_XIELU = (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
@@ -159,7 +177,12 @@ class FeedForwardMap:
     config: FeedForwardConfig | ExpertsConfig
 
     def __init__(
-        self, ours: str, place: Place, specs: Sequence[FeedForwardSpec], entries: Entries, d_model: int
+        self,
+        ours: str,
+        place: Place,
+        specs: Sequence[FeedForwardSpec],
+        entries: Entries,
+        d_model: int,
     ) -> None:
         self.place = place
         self.entries = entries
@@ -167,14 +190,18 @@ class FeedForwardMap:
         self.tensors = tensors = entries.tensors
         # A condition on the configuration, or a tensor of the file, selects the entry.
         fitting = (spec for spec in specs if place.holds(spec.when))
-        named = (s for s in fitting if not s.there or self._name(s, s.there) in tensors.infos)
+        named = (
+            s for s in fitting if not s.there or self._name(s, s.there) in tensors.infos
+        )
         spec = next(named, None)
         if spec is None:
             raise DataError(
                 f"{tensors.name}: the feed-forward layer of block {place.layer} is of no kind that is known"
             )
         self.config = (
-            self._layer(ours, spec) if spec.experts is None else self._mixture(ours, spec, spec.experts)
+            self._layer(ours, spec)
+            if spec.experts is None
+            else self._mixture(ours, spec, spec.experts)
         )
 
     def _name(self, spec: FeedForwardSpec, name: str) -> str:
@@ -185,7 +212,9 @@ class FeedForwardMap:
         bias = self.place.holds(spec.bias)
         outer = self.tensors.infos.get(f"{self._name(spec, spec.outer)}.weight")
         return FeedForwardConfig(
-            outer.shape[-1] if outer is not None and not spec.size else place.count(spec.size),
+            outer.shape[-1]
+            if outer is not None and not spec.size
+            else place.count(spec.size),
             activation(place, spec.activation),
             bool(spec.gate or spec.fused),
             bias,
@@ -199,17 +228,25 @@ class FeedForwardMap:
     def _share(self, expression: str) -> float:
         found = self.place.optional_number(expression) or 0.0
         if not 0 <= found < 1:
-            self.entries.refuse(f"{expression} is {found}: a share from 0 to below 1 is needed")
+            self.entries.refuse(
+                f"{expression} is {found}: a share from 0 to below 1 is needed"
+            )
         return found
 
     def _layer(self, ours: str, spec: FeedForwardSpec) -> FeedForwardConfig:
         config = self._config(spec)
         for name, shape in _OF_XIELU if config.activation == "xielu" else ():
-            self._add((f"{ours}.activation.{name}",), (self._name(spec, f"act_fn.{name}"),), shape)
+            self._add(
+                (f"{ours}.activation.{name}",),
+                (self._name(spec, f"act_fn.{name}"),),
+                shape,
+            )
         self._maps(ours, spec, config, None)
         return config
 
-    def _mixture(self, ours: str, spec: FeedForwardSpec, experts: ExpertsSpec) -> ExpertsConfig:
+    def _mixture(
+        self, ours: str, spec: FeedForwardSpec, experts: ExpertsSpec
+    ) -> ExpertsConfig:
         place = self.place
         expert = self._config(spec)
         count = place.count(experts.number)
@@ -219,15 +256,31 @@ class FeedForwardMap:
         if experts.router_bias:
             self._add((f"{ours}.router.bias",), (router_bias,), (count,))
         if experts.correction:
-            self._correction(f"{ours}.router.correction", self._name(spec, experts.correction), count)
+            self._correction(
+                f"{ours}.router.correction", self._name(spec, experts.correction), count
+            )
         if experts.expert_scale:
-            self._add((f"{ours}.router.expert_scale",), (self._name(spec, experts.expert_scale),), (count,))
+            self._add(
+                (f"{ours}.router.expert_scale",),
+                (self._name(spec, experts.expert_scale),),
+                (count,),
+            )
         if experts.shared_gate:
-            self._add((f"{ours}.shared_gate",), (self._name(spec, experts.shared_gate),), (1, self.d_model))
+            self._add(
+                (f"{ours}.shared_gate",),
+                (self._name(spec, experts.shared_gate),),
+                (1, self.d_model),
+            )
         for part, name in zip(EXPERTS_NORMS, experts.norms, strict=False):
-            self._add((f"{ours}.norms.{part}.weight",), (place.beside(name),), (self.d_model,))
+            self._add(
+                (f"{ours}.norms.{part}.weight",), (place.beside(name),), (self.d_model,)
+            )
         # Shared experts and groups are optional within a family.
-        shared = experts.shared if experts.shared and place.holds(experts.shared.when) else None
+        shared = (
+            experts.shared
+            if experts.shared and place.holds(experts.shared.when)
+            else None
+        )
         grouped = bool(experts.groups) and place.holds(experts.grouped)
         try:
             return ExpertsConfig(
@@ -261,19 +314,60 @@ class FeedForwardMap:
         else:
             self._add((ours,), (name,), (count,))
 
-    def _maps(self, ours: str, spec: FeedForwardSpec, config: FeedForwardConfig, experts: int | None) -> None:
+    def _maps(
+        self,
+        ours: str,
+        spec: FeedForwardSpec,
+        config: FeedForwardConfig,
+        experts: int | None,
+    ) -> None:
         size = config.d_ff
         d_model = self.d_model
         # A fused tensor is split along its rows, the second dimension of stacked experts.
         if spec.fused:
-            split = (alternating if spec.alternating else halves)(0 if experts is None else 1)
+            split = (alternating if spec.alternating else halves)(
+                0 if experts is None else 1
+            )
             parts = tuple(spec.fused.split())
-            self._map(ours, parts, spec, spec.inner, (2 * size, d_model), config.bias, experts, (split,))
+            self._map(
+                ours,
+                parts,
+                spec,
+                spec.inner,
+                (2 * size, d_model),
+                config.bias,
+                experts,
+                (split,),
+            )
         else:
-            self._map(ours, ("inner",), spec, spec.inner, (size, d_model), config.bias, experts)
+            self._map(
+                ours,
+                ("inner",),
+                spec,
+                spec.inner,
+                (size, d_model),
+                config.bias,
+                experts,
+            )
             if spec.gate:
-                self._map(ours, ("gate",), spec, spec.gate, (size, d_model), config.bias, experts)
-        self._map(ours, ("outer",), spec, spec.outer, (d_model, size), config.out_bias, experts)
+                self._map(
+                    ours,
+                    ("gate",),
+                    spec,
+                    spec.gate,
+                    (size, d_model),
+                    config.bias,
+                    experts,
+                )
+        self._map(
+            ours,
+            ("outer",),
+            spec,
+            spec.outer,
+            (d_model, size),
+            config.out_bias,
+            experts,
+        )
 
     def _map(
         self,
@@ -300,7 +394,9 @@ class FeedForwardMap:
             of_biases = tuple(f"{name}.bias" for name in named)
             self._add(of_biases, biases, (*count, shape[0]), (*stacked, *steps))
 
-    def _names(self, spec: FeedForwardSpec, module: str, experts: int | None) -> Iterator[tuple[str, str]]:
+    def _names(
+        self, spec: FeedForwardSpec, module: str, experts: int | None
+    ) -> Iterator[tuple[str, str]]:
         """Yield the names of weight and bias: once, or for every expert up to the first missing weight."""
         for number in range(experts or 1) if "{expert}" in module else (0,):
             name = self.place.beside(f"{spec.at}.{module}", expert=number)
@@ -310,7 +406,11 @@ class FeedForwardMap:
                 return
 
     def _add(
-        self, ours: tuple[str, ...], names: tuple[str, ...], shape: Shape, steps: tuple[TensorMap, ...] = ()
+        self,
+        ours: tuple[str, ...],
+        names: tuple[str, ...],
+        shape: Shape,
+        steps: tuple[TensorMap, ...] = (),
     ) -> None:
         self.entries.add(ours, Named(names, shape, steps))
 
@@ -322,7 +422,13 @@ class OutputHeadMap:
     config: HeadConfig | None  # None if the model ends with the stream
 
     def __init__(
-        self, place: Place, spec: ModelSpec, entries: Entries, d_model: int, table: str, table_width: int
+        self,
+        place: Place,
+        spec: ModelSpec,
+        entries: Entries,
+        d_model: int,
+        table: str,
+        table_width: int,
     ) -> None:
         self.place = place
         self.spec = spec
@@ -332,8 +438,14 @@ class OutputHeadMap:
         self.table_width = table_width
         self.settings = place.settings
         self.infos = entries.tensors.infos
-        heads = filter(self._is_there, spec.heads) if spec.kind == "encoder" else [spec.head]
-        self.config = None if self._is_left_out() else next(map(self._config, heads), None)
+        heads = (
+            filter(self._is_there, spec.heads)
+            if spec.kind == "encoder"
+            else [spec.head]
+        )
+        self.config = (
+            None if self._is_left_out() else next(map(self._config, heads), None)
+        )
 
     def _is_left_out(self) -> bool:
         """Return True for a class without a map to tokens, such as a decoder without an output table."""
@@ -400,17 +512,24 @@ class OutputHeadMap:
             map_bias=map_bias or not has_map,
             activation=activation(place, spec.activation) if spec.activation else None,
             norm=norm
-            and self.entries.norm("head.norm", place, norm, self._above(norm.at), width, self.spec.eps),
-            scale=place.factor(spec.scale) * place.factor(place.chosen(spec.over_root)) ** -0.5,
+            and self.entries.norm(
+                "head.norm", place, norm, self._above(norm.at), width, self.spec.eps
+            ),
+            scale=place.factor(spec.scale)
+            * place.factor(place.chosen(spec.over_root)) ** -0.5,
             soft_cap=None if cap is None else settings.number(spec.soft_cap),
         )
 
-    def _output_bias(self, spec: HeadSpec, output: str, count: int, *, tied: bool) -> bool:
+    def _output_bias(
+        self, spec: HeadSpec, output: str, count: int, *, tied: bool
+    ) -> bool:
         """Enter the output bias, stored under one name or two; return True if there is a bias."""
         # A decoder's bias is a matrix with one row (BART's `final_logits_bias`).
         rows = [name for name in map(self._above, spec.bias_at) if name in self.infos]
         if rows and self.spec.kind == "decoder":
-            self.entries.add(("head.output.bias",), Named((rows[0],), (1, count), (ONLY_ROW,)))
+            self.entries.add(
+                ("head.output.bias",), Named((rows[0],), (1, count), (ONLY_ROW,))
+            )
             return True
         if not self.settings.holds(spec.bias):
             return False
@@ -422,7 +541,9 @@ class OutputHeadMap:
         self.entries.enter("head.output.bias", found[0], (count,))
         for other in found[1:]:
             if tied:
-                self.entries.require_copy(other, found[0], f": both are the bias of {output}")
+                self.entries.require_copy(
+                    other, found[0], f": both are the bias of {output}"
+                )
             else:
                 self.entries.copies[other] = found[0]
         return True
@@ -437,13 +558,17 @@ class TaskHeadMap:
 
     config: TaskHeadConfig | None  # None without a head that the family describes
 
-    def __init__(self, place: Place, spec: ModelSpec, entries: Entries, d_model: int) -> None:
+    def __init__(
+        self, place: Place, spec: ModelSpec, entries: Entries, d_model: int
+    ) -> None:
         self.place = place
         self.spec = spec
         self.entries = entries
         self.d_model = d_model
         task = task_of_class(place.settings)
-        fitting = (own for own in spec.tasks if task in own.classes and self._is_there(own))
+        fitting = (
+            own for own in spec.tasks if task in own.classes and self._is_there(own)
+        )
         self.config = next(map(self._config, fitting), None)
 
     def _is_there(self, spec: TaskHeadSpec) -> bool:
@@ -455,15 +580,21 @@ class TaskHeadMap:
         settings = self.place.settings
         pooling = settings.word(self.place.chosen(spec.pooling) or "'each'")
         if pooling not in get_args(Pooling):
-            self.entries.refuse(f"its head reads the tokens of kind {shown(pooling)}, which is not known")
+            self.entries.refuse(
+                f"its head reads the tokens of kind {shown(pooling)}, which is not known"
+            )
         maps = list[TaskMapConfig]()
         for own in spec.maps:
-            maps.append(self._map(len(maps), own, maps[-1].outputs if maps else self.d_model))
+            maps.append(
+                self._map(len(maps), own, maps[-1].outputs if maps else self.d_model)
+            )
         token = {"last": "pad_token_id", "end": "eos_token_id"}.get(pooling or "")
         said = settings.value(token) if token else None
         read = said if isinstance(said, int) else None
         if pooling == "end" and read is None:
-            self.entries.refuse(f"its head reads the end token, and {settings.where} has no eos_token_id")
+            self.entries.refuse(
+                f"its head reads the end token, and {settings.where} has no eos_token_id"
+            )
         labels = spec.labels or _labels(settings, maps[-1].outputs)
         return TaskHeadConfig(cast(Pooling, pooling), (*maps,), labels, read)
 
@@ -483,7 +614,12 @@ class TaskHeadMap:
             activation(self.place, spec.activation) if spec.activation else None,
             norm
             and self.entries.norm(
-                f"task.norms.{number}", self.place, norm, self._above(norm.at), outputs, self.spec.eps
+                f"task.norms.{number}",
+                self.place,
+                norm,
+                self._above(norm.at),
+                outputs,
+                self.spec.eps,
             ),
         )
 
@@ -495,4 +631,6 @@ def _labels(settings: Settings, count: int) -> tuple[str, ...]:
     """Return the names of classes in `id2label`, or else names by number as in `transformers`."""
     said = settings.outermost.value("id2label")
     named = said if isinstance(said, dict) else {}
-    return tuple(str(named.get(str(number), f"LABEL_{number}")) for number in range(count))
+    return tuple(
+        str(named.get(str(number), f"LABEL_{number}")) for number in range(count)
+    )

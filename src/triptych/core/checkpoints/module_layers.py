@@ -38,13 +38,18 @@ class ModuleLayers(AttentionSource):
         self.name = name
         self.written_as = "triptych"
         self.known_by = "its configuration"
-        self._weights, self._inputs = attention_weights(self.model), input_norms(self.model)
+        self._weights, self._inputs = (
+            attention_weights(self.model),
+            input_norms(self.model),
+        )
         self.sites = tuple(_own_sites(model))
         parameters = stored_parameters(self.model)
         # The maps are views of parameters: equal storage identifies the parameters of attention.
         attention = {
             tensor.untyped_storage().data_ptr()
-            for tensor in chain.from_iterable(_tensors_of(weights) for weights in self._weights.values())
+            for tensor in chain.from_iterable(
+                _tensors_of(weights) for weights in self._weights.values()
+            )
         }
         self.num_tensors = len(parameters)
         self.left_over = tuple(
@@ -68,14 +73,23 @@ class ModuleLayers(AttentionSource):
         # Layers with shared weights read the outputs of several norms, so no single norm is reported.
         inputs = InputNorms() if site.also else InputNorms(*self._inputs[site.module])
         scheme = self._positions.positions
-        embedded = scheme if scheme in ("sinusoidal", "learned") and site.kind != "cross" else "none"
-        return AttentionLayer(site, weights, (site.module,), inputs=inputs, embedded_positions=embedded)
+        embedded = (
+            scheme
+            if scheme in ("sinusoidal", "learned") and site.kind != "cross"
+            else "none"
+        )
+        return AttentionLayer(
+            site, weights, (site.module,), inputs=inputs, embedded_positions=embedded
+        )
 
     @cached_property
     def layers(self) -> tuple[LayerPlace, ...]:
-        sites = {(site.kind, number): site for site in self.sites for number in site.numbers}
+        sites = {
+            (site.kind, number): site for site in self.sites for number in site.numbers
+        }
         return tuple(
-            LayerPlace(sites[place.kind, place.block], place.block) for place in attention_sites(self.model)
+            LayerPlace(sites[place.kind, place.block], place.block)
+            for place in attention_sites(self.model)
         )
 
     def bytes_of(self, site: Site) -> int:
@@ -98,7 +112,9 @@ class ModuleLayers(AttentionSource):
         return site.module, site.module
 
     def broken(self, layer: AttentionLayer) -> dict[str, int]:
-        count = sum(int((~tensor.isfinite()).sum()) for tensor in _tensors_of(layer.weights))
+        count = sum(
+            int((~tensor.isfinite()).sum()) for tensor in _tensors_of(layer.weights)
+        )
         return {layer.site.module: count} if count else {}
 
 

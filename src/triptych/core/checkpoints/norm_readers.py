@@ -38,7 +38,9 @@ class NormReader:
     def read(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
         """Read weight `[…, out, in]` and bias `[…, out]`; a transposed weight is a view."""
         weight = tensors.read(self.weight)
-        return self.in_other_layout(weight), (tensors.read(self.bias) if self.bias else None)
+        return self.in_other_layout(weight), (
+            tensors.read(self.bias) if self.bias else None
+        )
 
     def in_other_layout(self, weight: Tensor) -> Tensor:
         """Convert a weight between `[…, out, in]` and its stored layout."""
@@ -51,7 +53,9 @@ class NormSite:
     """A norm and its readers outside the attention."""
 
     module: str  # name of the module
-    layers: tuple[int, ...]  # numbers of the layers with this norm; empty for a norm after all layers
+    layers: tuple[
+        int, ...
+    ]  # numbers of the layers with this norm; empty for a norm after all layers
     own_tensors: tuple[str, str]  # names of gain and shift; the shift may be missing
     spec: NormSpec
     readers: tuple[NormReader, ...]
@@ -69,7 +73,10 @@ class NormSite:
 
     @property
     def all_tensors(self) -> tuple[str, ...]:
-        return (*self.own_tensors, *chain.from_iterable(reader.tensors for reader in self.readers))
+        return (
+            *self.own_tensors,
+            *chain.from_iterable(reader.tensors for reader in self.readers),
+        )
 
 
 def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
@@ -80,7 +87,9 @@ def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
         if place.norm_module:
             attention.setdefault(place.norm_module, site)
     found: dict[str, NormSite] = {}
-    taken = {*chain.from_iterable(checkpoint.read_names(site) for site in checkpoint.sites)}
+    taken = {
+        *chain.from_iterable(checkpoint.read_names(site) for site in checkpoint.sites)
+    }
     for site in checkpoint.sites:
         place = checkpoint.place(site)
         for other in place.spec.other_norms:
@@ -88,7 +97,9 @@ def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
                 module = place.beside(spec.at)
                 if module not in found:
                     readers, refused = _readers(checkpoint, place, other, spec)
-                    tensors = {*chain.from_iterable(reader.tensors for reader in readers)}
+                    tensors = {
+                        *chain.from_iterable(reader.tensors for reader in readers)
+                    }
                     # Folding into a map with a second input norm, or one of attention, would be wrong.
                     if twice := sorted(tensors & taken):
                         readers = ()
@@ -97,7 +108,13 @@ def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
                     layers = site.numbers if "{layer}" in spec.at else ()
                     own = norm_tensors(checkpoint.tensors, module)
                     found[module] = NormSite(
-                        module, layers, own, spec, readers, attention.get(module), refused
+                        module,
+                        layers,
+                        own,
+                        spec,
+                        readers,
+                        attention.get(module),
+                        refused,
                     )
     return tuple(sorted(found.values(), key=lambda norm: not norm.layers))
 
@@ -127,15 +144,22 @@ def _readers_within(
     readers = tuple(_maps(below, module, other))
     names = chain.from_iterable(reader.tensors for reader in readers)
     read = {name.removeprefix(f"{module}.") for name in names}
-    strange = [name for name in below if name not in read and not _matches(name, other.rest)]
+    strange = [
+        name for name in below if name not in read and not _matches(name, other.rest)
+    ]
     if strange:
         return (), f"it is not known whether {module}.{strange[0]} reads it"
     if not readers:
-        return (), f"there is no map {' or '.join(other.read_by)} in {module} that reads it"
+        return (
+            (),
+            f"there is no map {' or '.join(other.read_by)} in {module} that reads it",
+        )
     return readers, ""
 
 
-def _maps(names: Sequence[str], module: str, other: OtherNormSpec) -> Iterator[NormReader]:
+def _maps(
+    names: Sequence[str], module: str, other: OtherNormSpec
+) -> Iterator[NormReader]:
     for name in names:
         own = name.removesuffix(".weight")
         if _matches(own, other.read_by):
@@ -153,32 +177,50 @@ def _output_map(
 ) -> tuple[tuple[NormReader, ...], str]:
     """Return the output map if it is untied and the only reader of the norm, or else the reason."""
     records = (place.settings.record, checkpoint.settings.record)
-    tied = [record["tie_word_embeddings"] for record in records if "tie_word_embeddings" in record]
+    tied = [
+        record["tie_word_embeddings"]
+        for record in records
+        if "tie_word_embeddings" in record
+    ]
     if any(tied) or not tied:
-        return (), "the output map is the embedding (tie_word_embeddings), which would change with it"
+        return (
+            (),
+            "the output map is the embedding (tie_word_embeddings), which would change with it",
+        )
     infos = checkpoint.tensors.infos
     module = above(place.prefix, other.output_map, checkpoint.tensors)
     if f"{module}.weight" not in infos:
-        return (), f"there is no map {other.output_map} that reads it: others take what the model puts out"
+        return (
+            (),
+            f"there is no map {other.output_map} that reads it: others take what the model puts out",
+        )
     bias = f"{module}.bias"
-    reader = NormReader(module, f"{module}.weight", bias if bias in infos else "", False)
+    reader = NormReader(
+        module, f"{module}.weight", bias if bias in infos else "", False
+    )
     # A tensor outside the stack may read the norm, unless the family excludes that.
     inside = _inside(checkpoint, place, other)
     strange = [
         name
         for name in infos
-        if not name.startswith(inside) and name not in reader.tensors and not _matches(name, other.rest)
+        if not name.startswith(inside)
+        and name not in reader.tensors
+        and not _matches(name, other.rest)
     ]
     if strange:
         return (), f"it is not known whether {strange[0]} reads it"
     return (reader,), ""
 
 
-def _inside(checkpoint: Checkpoint, place: Place, other: OtherNormSpec) -> tuple[str, ...]:
+def _inside(
+    checkpoint: Checkpoint, place: Place, other: OtherNormSpec
+) -> tuple[str, ...]:
     """Return the prefixes of the tensors before the output map, including the last norm."""
     if place.prefix:
         return (place.prefix,)
-    names = [checkpoint.place(site).spec.at for site in checkpoint.sites] + [norm.at for norm in other.norm]
+    names = [checkpoint.place(site).spec.at for site in checkpoint.sites] + [
+        norm.at for norm in other.norm
+    ]
     return tuple({f"{name.partition('.')[0]}." for name in names})
 
 

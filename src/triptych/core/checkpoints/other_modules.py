@@ -34,7 +34,11 @@ class ModuleOfTransformers(WrittenFiles):
         if self._tokenizer is not None:
             from transformers import AutoTokenizer
 
-            parts.append(AutoTokenizer.from_pretrained(str(self._tokenizer), local_files_only=True))
+            parts.append(
+                AutoTokenizer.from_pretrained(
+                    str(self._tokenizer), local_files_only=True
+                )
+            )
         for part in parts:
             if part is not None:
                 part.save_pretrained(folder)
@@ -52,13 +56,19 @@ class ModuleOfTransformers(WrittenFiles):
         try:
             from transformers.core_model_loading import revert_weight_conversion
             from transformers.modeling_utils import remove_tied_weights_from_state_dict
-        except ImportError:  # another version of `transformers`: take the names from written files
+        except (
+            ImportError
+        ):  # another version of `transformers`: take the names from written files
             return open_tensors(self.fetch(), mapped=mapped)
         module = self._module
-        found = remove_tied_weights_from_state_dict(without_adapters(module.state_dict()), module)
+        found = remove_tied_weights_from_state_dict(
+            without_adapters(module.state_dict()), module
+        )
         left_out = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
         found = {name: tensor for name, tensor in found.items() if name not in left_out}
-        return of_one(InMemory(type(module).__name__, revert_weight_conversion(module, found)))
+        return of_one(
+            InMemory(type(module).__name__, revert_weight_conversion(module, found))
+        )
 
     def fetch(self) -> Path:
         """Write the model in the format of `transformers`, once; return the folder."""
@@ -99,9 +109,14 @@ class AnyModule(WrittenFiles):
         """Return the parameters and buffers under their names, without copies."""
         self.require_same()
         state = {
-            name: tensor for name, tensor in self._module.state_dict().items() if isinstance(tensor, Tensor)
+            name: tensor
+            for name, tensor in self._module.state_dict().items()
+            if isinstance(tensor, Tensor)
         }
-        found = {f"{self._around}{without_wrappers(name)}": tensor for name, tensor in state.items()}
+        found = {
+            f"{self._around}{without_wrappers(name)}": tensor
+            for name, tensor in state.items()
+        }
         return of_one(InMemory(type(self._module).__name__, found))
 
     def write_beside(self, folder: Path) -> None:
@@ -130,7 +145,11 @@ def _of_torch(module: nn.Module) -> tuple[str, dict[str, Any]]:
             return "", {"model_type": f"torch.nn.{kind.__name__}", **_sizes(first)}
         # Of layers in another module, names and kinds are not known.
         if first is not module:
-            return "", {name: size for name, size in _sizes(first).items() if name != "num_layers"}
+            return "", {
+                name: size
+                for name, size in _sizes(first).items()
+                if name != "num_layers"
+            }
         around = "attention." if kind is nn.MultiheadAttention else "layers.0."
         return around, {"model_type": f"torch.nn.{kind.__name__}", **_sizes(first)}
     return "", {}
@@ -154,7 +173,9 @@ def _sizes(module: Any) -> dict[str, Any]:
     return {
         **_sizes(module.self_attn),
         "dim_feedforward": module.linear1.out_features,
-        "activation": getattr(module.activation, "__name__", type(module.activation).__name__).lower(),
+        "activation": getattr(
+            module.activation, "__name__", type(module.activation).__name__
+        ).lower(),
         "norm_first": module.norm_first,
         "layer_norm_eps": module.norm1.eps,
     }

@@ -17,17 +17,31 @@ from triptych.core.algebra.weights import AttentionWeights, Chain, Link, Norm, S
 from triptych.core.checkpoints.fields import is_made_bidirectional
 from triptych.core.checkpoints.hooks import Hook, hook_of
 from triptych.core.checkpoints.latents import read_latent
-from triptych.core.checkpoints.layer_map import LayerMap, Parts, Shape, layer_map, norm_tensors, tensor_names
+from triptych.core.checkpoints.layer_map import (
+    LayerMap,
+    Parts,
+    Shape,
+    layer_map,
+    norm_tensors,
+    tensor_names,
+)
 from triptych.core.checkpoints.specs import Choice, NormSpec
 from triptych.core.checkpoints.stored_layers import AttentionLayer, InputNorms, Place
-from triptych.core.checkpoints.stored_positions import read_bias, read_rotary, stored_angles, table_names
+from triptych.core.checkpoints.stored_positions import (
+    read_bias,
+    read_rotary,
+    stored_angles,
+    table_names,
+)
 from triptych.core.storage.tensors import Tensors
 from triptych.errors import DataError
 
 
 @final
 class LayerReader:
-    def __init__(self, place: Place, tensors: Tensors, *, outline: bool = False) -> None:
+    def __init__(
+        self, place: Place, tensors: Tensors, *, outline: bool = False
+    ) -> None:
         """Prepare to read a layer.
 
         `place`: the layer. `tensors`: tensors of the checkpoint. `outline`: make maps and norms on the "meta"
@@ -68,7 +82,9 @@ class LayerReader:
             norm=norm,
             norm_place=norm_spec.place if norm_spec else "pre",
             other_norm_readers=place.chosen(spec.also_read_by),
-            bias_slots=frozenset(side for side, bias in biases.items() if bias is not None),
+            bias_slots=frozenset(
+                side for side, bias in biases.items() if bias is not None
+            ),
         )
         kind = place.position.kind
         return AttentionLayer(
@@ -88,7 +104,10 @@ class LayerReader:
         if spec.latent:
             return None
         side = "k" if side == "v" and self.place.holds(spec.key_value) else side
-        parts, stored = next((entry for entry in self.map.entries.items() if side in entry[0]), ((), None))
+        parts, stored = next(
+            (entry for entry in self.map.entries.items() if side in entry[0]),
+            ((), None),
+        )
         if stored is None or len(stored.names) != 1 or stored.names[0] not in infos:
             return None
         (name,) = stored.names
@@ -103,9 +122,16 @@ class LayerReader:
             found = step.read(found)
         copies = found[parts.index(side)]
         copy = head * len(copies) // self.place.sizes.heads
-        part = self._checked(name, self.tensors.read_part(name, dim, copies[copy].flatten().tolist()))
-        biases = (entry for entry in self.map.entries.items() if f"{side}.bias" in entry[0])
-        bias = next((own.read(self.take)[names.index(f"{side}.bias")] for names, own in biases), None)
+        part = self._checked(
+            name, self.tensors.read_part(name, dim, copies[copy].flatten().tolist())
+        )
+        biases = (
+            entry for entry in self.map.entries.items() if f"{side}.bias" in entry[0]
+        )
+        bias = next(
+            (own.read(self.take)[names.index(f"{side}.bias")] for names, own in biases),
+            None,
+        )
         bias = None if bias is None or side == "o" else bias[copy, None]
         return Link((part if spec.transposed else part.mT)[None], bias)
 
@@ -115,9 +141,18 @@ class LayerReader:
         if self.place.lender is None:
             return own
         theirs = layer_map(self.place.lender, self.tensors)
-        entries = {parts: stored for parts, stored in own.entries.items() if not _is_of_keys_or_values(parts)}
+        entries = {
+            parts: stored
+            for parts, stored in own.entries.items()
+            if not _is_of_keys_or_values(parts)
+        }
         return LayerMap(
-            entries | {parts: of for parts, of in theirs.entries.items() if _is_of_keys_or_values(parts)}
+            entries
+            | {
+                parts: of
+                for parts, of in theirs.entries.items()
+                if _is_of_keys_or_values(parts)
+            }
         )
 
     def unused(self) -> set[str]:
@@ -129,7 +164,13 @@ class LayerReader:
     # The maps.
 
     def _require_sizes(
-        self, q: Chain, k: Chain, v: Chain, o: Chain, o_bias: Tensor | None, norm: Norm | None
+        self,
+        q: Chain,
+        k: Chain,
+        v: Chain,
+        o: Chain,
+        o_bias: Tensor | None,
+        norm: Norm | None,
     ) -> None:
         place = self.place
         read = q[0].d_in
@@ -139,17 +180,27 @@ class LayerReader:
         if place.spec.kind != "cross":
             widths |= {"what keys read": k[0].d_in, "what values read": v[0].d_in}
         elif k[0].d_in != v[0].d_in:
-            raise DataError(f"{self._here()}: keys read {k[0].d_in} channels, values {v[0].d_in}")
+            raise DataError(
+                f"{self._here()}: keys read {k[0].d_in} channels, values {v[0].d_in}"
+            )
         if norm is not None:
             widths["the norm"] = len(norm.weight)
         if o_bias is not None and len(o_bias) != written:
-            raise DataError(f"{self._here()}: the bias of o has width {len(o_bias)}, its map {written}")
+            raise DataError(
+                f"{self._here()}: the bias of o has width {len(o_bias)}, its map {written}"
+            )
         # Without a width in the configuration, all widths must equal that of the queries' input.
         wanted = said if isinstance(said, int) else read
         for what, width in widths.items():
             if width != wanted:
-                by = f"{place.settings.where} says" if isinstance(said, int) else "queries read"
-                raise DataError(f"{self._here()}: {what} has width {width}, where {by} {wanted}")
+                by = (
+                    f"{place.settings.where} says"
+                    if isinstance(said, int)
+                    else "queries read"
+                )
+                raise DataError(
+                    f"{self._here()}: {what} has width {width}, where {by} {wanted}"
+                )
 
     def _require_biases(self, there: Mapping[str, Tensor | None]) -> None:
         choice = self.place.first(self.place.spec.biases)
@@ -160,7 +211,9 @@ class LayerReader:
         for side, bias in there.items():
             if (bias is not None) != (side in wanted):
                 state = "has a bias" if bias is not None else "has no bias"
-                raise DataError(f"{self._here()}: the map of {side} {state}, against the configuration")
+                raise DataError(
+                    f"{self._here()}: the map of {side} {state}, against the configuration"
+                )
 
     def _here(self) -> str:  # words for messages
         return f"{self.tensors.name}: {self.place.site.module}"
@@ -183,9 +236,19 @@ class LayerReader:
         has_cap = spec.soft_cap and place.value(spec.soft_cap) is not None
         rotary = read_rotary(place, self.tensors, width)
         q_norm, k_norm = self._head_norms(parts, rotary)
-        if place.head_norm is not None and place.head_norm.turned and rotary is not None:
-            rotary = replace(rotary, factor=1.0)  # the norm after the rotation cancels a factor
-        bias = None if hook is None else hook.bias(place, self.tensors, self.take, q, k, scale)
+        if (
+            place.head_norm is not None
+            and place.head_norm.turned
+            and rotary is not None
+        ):
+            rotary = replace(
+                rotary, factor=1.0
+            )  # the norm after the rotation cancels a factor
+        bias = (
+            None
+            if hook is None
+            else hook.bias(place, self.tensors, self.take, q, k, scale)
+        )
         if bias is None:
             bias = read_bias(place, self.tensors, self.take, place.sizes.heads, scale)
         return Semantics(
@@ -202,14 +265,21 @@ class LayerReader:
             chunk=self._chosen_count(spec.chunk),
             temperature=self._temperature(rotary),
             clip=place.optional_number(spec.clip),
-            gate=HeadGate(parts["gate"].mT, parts.get("gate.bias")) if "gate" in parts else None,
+            gate=HeadGate(parts["gate"].mT, parts.get("gate.bias"))
+            if "gate" in parts
+            else None,
         )
 
     def _norm(self, parts: Mapping[str, Tensor]) -> Norm | None:
         norm = self.place.norm
         if norm is None or "norm" not in parts:
             return None
-        return Norm(parts["norm"], parts.get("norm.bias"), norm.offset, centred=norm.kind == "layer")
+        return Norm(
+            parts["norm"],
+            parts.get("norm.bias"),
+            norm.offset,
+            centred=norm.kind == "layer",
+        )
 
     def _input_norms(self, q: Chain, k: Chain, own: Norm | None) -> InputNorms:
         place = self.place
@@ -223,7 +293,11 @@ class LayerReader:
         numbers = {"previous": first + place.layer - 1, "last": last}
 
         def named(name: str, reader: Chain) -> Norm | None:
-            return self._input_norm(place.beside(name, **numbers), spec, reader) if name else None
+            return (
+                self._input_norm(place.beside(name, **numbers), spec, reader)
+                if name
+                else None
+            )
 
         return InputNorms(
             named(spec.at, q) if own is None else own,
@@ -235,10 +309,16 @@ class LayerReader:
         infos = self.tensors.infos
         of_gain, of_shift = norm_tensors(self.tensors, module)
         gain = infos.get(of_gain)
-        if gain is None or gain.shape != (reader[0].d_in,) or not gain.dtype.is_floating_point:
+        if (
+            gain is None
+            or gain.shape != (reader[0].d_in,)
+            or not gain.dtype.is_floating_point
+        ):
             return None
         shift = self.tensors.read(of_shift) if of_shift in infos else None
-        return Norm(self.tensors.read(of_gain), shift, spec.offset, centred=spec.kind == "layer")
+        return Norm(
+            self.tensors.read(of_gain), shift, spec.offset, centred=spec.kind == "layer"
+        )
 
     def _head_norms(
         self, parts: Mapping[str, Tensor], rotary: RotaryEmbedding | None
@@ -256,7 +336,9 @@ class LayerReader:
             bias = parts.get(f"{part}.bias")
             turned = spec.turned and gain is not None
             centred = spec.kind == "layer"
-            return HeadNorm(eps, gain, bias, centred, spec.over, turned=turned, offset=spec.offset)
+            return HeadNorm(
+                eps, gain, bias, centred, spec.over, turned=turned, offset=spec.offset
+            )
 
         return norm("q_norm"), norm("k_norm")
 
@@ -267,14 +349,20 @@ class LayerReader:
         if self.place.spec.window_around:
             return width // 2 + 1
         if is_made_bidirectional(self.place.spec, self.place.settings):
-            return width + 1  # `width` tokens before and after the query, and the query's own
+            return (
+                width + 1
+            )  # `width` tokens before and after the query, and the query's own
         # In a bidirectional layer of a causal family, half of the window is before and half after the query.
         return width if self.place.site.kind == self.place.spec.kind else width // 2 + 1
 
     def _chosen_count(self, choices: tuple[Choice, ...]) -> int | None:
         """Evaluate the first choice with a true condition; return None without such a choice or a value."""
         chosen = self.place.chosen(choices)
-        return None if not chosen or self.place.value(chosen) is None else self.place.count(chosen)
+        return (
+            None
+            if not chosen or self.place.value(chosen) is None
+            else self.place.count(chosen)
+        )
 
     def _temperature(self, rotary: RotaryEmbedding | None) -> Temperature | None:
         place = self.place
@@ -283,7 +371,9 @@ class LayerReader:
             return None
         if place.value(spec.strength) is None:
             return None
-        return Temperature(place.number(spec.strength), place.positive(spec.every), spec.first)
+        return Temperature(
+            place.number(spec.strength), place.positive(spec.every), spec.first
+        )
 
     # Tensors.
 
@@ -291,38 +381,64 @@ class LayerReader:
         """Return the names of the layer's tensors outside its module."""
         found = self.norm_names() + table_names(self.place, self.tensors)
         norm = self.place.position.table_norm
-        return found + [f"{self.place.beside(norm)}.{part}" for part in ("weight", "bias") if norm]
+        return found + [
+            f"{self.place.beside(norm)}.{part}" for part in ("weight", "bias") if norm
+        ]
 
     def norm_names(self) -> list[str]:
         """Return the names of the tensors of the layer's norm, if it may be folded."""
-        return [*norm_tensors(self.tensors, self.place.norm_module)] if self.place.norm_module else []
+        return (
+            [*norm_tensors(self.tensors, self.place.norm_module)]
+            if self.place.norm_module
+            else []
+        )
 
     def rewritable(self) -> list[str]:
         """Return the tensors that a rewrite may change: maps, norms of heads, sinks, the layer's norm."""
         names = self.map.names
         there = (*self.tensors.below(self.place.site.module), *self.norm_names())
-        return [name for name in dict.fromkeys(there) if name in names and name in self.tensors.infos]
+        return [
+            name
+            for name in dict.fromkeys(there)
+            if name in names and name in self.tensors.infos
+        ]
 
     def unknown(self) -> list[str]:
         """Return the tensors within the module unknown to the family."""
         spec = self.place.spec
         below = self.place.site.module + "."
         patterns = [*spec.known]
-        if spec.head_norm is not None:  # norms may be in the file even if the configuration disables them
-            names = (name.replace("{head}", "*") for name in (spec.head_norm.q, spec.head_norm.k) if name)
+        if (
+            spec.head_norm is not None
+        ):  # norms may be in the file even if the configuration disables them
+            names = (
+                name.replace("{head}", "*")
+                for name in (spec.head_norm.q, spec.head_norm.k)
+                if name
+            )
             patterns += [*chain.from_iterable(tensor_names(module) for module in names)]
-        expected = {*self.map.names, *self.unused(), *self.names_beside(), *stored_angles(self.place)}
+        expected = {
+            *self.map.names,
+            *self.unused(),
+            *self.names_beside(),
+            *stored_angles(self.place),
+        }
         return [
             name
             for name in self.tensors.below(self.place.site.module)
             if name not in expected
-            and not any(fnmatch.fnmatchcase(name.removeprefix(below), pattern) for pattern in patterns)
+            and not any(
+                fnmatch.fnmatchcase(name.removeprefix(below), pattern)
+                for pattern in patterns
+            )
         ]
 
     def take(self, name: str, shape: Shape | None) -> Tensor:
         """Read a tensor, check its shape and convert it to the layer's common dtype."""
         if name not in self.tensors.infos:
-            raise DataError(f"{self.tensors.name}: there is no tensor {name}; fetch the checkpoint again")
+            raise DataError(
+                f"{self.tensors.name}: there is no tensor {name}; fetch the checkpoint again"
+            )
         if self._outline and name in self.map.names:
             info = self.tensors.infos[name]
             tensor = torch.empty(info.shape, dtype=info.dtype, device="meta")
@@ -335,7 +451,9 @@ class LayerReader:
 
     def _checked(self, name: str, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
-            raise DataError(f"{self._of(name)}: its dtype {tensor.dtype} is an unknown quantisation")
+            raise DataError(
+                f"{self._of(name)}: its dtype {tensor.dtype} is an unknown quantisation"
+            )
         return tensor if self._dtype is None else tensor.to(self._dtype)
 
     def _common_dtype(self) -> torch.dtype | None:
@@ -346,8 +464,14 @@ class LayerReader:
             info = self.tensors.infos[name]
             if info.dtype.is_floating_point:
                 if info.dtype.itemsize == 1:
-                    raise DataError(f"{self._of(name)}: float8 without a scale is not supported")
-                found = info.dtype if found is None else torch.promote_types(found, info.dtype)
+                    raise DataError(
+                        f"{self._of(name)}: float8 without a scale is not supported"
+                    )
+                found = (
+                    info.dtype
+                    if found is None
+                    else torch.promote_types(found, info.dtype)
+                )
         return found
 
     def _of(self, name: str) -> str:  # words for messages
@@ -360,7 +484,9 @@ def _is_of_keys_or_values(parts: tuple[str, ...]) -> bool:
 
 def _chains(parts: Mapping[str, Tensor]) -> tuple[Chain, Chain, Chain, Chain]:
     found = {
-        side: (Link(parts[side], parts.get(f"{side}.bias")),) for side in ("q", "k", "v") if side in parts
+        side: (Link(parts[side], parts.get(f"{side}.bias")),)
+        for side in ("q", "k", "v")
+        if side in parts
     }
     return found["q"], found["k"], found.get("v", found["k"]), (Link(parts["o"]),)
 
@@ -370,7 +496,9 @@ def require_shape(of: str, found: list[int], wanted: list[int | None]) -> None:
     if len(wanted) == 2 != len(found):
         raise DataError(f"{of}: shape {found} is not a matrix")
     if len(found) != len(wanted):
-        raise DataError(f"{of}: shape {found}, where {len(wanted)} dimensions are expected")
+        raise DataError(
+            f"{of}: shape {found}, where {len(wanted)} dimensions are expected"
+        )
     if None not in wanted and found != wanted:
         raise DataError(f"{of}: shape {found}, but the configuration says {wanted}")
     for what, size, right in zip(("rows", "columns"), found, wanted, strict=False):

@@ -20,7 +20,10 @@ from triptych.core.checkpoints.adapters.adapter import (
 )
 from triptych.core.checkpoints.family import Family
 from triptych.core.checkpoints.made_files import MadeFiles, WithAndWithout
-from triptych.core.checkpoints.model_types import model_type_of_class, model_types_of_tensors
+from triptych.core.checkpoints.model_types import (
+    model_type_of_class,
+    model_types_of_tensors,
+)
 from triptych.core.storage.hub import Repository, gguf_on_hub, is_hub_id, open_hub
 from triptych.core.storage.tensors import (
     INDEX_AND_WHOLE,
@@ -115,7 +118,9 @@ class Source:
     @property
     def is_in_memory(self) -> bool:
         """True if the model is in memory, without files to be replaced."""
-        return (isinstance(self.found, MadeFiles) and self.found.is_in_memory) or self.module is not None
+        return (
+            isinstance(self.found, MadeFiles) and self.found.is_in_memory
+        ) or self.module is not None
 
     def reopened(self) -> "Source":
         """Return the source found again at the same path or name on the Hub, with the same options."""
@@ -137,7 +142,9 @@ class Source:
     def path(self) -> Path:
         """Folder, or tensor file next to its `config.json`; a repository on the Hub is fetched whole."""
         if isinstance(self.found, nn.Module):
-            raise UsageError(f"{self.name} is a module in memory and has no files: save it first")
+            raise UsageError(
+                f"{self.name} is a module in memory and has no files: save it first"
+            )
         return self.found if isinstance(self.found, Path) else self.found.fetch()
 
     @property
@@ -182,7 +189,10 @@ class Source:
             return bool(self.record.get("kind", _PAIR) == _PAIR)
         if self.family is not None and self.family.model is not None:
             return self.family.model.encoder is not None
-        return self.record.get("model_type") == "marian" or self.record.get("is_encoder_decoder") is True
+        return (
+            self.record.get("model_type") == "marian"
+            or self.record.get("is_encoder_decoder") is True
+        )
 
     def file(self, name: str) -> Path | None:
         """Return the path of a file next to the weights, or None if it does not exist."""
@@ -220,7 +230,9 @@ def tokenizer_folder(tokenizer: Any) -> Path | None:
     if isinstance(tokenizer, str | Path):
         folder = Path(tokenizer)
         if not folder.is_dir():
-            raise UsageError(f"tokenizer: {folder} is no folder{near_path(folder)}: give that of a tokenizer")
+            raise UsageError(
+                f"tokenizer: {folder} is no folder{near_path(folder)}: give that of a tokenizer"
+            )
         return folder
     if isinstance(tokenizer, type) or not hasattr(tokenizer, "save_pretrained"):
         raise UsageError(
@@ -263,19 +275,30 @@ def find_source(
             [Path(one) for one in adapters],
             f"{found.name}{WITH_ADAPTERS}{', '.join(map(str, adapters))}",
         )
-    is_unnamed = bool(found.record) and not found.is_own and found.record.get("model_type") is None
+    is_unnamed = (
+        bool(found.record)
+        and not found.is_own
+        and found.record.get("model_type") is None
+    )
     if family is None and is_unnamed:
         _work_out_model_type(found)
     found.family = family
     found.strict = strict
-    if found.module is not None or not isinstance(source, nn.Module):  # else its files have the tokenizer
+    if found.module is not None or not isinstance(
+        source, nn.Module
+    ):  # else its files have the tokenizer
         found.tokenizer = given
     return found
 
 
-def _of_gguf(name: str, file: Path | tuple[str, str], *, offline: bool = False) -> Source:
+def _of_gguf(
+    name: str, file: Path | tuple[str, str], *, offline: bool = False
+) -> Source:
     """Open a GGUF file, by its path or by its repository on the Hub and its name there."""
-    from triptych.core.checkpoints.gguf.gguf_model import GgufModel, fetch_gguf  # a large format of its own
+    from triptych.core.checkpoints.gguf.gguf_model import (
+        GgufModel,
+        fetch_gguf,
+    )  # a large format of its own
 
     path = file if isinstance(file, Path) else fetch_gguf(*file, offline=offline)
     model = GgufModel(path, name)
@@ -290,13 +313,17 @@ def _gguf_at(path: Path) -> Path | None:
         return None
     if not any(path.glob("*.gguf")):
         return None
-    from triptych.core.checkpoints.gguf.gguf_model import find_gguf  # a large format of its own
+    from triptych.core.checkpoints.gguf.gguf_model import (
+        find_gguf,
+    )  # a large format of its own
 
     return find_gguf(path)
 
 
 def _has_weights(folder: Path) -> bool:
-    return any((folder / name).exists() for name in chain.from_iterable(INDEX_AND_WHOLE))
+    return any(
+        (folder / name).exists() for name in chain.from_iterable(INDEX_AND_WHOLE)
+    )
 
 
 def adapted(base: Source, folders: Sequence[Path], name: str) -> Source:
@@ -327,7 +354,9 @@ def _no_adapter(folder: Path) -> str:  # words for messages
     if not folder.exists():
         return f"there is no such folder{near_path(folder)}: give that of an adapter"
     below = ", ".join(shown(str(path)) for path in adapters_below(folder))
-    return f"it has no {CONFIGURATION}" + (f"; the folders of adapters in it are {below}" if below else "")
+    return f"it has no {CONFIGURATION}" + (
+        f"; the folders of adapters in it are {below}" if below else ""
+    )
 
 
 def _with_its_base(folder: Path, offline: bool) -> Source:
@@ -343,7 +372,12 @@ def _with_its_base(folder: Path, offline: bool) -> Source:
             f"{folder}: its base {shown(base)} is an adapter, too: give the base and both adapters"
         )
     revision = adapter.record.get("revision")
-    if isinstance(revision, str) and revision and not Path(base).exists() and is_hub_id(f"{base}@{revision}"):
+    if (
+        isinstance(revision, str)
+        and revision
+        and not Path(base).exists()
+        and is_hub_id(f"{base}@{revision}")
+    ):
         base = f"{base}@{revision}"
     try:
         opened = _find(base, None, offline)
@@ -353,14 +387,21 @@ def _with_its_base(folder: Path, offline: bool) -> Source:
             "base on this machine, and this folder as the adapter (--adapter, adapter=)"
         ) from None
     found = adapted(opened, [folder], str(folder))
-    found.notes = (*opened.notes, f"{folder} is an adapter: read with its base, {shown(base)}")
+    found.notes = (
+        *opened.notes,
+        f"{folder} is an adapter: read with its base, {shown(base)}",
+    )
     return found
 
 
 def _work_out_model_type(source: Source) -> None:
     record = source.record
     found = model_type_of_class(record)
-    how = f"architectures ({shown(record['architectures'][0])})" if found else "the names of its tensors"
+    how = (
+        f"architectures ({shown(record['architectures'][0])})"
+        if found
+        else "the names of its tensors"
+    )
     if found is None:
         try:
             of_tensors = model_types_of_tensors(source.tensors())
@@ -369,7 +410,9 @@ def _work_out_model_type(source: Source) -> None:
         found = of_tensors[0] if len(of_tensors) == 1 else None
     if found is not None:
         source.record = {**record, "model_type": found}
-        source.notes = (f"{source.where}: there is no model_type; read as {found}, by {how}",)
+        source.notes = (
+            f"{source.where}: there is no model_type; read as {found}, by {how}",
+        )
 
 
 def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
@@ -396,7 +439,9 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
         return Source(name, repository.record, f"{name}/config.json", repository)
     if (file := _gguf_at(path)) is not None:
         return _of_gguf(name, file)
-    folder = path.parent if path.is_file() and path.name.startswith("adapter_") else path
+    folder = (
+        path.parent if path.is_file() and path.name.startswith("adapter_") else path
+    )
     if is_adapter(folder) and not _has_weights(folder):
         return _with_its_base(folder, offline)
     if (alone := _weights_alone(path)) is not None:
@@ -417,7 +462,11 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
 def _of_module(module: nn.Module, tokenizer: Path | None) -> Source:
     """Return a module in memory as a source: of this library, of `transformers`, or any other."""
     # Sources in files do not need the modules of this library.
-    from triptych.core.checkpoints.adapters.adapted_module import adapters_of, base_of, has_adapters
+    from triptych.core.checkpoints.adapters.adapted_module import (
+        adapters_of,
+        base_of,
+        has_adapters,
+    )
     from triptych.core.checkpoints.other_modules import AnyModule, ModuleOfTransformers
     from triptych.core.models.encoder_decoder import EncoderDecoder
     from triptych.core.models.language_model import LanguageModel
@@ -430,7 +479,9 @@ def _of_module(module: nn.Module, tokenizer: Path | None) -> Source:
         return Source(kind, opened.record, f"the configuration of {kind}", opened)
     name = str(getattr(module, "name_or_path", "") or kind)
     made = ModuleOfTransformers(base_of(module), tokenizer)
-    found = Source(name, read_json(made.folder / "config.json"), f"{name}/config.json", made)
+    found = Source(
+        name, read_json(made.folder / "config.json"), f"{name}/config.json", made
+    )
     if has_adapters(module) and (adapters := adapters_of(module)):
         return _with_adapters(found, adapters, name)
     return found
@@ -443,11 +494,15 @@ def _weights_alone(path: Path) -> Source | None:
     elif path.suffix == ".onnx":
         file = path
     else:
-        is_alone = path.suffix in SUFFIXES and not (path.parent / "config.json").exists()
+        is_alone = (
+            path.suffix in SUFFIXES and not (path.parent / "config.json").exists()
+        )
         file = path if is_alone else None
     if file is None:
         return None
-    from triptych.core.checkpoints.weights_alone import WeightsAlone  # formats of other programs
+    from triptych.core.checkpoints.weights_alone import (
+        WeightsAlone,
+    )  # formats of other programs
 
     opened = WeightsAlone(file, str(path))
     found = Source(str(path), opened.record, opened.where, opened)

@@ -58,7 +58,9 @@ class NormSpec(Spec):
     offset: float = 0.0  # added to the stored gain
     when: Expression = ""
     eps: Expression = ""  # `ModelSpec.eps` if empty
-    weight: bool = True  # true if it has weights; a norm with weights and an empty `at` is absent
+    weight: bool = (
+        True  # true if it has weights; a norm with weights and an empty `at` is absent
+    )
     # cross-attention: module of the norm of the memory, read by keys and values; "{last}" is the last layer
     # of the encoder, counted by `memory_layers`
     memory: str = ""
@@ -85,7 +87,9 @@ class OtherNormSpec(Spec):
     # instead of `within` and `read_by`, the output map, above the model's own names; not folded unless
     # `tie_word_embeddings` is false
     output_map: str = ""
-    also_read_by: tuple[Choice, ...] = ()  # further readers outside these maps, in words
+    also_read_by: tuple[
+        Choice, ...
+    ] = ()  # further readers outside these maps, in words
 
 
 @final
@@ -97,9 +101,13 @@ class HeadNormSpec(Spec):
     q: str
     k: str
     kind: Literal["layer", "rms"] = "rms"
-    over: Literal["head", "all heads"] = "head"  # normalised channels: one head, or all heads concatenated
+    over: Literal["head", "all heads"] = (
+        "head"  # normalised channels: one head, or all heads concatenated
+    )
     eps: Expression = "rms_norm_eps | 1e-6"  # added to the variance, or the mean square, below the root
-    offset: float = 0.0  # added to the stored gain: 1 where the file stores the gain less 1
+    offset: float = (
+        0.0  # added to the stored gain: 1 where the file stores the gain less 1
+    )
     # true if the norms follow the rotation; they are then absent without rotary positions, and all channels
     # of a head must be rotated
     turned: bool = False
@@ -122,8 +130,12 @@ class PatchesSpec(Spec):
     """Tokens of an image: some special tokens, then its patches row by row."""
 
     image: Expression = "image_size"  # height and width of the image in pixels, or one value for a square
-    patch: Expression = "patch_size"  # height and width of a patch in pixels, or one value for a square
-    before: Annotated[tuple[str, ...], EXPRESSION] = ("1",)  # numbers of tokens before the patches; summed
+    patch: Expression = (
+        "patch_size"  # height and width of a patch in pixels, or one value for a square
+    )
+    before: Annotated[tuple[str, ...], EXPRESSION] = (
+        "1",
+    )  # numbers of tokens before the patches; summed
 
 
 @final
@@ -138,7 +150,14 @@ class PositionSpec(Spec):
     # keys; "alibi" and "distance table" add a bias to each score; "disentangled" adds products with
     # embeddings of distances to scores. "convolution" runs over the input.
     kind: Literal[
-        "none", "sinusoidal", "learned", "rotary", "alibi", "distance table", "disentangled", "convolution"
+        "none",
+        "sinusoidal",
+        "learned",
+        "rotary",
+        "alibi",
+        "distance table",
+        "disentangled",
+        "convolution",
     ]
     when: Expression = ""
     # Rotary positions.
@@ -153,7 +172,10 @@ class PositionSpec(Spec):
     # b of the frequencies b^(−2i/n), in radians a position
     base: Expression = "rope_parameters.rope_theta | rope_theta | 10000.0"
     # paths of the record of RoPE scaling; the first path in the configuration counts
-    scaling: Annotated[tuple[str, ...], EXPRESSION] = ("rope_scaling", "rope_parameters")
+    scaling: Annotated[tuple[str, ...], EXPRESSION] = (
+        "rope_scaling",
+        "rope_parameters",
+    )
     # original context length, if it is outside the record of RoPE scaling; overrides the record
     original: Expression = "original_max_position_embeddings"
     # factor of rotated channels under RoPE scaling; the scaling's default factor if empty
@@ -166,7 +188,9 @@ class PositionSpec(Spec):
     # true if texts are read again from their first token once they grow beyond the original context length
     read_again: bool = False
     # ALiBi.
-    slopes: Literal["authors", "mpt"] = "authors"  # formula of the slopes: the paper's, or MPT's
+    slopes: Literal["authors", "mpt"] = (
+        "authors"  # formula of the slopes: the paper's, or MPT's
+    )
     before_scale: bool = False  # true if biases are added before scores are scaled
     # tensors of rotary angles: frequencies `[pairs]`, or sines and cosines `[positions, 2 · pairs]`. Tensors
     # in the file must match the configuration.
@@ -174,10 +198,16 @@ class PositionSpec(Spec):
     # Distance tables and disentangled positions.
     # tensor of the table; all layers share a table without "{layer}" in its name
     table: str = ""
-    more_tables: tuple[Choice, ...] = ()  # tables added to it; all with a true condition
-    table_norm: str = ""  # norm of a table of embeddings, if the configuration enables it
+    more_tables: tuple[
+        Choice, ...
+    ] = ()  # tables added to it; all with a true condition
+    table_norm: str = (
+        ""  # norm of a table of embeddings, if the configuration enables it
+    )
     both_ways: bool = True  # true if distances have a sign
-    buckets: Expression = ""  # number of buckets of distances; all rows of the table if empty
+    buckets: Expression = (
+        ""  # number of buckets of distances; all rows of the table if empty
+    )
     # distance in tokens from which on all distances share the last bucket
     max_distance: Expression = "relative_attention_max_distance | 128"
     # grid of image patches, if tokens are patches: rotary pairs rotate by row and column, and a distance
@@ -185,7 +215,9 @@ class PositionSpec(Spec):
     patches: PatchesSpec | None = None
     # Disentangled positions.
     key_map: str = ""  # within the attention, map from distances to keys of positions
-    query_map: str = ""  # within the attention, map from distances to queries of positions
+    query_map: str = (
+        ""  # within the attention, map from distances to queries of positions
+    )
     # condition on which the maps of keys and queries serve instead; never if empty
     shared_maps: Expression = ""
 
@@ -221,7 +253,9 @@ class AttentionSpec(Spec):
     # Layers.
     stack: str = "decoder"  # name of the stack: "encoder", "decoder", "vision"
     kind: Literal["self", "causal", "cross"] = "causal"  # source of queries and keys
-    both_ways: Expression = ""  # condition on which a causal layer sees later tokens, too; never if empty
+    both_ways: Expression = (
+        ""  # condition on which a causal layer sees later tokens, too; never if empty
+    )
     when: Expression = ""  # condition on which such layers exist
     settings: str = ""  # path of the stack's record in the configuration
     # default values of fields missing from the configuration, by `model_type`; shared by all entries with the
@@ -229,11 +263,15 @@ class AttentionSpec(Spec):
     defaults: dict[str, dict[str, Any]] = Field(default_factory=dict)
     needs: Expression = ""  # required field without a default
     layers: Expression = "num_hidden_layers"  # number of layers
-    first: int = 0  # number of the first layer in names; in conditions, layers count from 0
+    first: int = (
+        0  # number of the first layer in names; in conditions, layers count from 0
+    )
     inner: Expression = "1"  # number of consecutive attention layers within a layer
     # token mixer of each layer in words: 'attention' or another; all layers have attention if empty
     mixers: tuple[Choice, ...] = ()
-    more_layers: Expression = ""  # number of further layers after the last, if the file has them
+    more_layers: Expression = (
+        ""  # number of further layers after the last, if the file has them
+    )
     # number of KV-sharing layers, at the end of the stack: they use the keys and values of an earlier layer,
     # made of that layer's input
     borrowing: Expression = ""
@@ -242,7 +280,9 @@ class AttentionSpec(Spec):
     uses: Expression = "1"  # number of consecutive applications of each layer
     rounds: Expression = "1"  # number of passes through all layers
     at: str  # module of a layer's attention
-    outside: tuple[str, ...] = ()  # words excluded from the prefix of `at`: other stacks use the same names
+    outside: tuple[
+        str, ...
+    ] = ()  # words excluded from the prefix of `at`: other stacks use the same names
     # width of input and output; not checked if the configuration lacks it
     size: Expression = "hidden_size | d_model | n_embd | n_embed | dim"
     # Maps.
@@ -254,7 +294,9 @@ class AttentionSpec(Spec):
     # its queries, then as many rows of its gates
     gated_queries: bool = False
     gate: str = ""  # map of such gates, if it is a separate map
-    key_value: Expression = "false"  # condition on which the map of keys is that of values, before norms
+    key_value: Expression = (
+        "false"  # condition on which the map of keys is that of values, before norms
+    )
     qkv: str = ""  # fused map of queries, keys and values
     # rows of the fused map: all queries, all keys, all values; or by group of heads: the group's queries, its
     # key, its value; or four blocks, every block a fourth of queries, values, keys
@@ -270,9 +312,13 @@ class AttentionSpec(Spec):
     # true if the number of heads cannot change, since other parts have as many entries or channels
     fixed_heads: bool = False
     # number of key-value heads
-    groups: tuple[Choice, ...] = (Choice(value="num_key_value_heads | num_attention_heads"),)
+    groups: tuple[Choice, ...] = (
+        Choice(value="num_key_value_heads | num_attention_heads"),
+    )
     # width of queries and keys
-    width: Annotated[str | tuple[Choice, ...], EXPRESSION] = "head_dim | hidden_size / num_attention_heads"
+    width: Annotated[str | tuple[Choice, ...], EXPRESSION] = (
+        "head_dim | hidden_size / num_attention_heads"
+    )
     value_width: Expression = ""  # width of values; `width` if empty
     # Scores, norms and masks.
     # scores are multiplied by 1/√ of this value; the width of queries if empty, "1" for no scaling
@@ -282,9 +328,13 @@ class AttentionSpec(Spec):
     hook: str = ""
     norm: tuple[NormSpec, ...] = ()  # norm of the input
     head_norm: HeadNormSpec | None = None  # norms of queries and keys
-    value_norm: Expression = ""  # eps of an RMSNorm without weights of each head's values; "" without a norm
+    value_norm: Expression = (
+        ""  # eps of an RMSNorm without weights of each head's values; "" without a norm
+    )
     positions: tuple[PositionSpec, ...] = (PositionSpec(kind="rotary"),)
-    also_read_by: tuple[Choice, ...] = ()  # further readers of the norm's output, in words
+    also_read_by: tuple[
+        Choice, ...
+    ] = ()  # further readers of the norm's output, in words
     # norms read by maps outside the attention; all with a true condition
     other_norms: tuple[OtherNormSpec, ...] = ()
     # number of keys that a query sees, its own included; all keys if empty or without a value
@@ -292,15 +342,21 @@ class AttentionSpec(Spec):
     # length in tokens of chunks; a query sees keys of its chunk alone. All keys if empty or without a value
     chunk: tuple[Choice, ...] = ()
     temperature: TemperatureSpec | None = None  # growth of queries with their position
-    window_around: bool = False  # true if half of the window is before the query, half of it after
+    window_around: bool = (
+        False  # true if half of the window is before the query, half of it after
+    )
     soft_cap: Expression = ""  # c, where scores s become c · tanh(s / c); no cap if empty or without a value
     # c, where queries, keys and values are clipped to ±c; no clipping if empty or without a value
     clip: Expression = ""
     sinks: str = ""  # tensor `[heads]` of extra scores in the softmax, without values
     # Writing.
     unwritten: str = ""  # reason why such layers cannot be rewritten; "" if they can
-    known: tuple[str, ...] = ()  # further tensors within the attention's module, as patterns
-    ignored: tuple[Ignored, ...] = ()  # fields of the class in `transformers` without effect
+    known: tuple[
+        str, ...
+    ] = ()  # further tensors within the attention's module, as patterns
+    ignored: tuple[
+        Ignored, ...
+    ] = ()  # fields of the class in `transformers` without effect
 
     @property
     def why_kept(self) -> str:
@@ -314,15 +370,21 @@ class AttentionSpec(Spec):
 
 @final
 class EmbeddedPositionsSpec(Spec):
-    kind: Literal["learned", "sinusoidal"] = "learned"  # learned rows, or sines and cosines
+    kind: Literal["learned", "sinusoidal"] = (
+        "learned"  # learned rows, or sines and cosines
+    )
     when: Expression = ""
-    table: str = ""  # module of the learned rows, or of stored sines and cosines, if any
+    table: str = (
+        ""  # module of the learned rows, or of stored sines and cosines, if any
+    )
     rows: Expression = "max_position_embeddings"  # number of positions, or rows of the table if `padding`
     offset_rows: Expression = "0"  # number of rows before the row of position 0
     # padding token, where positions count the tokens without it: its row precedes that of position 0; ""
     # where positions count all tokens
     padding: Expression = ""
-    layout: Literal["halves", "interleaved", "tensor2tensor"] = "interleaved"  # see `attention.sinusoidal`.
+    layout: Literal["halves", "interleaved", "tensor2tensor"] = (
+        "interleaved"  # see `attention.sinusoidal`.
+    )
 
 
 @final
@@ -338,10 +400,14 @@ class FeedForwardSpec(Spec):
     alternating: bool = False
     transposed: bool = False  # true if maps are stored `[in, out]`
     bare: bool = False  # true if a map's tensors are NAME and NAME_bias
-    size: Expression = "intermediate_size"  # inner width; the input width of `outer` if empty
+    size: Expression = (
+        "intermediate_size"  # inner width; the input width of `outer` if empty
+    )
     activation: Expression = "hidden_act"  # its name in `transformers`
     bias: Expression = "false"  # condition on which the inner maps have biases
-    out_bias: Expression = ""  # condition on which the outer map has a bias; `bias` if empty
+    out_bias: Expression = (
+        ""  # condition on which the outer map has a bias; `bias` if empty
+    )
     # `beta`, `offset`, `limit` and `sparsity`: see `FeedForwardConfig`
     beta: Expression = ""
     offset: float = 0.0
@@ -372,10 +438,16 @@ class ExpertsSpec(Spec):
     group_score: Literal["best", "two_best"] = "best"
     threshold: Expression = ""
     shared: FeedForwardSpec | None = None  # shared expert
-    shared_gate: str = ""  # tensor of the map to the shared expert's gate; "" without a gate
-    norms: tuple[str, ...] = ()  # tensors of the norms within the layer, in the order of `EXPERTS_NORMS`
+    shared_gate: str = (
+        ""  # tensor of the map to the shared expert's gate; "" without a gate
+    )
+    norms: tuple[
+        str, ...
+    ] = ()  # tensors of the norms within the layer, in the order of `EXPERTS_NORMS`
     eps: Expression = "rms_norm_eps | 1e-6"  # eps of these norms
-    expert_scale: str = ""  # tensor of factors of each expert's weights; "" without factors
+    expert_scale: str = (
+        ""  # tensor of factors of each expert's weights; "" without factors
+    )
 
 
 @final
@@ -419,7 +491,9 @@ class MaskedSpec(Spec):
 
 @final
 class HeadSpec(Spec):
-    at: str = "lm_head"  # output map, below the prefix of the layers or a leading part of it
+    at: str = (
+        "lm_head"  # output map, below the prefix of the layers or a leading part of it
+    )
     when: Expression = ""
     # The map before the output map, its activation and norm; modules are found like `at`.
     transform: str = ""  # module of the map; "" without a map
@@ -466,7 +540,9 @@ class ModelSpec(Spec):
     # "decoder" for a decoder alone or an encoder-decoder model, "encoder" for an encoder alone
     kind: Literal["decoder", "encoder"] = "decoder"
     stack: str = "decoder"  # stack of the attention layers of its blocks
-    aside: tuple[str, ...] = ()  # stacks not run with the model, such as picture encoders
+    aside: tuple[
+        str, ...
+    ] = ()  # stacks not run with the model, such as picture encoders
     # encoder of an encoder-decoder model; all other fields then describe the decoder
     encoder: "ModelSpec | None" = None
     refused: tuple[Choice, ...] = ()  # reasons why the model cannot be run
@@ -475,39 +551,55 @@ class ModelSpec(Spec):
     embedding: str = "embed_tokens"  # module of the embedding table
     # module of the table where the file has it and embeddings are not tied to the output
     untied_embedding: str = ""
-    copies: tuple[str, ...] = ()  # modules that may store the same table; one stored table is enough
+    copies: tuple[
+        str, ...
+    ] = ()  # modules that may store the same table; one stored table is enough
     # condition on which encoder and decoder may have separate tables even if `head.tied` is true
     apart: Expression = "false"
     num_tokens: tuple[Choice, ...] = ()  # rows of the table, if not `vocab_size`
-    embedding_width: Expression = ""  # width of the table, if a map leads from it to the model's width
+    embedding_width: Expression = (
+        ""  # width of the table, if a map leads from it to the model's width
+    )
     embedding_map: str = ""  # module of that map; used if the file has it
     map_first: bool = False  # true if positions are added after that map
     types: str = ""  # module of the table of segments
     num_types: Expression = "type_vocab_size"  # rows of the table of segments
     embedding_scale: Expression = ""  # factor of the table's rows
-    root_scale: tuple[Choice, ...] = ()  # the table's rows are multiplied by the root of this value
-    positions: tuple[EmbeddedPositionsSpec, ...] = ()  # positions added to the embeddings
+    root_scale: tuple[
+        Choice, ...
+    ] = ()  # the table's rows are multiplied by the root of this value
+    positions: tuple[
+        EmbeddedPositionsSpec, ...
+    ] = ()  # positions added to the embeddings
     masked: MaskedSpec | None = None  # treatment of masked tokens, if special
     embedding_norm: tuple[NormSpec, ...] = ()  # norm of the sum of embeddings
     norm_first: bool = False  # true if positions are added after that norm
     # Blocks.
     # condition on which attention and feed-forward layer read the same stream
     parallel: tuple[Choice, ...] = ()
-    from_norm: Expression = "false"  # condition on which residual sums start from the normalised stream
+    from_norm: Expression = (
+        "false"  # condition on which residual sums start from the normalised stream
+    )
     residual_scale: Expression = ""  # factor of every sub-layer's output
     # norm of the attention's input, or of its residual sum ("post"); if empty, the norm of the attention
     # entry, except a post-norm
     attention_norm: tuple[NormSpec, ...] = ()
-    attention_out_norm: tuple[NormSpec, ...] = ()  # norm of the attention's output, before the sum
+    attention_out_norm: tuple[
+        NormSpec, ...
+    ] = ()  # norm of the attention's output, before the sum
     cross_norm: tuple[NormSpec, ...] = ()  # norm of the input of cross-attention
     cross_out_norm: tuple[NormSpec, ...] = ()
     # norm of the feed-forward layer's input; without it, the layer of a parallel block reads the attention's
     # input
     feed_forward_norm: tuple[NormSpec, ...] = ()
-    feed_forward_out_norm: tuple[NormSpec, ...] = ()  # norm of the feed-forward layer's output
+    feed_forward_out_norm: tuple[
+        NormSpec, ...
+    ] = ()  # norm of the feed-forward layer's output
     feed_forward: tuple[FeedForwardSpec, ...] = Field(min_length=1)
     input: BlockInputSpec | None = None  # inputs of the blocks besides the stream
-    streams: StreamsSpec | None = None  # several residual streams; None for a single stream
+    streams: StreamsSpec | None = (
+        None  # several residual streams; None for a single stream
+    )
     block_scale: str = ""  # tensor of the factor of the stream after each block
     final_norm: tuple[NormSpec, ...] = ()  # norm after the last block
     # Logits.
@@ -519,7 +611,9 @@ class ModelSpec(Spec):
     tasks: tuple[TaskHeadSpec, ...] = ()
     # Unread tensors and fields.
     rest: tuple[str, ...] = ()  # tensors that change no output, as patterns
-    harmless: tuple[str, ...] = ()  # fields of the configuration that change no output of these models
+    harmless: tuple[
+        str, ...
+    ] = ()  # fields of the configuration that change no output of these models
 
 
 @final
@@ -530,7 +624,9 @@ class ExportedTensors(Spec):
     # number of layers with such tensors, with {layer} in their names; names are of single tensors if empty
     layers: str = ""
     at: str = ""  # prefix of their names
-    maps: dict[str, tuple[str, ...]]  # shapes of weights, by the name of the module after the prefix
+    maps: dict[
+        str, tuple[str, ...]
+    ]  # shapes of weights, by the name of the module after the prefix
     biases: str = "false"  # condition for biases
     transposed: bool = False  # true if weights are stored `[in, out]`
     bare: bool = False  # true if the names are of tensors, not of modules

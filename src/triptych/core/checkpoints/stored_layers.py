@@ -22,7 +22,14 @@ from triptych.core.storage.settings import Settings
 from triptych.errors import DataError, UsageError
 from triptych.untrusted import shown
 
-_Conditional = TypeVar("_Conditional", Choice, NormSpec, PositionSpec, EmbeddedPositionsSpec, FeedForwardSpec)
+_Conditional = TypeVar(
+    "_Conditional",
+    Choice,
+    NormSpec,
+    PositionSpec,
+    EmbeddedPositionsSpec,
+    FeedForwardSpec,
+)
 
 # Context length in tokens of models without a limit.
 CONTEXT = 2048
@@ -56,7 +63,9 @@ class Site:
     @property
     def shared(self) -> str:
         """A sentence on the layers with these weights; "" for a single layer."""
-        return f"layers {in_ranges(self.numbers)} share these weights" if self.also else ""
+        return (
+            f"layers {in_ranges(self.numbers)} share these weights" if self.also else ""
+        )
 
     @property
     def name(self) -> str:
@@ -72,7 +81,9 @@ class InputNorms:
     # norm of the input of queries (also of keys and values, except in cross-attention); None if absent or
     # unknown
     x: Norm | None = None
-    memory: Norm | None = None  # norm of the memory in cross-attention; None if absent or unknown
+    memory: Norm | None = (
+        None  # norm of the memory in cross-attention; None if absent or unknown
+    )
 
 
 @final
@@ -81,12 +92,16 @@ class AttentionLayer:
     """The contents of one layer."""
 
     site: Site
-    weights: AttentionWeights  # maps in the checkpoint's dtype, and the layer's semantics
+    weights: (
+        AttentionWeights  # maps in the checkpoint's dtype, and the layer's semantics
+    )
     tensors: tuple[str, ...]  # names of all tensors read for it
     # norms before the layer, also those missing in `weights` because `fold_norm` must not fold them
     # (post-norm, sandwich)
     inputs: InputNorms = InputNorms()
-    embedded_positions: Literal["none", "sinusoidal", "learned"] = "none"  # positions in the embeddings
+    embedded_positions: Literal["none", "sinusoidal", "learned"] = (
+        "none"  # positions in the embeddings
+    )
     fixed: str = ""  # reason why it cannot be rewritten; "" if it can
     # source of a KV-sharing layer's keys and values, made of the source's input; None if it makes them itself
     borrows: Site | None = None
@@ -94,7 +109,11 @@ class AttentionLayer:
     @property
     def cache_bytes(self) -> int:
         """Bytes per cached value while decoding; 0 for layers without a cache."""
-        cached = self.site.stack == "decoder" and self.site.kind != "self" and self.borrows is None
+        cached = (
+            self.site.stack == "decoder"
+            and self.site.kind != "self"
+            and self.borrows is None
+        )
         return self.weights.dtype.itemsize if cached else 0
 
 
@@ -137,7 +156,11 @@ def in_order(sites: Sequence[Site]) -> tuple[LayerPlace, ...]:
 
     stacks = [*dict.fromkeys(map(stack_of, sites))]
     found = [LayerPlace(site, number) for site in sites for number in site.numbers]
-    return tuple(sorted(found, key=lambda place: (stacks.index(stack_of(place.site)), place.number)))
+    return tuple(
+        sorted(
+            found, key=lambda place: (stacks.index(stack_of(place.site)), place.number)
+        )
+    )
 
 
 class AttentionSource(ABC):
@@ -146,13 +169,17 @@ class AttentionSource(ABC):
     name: str  # path, or name on the Hub
     written_as: str  # family of its format
     known_by: str  # evidence for the family
-    sites: tuple[Site, ...]  # attention layers in order; layers with shared weights once
+    sites: tuple[
+        Site, ...
+    ]  # attention layers in order; layers with shared weights once
     num_tensors: int  # number of all tensors
     left_over: tuple[str, ...]  # tensors outside attention, judged by their names
     unread: dict[str, str]  # tensors of known, unread attention, with the reason
     others: str = ""  # sentence on attention layers and layers of other kinds; "" if all are attention
     absent: tuple[str, ...] = ()  # stacks in the configuration without tensors
-    warnings: tuple[str, ...] = ()  # sentences on fields without effect, and on layers left aside
+    warnings: tuple[
+        str, ...
+    ] = ()  # sentences on fields without effect, and on layers left aside
 
     @abstractmethod
     def read(self, site: Site) -> AttentionLayer:
@@ -218,7 +245,9 @@ class MapSizes(NamedTuple):
     groups: int  # number of key-value heads
     width: int  # width of queries and keys of a head
     value_width: int  # width of values of a head
-    rank: int | None = None  # width of the latent of keys and values; None without a latent
+    rank: int | None = (
+        None  # width of the latent of keys and values; None without a latent
+    )
     q_rank: int | None = None  # width of the latent of queries; None without a latent
 
 
@@ -264,7 +293,11 @@ class Place:
 
     def optional_number(self, expression: str) -> float | None:
         """Evaluate an expression to a number; return None if it is empty or has no value."""
-        return None if not expression or self.value(expression) is None else self.number(expression)
+        return (
+            None
+            if not expression or self.value(expression) is None
+            else self.number(expression)
+        )
 
     def first(self, choices: Sequence[_Conditional]) -> _Conditional | None:
         """Return the first entry with a true condition, or None."""
@@ -311,10 +344,16 @@ class Place:
     @property
     def rope_scaling(self) -> dict[str, Any]:
         """The record of RoPE scaling; empty without scaling."""
-        records = {path: record for path in self.position.scaling if (record := self.value(path))}
+        records = {
+            path: record
+            for path in self.position.scaling
+            if (record := self.value(path))
+        }
         for path, record in records.items():
             if not isinstance(record, dict):
-                raise DataError(f"{self.settings.where}: {path} is {shown(record)}: a record is needed")
+                raise DataError(
+                    f"{self.settings.where}: {path} is {shown(record)}: a record is needed"
+                )
         if not records:
             return {}
         used, *others = records
@@ -325,7 +364,11 @@ class Place:
         # `transformers` uses one record as a whole and ignores fields of other records.
         for other, name in product(others, ("rope_theta", "partial_rotary_factor")):
             told = records[other].get(name)
-            if told is not None and first.get(name) is None and told != self.value(name):
+            if (
+                told is not None
+                and first.get(name) is None
+                and told != self.value(name)
+            ):
                 raise DataError(
                     f"{self.settings.where}: {used} and {other} are both there, and {name} is in {other} "
                     f"alone: write one record with all of it"
@@ -335,7 +378,11 @@ class Place:
     @property
     def width(self) -> str:
         """The expression for the width of queries and keys."""
-        return self.spec.width if isinstance(self.spec.width, str) else self.chosen(self.spec.width)
+        return (
+            self.spec.width
+            if isinstance(self.spec.width, str)
+            else self.chosen(self.spec.width)
+        )
 
     @property
     def sizes(self) -> MapSizes:
@@ -344,12 +391,25 @@ class Place:
         heads = self.count(spec.heads)
         # Through a latent, every head has separate keys and values, so groups are heads.
         if latent:
-            width = self.settings.whole(latent.plain, self.layer) + self.count(latent.turned)
-            q_rank = None if self.value(latent.q_rank) is None else self.count(latent.q_rank)
-            return MapSizes(heads, heads, width, self.count(latent.value), self.count(latent.rank), q_rank)
+            width = self.settings.whole(latent.plain, self.layer) + self.count(
+                latent.turned
+            )
+            q_rank = (
+                None if self.value(latent.q_rank) is None else self.count(latent.q_rank)
+            )
+            return MapSizes(
+                heads,
+                heads,
+                width,
+                self.count(latent.value),
+                self.count(latent.rank),
+                q_rank,
+            )
         width = self.count(self.width)
         groups = self.count(self.chosen(spec.groups) or spec.heads)
         value_width = self.count(spec.value_width) if spec.value_width else width
         if heads % groups:
-            raise DataError(f"{self.settings.where}: {groups} key heads do not divide {heads} heads")
+            raise DataError(
+                f"{self.settings.where}: {groups} key heads do not divide {heads} heads"
+            )
         return MapSizes(heads, groups, width, value_width)

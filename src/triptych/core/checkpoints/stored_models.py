@@ -41,7 +41,9 @@ _Model = TypeVar("_Model", LanguageModel, EncoderDecoder)
 
 
 def load_language_model(
-    path: Source | Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    path: Source | Path | str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
 ) -> LanguageModel:
     """Load the language model of a checkpoint, with the same outputs as in `transformers`.
 
@@ -56,28 +58,45 @@ def load_language_model(
 
 def _open_mapped(path: Source | Path | str, dtype: torch.dtype | None) -> Checkpoint:
     if dtype is not None and not dtype.is_floating_point:
-        raise UsageError(f"dtype {dtype} cannot be run in: give float32, bfloat16 or float16")
+        raise UsageError(
+            f"dtype {dtype} cannot be run in: give float32, bfloat16 or float16"
+        )
     source = find_source(path)
-    assert source.settings_folder  # fetches a repository on the Hub as a whole, since all of it is read
+    assert (
+        source.settings_folder
+    )  # fetches a repository on the Hub as a whole, since all of it is read
     checkpoint = open_checkpoint(source, mapped=True)
     if not isinstance(checkpoint, Checkpoint):
-        raise UsageError(f"{source.name} is a run of triptych, and no checkpoint of another library")
+        raise UsageError(
+            f"{source.name} is a run of triptych, and no checkpoint of another library"
+        )
     return checkpoint
 
 
-def read_language_model(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> LanguageModel:
+def read_language_model(
+    checkpoint: Checkpoint, dtype: torch.dtype | None = None
+) -> LanguageModel:
     found = model_map(checkpoint)
-    return _build_model(checkpoint, dtype, found, lambda layers: LanguageModel(found.architecture, layers))
+    return _build_model(
+        checkpoint,
+        dtype,
+        found,
+        lambda layers: LanguageModel(found.architecture, layers),
+    )
 
 
 def load_encoder_decoder(
-    path: Source | Path | str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    path: Source | Path | str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
 ) -> EncoderDecoder:
     """Load the encoder and the decoder of a checkpoint; see `load_language_model`."""
     return read_encoder_decoder(_open_mapped(path, dtype), dtype).to(device)
 
 
-def read_encoder_decoder(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> EncoderDecoder:
+def read_encoder_decoder(
+    checkpoint: Checkpoint, dtype: torch.dtype | None = None
+) -> EncoderDecoder:
     found = encoder_decoder_map(checkpoint)
     made = found.architecture
 
@@ -101,25 +120,34 @@ def _build_model(
     if found.unread:
         kept = f"{checkpoint.name}: {list_names(found.unread, most=4)} of the head of its class"
         warnings.warn(
-            f"{kept} are not run here: run gives the last hidden states", ConfigurationWarning, stacklevel=4
+            f"{kept} are not run here: run gives the last hidden states",
+            ConfigurationWarning,
+            stacklevel=4,
         )
     dtype = _most_common(checkpoint.tensors) if dtype is None else dtype
     attention = [read_attention_layer(checkpoint, site, dtype) for site in found.sites]
     with shapes_only():  # parameters are not initialised: stored tensors replace them
         model = make(attention)
-    _set_tensors(model, found.tensors.read(lambda name, _: checkpoint.tensors.read(name).to(dtype)))
+    _set_tensors(
+        model,
+        found.tensors.read(lambda name, _: checkpoint.tensors.read(name).to(dtype)),
+    )
     *_, last = model.stacks.values()
     if last.head is not None and last.head.config.tied:
         last.head.output.weight = last.embeddings.table.weight
     return off_meta(model).eval()
 
 
-def read_attention_layer(checkpoint: Checkpoint, site: Site, dtype: torch.dtype) -> MultiHeadAttention:
+def read_attention_layer(
+    checkpoint: Checkpoint, site: Site, dtype: torch.dtype
+) -> MultiHeadAttention:
     weights = checkpoint.read(site).weights.without_norms().to(dtype)
     try:
         return MultiHeadAttention.from_weights(weights, dropout=0.0, adopted=True)
     except ValueError as error:
-        raise DataError(f"{checkpoint.name}: {checkpoint.family.name} cannot be run: {error}") from None
+        raise DataError(
+            f"{checkpoint.name}: {checkpoint.family.name} cannot be run: {error}"
+        ) from None
 
 
 def _set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -130,8 +158,12 @@ def _set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         path, _, own = name.rpartition(".")
         module = model.get_submodule(path)
         expected = getattr(module, own)
-        assert expected.shape == tensor.shape, f"{name}: {expected.shape}, {tensor.shape}"
-        instead[id(expected)] = tensor if own in module._buffers else nn.Parameter(tensor)
+        assert expected.shape == tensor.shape, (
+            f"{name}: {expected.shape}, {tensor.shape}"
+        )
+        instead[id(expected)] = (
+            tensor if own in module._buffers else nn.Parameter(tensor)
+        )
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for own, before in held.items():
@@ -167,7 +199,10 @@ def changed_tensors(model: AnyModel, checkpoint: Checkpoint) -> _Stored:
         if name not in written:
             written[name] = tensor
             # Values are compared in the stored dtype, where a small change may vanish by rounding.
-            for same in (name, *(copy for copy, of in found.copies.items() if of == name)):
+            for same in (
+                name,
+                *(copy for copy, of in found.copies.items() if of == name),
+            ):
                 stored = _as_stored(checkpoint, same, tensor)
                 if not torch.equal(stored, checkpoint.tensors.read(same)):
                     yield same, stored
@@ -195,7 +230,9 @@ def new_tensors(
     assert family is not None, "it is one of ours"
     zero = torch.zeros((), dtype=next(model.parameters()).dtype)
     # The checkpoint to be written, with zeros for values: its layers and maps follow from names and shapes.
-    empty = of_one(InMemory(name, {stored: zero.expand(shape) for stored, shape in shapes.items()}))
+    empty = of_one(
+        InMemory(name, {stored: zero.expand(shape) for stored, shape in shapes.items()})
+    )
     checkpoint = Checkpoint(name, family, Settings(settings, "config.json"), empty)
     parts = _StoredModel.of(model, checkpoint)
     found = dict[str, Tensor]()
@@ -241,16 +278,24 @@ class _StoredModel:
     model: nn.Module
     beside: LayerMap  # map of the tensors outside attention
     copies: Mapping[str, str]  # duplicate stored tensors, with the name of the original
-    layers: Sequence[tuple[Site, MultiHeadAttention]]  # attention layers with their sites, for every use
+    layers: Sequence[
+        tuple[Site, MultiHeadAttention]
+    ]  # attention layers with their sites, for every use
 
     @classmethod
     def of(cls, model: AnyModel, checkpoint: Checkpoint) -> "_StoredModel":
         found: ModelMap[Any]
-        found = model_map(checkpoint) if isinstance(model, LanguageModel) else encoder_decoder_map(checkpoint)
+        found = (
+            model_map(checkpoint)
+            if isinstance(model, LanguageModel)
+            else encoder_decoder_map(checkpoint)
+        )
         sites = sorted(attention_sites(model), key=lambda site: site.stack == "cross")
         layers = [site.layer for site in sites]
         stored = [place.site for place in in_order(found.sites)]
-        return cls(model, found.tensors, found.copies, [*zip(stored, layers, strict=True)])
+        return cls(
+            model, found.tensors, found.copies, [*zip(stored, layers, strict=True)]
+        )
 
     def changed(self, checkpoint: Checkpoint) -> _Stored:
         """Yield the stored tensors with changed values; shared tensors may be yielded several times."""
@@ -275,14 +320,22 @@ class _StoredModel:
 
 
 def _changed_in_layer(
-    checkpoint: Checkpoint, site: Site, before: MultiHeadAttention, after: MultiHeadAttention
+    checkpoint: Checkpoint,
+    site: Site,
+    before: MultiHeadAttention,
+    after: MultiHeadAttention,
 ) -> _Stored:
     place = checkpoint.place(site)
     stored = LayerReader(checkpoint.place(site), checkpoint.tensors).map
     # The reader's scale is fixed by the configuration: a changed scale is moved into the maps.
     scale = before.semantics.scale
-    old, new = (_layer_tensors(place, layer.weights().with_scale(scale)) for layer in (before, after))
-    different = {part for part, numbers in new.items() if not torch.equal(old[part], numbers)}
+    old, new = (
+        _layer_tensors(place, layer.weights().with_scale(scale))
+        for layer in (before, after)
+    )
+    different = {
+        part for part, numbers in new.items() if not torch.equal(old[part], numbers)
+    }
     for parts, named in stored.entries.items():
         if different & {*parts}:
             yield from named.write([new[part] for part in parts])
@@ -291,8 +344,12 @@ def _changed_in_layer(
             f"{checkpoint.name}: tables of positions of {site.module} changed, which are products of several "
             "stored tensors: they cannot be written"
         )
-    if "bias_table" in new:  # even if unchanged, to detect differences between layers with the same table
-        yield from _stored_table(checkpoint, place, new["bias_table"], changed="bias_table" in different)
+    if (
+        "bias_table" in new
+    ):  # even if unchanged, to detect differences between layers with the same table
+        yield from _stored_table(
+            checkpoint, place, new["bias_table"], changed="bias_table" in different
+        )
 
 
 def _layer_tensors(place: Place, weights: AttentionWeights) -> dict[str, Tensor]:
@@ -328,7 +385,9 @@ def _of_maps(weights: AttentionWeights) -> dict[str, Tensor]:
     return found
 
 
-def _stored_table(checkpoint: Checkpoint, place: Place, table: Tensor, *, changed: bool) -> _Stored:
+def _stored_table(
+    checkpoint: Checkpoint, place: Place, table: Tensor, *, changed: bool
+) -> _Stored:
     """Yield the stored table of distances; its unread rows are unchanged."""
     names = table_names(place, checkpoint.tensors)
     if len(names) > 1:
@@ -350,5 +409,9 @@ def _as_stored(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Tensor:
         )
     stored = tensor.to(dtype).contiguous()
     if not are_finite(stored):
-        raise DataError(f"{checkpoint.name}: numbers for {name} do not fit {dtype}".replace("torch.", ""))
+        raise DataError(
+            f"{checkpoint.name}: numbers for {name} do not fit {dtype}".replace(
+                "torch.", ""
+            )
+        )
     return stored

@@ -43,7 +43,9 @@ class Frequencies(NamedTuple):
 
     per_position: Tensor  # radians a position `[pairs]`, float64
     factor: float  # factor of rotated channels
-    long: LongTexts | None = None  # frequencies of long texts; None if all texts have the same
+    long: LongTexts | None = (
+        None  # frequencies of long texts; None if all texts have the same
+    )
 
 
 def rope_type(scaling: Mapping[str, Any]) -> str:
@@ -54,7 +56,11 @@ def rope_type(scaling: Mapping[str, Any]) -> str:
 
 
 def frequencies(
-    scaling: Mapping[str, Any], width: int, base: float, max_positions: float, share: float = 1.0
+    scaling: Mapping[str, Any],
+    width: int,
+    base: float,
+    max_positions: float,
+    share: float = 1.0,
 ) -> Frequencies:
     """Compute the frequencies of rotary channels.
 
@@ -73,8 +79,14 @@ def frequencies(
             if scaling.get("alpha"):
                 raise ValueError("an alpha of rope_type 'dynamic' is HunYuan's alone")
             if width <= 2:
-                raise ValueError(f"rope_type 'dynamic' needs more than {width} channels that turn")
-            return Frequencies(plain, 1.0, GrowingBase(int(max_positions), base, _number(scaling, "factor")))
+                raise ValueError(
+                    f"rope_type 'dynamic' needs more than {width} channels that turn"
+                )
+            return Frequencies(
+                plain,
+                1.0,
+                GrowingBase(int(max_positions), base, _number(scaling, "factor")),
+            )
         case "proportional":
             plain[int(share * width // 2) :] = 0
             return Frequencies(plain / _number(scaling, "factor", 1.0), 1.0)
@@ -82,7 +94,9 @@ def frequencies(
             return Frequencies(plain / _number(scaling, "factor"), 1.0)
         case "llama3":
             return Frequencies(_llama3(scaling, plain), 1.0)
-        case "yarn" if "short_factor" not in scaling:  # early Phi-3 models use the name for LongRoPE
+        case "yarn" if (
+            "short_factor" not in scaling
+        ):  # early Phi-3 models use the name for LongRoPE
             return _yarn(scaling, plain, base, max_positions)
         case "longrope" | "su" | "yarn":
             return _longrope(scaling, plain, max_positions)
@@ -106,7 +120,9 @@ def _llama3(scaling: Mapping[str, Any], plain: Tensor) -> Tensor:
     return share * plain + (1 - share) * plain / factor
 
 
-def _yarn(scaling: Mapping[str, Any], plain: Tensor, base: float, max_positions: float) -> Frequencies:
+def _yarn(
+    scaling: Mapping[str, Any], plain: Tensor, base: float, max_positions: float
+) -> Frequencies:
     first = _number(scaling, "original_max_position_embeddings", max_positions)
     factor = _number(scaling, "factor", max_positions / first)
     width = 2 * len(plain)
@@ -123,20 +139,41 @@ def _yarn(scaling: Mapping[str, Any], plain: Tensor, base: float, max_positions:
     low = max(low, 0.0)
     high = min(high, width - 1.0)
     high = high + 0.001 if high == low else high
-    slowed = ((torch.arange(len(plain), dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
-    one, all_dim = (_number(scaling, name, 0.0) for name in ("mscale", "mscale_all_dim"))
+    slowed = (
+        (torch.arange(len(plain), dtype=torch.float64) - low) / (high - low)
+    ).clamp(0, 1)
+    one, all_dim = (
+        _number(scaling, name, 0.0) for name in ("mscale", "mscale_all_dim")
+    )
     both = one and all_dim
-    usual = yarn_magnitude(factor, one) / yarn_magnitude(factor, all_dim) if both else yarn_magnitude(factor)
-    return Frequencies(slowed * plain / factor + (1 - slowed) * plain, _attention_factor(scaling, usual))
+    usual = (
+        yarn_magnitude(factor, one) / yarn_magnitude(factor, all_dim)
+        if both
+        else yarn_magnitude(factor)
+    )
+    return Frequencies(
+        slowed * plain / factor + (1 - slowed) * plain,
+        _attention_factor(scaling, usual),
+    )
 
 
-def _longrope(scaling: Mapping[str, Any], plain: Tensor, max_positions: float) -> Frequencies:
+def _longrope(
+    scaling: Mapping[str, Any], plain: Tensor, max_positions: float
+) -> Frequencies:
     first = _number(scaling, "original_max_position_embeddings", max_positions)
     factor = _number(scaling, "factor", max_positions / first)
-    short, long = (_divided(plain, scaling, name) for name in ("short_factor", "long_factor"))
+    short, long = (
+        _divided(plain, scaling, name) for name in ("short_factor", "long_factor")
+    )
     is_given = scaling.get("attention_factor") is not None
-    usual = 1.0 if is_given or factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(first))
-    return Frequencies(short, _attention_factor(scaling, usual), OtherFrequencies(int(first), long))
+    usual = (
+        1.0
+        if is_given or factor <= 1
+        else math.sqrt(1 + math.log(factor) / math.log(first))
+    )
+    return Frequencies(
+        short, _attention_factor(scaling, usual), OtherFrequencies(int(first), long)
+    )
 
 
 def _attention_factor(scaling: Mapping[str, Any], usual: float) -> float:
@@ -150,14 +187,22 @@ def _divided(plain: Tensor, scaling: Mapping[str, Any], name: str) -> Tensor:
     by = scaling.get(name)
     if not isinstance(by, list) or len(by) != len(plain):
         raise ValueError(f"they need a {name} of {len(plain)} numbers")
-    return plain / torch.tensor([_number({name: each}, name) for each in by], dtype=torch.float64)
+    return plain / torch.tensor(
+        [_number({name: each}, name) for each in by], dtype=torch.float64
+    )
 
 
-def _number(scaling: Mapping[str, Any], name: str, otherwise: float | None = None) -> float:
+def _number(
+    scaling: Mapping[str, Any], name: str, otherwise: float | None = None
+) -> float:
     value = scaling.get(name)
     if value is None:
         value = otherwise
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+    ):
         raise ValueError(f"they need a number {name}, not {str(value)[:80]}")
     return float(value)
 
@@ -177,23 +222,39 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
     # "proportional" rotates a share of the pairs of whole heads, instead of all pairs of a share of channels.
     turned = whole if rope_type(scaling) == "proportional" else int(whole * share)
     if not 0 <= share <= 1 or start < 0 or turned + start > width:
-        raise DataError(f"{where}: rotary positions rotate more than the {width} channels of a head")
+        raise DataError(
+            f"{where}: rotary positions rotate more than the {width} channels of a head"
+        )
     if turned % 2:
-        raise DataError(f"{where}: rotary positions rotate {turned} channels of a head, an odd number")
+        raise DataError(
+            f"{where}: rotary positions rotate {turned} channels of a head, an odd number"
+        )
     first = place.value(spec.original)
     if scaling and first is not None:
         scaling = {**scaling, _FIRST: first}
     longest = place.number("max_position_embeddings | 2048")
     base = place.number(spec.base)
-    if re.search(r"\brope_theta\b", spec.base) and scaling.get("rope_theta") is not None:
-        base = Settings(scaling, where).number("rope_theta")  # a record replaces another as a whole
-    if spec.alpha and rope_type(scaling) == "dynamic" and scaling.get("alpha") and turned > 2:
+    if (
+        re.search(r"\brope_theta\b", spec.base)
+        and scaling.get("rope_theta") is not None
+    ):
+        base = Settings(scaling, where).number(
+            "rope_theta"
+        )  # a record replaces another as a whole
+    if (
+        spec.alpha
+        and rope_type(scaling) == "dynamic"
+        and scaling.get("alpha")
+        and turned > 2
+    ):
         base *= Settings(scaling, where).positive("alpha") ** (turned / (turned - 2))
         scaling = {}
     try:
         found = frequencies(scaling, turned, base, longest, share)
     except (ValueError, TypeError, ArithmeticError) as error:
-        raise DataError(f"{where}: the scaling of rotary positions is not supported: {error}") from None
+        raise DataError(
+            f"{where}: the scaling of rotary positions is not supported: {error}"
+        ) from None
     if spec.backwards:
         found = _backwards(found, where)
     _require_stored(place, tensors, found.per_position)
@@ -202,19 +263,30 @@ def read_rotary(place: Place, tensors: Tensors, width: int) -> RotaryEmbedding |
     if spec.factor and rope_type(scaling) != "default":
         factor = place.number(spec.factor)
     if spec.long_factor and rope_type(scaling) != "default":
-        first = Settings({"longest": longest, **scaling}, where).number(f"{_FIRST} | longest")
+        first = Settings({"longest": longest, **scaling}, where).number(
+            f"{_FIRST} | longest"
+        )
         if not factor:
             raise DataError(f"{where}: {spec.factor} is 0: a number above 0 is needed")
-        long = OtherFrequencies(int(first), found.per_position, place.number(spec.long_factor) / factor)
+        long = OtherFrequencies(
+            int(first), found.per_position, place.number(spec.long_factor) / factor
+        )
     return RotaryEmbedding(
-        found.per_position, spec.pairing, start, factor, long=long, reads_again=spec.read_again
+        found.per_position,
+        spec.pairing,
+        start,
+        factor,
+        long=long,
+        reads_again=spec.read_again,
     )
 
 
 def _backwards(found: Frequencies, where: str) -> Frequencies:
     long = found.long
     if isinstance(long, GrowingBase):
-        raise DataError(f"{where}: rope_type 'dynamic' is not supported where channels turn backwards")
+        raise DataError(
+            f"{where}: rope_type 'dynamic' is not supported where channels turn backwards"
+        )
     if isinstance(long, OtherFrequencies):
         long = replace(long, frequencies=-long.frequencies)
     return Frequencies(-found.per_position, found.factor, long)
@@ -235,31 +307,46 @@ def _share(place: Place, scaling: Mapping[str, Any]) -> float:
     return share
 
 
-def _rotary_of_patches(place: Place, patches: PatchesSpec, width: int) -> RotaryEmbedding:
+def _rotary_of_patches(
+    place: Place, patches: PatchesSpec, width: int
+) -> RotaryEmbedding:
     """Build DINOv3's embedding: half of the pairs rotate by row, half by column; an image spans −1 to 1."""
     if width % 4:
         raise DataError(
             f"{place.settings.where}: rotary positions in two directions need 4 channels, not {width}"
         )
-    plain = frequencies({}, width // 2, place.number(place.position.base), 0.0).per_position
+    plain = frequencies(
+        {}, width // 2, place.number(place.position.base), 0.0
+    ).per_position
     before = sum(place.settings.whole(part, place.layer) for part in patches.before)
     if before > _MOST_PATCHES:
         raise DataError(
             f"{place.settings.where}: {before:,} tokens before the patches are more than {_MOST_PATCHES:,}"
         )
     # Centres of patches, relative to the image; tokens before the patches are not rotated.
-    centres = [(2 * torch.arange(n, dtype=torch.float64) + 1) / n - 1 for n in _grid(place, patches)]
-    of_patches = torch.stack(torch.meshgrid(*centres, indexing="ij"), dim=-1).flatten(0, 1)
+    centres = [
+        (2 * torch.arange(n, dtype=torch.float64) + 1) / n - 1
+        for n in _grid(place, patches)
+    ]
+    of_patches = torch.stack(torch.meshgrid(*centres, indexing="ij"), dim=-1).flatten(
+        0, 1
+    )
     of_tokens = torch.cat([torch.zeros(before, 2, dtype=torch.float64), of_patches])
     of_pairs = of_tokens.repeat_interleave(len(plain), dim=1)
-    return RotaryEmbedding(2 * math.pi * plain.repeat(2), place.position.pairing, places=of_pairs)
+    return RotaryEmbedding(
+        2 * math.pi * plain.repeat(2), place.position.pairing, places=of_pairs
+    )
 
 
 def _grid(place: Place, patches: PatchesSpec) -> tuple[int, int]:
-    image, patch = (_two(place, expression) for expression in (patches.image, patches.patch))
+    image, patch = (
+        _two(place, expression) for expression in (patches.image, patches.patch)
+    )
     rows, columns = (whole // part for whole, part in zip(image, patch, strict=True))
     if not rows or not columns:
-        raise DataError(f"{place.settings.where}: no patch of {patch} is in a picture of {image}")
+        raise DataError(
+            f"{place.settings.where}: no patch of {patch} is in a picture of {image}"
+        )
     if rows * columns > _MOST_PATCHES:
         raise DataError(
             f"{place.settings.where}: a picture of {image} has {rows * columns:,} patches, more than "
@@ -270,8 +357,12 @@ def _grid(place: Place, patches: PatchesSpec) -> tuple[int, int]:
 
 def _two(place: Place, expression: str) -> tuple[int, int]:  # a height and a width
     found = place.value(expression)
-    two = found if isinstance(found, list | tuple) and len(found) == 2 else (found, found)
-    record = Settings({"height": two[0], "width": two[1]}, f"{place.settings.where}, {expression}")
+    two = (
+        found if isinstance(found, list | tuple) and len(found) == 2 else (found, found)
+    )
+    record = Settings(
+        {"height": two[0], "width": two[1]}, f"{place.settings.where}, {expression}"
+    )
     return record.count("height"), record.count("width")
 
 
@@ -287,24 +378,38 @@ def _require_stored(place: Place, tensors: Tensors, per_position: Tensor) -> Non
         stored = tensors.read(name).double()
         expected = per_position
         if stored.ndim == 2:
-            angles = torch.arange(len(stored), dtype=torch.float64)[:, None] * per_position
+            angles = (
+                torch.arange(len(stored), dtype=torch.float64)[:, None] * per_position
+            )
             expected = torch.cat([angles.sin(), angles.cos()], dim=-1)
         # Allow for rounding to the stored dtype, perhaps of angles computed in float32.
         rounding = 4 * (torch.finfo(tensors.infos[name].dtype).eps + 1e-7 * len(stored))
-        if stored.shape != expected.shape or float((stored - expected).abs().max()) > rounding:
+        if (
+            stored.shape != expected.shape
+            or float((stored - expected).abs().max()) > rounding
+        ):
             raise DataError(
                 f"{tensors.where(name)}, tensor {name}: the rotary positions stored here are not what the "
                 "configuration gives"
             )
 
 
-def read_bias(place: Place, tensors: Tensors, take: Take, heads: int, scale: float) -> ScoreBias | None:
+def read_bias(
+    place: Place, tensors: Tensors, take: Take, heads: int, scale: float
+) -> ScoreBias | None:
     """Read the bias of scores by positions: ALiBi or a distance table; hooks make further kinds."""
     spec = place.position
     if spec.kind == "alibi":
         slopes = alibi_slopes(heads) if spec.slopes == "authors" else _mpt_slopes(heads)
-        return ALiBi(torch.tensor(slopes, dtype=torch.float64) * (scale if spec.before_scale else 1.0))
-    return _distance_table(place, tensors, take, heads) if spec.kind == "distance table" else None
+        return ALiBi(
+            torch.tensor(slopes, dtype=torch.float64)
+            * (scale if spec.before_scale else 1.0)
+        )
+    return (
+        _distance_table(place, tensors, take, heads)
+        if spec.kind == "distance table"
+        else None
+    )
 
 
 def _mpt_slopes(heads: int) -> list[float]:
@@ -314,7 +419,9 @@ def _mpt_slopes(heads: int) -> list[float]:
     return slopes if above == heads else (slopes[1::2] + slopes[::2])[:heads]
 
 
-def _distance_table(place: Place, tensors: Tensors, take: Take, heads: int) -> ScoreBias:
+def _distance_table(
+    place: Place, tensors: Tensors, take: Take, heads: int
+) -> ScoreBias:
     spec = place.position
     names = table_names(place, tensors)
     table = take(names[0], None)
@@ -330,7 +437,9 @@ def _distance_table(place: Place, tensors: Tensors, take: Take, heads: int) -> S
             )
         shape = [(2 * rows - 1) * (2 * columns - 1) + 3, heads]
         if [*table.shape] != shape:
-            raise DataError(f"{at}: shape {[*table.shape]}, but the configuration says {shape}")
+            raise DataError(
+                f"{at}: shape {[*table.shape]}, but the configuration says {shape}"
+            )
         return PatchPositionBias(table, rows, columns)
     if spec.buckets:
         buckets = place.count(spec.buckets)
@@ -352,7 +461,11 @@ def table_names(place: Place, tensors: Tensors) -> list[str]:
     """Return the names of the tensors that sum to a distance table."""
     spec = place.position
     more = [choice.value for choice in spec.more_tables if place.holds(choice.when)]
-    return [_table_name(place, tensors, name) for name in (spec.table, *more)] if spec.table else []
+    return (
+        [_table_name(place, tensors, name) for name in (spec.table, *more)]
+        if spec.table
+        else []
+    )
 
 
 def _table_name(place: Place, tensors: Tensors, name: str) -> str:

@@ -68,14 +68,18 @@ class WeightsAlone(WrittenFiles):
                 self.where = str(config)
                 return read_json(config)
             record = _of_graph(self._onnx)
-            self.notes = (f"{self.name}: there is no {_CONFIG}: sizes are read from its graph",)
+            self.notes = (
+                f"{self.name}: there is no {_CONFIG}: sizes are read from its graph",
+            )
             return record
         assert self.path is not None
         if self.path.suffix == ".safetensors":
             return {}
         opened = Pickled(self.path)
         if opened.record:
-            self.notes = (f"{self.name}: there is no {_CONFIG}: sizes are those in the file",)
+            self.notes = (
+                f"{self.name}: there is no {_CONFIG}: sizes are those in the file",
+            )
         return opened.record
 
 
@@ -83,16 +87,24 @@ def _folder_with_config(path: Path) -> Path:
     """Return the folder of the other files of a model in ONNX, which may be that above its folder `onnx`."""
     folder = path.parent
     above = folder.parent
-    is_below = folder.name == "onnx" and not (folder / _CONFIG).is_file() and (above / _CONFIG).is_file()
+    is_below = (
+        folder.name == "onnx"
+        and not (folder / _CONFIG).is_file()
+        and (above / _CONFIG).is_file()
+    )
     return above if is_below else folder
 
 
 def _of_graph(file: OnnxFile) -> dict[str, Any]:
     """Return the configuration of an encoder like BERT, by the names, shapes and operations of its graph."""
-    kinds = [kind for kind in model_types_of_tensors(of_one(file)) if kind in _LIKE_BERT]
+    kinds = [
+        kind for kind in model_types_of_tensors(of_one(file)) if kind in _LIKE_BERT
+    ]
     width = file.head_width
     operations = file.operations
-    activation = next((word for name, word in _ACTIVATIONS.items() if name in operations), None)
+    activation = next(
+        (word for name, word in _ACTIVATIONS.items() if name in operations), None
+    )
     eps = [
         one.f
         for one in getattr(operations.get("LayerNormalization"), "attribute", ())

@@ -26,7 +26,13 @@ TOKENIZER = (
     "spiece.model",
 )
 # One of these is a whole tokenizer, or the largest part of one.
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+_VOCABULARIES = (
+    "tokenizer.json",
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
 
 
 class WrittenFiles(MadeFiles, ABC):

@@ -7,10 +7,14 @@ Start with `architecture.py`.
 """
 
 from triptych.core.models.architecture import BlockConfig as BlockConfig
-from triptych.core.models.architecture import EncoderDecoderArchitecture as EncoderDecoderArchitecture
+from triptych.core.models.architecture import (
+    EncoderDecoderArchitecture as EncoderDecoderArchitecture,
+)
 from triptych.core.models.architecture import ExpertsConfig as ExpertsConfig
 from triptych.core.models.architecture import FeedForwardConfig as FeedForwardConfig
-from triptych.core.models.architecture import LanguageModelArchitecture as LanguageModelArchitecture
+from triptych.core.models.architecture import (
+    LanguageModelArchitecture as LanguageModelArchitecture,
+)
 from triptych.core.models.architecture import NormConfig as NormConfig
 from triptych.core.models.architecture import SublayerConfig as SublayerConfig
 from triptych.core.models.blocks import Block as Block
@@ -22,7 +26,9 @@ from triptych.core.models.blocks import sharing_copy as sharing_copy
 from triptych.core.models.configuration import PRESETS as PRESETS
 from triptych.core.models.configuration import DecoderConfig as DecoderConfig
 from triptych.core.models.configuration import EncoderConfig as EncoderConfig
-from triptych.core.models.configuration import LanguageModelConfig as LanguageModelConfig
+from triptych.core.models.configuration import (
+    LanguageModelConfig as LanguageModelConfig,
+)
 from triptych.core.models.configuration import ModelConfig as ModelConfig
 from triptych.core.models.device import find_device as find_device
 from triptych.core.models.device import has_fast_bf16 as has_fast_bf16

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Literal, final
 
 Activation = Literal[
-    "relu", "gelu", "gelu_tanh", "gelu_sigmoid", "swish", "relu_squared", "tanh", "sigmoid", "xielu"
+    "relu",
+    "gelu",
+    "gelu_tanh",
+    "gelu_sigmoid",
+    "swish",
+    "relu_squared",
+    "tanh",
+    "sigmoid",
+    "xielu",
 ]
 
 
@@ -88,7 +96,9 @@ class ExpertsConfig:
     normalised: bool = False
     min_sum: float = 0.0  # lower bound of that sum
     scale: float = 1.0  # factor of the weights
-    scale_input: bool = False  # True if the weights multiply inputs of experts instead of outputs
+    scale_input: bool = (
+        False  # True if the weights multiply inputs of experts instead of outputs
+    )
     router_bias: bool = False  # True for a bias b_r
     # True for a stored correction per expert, added to scores for the choice but not for the weights
     correction: bool = False
@@ -98,15 +108,21 @@ class ExpertsConfig:
     group_score: Literal["best", "two_best"] = "best"
     # for "sparsemixer": experts of score s with `best − s > threshold · max(|s|, best)` are left out
     threshold: float = 0.0
-    shared: FeedForwardConfig | None = None  # additional layer for every token; None without
-    norm_eps: float | None = None  # epsilon of the norms n₁ to n₅; None without these norms
+    shared: FeedForwardConfig | None = (
+        None  # additional layer for every token; None without
+    )
+    norm_eps: float | None = (
+        None  # epsilon of the norms n₁ to n₅; None without these norms
+    )
     weighted: bool = False  # True for a learned factor per expert on its weights
     # True for a gate on the output of the shared layer, the sigmoid of a map of the token
     shared_gate: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
-            raise ValueError(f"top_k is {self.top_k}: there are {self.num_experts} experts, choose 1 to all")
+            raise ValueError(
+                f"top_k is {self.top_k}: there are {self.num_experts} experts, choose 1 to all"
+            )
         if self.num_experts % self.groups or not 1 <= self.top_groups <= self.groups:
             raise ValueError(
                 f"{self.num_experts} experts cannot be in {self.groups} groups of one size, of which "
@@ -123,13 +139,17 @@ class ExpertsConfig:
 class SublayerConfig:
     """The residual frame around attention or a feed-forward layer f."""
 
-    norm: NormConfig | None = NormConfig()  # "pre": `x + f(norm(x))`; "post": `norm(x + f(x))`; None without
+    norm: NormConfig | None = (
+        NormConfig()
+    )  # "pre": `x + f(norm(x))`; "post": `norm(x + f(x))`; None without
     place: Literal["pre", "post"] = "pre"  # position of `norm`
     # norm of the output of f, before the sum; together with a pre-norm, a sandwich norm
     out_norm: NormConfig | None = None
     scale: float = 1.0  # factor of the output of f
     dropout: float = 0.0  # dropout on the output of f in training
-    from_norm: bool = False  # True for a sum with the normalised input instead of the input
+    from_norm: bool = (
+        False  # True for a sum with the normalised input instead of the input
+    )
 
 
 @final
@@ -176,7 +196,9 @@ class BlockConfig:
     """A block: self-attention, cross-attention if there is any, and a feed-forward layer."""
 
     attention: SublayerConfig  # frame of the self-attention
-    feed_forward: FeedForwardConfig | ExpertsConfig  # feed-forward layer or mixture of experts
+    feed_forward: (
+        FeedForwardConfig | ExpertsConfig
+    )  # feed-forward layer or mixture of experts
     feed_forward_frame: SublayerConfig  # frame of the feed-forward layer
     cross: SublayerConfig | None = None  # frame of the cross-attention; None without
     # True if attention and feed-forward layer read the same stream and their outputs are added together.
@@ -185,7 +207,9 @@ class BlockConfig:
     # number of the block whose keys and values the self-attention uses: an earlier block, or this block if
     # later blocks share its keys and values; None without KV sharing
     keys: int | None = None
-    input: BlockInputConfig | None = None  # additional input after the feed-forward layer; None without
+    input: BlockInputConfig | None = (
+        None  # additional input after the feed-forward layer; None without
+    )
     scaled: bool = False  # True for a stored factor of the stream after the block
     streams: StreamsConfig | None = None  # several streams; None for a single stream
 
@@ -217,9 +241,15 @@ class EmbeddingsConfig:
     map_bias: bool = False
     map_first: bool = False
     scale: float = 1.0  # factor of the rows
-    positions: Literal["none", "learned", "sinusoidal"] = "none"  # position encoding added to the rows
-    num_positions: int = 0  # number of learned positions, or stated limit of sinusoidal positions
-    position_offset: int = 0  # position p is row `p + position_offset` of the learned or sinusoidal table
+    positions: Literal["none", "learned", "sinusoidal"] = (
+        "none"  # position encoding added to the rows
+    )
+    num_positions: int = (
+        0  # number of learned positions, or stated limit of sinusoidal positions
+    )
+    position_offset: int = (
+        0  # position p is row `p + position_offset` of the learned or sinusoidal table
+    )
     # padding token, which default positions do not count: padding has the position before the first token.
     # None to count all tokens
     padding_id: int | None = None
@@ -249,7 +279,9 @@ class HeadConfig:
     norm: NormConfig | None = None
     input_scale: float = 1.0  # factor of the input of the output table
     scale: float = 1.0  # factor of the logits
-    soft_cap: float | None = None  # c in `c · tanh(s / c)`, applied to logits s; None for no cap
+    soft_cap: float | None = (
+        None  # c in `c · tanh(s / c)`, applied to logits s; None for no cap
+    )
 
 
 # Rows of the stream that a task head reads: that of "each" token, of the "first" token, of the "last" token
@@ -276,7 +308,9 @@ class TaskHeadConfig:
     pooling: Pooling
     maps: tuple[TaskMapConfig, ...]
     labels: tuple[str, ...]  # names of the logits
-    token: int | None = None  # padding token of "last" (None without one), end token of "end"
+    token: int | None = (
+        None  # padding token of "last" (None without one), end token of "end"
+    )
 
 
 @final
@@ -291,11 +325,17 @@ class LanguageModelArchitecture:
     embeddings: EmbeddingsConfig  # embeddings of the tokens
     blocks: tuple[BlockConfig, ...]  # blocks with separate weights
     final_norm: NormConfig | None = None  # norm after the last block; None without
-    head: HeadConfig | None = HeadConfig()  # head to logits of tokens; None for a model without such a head
-    task: TaskHeadConfig | None = None  # head of a task, such as classification; None without
+    head: HeadConfig | None = (
+        HeadConfig()
+    )  # head to logits of tokens; None for a model without such a head
+    task: TaskHeadConfig | None = (
+        None  # head of a task, such as classification; None without
+    )
     # numbers of the blocks in order of use, for models with repeated blocks; if empty, every block once
     order: tuple[int, ...] = ()
-    inputs: BlockInputsConfig | None = None  # additional inputs of the blocks; None without
+    inputs: BlockInputsConfig | None = (
+        None  # additional inputs of the blocks; None without
+    )
 
     def __post_init__(self) -> None:
         if self.order and {*self.order} != {*range(len(self.blocks))}:

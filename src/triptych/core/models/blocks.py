@@ -52,7 +52,9 @@ class OffsetNorm(nn.Module):
         has_bias = config.bias and config.kind == "layer"
         self.bias = nn.Parameter(torch.zeros(d_model)) if has_bias else None
 
-    def forward(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
+    def forward(
+        self, x: Float[Tensor, "*rows d_model"]
+    ) -> Float[Tensor, "*rows d_model"]:
         # Half precision would round small stored weights away when the offset is added.
         shape = x.shape[-1:]
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -71,7 +73,9 @@ def make_norm(config: NormConfig | None, d_model: int) -> nn.Module:
         return OffsetNorm(config, d_model)
     if config.kind == "rms":
         return nn.RMSNorm(d_model, config.eps, elementwise_affine=config.weight)
-    return nn.LayerNorm(d_model, config.eps, elementwise_affine=config.weight, bias=config.bias)
+    return nn.LayerNorm(
+        d_model, config.eps, elementwise_affine=config.weight, bias=config.bias
+    )
 
 
 @final
@@ -85,7 +89,9 @@ class Residual(nn.Module):
     def __init__(self, config: SublayerConfig, d_model: int) -> None:
         super().__init__()
         self.norm = make_norm(config.norm, d_model)
-        self.out_norm = None if config.out_norm is None else make_norm(config.out_norm, d_model)
+        self.out_norm = (
+            None if config.out_norm is None else make_norm(config.out_norm, d_model)
+        )
         self.dropout = Dropout(config.dropout)
         self.pre = config.place == "pre"
         self.scale = config.scale
@@ -109,7 +115,9 @@ class Residual(nn.Module):
         return self.dropout(change) if self.training else change
 
     def part_added(
-        self, part: Float[Tensor, "*rows d_model"], total: Float[Tensor, "*rows d_model"]
+        self,
+        part: Float[Tensor, "*rows d_model"],
+        total: Float[Tensor, "*rows d_model"],
     ) -> Float[Tensor, "*rows d_model"]:
         """Compute the contribution of a part of a sub-layer's output to the stream.
 
@@ -119,14 +127,18 @@ class Residual(nn.Module):
         # The norm is linear once the size of the total is fixed.
         norm = self.out_norm
         if norm is not None and not isinstance(norm, nn.Identity):
-            if isinstance(norm, nn.LayerNorm) or (isinstance(norm, OffsetNorm) and norm.kind == "layer"):
+            if isinstance(norm, nn.LayerNorm) or (
+                isinstance(norm, OffsetNorm) and norm.kind == "layer"
+            ):
                 part = part - part.mean(dim=-1, keepdim=True)
                 total = total - total.mean(dim=-1, keepdim=True)
             eps = float(norm.eps or torch.finfo(total.dtype).eps)  # type: ignore[arg-type]
             part = part / (total.square().mean(dim=-1, keepdim=True) + eps).sqrt()
             weight = getattr(norm, "weight", None)
             if isinstance(weight, Tensor):
-                part = part * (weight + norm.offset if isinstance(norm, OffsetNorm) else weight)
+                part = part * (
+                    weight + norm.offset if isinstance(norm, OffsetNorm) else weight
+                )
         return part * self.scale
 
 
@@ -134,7 +146,9 @@ class Residual(nn.Module):
 class BlockInputs(nn.Module):
     """The inputs of all blocks; see `BlockInputsConfig`."""
 
-    def __init__(self, config: BlockInputsConfig, d_model: int, num_blocks: int) -> None:
+    def __init__(
+        self, config: BlockInputsConfig, d_model: int, num_blocks: int
+    ) -> None:
         super().__init__()
         self.config = config
         self.d_model = d_model
@@ -150,7 +164,9 @@ class BlockInputs(nn.Module):
         # Tokens of pictures and sounds may lie outside the table.
         rows = self.table(ids.where(ids < self.config.vocab_size, 0)) * width**0.5
         mapped = self.map(x) * self.d_model**-0.5
-        added: Tensor = self.norm(mapped.unflatten(-1, (-1, width))) + rows.unflatten(-1, (-1, width))
+        added: Tensor = self.norm(mapped.unflatten(-1, (-1, width))) + rows.unflatten(
+            -1, (-1, width)
+        )
         return added * 2**-0.5
 
 
@@ -166,7 +182,9 @@ class BlockInput(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(
-        self, x: Float[Tensor, "batch length d_model"], given: Float[Tensor, "batch length width"]
+        self,
+        x: Float[Tensor, "batch length d_model"],
+        given: Float[Tensor, "batch length width"],
     ) -> Float[Tensor, "batch length d_model"]:
         """Return the summand of the stream."""
         return self.norm(self.outer(self.activation(self.gate(x)) * given))  # type: ignore[no-any-return]
@@ -197,7 +215,9 @@ class Block(nn.Module):
         self.feed_forward = make_feed_forward(config.feed_forward, d_model)
         self.feed_forward_residual = Residual(config.feed_forward_frame, d_model)
         self.input = None if config.input is None else BlockInput(config.input, d_model)
-        self.streams = None if config.streams is None else BlockStreams(config.streams, d_model)
+        self.streams = (
+            None if config.streams is None else BlockStreams(config.streams, d_model)
+        )
         self.register_buffer("scale", torch.ones(1) if config.scaled else None)
         self.keys = config.keys
         self.borrows = self_attention.borrows
@@ -224,10 +244,19 @@ class Block(nn.Module):
         of the block.
         """
         # A recomputed forward pass would append its tokens to the cache a second time.
-        if self.recompute and self.training and torch.is_grad_enabled() and cache is memory_cache is None:
-            found: Tensor = checkpoint(self._computed, x, mask, use_reentrant=False, **options)
+        if (
+            self.recompute
+            and self.training
+            and torch.is_grad_enabled()
+            and cache is memory_cache is None
+        ):
+            found: Tensor = checkpoint(
+                self._computed, x, mask, use_reentrant=False, **options
+            )
             return found
-        return self._computed(x, mask, cache=cache, memory_cache=memory_cache, **options)
+        return self._computed(
+            x, mask, cache=cache, memory_cache=memory_cache, **options
+        )
 
     def _computed(
         self,
@@ -251,14 +280,25 @@ class Block(nn.Module):
         if self.added_before is not None:
             x = x + self.added_before.to(x)
         read = self.self_residual.enter(x)
-        borrowed = lent[self.keys] if self.borrows and lent is not None and self.keys is not None else None
-        options: dict[str, Any] = {"causal": causal, "cache": cache, "positions": positions, "lent": borrowed}
+        borrowed = (
+            lent[self.keys]
+            if self.borrows and lent is not None and self.keys is not None
+            else None
+        )
+        options: dict[str, Any] = {
+            "causal": causal,
+            "cache": cache,
+            "positions": positions,
+            "lent": borrowed,
+        }
         own, _, kept = self.self_attention(read, mask=mask, **options)
         if self.keys is not None and lent is not None and not self.borrows:
             lent[self.keys] = kept
         del kept  # frees its memory before the feed-forward layer
         if self.parallel:
-            fed = self.feed_forward(read if self.shares_norm else self.feed_forward_residual.enter(x))
+            fed = self.feed_forward(
+                read if self.shares_norm else self.feed_forward_residual.enter(x)
+            )
             x = self.self_residual.leave(x, own) + self.feed_forward_residual.added(fed)
             return self._steered(x)
         x = self.self_residual.leave(x, own)
@@ -268,9 +308,15 @@ class Block(nn.Module):
             queries = self.cross_residual.enter(x)
             if memory is not None:
                 queries = queries.reshape(memory.shape[0], -1, queries.shape[-1])
-            cross = self.cross_attention(queries, memory=memory, mask=memory_mask, cache=memory_cache).output
-            x = self.cross_residual.leave(x, cross if memory is None else cross.view(x.shape))
-        x = self.feed_forward_residual.leave(x, self.feed_forward(self.feed_forward_residual.enter(x)))
+            cross = self.cross_attention(
+                queries, memory=memory, mask=memory_mask, cache=memory_cache
+            ).output
+            x = self.cross_residual.leave(
+                x, cross if memory is None else cross.view(x.shape)
+            )
+        x = self.feed_forward_residual.leave(
+            x, self.feed_forward(self.feed_forward_residual.enter(x))
+        )
         if self.streams is not None and predicted is not None:
             x = self.streams.correct(predicted, x)
             if self.input is not None and given is not None:

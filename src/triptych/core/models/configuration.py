@@ -146,14 +146,29 @@ class ModelConfig(StoredConfig):
 
     @model_validator(mode="after")
     def _sites_fit(self) -> "ModelConfig":
-        of_decoder = self.decoder.attention_in_layer, self.decoder.cross_attention_in_layer
-        _check_layers("encoder.attention_in_layer", self.encoder.attention_in_layer, self.encoder.num_layers)
-        _check_layers("decoder.attention_in_layer", of_decoder[0], self.decoder.num_layers)
-        _check_layers("decoder.cross_attention_in_layer", of_decoder[1], self.decoder.num_layers)
+        of_decoder = (
+            self.decoder.attention_in_layer,
+            self.decoder.cross_attention_in_layer,
+        )
+        _check_layers(
+            "encoder.attention_in_layer",
+            self.encoder.attention_in_layer,
+            self.encoder.num_layers,
+        )
+        _check_layers(
+            "decoder.attention_in_layer", of_decoder[0], self.decoder.num_layers
+        )
+        _check_layers(
+            "decoder.cross_attention_in_layer", of_decoder[1], self.decoder.num_layers
+        )
         positions = self.positions.in_attention()
         for stack in get_args(StackName):
             for site in self.sites(stack):
-                site.check(self.d_model, self.num_heads, None if stack == "cross" else positions)
+                site.check(
+                    self.d_model,
+                    self.num_heads,
+                    None if stack == "cross" else positions,
+                )
                 for name in ("qk_norm", "output_gate"):
                     if getattr(site, name):
                         reason = "and encoder-decoder models have none: leave it out"
@@ -175,11 +190,15 @@ class ModelConfig(StoredConfig):
         unusual = getattr(own, f"{kind}_in_layer")
         return [_filled_in(unusual.get(i, usual), self) for i in range(own.num_layers)]
 
-    def architecture(self, src_vocab_size: int, tgt_vocab_size: int) -> EncoderDecoderArchitecture:
+    def architecture(
+        self, src_vocab_size: int, tgt_vocab_size: int
+    ) -> EncoderDecoderArchitecture:
         """Build the architecture of the model, for vocabularies of these sizes."""
         # Pre-norm leaves the stream itself unnormalised, so each stack ends with a final norm.
         norm = NormConfig() if self.norm == "pre" else None
-        embeddings = self.positions.embeddings(src_vocab_size, math.sqrt(self.d_model), self.dropout)
+        embeddings = self.positions.embeddings(
+            src_vocab_size, math.sqrt(self.d_model), self.dropout
+        )
         encoder = LanguageModelArchitecture(
             "encoder",
             self.d_model,
@@ -195,12 +214,16 @@ class ModelConfig(StoredConfig):
             blocks=(self.block(cross=True),) * self.decoder.num_layers,
             head=HeadConfig(tied=self.tie_embeddings != "none", bias=self.output_bias),
         )
-        return EncoderDecoderArchitecture(encoder, decoder, self.tie_embeddings == "all")
+        return EncoderDecoderArchitecture(
+            encoder, decoder, self.tie_embeddings == "all"
+        )
 
     def block(self, *, cross: bool) -> BlockConfig:
         """Build the architecture of an encoder block, or of a decoder block with `cross`."""
         frame = SublayerConfig(NormConfig(), self.norm, dropout=self.dropout)
-        feed_forward = FeedForwardConfig(self.d_ff, self.activation, dropout=self.activation_dropout)
+        feed_forward = FeedForwardConfig(
+            self.d_ff, self.activation, dropout=self.activation_dropout
+        )
         return BlockConfig(frame, feed_forward, frame, frame if cross else None)
 
 
@@ -259,9 +282,14 @@ class LanguageModelConfig(StoredConfig):
     @model_validator(mode="after")
     def _sites_fit(self) -> "LanguageModelConfig":
         _check_layers("attention_in_layer", self.attention_in_layer, self.num_layers)
-        for site in {id(site): site for site in self.sites()}.values():  # equal layers once
+        for site in {
+            id(site): site for site in self.sites()
+        }.values():  # equal layers once
             site.check(self.d_model, self.num_heads, self.positions.in_attention())
-        if self.positions.scheme == "learned" and self.positions.max_tokens < self.context:
+        if (
+            self.positions.scheme == "learned"
+            and self.positions.max_tokens < self.context
+        ):
             raise ValueError(
                 f"positions.max_tokens is {self.positions.max_tokens}: a context of {self.context} "
                 "tokens needs as many"
@@ -271,17 +299,29 @@ class LanguageModelConfig(StoredConfig):
     def sites(self) -> list[AttentionConfig]:
         """Return the attention of every layer, with default sizes."""
         usual = _filled_in(self.attention, self)
-        own = {i: _filled_in(attention, self) for i, attention in self.attention_in_layer.items()}
+        own = {
+            i: _filled_in(attention, self)
+            for i, attention in self.attention_in_layer.items()
+        }
         return [own.get(i, usual) for i in range(self.num_layers)]
 
-    def architecture(self, kind: Literal["decoder", "encoder"], vocab_size: int) -> LanguageModelArchitecture:
+    def architecture(
+        self, kind: Literal["decoder", "encoder"], vocab_size: int
+    ) -> LanguageModelArchitecture:
         """Build the architecture of the model, for a vocabulary of this size."""
         # A post-norm model has no final norm, but a norm of the embeddings, as in BERT.
         norm = NormConfig(self.norm_kind, self.norm_eps, bias=self.bias)
         frame = SublayerConfig(norm, self.norm, dropout=self.dropout)
-        d_ff = self.d_ff or (-(-8 * self.d_model // 24) * 8 if self.gated else 4 * self.d_model)
+        d_ff = self.d_ff or (
+            -(-8 * self.d_model // 24) * 8 if self.gated else 4 * self.d_model
+        )
         feed_forward = FeedForwardConfig(
-            d_ff, self.activation, self.gated, self.bias, self.bias, self.activation_dropout
+            d_ff,
+            self.activation,
+            self.gated,
+            self.bias,
+            self.bias,
+            self.activation_dropout,
         )
         embeddings = self.positions.embeddings(vocab_size, 1.0, self.dropout)
         if self.norm == "post":
@@ -296,18 +336,28 @@ class LanguageModelConfig(StoredConfig):
         )
 
 
-def _filled_in(attention: AttentionConfig, model: ModelConfig | LanguageModelConfig) -> AttentionConfig:
+def _filled_in(
+    attention: AttentionConfig, model: ModelConfig | LanguageModelConfig
+) -> AttentionConfig:
     """Return an attention site with missing sizes taken from the model, where the site has such options."""
     own = ("num_heads", *option_types(attention.projections))
     sizes = {"num_heads": model.num_heads, "d_k": model.d_k, "d_v": model.d_v}
-    filled = {name: size for name, size in sizes.items() if name in own and size is not None}
-    return AttentionConfig.model_validate({**filled, **attention.model_dump(exclude_none=True)})
+    filled = {
+        name: size for name, size in sizes.items() if name in own and size is not None
+    }
+    return AttentionConfig.model_validate(
+        {**filled, **attention.model_dump(exclude_none=True)}
+    )
 
 
-def _check_layers(field: str, sites: dict[int, AttentionConfig], num_layers: int) -> None:
+def _check_layers(
+    field: str, sites: dict[int, AttentionConfig], num_layers: int
+) -> None:
     for layer in sites:
         if not 0 <= layer < num_layers:
-            raise ValueError(f"{field} names layer {layer}: there are {num_layers}, counted from 0")
+            raise ValueError(
+                f"{field} names layer {layer}: there are {num_layers}, counted from 0"
+            )
 
 
 def _student(encoder: int, decoder: int) -> ModelConfig:

@@ -12,7 +12,11 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 def to_device(model: ModelT, device: torch.device) -> ModelT:
     """Move a model to a device; a model with parameters on "meta" stays unchanged."""
-    return model if any(weight.is_meta for weight in model.parameters()) else model.to(device)
+    return (
+        model
+        if any(weight.is_meta for weight in model.parameters())
+        else model.to(device)
+    )
 
 
 def has_fast_bf16(kind: str) -> bool:
@@ -21,7 +25,9 @@ def has_fast_bf16(kind: str) -> bool:
     CPUs without AVX-512 compute bfloat16 products many times slower than float32 products.
     """
     if kind == "cuda":  # without a GPU here, assume a GPU of another machine
-        return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+        return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(
+            including_emulation=False
+        )
     return torch._C._has_mkldnn and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
@@ -36,5 +42,7 @@ def find_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"device {name!r} is not known: use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"device {name!r} is given, but torch sees {torch.cuda.device_count()} GPUs here")
+        raise UsageError(
+            f"device {name!r} is given, but torch sees {torch.cuda.device_count()} GPUs here"
+        )
     return device

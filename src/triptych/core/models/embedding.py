@@ -21,20 +21,30 @@ from triptych.core.models.feed_forward import Dropout
 class Embeddings(nn.Module):
     """Table of embeddings with positions, segments, map, norm and dropout; see `EmbeddingsConfig`."""
 
-    def __init__(self, config: EmbeddingsConfig, d_model: int, table: nn.Embedding | None = None) -> None:
+    def __init__(
+        self, config: EmbeddingsConfig, d_model: int, table: nn.Embedding | None = None
+    ) -> None:
         """Use a given table, or draw table and learned positions with a small standard deviation."""
         super().__init__()
         width = config.width or d_model
         self.config = config
-        self.table = fresh_table(config.vocab_size, width, 0.02) if table is None else table
+        self.table = (
+            fresh_table(config.vocab_size, width, 0.02) if table is None else table
+        )
         self.positions = _make_positions(config, d_model if config.map_first else width)
         if table is None and isinstance(self.positions, LearnedPositions):
             nn.init.normal_(self.positions.weight, std=0.02)
         self.types = nn.Embedding(config.num_types, width) if config.num_types else None
         self.norm = make_norm(config.norm, width)
-        self.map = None if config.width is None else nn.Linear(width, d_model, bias=config.map_bias)
+        self.map = (
+            None
+            if config.width is None
+            else nn.Linear(width, d_model, bias=config.map_bias)
+        )
         self.dropout = Dropout(config.dropout)
-        self.stream_dtype: torch.dtype | None = None  # dtype of the blocks, if it differs from the table's
+        self.stream_dtype: torch.dtype | None = (
+            None  # dtype of the blocks, if it differs from the table's
+        )
 
     def forward(
         self,
@@ -78,7 +88,9 @@ def fresh_table(vocab_size: int, width: int, std: float) -> nn.Embedding:
 def _make_positions(config: EmbeddingsConfig, width: int) -> nn.Module:
     match config.positions:
         case "learned":
-            return LearnedPositions(config.num_positions + config.position_offset, width)
+            return LearnedPositions(
+                config.num_positions + config.position_offset, width
+            )
         case "sinusoidal":
             return SinusoidalPositions(width, config.sinusoidal_layout)
         case _:
@@ -102,11 +114,15 @@ def _rows_of_positions(
 def _counted_positions(ids: Tensor, padding_id: int, start: int) -> PositionIds:
     """Return positions that skip padding; see `EmbeddingsConfig.padding_id`."""
     tokens = (ids != padding_id).long()
-    return PositionIds((tokens.cumsum(dim=1) + start) * tokens - 1, start + ids.shape[1])
+    return PositionIds(
+        (tokens.cumsum(dim=1) + start) * tokens - 1, start + ids.shape[1]
+    )
 
 
 def _without_masked(
-    config: MaskedTokens, x: Float[Tensor, "batch length width"], ids: Int[Tensor, "batch length"]
+    config: MaskedTokens,
+    x: Float[Tensor, "batch length width"],
+    ids: Int[Tensor, "batch length"],
 ) -> Float[Tensor, "batch length width"]:
     """Set rows of masked tokens to 0 and rescale all rows; see `MaskedTokens`."""
     masked = ids == config.token

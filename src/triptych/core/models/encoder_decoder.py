@@ -66,7 +66,9 @@ class EncoderDecoder(nn.Module):
         read = Embeddings(source.embeddings, d_model, other)
         written = Embeddings(target.embeddings, d_model, table)
         seen = dict[int, MultiHeadAttention]()
-        encoder, decoder, cross = (each_once(layers, seen) for layers in (encoder, decoder, cross))
+        encoder, decoder, cross = (
+            each_once(layers, seen) for layers in (encoder, decoder, cross)
+        )
         reader = LanguageModel(source, encoder, embeddings=read)
         # A tied table is stored under its first name: the decoder is registered first.
         self.decoder = LanguageModel(target, decoder, cross=cross, embeddings=written)
@@ -74,7 +76,11 @@ class EncoderDecoder(nn.Module):
 
     @classmethod
     def of(
-        cls, config: ModelConfig, src_vocab_size: int, tgt_vocab_size: int, pad_id: int = 0
+        cls,
+        config: ModelConfig,
+        src_vocab_size: int,
+        tgt_vocab_size: int,
+        pad_id: int = 0,
     ) -> "EncoderDecoder":
         """Build a model from the configuration of a recipe, with fresh weights.
 
@@ -154,7 +160,9 @@ class EncoderDecoder(nn.Module):
         """Compute logits of the next token at every target position, given the tokens up to the position."""
         return self.head(self.decode(tgt_in, self.encode(src), self.memory_mask(src)))  # type: ignore[no-any-return]
 
-    def memory_mask(self, src: Int[Tensor, "batch src_len"]) -> Bool[Tensor, "batch 1 1 src_len"]:
+    def memory_mask(
+        self, src: Int[Tensor, "batch src_len"]
+    ) -> Bool[Tensor, "batch 1 1 src_len"]:
         """Return the mask of the memory of these sentences, True at tokens."""
         return padding_mask(src, self.pad_id)
 

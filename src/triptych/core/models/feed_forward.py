@@ -41,7 +41,9 @@ class Dropout(nn.Module):
 
 # A factor for each element of x: 0 with probability p, else 1/(1 − p).
 def _dropout_factors(x: Tensor, p: float) -> Tensor:
-    draws = torch.empty(-(-x.numel() // _LANES), dtype=torch.int64).random_(-(1 << 63), None)
+    draws = torch.empty(-(-x.numel() // _LANES), dtype=torch.int64).random_(
+        -(1 << 63), None
+    )
     levels = draws.view(torch.int16)[: x.numel()].view(x.shape)
     threshold = min(round(p * _LEVELS), _LEVELS - 1)
     kept = levels >= threshold - _LEVELS // 2
@@ -107,7 +109,10 @@ def _swish(x: Tensor, beta: float) -> Tensor:
 
 
 def combined(
-    config: FeedForwardConfig, activation: Callable[[Tensor], Tensor], gate: Tensor, inner: Tensor
+    config: FeedForwardConfig,
+    activation: Callable[[Tensor], Tensor],
+    gate: Tensor,
+    inner: Tensor,
 ) -> Tensor:
     """Return the hidden values of a gated layer, `f(gate) ⊙ (inner + offset)`, after sparsity and limit."""
     if config.sparsity:
@@ -121,7 +126,10 @@ def combined(
 def _sparse(x: Tensor, share: float) -> Tensor:
     """Apply `FeedForwardConfig.sparsity` to the gate."""
     deviations = torch.special.ndtri(torch.tensor(share, dtype=torch.float64)).item()
-    cutoff = x.mean(dim=-1, keepdim=True) + x.std(dim=-1, keepdim=True, unbiased=False) * deviations
+    cutoff = (
+        x.mean(dim=-1, keepdim=True)
+        + x.std(dim=-1, keepdim=True, unbiased=False) * deviations
+    )
     return torch.relu(x - cutoff)
 
 
@@ -133,7 +141,9 @@ class FeedForward(nn.Module):
         super().__init__()
         self.config = config
         self.inner = nn.Linear(d_model, config.d_ff, bias=config.bias)
-        self.gate = nn.Linear(d_model, config.d_ff, bias=config.bias) if config.gated else None
+        self.gate = (
+            nn.Linear(d_model, config.d_ff, bias=config.bias) if config.gated else None
+        )
         self.outer = nn.Linear(config.d_ff, d_model, bias=config.out_bias)
         self.activation = activation_of(config)
         self.dropout = Dropout(config.dropout)
@@ -143,7 +153,9 @@ class FeedForward(nn.Module):
                 if linear.bias is not None:
                     nn.init.zeros_(linear.bias)
 
-    def forward(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows d_model"]:
+    def forward(
+        self, x: Float[Tensor, "*rows d_model"]
+    ) -> Float[Tensor, "*rows d_model"]:
         if self.gate is None:
             hidden = self.activation(self.inner(x))
         else:

@@ -11,7 +11,13 @@ from torch.overrides import TorchFunctionMode
 
 from triptych.core.models.storage import stored_name
 
-_RANDOM = (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_, Tensor.normal_, Tensor.uniform_)
+_RANDOM = (
+    nn.init.normal_,
+    nn.init.uniform_,
+    nn.init.kaiming_uniform_,
+    Tensor.normal_,
+    Tensor.uniform_,
+)
 _CONSTANT = (nn.init.constant_, Tensor.zero_, Tensor.fill_, Tensor.copy_)
 
 
@@ -23,12 +29,21 @@ class _Fill(NamedTuple):
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, function: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]) -> "_Fill | None":
+    def of(
+        cls, function: Callable[..., Any], args: Sequence[Any], options: dict[str, Any]
+    ) -> "_Fill | None":
         """Record a call to fill a whole parameter; return None for any other call."""
         filled = args[0] if args else options.get("tensor")
-        if not isinstance(filled, nn.Parameter) or function not in (*_RANDOM, *_CONSTANT):
+        if not isinstance(filled, nn.Parameter) or function not in (
+            *_RANDOM,
+            *_CONSTANT,
+        ):
             return None
-        left = {name: value for name, value in options.items() if name not in ("tensor", "generator")}
+        left = {
+            name: value
+            for name, value in options.items()
+            if name not in ("tensor", "generator")
+        }
         return cls(filled, function, tuple(args[1:]), left)
 
     def values(self) -> Tensor:
@@ -39,7 +54,11 @@ class _Fill(NamedTuple):
         """Draw the values from a seed and the name of the parameter alone."""
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         return self._filled(
-            {"generator": torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)}
+            {
+                "generator": torch.Generator().manual_seed(
+                    int.from_bytes(digest[:8], "big") >> 1
+                )
+            }
         )
 
     @torch.no_grad()
@@ -79,9 +98,9 @@ class DeferredInit(TorchFunctionMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         self._hook.remove()
-        assert raised[0] is not None or torch.equal(torch.get_rng_state(), self._random), (
-            "numbers were drawn that no parameter holds"
-        )
+        assert raised[0] is not None or torch.equal(
+            torch.get_rng_state(), self._random
+        ), "numbers were drawn that no parameter holds"
 
     # Hook of torch: registers a parameter on "meta" instead of the given one, and keeps its values.
     def _registered(
@@ -89,7 +108,9 @@ class DeferredInit(TorchFunctionMode):
     ) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return parameter
-        held = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        held = nn.Parameter(
+            torch.empty_like(parameter, device="meta"), parameter.requires_grad
+        )
         self._held[id(held)], self._given[id(held)] = held, parameter.detach()
         return held
 
@@ -104,7 +125,9 @@ class DeferredInit(TorchFunctionMode):
         options = dict(kwargs or {})
         fill = _Fill.of(func, args, options)
         if fill is None or id(fill.parameter) not in self._held:
-            assert not self._is_changed(func, args), f"{func.__name__} cannot be done later"
+            assert not self._is_changed(func, args), (
+                f"{func.__name__} cannot be done later"
+            )
             return func(*args, **options)
         self._fills.append(fill)
         self._given.pop(id(fill.parameter), None)
@@ -116,9 +139,14 @@ class DeferredInit(TorchFunctionMode):
         if not name.endswith("_") or name.endswith("__") or name == "requires_grad_":
             return False
         changed = args[0] if args else None
-        return isinstance(changed, Tensor) and not {id(changed), id(changed._base)}.isdisjoint(self._held)
+        return isinstance(changed, Tensor) and not {
+            id(changed),
+            id(changed._base),
+        }.isdisjoint(self._held)
 
-    def values(self, model: nn.Module, seed_by_name: int | None = None) -> Iterator[tuple[str, Tensor]]:
+    def values(
+        self, model: nn.Module, seed_by_name: int | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value of each parameter, with the same values as without deferral.
 
         With `seed_by_name`, random values depend on this seed and the parameter's name only.
@@ -126,17 +154,27 @@ class DeferredInit(TorchFunctionMode):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         return self._drawn(names, seed_by_name)
 
-    def _drawn(self, names: dict[int, str], seed_by_name: int | None) -> Iterator[tuple[str, Tensor]]:
+    def _drawn(
+        self, names: dict[int, str], seed_by_name: int | None
+    ) -> Iterator[tuple[str, Tensor]]:
         # Only the last fill of a parameter counts; earlier random fills still advance the generator.
         last = {id(fill.parameter): number for number, fill in enumerate(self._fills)}
-        yield from ((names[held], value) for held, value in self._given.items() if held in names)
+        yield from (
+            (names[held], value) for held, value in self._given.items() if held in names
+        )
         torch.set_rng_state(self._random)
         for number, fill in enumerate(self._fills):
-            name = names.get(id(fill.parameter)) if last[id(fill.parameter)] == number else None
+            name = (
+                names.get(id(fill.parameter))
+                if last[id(fill.parameter)] == number
+                else None
+            )
             if seed_by_name is not None and fill.function in _RANDOM:
                 if name is not None:
                     yield name, fill.values_by_name(seed_by_name, stored_name(name))
             elif fill.function in _RANDOM or name is not None:
-                value = fill.values()  # advances the generator even if a later fill overwrites the value
+                value = (
+                    fill.values()
+                )  # advances the generator even if a later fill overwrites the value
                 if name is not None:
                     yield name, value

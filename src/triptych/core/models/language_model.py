@@ -13,8 +13,18 @@ from triptych.core.attention.layer import (
 )
 from triptych.core.attention.layer_cache import DecoderCache
 from triptych.core.attention.position_modules import PositionIds
-from triptych.core.models.architecture import HeadConfig, LanguageModelArchitecture, TaskHeadConfig
-from triptych.core.models.blocks import Block, BlockInputs, each_once, make_norm, sharing_copy
+from triptych.core.models.architecture import (
+    HeadConfig,
+    LanguageModelArchitecture,
+    TaskHeadConfig,
+)
+from triptych.core.models.blocks import (
+    Block,
+    BlockInputs,
+    each_once,
+    make_norm,
+    sharing_copy,
+)
 from triptych.core.models.configuration import LanguageModelConfig
 from triptych.core.models.embedding import Embeddings
 from triptych.core.models.feed_forward import ACTIVATIONS
@@ -38,15 +48,25 @@ class LanguageModelOutput(NamedTuple):
 class LanguageModelHead(nn.Module):
     """The head from the stream to logits: optional map, activation and norm, and the output table."""
 
-    def __init__(self, config: HeadConfig, d_model: int, table: nn.Embedding, std: float) -> None:
+    def __init__(
+        self, config: HeadConfig, d_model: int, table: nn.Embedding, std: float
+    ) -> None:
         """Create the head; a tied output table is the table of the embeddings, an untied table is drawn."""
         super().__init__()
         width = config.width or d_model
         self.config = config
-        self.map = nn.Linear(d_model, width, bias=config.map_bias) if config.transform else None
-        self.activation = None if config.activation is None else ACTIVATIONS[config.activation]
+        self.map = (
+            nn.Linear(d_model, width, bias=config.map_bias)
+            if config.transform
+            else None
+        )
+        self.activation = (
+            None if config.activation is None else ACTIVATIONS[config.activation]
+        )
         self.norm = make_norm(config.norm, width)
-        self.output = nn.Linear(width, config.outputs or table.num_embeddings, bias=config.bias)
+        self.output = nn.Linear(
+            width, config.outputs or table.num_embeddings, bias=config.bias
+        )
         if config.bias:
             nn.init.zeros_(self.output.bias)
         if config.tied:
@@ -54,7 +74,9 @@ class LanguageModelHead(nn.Module):
         else:
             nn.init.normal_(self.output.weight, std=std)
 
-    def features(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows width"]:
+    def features(
+        self, x: Float[Tensor, "*rows d_model"]
+    ) -> Float[Tensor, "*rows width"]:
         """Compute the input of the output table."""
         if self.map is not None:
             x = self.map(x)
@@ -63,7 +85,9 @@ class LanguageModelHead(nn.Module):
         x = self.norm(x)
         return x if self.config.input_scale == 1.0 else x * self.config.input_scale
 
-    def forward(self, x: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
+    def forward(
+        self, x: Float[Tensor, "*rows d_model"]
+    ) -> Float[Tensor, "*rows vocab"]:
         """Compute the logits."""
         logits: Tensor = self.output(self.features(x))
         if self.config.scale != 1.0:
@@ -84,14 +108,18 @@ class TaskHead(nn.Module):
             nn.Linear(width, own.outputs, bias=own.bias)
             for width, own in zip(widths, config.maps, strict=False)
         )
-        self.norms = nn.ModuleList(make_norm(own.norm, own.outputs) for own in config.maps)
+        self.norms = nn.ModuleList(
+            make_norm(own.norm, own.outputs) for own in config.maps
+        )
 
     def forward(
         self, hidden: Float[Tensor, "length d_model"], ids: Int[Tensor, " length"]
     ) -> Float[Tensor, "*rows labels"]:
         """Compute the logits of a text: `[labels]`, or `[length, labels]` for a head on each token."""
         x = self._pooled(hidden, ids)
-        for own, linear, norm in zip(self.config.maps, self.maps, self.norms, strict=True):
+        for own, linear, norm in zip(
+            self.config.maps, self.maps, self.norms, strict=True
+        ):
             x = linear(x)
             x = norm(x if own.activation is None else ACTIVATIONS[own.activation](x))
         return x
@@ -113,7 +141,9 @@ class TaskHead(nn.Module):
             return hidden[int(read[-1]) if len(read) else 0]
         (read,) = ids.eq(token).nonzero(as_tuple=True)
         if not len(read):
-            raise NoEndTokenError(f"the head reads the last end token ({token}), and the text has none")
+            raise NoEndTokenError(
+                f"the head reads the last end token ({token}), and the text has none"
+            )
         return hidden[int(read[-1])]
 
 
@@ -152,10 +182,20 @@ class LanguageModel(nn.Module):
         self.embeddings = embeddings or Embeddings(architecture.embeddings, d_model)
         inputs = architecture.inputs
         blocks = list[Block]()
-        self.inputs = None if inputs is None else BlockInputs(inputs, d_model, len(architecture.blocks))
-        self.streams = None if architecture.streams is None else Streams(architecture.streams, d_model)
+        self.inputs = (
+            None
+            if inputs is None
+            else BlockInputs(inputs, d_model, len(architecture.blocks))
+        )
+        self.streams = (
+            None
+            if architecture.streams is None
+            else Streams(architecture.streams, d_model)
+        )
         seen = dict[int, MultiHeadAttention]()
-        given = (each_once(part, seen) for part in (attention, cross) if part is not None)
+        given = (
+            each_once(part, seen) for part in (attention, cross) if part is not None
+        )
         layers = zip(*given, strict=True)
         # `attention` and `cross` may be generators: a layer is drawn directly before its block.
         for block, (own, *other) in zip(architecture.blocks, layers, strict=True):
@@ -165,22 +205,36 @@ class LanguageModel(nn.Module):
         used = set[int]()
         uses = list[Block]()
         for number in architecture.uses:
-            uses.append(sharing_copy(blocks[number]) if number in used else blocks[number])
+            uses.append(
+                sharing_copy(blocks[number]) if number in used else blocks[number]
+            )
             used.add(number)
         self.blocks = nn.ModuleList(uses)
         self.final_norm = make_norm(architecture.final_norm, d_model)
         head = architecture.head
-        self.head = None if head is None else LanguageModelHead(head, d_model, self.embeddings.table, std)
-        self.task = None if architecture.task is None else TaskHead(architecture.task, d_model)
+        self.head = (
+            None
+            if head is None
+            else LanguageModelHead(head, d_model, self.embeddings.table, std)
+        )
+        self.task = (
+            None if architecture.task is None else TaskHead(architecture.task, d_model)
+        )
         self.causal = architecture.kind == "decoder"
 
     @classmethod
     def of(
-        cls, config: LanguageModelConfig, kind: Literal["decoder", "encoder"], vocab_size: int
+        cls,
+        config: LanguageModelConfig,
+        kind: Literal["decoder", "encoder"],
+        vocab_size: int,
     ) -> "LanguageModel":
         """Build a model from the configuration of a recipe, with fresh weights."""
         positions = config.positions.in_attention()
-        layers = [site.layer(config.d_model, config.num_heads, positions) for site in config.sites()]
+        layers = [
+            site.layer(config.d_model, config.num_heads, positions)
+            for site in config.sites()
+        ]
         model = cls(config.architecture(kind, vocab_size), layers, config.context)
         model.embeddings.table.requires_grad_(not config.embeddings.frozen)
         return model
@@ -209,8 +263,13 @@ class LanguageModel(nn.Module):
     @property
     def rotary_limit(self) -> int | None:
         """Longest text in tokens with the rotation of shorter texts (`RotaryEmbedding.limit`), or None."""
-        rotary = [cast(Block, block).self_attention.semantics.rotary for block in self.blocks]
-        return min((of.limit for of in rotary if of is not None and of.limit is not None), default=None)
+        rotary = [
+            cast(Block, block).self_attention.semantics.rotary for block in self.blocks
+        ]
+        return min(
+            (of.limit for of in rotary if of is not None and of.limit is not None),
+            default=None,
+        )
 
     def new_cache(self) -> DecoderCache:
         """Create an empty cache for `forward`."""

@@ -42,13 +42,21 @@ def find_config(model: AnyModel) -> ModelConfig | LanguageModelConfig:
         found: ModelConfig | LanguageModelConfig
         if isinstance(model, EncoderDecoder):
             found = _of_encoder_decoder(model, layers)
-            same = found.architecture(model.src_vocab_size, model.tgt_vocab_size) == model.architecture
+            same = (
+                found.architecture(model.src_vocab_size, model.tgt_vocab_size)
+                == model.architecture
+            )
         else:
             found = _of_language_model(model, layers)
-            same = found.architecture(model.architecture.kind, model.vocab_size) == model.architecture
+            same = (
+                found.architecture(model.architecture.kind, model.vocab_size)
+                == model.architecture
+            )
         if not same:
             raise ValueError("its architecture is of another kind")
-        found = configured(found, {name: AttentionConfig.of(layer) for name, layer in layers.items()})
+        found = configured(
+            found, {name: AttentionConfig.of(layer) for name, layer in layers.items()}
+        )
         _require_same_semantics(found, layers)
     except ValueError as error:
         message = str(error).partition("\n")[0]
@@ -85,11 +93,15 @@ def configured(
         own = record[half] if isinstance(config, ModelConfig) else record
         kind = "cross_attention" if stack == "cross" else "attention"
         own[kind] = AttentionConfig.model_validate_json(most)
-        own[f"{kind}_in_layer"] = {i: site for i, site in layers.items() if dumps[i] != most}
+        own[f"{kind}_in_layer"] = {
+            i: site for i, site in layers.items() if dumps[i] != most
+        }
     return type(config).model_validate(record)
 
 
-def _of_encoder_decoder(model: EncoderDecoder, layers: Mapping[str, MultiHeadAttention]) -> ModelConfig:
+def _of_encoder_decoder(
+    model: EncoderDecoder, layers: Mapping[str, MultiHeadAttention]
+) -> ModelConfig:
     made: EncoderDecoderArchitecture = model.architecture
     block = made.decoder.blocks[0]
     feed_forward = _require_feed_forward(block.feed_forward)
@@ -106,7 +118,8 @@ def _of_encoder_decoder(model: EncoderDecoder, layers: Mapping[str, MultiHeadAtt
             "norm": block.attention.place,
             "tie_embeddings": "all" if made.shared else "target" if tied else "none",
             "output_bias": head is not None and head.bias,
-            "max_source_tokens": model.max_source_tokens or ModelConfig().max_source_tokens,
+            "max_source_tokens": model.max_source_tokens
+            or ModelConfig().max_source_tokens,
             "positions": _positions(made.encoder, layers["encoder.0"]),
             "encoder": {
                 "num_layers": len(made.encoder.blocks),
@@ -121,7 +134,9 @@ def _of_encoder_decoder(model: EncoderDecoder, layers: Mapping[str, MultiHeadAtt
     )
 
 
-def _of_language_model(model: LanguageModel, layers: Mapping[str, MultiHeadAttention]) -> LanguageModelConfig:
+def _of_language_model(
+    model: LanguageModel, layers: Mapping[str, MultiHeadAttention]
+) -> LanguageModelConfig:
     made = model.architecture
     block = made.blocks[0]
     feed_forward = _require_feed_forward(block.feed_forward)
@@ -157,14 +172,19 @@ def _require_feed_forward(found: object) -> FeedForwardConfig:
     return found
 
 
-def _positions(made: LanguageModelArchitecture, layer: MultiHeadAttention) -> dict[str, Any]:
+def _positions(
+    made: LanguageModelArchitecture, layer: MultiHeadAttention
+) -> dict[str, Any]:
     """Return the position encoding of a stack, of its embeddings or of its first layer."""
     embeddings = made.embeddings
     rotary = layer.semantics.rotary
     if embeddings.positions == "learned":
         return {"scheme": "learned", "max_tokens": embeddings.num_positions}
     if embeddings.positions == "sinusoidal":
-        return {"scheme": "sinusoidal", "sinusoidal_layout": embeddings.sinusoidal_layout}
+        return {
+            "scheme": "sinusoidal",
+            "sinusoidal_layout": embeddings.sinusoidal_layout,
+        }
     if rotary is None:
         return {"scheme": "none" if layer.semantics.bias is None else "alibi"}
     return {
@@ -182,7 +202,9 @@ def _rotary_base(rotary: RotaryEmbedding) -> float:
     near = float(frequencies[1].double()) ** -count if count > 1 else 10_000.0
     for digits in _DIGITS:
         base = float(f"{near:.{digits}g}")
-        if torch.equal(RotaryEmbedding.of_width(2 * count, base).frequencies, frequencies):
+        if torch.equal(
+            RotaryEmbedding.of_width(2 * count, base).frequencies, frequencies
+        ):
             return base
     raise ValueError("its rotary frequencies are no powers of a base")
 
@@ -208,4 +230,8 @@ def _require_same_semantics(
 
 def _without_kind(layer: MultiHeadAttention) -> dict[str, Any]:
     """Return the semantics as data, without the kind of attention: the stack determines it."""
-    return {name: value for name, value in describe_semantics(layer).items() if name != "kind"}
+    return {
+        name: value
+        for name, value in describe_semantics(layer).items()
+        if name != "kind"
+    }

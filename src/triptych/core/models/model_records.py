@@ -10,7 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from itertools import chain
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, cast, final, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    Union,
+    cast,
+    final,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch
 from torch import Tensor
@@ -25,7 +34,10 @@ from triptych.core.attention.projections.composed import AsWritten, ScaledOutsid
 from triptych.core.attention.projections.maps import FromHeads, HeadMap, LinkMap
 from triptych.core.attention.requirements import scores_class
 from triptych.core.models import architecture
-from triptych.core.models.architecture import EncoderDecoderArchitecture, LanguageModelArchitecture
+from triptych.core.models.architecture import (
+    EncoderDecoderArchitecture,
+    LanguageModelArchitecture,
+)
 from triptych.core.models.blocks import Block
 from triptych.core.models.encoder_decoder import AnyModel, EncoderDecoder
 from triptych.core.models.language_model import LanguageModel
@@ -33,13 +45,20 @@ from triptych.core.models.language_model import LanguageModel
 # Classes that a record may name, by name.
 _CLASSES: dict[str, type] = {
     cls.__name__: cls
-    for cls in (*vars(architecture).values(), *vars(semantics).values(), *vars(positions).values())
+    for cls in (
+        *vars(architecture).values(),
+        *vars(semantics).values(),
+        *vars(positions).values(),
+    )
     if isinstance(cls, type)
     and is_dataclass(cls)
-    and cls.__module__ in (architecture.__name__, semantics.__name__, positions.__name__)
+    and cls.__module__
+    in (architecture.__name__, semantics.__name__, positions.__name__)
 }
 _CLASSES |= {cls.__name__: cls for cls in (LinkMap, FromHeads)}
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64)}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64)
+}
 _LAYERS = {"encoder": ("self",), "decoder": ("self", "cross")}
 
 
@@ -51,7 +70,10 @@ def describe_model(
     `instead`: layers to describe in the place of the model's, by the identity (`id`) of the model's layers.
     """
     instead = instead or {}
-    record: dict[str, Any] = {"architecture": encode(model.architecture), "limit": model.recipe_limit}
+    record: dict[str, Any] = {
+        "architecture": encode(model.architecture),
+        "limit": model.recipe_limit,
+    }
     if isinstance(model, EncoderDecoder):
         record["pad_id"] = model.pad_id
     layers: dict[str, list[dict[str, Any]]] = {}
@@ -66,7 +88,11 @@ def describe_model(
         if layer not in kinds:
             kinds.append(layer)
     record["layers"] = kinds
-    record["attention"] = {part: [kinds.index(layer) for layer in own] for part, own in layers.items() if own}
+    record["attention"] = {
+        part: [kinds.index(layer) for layer in own]
+        for part, own in layers.items()
+        if own
+    }
     return record
 
 
@@ -89,7 +115,9 @@ def _describe_options(chosen: Parameterisation) -> dict[str, Any]:
     """Return a named parameterisation as data: its name and the options besides their defaults."""
     # A class of the user's has the name `FILE.py:CLASS`.
     if parameterisation_class(chosen.name) is not type(chosen):
-        raise ValueError(f"{chosen.name} has changed since the layer was made: open the model again")
+        raise ValueError(
+            f"{chosen.name} has changed since the layer was made: open the model again"
+        )
     options = {field.name: getattr(chosen, field.name) for field in fields(chosen)}
     defaults = {field.name: field.default for field in fields(chosen)}
     return {
@@ -116,7 +144,9 @@ def _maps_as_written(record: Mapping[str, Any]) -> AsWritten:
         if not isinstance(found, LinkMap | FromHeads) or not name.isidentifier():
             raise ValueError(f"maps.{name} is no map")
         own_maps[name] = found
-    chains: dict[Side, tuple[str, ...]] = {side: tuple(record["chains"][side]) for side in SIDES}
+    chains: dict[Side, tuple[str, ...]] = {
+        side: tuple(record["chains"][side]) for side in SIDES
+    }
     if unknown := {*chain.from_iterable(chains.values())} - own_maps.keys():
         raise ValueError(f"chains name {sorted(unknown)[0]}, which is no map")
     return AsWritten(own_maps, chains, _whole(record["width"], "width"))
@@ -125,7 +155,9 @@ def _maps_as_written(record: Mapping[str, Any]) -> AsWritten:
 def describe_semantics(layer: MultiHeadAttention) -> dict[str, Any]:
     """Return the semantics of a layer as data, with the shapes of learned tensors."""
     held = layer.semantics
-    shapes = {name: tensor.detach().to("meta") for name, tensor in held.learned().items()}
+    shapes = {
+        name: tensor.detach().to("meta") for name, tensor in held.learned().items()
+    }
     return cast(dict[str, Any], encode(held.with_learned(shapes)))
 
 
@@ -148,7 +180,8 @@ class ModelRecord:
             raise ValueError(f"architecture is of type {type(made).__name__}")
         kinds = record["layers"]
         layers = {
-            part: [kinds[_whole(number, part)] for number in own] for part, own in record["attention"].items()
+            part: [kinds[_whole(number, part)] for number in own]
+            for part, own in record["attention"].items()
         }
         limit = record.get("limit")
         pad_id = _whole(record.get("pad_id", 0), "pad_id")
@@ -156,8 +189,12 @@ class ModelRecord:
             src = made.encoder.embeddings.vocab_size
             tgt = made.decoder.embeddings.vocab_size
             if pad_id >= min(src, tgt):
-                raise ValueError(f"pad_id {pad_id} is outside the vocabularies of {src} and {tgt}")
-        return cls(made, layers, None if limit is None else _whole(limit, "limit"), pad_id)
+                raise ValueError(
+                    f"pad_id {pad_id} is outside the vocabularies of {src} and {tgt}"
+                )
+        return cls(
+            made, layers, None if limit is None else _whole(limit, "limit"), pad_id
+        )
 
     @property
     def num_layers(self) -> dict[str, int]:
@@ -196,7 +233,9 @@ def _build_layer(record: Mapping[str, Any], d_model: int) -> MultiHeadAttention:
         chosen = _maps_as_written(given)
     else:
         chosen = parameterisation(given.pop("name"), **given)
-    scale: Literal["inside", "outside"] = "outside" if record.get("scale") == "outside" else "inside"
+    scale: Literal["inside", "outside"] = (
+        "outside" if record.get("scale") == "outside" else "inside"
+    )
     held = decode(record["semantics"], "semantics")
     if not isinstance(held, Semantics):
         raise ValueError(f"semantics is of type {type(held).__name__}")
@@ -204,7 +243,12 @@ def _build_layer(record: Mapping[str, Any], d_model: int) -> MultiHeadAttention:
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise ValueError(f"dropout is {dropout!r}")
     return MultiHeadAttention.with_semantics(
-        d_model, _whole(record["num_heads"], "num_heads"), chosen, held, dropout=dropout, scale=scale
+        d_model,
+        _whole(record["num_heads"], "num_heads"),
+        chosen,
+        held,
+        dropout=dropout,
+        scale=scale,
     )
 
 
@@ -234,7 +278,10 @@ def encode(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.is_meta:
             return {"shape": [*value.shape]}
-        return {"values": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+        return {
+            "values": value.tolist(),
+            "dtype": str(value.dtype).removeprefix("torch."),
+        }
     if isinstance(value, tuple):
         return [encode(part) for part in value]
     if isinstance(value, dict):
@@ -246,14 +293,18 @@ def encode(value: Any) -> Any:
         name = value.name
     elif _CLASSES.get(name) is not type(value):
         raise ValueError(f"a {name} cannot be written as data")
-    given = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+    given = {
+        field.name: getattr(value, field.name) for field in fields(value) if field.init
+    }
     defaults = {field.name: field.default for field in fields(value)}
     return {
         "type": name,
         **{
             own: encode(part)
             for own, part in given.items()
-            if isinstance(part, Tensor) or defaults[own] is MISSING or part != defaults[own]
+            if isinstance(part, Tensor)
+            or defaults[own] is MISSING
+            or part != defaults[own]
         },
     }
 
@@ -293,9 +344,16 @@ def _decode_field(part: Any, hint: Any, where: str) -> Any:
         return torch.Size(_whole(size, where) for size in part)
     if get_origin(hint) is dict:
         _, of_value = get_args(hint)
-        return {name: _decode_field(own, of_value, f"{where}.{name}") for name, own in part.items()}
+        return {
+            name: _decode_field(own, of_value, f"{where}.{name}")
+            for name, own in part.items()
+        }
     if isinstance(part, list):
-        inner = [own for own in get_args(hint) if own is not Ellipsis] if get_origin(hint) is tuple else []
+        inner = (
+            [own for own in get_args(hint) if own is not Ellipsis]
+            if get_origin(hint) is tuple
+            else []
+        )
         if not inner:
             raise ValueError(f"{where} is a list")
         return tuple(_decode_field(own, inner[0], where) for own in part)

@@ -30,7 +30,9 @@ class NumbersOverflowError(DataError):
 
 
 def require_finite_values(
-    model: EncoderDecoder | LanguageModel, values: Tensor, again: Callable[[], object] | None = None
+    model: EncoderDecoder | LanguageModel,
+    values: Tensor,
+    again: Callable[[], object] | None = None,
 ) -> None:
     """Check that computed values are finite; `again` repeats the computation to find the first layer."""
     if not are_finite(values):
@@ -38,7 +40,9 @@ def require_finite_values(
 
 
 def require_finite_logits(
-    model: EncoderDecoder | LanguageModel, logits: Tensor, again: Callable[[], object] | None = None
+    model: EncoderDecoder | LanguageModel,
+    logits: Tensor,
+    again: Callable[[], object] | None = None,
 ) -> None:
     """Check logits as `require_finite_values` checks values, but allow −inf for excluded tokens."""
     if not are_finite(logits) and not _are_scores(logits):
@@ -52,7 +56,9 @@ def overflow_again(
     return overflow(model, _first_overflow(model, again))
 
 
-def overflow(model: EncoderDecoder | LanguageModel, part: str = "") -> NumbersOverflowError:
+def overflow(
+    model: EncoderDecoder | LanguageModel, part: str = ""
+) -> NumbersOverflowError:
     """Make the error; `part` names the first part of the model with NaN or infinity, where it is known."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     wider = "float32 or bfloat16" if dtype == "float16" else "float64"
@@ -69,7 +75,9 @@ def _are_scores(logits: Tensor) -> bool:
     return are_finite(rows)
 
 
-def _first_overflow(model: EncoderDecoder | LanguageModel, again: Callable[[], object]) -> str:
+def _first_overflow(
+    model: EncoderDecoder | LanguageModel, again: Callable[[], object]
+) -> str:
     """Find the first part of a model with NaN or infinity in its output, in words; "" if not found."""
     found = list[str]()
 
@@ -79,7 +87,9 @@ def _first_overflow(model: EncoderDecoder | LanguageModel, again: Callable[[], o
 
     with ExitStack() as hooks, torch.no_grad():
         for words, module in _parts(model):
-            hooks.callback(module.register_forward_hook(partial(look, words=words)).remove)
+            hooks.callback(
+                module.register_forward_hook(partial(look, words=words)).remove
+            )
         again()
     return found[0] if found else ""
 

@@ -57,10 +57,14 @@ class StoredConfig(BaseModel):
     newer: ClassVar[tuple[str, ...]] = ()  # options that older runs do not have
 
     @model_serializer(mode="wrap")
-    def _without_newer(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+    def _without_newer(
+        self, handler: Callable[[Any], dict[str, Any]]
+    ) -> dict[str, Any]:
         usual = {name: type(self).model_fields[name].default for name in self.newer}
         unused = {name for name, value in usual.items() if getattr(self, name) == value}
-        return {name: value for name, value in handler(self).items() if name not in unused}
+        return {
+            name: value for name, value in handler(self).items() if name not in unused
+        }
 
 
 class AttentionConfig(StoredConfig):
@@ -101,7 +105,11 @@ class AttentionConfig(StoredConfig):
             if name not in own:
                 known = [*type(self).model_fields, *own]
                 close = nearest(name, known)
-                hint = f"did you mean {close}?" if close else f"known are {', '.join(known)}"
+                hint = (
+                    f"did you mean {close}?"
+                    if close
+                    else f"known are {', '.join(known)}"
+                )
                 raise PydanticCustomError(
                     "unknown_option",
                     "{projections} has no {key}: {hint}",
@@ -110,7 +118,9 @@ class AttentionConfig(StoredConfig):
             try:
                 TypeAdapter(own[name]).validate_python(value, strict=True)
             except ValidationError as error:
-                raise ValueError(f"{name}: {error.errors()[0]['msg']}, not {value!r}") from None
+                raise ValueError(
+                    f"{name}: {error.errors()[0]['msg']}, not {value!r}"
+                ) from None
         return self
 
     @model_validator(mode="after")
@@ -122,7 +132,9 @@ class AttentionConfig(StoredConfig):
                 f"scale is 'outside', but scores = {self.scores!r} are no products: leave it out"
             )
         if self.scores == "cosine" and self.qk_norm:
-            raise ValueError("qk_norm is true, but cosine scores normalise queries and keys: leave it out")
+            raise ValueError(
+                "qk_norm is true, but cosine scores normalise queries and keys: leave it out"
+            )
         return self
 
     @classmethod
@@ -140,8 +152,12 @@ class AttentionConfig(StoredConfig):
         if isinstance(chosen, ScaledOutside):
             chosen = chosen.inner
             others["scale"] = "outside"
-        if user_code.is_in_file(chosen.name) and parameterisation_class(chosen.name) is not type(chosen):
-            raise ValueError(f"{chosen.name} has changed since the layer was made: open the model again")
+        if user_code.is_in_file(chosen.name) and parameterisation_class(
+            chosen.name
+        ) is not type(chosen):
+            raise ValueError(
+                f"{chosen.name} has changed since the layer was made: open the model again"
+            )
         options = {
             field.name: getattr(chosen, field.name)
             for field in dataclasses.fields(chosen)
@@ -182,10 +198,14 @@ class AttentionConfig(StoredConfig):
             scale=self.scale,
         )
 
-    def check(self, d_model: int, num_heads: int, positions: AttentionPositions | None) -> None:
+    def check(
+        self, d_model: int, num_heads: int, positions: AttentionPositions | None
+    ) -> None:
         """Check that a layer of this configuration could be built."""
         chosen = self.parameterisation()
-        check_sizes(d_model, self.num_heads or num_heads, chosen, positions, self.scores)
+        check_sizes(
+            d_model, self.num_heads or num_heads, chosen, positions, self.scores
+        )
         if self.qk_norm or self.scores == "cosine":
             check_qk_norm(chosen)
 
@@ -233,13 +253,17 @@ class PositionsConfig(BaseModel):
         """Return the position encoding inside self-attention; None for other schemes."""
         match self.scheme:
             case "rotary":
-                return RotaryPositions(self.rotary_dim, self.rotary_pairing, self.rotary_base)
+                return RotaryPositions(
+                    self.rotary_dim, self.rotary_pairing, self.rotary_base
+                )
             case "alibi":
                 return AlibiPositions()
             case _:
                 return None
 
-    def embeddings(self, vocab_size: int, scale: float, dropout: float) -> EmbeddingsConfig:
+    def embeddings(
+        self, vocab_size: int, scale: float, dropout: float
+    ) -> EmbeddingsConfig:
         """Build the configuration of embeddings with positions, for a vocabulary of this size."""
         scheme = self.scheme
         return EmbeddingsConfig(

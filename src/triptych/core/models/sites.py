@@ -12,7 +12,9 @@ from triptych.core.models.blocks import Block, OffsetNorm, Residual
 from triptych.core.models.encoder_decoder import AnyModel, EncoderDecoder
 from triptych.core.models.language_model import LanguageModel
 
-ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | LanguageModel)
+ModelT = TypeVar(
+    "ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | LanguageModel
+)
 
 
 class AttentionSite(NamedTuple):
@@ -38,7 +40,12 @@ class AttentionSite(NamedTuple):
 
 def blocks_of(model: AnyModel, stack: str) -> list[Block]:
     """Return the blocks of a stack; "cross" stands for the decoder."""
-    return list(cast(Iterable[Block], model.stacks["encoder" if stack == "encoder" else "decoder"].blocks))
+    return list(
+        cast(
+            Iterable[Block],
+            model.stacks["encoder" if stack == "encoder" else "decoder"].blocks,
+        )
+    )
 
 
 def attention_sites(model: AnyModel) -> list[AttentionSite]:
@@ -46,13 +53,21 @@ def attention_sites(model: AnyModel) -> list[AttentionSite]:
     sites: list[AttentionSite] = []
     for stack in model.stacks:
         for i, block in enumerate(blocks_of(model, stack)):
-            sites.append(AttentionSite(stack, i, block.self_attention, block.self_residual))
+            sites.append(
+                AttentionSite(stack, i, block.self_attention, block.self_residual)
+            )
             if block.has_cross:
-                sites.append(AttentionSite("cross", i, block.cross_attention, block.cross_residual))
+                sites.append(
+                    AttentionSite(
+                        "cross", i, block.cross_attention, block.cross_residual
+                    )
+                )
     return sites
 
 
-def require_lengths(model: AnyModel, lengths: Mapping[str, tuple[int | None, int]]) -> None:
+def require_lengths(
+    model: AnyModel, lengths: Mapping[str, tuple[int | None, int]]
+) -> None:
     """Check that the taps of the layers fit the length of a text.
 
     `lengths` contains, by stack, the number of queries (None if unknown) and the number of keys.
@@ -70,11 +85,17 @@ def attention_weights(model: AnyModel) -> dict[str, AttentionWeights]:
         weights = site.layer.weights(site.kind)
         norm = memory_norm = None
         if site.residual.pre:
-            norm = None if _is_read_elsewhere(model, site) else _norm_of(site.residual.norm)
+            norm = (
+                None
+                if _is_read_elsewhere(model, site)
+                else _norm_of(site.residual.norm)
+            )
             if isinstance(model, EncoderDecoder) and site.kind == "cross":
                 memory_norm = _norm_of(model.encoder.final_norm)
         place: Literal["pre", "post"] = "pre" if site.residual.pre else "post"
-        found[site.name] = replace(weights, norm=norm, memory_norm=memory_norm, norm_place=place)
+        found[site.name] = replace(
+            weights, norm=norm, memory_norm=memory_norm, norm_place=place
+        )
     return found
 
 
@@ -100,7 +121,10 @@ def input_norms(model: AnyModel) -> dict[str, tuple[Norm | None, Norm | None]]:
             last = own
             if block.has_cross:
                 own = _norm_of(block.cross_residual.norm)
-                found[f"cross.{i}"] = (own if block.cross_residual.pre else last, memory)
+                found[f"cross.{i}"] = (
+                    own if block.cross_residual.pre else last,
+                    memory,
+                )
                 last = own
             last = _norm_of(block.feed_forward_residual.norm)
         final = _norm_of(stack.final_norm)

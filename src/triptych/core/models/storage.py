@@ -76,10 +76,20 @@ def _stored(model: nn.Module) -> dict[str, torch.Tensor]:
     kept = model.state_dict().keys()
     fixed = set[str]()
     for path, module in model.named_modules():
-        if isinstance(module, MultiHeadAttention) and not isinstance(module.parameterisation, AsWritten):
-            of_links = (name for name, part in module.named_modules() if isinstance(part, StoredLink))
+        if isinstance(module, MultiHeadAttention) and not isinstance(
+            module.parameterisation, AsWritten
+        ):
+            of_links = (
+                name
+                for name, part in module.named_modules()
+                if isinstance(part, StoredLink)
+            )
             fixed |= {f"{path}.{name}.weight" for name in of_links}
-    buffers = {stored_name(n): value for n, value in model.named_buffers() if n in kept and n not in fixed}
+    buffers = {
+        stored_name(n): value
+        for n, value in model.named_buffers()
+        if n in kept and n not in fixed
+    }
     return {**stored_parameters(model), **buffers}
 
 
@@ -93,9 +103,15 @@ def write_config(model: AnyModel, folder: Path) -> None:
     try:
         described = describe_model(model)
     except ValueError as error:
-        raise UsageError(f"the model cannot be written in triptych's format: {error}") from None
+        raise UsageError(
+            f"the model cannot be written in triptych's format: {error}"
+        ) from None
     is_pair = isinstance(model, EncoderDecoder)
-    kind = _ENCODER_DECODER if is_pair else next(iter(model.stacks.values())).architecture.kind
+    kind = (
+        _ENCODER_DECODER
+        if is_pair
+        else next(iter(model.stacks.values())).architecture.kind
+    )
     table = next(iter(model.stacks.values())).embeddings.table.weight
     record: dict[str, Any] = {
         "format": _FORMAT,
@@ -106,7 +122,9 @@ def write_config(model: AnyModel, folder: Path) -> None:
     }
     # Parameters that training leaves as they are, such as pretrained word vectors.
     parameters = stored_parameters(model)
-    if frozen := [name for name, parameter in parameters.items() if not parameter.requires_grad]:
+    if frozen := [
+        name for name, parameter in parameters.items() if not parameter.requires_grad
+    ]:
         record["frozen"] = frozen
     if code := user_code.file_digests(described):
         record["code"] = code
@@ -115,7 +133,12 @@ def write_config(model: AnyModel, folder: Path) -> None:
 
 def write_weights(tensors: dict[str, torch.Tensor], path: Path) -> None:
     """Write named tensors as safetensors, atomically."""
-    write_bytes(path, save({name: tensor.cpu() for name, tensor in tensors.items()}, {"format": "pt"}))
+    write_bytes(
+        path,
+        save(
+            {name: tensor.cpu() for name, tensor in tensors.items()}, {"format": "pt"}
+        ),
+    )
 
 
 def write_model(model: AnyModel, folder: Path) -> None:
@@ -123,7 +146,9 @@ def write_model(model: AnyModel, folder: Path) -> None:
     write_weights(model_tensors(model), folder / _WEIGHTS)
 
 
-def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -> AnyModel:
+def read_config(
+    folder: Path, held: Mapping[str, Sequence[int]] | None = None
+) -> AnyModel:
     """Build a model from a folder's `config.json`, in its dtype (float32 by default), with fresh weights.
 
     `held` are the shapes of the stored tensors, compared with the model before memory is allocated.
@@ -139,11 +164,15 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
         # Check digests before user files are executed.
         code = record.get("code", {})
         if unknown := user_code.named_files(record["model"]) - code.keys():
-            raise DataError(f"{path} names a class in {sorted(unknown)[0]} without the SHA-256 of that file")
+            raise DataError(
+                f"{path} names a class in {sorted(unknown)[0]} without the SHA-256 of that file"
+            )
         user_code.require_digests(code)
         dtype = record.get("dtype", "float32")
         if dtype not in _DTYPES:
-            raise DataError(f"{path}: dtype is {dtype!r}: known are {', '.join(_DTYPES)}")
+            raise DataError(
+                f"{path}: dtype is {dtype!r}: known are {', '.join(_DTYPES)}"
+            )
         made = _of_recipe(record, path) if record["format"] == 1 else _of_data(record)
         model = _fitting(*made, held, path).to(_DTYPES[dtype])
         parameters = stored_parameters(model)
@@ -151,15 +180,31 @@ def read_config(folder: Path, held: Mapping[str, Sequence[int]] | None = None) -
             parameters[name].requires_grad_(False)
         return model
     except FileNotFoundError:
-        raise DataError(f"{folder} holds no config.json: give the folder of a finished run") from None
+        raise DataError(
+            f"{folder} holds no config.json: give the folder of a finished run"
+        ) from None
     except KeyError as error:
-        raise DataError(f"{path} is not a triptych configuration: it has no {error}") from None
+        raise DataError(
+            f"{path} is not a triptych configuration: it has no {error}"
+        ) from None
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{path} is not a triptych configuration: model.{where}: {first['msg']}") from None
-    except (OSError, ValueError, TypeError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
-        raise DataError(f"{path} is not a triptych configuration: {first_line(error)}") from None
+        raise DataError(
+            f"{path} is not a triptych configuration: model.{where}: {first['msg']}"
+        ) from None
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        RuntimeError,
+    ) as error:
+        raise DataError(
+            f"{path} is not a triptych configuration: {first_line(error)}"
+        ) from None
 
 
 # The constructor of a model, and the number of layers by prefix of their tensors.
@@ -187,15 +232,24 @@ def _of_recipe(record: dict[str, Any], path: Path) -> _Made:
         tgt = size("tgt_vocab_size")
         pad_id = size("pad_id")
         if not (0 <= pad_id < min(src, tgt)):
-            raise DataError(f"{path}: pad_id {pad_id} is outside the vocabularies of {src} and {tgt}")
+            raise DataError(
+                f"{path}: pad_id {pad_id} is outside the vocabularies of {src} and {tgt}"
+            )
         of_both = ModelConfig.model_validate(record["model"])
-        stacks = {"encoder": of_both.encoder.num_layers, "decoder": of_both.decoder.num_layers}
+        stacks = {
+            "encoder": of_both.encoder.num_layers,
+            "decoder": of_both.decoder.num_layers,
+        }
         return partial(EncoderDecoder.of, of_both, src, tgt, pad_id), stacks
     vocab_size = size("vocab_size")
     if kind not in ("decoder", "encoder"):
-        raise DataError(f"{path}: kind is {kind!r}: known are decoder, encoder, {_ENCODER_DECODER}")
+        raise DataError(
+            f"{path}: kind is {kind!r}: known are decoder, encoder, {_ENCODER_DECODER}"
+        )
     config = LanguageModelConfig.model_validate(record["model"])
-    return partial(LanguageModel.of, config, kind, vocab_size), {"blocks": config.num_layers}
+    return partial(LanguageModel.of, config, kind, vocab_size), {
+        "blocks": config.num_layers
+    }
 
 
 def _fitting(
@@ -209,7 +263,9 @@ def _fitting(
         return make()
     # Compare with stored tensors before memory is allocated: a forged file may ask for a huge model.
     for name, layers in num_layers.items():
-        found = {weight.split(".")[1] for weight in held if weight.startswith(f"{name}.")}
+        found = {
+            weight.split(".")[1] for weight in held if weight.startswith(f"{name}.")
+        }
         if layers > len(found):
             of_stack = "" if name == "blocks" else f" of the {name}"
             raise DataError(
@@ -226,7 +282,9 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Sequence[int]]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def _require_fit(model: nn.Module, held: Mapping[str, Sequence[int]], origin: str) -> None:
+def _require_fit(
+    model: nn.Module, held: Mapping[str, Sequence[int]], origin: str
+) -> None:
     """Check that names and shapes of stored tensors equal the names and shapes of a model's tensors."""
     wanted = _shapes(_stored(model))
     missing = wanted.keys() - held.keys()
@@ -239,7 +297,9 @@ def _require_fit(model: nn.Module, held: Mapping[str, Sequence[int]], origin: st
         )
     for name, shape in wanted.items():
         if tuple(shape) != tuple(held[name]):
-            raise DataError(f"{origin}: {name} is {list(held[name])}, the model wants {list(shape)}")
+            raise DataError(
+                f"{origin}: {name} is {list(held[name])}, the model wants {list(shape)}"
+            )
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -247,16 +307,22 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         require_regular(path)
         return load_file(path)
     except FileNotFoundError:
-        raise DataError(f"{path} is missing: a run has a model from its first validation on") from None
+        raise DataError(
+            f"{path} is missing: a run has a model from its first validation on"
+        ) from None
     except (SafetensorError, OSError) as error:
-        raise DataError(f"{path} cannot be read as safetensors ({error}): copy or train it again") from None
+        raise DataError(
+            f"{path} cannot be read as safetensors ({error}): copy or train it again"
+        ) from None
 
 
 def load_tensors(
     model: nn.Module,
     tensors: dict[str, torch.Tensor],
     origin: str,
-    part_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda parameter, whole: whole,
+    part_of: Callable[
+        [torch.Tensor, torch.Tensor], torch.Tensor
+    ] = lambda parameter, whole: whole,
     *,
     adopted: bool = False,
 ) -> None:
@@ -317,10 +383,14 @@ def read_own_model(folder: Path, *, mapped: bool = False) -> AnyModel:
     return model.eval()
 
 
-def _widened(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+def _widened(
+    tensors: dict[str, torch.Tensor], model: nn.Module
+) -> dict[str, torch.Tensor]:
     """Return tensors of a narrower type in the type of the model's parameters, which has all their values."""
     wanted = {name: parameter.dtype for name, parameter in _stored(model).items()}
     return {
-        name: tensor.to(wanted[name]) if wanted.get(name) in _WIDER.get(tensor.dtype, ()) else tensor
+        name: tensor.to(wanted[name])
+        if wanted.get(name) in _WIDER.get(tensor.dtype, ())
+        else tensor
         for name, tensor in tensors.items()
     }

@@ -27,8 +27,12 @@ class Streams(nn.Module):
     def __init__(self, config: StreamsConfig, d_model: int) -> None:
         super().__init__()
         others = config.number - 1
-        self.made = nn.ModuleList(nn.Linear(d_model, d_model, bias=False) for _ in range(others))
-        self.read = nn.ModuleList(nn.Linear(d_model, d_model, bias=False) for _ in range(others))
+        self.made = nn.ModuleList(
+            nn.Linear(d_model, d_model, bias=False) for _ in range(others)
+        )
+        self.read = nn.ModuleList(
+            nn.Linear(d_model, d_model, bias=False) for _ in range(others)
+        )
 
     def enter(
         self, x: Float[Tensor, "batch length d_model"]
@@ -41,7 +45,10 @@ class Streams(nn.Module):
     ) -> Float[Tensor, "batch length d_model"]:
         """Return the mean of the first stream and of maps of further streams, rescaled to its size."""
         first, *others = x.unbind(2)
-        back = (_as_large(read(other), first) for read, other in zip(self.read, others, strict=True))
+        back = (
+            _as_large(read(other), first)
+            for read, other in zip(self.read, others, strict=True)
+        )
         return torch.stack([first, *back]).mean(dim=0)
 
 
@@ -69,9 +76,13 @@ class BlockStreams(nn.Module):
         self.low_rank_norm = nn.RMSNorm(d_model, config.eps)
 
     # Coefficients between −1 and 1, one for each stream.
-    def _routed(self, x: Float[Tensor, "batch length d_model"]) -> Float[Tensor, "batch length streams"]:
+    def _routed(
+        self, x: Float[Tensor, "batch length d_model"]
+    ) -> Float[Tensor, "batch length streams"]:
         routed: Tensor = self.router(self.router_norm(x) / x.shape[-1])
-        return torch.tanh(routed.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+        return torch.tanh(routed.to(torch.promote_types(x.dtype, torch.float32))).to(
+            x.dtype
+        )
 
     def predict(
         self, x: Float[Tensor, "batch length streams d_model"]
@@ -81,7 +92,9 @@ class BlockStreams(nn.Module):
         return x + weights.view(*x.shape[:3], x.shape[2]) @ x
 
     def join(
-        self, x: Float[Tensor, "batch length d_model"], read: Float[Tensor, "batch length d_model"]
+        self,
+        x: Float[Tensor, "batch length d_model"],
+        read: Float[Tensor, "batch length d_model"],
     ) -> Float[Tensor, "batch length d_model"]:
         """Return `(x + read + low_rank(read)) / √2`, where `read` is the input of the attention."""
         joined: Tensor = x + read + self.low_rank_norm(self.right(self.left(read)))
@@ -94,7 +107,10 @@ class BlockStreams(nn.Module):
     ) -> Float[Tensor, "batch length streams d_model"]:
         """Correct predicted streams by the change of the active stream, from its prediction to `x`."""
         weights: Tensor = self.corrections(self._routed(x)) + 1.0
-        return predicted + weights[..., None] * (x - predicted[:, :, self.active])[:, :, None]
+        return (
+            predicted
+            + weights[..., None] * (x - predicted[:, :, self.active])[:, :, None]
+        )
 
     def add(
         self,

@@ -23,7 +23,9 @@ class WordVectors:
         """Store path and readable pieces of tokens (None for special tokens); the file is read later."""
         self.path = path
         self._width = width
-        self._words = [None if piece is None else piece.strip("▁ ") or None for piece in pieces]
+        self._words = [
+            None if piece is None else piece.strip("▁ ") or None for piece in pieces
+        ]
 
     def into(self, drawn: Tensor) -> Tensor:
         """Return the table: vectors rescaled to the size of the drawn values, and drawn values elsewhere."""
@@ -44,14 +46,20 @@ class WordVectors:
         try:
             require_regular(self.path)
             if self.path.suffix == ".safetensors":
-                return self._read_safetensors(), torch.ones(len(self._words), dtype=torch.bool)
+                return self._read_safetensors(), torch.ones(
+                    len(self._words), dtype=torch.bool
+                )
             by_word = dict(self._read_text())
         except (OSError, SafetensorError) as error:
-            raise DataError(f"{self.path}: the vectors cannot be read ({error})") from None
+            raise DataError(
+                f"{self.path}: the vectors cannot be read ({error})"
+            ) from None
         rows = torch.zeros(len(self._words), self._width)
         found = []
         for row, word in zip(rows, self._words, strict=True):
-            vector = None if word is None else by_word.get(word, by_word.get(word.lower()))
+            vector = (
+                None if word is None else by_word.get(word, by_word.get(word.lower()))
+            )
             found.append(vector is not None)
             if vector is not None:
                 row.copy_(vector)
@@ -72,7 +80,9 @@ class WordVectors:
 
     def _read_text(self) -> Iterator[tuple[str, Tensor]]:
         """Yield words of the vocabulary with their vectors."""
-        wanted = {*chain.from_iterable((word, word.lower()) for word in self._words if word)}
+        wanted = {
+            *chain.from_iterable((word, word.lower()) for word in self._words if word)
+        }
         with self.path.open(encoding="utf-8", errors="replace") as file:
             for number, line in enumerate(file, start=1):
                 parts = line.rstrip().split(" ")
@@ -91,5 +101,7 @@ class WordVectors:
                 except ValueError:
                     vector = [math.nan]
                 if not all(map(math.isfinite, vector)):
-                    raise DataError(f"{self.path}, line {number}: not {self._width} finite numbers")
+                    raise DataError(
+                        f"{self.path}, line {number}: not {self._width} finite numbers"
+                    )
                 yield text, torch.tensor(vector)

@@ -17,7 +17,9 @@ from triptych.core.models.model_records import ModelRecord, describe_model
 from triptych.core.models.sites import AttentionSite, attention_sites, blocks_of
 from triptych.errors import UsageError
 
-ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | LanguageModel)
+ModelT = TypeVar(
+    "ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | LanguageModel
+)
 
 
 def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> ModelT:
@@ -30,13 +32,19 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
     """
     sites = {site.name: site for site in attention_sites(model)}
     if unknown := [name for name in changed if name not in sites]:
-        raise ValueError(f"there is no attention site {unknown[0]}: there are {', '.join(sites)}")
-    layers: dict[int, MultiHeadAttention] = {}  # new layers, by the identity of the layer that they replace
+        raise ValueError(
+            f"there is no attention site {unknown[0]}: there are {', '.join(sites)}"
+        )
+    layers: dict[
+        int, MultiHeadAttention
+    ] = {}  # new layers, by the identity of the layer that they replace
     for name, weights in changed.items():
         read = weights.d_model
         has = sites[name].layer.d_model
         if read != has:
-            raise ValueError(f"the weights for {name} read {read} channels, the model has {has}")
+            raise ValueError(
+                f"the weights for {name} read {read} channels, the model has {has}"
+            )
         require_held(model, name, weights)
         layer = _rewritten_layer(sites[name], weights)
         # Uses of a repeated block may be modules of their own with the same parameters.
@@ -45,7 +53,9 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
             if set(other.layer.parameters()) == own:
                 layers[id(other.layer)] = layer
     # The model is described as data with the new layers, built from it, and filled with the old tensors.
-    with torch.random.fork_rng(devices=[]):  # initial values are drawn only to be overwritten
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # initial values are drawn only to be overwritten
         new = ModelRecord.read(describe_model(model, layers)).build()
     assert isinstance(new, type(model))
     some = next(model.parameters())
@@ -54,7 +64,9 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
     return new
 
 
-def _rewritten_layer(site: AttentionSite, weights: AttentionWeights) -> MultiHeadAttention:
+def _rewritten_layer(
+    site: AttentionSite, weights: AttentionWeights
+) -> MultiHeadAttention:
     """Build a layer from changed weights; the norms stay in the model."""
     before = site.layer.parameterisation
     held = site.layer.semantics
@@ -70,7 +82,9 @@ def _rewritten_layer(site: AttentionSite, weights: AttentionWeights) -> MultiHea
     except ValueError as error:
         if own is None:
             raise
-        raise UsageError(f"{site.name}: {own.name} does not write what was made of it, and {error}") from None
+        raise UsageError(
+            f"{site.name}: {own.name} does not write what was made of it, and {error}"
+        ) from None
 
 
 def require_held(model: AnyModel, name: str, weights: AttentionWeights) -> None:
@@ -80,24 +94,38 @@ def require_held(model: AnyModel, name: str, weights: AttentionWeights) -> None:
     """
     stack, number = name.split(".")
     if blocks_of(model, stack)[int(number)].keys is not None:
-        raise ValueError(f"{name} shares its keys and values with other layers, which would change as well")
+        raise ValueError(
+            f"{name} shares its keys and values with other layers, which would change as well"
+        )
     check_can_be_held(weights.without_norms())
     gate = weights.semantics.gate
-    if gate is not None and gate.whole and gate.whole != (True, False) * (len(gate.whole) // 2):
+    if (
+        gate is not None
+        and gate.whole
+        and gate.whole != (True, False) * (len(gate.whole) // 2)
+    ):
         raise ValueError(
             f"heads stand in pairs at {name}, and half of a pair is left: leave out both or none"
         )
 
 
-def _copy_tensors(model: nn.Module, new: nn.Module, layers: Mapping[int, MultiHeadAttention]) -> None:
+def _copy_tensors(
+    model: nn.Module, new: nn.Module, layers: Mapping[int, MultiHeadAttention]
+) -> None:
     """Copy all tensors of a model into a new model, those of replaced layers from the new layers."""
     tensors = model.state_dict()
-    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    trained = {
+        name: parameter.requires_grad for name, parameter in model.named_parameters()
+    }
     for path, module in model.named_modules(remove_duplicate=False):
         if (layer := layers.get(id(module))) is None:
             continue
         below = f"{path}."
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(below)}
+        tensors = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not name.startswith(below)
+        }
         tensors |= {below + name: tensor for name, tensor in layer.state_dict().items()}
         # A new map may be made of several: it is trained if one of them was.
         is_trained = any(parameter.requires_grad for parameter in module.parameters())

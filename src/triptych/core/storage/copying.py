@@ -35,11 +35,26 @@ CONFIG = "config.json"
 CERTIFICATE = "certificate.json"
 # The same weights in other formats, and their files: they would contradict the copy.
 _OTHER_WEIGHTS = (
-    *("*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ckpt", "*.ckpt.*", "*.gguf", "*.ot", "*.tflite"),
+    *(
+        "*.h5",
+        "*.msgpack",
+        "*.onnx",
+        "*.onnx_data",
+        "*.ckpt",
+        "*.ckpt.*",
+        "*.gguf",
+        "*.ot",
+        "*.tflite",
+    ),
     *("*.pt", "*.pth", "*.npz", "*.h5.index.json", "*.msgpack.index.json"),
 )
 # Patterns of the model's weights at the top level; in subfolders, such files have other purposes.
-_WEIGHTS_AT_TOP = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
+_WEIGHTS_AT_TOP = (
+    "*.safetensors",
+    "*.bin",
+    "*.safetensors.index.json",
+    "*.bin.index.json",
+)
 _OTHER_FOLDERS = ("onnx", "openvino", "coreml", "original", "gguf", "mlx")
 _NOT_OF_A_CHECKPOINT = (".git", ".cache", "__pycache__", ".ipynb_checkpoints")
 
@@ -49,7 +64,9 @@ class FolderCopy:
     """A copy of a checkpoint's folder; a context manager that removes it unless it is finished."""
 
     folder: Path  # folder of the copy; a temporary folder until it is finished
-    left_out: tuple[str, ...]  # files and folders left out, such as other formats of the weights
+    left_out: tuple[
+        str, ...
+    ]  # files and folders left out, such as other formats of the weights
 
     def __init__(self, source: Path, target: Path) -> None:
         if sys.platform == "win32":
@@ -59,8 +76,12 @@ class FolderCopy:
         require_new_folder(self._source, self._target)
         # Links out of the folder are refused before anything is written.
         self.left_out, self._beside = _sort_files(self._layout)
-        self.num_bytes = sum(info.num_bytes for info in self._layout.tensors.infos.values())
-        needed = self.num_bytes + sum((self._source / name).stat().st_size for name in self._beside)
+        self.num_bytes = sum(
+            info.num_bytes for info in self._layout.tensors.infos.values()
+        )
+        needed = self.num_bytes + sum(
+            (self._source / name).stat().st_size for name in self._beside
+        )
         free = shutil.disk_usage(self._target.parent).free
         if needed > free:
             raise UsageError(
@@ -73,14 +94,19 @@ class FolderCopy:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._made.__exit__(kind, error, trace)
 
     @property
     def checkpoint(self) -> Path:
         """Path of the copied checkpoint: the folder of the copy, or its file if the source was a file."""
-        return self.folder / self._layout.weights if self._layout.single else self.folder
+        return (
+            self.folder / self._layout.weights if self._layout.single else self.folder
+        )
 
     def write_shards(
         self, replacement: Replacement, on_written: OnWritten = lambda num_bytes: None
@@ -90,7 +116,9 @@ class FolderCopy:
         hashes = dict[str, TensorHash]()
         for path, name in self._layout.shards.items():
             (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-            written[name], of_shard = copy_shard(path, self.folder / name, replacement, on_written)
+            written[name], of_shard = copy_shard(
+                path, self.folder / name, replacement, on_written
+            )
             hashes |= of_shard
         self._write_index(written)
         return hashes
@@ -118,7 +146,9 @@ class FolderCopy:
         try:
             self._made.finish()
         except FileExistsError:
-            raise UsageError(f"{self._target} was created meanwhile: choose another name") from None
+            raise UsageError(
+                f"{self._target} was created meanwhile: choose another name"
+            ) from None
         self.folder = self._target
 
     def _write_index(self, written: Mapping[str, Mapping[str, TensorInfo]]) -> None:
@@ -126,9 +156,13 @@ class FolderCopy:
         if not layout.index:
             return
         # With unchanged names and shapes, the index is copied unchanged, unless names of files change.
-        infos = dict(chain.from_iterable(of_shard.items() for of_shard in written.values()))
+        infos = dict(
+            chain.from_iterable(of_shard.items() for of_shard in written.values())
+        )
         shapes = {name: info.shape for name, info in layout.tensors.infos.items()}
-        if layout.index != PICKLED_INDEX and shapes == {name: info.shape for name, info in infos.items()}:
+        if layout.index != PICKLED_INDEX and shapes == {
+            name: info.shape for name, info in infos.items()
+        }:
             shutil.copyfile(self._source / layout.index, self.folder / layout.weights)
             return
         record = read_json(self._source / layout.index)
@@ -136,12 +170,16 @@ class FolderCopy:
         for name, of_shard in written.items():
             shard_of |= dict.fromkeys(of_shard, name)
         kept = [tensor for tensor in record["weight_map"] if tensor in shard_of]
-        record["weight_map"] = {tensor: shard_of[tensor] for tensor in dict.fromkeys((*kept, *shard_of))}
+        record["weight_map"] = {
+            tensor: shard_of[tensor] for tensor in dict.fromkeys((*kept, *shard_of))
+        }
         metadata = record.get("metadata")
         if isinstance(metadata, dict):
             numbers = {name: prod(info.shape) for name, info in infos.items()}
             if "total_size" in metadata:
-                metadata["total_size"] = sum(n * infos[name].dtype.itemsize for name, n in numbers.items())
+                metadata["total_size"] = sum(
+                    n * infos[name].dtype.itemsize for name, n in numbers.items()
+                )
             if "total_parameters" in metadata:
                 metadata["total_parameters"] = sum(numbers.values())
         write_json(self.folder / layout.weights, record)
@@ -152,7 +190,9 @@ def require_own(folder: Path, path: Path) -> None:
     if not path.is_file():
         raise DataError(f"{path} is not a regular file (a broken link?)")
     if not is_own(folder, path):
-        raise DataError(f"{path} is a link out of the folder, to {leads_to(path)}: put the file itself there")
+        raise DataError(
+            f"{path} is a link out of the folder, to {leads_to(path)}: put the file itself there"
+        )
 
 
 def is_own(folder: Path, path: Path) -> bool:
@@ -160,7 +200,9 @@ def is_own(folder: Path, path: Path) -> bool:
     source = leads_to(folder)
     found = leads_to(path)
     cache = source.parent.parent / "blobs"
-    return found.is_relative_to(source) or (source.parent.name == "snapshots" and found.parent == cache)
+    return found.is_relative_to(source) or (
+        source.parent.name == "snapshots" and found.parent == cache
+    )
 
 
 def require_new_folder(source: Path, target: Path) -> None:
@@ -172,7 +214,9 @@ def require_new_folder(source: Path, target: Path) -> None:
         raise UsageError(f"{target}: the folder {target.parent} does not exist")
     resolved = leads_to(target.parent) / target.name
     if resolved.is_relative_to(leads_to(source)):
-        raise UsageError(f"{target} is inside {source}, which is copied: choose a folder outside")
+        raise UsageError(
+            f"{target} is inside {source}, which is copied: choose a folder outside"
+        )
 
 
 @final
@@ -197,12 +241,16 @@ def _layout(source: Path) -> _Layout:
     for whole in (SAFETENSORS, PICKLED):
         index = SAFETENSORS_INDEX if whole == SAFETENSORS else PICKLED_INDEX
         if (source / whole).is_file():
-            return _Layout(source, tensors, {source / whole: SAFETENSORS}, "", SAFETENSORS)
+            return _Layout(
+                source, tensors, {source / whole: SAFETENSORS}, "", SAFETENSORS
+            )
         if (source / index).is_file():
             named = dict.fromkeys(read_json(source / index)["weight_map"].values())
             shards = {source / shard: _in_safetensors(shard) for shard in named}
             if len(set(shards.values())) < len(shards):
-                raise DataError(f"{source / index}: two of its files would have one name as safetensors")
+                raise DataError(
+                    f"{source / index}: two of its files would have one name as safetensors"
+                )
             return _Layout(source, tensors, shards, index, SAFETENSORS_INDEX)
     raise AssertionError(f"{source} was opened, and has no tensors")
 
@@ -213,7 +261,11 @@ def _in_safetensors(name: str) -> str:
     if path.suffix == ".safetensors":
         return path.as_posix()
     stem = path.stem
-    stem = "model" + stem.removeprefix("pytorch_model") if stem.startswith("pytorch_model") else stem
+    stem = (
+        "model" + stem.removeprefix("pytorch_model")
+        if stem.startswith("pytorch_model")
+        else stem
+    )
     return path.with_name(f"{stem}.safetensors").as_posix()
 
 
@@ -235,7 +287,9 @@ def _sort_files(layout: _Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
         name = path.relative_to(layout.folder).as_posix()
         if path in used:
             continue
-        patterns = _OTHER_WEIGHTS if "/" in name else (*_OTHER_WEIGHTS, *_WEIGHTS_AT_TOP)
+        patterns = (
+            _OTHER_WEIGHTS if "/" in name else (*_OTHER_WEIGHTS, *_WEIGHTS_AT_TOP)
+        )
         if any(fnmatch.fnmatchcase(path.name.lower(), pattern) for pattern in patterns):
             left_out.append(name)
             continue
@@ -249,7 +303,11 @@ def _files_below(folder: Path, left_out: list[str]) -> Iterator[Path]:
     for parent, folders, names in os.walk(folder):
         for name in list(folders):
             path = Path(parent, name)
-            if path.is_symlink() or name in _NOT_OF_A_CHECKPOINT or name.lower() in _OTHER_FOLDERS:
+            if (
+                path.is_symlink()
+                or name in _NOT_OF_A_CHECKPOINT
+                or name.lower() in _OTHER_FOLDERS
+            ):
                 folders.remove(name)
                 left_out.append(f"{path.relative_to(folder).as_posix()}/")
         yield from (Path(parent, name) for name in names)

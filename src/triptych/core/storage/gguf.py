@@ -68,7 +68,16 @@ PLAIN = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-_PLAIN_NUMBERS = {0: "F32", 1: "F16", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16"}
+_PLAIN_NUMBERS = {
+    0: "F32",
+    1: "F16",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    30: "BF16",
+}
 
 
 @final
@@ -103,7 +112,9 @@ class Gguf(TensorFile):
         self.metadata = header.metadata
         self.entries = header.entries
         self.infos = {
-            name: TensorInfo(PLAIN.get(entry.type.name, torch.float32), entry.shape, entry.num_bytes)
+            name: TensorInfo(
+                PLAIN.get(entry.type.name, torch.float32), entry.shape, entry.num_bytes
+            )
             for name, entry in self.entries.items()
         }
 
@@ -131,10 +142,14 @@ class Gguf(TensorFile):
         width = entry.shape[-1] if entry.shape else 1
         row = width // entry.type.block * entry.type.num_bytes
         if stop <= start or not row:
-            return torch.empty(max(0, stop - start), width, dtype=self.infos[name].dtype)
+            return torch.empty(
+                max(0, stop - start), width, dtype=self.infos[name].dtype
+            )
         if entry.type.name in PLAIN:
             found = self._source.read(entry.offset + start * row, (stop - start) * row)
-            return torch.frombuffer(found, dtype=PLAIN[entry.type.name]).reshape(stop - start, width)
+            return torch.frombuffer(found, dtype=PLAIN[entry.type.name]).reshape(
+                stop - start, width
+            )
         # Unpacking takes several times the memory of its result, so a few rows are unpacked at a time.
         unpack = _unpacker(entry.type.name, f"{self.name}, tensor {shown(name)}")
         numbers = torch.empty(stop - start, width)
@@ -159,13 +174,21 @@ class _Header:
         self.metadata: dict[str, Any] = {}
         self.entries: dict[str, Entry] = {}
         if source.size < 24 or self._take(4) != _MAGIC:
-            raise DataError(f"{source.name}: it is no GGUF file: it does not begin with GGUF; fetch it again")
+            raise DataError(
+                f"{source.name}: it is no GGUF file: it does not begin with GGUF; fetch it again"
+            )
         version = self._number("<I")
         if version not in _VERSIONS:
             # Bytes in reverse order reveal a file for big-endian machines.
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
-            what = "written for big-endian machines" if swapped else f"of version {version:,}"
-            raise DataError(f"{source.name}: it is a GGUF file {what}: versions 2 and 3 are read")
+            what = (
+                "written for big-endian machines"
+                if swapped
+                else f"of version {version:,}"
+            )
+            raise DataError(
+                f"{source.name}: it is a GGUF file {what}: versions 2 and 3 are read"
+            )
         num_tensors = self._count(self._number("<Q"), 24, "tensors")
         num_entries = self._count(self._number("<Q"), 13, "entries of metadata")
         for _ in range(num_entries):
@@ -183,7 +206,9 @@ class _Header:
             raise DataError(f"{where}: its name has unprintable characters")
         count = self._number("<I")
         if count > _MOST_DIMENSIONS:
-            raise DataError(f"{where}: it has {count:,} dimensions, and {_MOST_DIMENSIONS} are the most")
+            raise DataError(
+                f"{where}: it has {count:,} dimensions, and {_MOST_DIMENSIONS} are the most"
+            )
         sides = [self._number("<Q") for _ in range(count)]
         stored = _stored_type(self._number("<I"), where)
         if any(side > _LONGEST_SIDE for side in sides):
@@ -194,7 +219,9 @@ class _Header:
             )
         return name, stored, tuple(reversed(sides)), self._number("<Q")
 
-    def _locate(self, found: list[tuple[str, StoredType, tuple[int, ...], int]]) -> None:
+    def _locate(
+        self, found: list[tuple[str, StoredType, tuple[int, ...], int]]
+    ) -> None:
         """Find the bytes of every tensor, and check that they lie in the file and do not overlap."""
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         powers = (
@@ -210,10 +237,14 @@ class _Header:
         for name, stored, shape, offset in found:
             where = f"{self._source.name}, tensor {shown(name)}"
             if name in self.entries:
-                raise DataError(f"{self._source.name}: tensor {shown(name)} is there twice")
+                raise DataError(
+                    f"{self._source.name}: tensor {shown(name)} is there twice"
+                )
             size = prod(shape) // stored.block * stored.num_bytes
             if offset % alignment:
-                raise DataError(f"{where}: its offset {offset:,} is no multiple of {alignment}")
+                raise DataError(
+                    f"{where}: its offset {offset:,} is no multiple of {alignment}"
+                )
             if start + offset + size > self._source.size:
                 raise DataError(
                     f"{where}: it ends at byte {start + offset + size:,} of a file of "
@@ -222,10 +253,16 @@ class _Header:
                 )
             self.entries[name] = Entry(stored, shape, start + offset, size)
         # Empty tensors have no bytes to share.
-        filled = sorted((e.offset, e.offset + e.num_bytes, n) for n, e in self.entries.items() if e.num_bytes)
+        filled = sorted(
+            (e.offset, e.offset + e.num_bytes, n)
+            for n, e in self.entries.items()
+            if e.num_bytes
+        )
         for (_, end, one), (begin, _, other) in pairwise(filled):
             if begin < end:
-                raise DataError(f"{self._source.name}: tensors {shown(one)} and {shown(other)} share bytes")
+                raise DataError(
+                    f"{self._source.name}: tensors {shown(one)} and {shown(other)} share bytes"
+                )
 
     def _value(self, kind: int, key: str) -> Any:
         if kind == _STRING:
@@ -234,9 +271,13 @@ class _Header:
             inner = self._number("<I")
             length = self._number("<Q")
             if inner == _STRING:
-                return self._strings(self._count(length, 8, f"texts of {shown(key)}"), shown(key))
+                return self._strings(
+                    self._count(length, 8, f"texts of {shown(key)}"), shown(key)
+                )
             size = self._dtype(inner, key).itemsize
-            return self._numbers(inner, key, self._count(length, size, f"numbers of {shown(key)}"))
+            return self._numbers(
+                inner, key, self._count(length, size, f"numbers of {shown(key)}")
+            )
         (number,) = self._numbers(kind, key, 1)
         return number
 
@@ -271,7 +312,9 @@ class _Header:
     def _dtype(self, kind: int, key: str) -> np.dtype[Any]:
         if kind not in _SCALARS:
             what = "an array of arrays" if kind == _ARRAY else f"of type {kind:,}"
-            raise DataError(f"{self._source.name}: {shown(key)} is {what}, which is not read")
+            raise DataError(
+                f"{self._source.name}: {shown(key)} is {what}, which is not read"
+            )
         return _SCALARS[kind]
 
     def _count(self, count: int, least: int, what: str) -> int:
@@ -287,11 +330,15 @@ class _Header:
     def _string(self, most: int, what: str) -> str:
         length = self._count(self._number("<Q"), 1, f"characters for {what}")
         if length > most:
-            raise DataError(f"{self._source.name}: {length:,} bytes for {what} are past {most:,}")
+            raise DataError(
+                f"{self._source.name}: {length:,} bytes for {what} are past {most:,}"
+            )
         try:
             return self._take(length).decode()
         except UnicodeDecodeError:
-            raise DataError(f"{self._source.name}: {what} is no UTF-8 text; fetch the file again") from None
+            raise DataError(
+                f"{self._source.name}: {what} is no UTF-8 text; fetch the file again"
+            ) from None
 
     def _number(self, form: str) -> int:
         (number,) = struct.unpack(form, self._take(struct.calcsize(form)))

@@ -84,7 +84,17 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _NO_HUB = "is HF_ENDPOINT the address of a Hub?"
 # Files of a complete copy of a checkpoint, and folders with the same weights for other programs.
-_WHOLE = ("*.json", "*.safetensors", "*.txt", "*.model", "*.spm", "*.toml", "*.jinja", "*.md", "LICENSE*")
+_WHOLE = (
+    "*.json",
+    "*.safetensors",
+    "*.txt",
+    "*.model",
+    "*.spm",
+    "*.toml",
+    "*.jinja",
+    "*.md",
+    "LICENSE*",
+)
 _GGUF = ".gguf"
 _OTHER_FORMATS = ("onnx", "openvino", "coreml", "original", "mlx")
 
@@ -94,7 +104,9 @@ def is_hub_id(text: str) -> bool:
     return _parts(text) is not None
 
 
-def open_hub(hub_id: str, endpoint: str | None = None, *, offline: bool = False) -> "Repository":
+def open_hub(
+    hub_id: str, endpoint: str | None = None, *, offline: bool = False
+) -> "Repository":
     """Open one commit of a repository on the Hub.
 
     `hub_id`: name on the Hub (owner/name), optionally with @revision. `endpoint`: address of the Hub; None
@@ -102,7 +114,9 @@ def open_hub(hub_id: str, endpoint: str | None = None, *, offline: bool = False)
     """
     parts = _parts(hub_id)
     if parts is None:
-        raise DataError(f"{hub_id} is neither a path nor a name on the Hub (owner/name)")
+        raise DataError(
+            f"{hub_id} is neither a path nor a name on the Hub (owner/name)"
+        )
     return Repository(*parts, endpoint, offline or constants.HF_HUB_OFFLINE)
 
 
@@ -118,12 +132,18 @@ def gguf_on_hub(text: str) -> tuple[str, str] | None:
 
 
 def fetch_files(
-    hub_id: str, files: Sequence[str], endpoint: str | None = None, *, offline: bool = False
+    hub_id: str,
+    files: Sequence[str],
+    endpoint: str | None = None,
+    *,
+    offline: bool = False,
 ) -> Path:
     """Download the files of a model in GGUF; return their folder in the cache."""
     parts = _parts(hub_id)
     assert parts is not None, hub_id
-    repository = Repository(*parts, endpoint, offline or constants.HF_HUB_OFFLINE, gguf=files[0])
+    repository = Repository(
+        *parts, endpoint, offline or constants.HF_HUB_OFFLINE, gguf=files[0]
+    )
     for file in files:
         if repository.download(file) is None:
             raise DataError(f"{hub_id} has no {shown(file)}: its page lists its files")
@@ -147,15 +167,24 @@ class Repository:
     """One commit of a repository."""
 
     def __init__(
-        self, name: str, revision: str | None, endpoint: str | None, offline: bool, gguf: str | None = None
+        self,
+        name: str,
+        revision: str | None,
+        endpoint: str | None,
+        offline: bool,
+        gguf: str | None = None,
     ) -> None:
         """Find the commit, and read the configuration unless the model is in a GGUF file."""
         self.name = name
         self.endpoint = endpoint
         self._gguf = gguf
         self.offline = offline
-        self._cache = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"))
-        self.revision = self._stored_commit(revision) if offline else self._commit(revision)
+        self._cache = Path(
+            constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model")
+        )
+        self.revision = (
+            self._stored_commit(revision) if offline else self._commit(revision)
+        )
         self.folder = self._cache / "snapshots" / self.revision
         config = None if gguf else self.download("config.json")
         if config is None and gguf is None:
@@ -183,7 +212,9 @@ class Repository:
         index = self.download(SAFETENSORS_INDEX)
         if index is None:
             return of_one(opened(SAFETENSORS))
-        return from_index(read_json(index), f"{self.name}/{SAFETENSORS_INDEX}", self.name, opened)
+        return from_index(
+            read_json(index), f"{self.name}/{SAFETENSORS_INDEX}", self.name, opened
+        )
 
     def fetch(self) -> Path:
         """Download configuration, tokenizer and safetensors; return the folder.
@@ -195,9 +226,13 @@ class Repository:
         if self.offline:
             return self.folder
         others = [f"{folder}/*" for folder in _OTHER_FORMATS]
-        for file in filter_repo_objects(self.files(), allow_patterns=[*_WHOLE], ignore_patterns=others):
+        for file in filter_repo_objects(
+            self.files(), allow_patterns=[*_WHOLE], ignore_patterns=others
+        ):
             if self.download(file) is None:
-                raise DataError(f"{self.name}: the Hub lists {shown(file)}, and does not have it: try again")
+                raise DataError(
+                    f"{self.name}: the Hub lists {shown(file)}, and does not have it: try again"
+                )
         return self.folder
 
     def download(self, file: str) -> Path | None:
@@ -236,7 +271,9 @@ class Repository:
                     f"{self.name}: {file} is not in {self._cache}, and no connection is asked for"
                 )
             if (found := self._find_file(file, self.revision)) is None:
-                raise DataError(f"{self.name} has no {file}: only safetensors are read from the Hub")
+                raise DataError(
+                    f"{self.name} has no {file}: only safetensors are read from the Hub"
+                )
             if found[0].size > _TAKEN_WHOLE:
                 return found[0]
             self._save(found[0], file)
@@ -246,7 +283,9 @@ class Repository:
         url = f"{self.endpoint or constants.ENDPOINT}/api/models/{self.name}/revision/{self.revision}"
         where = f"{self.name}, its list of files"
         with _explained(self.name):
-            content = _in_time(where, lambda transfer: transfer.get(url, where, LONGEST_JSON))
+            content = _in_time(
+                where, lambda transfer: transfer.get(url, where, LONGEST_JSON)
+            )
         # Names are checked before any path is made of them: the list is not trusted.
         listed = parsed_json(content, where).get("siblings")
         names: list[str] = []
@@ -273,7 +312,9 @@ class Repository:
 
     def _no_file(self) -> DataError:
         if self._gguf is not None:
-            return DataError(f"{self.name}: there is no {shown(self._gguf)} in it: its page lists its files")
+            return DataError(
+                f"{self.name}: there is no {shown(self._gguf)} in it: its page lists its files"
+            )
         return DataError(
             f"{self.name}: there is no config.json, which has the number of heads; a model in GGUF is named "
             f"by its file, {self.name}/FILE.gguf"
@@ -282,28 +323,43 @@ class Repository:
     def _stored_commit(self, revision: str | None) -> str:
         wanted = revision or constants.DEFAULT_REVISION
         kept = self._cache / "refs" / wanted
-        commit = kept.read_text().strip() if stays_in_folder(wanted) and kept.is_file() else wanted
-        if _COMMIT.fullmatch(commit) is None or not (self._cache / "snapshots" / commit).is_dir():
+        commit = (
+            kept.read_text().strip()
+            if stays_in_folder(wanted) and kept.is_file()
+            else wanted
+        )
+        if (
+            _COMMIT.fullmatch(commit) is None
+            or not (self._cache / "snapshots" / commit).is_dir()
+        ):
             raise DataError(
                 f"{self.name}: no such path{near_path(self.name)}, and it is not in "
                 f"{constants.HF_HUB_CACHE}: load it once with a connection (offline=False, no HF_HUB_OFFLINE)"
             )
         return commit
 
-    def _find_file(self, file: str, revision: str | None) -> tuple["HubBytes", str] | None:
+    def _find_file(
+        self, file: str, revision: str | None
+    ) -> tuple["HubBytes", str] | None:
         """Return a file and its commit from the Hub's metadata, or None if the repository lacks the file."""
         where = f"{self.name}/{file}"
         with _explained(self.name):
             url = hf_hub_url(self.name, file, revision=revision, endpoint=self.endpoint)
             try:
-                found = _in_time(where, lambda _: get_hf_file_metadata(url, endpoint=self.endpoint))
+                found = _in_time(
+                    where, lambda _: get_hf_file_metadata(url, endpoint=self.endpoint)
+                )
             except EntryNotFoundError:
                 return None
         # Commit and hash become names of folders and files in the cache.
         if _COMMIT.fullmatch(found.commit_hash or "") is None:
-            raise DataError(f"{where}: {shown(found.commit_hash)} is not the form of a commit: {_NO_HUB}")
+            raise DataError(
+                f"{where}: {shown(found.commit_hash)} is not the form of a commit: {_NO_HUB}"
+            )
         if _HASH.fullmatch(found.etag or "") is None:
-            raise DataError(f"{where}: {shown(found.etag)} is not the form of a hash: {_NO_HUB}")
+            raise DataError(
+                f"{where}: {shown(found.etag)} is not the form of a hash: {_NO_HUB}"
+            )
         if found.size is None or found.size < 0:
             raise DataError(f"{where}: the Hub does not tell its size")
         return HubBytes(where, found.size, url, str(found.etag)), str(found.commit_hash)
@@ -315,8 +371,12 @@ class Repository:
                 f"{there.name} has {there.size / 1e9:.2f} GB, and the disk of {self._cache} has "
                 f"{free / 1e9:.2f} GB free: make room, or set HF_HUB_CACHE to a folder elsewhere"
             )
-        if there.size > LONGEST_TOKENIZER and not file.endswith((".safetensors", _GGUF)):
-            raise DataError(f"{there.name}: {there.size:,} bytes are past {LONGEST_TOKENIZER:,}")
+        if there.size > LONGEST_TOKENIZER and not file.endswith(
+            (".safetensors", _GGUF)
+        ):
+            raise DataError(
+                f"{there.name}: {there.size:,} bytes are past {LONGEST_TOKENIZER:,}"
+            )
 
 
 @final
@@ -334,7 +394,9 @@ class HubBytes(Bytes):
 
     def read(self, start: int, length: int) -> bytearray:
         if start + length > self.size:
-            raise DataError(f"{self.name} has {self.size:,} bytes, and {start + length:,} were asked for")
+            raise DataError(
+                f"{self.name} has {self.size:,} bytes, and {start + length:,} were asked for"
+            )
         if start + length <= min(_FIRST, self.size):
             if not self._first:
                 self._first = self._fetch(0, min(_FIRST, self.size))
@@ -346,7 +408,13 @@ class HubBytes(Bytes):
         found = self._new_digest()
         silent = not (sys.stderr.isatty() and speaks())
         bar = tqdm(  # type: ignore[no-untyped-call]
-            desc=self.name, total=self.size, unit="B", unit_scale=True, delay=1, leave=False, disable=silent
+            desc=self.name,
+            total=self.size,
+            unit="B",
+            unit_scale=True,
+            delay=1,
+            leave=False,
+            disable=silent,
         )
         with path.open("wb") as file, bar:
             for start in range(0, self.size, _PIECE):
@@ -368,12 +436,17 @@ class HubBytes(Bytes):
             )
 
     def _fetch(
-        self, start: int, length: int, on_received: Callable[[int], object] = lambda count: None
+        self,
+        start: int,
+        length: int,
+        on_received: Callable[[int], object] = lambda count: None,
     ) -> bytearray:
         with _explained(self.name):
             found = _in_time(
                 self.name,
-                lambda transfer: transfer.get_range(self._url, self.name, start, length, self.size),
+                lambda transfer: transfer.get_range(
+                    self._url, self.name, start, length, self.size
+                ),
                 on_received,
             )
         self.fetched += len(found)
@@ -398,7 +471,9 @@ class _Transfer:
             self._receive(answer, found, name, most)
         return found
 
-    def get_range(self, url: str, name: str, start: int, length: int, size: int) -> bytearray:
+    def get_range(
+        self, url: str, name: str, start: int, length: int, size: int
+    ) -> bytearray:
         """Return a range of a file; request missing bytes again after a broken connection."""
         found = bytearray()
         for left in reversed(range(_ATTEMPTS)):
@@ -410,10 +485,19 @@ class _Transfer:
                     given = answer.headers.get("Content-Range")
                     partial = answer.status_code == _PARTIAL
                     # A server without support for ranges would send the whole file.
-                    if not partial and (answer.status_code != _WHOLE_ANSWER or last - first + 1 < size):
-                        raise DataError(f"{wanted}, the answer has status {answer.status_code}")
-                    if partial and given not in (f"bytes {first}-{last}/{size}", f"bytes {first}-{last}/*"):
-                        raise DataError(f"{wanted}, the answer is of {shown(given)}: try again")
+                    if not partial and (
+                        answer.status_code != _WHOLE_ANSWER or last - first + 1 < size
+                    ):
+                        raise DataError(
+                            f"{wanted}, the answer has status {answer.status_code}"
+                        )
+                    if partial and given not in (
+                        f"bytes {first}-{last}/{size}",
+                        f"bytes {first}-{last}/*",
+                    ):
+                        raise DataError(
+                            f"{wanted}, the answer is of {shown(given)}: try again"
+                        )
                     self._receive(answer, found, wanted, length)
             except DataError:
                 raise
@@ -429,7 +513,11 @@ class _Transfer:
     def _answer(self, url: str, headers: dict[str, str]) -> Any:
         headers = build_hf_headers() | {"Accept-Encoding": "identity"} | headers
         return http_stream_backoff(
-            "GET", url, headers=headers, timeout=_PATIENCE_SECONDS, retry_on_exceptions=()
+            "GET",
+            url,
+            headers=headers,
+            timeout=_PATIENCE_SECONDS,
+            retry_on_exceptions=(),
         )
 
     def _receive(self, answer: Any, found: bytearray, name: str, most: int) -> None:
@@ -445,7 +533,9 @@ class _Transfer:
 
 
 def _in_time(
-    name: str, work: Callable[[_Transfer], T], on_received: Callable[[int], object] = lambda count: None
+    name: str,
+    work: Callable[[_Transfer], T],
+    on_received: Callable[[int], object] = lambda count: None,
 ) -> T:
     """Return the result of a request; raise DataError if it is too slow."""
     # A socket's timeout does not end an answer that arrives byte by byte. A hanging thread is abandoned.
@@ -485,7 +575,9 @@ def _explained(name: str) -> Iterator[None]:
     except (DataError, EntryNotFoundError):
         raise
     except GatedRepoError:
-        raise DataError(f"{name}: request access on its page, then run `hf auth login`") from None
+        raise DataError(
+            f"{name}: request access on its page, then run `hf auth login`"
+        ) from None
     except RepositoryNotFoundError:
         raise DataError(
             f"{name}: no such path{near_path(name)}, and no such repository on the Hub (or no access to it)"

@@ -18,10 +18,20 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from triptych.core.storage.tensor_file import TensorFile, TensorInfo, require_printable_name
+from triptych.core.storage.tensor_file import (
+    TensorFile,
+    TensorInfo,
+    require_printable_name,
+)
 from triptych.errors import DataError
 from triptych.extras import require_extra
-from triptych.untrusted import LocalBytes, Stamps, require_regular, shown, stays_in_folder
+from triptych.untrusted import (
+    LocalBytes,
+    Stamps,
+    require_regular,
+    shown,
+    stays_in_folder,
+)
 
 _DTYPES = {
     1: torch.float32,
@@ -39,11 +49,22 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 # Operations with matrices that are not plain numbers, or several maps in one.
 _UNREAD = {
     **dict.fromkeys(
-        ("MatMulInteger", "QLinearMatMul", "DynamicQuantizeMatMul", "DequantizeLinear", "MatMulNBits"),
+        (
+            "MatMulInteger",
+            "QLinearMatMul",
+            "DynamicQuantizeMatMul",
+            "DequantizeLinear",
+            "MatMulNBits",
+        ),
         "its matrices are quantised",
     ),
     **dict.fromkeys(
-        ("Attention", "MultiHeadAttention", "GroupQueryAttention", "EmbedLayerNormalization"),
+        (
+            "Attention",
+            "MultiHeadAttention",
+            "GroupQueryAttention",
+            "EmbedLayerNormalization",
+        ),
         "the optimiser of ONNX Runtime has merged its operations",
     ),
 }
@@ -88,7 +109,9 @@ class OnnxFile(TensorFile):
     @property
     def head_width(self) -> int | None:
         """The width of a head, from the shape of queries before the first softmax; None if unknown."""
-        softmax = next((node for node in self._graph.node if node.op_type == "Softmax"), None)
+        softmax = next(
+            (node for node in self._graph.node if node.op_type == "Softmax"), None
+        )
         if softmax is None:
             return None
         # Breadth first, so that the nearest reshaping of queries or keys to heads is found.
@@ -122,7 +145,9 @@ class OnnxFile(TensorFile):
                 yield name, _Place(name, is_transposed=False)
         for node in self._graph.node:
             match node.op_type:
-                case "Identity" if node.input[0] in self._initialisers and not _is_anonymous(node.output[0]):
+                case "Identity" if node.input[
+                    0
+                ] in self._initialisers and not _is_anonymous(node.output[0]):
                     yield node.output[0], _Place(node.input[0], is_transposed=False)
                 case "MatMul" | "Gemm" | "Gather":
                     yield from self._weight_of(node)
@@ -133,24 +158,42 @@ class OnnxFile(TensorFile):
         stored = node.input[0 if is_table else 1]
         matrix = self._initialisers.get(stored)
         module = self._module_of(node)
-        if matrix is None or len(matrix.dims) != 2 or not module or f"{module}.weight" in self._initialisers:
+        if (
+            matrix is None
+            or len(matrix.dims) != 2
+            or not module
+            or f"{module}.weight" in self._initialisers
+        ):
             return
         # A table that several modules share has the name of one of them.
         if is_table or _is_anonymous(stored):
             lies_turned = any(one.name == "transB" and one.i for one in node.attribute)
-            yield f"{module}.weight", _Place(stored, is_transposed=not is_table and not lies_turned)
+            yield (
+                f"{module}.weight",
+                _Place(stored, is_transposed=not is_table and not lies_turned),
+            )
 
     def _module_of(self, node: Any) -> str:
-        if node.op_type == "Gemm" and len(node.input) > 2 and node.input[2].endswith(".bias"):
+        if (
+            node.op_type == "Gemm"
+            and len(node.input) > 2
+            and node.input[2].endswith(".bias")
+        ):
             return str(node.input[2]).removesuffix(".bias")
-        for after in self._readers.get(node.output[0], ()) if node.op_type == "MatMul" else ():
+        for after in (
+            self._readers.get(node.output[0], ()) if node.op_type == "MatMul" else ()
+        ):
             if after.op_type == "Add":
                 added = [
-                    name for name in after.input if name in self._initialisers and name.endswith(".bias")
+                    name
+                    for name in after.input
+                    if name in self._initialisers and name.endswith(".bias")
                 ]
                 if added:
                     return str(added[0]).removesuffix(".bias")
-        scopes = next((one.value for one in node.metadata_props if one.key == _SCOPES), "")
+        scopes = next(
+            (one.value for one in node.metadata_props if one.key == _SCOPES), ""
+        )
         return _last_scope(scopes) or _module_in_path(node.name)
 
     @cached_property
@@ -179,7 +222,11 @@ class OnnxFile(TensorFile):
 
                 return [int(size) for size in to_array(node.attribute[0].t).flatten()]
             case "Concat":
-                return [size for part in node.input for size in (self._constant_shape(part) or [-1])]
+                return [
+                    size
+                    for part in node.input
+                    for size in (self._constant_shape(part) or [-1])
+                ]
             case "Unsqueeze":
                 return self._constant_shape(node.input[0])
         return []
@@ -266,7 +313,9 @@ def _graph(path: Path) -> Any:
     try:
         return onnx.load(path, load_external_data=False).graph
     except DecodeError as error:
-        raise DataError(f"{path}: it is no file of ONNX ({error}): fetch it again") from None
+        raise DataError(
+            f"{path}: it is no file of ONNX ({error}): fetch it again"
+        ) from None
 
 
 def _is_anonymous(name: str) -> bool:
@@ -280,7 +329,11 @@ def _last_scope(scopes: str) -> str:
         found = ast.literal_eval(scopes) if scopes else []
     except (SyntaxError, ValueError):
         return ""
-    are_names = isinstance(found, list) and len(found) > 1 and all(isinstance(one, str) for one in found)
+    are_names = (
+        isinstance(found, list)
+        and len(found) > 1
+        and all(isinstance(one, str) for one in found)
+    )
     return found[-2] if are_names else ""
 
 
@@ -289,5 +342,9 @@ def _module_in_path(name: str) -> str:
     *modules, _ = name.strip("/").split("/")
     # A list of modules is named once, and again in front of the number of a module in it.
     again = [after.startswith(f"{module}.") for module, after in pairwise(modules)]
-    kept = [module for module, is_again in zip(modules, [*again, False], strict=False) if not is_again]
+    kept = [
+        module
+        for module, is_again in zip(modules, [*again, False], strict=False)
+        if not is_again
+    ]
     return re.sub(r"\s", "", ".".join(kept))

@@ -21,10 +21,32 @@ from triptych.untrusted import parsed_json, shown
 
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Values of 4-bit floats with 2 bits of exponent and 1 of mantissa (E2M1); the highest bit is the sign.
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_FP4 = (
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+    -0.0,
+    -0.5,
+    -1.0,
+    -1.5,
+    -2.0,
+    -3.0,
+    -4.0,
+    -6.0,
+)
 _STATE = ".quant_state.bitsandbytes__"
 # Tensors of inputs and outputs next to a map: they do not change it.
-_OF_ACTIVATIONS = ("input_scale", "input_zero_point", "input_global_scale", "output_scale")
+_OF_ACTIVATIONS = (
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "output_scale",
+)
 
 
 class Packed(ABC):
@@ -69,7 +91,9 @@ class Integers(Packed):
         if zeros is None:
             return numbers.float() * scales
         # In floats, since the difference of two 8-bit integers may not fit 8 bits.
-        return (numbers.float() - zeros.float().reshape(-1, zeros.shape[-1])[:, groups]) * scales
+        return (
+            numbers.float() - zeros.float().reshape(-1, zeros.shape[-1])[:, groups]
+        ) * scales
 
 
 @final
@@ -88,7 +112,9 @@ class Nvfp4(Packed):
         pairs = torch.stack((packed & 15, packed >> 4), -1).flatten(1)
         values = torch.tensor(_FP4)[pairs.long()]
         factor = 1 / whole.float() if self.is_divided else whole.float()
-        return values * (scale.float() * factor)[:, _groups(self.shape[1], scale.shape[1])]
+        return (
+            values * (scale.float() * factor)[:, _groups(self.shape[1], scale.shape[1])]
+        )
 
 
 @final
@@ -110,10 +136,15 @@ class Tabled(Packed):
         if self.nested_block is not None:
             nested, nested_table = parts[3:5]
             values = nested_table.float()[scales.long()]
-            scales = values * _spread(nested.float(), self.nested_block, len(values)) + self.nested_offset
+            scales = (
+                values * _spread(nested.float(), self.nested_block, len(values))
+                + self.nested_offset
+            )
         flat = packed.flatten()
         numbers = torch.stack((flat >> 4, flat & 15), -1).flatten()[: prod(self.shape)]
-        weight = table.float()[numbers.long()] * _spread(scales.float(), self.block, len(numbers))
+        weight = table.float()[numbers.long()] * _spread(
+            scales.float(), self.block, len(numbers)
+        )
         return weight.reshape(self.shape)
 
 
@@ -171,7 +202,9 @@ def _groups(columns: int, count: int) -> Tensor:
 def _spread(scales: Tensor, block: int, count: int) -> Tensor:
     """Repeat the scale of each block for its numbers."""
     if len(scales) != ceil(count / block):
-        raise ValueError(f"there are {len(scales)} scales, and {count} numbers in blocks of {block}")
+        raise ValueError(
+            f"there are {len(scales)} scales, and {count} numbers in blocks of {block}"
+        )
     return scales.repeat_interleave(block)[:count]
 
 
@@ -181,12 +214,19 @@ def find_packed(name: str, tensors: Tensors, settings: Settings) -> Packed | Non
     infos = tensors.infos
     if len(info.shape) != 2:
         return None
-    if name.endswith(".weight._data") and f"{name.removesuffix('_data')}_scale" in infos:
+    if (
+        name.endswith(".weight._data")
+        and f"{name.removesuffix('_data')}_scale" in infos
+    ):
         if info.dtype != torch.int8 and info.dtype not in _FLOAT8:
             return None
         module = name.removesuffix(".weight._data")
         parts = (name, f"{module}.weight._scale")
-        return OfRows(module, (*parts, *_of_activations(module, tensors)), (info.shape[0], info.shape[1]))
+        return OfRows(
+            module,
+            (*parts, *_of_activations(module, tensors)),
+            (info.shape[0], info.shape[1]),
+        )
     # The dtype tells formats with the same names apart.
     module, _, last = name.rpartition(".")
     match last:
@@ -194,14 +234,18 @@ def find_packed(name: str, tensors: Tensors, settings: Settings) -> Packed | Non
             return _nvfp4(module, name, "weight_global_scale", tensors)
         case "weight_packed" if f"{module}.weight_shape" in infos:
             return _packed_integers(module, tensors, settings)
-        case "weight" if info.dtype == torch.uint8 and f"{module}.weight_scale_2" in infos:
+        case "weight" if (
+            info.dtype == torch.uint8 and f"{module}.weight_scale_2" in infos
+        ):
             return _nvfp4(module, name, "weight_scale_2", tensors)
         case "weight" if info.dtype == torch.uint8:
             return _tabled(module, name, tensors)
         case "weight" if info.dtype == torch.uint32 and f"{module}.scales" in infos:
             return _affine(module, name, tensors, settings)
         case "weight" if info.dtype == torch.int8 and _has_groups(module, tensors):
-            return _integers(module, name, (info.shape[0], info.shape[1]), None, tensors)
+            return _integers(
+                module, name, (info.shape[0], info.shape[1]), None, tensors
+            )
     return None
 
 
@@ -210,11 +254,18 @@ def _has_groups(module: str, tensors: Tensors) -> bool:
     scale = tensors.infos.get(f"{module}.weight_scale")
     rows = tensors.infos[f"{module}.weight"].shape[0]
     has_zeros = f"{module}.weight_zero_point" in tensors.infos
-    is_grouped = scale is not None and len(scale.shape) == 2 and scale.shape[0] == rows and scale.shape[1] > 1
+    is_grouped = (
+        scale is not None
+        and len(scale.shape) == 2
+        and scale.shape[0] == rows
+        and scale.shape[1] > 1
+    )
     return scale is not None and (has_zeros or is_grouped)
 
 
-def _packed_integers(module: str, tensors: Tensors, settings: Settings) -> Packed | None:
+def _packed_integers(
+    module: str, tensors: Tensors, settings: Settings
+) -> Packed | None:
     name = f"{module}.weight_packed"
     sizes = tensors.read(f"{module}.weight_shape").tolist()
     rows, words = tensors.infos[name].shape
@@ -223,7 +274,9 @@ def _packed_integers(module: str, tensors: Tensors, settings: Settings) -> Packe
             f"{tensors.name}, tensor {name}: weight_shape is {shown(sizes)}, and it has {rows} rows"
         )
     # The number of bits is that of the configuration with which the packed columns are as many as stored.
-    said = [bits for bits in _bits_of(settings) if ceil(sizes[1] / (32 // bits)) == words]
+    said = [
+        bits for bits in _bits_of(settings) if ceil(sizes[1] / (32 // bits)) == words
+    ]
     if not said:
         raise DataError(
             f"{tensors.name}, tensor {name}: {words} words a row hold no {sizes[1]} numbers of num_bits in "
@@ -245,7 +298,8 @@ def _integers(
     module: str, name: str, shape: tuple[int, int], bits: int | None, tensors: Tensors
 ) -> Packed | None:
     scale, zeros, order = (
-        f"{module}.{part}" for part in ("weight_scale", "weight_zero_point", "weight_g_idx")
+        f"{module}.{part}"
+        for part in ("weight_scale", "weight_zero_point", "weight_g_idx")
     )
     if scale not in tensors.infos:
         return None
@@ -261,7 +315,9 @@ def _nvfp4(module: str, name: str, whole: str, tensors: Tensors) -> Packed | Non
         return None
     rows, pairs = tensors.infos[name].shape
     parts = (name, *scales, *_of_activations(module, tensors))
-    return Nvfp4(module, parts, (rows, 2 * pairs), is_divided=whole == "weight_global_scale")
+    return Nvfp4(
+        module, parts, (rows, 2 * pairs), is_divided=whole == "weight_global_scale"
+    )
 
 
 def _tabled(module: str, name: str, tensors: Tensors) -> Packed | None:
@@ -270,33 +326,63 @@ def _tabled(module: str, name: str, tensors: Tensors) -> Packed | None:
     if state is None:
         return None
     # A JSON record, stored as bytes in a tensor.
-    record = parsed_json(bytes(tensors.read(state).to(torch.uint8).tolist()), f"{tensors.name}, {state}")
+    record = parsed_json(
+        bytes(tensors.read(state).to(torch.uint8).tolist()), f"{tensors.name}, {state}"
+    )
     shape = record.get("shape")
     block = record.get("blocksize")
     nested = record.get("nested_blocksize")
-    are_sizes = isinstance(shape, list) and len(shape) == 2 and all(_is_size(size) for size in shape)
+    are_sizes = (
+        isinstance(shape, list)
+        and len(shape) == 2
+        and all(_is_size(size) for size in shape)
+    )
     is_known = _is_size(block) and (nested is None or _is_size(nested))
-    if not isinstance(shape, list) or not isinstance(block, int) or not are_sizes or not is_known:
-        raise DataError(f"{tensors.name}, tensor {state}: it has no shape of a matrix and blocksize")
-    read = ["absmax", "quant_map"] + ([] if nested is None else ["nested_absmax", "nested_quant_map"])
+    if (
+        not isinstance(shape, list)
+        or not isinstance(block, int)
+        or not are_sizes
+        or not is_known
+    ):
+        raise DataError(
+            f"{tensors.name}, tensor {state}: it has no shape of a matrix and blocksize"
+        )
+    read = ["absmax", "quant_map"] + (
+        [] if nested is None else ["nested_absmax", "nested_quant_map"]
+    )
     parts = (name, *(f"{name}.{part}" for part in read))
     if missing := [part for part in parts if part not in tensors.infos]:
-        raise DataError(f"{tensors.name}: there is no tensor {missing[0]}, and {name} needs it")
+        raise DataError(
+            f"{tensors.name}: there is no tensor {missing[0]}, and {name} needs it"
+        )
     others = tuple(one for one in beside if one not in parts)
     offset = float(record.get("nested_offset") or 0.0)
-    return Tabled(module, (*parts, *others), (shape[0], shape[1]), block, nested, offset)
+    return Tabled(
+        module, (*parts, *others), (shape[0], shape[1]), block, nested, offset
+    )
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 40
+    return (
+        isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 40
+    )
 
 
-def _affine(module: str, name: str, tensors: Tensors, settings: Settings) -> Packed | None:
+def _affine(
+    module: str, name: str, tensors: Tensors, settings: Settings
+) -> Packed | None:
     scales = f"{module}.scales"
     offsets = next(
-        (f"{module}.{one}" for one in ("biases", "qbiases") if f"{module}.{one}" in tensors.infos), None
+        (
+            f"{module}.{one}"
+            for one in ("biases", "qbiases")
+            if f"{module}.{one}" in tensors.infos
+        ),
+        None,
     )
-    group = settings.value("quantization.group_size | quantization_config.group_size | 64")
+    group = settings.value(
+        "quantization.group_size | quantization_config.group_size | 64"
+    )
     rows, words = tensors.infos[name].shape
     shape = tensors.infos[scales].shape
     if offsets is None or len(shape) != 2 or not _is_size(group) or not shape[1]:
@@ -313,4 +399,6 @@ def _affine(module: str, name: str, tensors: Tensors, settings: Settings) -> Pac
 
 
 def _of_activations(module: str, tensors: Tensors) -> tuple[str, ...]:
-    return tuple(one for part in _OF_ACTIVATIONS if (one := f"{module}.{part}") in tensors.infos)
+    return tuple(
+        one for part in _OF_ACTIVATIONS if (one := f"{module}.{part}") in tensors.infos
+    )

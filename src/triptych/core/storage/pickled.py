@@ -11,20 +11,51 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from triptych.core.storage.tensor_file import TensorFile, info_of, require_printable_name
+from triptych.core.storage.tensor_file import (
+    TensorFile,
+    info_of,
+    require_printable_name,
+)
 from triptych.errors import DataError
 from triptych.untrusted import require_regular, shown
 
 # Names of the record of weights in a file of training, in order of precedence; averages of weights (EMA) come
 # after the weights themselves.
 _WEIGHTS = (
-    *("state_dict", "model_state_dict", "model_state", "model", "module", "net", "network", "weights"),
-    *("params", "encoder_decoder", "ema_state_dict", "model_ema", "ema_model", "params_ema", "ema"),
+    *(
+        "state_dict",
+        "model_state_dict",
+        "model_state",
+        "model",
+        "module",
+        "net",
+        "network",
+        "weights",
+    ),
+    *(
+        "params",
+        "encoder_decoder",
+        "ema_state_dict",
+        "model_ema",
+        "ema_model",
+        "params_ema",
+        "ema",
+    ),
 )
 # Names of the record of sizes in such a file.
-_SIZES = ("config", "model_config", "model_args", "hyper_parameters", "hparams", "args", "cfg")
+_SIZES = (
+    "config",
+    "model_config",
+    "model_args",
+    "hyper_parameters",
+    "hparams",
+    "args",
+    "cfg",
+)
 # Names of wrappers around modules in names of tensors: `torch.compile`, FSDP, checkpointing of activations.
-_WRAPPERS = re.compile(r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\.")
+_WRAPPERS = re.compile(
+    r"\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module)\."
+)
 _DEEPEST = 4
 
 
@@ -53,7 +84,9 @@ def _load(path: Path) -> Any:
     try:
         require_regular(path)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings on pickles that are refused below
+            warnings.simplefilter(
+                "ignore"
+            )  # warnings on pickles that are refused below
             is_archive = zipfile.is_zipfile(path)
             if is_archive and _is_program(path):
                 raise DataError(
@@ -61,7 +94,9 @@ def _load(path: Path) -> Any:
                     "model that it was made of"
                 )
             # Only the newer of torch's two formats, a zip archive, can be mapped.
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+            return torch.load(
+                path, map_location="cpu", weights_only=True, mmap=is_archive
+            )
     except DataError:
         raise
     except FileNotFoundError:
@@ -87,9 +122,15 @@ def _weights_in(found: Any) -> tuple[Any, tuple[str, ...]]:
     """Return the record of tensors within the usual records around it, and the names of further ones."""
     left_out = list[str]()
     for _ in range(_DEEPEST):
-        if not isinstance(found, dict) or any(isinstance(held, Tensor) for held in found.values()):
+        if not isinstance(found, dict) or any(
+            isinstance(held, Tensor) for held in found.values()
+        ):
             break
-        inside = [name for name in _WEIGHTS if isinstance(found.get(name), dict) and found[name]]
+        inside = [
+            name
+            for name in _WEIGHTS
+            if isinstance(found.get(name), dict) and found[name]
+        ]
         if not inside:
             break
         left_out += [name for name in inside[1:] if _has_tensors(found[name])]
@@ -106,13 +147,17 @@ def _sizes_in(found: Any) -> dict[str, Any]:
     if not isinstance(found, dict):
         return {}
     records = (found[name] for name in _SIZES if isinstance(found.get(name), dict))
-    return next(({str(key): value for key, value in record.items()} for record in records), {})
+    return next(
+        ({str(key): value for key, value in record.items()} for record in records), {}
+    )
 
 
 def _checked(found: Any, where: str) -> dict[str, Tensor]:
     """Return tensors by their names, without the names of wrappers and without autograd."""
     if not isinstance(found, dict):
-        raise DataError(f"{where}: it holds a {type(found).__name__} instead of tensors by name")
+        raise DataError(
+            f"{where}: it holds a {type(found).__name__} instead of tensors by name"
+        )
     checked = dict[str, Tensor]()
     for stored, tensor in found.items():
         if not isinstance(stored, str) or not isinstance(tensor, Tensor):
@@ -123,11 +168,17 @@ def _checked(found: Any, where: str) -> dict[str, Tensor]:
         name = without_wrappers(stored)
         held = 0 if tensor.is_meta else tensor.untyped_storage().nbytes()
         if tensor.layout == torch.strided and tensor.nbytes > held:
-            raise DataError(f"{where}, tensor {name}: it claims more numbers than it holds")
+            raise DataError(
+                f"{where}, tensor {name}: it claims more numbers than it holds"
+            )
         if tensor.layout != torch.strided or tensor.is_meta:
-            raise DataError(f"{where}, tensor {name}: its storage is not supported (sparse, or empty)")
+            raise DataError(
+                f"{where}, tensor {name}: its storage is not supported (sparse, or empty)"
+            )
         if name in checked:
-            raise DataError(f"{where}: tensor {name} is there twice, with the name of a wrapper and without")
+            raise DataError(
+                f"{where}: tensor {name} is there twice, with the name of a wrapper and without"
+            )
         # Detach parameters, or autograd would record all computations with them.
         checked[name] = tensor.detach()
     return checked
@@ -141,7 +192,9 @@ def without_wrappers(name: str) -> str:
 def _within(found: Mapping[Any, Any]) -> str:
     """Return advice on weights nested in another record, such as a state of training."""
     for name, held in found.items():
-        are_tensors = isinstance(held, dict) and all(isinstance(one, Tensor) for one in held.values())
+        are_tensors = isinstance(held, dict) and all(
+            isinstance(one, Tensor) for one in held.values()
+        )
         if are_tensors and held and isinstance(name, str):
             return (
                 f"; the weights seem to be under {shown(name)}: save that record alone, "

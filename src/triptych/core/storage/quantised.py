@@ -76,9 +76,18 @@ class Gptq(Packed):
                 f"checkpoint_format {version} stores them some are {other}: one of the two is wrong"
             )
         _require_groups(scales, self.shape[1], self.group)
-        groups = parts[3].long() if len(parts) > 3 else torch.arange(self.shape[1]) // self.group
+        groups = (
+            parts[3].long()
+            if len(parts) > 3
+            else torch.arange(self.shape[1]) // self.group
+        )
         return _block_by_block(
-            packed, self.shape, offsets, scales, groups, lambda words: unpacked(words.mT, self.bits).mT
+            packed,
+            self.shape,
+            offsets,
+            scales,
+            groups,
+            lambda words: unpacked(words.mT, self.bits).mT,
         )
 
 
@@ -99,9 +108,13 @@ class Awq(Packed):
         groups = torch.arange(self.shape[1]) // self.group
 
         def numbers(words: Tensor) -> Tensor:
-            return unpacked(words, 4).view(len(words), -1, 8)[..., _AWQ_ORDER].flatten(1)
+            return (
+                unpacked(words, 4).view(len(words), -1, 8)[..., _AWQ_ORDER].flatten(1)
+            )
 
-        return _block_by_block(packed, self.shape, numbers(zeros), scales, groups, numbers)
+        return _block_by_block(
+            packed, self.shape, numbers(zeros), scales, groups, numbers
+        )
 
 
 def _require_groups(scales: Tensor, d_in: int, group: int) -> None:
@@ -137,7 +150,11 @@ def _block_by_block(
 
 def dequantised(tensors: Tensors, settings: Settings) -> Tensors:
     """Replace quantised maps by plain weights; their parts are no longer listed."""
-    found = [packed for name in tensors.infos if (packed := _packed(name, tensors, settings)) is not None]
+    found = [
+        packed
+        for name in tensors.infos
+        if (packed := _packed(name, tensors, settings)) is not None
+    ]
     hidden = {*chain.from_iterable(packed.parts for packed in found)}
     _refuse_by_name(tensors, settings, hidden)
     if not found:
@@ -155,7 +172,9 @@ class _Unpacking(TensorFile):
         self._maps = {f"{packed.module}.weight": packed for packed in maps}
         self.infos = {
             name: TensorInfo(
-                torch.float32, packed.shape, sum(tensors.infos[part].num_bytes for part in packed.parts)
+                torch.float32,
+                packed.shape,
+                sum(tensors.infos[part].num_bytes for part in packed.parts),
             )
             for name, packed in self._maps.items()
         }
@@ -167,7 +186,9 @@ class _Unpacking(TensorFile):
         packed = self._maps[name]
         # Shapes of parts are not trusted: unpacking fails for incompatible parts.
         try:
-            found = packed.unpack(tuple(self._tensors.read(part) for part in packed.parts))
+            found = packed.unpack(
+                tuple(self._tensors.read(part) for part in packed.parts)
+            )
         except (IndexError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0][:200]
             raise DataError(
@@ -188,14 +209,24 @@ def _packed(name: str, tensors: Tensors, settings: Settings) -> Packed | None:
         return found
     module, _, last = name.rpartition(".")
     info = tensors.infos[name]
-    if last == "weight" and (info.dtype in _FLOAT8 or info.dtype == torch.int8) and len(info.shape) == 2:
+    if (
+        last == "weight"
+        and (info.dtype in _FLOAT8 or info.dtype == torch.int8)
+        and len(info.shape) == 2
+    ):
         shape = info.shape[0], info.shape[1]
-        for scale, times in (("weight_scale_inv", 1.0), ("weight_scale", 1.0), ("SCB", 1 / 127)):
+        for scale, times in (
+            ("weight_scale_inv", 1.0),
+            ("weight_scale", 1.0),
+            ("SCB", 1 / 127),
+        ):
             part = f"{module}.{scale}"
             if part in tensors.infos:
                 # Scales of inputs do not change the map: list them as parts without using them.
                 more = tuple(
-                    m for m in (f"{module}.input_scale", f"{module}.weight_format") if m in tensors.infos
+                    m
+                    for m in (f"{module}.input_scale", f"{module}.weight_format")
+                    if m in tensors.infos
                 )
                 block = _block(tensors, part, shape, settings)
                 return Scaled(module, (name, part, *more), shape, times, block)
@@ -203,27 +234,40 @@ def _packed(name: str, tensors: Tensors, settings: Settings) -> Packed | None:
     if last != "qweight":
         return None
     method, bits, group = (
-        settings.value(f"quantization_config.{key}") for key in ("quant_method", "bits", "group_size")
+        settings.value(f"quantization_config.{key}")
+        for key in ("quant_method", "bits", "group_size")
     )
     return _packed_in_groups(module, str(method), bits, group, tensors, settings)
 
 
-def _refuse_by_name(tensors: Tensors, settings: Settings, read: Collection[str]) -> None:
+def _refuse_by_name(
+    tensors: Tensors, settings: Settings, read: Collection[str]
+) -> None:
     """Raise DataError for known, unsupported quantisation formats of tensors not in `read`."""
     # AWQ's layouts differ only by the configuration; further formats are recognised by their tensors.
     method = settings.value("quantization_config.quant_method")
     version = settings.value("quantization_config.version")
     if method == "awq" and version not in (None, "gemm", "GEMM"):
-        raise DataError(_unread(tensors, "its maps", f"AWQ in the layout {str(version)[:40]!r}"))
+        raise DataError(
+            _unread(tensors, "its maps", f"AWQ in the layout {str(version)[:40]!r}")
+        )
     if found := quantisation_of([name for name in tensors.infos if name not in read]):
         raise DataError(_unread(tensors, f"tensor {found[0]}", _said(found[1], method)))
     for name in tensors.infos:
         if ".quant_state." in name and name not in read:
             raise DataError(
-                _unread(tensors, f"tensor {name.partition('.quant_state.')[0]}", "bitsandbytes in 4 bits")
+                _unread(
+                    tensors,
+                    f"tensor {name.partition('.quant_state.')[0]}",
+                    "bitsandbytes in 4 bits",
+                )
             )
         if name.endswith(".weight_format") and bool(tensors.read(name).any()):
-            raise DataError(_unread(tensors, f"tensor {name}", "bitsandbytes in a layout of its own"))
+            raise DataError(
+                _unread(
+                    tensors, f"tensor {name}", "bitsandbytes in a layout of its own"
+                )
+            )
 
 
 def _said(known: str, method: object) -> str:
@@ -241,17 +285,29 @@ def _unread(tensors: Tensors, what: str, how: str) -> str:  # words for messages
 
 
 def _packed_in_groups(
-    module: str, method: str, bits: object, group: object, tensors: Tensors, settings: Settings
+    module: str,
+    method: str,
+    bits: object,
+    group: object,
+    tensors: Tensors,
+    settings: Settings,
 ) -> Packed:
     names = [f"{module}.{part}" for part in ("qweight", "qzeros", "scales")]
     missing = [name for name in names if name not in tensors.infos]
     if missing:
-        raise DataError(f"{tensors.name}: there is no tensor {missing[0]}, and {names[0]} needs it")
+        raise DataError(
+            f"{tensors.name}: there is no tensor {missing[0]}, and {names[0]} needs it"
+        )
     if len(tensors.infos[names[0]].shape) != 2:
         raise DataError(f"{tensors.name}, tensor {names[0]}: it is no matrix")
     rows, columns = tensors.infos[names[0]].shape
     is_group = isinstance(group, int) and -1 <= group <= _LARGEST_GROUP
-    if not isinstance(bits, int) or bits not in (2, 4, 8) or not isinstance(group, int) or not is_group:
+    if (
+        not isinstance(bits, int)
+        or bits not in (2, 4, 8)
+        or not isinstance(group, int)
+        or not is_group
+    ):
         raise DataError(
             f"{settings.where}: quantization_config has bits {shown(bits)} and group_size {shown(group)}: "
             "2, 4 or 8 and a whole number are read"
@@ -264,9 +320,22 @@ def _packed_in_groups(
         d_in = rows * per_word
         size = group if group > 0 else d_in
         symmetric = settings.value("quantization_config.sym") is True
-        return Gptq(module, tuple(names), (columns, d_in), bits, size, 0 if second else 1, symmetric)
+        return Gptq(
+            module,
+            tuple(names),
+            (columns, d_in),
+            bits,
+            size,
+            0 if second else 1,
+            symmetric,
+        )
     if method == "awq" and bits == 4:
-        return Awq(module, tuple(names), (columns * per_word, rows), group if group > 0 else rows)
+        return Awq(
+            module,
+            tuple(names),
+            (columns * per_word, rows),
+            group if group > 0 else rows,
+        )
     raise DataError(
         f"{tensors.name}: tensor {names[0]} is quantised by {shown(method)} in {bits} bits, which is not "
         "read: use the checkpoint before quantisation"
@@ -283,9 +352,13 @@ def _block(
         return None
     block = settings.value("quantization_config.weight_block_size")
     is_block = (
-        isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
+        isinstance(block, list)
+        and len(block) == 2
+        and all(isinstance(n, int) and n > 0 for n in block)
     )
-    if is_block and found == tuple(ceil(n / size) for n, size in zip(shape, block, strict=True)):
+    if is_block and found == tuple(
+        ceil(n / size) for n, size in zip(shape, block, strict=True)
+    ):
         return block[0], block[1]
     raise DataError(
         f"{tensors.name}: tensor {scale} has shape {list(found)}: no scales of {list(shape)} in blocks "

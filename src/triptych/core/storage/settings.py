@@ -52,7 +52,11 @@ class Settings:
     """
 
     def __init__(
-        self, record: Mapping[str, Any], where: str, path: str = "", outermost: "Settings | None" = None
+        self,
+        record: Mapping[str, Any],
+        where: str,
+        path: str = "",
+        outermost: "Settings | None" = None,
     ) -> None:
         self.record = record
         self.where = where
@@ -74,11 +78,14 @@ class Settings:
         missing = {
             name: value
             for name, value in defaults.items()
-            if name not in self.record or (isinstance(value, dict) and self.record[name] is None)
+            if name not in self.record
+            or (isinstance(value, dict) and self.record[name] is None)
         }
         if not missing:
             return self
-        return Settings({**self.record, **missing}, self.where, self.path, self.outermost)
+        return Settings(
+            {**self.record, **missing}, self.where, self.path, self.outermost
+        )
 
     def value(self, expression: str, layer: int = 0) -> Any:
         """Return the value of an expression, or None if all alternatives are missing or null."""
@@ -93,38 +100,56 @@ class Settings:
         found = self.value(expression, layer)
         if isinstance(found, float) and found.is_integer():
             found = int(found)
-        if isinstance(found, bool) or not isinstance(found, int) or not 1 <= found <= _LARGEST:
+        if (
+            isinstance(found, bool)
+            or not isinstance(found, int)
+            or not 1 <= found <= _LARGEST
+        ):
             raise DataError(
                 f"{self.where}: {expression} is {_describe(found)}: a whole number of at least 1 is needed"
-                + (f", of at most {_LARGEST:,.0f}" if isinstance(found, int) and found > 1 else "")
+                + (
+                    f", of at most {_LARGEST:,.0f}"
+                    if isinstance(found, int) and found > 1
+                    else ""
+                )
             )
         return found
 
     def whole(self, expression: str, layer: int = 0) -> int:
         """Return the value of an expression as an integer of at least 0."""
-        return 0 if self.value(expression, layer) == 0 else self.count(expression, layer)
+        return (
+            0 if self.value(expression, layer) == 0 else self.count(expression, layer)
+        )
 
     def number(self, expression: str, layer: int = 0) -> float:
         """Return the value of an expression as a float."""
         found = self.value(expression, layer)
         if isinstance(found, bool) or not isinstance(found, int | float):
-            raise DataError(f"{self.where}: {expression} is {_describe(found)}: a number is needed")
+            raise DataError(
+                f"{self.where}: {expression} is {_describe(found)}: a number is needed"
+            )
         if not -_LARGEST <= found <= _LARGEST:
-            raise DataError(f"{self.where}: {expression} is {_describe(found)}: too large, or no number")
+            raise DataError(
+                f"{self.where}: {expression} is {_describe(found)}: too large, or no number"
+            )
         return float(found)
 
     def positive(self, expression: str, layer: int = 0) -> float:
         """Return the value of an expression as a float above 0."""
         found = self.number(expression, layer)
         if found <= 0:
-            raise DataError(f"{self.where}: {expression} is {found:g}: a number above 0 is needed")
+            raise DataError(
+                f"{self.where}: {expression} is {found:g}: a number above 0 is needed"
+            )
         return found
 
     def word(self, expression: str, layer: int = 0) -> str | None:
         """Return the value of an expression as a string, or None if it is missing."""
         found = self.value(expression, layer)
         if found is not None and not isinstance(found, str):
-            raise DataError(f"{self.where}: {expression} is {_describe(found)}: a text is needed")
+            raise DataError(
+                f"{self.where}: {expression} is {_describe(found)}: a text is needed"
+            )
         return found
 
     def holds(self, condition: str, layer: int = 0) -> bool:
@@ -148,7 +173,9 @@ class Settings:
             wanted: Any = _literal(right)
             if isinstance(wanted, str) and (number is not None or sign in ("<", ">=")):
                 wanted = self.value(wanted, layer)
-            if value is None or (isinstance(wanted, int) and not isinstance(value, int | float)):
+            if value is None or (
+                isinstance(wanted, int) and not isinstance(value, int | float)
+            ):
                 return sign == "!="
             try:
                 return _COMPARISONS[sign](value, wanted)
@@ -166,7 +193,11 @@ class Settings:
         number = layer if found[1] == "layer" else layer + 1
         if found[2] is None:
             return number
-        return None if self.value(found[2], layer) is None else number % self.count(found[2], layer)
+        return (
+            None
+            if self.value(found[2], layer) is None
+            else number % self.count(found[2], layer)
+        )
 
     def _computed(self, expression: str, layer: int) -> Any:
         parts = re.split(r"\s+(//|[*/+-])\s+", expression)
@@ -182,13 +213,17 @@ class Settings:
                 elif sign in ("+", "-"):
                     total = total + other if sign == "+" else total - other
                 elif sign == "//" or (
-                    isinstance(total, int) and isinstance(other, int) and not total % other
+                    isinstance(total, int)
+                    and isinstance(other, int)
+                    and not total % other
                 ):
                     total = total // other
                 else:
                     total = total / other
             except OverflowError:
-                raise DataError(f"{self.where}: {expression} is a number too large") from None
+                raise DataError(
+                    f"{self.where}: {expression} is a number too large"
+                ) from None
         return total
 
     def _term(self, term: str, layer: int) -> Any:
@@ -229,7 +264,9 @@ def paths_in(expression: str) -> set[str]:
         else:
             both = found[1].split()[0] in ("layer", "(layer") or found[2] in ("<", ">=")
             sides += [found[1], found[3]] if both else [found[1]]
-    found_words = chain.from_iterable(re.findall(r"[A-Za-z_][\w.]*(?:\[\])?", side) for side in sides)
+    found_words = chain.from_iterable(
+        re.findall(r"[A-Za-z_][\w.]*(?:\[\])?", side) for side in sides
+    )
     words = {word.removesuffix("[]") for word in found_words}
     return words - {"layer", "null", "true", "false"}
 
@@ -248,8 +285,17 @@ def _literal(text: str) -> Any:
 
 
 def _are_numbers(*values: Any) -> bool:
-    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+    return all(
+        isinstance(value, int | float) and not isinstance(value, bool)
+        for value in values
+    )
 
 
 def _describe(value: Any) -> str:
-    return "missing" if value is None else f"'{shown(value)}'" if isinstance(value, str) else shown(value)
+    return (
+        "missing"
+        if value is None
+        else f"'{shown(value)}'"
+        if isinstance(value, str)
+        else shown(value)
+    )

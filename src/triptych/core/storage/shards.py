@@ -21,7 +21,12 @@ import torch
 from torch import Tensor
 
 from triptych.core.storage.pickled import Pickled
-from triptych.core.storage.tensors import STORED_DTYPES, Safetensors, TensorInfo, Tensors
+from triptych.core.storage.tensors import (
+    STORED_DTYPES,
+    Safetensors,
+    TensorInfo,
+    Tensors,
+)
 from triptych.errors import DataError
 from triptych.files import write_atomically
 from triptych.untrusted import LocalBytes
@@ -35,7 +40,9 @@ OnWritten = Callable[[int], None]
 _LABELS = {dtype: label for label, dtype in STORED_DTYPES.items()}
 _BLOCK = 1 << 22
 _Blocks = Iterator[memoryview | bytearray]
-_MOST_WAITING = 8  # tensors copied or written at a time; replacements are in memory until written
+_MOST_WAITING = (
+    8  # tensors copied or written at a time; replacements are in memory until written
+)
 
 
 class TensorHash(NamedTuple):
@@ -69,8 +76,13 @@ class _SafetensorsShard:
     def header(self, written: Mapping[str, TensorInfo]) -> bytes:
         end = self._file.data_start
         sizes = [info.num_bytes for info in self.infos.values()]
-        expected = accumulate(sizes, initial=end)  # offsets without gaps between tensors
-        adjoin = all(self._file.start(name) == at for name, at in zip(self.infos, expected, strict=False))
+        expected = accumulate(
+            sizes, initial=end
+        )  # offsets without gaps between tensors
+        adjoin = all(
+            self._file.start(name) == at
+            for name, at in zip(self.infos, expected, strict=False)
+        )
         if adjoin and self.infos == dict(written):
             return bytes(self._source.read(0, end))
         return _header_of(written, self._file.metadata)
@@ -96,10 +108,14 @@ class _PickledShard:
     def __init__(self, path: Path) -> None:
         self._file = Pickled(path)
         infos = self._file.infos
-        strange = next((name for name, info in infos.items() if info.dtype not in _LABELS), None)
+        strange = next(
+            (name for name, info in infos.items() if info.dtype not in _LABELS), None
+        )
         if strange is not None:
             raise DataError(
-                f"{path}, tensor {strange}: safetensors has no {infos[strange].dtype}".replace("torch.", "")
+                f"{path}, tensor {strange}: safetensors has no {infos[strange].dtype}".replace(
+                    "torch.", ""
+                )
             )
         # The order of safetensors' writer, which aligns every tensor to the size of its entries.
         ordered = sorted(infos, key=lambda name: (-infos[name].dtype.itemsize, name))
@@ -145,7 +161,9 @@ def copy_shard(
 
     Returns the tensors written, and the hashes of all tensors read or written.
     """
-    shard: _Shard = (_SafetensorsShard if path.suffix == ".safetensors" else _PickledShard)(path)
+    shard: _Shard = (
+        _SafetensorsShard if path.suffix == ".safetensors" else _PickledShard
+    )(path)
     written = dict[str, TensorInfo]()
     hashes = dict[str, TensorHash]()
     waiting: deque[tuple[int, Future[dict[str, TensorHash]]]] = deque()
@@ -170,13 +188,20 @@ def copy_shard(
             new = {name: new} if isinstance(new, Tensor) else new
             for tensor in (new or {}).values():
                 if tensor.dtype != info.dtype:
-                    raise ValueError(f"{name} is {_LABELS[info.dtype]}, and what replaces it {tensor.dtype}")
+                    raise ValueError(
+                        f"{name} is {_LABELS[info.dtype]}, and what replaces it {tensor.dtype}"
+                    )
             infos = {name: info}
             if new is not None:
-                infos = {own: TensorInfo(one.dtype, tuple(one.shape), one.nbytes) for own, one in new.items()}
+                infos = {
+                    own: TensorInfo(one.dtype, tuple(one.shape), one.nbytes)
+                    for own, one in new.items()
+                }
             written |= infos
             num_bytes = sum(one.num_bytes for one in infos.values())
-            waiting.append((num_bytes, pool.submit(_copy, shard, name, new, handle, at)))
+            waiting.append(
+                (num_bytes, pool.submit(_copy, shard, name, new, handle, at))
+            )
             at += num_bytes
         complete(0)
         header = shard.header(written)
@@ -203,7 +228,10 @@ def _copy(
     for block in shard.blocks(name):
         read.update(block)
         if new is None and (
-            source is None or not _copy_in_kernel(source[0], source[1] + done, handle, at + done, len(block))
+            source is None
+            or not _copy_in_kernel(
+                source[0], source[1] + done, handle, at + done, len(block)
+            )
         ):
             source = None
             _write_at(handle, block, at + done)
@@ -217,7 +245,9 @@ def _copy(
             written.update(block)
             _write_at(handle, block, at)
             at += len(block)
-        hashes[own] = TensorHash(read.hexdigest() if own == name else None, written.hexdigest())
+        hashes[own] = TensorHash(
+            read.hexdigest() if own == name else None, written.hexdigest()
+        )
     return hashes
 
 
@@ -231,7 +261,10 @@ def _copy_in_kernel(source: int, start: int, handle: int, at: int, length: int) 
             start = start + count
             at = at + count
             length = length - count
-    except (OSError, AttributeError):  # unsupported by the system or between two disks; the caller writes
+    except (
+        OSError,
+        AttributeError,
+    ):  # unsupported by the system or between two disks; the caller writes
         return False
     return True
 
@@ -256,7 +289,9 @@ def _write_at(handle: int, content: bytes | bytearray | memoryview, at: int) -> 
         at = at + count
 
 
-def _header_of(written: Mapping[str, TensorInfo], metadata: dict[str, str] | None) -> bytes:
+def _header_of(
+    written: Mapping[str, TensorInfo], metadata: dict[str, str] | None
+) -> bytes:
     record: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     at = 0
     for name, info in written.items():

@@ -47,4 +47,6 @@ class TensorFile(ABC):
 def require_printable_name(name: str, where: str) -> None:
     """Check that a name can be printed in reports and on terminals."""
     if not name.isprintable():
-        raise DataError(f"{where}: a tensor is named {shown(name)}, with unprintable characters")
+        raise DataError(
+            f"{where}: a tensor is named {shown(name)}, with unprintable characters"
+        )

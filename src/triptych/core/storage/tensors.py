@@ -91,7 +91,9 @@ class Safetensors(TensorFile):
         rows, *rest = self.infos[name].shape
         stop = min(stop, rows)
         width = self.infos[name].num_bytes // max(rows, 1)
-        return self._read_values(name, start * width, (stop - start) * width).reshape(stop - start, *rest)
+        return self._read_values(name, start * width, (stop - start) * width).reshape(
+            stop - start, *rest
+        )
 
     def _read_values(self, name: str, first: int, num_bytes: int) -> Tensor:
         dtype = self.infos[name].dtype
@@ -113,11 +115,15 @@ class Safetensors(TensorFile):
         shape = entry.get("shape")
         offsets = entry.get("data_offsets")
         if not isinstance(label, str) or label not in STORED_DTYPES:
-            raise DataError(f"{where}: dtype {shown(label)} is not one of {', '.join(STORED_DTYPES)}")
+            raise DataError(
+                f"{where}: dtype {shown(label)} is not one of {', '.join(STORED_DTYPES)}"
+            )
         if not _are_counts(shape):
             raise DataError(f"{where}: shape {shown(shape)} is not a list of sizes")
         if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-            raise DataError(f"{where}: data_offsets {shown(offsets)} are not a start and an end")
+            raise DataError(
+                f"{where}: data_offsets {shown(offsets)} are not a start and an end"
+            )
         if len(shape) > _MOST_DIMENSIONS or any(n > _LONGEST_SIDE for n in shape):
             raise DataError(f"{where}: shape {shown(shape)} is not a valid shape")
         dtype = STORED_DTYPES[label]
@@ -143,14 +149,18 @@ class Safetensors(TensorFile):
         filled.sort()
         for (_, end, one), (start, _, other) in pairwise(filled):
             if start < end:
-                raise DataError(f"{self.name}: tensors {shown(one)} and {shown(other)} share bytes")
+                raise DataError(
+                    f"{self.name}: tensors {shown(one)} and {shown(other)} share bytes"
+                )
 
 
 @final
 class InMemory(TensorFile):
     """Tensors in memory, optionally in place of tensors of a file."""
 
-    def __init__(self, name: str, tensors: Mapping[str, Tensor], file: TensorFile | None = None) -> None:
+    def __init__(
+        self, name: str, tensors: Mapping[str, Tensor], file: TensorFile | None = None
+    ) -> None:
         self.name = name
         self._tensors = tensors
         self._file = file
@@ -170,7 +180,9 @@ class Tensors:
     def __init__(self, name: str, files: Mapping[str, TensorFile]) -> None:
         self.name = name
         self._files = dict(files)
-        self.infos = {tensor: file.infos[tensor] for tensor, file in self._files.items()}
+        self.infos = {
+            tensor: file.infos[tensor] for tensor, file in self._files.items()
+        }
         self._names = sorted(self.infos)
 
     def holding(self, tensors: Mapping[str, Tensor]) -> "Tensors":
@@ -188,7 +200,12 @@ class Tensors:
     def below(self, module: str) -> list[str]:
         """Return the names of the tensors of a module and of its submodules."""
         start = bisect_left(self._names, f"{module}.")
-        return list(takewhile(lambda name: name.startswith(f"{module}."), islice(self._names, start, None)))
+        return list(
+            takewhile(
+                lambda name: name.startswith(f"{module}."),
+                islice(self._names, start, None),
+            )
+        )
 
     def read(self, name: str) -> Tensor:
         """Read a tensor in its stored dtype and shape."""
@@ -243,7 +260,10 @@ def open_tensors(path: Path, *, mapped: bool = False) -> Tensors:
 
 
 def from_index(
-    index: Mapping[str, Any], where: str, name: str, open_shard: Callable[[str], TensorFile]
+    index: Mapping[str, Any],
+    where: str,
+    name: str,
+    open_shard: Callable[[str], TensorFile],
 ) -> Tensors:
     """Open the tensors that an index distributes over shards."""
     # Index and shards must list the same tensors: check both directions.
@@ -259,9 +279,13 @@ def from_index(
         if shard not in files:
             files[shard] = open_shard(shard)
         if tensor not in files[shard].infos:
-            raise DataError(f"{where}: {shown(shard)} does not hold tensor {shown(tensor)}")
+            raise DataError(
+                f"{where}: {shown(shard)} does not hold tensor {shown(tensor)}"
+            )
     for shard, file in files.items():
-        if unlisted := [tensor for tensor in file.infos if shard_of.get(tensor) != shard]:
+        if unlisted := [
+            tensor for tensor in file.infos if shard_of.get(tensor) != shard
+        ]:
             raise DataError(
                 f"{where}: {shown(shard)} holds tensor {shown(unlisted[0])}, which is not listed for it"
             )
@@ -271,7 +295,9 @@ def from_index(
 def _header(source: Bytes) -> tuple[int, dict[str, Any]]:
     """Return the offset of the data in a safetensors file, and its header."""
     if source.size < 8:
-        raise DataError(f"{source.name}: {source.size} bytes are no safetensors file; fetch it again")
+        raise DataError(
+            f"{source.name}: {source.size} bytes are no safetensors file; fetch it again"
+        )
     (length,) = struct.unpack("<Q", source.read(0, 8))
     if length > source.size - 8:
         raise DataError(
@@ -279,7 +305,9 @@ def _header(source: Bytes) -> tuple[int, dict[str, Any]]:
             "it is truncated or no safetensors file; fetch it again"
         )
     if length > _LONGEST_HEADER:
-        raise DataError(f"{source.name}: a header of {length:,} bytes is past {_LONGEST_HEADER:,}")
+        raise DataError(
+            f"{source.name}: a header of {length:,} bytes is past {_LONGEST_HEADER:,}"
+        )
     return 8 + length, parsed_json(bytes(source.read(8, length)), source.name)
 
 

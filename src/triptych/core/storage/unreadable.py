@@ -38,7 +38,11 @@ KINDS = (
         "a model that CTranslate2 converted",
         "give the checkpoint that it was converted from",
     ),
-    Kind(("*.onnx", "onnx/*.onnx"), "several models in ONNX", "give the file of one of them"),
+    Kind(
+        ("*.onnx", "onnx/*.onnx"),
+        "several models in ONNX",
+        "give the file of one of them",
+    ),
     Kind(
         ("openvino_model.xml", "*.tflite", "*.mlmodel", "*.mlpackage", "*.engine"),
         "a model compiled for another engine",
@@ -83,7 +87,13 @@ KINDS = (
 )
 SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 _WEIGHTS = tuple(f"*{suffix}" for suffix in SUFFIXES)
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "*.model")
+_TOKENIZERS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+    "*.model",
+)
 # Ends of names of parts of quantised maps, with the method.
 _QUANTISED = (
     (".W_q", "HQQ"),
@@ -96,13 +106,23 @@ _QUANTISED = (
     (".trellis", "QTIP or EXL3"),
     (".q_weight", "EXL2"),
 )
-_MARKS = (".lora_A", ".lora_B", ".lora_embedding_", ".base_layer.", ".ia3_", ".lora_magnitude_vector")
+_MARKS = (
+    ".lora_A",
+    ".lora_B",
+    ".lora_embedding_",
+    ".base_layer.",
+    ".ia3_",
+    ".lora_magnitude_vector",
+)
 
 
 def what_is(path: Path) -> str:
     """Describe a folder or file without a readable checkpoint, with advice; return "" if it is unknown."""
     if path.is_file():
-        kind = next((kind for kind in KINDS if any(path.match(name) for name in kind.names)), None)
+        kind = next(
+            (kind for kind in KINDS if any(path.match(name) for name in kind.names)),
+            None,
+        )
         if kind is None or path.suffix in SUFFIXES:
             return ""
         return f"it holds {kind.what}: {kind.remedy}"
@@ -114,7 +134,11 @@ def what_is(path: Path) -> str:
             file = shown(str(found.relative_to(path)))
             return f"it holds {kind.what} ({file}): {kind.remedy}"
     if (weights := next(_matching(path, _WEIGHTS), None)) is not None:
-        beside = "" if (path / "config.json").is_file() else " with the config.json of the model next to it"
+        beside = (
+            ""
+            if (path / "config.json").is_file()
+            else " with the config.json of the model next to it"
+        )
         return f"weights are in {shown(weights.name)}: give that file{beside}"
     if next(_matching(path, _TOKENIZERS), None) is not None:
         return "it has a tokenizer and no weights: fetch model.safetensors and config.json as well"
@@ -137,7 +161,10 @@ def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
 
 def refuse_adapters(name: str, tensors: Mapping[str, Any]) -> None:
     """Raise DataError if tensors include weights of an adapter."""
-    found = next((tensor for tensor in tensors if any(mark in f".{tensor}" for mark in _MARKS)), None)
+    found = next(
+        (tensor for tensor in tensors if any(mark in f".{tensor}" for mark in _MARKS)),
+        None,
+    )
     if found is not None:
         raise DataError(
             f"{name}: {shown(found)} belongs to an adapter of PEFT (LoRA or the like) that is not merged: "
@@ -152,6 +179,9 @@ def quantisation_of(tensors: Collection[str]) -> tuple[str, str] | None:
         for end, method in _QUANTISED:
             if name.endswith(end):
                 return name, method
-        if name.endswith(".scales") and f"{name.removesuffix('scales')}biases" in tensors:
+        if (
+            name.endswith(".scales")
+            and f"{name.removesuffix('scales')}biases" in tensors
+        ):
             return name, "MLX"
     return None

@@ -41,7 +41,10 @@ def rounded_rows(one: Reading, other: Reading, rows: int) -> Tensor:
     """Return for each row of a map and for its bias whether folding a norm rounded it, `[rows + 1]`."""
     if one.turn is not None or other.turn is not None:
         return torch.ones(rows + 1, dtype=torch.bool)
-    gains = [torch.ones(rows).double() if own.gain is None else own.gain for own in (one, other)]
+    gains = [
+        torch.ones(rows).double() if own.gain is None else own.gain
+        for own in (one, other)
+    ]
     has_other_shift = torch.tensor([not _same(one.shift, other.shift, 0.0)])
     return torch.cat([gains[0] != gains[1], has_other_shift])
 
@@ -77,17 +80,27 @@ class AffineMap(NamedTuple):
 
     def rows(self) -> Rounded:
         """Return the map with its bias as a last row, `[copies, d_in + 1, d_out]`."""
-        return stacked([self.weight, self.bias.reshape(len(self.bias.numbers), 1, -1)], 1)
+        return stacked(
+            [self.weight, self.bias.reshape(len(self.bias.numbers), 1, -1)], 1
+        )
 
     def without_bias(self) -> "AffineMap":
         return AffineMap(self.weight, Rounded.exact(torch.zeros(self.bias.shape)))
 
     def times(self, factor: float) -> "AffineMap":
-        return self if factor == 1 else AffineMap(self.weight.times(factor), self.bias.times(factor))
+        return (
+            self
+            if factor == 1
+            else AffineMap(self.weight.times(factor), self.bias.times(factor))
+        )
 
     def repeat(self, copies: int) -> "AffineMap":
         times = copies // len(self.weight.numbers)
-        return self if times == 1 else AffineMap(self.weight.repeat(times), self.bias.repeat(times))
+        return (
+            self
+            if times == 1
+            else AffineMap(self.weight.repeat(times), self.bias.repeat(times))
+        )
 
     def reading(self, read: Reading, *, centre: bool = False) -> "AffineMap":
         """Return the map as it acts on the plain normalised stream."""
@@ -100,7 +113,9 @@ class AffineMap(NamedTuple):
             weight = weight.times(read.gain[:, None])
         if read.turn is not None:
             weight = read.turn.read(weight)
-        return AffineMap(weight.without_mean(1) if centre and read.centred else weight, bias)
+        return AffineMap(
+            weight.without_mean(1) if centre and read.centred else weight, bias
+        )
 
 
 def affine(weight: Rounded, bias: Rounded | None) -> AffineMap:
@@ -151,7 +166,14 @@ def cut_at_norms(weights: AttentionWeights) -> Cut:
     before: dict[str, Chain] = {}
     for side in ("q", "k", "v"):
         chain = wide.chain(side)
-        last = max((place for place, link in enumerate(chain[:-1], 1) if link.norm is not None), default=0)
+        last = max(
+            (
+                place
+                for place, link in enumerate(chain[:-1], 1)
+                if link.norm is not None
+            ),
+            default=0,
+        )
         before[side] = chain[:last]
     return Cut(before, wide.behind_norms())
 

@@ -16,7 +16,13 @@ from triptych.core.algebra.legality import (
     KEY_BIAS_BLIND,
     VALUE_BIAS_PASSES,
 )
-from triptych.core.algebra.semantics import HEADS_OF, HeadGate, HeadNorm, HeadSide, Semantics
+from triptych.core.algebra.semantics import (
+    HEADS_OF,
+    HeadGate,
+    HeadNorm,
+    HeadSide,
+    Semantics,
+)
 from triptych.core.algebra.weights import HEAD_SIDES, SIDES, AttentionWeights, Chain
 from triptych.rewriting.differences.affine_maps import (
     PLAIN,
@@ -36,7 +42,10 @@ from triptych.rewriting.differences.bases import (
     solve_basis,
     solve_planes,
 )
-from triptych.rewriting.differences.difference_records import HeadDifference, SettingDifference
+from triptych.rewriting.differences.difference_records import (
+    HeadDifference,
+    SettingDifference,
+)
 from triptych.rewriting.differences.field_differences import different_fields
 from triptych.rewriting.differences.matching import form_signature, match
 from triptych.rewriting.differences.rounded import Rounded, finer, is_same
@@ -132,11 +141,16 @@ def same_numbers(a: LayerView, b: LayerView) -> bool:
         return False
     orders = _orders_of_channels(one), _orders_of_channels(other)
     if orders[0] != orders[1]:
-        one, other = (_in_pairs(own, order) for own, order in zip((one, other), orders, strict=True))
+        one, other = (
+            _in_pairs(own, order)
+            for own, order in zip((one, other), orders, strict=True)
+        )
     if [*_different_semantics(one.semantics, other.semantics, orders, "")]:
         return False
     chains = ((one.chain(side), other.chain(side)) for side in SIDES)
-    return all(_equal_chains(*pair) for pair in chains) and _equal_or_zero(one.o_bias, other.o_bias)
+    return all(_equal_chains(*pair) for pair in chains) and _equal_or_zero(
+        one.o_bias, other.o_bias
+    )
 
 
 def _equal_chains(one: Chain, other: Chain) -> bool:
@@ -145,7 +159,9 @@ def _equal_chains(one: Chain, other: Chain) -> bool:
     for mine, theirs in zip(one, other, strict=True):
         if mine.diagonal != theirs.diagonal or mine.weight.shape != theirs.weight.shape:
             return False
-        if not equal_numbers(mine.weight, theirs.weight) or not _equal_or_zero(mine.bias, theirs.bias):
+        if not equal_numbers(mine.weight, theirs.weight) or not _equal_or_zero(
+            mine.bias, theirs.bias
+        ):
             return False
         if [*different_fields(_plain_norm(mine.norm), _plain_norm(theirs.norm), "")]:
             return False
@@ -156,7 +172,11 @@ def equal_numbers(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors have the same numbers, whatever their dtypes."""
     if one.shape != other.shape:
         return False
-    return torch.equal(one, other) if one.dtype == other.dtype else torch.equal(one.double(), other.double())
+    return (
+        torch.equal(one, other)
+        if one.dtype == other.dtype
+        else torch.equal(one.double(), other.double())
+    )
 
 
 def _equal_or_zero(one: Tensor | None, other: Tensor | None) -> bool:
@@ -168,7 +188,9 @@ def _equal_or_zero(one: Tensor | None, other: Tensor | None) -> bool:
     return equal_numbers(one, other)
 
 
-def _plain_norm(norm: HeadNorm | None, order: Sequence[int] | None = None) -> HeadNorm | None:
+def _plain_norm(
+    norm: HeadNorm | None, order: Sequence[int] | None = None
+) -> HeadNorm | None:
     """Return a norm with its gain as weight, in float64, and its channels in another order."""
     if norm is None:
         return None
@@ -176,7 +198,11 @@ def _plain_norm(norm: HeadNorm | None, order: Sequence[int] | None = None) -> He
     def moved(part: Tensor) -> Tensor:
         if order is None:
             return part.double()
-        rows = part.double().view(-1, len(order)) if norm.over == "all heads" else part.double()
+        rows = (
+            part.double().view(-1, len(order))
+            if norm.over == "all heads"
+            else part.double()
+        )
         return rows[..., torch.tensor(order)].reshape(part.shape)
 
     weight = None if norm.weight is None else moved(norm.gain(torch.float64))
@@ -191,11 +217,15 @@ def _orders_of_channels(weights: AttentionWeights) -> tuple[int, ...] | None:
         return None
     first, second = rotary.pairs
     turned = [*first, *second]
-    rest = [channel for channel in range(weights.width("q")) if channel not in {*turned}]
+    rest = [
+        channel for channel in range(weights.width("q")) if channel not in {*turned}
+    ]
     return (*turned, *rest)
 
 
-def _in_pairs(weights: AttentionWeights, order: tuple[int, ...] | None) -> AttentionWeights:
+def _in_pairs(
+    weights: AttentionWeights, order: tuple[int, ...] | None
+) -> AttentionWeights:
     if order is None or not weights.q or not weights.k:
         return weights
     same = weights.q is weights.k
@@ -214,7 +244,9 @@ def _different_semantics(
     found = [*different_fields(one, other, name, {*_NORMS, "rotary", *known})]
     at = f"{name}." if name else ""
     if "rotary" not in known:
-        found += different_fields(one.rotary, other.rotary, f"{at}rotary", {"pairing", "start"})
+        found += different_fields(
+            one.rotary, other.rotary, f"{at}rotary", {"pairing", "start"}
+        )
     moved = orders if orders[0] != orders[1] else (None, None)
     for side in _NORMS:
         if side not in known:
@@ -231,7 +263,9 @@ def _norm_of_heads(norm: HeadNorm | None, own: "_Heads", width: int) -> HeadNorm
         return norm
 
     def moved(rows: Tensor) -> Tensor:
-        return rows.repeat_interleave(own.weights.num_heads // len(rows), dim=0)[own.kept]
+        return rows.repeat_interleave(own.weights.num_heads // len(rows), dim=0)[
+            own.kept
+        ]
 
     return norm.with_own(width, moved)
 
@@ -247,7 +281,9 @@ class _Sides(NamedTuple):
 class _Heads:
     """The forms of the heads of one layer, with norms, scales and biases in one place."""
 
-    def __init__(self, view: LayerView, order: tuple[int, ...] | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, view: LayerView, order: tuple[int, ...] | None, dtype: torch.dtype
+    ) -> None:
         self.view = view
         self.dtype = dtype
         behind = view.cut.behind
@@ -263,7 +299,9 @@ class _Heads:
 
     def out(self) -> Rounded:
         """Return W_O of every head, `[heads, width, d_out]`, with the factor of the output."""
-        found = chain_map(self.weights.o, self.weights.d_model, self.dtype).repeat(self.weights.num_heads)
+        found = chain_map(self.weights.o, self.weights.d_model, self.dtype).repeat(
+            self.weights.num_heads
+        )
         turn = self.view.x.turn
         weight = found.weight.times(self.view.scale)
         return weight if turn is None else turn.written(weight)
@@ -273,7 +311,10 @@ class _Heads:
         if scaled:
             query = query.times(self.weights.semantics.scale)
         key = self.map("k", centre=centre)
-        return Factors(query.rows()[self.kept], (key if key_bias else key.without_bias()).rows()[self.kept])
+        return Factors(
+            query.rows()[self.kept],
+            (key if key_bias else key.without_bias()).rows()[self.kept],
+        )
 
     def ov(self, *, centre: bool, value_bias: bool) -> Factors:
         value = self.map("v", centre=centre)
@@ -285,7 +326,11 @@ class _Heads:
         weights = self.weights
         d_out = weights.o[-1].d_out if weights.o else weights.d_model
         stored = weights.o_bias
-        own = Rounded.exact(torch.zeros(d_out)) if stored is None else Rounded.stored(stored, self.dtype)
+        own = (
+            Rounded.exact(torch.zeros(d_out))
+            if stored is None
+            else Rounded.stored(stored, self.dtype)
+        )
         own = own.times(self.view.scale)
         if self.view.x.turn is not None:
             own = self.view.x.turn.written(own)
@@ -337,7 +382,10 @@ class _Comparison:
     def _sizes(self, heads: _Heads) -> tuple[int, ...]:
         """Return the widths that no rewrite changes: of what is read and written."""
         weights = heads.weights
-        read = (chain[0].d_in if chain else weights.d_model for chain in (weights.q, weights.k, weights.v))
+        read = (
+            chain[0].d_in if chain else weights.d_model
+            for chain in (weights.q, weights.k, weights.v)
+        )
         return (*read, weights.o[-1].d_out if weights.o else weights.d_model)
 
     # What a basis may be.
@@ -348,17 +396,29 @@ class _Comparison:
             return "none"
         if all(own.weights.semantics.rotary is None for own in self.pair):
             return "any"
-        return "planes" if all(own.weights.q and own.weights.k for own in self.pair) else "none"
+        return (
+            "planes"
+            if all(own.weights.q and own.weights.k for own in self.pair)
+            else "none"
+        )
 
     @cached_property
     def freedom_ov(self) -> Freedom:
-        return "none" if any(CHANNELS_FREE["ov"].why_not(own.weights) for own in self.pair) else "any"
+        return (
+            "none"
+            if any(CHANNELS_FREE["ov"].why_not(own.weights) for own in self.pair)
+            else "any"
+        )
 
     @cached_property
     def planes(self) -> int:
         """Number of rotary pairs; 0 where no basis of pairs is looked for."""
         rotary = self.a.weights.semantics.rotary
-        return 0 if rotary is None or self.freedom_qk != "planes" else len(rotary.frequencies)
+        return (
+            0
+            if rotary is None or self.freedom_qk != "planes"
+            else len(rotary.frequencies)
+        )
 
     @cached_property
     def drops_key_bias(self) -> bool:
@@ -384,7 +444,9 @@ class _Comparison:
             is_scaled = side == "q" and self.a.weights.scale != self.b.weights.scale
             found[side] = by_norm | (is_scaled or lengths != {1})
         lengths = {len(own.weights.o) for own in self.pair}
-        found["o"] = torch.tensor([one.scale != other.scale or lengths != {1} or self.is_turned])
+        found["o"] = torch.tensor(
+            [one.scale != other.scale or lengths != {1} or self.is_turned]
+        )
         return found
 
     @property
@@ -397,7 +459,8 @@ class _Comparison:
         one, other = self.views
         for side in HEAD_SIDES:
             stored = [
-                chain_map(own.view.after_norms(side), own.weights.d_model, own.dtype) for own in self.pair
+                chain_map(own.view.after_norms(side), own.weights.d_model, own.dtype)
+                for own in self.pair
             ]
             rows = [
                 own.repeat(heads.weights.num_heads).rows().numbers[heads.kept]
@@ -405,9 +468,13 @@ class _Comparison:
             ]
             if rows[0].shape[1] != self._sizes(self.a)[HEAD_SIDES.index(side)] + 1:
                 continue
-            rounded = rounded_rows(one.read_last(side), other.read_last(side), rows[0].shape[1] - 1)
+            rounded = rounded_rows(
+                one.read_last(side), other.read_last(side), rows[0].shape[1] - 1
+            )
             if unfolded_rows(rows[0], rows[1], rounded):
-                self.found.reasons.append(f"the norm before {side} differs, and {side} has not taken it up")
+                self.found.reasons.append(
+                    f"the norm before {side} differs, and {side} has not taken it up"
+                )
 
     # The meaning besides the maps.
 
@@ -416,13 +483,17 @@ class _Comparison:
         known = frozenset(HEADS_OF)
         if self.moves_scale:
             known |= {"scale"}
-        self.found.settings += _different_semantics(one, other, self.orders, self.name, known)
+        self.found.settings += _different_semantics(
+            one, other, self.orders, self.name, known
+        )
         for name in HEADS_OF:
             mine = getattr(one, name)
             theirs = getattr(other, name)
             if (mine is None) != (theirs is None) or type(mine) is not type(theirs):
                 self.found.settings.append(
-                    SettingDifference(f"{self.name}.{name}", _there(mine), _there(theirs))
+                    SettingDifference(
+                        f"{self.name}.{name}", _there(mine), _there(theirs)
+                    )
                 )
 
     def _compare_before_norms(self) -> None:
@@ -430,7 +501,9 @@ class _Comparison:
         for side in HEAD_SIDES:
             chains = [view.cut.before[side] for view in self.views]
             if len(chains[0]) != len(chains[1]):
-                self.found.reasons.append(f"{side} has {len(chains[0])} and {len(chains[1])} normalised maps")
+                self.found.reasons.append(
+                    f"{side} has {len(chains[0])} and {len(chains[1])} normalised maps"
+                )
                 continue
             if not chains[0]:
                 continue
@@ -447,12 +520,20 @@ class _Comparison:
                     else torch.zeros(rows + 1).bool()
                 )
                 if not is_same(mine.rows(), theirs.rows(), rounds[:, None]):
-                    self.found.reasons.append(f"map {number + 1} of {side}, before a norm, differs")
+                    self.found.reasons.append(
+                        f"map {number + 1} of {side}, before a norm, differs"
+                    )
             for mine_link, theirs_link in zip(*chains, strict=True):
-                one, other = (_without_gain(link.norm) for link in (mine_link, theirs_link))
-                self.found.settings += different_fields(one, other, f"{self.name}.{side}.norm")
+                one, other = (
+                    _without_gain(link.norm) for link in (mine_link, theirs_link)
+                )
+                self.found.settings += different_fields(
+                    one, other, f"{self.name}.{side}.norm"
+                )
 
-    def _mapped_before(self, view: LayerView, side: HeadSide, dtype: torch.dtype) -> list[AffineMap]:
+    def _mapped_before(
+        self, view: LayerView, side: HeadSide, dtype: torch.dtype
+    ) -> list[AffineMap]:
         chain = view.cut.before[side]
         found = [chain_map((link,), view.weights.d_model, dtype) for link in chain]
         return [found[0].reading(view.read_by(side)), *found[1:]]
@@ -462,17 +543,29 @@ class _Comparison:
     def _drop_zero_heads(self) -> None:
         for own in self.pair:
             ov = own.ov(centre=False, value_bias=not self.moves_value_bias)
-            adds = ov.left.numbers.flatten(1).any(dim=1) & ov.right.numbers.flatten(1).any(dim=1)
-            own.kept = [head for head, used in zip(own.kept, adds.tolist(), strict=True) if used]
-        if self.a.weights.num_heads != self.b.weights.num_heads and self._all_kept_equal:
-            self.found.steps["prune_heads"] = (self.a.weights.num_heads, self.b.weights.num_heads)
+            adds = ov.left.numbers.flatten(1).any(dim=1) & ov.right.numbers.flatten(
+                1
+            ).any(dim=1)
+            own.kept = [
+                head for head, used in zip(own.kept, adds.tolist(), strict=True) if used
+            ]
+        if (
+            self.a.weights.num_heads != self.b.weights.num_heads
+            and self._all_kept_equal
+        ):
+            self.found.steps["prune_heads"] = (
+                self.a.weights.num_heads,
+                self.b.weights.num_heads,
+            )
 
     @property
     def _all_kept_equal(self) -> bool:
         return len(self.a.kept) == len(self.b.kept)
 
     def _forms(self, own: _Heads, *, centre: bool) -> tuple[Factors, Factors]:
-        qk = own.qk(centre=centre, scaled=self.moves_scale, key_bias=not self.drops_key_bias)
+        qk = own.qk(
+            centre=centre, scaled=self.moves_scale, key_bias=not self.drops_key_bias
+        )
         return qk, own.ov(centre=centre, value_bias=not self.moves_value_bias)
 
     def _compare_heads(self) -> None:
@@ -484,8 +577,13 @@ class _Comparison:
         same, only_rounded = self._verdicts(forms, is_centred=False)
         # Whatever moved by rounding alone was not rewritten.
         is_open = not all(same) and not any(only_rounded)
-        if is_open and any(view.x.centred or view.memory.centred for view in self.views):
-            centred_forms = self._forms(self.a, centre=True), self._forms(self.b, centre=True)
+        if is_open and any(
+            view.x.centred or view.memory.centred for view in self.views
+        ):
+            centred_forms = (
+                self._forms(self.a, centre=True),
+                self._forms(self.b, centre=True),
+            )
             again, _ = self._verdicts(centred_forms, is_centred=True)
             if all(again):
                 same = again
@@ -499,7 +597,9 @@ class _Comparison:
         for own in self.pair:
             qk, ov = self._forms(own, centre=False)
             planes = self.planes if qk.left.shape[-1] >= 2 * self.planes else 0
-            signatures.append(torch.cat([form_signature(qk, planes), form_signature(ov)], dim=1))
+            signatures.append(
+                torch.cat([form_signature(qk, planes), form_signature(ov)], dim=1)
+            )
         if signatures[0].shape[1] != signatures[1].shape[1]:
             return
         order = match(*signatures).partners
@@ -509,18 +609,27 @@ class _Comparison:
         self.b.kept = moved
 
     def _verdicts(
-        self, forms: tuple[tuple[Factors, Factors], tuple[Factors, Factors]], *, is_centred: bool
+        self,
+        forms: tuple[tuple[Factors, Factors], tuple[Factors, Factors]],
+        *,
+        is_centred: bool,
     ) -> tuple[list[bool], list[bool]]:
         """Return for each head of A whether it is its partner, and whether only rounding moved it."""
         (qk_a, ov_a), (qk_b, ov_b) = forms
         rounds = self.rounds
-        qk = self._one_form(qk_a, qk_b, (rounds["q"] | is_centred, rounds["k"] | is_centred), "qk")
+        qk = self._one_form(
+            qk_a, qk_b, (rounds["q"] | is_centred, rounds["k"] | is_centred), "qk"
+        )
         ov = self._one_form(ov_a, ov_b, (rounds["v"] | is_centred, rounds["o"]), "ov")
         same = [mine and theirs for mine, theirs in zip(qk[0], ov[0], strict=True)]
         return same, [mine or theirs for mine, theirs in zip(qk[1], ov[1], strict=True)]
 
     def _one_form(
-        self, a: Factors, b: Factors, rounds: tuple[Tensor, Tensor], which: Literal["qk", "ov"]
+        self,
+        a: Factors,
+        b: Factors,
+        rounds: tuple[Tensor, Tensor],
+        which: Literal["qk", "ov"],
     ) -> tuple[list[bool], list[bool]]:
         """Return for each head whether a form is the same, and whether only rounding moved it."""
         freedom = self.freedom_qk if which == "qk" else self.freedom_ov
@@ -533,18 +642,29 @@ class _Comparison:
             for head in (head for head in range(count) if alike[head]):
                 # Numbers that no rewrite rounded have to be equal.
                 same[head] = all(
-                    bool(((mine.numbers[head] == theirs.numbers[head]) | rounded[:, None]).all())
+                    bool(
+                        (
+                            (mine.numbers[head] == theirs.numbers[head])
+                            | rounded[:, None]
+                        ).all()
+                    )
                     for rounded, mine, theirs in zip(rounds, a, b, strict=True)
                 )
                 only_rounded[head] = not same[head]
             left_open = [head for head in range(count) if not alike[head]]
         if not left_open or freedom == "none":
             return same, only_rounded
-        one, other = (Factors(own.left[left_open], own.right[left_open]) for own in (a, b))
-        for head, explained in zip(left_open, self._with_basis(one, other, freedom).tolist(), strict=True):
+        one, other = (
+            Factors(own.left[left_open], own.right[left_open]) for own in (a, b)
+        )
+        for head, explained in zip(
+            left_open, self._with_basis(one, other, freedom).tolist(), strict=True
+        ):
             same[head] = explained
             if explained:
-                self.found.steps.setdefault(f"basis {which}", []).append(self.a.kept[head])
+                self.found.steps.setdefault(f"basis {which}", []).append(
+                    self.a.kept[head]
+                )
         return same, only_rounded
 
     def _with_basis(self, a: Factors, b: Factors, freedom: Freedom) -> Tensor:
@@ -573,21 +693,34 @@ class _Comparison:
                 self._compare_gates(mine, theirs)
                 continue
             left, right = (
-                _selected(part, own.kept) for part, own in zip((mine, theirs), self.pair, strict=True)
+                _selected(part, own.kept)
+                for part, own in zip((mine, theirs), self.pair, strict=True)
             )
             self.found.settings += different_fields(left, right, f"{self.name}.{name}")
 
     def _compare_norms(self, name: str) -> None:
         """Compare norms of queries, keys or values, with the numbers of heads in their order."""
-        moved = self.orders if self.orders[0] != self.orders[1] and name != "v_norm" else (None, None)
+        moved = (
+            self.orders
+            if self.orders[0] != self.orders[1] and name != "v_norm"
+            else (None, None)
+        )
         norms = []
         for own, channels in zip(self.pair, moved, strict=True):
             norm = getattr(own.weights.semantics, name)
-            if norm is not None and norm.over == "all heads" and len(own.kept) != own.weights.num_heads:
-                self.found.reasons.append(f"{name} is over all heads, also over those that add nothing")
+            if (
+                norm is not None
+                and norm.over == "all heads"
+                and len(own.kept) != own.weights.num_heads
+            ):
+                self.found.reasons.append(
+                    f"{name} is over all heads, also over those that add nothing"
+                )
             width = own.weights.width(HEADS_OF[name])
             norms.append(_norm_of_heads(_plain_norm(norm, channels), own, width))
-        self.found.settings += different_fields(norms[0], norms[1], f"{self.name}.{name}")
+        self.found.settings += different_fields(
+            norms[0], norms[1], f"{self.name}.{name}"
+        )
 
     def _compare_gates(self, one: HeadGate, other: HeadGate) -> None:
         gates = []
@@ -598,16 +731,26 @@ class _Comparison:
                 return
             weight = Rounded.stored(chosen.weight, own.dtype)
             rows = weight.reshape(1, -1, weight.shape[-1]).mT
-            bias = None if chosen.bias is None else Rounded.stored(chosen.bias, own.dtype)
+            bias = (
+                None if chosen.bias is None else Rounded.stored(chosen.bias, own.dtype)
+            )
             zero = Rounded.exact(torch.zeros(1, rows.shape[-1]))
             mapped = AffineMap(rows, zero if bias is None else bias.reshape(1, -1))
-            gates.append((mapped.reading(own.view.x).rows(), chosen.whole, chosen.per_channel))
-        rounds = rounded_rows(self.views[0].x, self.views[1].x, self.a.weights.d_model)[:, None]
-        if gates[0][1:] != gates[1][1:] or not is_same(gates[0][0], gates[1][0], rounds):
+            gates.append(
+                (mapped.reading(own.view.x).rows(), chosen.whole, chosen.per_channel)
+            )
+        rounds = rounded_rows(self.views[0].x, self.views[1].x, self.a.weights.d_model)[
+            :, None
+        ]
+        if gates[0][1:] != gates[1][1:] or not is_same(
+            gates[0][0], gates[1][0], rounds
+        ):
             self.found.reasons.append("gates of heads differ")
 
     def _record_heads(
-        self, forms: tuple[tuple[Factors, Factors], tuple[Factors, Factors]], same: list[bool]
+        self,
+        forms: tuple[tuple[Factors, Factors], tuple[Factors, Factors]],
+        same: list[bool],
     ) -> None:
         (qk_a, ov_a), (qk_b, ov_b) = forms
         relative = list[float]()
@@ -621,22 +764,34 @@ class _Comparison:
             self.found.heads.append(HeadDifference(head, other, "near", qk, ov))
         if not all(same):
             self.found.relative = max(relative)
-            off = [str(head) for head, held in zip(self.a.kept, same, strict=True) if not held]
+            off = [
+                str(head)
+                for head, held in zip(self.a.kept, same, strict=True)
+                if not held
+            ]
             some = ", ".join(off[:6]) + (", …" if len(off) > 6 else "")
             heads = f"head{'s' * (len(off) > 1)} {some}"
             self.found.reasons.append(f"no rewrite leads from A to B in {heads}")
-            self._record_bounds(forms, [place for place, held in enumerate(same) if not held])
+            self._record_bounds(
+                forms, [place for place, held in enumerate(same) if not held]
+            )
 
     def _record_bounds(
-        self, forms: tuple[tuple[Factors, Factors], tuple[Factors, Factors]], places: list[int]
+        self,
+        forms: tuple[tuple[Factors, Factors], tuple[Factors, Factors]],
+        places: list[int],
     ) -> None:
         """Bound what the difference does to scores and to outputs, for a normalised input."""
         if self.freedom_qk != "any" or any(view.cut.before["q"] for view in self.views):
             return
         (qk_a, ov_a), (qk_b, ov_b) = forms
         width = self.a.weights.d_model
-        scores = max(float(_difference(qk_a, qk_b, place).spectral_norm()) for place in places)
-        outputs = sum(float(_difference(ov_a, ov_b, place).spectral_norm()) for place in places)
+        scores = max(
+            float(_difference(qk_a, qk_b, place).spectral_norm()) for place in places
+        )
+        outputs = sum(
+            float(_difference(ov_a, ov_b, place).spectral_norm()) for place in places
+        )
         self.found.bounds = {"scores": width * scores, "output": width**0.5 * outputs}
 
     def _compare_output_bias(self) -> None:
@@ -657,7 +812,9 @@ class _Comparison:
             self.found.steps["fold_value_bias"] = True
 
     def _have_equal_values(self) -> bool:
-        values = [own.map("v", centre=False).bias.numbers[own.kept] for own in self.pair]
+        values = [
+            own.map("v", centre=False).bias.numbers[own.kept] for own in self.pair
+        ]
         return values[0].shape == values[1].shape and torch.equal(*values)
 
     def _note_steps(self) -> None:
@@ -676,10 +833,15 @@ class _Comparison:
             biases = [own.map("k", centre=False).bias.numbers for own in self.pair]
             if [bool(bias.any()) for bias in biases] in ([True, False], [False, True]):
                 steps["drop_key_bias"] = True
-        copies = [(own.weights.copies("k"), own.weights.copies("v")) for own in self.pair]
+        copies = [
+            (own.weights.copies("k"), own.weights.copies("v")) for own in self.pair
+        ]
         if copies[0] != copies[1]:
             steps["repeat_kv_heads"] = tuple(copies)
-        lengths = [tuple(len(view.weights.chain(side)) for side in SIDES) for view in self.views]
+        lengths = [
+            tuple(len(view.weights.chain(side)) for side in SIDES)
+            for view in self.views
+        ]
         if lengths[0] != lengths[1]:
             steps["fold"] = lengths
 
@@ -698,7 +860,10 @@ def _selected(part: Any, order: list[int]) -> Any:
 
 
 def _difference(a: Factors, b: Factors, place: int) -> BilinearForm:
-    one, other = (BilinearForm(own.left.numbers[place], own.right.numbers[place]) for own in (a, b))
+    one, other = (
+        BilinearForm(own.left.numbers[place], own.right.numbers[place])
+        for own in (a, b)
+    )
     return one - other
 
 

@@ -42,7 +42,9 @@ def solve_basis(a: Factors, b: Factors) -> Tensor:
     weights = _weight(a.left, b.left), _weight(a.right, b.right)
     left = a.left.numbers, b.left.numbers
     right = a.right.numbers, b.right.numbers
-    basis = torch.zeros(left[0].shape[0], left[0].shape[-1], left[1].shape[-1], dtype=torch.float64)
+    basis = torch.zeros(
+        left[0].shape[0], left[0].shape[-1], left[1].shape[-1], dtype=torch.float64
+    )
     of_left = torch.linalg.eigh(weights[0] * (left[0].mT @ left[0]))
     of_right = torch.linalg.eigh(weights[1] * (right[1].mT @ right[1]))
     sums = of_left.eigenvalues[:, :, None] + of_right.eigenvalues[:, None, :]
@@ -50,9 +52,13 @@ def solve_basis(a: Factors, b: Factors) -> Tensor:
     inverse = torch.where(sums > least, 1 / sums.clamp(min=_TINY), 0.0)
     for _ in range(1 + _REFINEMENTS):
         missing = weights[0] * (left[0].mT @ (left[1] - left[0] @ basis))
-        missing = missing + weights[1] * ((right[0] - right[1] @ basis.mT).mT @ right[1])
+        missing = missing + weights[1] * (
+            (right[0] - right[1] @ basis.mT).mT @ right[1]
+        )
         turned = of_left.eigenvectors.mT @ missing @ of_right.eigenvectors
-        basis = basis + of_left.eigenvectors @ (turned * inverse) @ of_right.eigenvectors.mT
+        basis = (
+            basis + of_left.eigenvectors @ (turned * inverse) @ of_right.eigenvectors.mT
+        )
     return basis
 
 
@@ -78,7 +84,10 @@ def solve_planes(a: Factors, b: Factors, planes: int) -> Tensor:
     basis[:, planes + first, first] = -numbers.imag
     basis[:, planes + first, planes + first] = numbers.real
     if width > 2 * planes:
-        rest = [Factors(*(part[:, :, 2 * planes :] for part in factors)) for factors in (a, b)]
+        rest = [
+            Factors(*(part[:, :, 2 * planes :] for part in factors))
+            for factors in (a, b)
+        ]
         basis[:, 2 * planes :, 2 * planes :] = solve_basis(*rest)
     return basis
 
@@ -114,13 +123,19 @@ def _leverage(rows: Tensor) -> Tensor:
     values = found.eigenvalues[:, None, :]
     least = values.amax(dim=-1, keepdim=True) * 1e-13
     turned = (rows @ found.eigenvectors).square()
-    return torch.where(values > least, turned / values.clamp(min=_TINY), 0.0).sum(dim=-1).clamp(0, 1)
+    return (
+        torch.where(values > least, turned / values.clamp(min=_TINY), 0.0)
+        .sum(dim=-1)
+        .clamp(0, 1)
+    )
 
 
 def _weight(one: Rounded, other: Rounded) -> Tensor:
     """Return the weight of the equations of a factor for each head: the inverse of its mean rounding."""
     squares = (one.squares + other.squares).mean(dim=(-2, -1), keepdim=True)
-    size = (one.numbers.square() + other.numbers.square()).mean(dim=(-2, -1), keepdim=True)
+    size = (one.numbers.square() + other.numbers.square()).mean(
+        dim=(-2, -1), keepdim=True
+    )
     return 1 / torch.maximum(squares, 1e-20 * size).clamp(min=_TINY)
 
 

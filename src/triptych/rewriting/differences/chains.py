@@ -61,7 +61,11 @@ def _permutation(part: Part, words: str) -> ChainStep:
     number = part.layer.rpartition(".")[2]
     recipe: dict[str, Any] | None = None
     if sorted(order) == [*range(len(order))]:
-        recipe = {"rewrite": "permute_heads", "order": inverse(order), "layers": [int(number)]}
+        recipe = {
+            "rewrite": "permute_heads",
+            "order": inverse(order),
+            "layers": [int(number)],
+        }
     return ChainStep(words, recipe, (part.layer,))
 
 

@@ -13,8 +13,18 @@ from triptych.core.checkpoints.checkpoint import Checkpoint
 from triptych.core.checkpoints.norm_readers import NormReader, NormSite, norm_sites
 from triptych.core.checkpoints.stored_layers import AttentionLayer, Site
 from triptych.progress import Progress
-from triptych.rewriting.differences.affine_maps import PLAIN, AffineMap, Reading, rounded_rows, unfolded_rows
-from triptych.rewriting.differences.attention_pairs import LayerView, compare_attention, same_numbers
+from triptych.rewriting.differences.affine_maps import (
+    PLAIN,
+    AffineMap,
+    Reading,
+    rounded_rows,
+    unfolded_rows,
+)
+from triptych.rewriting.differences.attention_pairs import (
+    LayerView,
+    compare_attention,
+    same_numbers,
+)
 from triptych.rewriting.differences.difference_records import SettingDifference
 from triptych.rewriting.differences.field_differences import different_fields
 from triptych.rewriting.differences.parts import Part
@@ -22,19 +32,29 @@ from triptych.rewriting.differences.rounded import Rounded, finer, is_same
 from triptych.rewriting.differences.sides import Pair, ReadSide
 
 # Entries of a configuration that say nothing about what a model computes.
-OF_NO_EFFECT = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
+OF_NO_EFFECT = frozenset(
+    {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
+)
 # A layer of the model: its stack, its kind and its numbers.
 _Where = tuple[str, Literal["self", "causal", "cross"], tuple[int, ...]]
 
 
-def compare_read(pair: Pair, progress: Progress) -> tuple[list[Part], list[SettingDifference], list[str]]:
+def compare_read(
+    pair: Pair, progress: Progress
+) -> tuple[list[Part], list[SettingDifference], list[str]]:
     """Return the parts, differing settings and further reasons of two checkpoints that are only read."""
     one, other = pair
     if not isinstance(one, ReadSide) or not isinstance(other, ReadSide):
         only = one if isinstance(one, ReadSide) else other
         return [], [], [f"one can be run and the other not: {only.why_no_architecture}"]
     if one.checkpoint.written_as != other.checkpoint.written_as:
-        return [], [], [f"families are {one.checkpoint.written_as} and {other.checkpoint.written_as}"]
+        return (
+            [],
+            [],
+            [
+                f"families are {one.checkpoint.written_as} and {other.checkpoint.written_as}"
+            ],
+        )
     comparison = _ReadComparison(one, other)
     if comparison.sites[0].keys() != comparison.sites[1].keys():
         return [], [], ["attention layers are others"]
@@ -52,7 +72,10 @@ class _ReadComparison:
     def __init__(self, one: ReadSide, other: ReadSide) -> None:
         self.pair = one, other
         self.sites = tuple(
-            {(site.stack, site.kind, site.numbers): site for site in own.checkpoint.sites}
+            {
+                (site.stack, site.kind, site.numbers): site
+                for site in own.checkpoint.sites
+            }
             for own in self.pair
         )
         self.norm_sites = _foldable(one.checkpoint), _foldable(other.checkpoint)
@@ -61,15 +84,25 @@ class _ReadComparison:
     def attention(self, where: _Where) -> Part:
         site = self.sites[0][where]
         stacks = {own.named_stack for own in self.sites[0].values()}
-        name = f"{site.named_stack}.{site.layer}" if len(stacks) > 1 else str(site.layer)
+        name = (
+            f"{site.named_stack}.{site.layer}" if len(stacks) > 1 else str(site.layer)
+        )
         part = Part(f"{name} attention", "attention", name)
-        layers = [own.checkpoint.read(sites[where]) for own, sites in zip(self.pair, self.sites, strict=True)]
+        layers = [
+            own.checkpoint.read(sites[where])
+            for own, sites in zip(self.pair, self.sites, strict=True)
+        ]
         folds = all(
             self._folds(number, layer, sites[where])
-            for number, (layer, sites) in enumerate(zip(layers, self.sites, strict=True))
+            for number, (layer, sites) in enumerate(
+                zip(layers, self.sites, strict=True)
+            )
         )
         views = [
-            LayerView(layer.weights.without_norms(), _reading(layer.weights.norm) if folds else PLAIN)
+            LayerView(
+                layer.weights.without_norms(),
+                _reading(layer.weights.norm) if folds else PLAIN,
+            )
             for layer in layers
         ]
         for own, sites in zip(self.pair, self.sites, strict=True):
@@ -100,7 +133,8 @@ class _ReadComparison:
             if other is None or len(site.readers) != len(other.readers):
                 continue
             readings = [
-                _reading(own.read(stored)) for own, stored in zip((site, other), tensors, strict=True)
+                _reading(own.read(stored))
+                for own, stored in zip((site, other), tensors, strict=True)
             ]
             self._compared |= {*site.all_tensors, *other.all_tensors}
             part.has_same_numbers &= readings[0].same_as(readings[1])
@@ -112,10 +146,13 @@ class _ReadComparison:
         part.has_same_numbers &= not found.reasons
         return part
 
-    def _is_same_map(self, mine: NormReader, theirs: NormReader, readings: list[Reading]) -> bool:
+    def _is_same_map(
+        self, mine: NormReader, theirs: NormReader, readings: list[Reading]
+    ) -> bool:
         """Compare a map of a norm's output, or several maps of it."""
         stored = [
-            own.read(side.checkpoint.tensors) for own, side in zip((mine, theirs), self.pair, strict=True)
+            own.read(side.checkpoint.tensors)
+            for own, side in zip((mine, theirs), self.pair, strict=True)
         ]
         (weight_a, bias_a), (weight_b, bias_b) = stored
         if weight_a.shape != weight_b.shape:
@@ -126,23 +163,33 @@ class _ReadComparison:
             copies = weight.reshape(-1, *weight.shape[-2:])
             zeros = torch.zeros(copies.shape[0], copies.shape[1])
             of_bias = (
-                Rounded.exact(zeros) if bias is None else Rounded.stored(bias.reshape(zeros.shape), dtype)
+                Rounded.exact(zeros)
+                if bias is None
+                else Rounded.stored(bias.reshape(zeros.shape), dtype)
             )
             maps.append(AffineMap(Rounded.stored(copies, dtype).mT, of_bias))
         rounded = rounded_rows(readings[0], readings[1], weight_a.shape[-1])
         if unfolded_rows(maps[0].rows().numbers, maps[1].rows().numbers, rounded):
             return False
-        read = [own.reading(reading).rows() for own, reading in zip(maps, readings, strict=True)]
+        read = [
+            own.reading(reading).rows()
+            for own, reading in zip(maps, readings, strict=True)
+        ]
         return is_same(read[0], read[1], rounded[:, None])
 
     def rest(self) -> Part:
         """Compare all tensors that no other part compared."""
         part = Part("all other tensors", "other")
         one, other = self.pair
-        names = [[name for name in own.stored_infos if name not in self._compared] for own in self.pair]
+        names = [
+            [name for name in own.stored_infos if name not in self._compared]
+            for own in self.pair
+        ]
         there = {*names[0]} & {*names[1]}
         for name in dict.fromkeys((*names[0], *names[1])):
-            if name not in there or not torch.equal(one.read_stored(name), other.read_stored(name)):
+            if name not in there or not torch.equal(
+                one.read_stored(name), other.read_stored(name)
+            ):
                 part.found.reasons.append(f"{name} differs")
         part.has_same_numbers = not part.found.reasons
         return part
@@ -153,7 +200,9 @@ class _ReadComparison:
         found = list[SettingDifference]()
         for name in names:
             if name not in OF_NO_EFFECT:
-                found += different_fields(one.record.get(name), other.record.get(name), name)
+                found += different_fields(
+                    one.record.get(name), other.record.get(name), name
+                )
         return found
 
 
@@ -169,5 +218,7 @@ def _foldable(checkpoint: Checkpoint) -> dict[str, NormSite]:
 def _reading(norm: Norm | None) -> Reading:
     if norm is None:
         return PLAIN
-    shift = None if norm.bias is None or not bool(norm.bias.any()) else norm.bias.double()
+    shift = (
+        None if norm.bias is None or not bool(norm.bias.any()) else norm.bias.double()
+    )
     return Reading(norm.offset + norm.weight.double(), shift, centred=norm.centred)

@@ -20,11 +20,21 @@ from triptych.rewriting.differences.difference_records import (
     Verdict,
     weakest,
 )
-from triptych.rewriting.differences.field_differences import different_fields, in_short, plain_architecture
+from triptych.rewriting.differences.field_differences import (
+    different_fields,
+    in_short,
+    plain_architecture,
+)
 from triptych.rewriting.differences.kinds import find_changes
 from triptych.rewriting.differences.parts import BlockPair, Part, StackComparison
 from triptych.rewriting.differences.predictions import measure_on_text
-from triptych.rewriting.differences.sides import AnyArchitecture, Pair, Side, StackName, open_side
+from triptych.rewriting.differences.sides import (
+    AnyArchitecture,
+    Pair,
+    Side,
+    StackName,
+    open_side,
+)
 from triptych.running.opened_source import Opened
 
 # Parts whose difference is larger than this share of their size have nothing to do with one another.
@@ -54,17 +64,27 @@ def compare(
         third = None if also is None else open_side(also)
         changes = find_changes(pair, found, also=third, progress=progress)
         found = replace(found, changes=changes)
-        if third is not None and not any("A and C" in change.kind for change in changes):
-            found = replace(found, notes=(*found.notes, f"B is no mixture of A and {third.name}"))
+        if third is not None and not any(
+            "A and C" in change.kind for change in changes
+        ):
+            found = replace(
+                found, notes=(*found.notes, f"B is no mixture of A and {third.name}")
+            )
         if text is not None:
-            found = replace(found, text=measure_on_text(a, b, text, found.parts, progress))
+            found = replace(
+                found, text=measure_on_text(a, b, text, found.parts, progress)
+            )
     return found
 
 
 def _compare_sides(pair: Pair, progress: Progress) -> Difference:
     one, other = pair
     has_same_bytes = _have_same_bytes(pair, progress)
-    if has_same_bytes and _are_alike(one.record, other.record) and one.architecture == other.architecture:
+    if (
+        has_same_bytes
+        and _are_alike(one.record, other.record)
+        and one.architecture == other.architecture
+    ):
         return Difference(one.name, other.name, "same bytes", notes=(_TOKENIZERS,))
     if one.architecture is None or other.architecture is None:
         parts, settings, reasons = compare_read(pair, progress)
@@ -93,7 +113,9 @@ def _have_same_bytes(pair: Pair, progress: Progress) -> bool:
 def _same_bits(one: Tensor, other: Tensor) -> bool:
     if one.dtype.is_floating_point:
         return (
-            torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+            torch.equal(
+                one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+            )
             if (one.ndim)
             else torch.equal(one[None].view(torch.uint8), other[None].view(torch.uint8))
         )
@@ -102,7 +124,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _are_alike(one: Any, other: Any) -> bool:
     kept = [
-        {name: value for name, value in record.items() if name not in OF_NO_EFFECT} for record in (one, other)
+        {name: value for name, value in record.items() if name not in OF_NO_EFFECT}
+        for record in (one, other)
     ]
     return kept[0] == kept[1]
 
@@ -134,13 +157,17 @@ class _WholeComparison:
         if depths:
             return self._different(depths, settings)
         parts = list[Part]()
-        for part in self._parts({stack: found for stack, found in blocks.items() if found is not None}):
+        for part in self._parts(
+            {stack: found for stack, found in blocks.items() if found is not None}
+        ):
             parts.append(part)
         settings += [setting for part in parts for setting in part.found.settings]
         reasons = [*self._unread(notes), *self._not_compared]
         return _judged(self.pair, parts, settings, reasons, notes)
 
-    def _different(self, reasons: list[str], settings: list[SettingDifference] | None = None) -> Difference:
+    def _different(
+        self, reasons: list[str], settings: list[SettingDifference] | None = None
+    ) -> Difference:
         one, other = self.pair
         return Difference(
             one.name,
@@ -160,19 +187,29 @@ class _WholeComparison:
         if counts[0] == counts[1]:
             return [BlockPair(number, number) for number in range(counts[0])]
         kept = [
-            [number for number in range(count) if not _adds_nothing(side, stack, number)]
+            [
+                number
+                for number in range(count)
+                if not _adds_nothing(side, stack, number)
+            ]
             for side, count in zip(self.pair, counts, strict=True)
         ]
         if len(kept[0]) != len(kept[1]):
             return None
         return [BlockPair(*numbers) for numbers in zip(*kept, strict=True)]
 
-    def _settings(self, blocks: dict[StackName, list[BlockPair] | None]) -> list[SettingDifference]:
+    def _settings(
+        self, blocks: dict[StackName, list[BlockPair] | None]
+    ) -> list[SettingDifference]:
         one, other = self.pair
-        made = [self._plain(side, blocks, number) for number, side in enumerate(self.pair)]
+        made = [
+            self._plain(side, blocks, number) for number, side in enumerate(self.pair)
+        ]
         found = [*different_fields(made[0], made[1], "")]
         if len(one.stacks) > 1 and one.pad_id != other.pad_id:
-            found.append(SettingDifference("pad_id", str(one.pad_id), str(other.pad_id)))
+            found.append(
+                SettingDifference("pad_id", str(one.pad_id), str(other.pad_id))
+            )
         return found
 
     def _plain(
@@ -180,17 +217,25 @@ class _WholeComparison:
     ) -> AnyArchitecture:
         """Return the plain architecture of a side with the blocks that have a counterpart."""
 
-        def kept(stack: StackName, made: LanguageModelArchitecture) -> LanguageModelArchitecture:
+        def kept(
+            stack: StackName, made: LanguageModelArchitecture
+        ) -> LanguageModelArchitecture:
             pairs = blocks[stack]
             if pairs is None or len(pairs) == len(made.blocks):
                 return made
-            return replace(made, blocks=tuple(made.blocks[own[number]] for own in pairs))
+            return replace(
+                made, blocks=tuple(made.blocks[own[number]] for own in pairs)
+            )
 
         made = side.architecture
         assert made is not None
         if isinstance(made, LanguageModelArchitecture):
             return plain_architecture(kept(made.kind, made))
-        both = replace(made, encoder=kept("encoder", made.encoder), decoder=kept("decoder", made.decoder))
+        both = replace(
+            made,
+            encoder=kept("encoder", made.encoder),
+            decoder=kept("decoder", made.decoder),
+        )
         return plain_architecture(both)
 
     def _parts(self, blocks: dict[StackName, list[BlockPair]]) -> Iterator[Part]:
@@ -203,7 +248,9 @@ class _WholeComparison:
                 done += 1
                 self.progress(part.name, min(done, total), total)
                 yield part
-            self._not_compared += [f"{name} was not compared" for name in comparison.not_compared()]
+            self._not_compared += [
+                f"{name} was not compared" for name in comparison.not_compared()
+            ]
 
     def _unread(self, notes: list[str]) -> list[str]:
         """Compare tensors of the files that no part of the models reads."""
@@ -237,7 +284,9 @@ def _judged(
         verdict = "near"
     for setting in in_short(settings):
         reasons.append(f"{setting.name} is {setting.a} in A and {setting.b} in B")
-    reasons += [f"{part.name}: {reason}" for part in parts for reason in part.found.reasons]
+    reasons += [
+        f"{part.name}: {reason}" for part in parts for reason in part.found.reasons
+    ]
     if reasons and verdict != "different":
         verdict = "near"
     is_same = verdict == "same function"
@@ -257,17 +306,24 @@ def _adds_nothing(side: Side, stack: StackName, number: int) -> bool:
     """Return True if a block leaves the stream as it is: outputs of its sub-layers are 0."""
     made = side.stacks[stack]
     block = made.blocks[number]
-    is_plain = not (made.order or block.cross or block.input or block.streams or block.scaled)
+    is_plain = not (
+        made.order or block.cross or block.input or block.streams or block.scaled
+    )
     frames = (block.attention, block.feed_forward_frame)
     if not is_plain or block.keys is not None:
         return False
-    if any(frame.place == "post" or frame.out_norm is not None or frame.from_norm for frame in frames):
+    if any(
+        frame.place == "post" or frame.out_norm is not None or frame.from_norm
+        for frame in frames
+    ):
         return False
     at = f"{side.block_name(stack, number)}.feed_forward."
     outer = [name for name in side.names if name.startswith(at) and "outer." in name]
     if not outer or any(bool(side.read(name).any()) for name in outer):
         return False
-    place = next(own for own in side.places if own.stack == stack and own.block == number)
+    place = next(
+        own for own in side.places if own.stack == stack and own.block == number
+    )
     weights = side.attention(place)
     if weights.o_bias is not None and bool(weights.o_bias.any()):
         return False
@@ -280,7 +336,10 @@ def _as_difference(part: Part) -> PartDifference:
     if found.reasons or found.settings:
         is_unrelated = found.has_other_sizes or (found.relative or 0.0) >= _UNRELATED
         verdict = "different" if is_unrelated else "near"
-    reasons = (*found.reasons, *(f"{one.name} is {one.a} and {one.b}" for one in found.settings))
+    reasons = (
+        *found.reasons,
+        *(f"{one.name} is {one.a} and {one.b}" for one in found.settings),
+    )
     return PartDifference(
         part.name,
         part.kind,
@@ -288,7 +347,9 @@ def _as_difference(part: Part) -> PartDifference:
         part.layer,
         steps=words_of(found.steps) if verdict == "same function" else (),
         reasons=reasons,
-        relative=found.relative if verdict not in ("same numbers", "same function") else None,
+        relative=found.relative
+        if verdict not in ("same numbers", "same function")
+        else None,
         heads=tuple(found.heads),
         bounds=found.bounds,
     )

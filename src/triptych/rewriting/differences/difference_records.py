@@ -6,7 +6,13 @@ from typing import Any, Literal, final
 
 # From the strongest to the weakest.
 Verdict = Literal["same bytes", "same numbers", "same function", "near", "different"]
-VERDICTS: tuple[Verdict, ...] = ("same bytes", "same numbers", "same function", "near", "different")
+VERDICTS: tuple[Verdict, ...] = (
+    "same bytes",
+    "same numbers",
+    "same function",
+    "near",
+    "different",
+)
 PartKind = Literal["embeddings", "attention", "feed-forward", "head", "other"]
 
 
@@ -177,4 +183,7 @@ class Difference:
     @property
     def first(self) -> str:
         """Name of the first part that is not the same; "" if all are."""
-        return next((part.name for part in self.parts if part.verdict in ("near", "different")), "")
+        return next(
+            (part.name for part in self.parts if part.verdict in ("near", "different")),
+            "",
+        )

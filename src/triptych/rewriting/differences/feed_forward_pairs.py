@@ -8,13 +8,21 @@ import torch
 from torch import Tensor
 
 from triptych.core.models import ExpertsConfig, FeedForwardConfig
-from triptych.rewriting.differences.affine_maps import PLAIN, Reading, affine, rounded_rows, unfolded_rows
+from triptych.rewriting.differences.affine_maps import (
+    PLAIN,
+    Reading,
+    affine,
+    rounded_rows,
+    unfolded_rows,
+)
 from triptych.rewriting.differences.attention_pairs import LayerFindings, equal_numbers
 from triptych.rewriting.differences.matching import match, row_signature
 from triptych.rewriting.differences.rounded import Rounded, excess, finer, is_same
 
 # Activations f with f(0) = 0: a unit without an input adds nothing.
-_ZERO_AT_ZERO = frozenset({"relu", "gelu", "gelu_tanh", "gelu_sigmoid", "swish", "relu_squared", "tanh"})
+_ZERO_AT_ZERO = frozenset(
+    {"relu", "gelu", "gelu_tanh", "gelu_sigmoid", "swish", "relu_squared", "tanh"}
+)
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -39,7 +47,11 @@ class FeedForwardView:
         """Return an expert of a mixture as a layer."""
         assert isinstance(self.config, ExpertsConfig)
         own = ("inner.", "gate.", "outer.")
-        tensors = {name: part[number] for name, part in self.tensors.items() if name.startswith(own)}
+        tensors = {
+            name: part[number]
+            for name, part in self.tensors.items()
+            if name.startswith(own)
+        }
         return FeedForwardView(self.config.expert, tensors, self.read, self.scale)
 
     def shared(self) -> "FeedForwardView":
@@ -48,13 +60,19 @@ class FeedForwardView:
         assert self.config.shared is not None
         prefix = "shared."
         tensors = {
-            name.removeprefix(prefix): part for name, part in self.tensors.items() if name.startswith(prefix)
+            name.removeprefix(prefix): part
+            for name, part in self.tensors.items()
+            if name.startswith(prefix)
         }
         return FeedForwardView(self.config.shared, tensors, self.read, self.scale)
 
 
 # Names of the tensors of units; any other tensor has to be equal.
-_OF_UNITS = frozenset(f"{part}.{kind}" for part in ("inner", "gate", "outer") for kind in ("weight", "bias"))
+_OF_UNITS = frozenset(
+    f"{part}.{kind}"
+    for part in ("inner", "gate", "outer")
+    for kind in ("weight", "bias")
+)
 
 
 def same_numbers(a: FeedForwardView, b: FeedForwardView) -> bool:
@@ -85,7 +103,9 @@ def compare_feed_forward(a: FeedForwardView, b: FeedForwardView) -> LayerFinding
     found = LayerFindings()
     if isinstance(a.config, ExpertsConfig) and isinstance(b.config, ExpertsConfig):
         _compare_experts(a, b, found)
-    elif isinstance(a.config, FeedForwardConfig) and isinstance(b.config, FeedForwardConfig):
+    elif isinstance(a.config, FeedForwardConfig) and isinstance(
+        b.config, FeedForwardConfig
+    ):
         _Units(a, b, found).compare()
     else:
         found.differ_in_size("one is a mixture of experts and the other is not")
@@ -101,13 +121,17 @@ def is_turned(a: FeedForwardView, b: FeedForwardView) -> bool:
     return a.read.turn is not None or b.read.turn is not None
 
 
-def _compare_experts(a: FeedForwardView, b: FeedForwardView, found: LayerFindings) -> None:
+def _compare_experts(
+    a: FeedForwardView, b: FeedForwardView, found: LayerFindings
+) -> None:
     one = a.config
     other = b.config
     assert isinstance(one, ExpertsConfig)
     assert isinstance(other, ExpertsConfig)
     if one.num_experts != other.num_experts:
-        found.differ_in_size(f"there are {one.num_experts} and {other.num_experts} experts")
+        found.differ_in_size(
+            f"there are {one.num_experts} and {other.num_experts} experts"
+        )
         return
     order = _match_experts(a, b)
     if order != [*range(one.num_experts)]:
@@ -131,7 +155,9 @@ def _compare_experts(a: FeedForwardView, b: FeedForwardView, found: LayerFinding
     gates = [view.tensors.get("shared_gate") for view in (a, b)]
     if gates[0] is not None and gates[1] is not None:
         mapped = [
-            affine(Rounded.stored(gate, dtype_of(a, b)).mT, None).reading(view.read).rows()
+            affine(Rounded.stored(gate, dtype_of(a, b)).mT, None)
+            .reading(view.read)
+            .rows()
             for gate, view in zip(gates, (a, b), strict=True)
             if gate is not None
         ]
@@ -142,21 +168,40 @@ def _compare_experts(a: FeedForwardView, b: FeedForwardView, found: LayerFinding
     found.reasons += [f"{name} differs" for name in different_tensors(*rest)]
 
 
-def _rest_of_experts(view: FeedForwardView, order: list[int] | None) -> dict[str, Tensor]:
+def _rest_of_experts(
+    view: FeedForwardView, order: list[int] | None
+) -> dict[str, Tensor]:
     """Return the tensors besides units, maps of the router and the gate of the shared layer."""
-    known = ("inner.", "gate.", "outer.", "shared.", "shared_gate", "router.weight", "router.bias")
-    found = {name: part for name, part in view.tensors.items() if not name.startswith(known)}
+    known = (
+        "inner.",
+        "gate.",
+        "outer.",
+        "shared.",
+        "shared_gate",
+        "router.weight",
+        "router.bias",
+    )
+    found = {
+        name: part for name, part in view.tensors.items() if not name.startswith(known)
+    }
     of_experts = ("router.correction", "router.expert_scale")
     if order is None:
         return found
-    return {name: part[order] if name in of_experts else part for name, part in found.items()}
+    return {
+        name: part[order] if name in of_experts else part
+        for name, part in found.items()
+    }
 
 
 def _router(view: FeedForwardView, dtype: torch.dtype) -> Rounded:
     """Return the router's map with its bias as last row, `[1, d_model + 1, experts]`."""
     weight = Rounded.stored(view.tensors["router.weight"], dtype).mT
     bias = view.tensors.get("router.bias")
-    return affine(weight, None if bias is None else Rounded.stored(bias, dtype)).reading(view.read).rows()
+    return (
+        affine(weight, None if bias is None else Rounded.stored(bias, dtype))
+        .reading(view.read)
+        .rows()
+    )
 
 
 def _match_experts(a: FeedForwardView, b: FeedForwardView) -> list[int]:
@@ -164,7 +209,9 @@ def _match_experts(a: FeedForwardView, b: FeedForwardView) -> list[int]:
     in_place = [*range(a.config.num_experts)]
     if a.config.groups > 1 or a.config.norm_eps is not None:
         return in_place
-    signatures = [row_signature(_router(view, torch.float64).numbers[0].mT, 0) for view in (a, b)]
+    signatures = [
+        row_signature(_router(view, torch.float64).numbers[0].mT, 0) for view in (a, b)
+    ]
     partners = match(*signatures).partners
     return partners if -1 not in partners else in_place
 
@@ -195,7 +242,9 @@ class _Unit(NamedTuple):
 class _Units:
     """The search for the rewrites between the hidden units of two layers."""
 
-    def __init__(self, a: FeedForwardView, b: FeedForwardView, found: LayerFindings) -> None:
+    def __init__(
+        self, a: FeedForwardView, b: FeedForwardView, found: LayerFindings
+    ) -> None:
         self.a = a
         self.b = b
         self.found = found
@@ -209,8 +258,13 @@ class _Units:
             for view in (self.a, self.b)
         ]
         self.found.reasons += [f"{name} differs" for name in different_tensors(*rest)]
-        one, other = (self._active(self._units(view, centre=False)) for view in (self.a, self.b))
-        if one.inner.shape[1] != other.inner.shape[1] or one.outer.shape[1] != other.outer.shape[1]:
+        one, other = (
+            self._active(self._units(view, centre=False)) for view in (self.a, self.b)
+        )
+        if (
+            one.inner.shape[1] != other.inner.shape[1]
+            or one.outer.shape[1] != other.outer.shape[1]
+        ):
             self.found.differ_in_size("the widths of what is read or written differ")
             return
         if (one.gate is None) != (other.gate is None):
@@ -230,13 +284,20 @@ class _Units:
         if partners != [*range(len(partners))]:
             self.found.steps["permute_units"] = True
         if self._is_unfolded(partners):
-            self.found.reasons.append("the norm before it differs, and its maps have not taken it up")
+            self.found.reasons.append(
+                "the norm before it differs, and its maps have not taken it up"
+            )
         same = self._same_units(one, other, is_centred=False)
         if not bool(same.all()) and self.a.read.centred and self.b.read.centred:
             # Whatever moved by rounding alone was not rewritten.
             only_rounded = _explained(one.inner, other.inner) & ~same
-            centred_units = [self._active(self._units(view, centre=True)) for view in (self.a, self.b)]
-            again = self._same_units(centred_units[0], _chosen(centred_units[1], partners), is_centred=True)
+            centred_units = [
+                self._active(self._units(view, centre=True))
+                for view in (self.a, self.b)
+            ]
+            again = self._same_units(
+                centred_units[0], _chosen(centred_units[1], partners), is_centred=True
+            )
             if bool((again & ~only_rounded).all()):
                 same = again
                 self.found.steps["centre"] = True
@@ -248,9 +309,13 @@ class _Units:
             self.found.relative = _relative(one, other)
 
     def _units(self, view: FeedForwardView, *, centre: bool) -> _Unit:
-        outer = Rounded.stored(view.tensors["outer.weight"], self.dtype).mT.times(view.scale)
+        outer = Rounded.stored(view.tensors["outer.weight"], self.dtype).mT.times(
+            view.scale
+        )
         outer = outer if view.read.turn is None else view.read.turn.written(outer)
-        gate = self._rows(view, "gate", centre) if "gate.weight" in view.tensors else None
+        gate = (
+            self._rows(view, "gate", centre) if "gate.weight" in view.tensors else None
+        )
         return _Unit(self._rows(view, "inner", centre), gate, outer)
 
     def _rows(self, view: FeedForwardView, part: str, centre: bool) -> Rounded:
@@ -272,7 +337,10 @@ class _Units:
         for view in (self.a, self.b):
             units = self._active(self._units(replace(view, read=PLAIN), centre=False))
             units = units if view is self.a else _chosen(units, partners)
-            maps = [units.inner.numbers, *([] if units.gate is None else [units.gate.numbers])]
+            maps = [
+                units.inner.numbers,
+                *([] if units.gate is None else [units.gate.numbers]),
+            ]
             stored.append(torch.cat(maps).mT[None])
         return unfolded_rows(stored[0], stored[1], rounded)
 
@@ -280,7 +348,9 @@ class _Units:
         """Leave out units that add nothing."""
         adds = units.outer.numbers.any(dim=1)
         is_linear = units.gate is not None and not self.config.offset
-        if is_linear or (units.gate is None and self.config.activation in _ZERO_AT_ZERO):
+        if is_linear or (
+            units.gate is None and self.config.activation in _ZERO_AT_ZERO
+        ):
             adds = adds & units.inner.numbers.any(dim=1)
         if bool(adds.all()):
             return units
@@ -322,7 +392,9 @@ class _Units:
 
     def _same_units(self, one: _Unit, other: _Unit, *, is_centred: bool) -> Tensor:
         """Return for each unit of A whether it is the same as its partner."""
-        rounds = is_centred | rounded_rows(self.a.read, self.b.read, one.inner.shape[1] - 1)
+        rounds = is_centred | rounded_rows(
+            self.a.read, self.b.read, one.inner.shape[1] - 1
+        )
         is_scaled = self.a.scale != self.b.scale or is_turned(self.a, self.b)
         same = _same_rows(one.inner, other.inner, rounds)
         same &= _same_rows(one.outer, other.outer, torch.tensor([is_scaled]))
@@ -339,7 +411,9 @@ class _Units:
         outer = _weights_of_rows(one.outer, other.outer)
         fitting = inner * (one.inner.numbers * other.inner.numbers).sum(1)
         fitting = fitting + outer * (one.outer.numbers * other.outer.numbers).sum(1)
-        sizes = inner * one.inner.numbers.square().sum(1) + outer * other.outer.numbers.square().sum(1)
+        sizes = inner * one.inner.numbers.square().sum(
+            1
+        ) + outer * other.outer.numbers.square().sum(1)
         factor = (fitting / sizes.clamp(min=_TINY))[:, None]
         same = excess(one.inner.times(factor), other.inner).amax(1) <= 1
         same &= excess(other.outer.times(factor), one.outer).amax(1) <= 1
@@ -358,9 +432,15 @@ class _Units:
         for view in (self.a, self.b):
             stored = view.tensors.get("outer.bias")
             width = view.tensors["outer.weight"].shape[0]
-            own = Rounded.exact(torch.zeros(width)) if stored is None else Rounded.stored(stored, self.dtype)
+            own = (
+                Rounded.exact(torch.zeros(width))
+                if stored is None
+                else Rounded.stored(stored, self.dtype)
+            )
             own = own.times(view.scale)
-            biases.append(own if view.read.turn is None else view.read.turn.written(own))
+            biases.append(
+                own if view.read.turn is None else view.read.turn.written(own)
+            )
         is_scaled = self.a.scale != self.b.scale or is_turned(self.a, self.b)
         if not is_same(biases[0], biases[1], is_scaled):
             self.found.reasons.append("the bias of the output differs")
@@ -387,7 +467,11 @@ def _weights_of_rows(one: Rounded, other: Rounded) -> Tensor:
 
 
 def _chosen(units: _Unit, order: list[int]) -> _Unit:
-    return _Unit(units.inner[order], None if units.gate is None else units.gate[order], units.outer[order])
+    return _Unit(
+        units.inner[order],
+        None if units.gate is None else units.gate[order],
+        units.outer[order],
+    )
 
 
 def _relative(one: _Unit, other: _Unit) -> float:
@@ -398,5 +482,7 @@ def _relative(one: _Unit, other: _Unit) -> float:
     sizes = []
     for mine, theirs in pairs:
         size = float(mine.numbers.norm())
-        sizes.append(float((mine.numbers - theirs.numbers).norm()) / size if size else 0.0)
+        sizes.append(
+            float((mine.numbers - theirs.numbers).norm()) / size if size else 0.0
+        )
     return max(sizes)

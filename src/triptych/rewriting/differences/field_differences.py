@@ -35,16 +35,28 @@ def different_fields(
         return
     if is_dataclass(one) and type(one) is type(other):
         for field in fields(one):
-            if field.name not in known and field.compare:  # caches are no part of a comparison
+            if (
+                field.name not in known and field.compare
+            ):  # caches are no part of a comparison
                 yield from different_fields(
-                    getattr(one, field.name), getattr(other, field.name), _below(name, field.name)
+                    getattr(one, field.name),
+                    getattr(other, field.name),
+                    _below(name, field.name),
                 )
         return
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list) and len(one) == len(other):
+    if (
+        isinstance(one, tuple | list)
+        and isinstance(other, tuple | list)
+        and len(one) == len(other)
+    ):
         for number, (mine, theirs) in enumerate(zip(one, other, strict=True)):
             yield from different_fields(mine, theirs, _below(name, str(number)))
         return
-    if isinstance(one, Mapping) and isinstance(other, Mapping) and one.keys() == other.keys():
+    if (
+        isinstance(one, Mapping)
+        and isinstance(other, Mapping)
+        and one.keys() == other.keys()
+    ):
         for key in one:
             yield from different_fields(one[key], other[key], _below(name, str(key)))
         return
@@ -97,7 +109,9 @@ def plain_architecture(made: AnyArchitecture) -> AnyArchitecture:
     Sizes, the presence of weights and biases, tied tables and factors are compared with the tensors.
     """
     if isinstance(made, EncoderDecoderArchitecture):
-        return EncoderDecoderArchitecture(_plain(made.encoder), _plain(made.decoder), shared=False)
+        return EncoderDecoderArchitecture(
+            _plain(made.encoder), _plain(made.decoder), shared=False
+        )
     return _plain(made)
 
 
@@ -160,11 +174,15 @@ def _plain_frame(frame: SublayerConfig) -> SublayerConfig:
     )
 
 
-def plain_feed_forward(config: FeedForwardConfig | ExpertsConfig) -> FeedForwardConfig | ExpertsConfig:
+def plain_feed_forward(
+    config: FeedForwardConfig | ExpertsConfig,
+) -> FeedForwardConfig | ExpertsConfig:
     """Return the configuration of a feed-forward layer without sizes, biases and dropout."""
     if isinstance(config, ExpertsConfig):
         shared = config.shared and _plain_units(config.shared)
-        return replace(config, expert=_plain_units(config.expert), shared=shared, router_bias=False)
+        return replace(
+            config, expert=_plain_units(config.expert), shared=shared, router_bias=False
+        )
     return _plain_units(config)
 
 
@@ -179,5 +197,6 @@ def in_short(found: list[SettingDifference]) -> tuple[SettingDifference, ...]:
         name = ".".join("*" if part.isdigit() else part for part in one.name.split("."))
         rows.setdefault((name, one.a, one.b), []).append(one)
     return tuple(
-        own[0] if len(own) == 1 else SettingDifference(name, a, b) for (name, a, b), own in rows.items()
+        own[0] if len(own) == 1 else SettingDifference(name, a, b)
+        for (name, a, b), own in rows.items()
     )

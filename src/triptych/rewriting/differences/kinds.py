@@ -78,7 +78,11 @@ class _Explained(NamedTuple):
 
 
 def find_changes(
-    pair: Pair, found: Difference, *, also: Side | None = None, progress: Progress = untold
+    pair: Pair,
+    found: Difference,
+    *,
+    also: Side | None = None,
+    progress: Progress = untold,
 ) -> tuple[Change, ...]:
     """Name the kinds of change from A to B.
 
@@ -95,7 +99,9 @@ def find_changes(
     kept = [name for name in pair.common if not (moved and _BLOCK.match(name))]
     places = () if moved else pair.places
     total = len(kept) + len(places)
-    for number, tensors in enumerate((*_beside(pair, kept, also), *_of_attention(pair, places, also))):
+    for number, tensors in enumerate(
+        (*_beside(pair, kept, also), *_of_attention(pair, places, also))
+    ):
         progress("naming the change", number, total)
         for one in tensors():
             if one.before.shape == one.after.shape and _same(one.before, one.after):
@@ -123,7 +129,9 @@ def _beside(pair: Pair, names: Iterable[str], also: Side | None) -> Iterator[_Re
     def read(name: str) -> Iterator[_Compared]:
         third = also.read(name) if also is not None and name in there else None
         packed = _packed_as(pair.b.stored, pair.b.stored_names(name))
-        yield _Compared(name, pair.a.read(name), pair.b.read(name), packed=packed, third=third)
+        yield _Compared(
+            name, pair.a.read(name), pair.b.read(name), packed=packed, third=third
+        )
 
     for name in names:
         yield lambda name=name: read(name)  # type: ignore[misc]
@@ -132,17 +140,28 @@ def _beside(pair: Pair, names: Iterable[str], also: Side | None) -> Iterator[_Re
 def _packed_as(stored: Tensors | None, names: Iterable[str]) -> str:
     if stored is None:
         return ""
-    return next((how for name in names if name in stored.infos and (how := stored.packed_as(name))), "")
+    return next(
+        (
+            how
+            for name in names
+            if name in stored.infos and (how := stored.packed_as(name))
+        ),
+        "",
+    )
 
 
-def _of_attention(pair: Pair, places: Iterable[AttentionPlace], also: Side | None) -> Iterator[_Read]:
+def _of_attention(
+    pair: Pair, places: Iterable[AttentionPlace], also: Side | None
+) -> Iterator[_Read]:
     """Yield readers of the attention layers."""
     there = {*also.places} if also is not None else set()
 
     def read(place: AttentionPlace) -> Iterator[_Compared]:
         old = pair.a.attention(place)
         new = pair.b.attention(place)
-        third = dict(also.matrices(place)) if also is not None and place in there else {}
+        third = (
+            dict(also.matrices(place)) if also is not None and place in there else {}
+        )
         after = dict(pair.b.matrices(place))
         rotary = old.semantics.rotary
         turned = 0 if rotary is None or rotary.start else 2 * len(rotary.frequencies)
@@ -151,7 +170,9 @@ def _of_attention(pair: Pair, places: Iterable[AttentionPlace], also: Side | Non
                 continue
             side = name.removeprefix(pair.a.attention_name(place)).split(".")[1]
             heads, heads_after = (
-                weights.chain(side)[0].copies if side in ("q", "k", "v") and weights.chain(side) else 0  # type: ignore[arg-type]
+                weights.chain(side)[0].copies
+                if side in ("q", "k", "v") and weights.chain(side)
+                else 0  # type: ignore[arg-type]
                 for weights in (old, new)
             )
             yield _Compared(
@@ -212,7 +233,9 @@ def _resized(one: _Compared) -> _Reason:
 
 
 def _tiled(one: _Compared) -> _Reason:
-    if one.heads_after <= one.heads or not is_tiled(one.before, one.after, one.heads, one.heads_after):
+    if one.heads_after <= one.heads or not is_tiled(
+        one.before, one.after, one.heads, one.heads_after
+    ):
         return None
     return "key-value heads tiled", f"{one.heads} heads became {one.heads_after}", 0.0
 
@@ -231,7 +254,10 @@ def _rotary_layout(one: _Compared) -> _Reason:
 
 
 def _without_one(one: _Compared) -> _Reason:
-    if "norm" not in one.name or (lost := added_one(one.before, one.after, one.after.dtype)) is None:
+    if (
+        "norm" not in one.name
+        or (lost := added_one(one.before, one.after, one.after.dtype)) is None
+    ):
         return None
     detail = "1 less in B" if lost < 0 else "1 more in B"
     return "gain without its 1", detail, 0.0
@@ -263,11 +289,16 @@ def _few(one: _Compared) -> _Reason:
     if one.before.shape != one.after.shape:
         return None
     count = num_different(one.before, one.after)
-    return ("few entries", "", float(count)) if count <= _FEW * one.after.numel() else None
+    return (
+        ("few entries", "", float(count)) if count <= _FEW * one.after.numel() else None
+    )
 
 
 def _mixed(one: _Compared) -> _Reason:
-    if one.third is None or (parts := mixture(one.before, one.third, one.after, one.after.dtype)) is None:
+    if (
+        one.third is None
+        or (parts := mixture(one.before, one.third, one.after, one.after.dtype)) is None
+    ):
         return None
     total = parts.own + parts.other
     if abs(total - 1) > 0.01:
@@ -283,7 +314,13 @@ def _quantised(one: _Compared) -> _Reason:
         grid = on_grid(one.before.mT, one.after.mT, one.after.dtype)
         of = " of the transposed matrix"
     return (
-        None if grid is None else ("quantised", f"lies on {grid}{of}", relative_change(one.before, one.after))
+        None
+        if grid is None
+        else (
+            "quantised",
+            f"lies on {grid}{of}",
+            relative_change(one.before, one.after),
+        )
     )
 
 
@@ -293,7 +330,18 @@ def _merged(one: _Compared) -> _Reason:
 
 
 _EXPLANATIONS: tuple[Callable[[_Compared], _Reason], ...] = (
-    *(_resized, _tiled, _transposed, _rotary_layout, _without_one, _packed, _rounded, _few, _zeros, _scaled),
+    *(
+        _resized,
+        _tiled,
+        _transposed,
+        _rotary_layout,
+        _without_one,
+        _packed,
+        _rounded,
+        _few,
+        _zeros,
+        _scaled,
+    ),
     *(_mixed, _quantised, _merged),
 )
 
@@ -340,12 +388,20 @@ def _change(group: Sequence[_Explained], found: Difference) -> Change:
             said = f"{share} are zero in B and not in A{_PRUNED_AS[first.detail]}; all others are A's"
         case "mean of A and C":
             is_even = abs(first.figure - 0.5) < 0.01
-            said = "B is (A + C) / 2" if is_even else f"B is {first.detail} A + {1 - first.figure:.2f} C"
+            said = (
+                "B is (A + C) / 2"
+                if is_even
+                else f"B is {first.detail} A + {1 - first.figure:.2f} C"
+            )
         case "combination of A and C":
             said = f"B is a multiple of A plus a multiple of C, by tensor: {_range_of(figures)} A"
         case "merged LoRA":
             ranks = sorted({int(rank) for rank in figures})
-            of = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}–{ranks[-1]}"
+            of = (
+                f"rank {ranks[0]}"
+                if len(ranks) == 1
+                else f"ranks {ranks[0]}–{ranks[-1]}"
+            )
             said = f"ΔW has {of}"
             heads = _effects(found)
         case "rotary layout":
@@ -393,11 +449,21 @@ def _configuration(pair: Pair, found: Difference) -> list[Change]:
     if not settings:
         return []
     stated = [*_stated(pair.a.record, pair.b.record)]
-    said = stated or [f"{one.name} is {one.a} in A and {one.b} in B" for one in settings]
-    return [Change("another configuration", "; ".join(said), tuple(one.name for one in settings))]
+    said = stated or [
+        f"{one.name} is {one.a} in A and {one.b} in B" for one in settings
+    ]
+    return [
+        Change(
+            "another configuration",
+            "; ".join(said),
+            tuple(one.name for one in settings),
+        )
+    ]
 
 
-def _stated(a: Mapping[str, Any], b: Mapping[str, Any], within: str = "") -> Iterator[str]:
+def _stated(
+    a: Mapping[str, Any], b: Mapping[str, Any], within: str = ""
+) -> Iterator[str]:
     """Yield the fields of two configurations of one family that differ."""
     if a.get("model_type") != b.get("model_type"):
         return
@@ -422,8 +488,14 @@ def _moved_layers(pair: Pair) -> list[Change]:
             return []
         blocks = range(len(made.blocks))
         blocks_after = range(len(pair.b.stacks[stack].blocks))
-        old = [_fingerprint(pair, pair.a, AttentionPlace(stack, number)) for number in blocks]
-        new = [_fingerprint(pair, pair.b, AttentionPlace(stack, number)) for number in blocks_after]
+        old = [
+            _fingerprint(pair, pair.a, AttentionPlace(stack, number))
+            for number in blocks
+        ]
+        new = [
+            _fingerprint(pair, pair.b, AttentionPlace(stack, number))
+            for number in blocks_after
+        ]
         if old == new:
             continue
         came_from = list[int]()
@@ -431,7 +503,10 @@ def _moved_layers(pair: Pair) -> list[Change]:
             alike = [place for place, other in enumerate(old) if other == own]
             # The layer of the same number is preferred among equal layers of A.
             places = sorted(alike, key=lambda place: (place != number, place))
-            source = next((place for place in places if _same_block(pair, stack, place, number)), None)
+            source = next(
+                (place for place in places if _same_block(pair, stack, place, number)),
+                None,
+            )
             if source is None:
                 return []
             came_from.append(source)
@@ -484,7 +559,10 @@ def _moves(came_from: Sequence[int], count: int, prefix: str) -> Change:
     # A repeated layer is not out of order.
     is_ordered = all(one <= other for one, other in pairwise(came_from))
     if repeated:
-        kind, said = "layers repeated", f"in B more than once: A's layers {_ranges(repeated)}"
+        kind, said = (
+            "layers repeated",
+            f"in B more than once: A's layers {_ranges(repeated)}",
+        )
     elif dropped:
         kind, said = "layers dropped", f"not in B: A's layers {_ranges(dropped)}"
     else:
@@ -495,7 +573,11 @@ def _moves(came_from: Sequence[int], count: int, prefix: str) -> Change:
         said += ", in another order"
     mapped = ", ".join(map(str, came_from))
     where = tuple(f"{prefix}{block}" for block in (repeated or dropped))
-    return Change(kind, f"{said}; B's layers are A's {prefix.rstrip('.')} {mapped}".replace("  ", " "), where)
+    return Change(
+        kind,
+        f"{said}; B's layers are A's {prefix.rstrip('.')} {mapped}".replace("  ", " "),
+        where,
+    )
 
 
 def _stale_shard(pair: Pair) -> list[Change]:
@@ -510,7 +592,9 @@ def _stale_shard(pair: Pair) -> list[Change]:
         if len(files) < 2:
             continue
         # Training of the last layers can fill a file as well.
-        different = {name for name in stored.infos if not _same_stored(one, other, name)}
+        different = {
+            name for name in stored.infos if not _same_stored(one, other, name)
+        }
         for file, names in files.items():
             if names == different and not _is_end(names, {*stored.infos}):
                 said = f"all {len(names)} tensors of one file of {side} differ, and no others"
@@ -526,7 +610,11 @@ def _same_stored(one: Tensors, other: Tensors, name: str) -> bool:
 
 def _is_end(names: set[str], all_names: set[str]) -> bool:
     """Return True if tensors are whole layers up to the last: training from a layer on explains them, too."""
-    layers = {name: int(found[1]) for name in all_names if (found := re.search(r"\.(\d+)\.", name))}
+    layers = {
+        name: int(found[1])
+        for name in all_names
+        if (found := re.search(r"\.(\d+)\.", name))
+    }
     inside = [layers[name] for name in names if name in layers]
     outside = [layers[name] for name in all_names - names if name in layers]
     return bool(inside) and (not outside or max(outside) < min(inside))
@@ -552,7 +640,13 @@ def _training(unexplained: Sequence[_Explained], equal: Sequence[str]) -> list[C
         and len({stack for stack, _ in changed}) == 1
     ):
         name = f"{first[0]}.{first[1]}" if first[0] else str(first[1])
-        return [Change("fine-tuned from a layer on", f"layers before {name} are equal; {size}", where)]
+        return [
+            Change(
+                "fine-tuned from a layer on",
+                f"layers before {name} are equal; {size}",
+                where,
+            )
+        ]
     layers = _ranges(sorted(number for _, number in changed))
     return [Change("fine-tuned in some layers", f"layers {layers}; {size}", where)]
 
@@ -571,11 +665,16 @@ def names_in_words(names: Sequence[str]) -> tuple[str, ...]:
         if (found := _BLOCK.match(name)) is None:
             short.append(name)
         else:
-            numbers.setdefault((name[: found.start(2)], name[found.end() :]), []).append(int(found[2]))
+            numbers.setdefault(
+                (name[: found.start(2)], name[found.end() :]), []
+            ).append(int(found[2]))
     parts: dict[str, list[str]] = {}
     for (start, part), blocks in numbers.items():
         parts.setdefault(f"{start}{_ranges(sorted({*blocks}))}", []).append(part)
-    return (*(f"{blocks}: {', '.join(own)}" for blocks, own in parts.items()), *dict.fromkeys(short))
+    return (
+        *(f"{blocks}: {', '.join(own)}" for blocks, own in parts.items()),
+        *dict.fromkeys(short),
+    )
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -586,4 +685,6 @@ def _ranges(numbers: Sequence[int]) -> str:
             parts[-1].append(number)
         else:
             parts.append([number])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}–{part[-1]}" for part in parts)
+    return ", ".join(
+        str(part[0]) if len(part) == 1 else f"{part[0]}–{part[-1]}" for part in parts
+    )

@@ -28,7 +28,13 @@ def form_signature(form: Factors, planes: int = 0) -> Tensor:
         each = torch.einsum("hxf,hyf->hfxy", query, key.conj()).flatten(1)
         parts += [each.real, each.imag]
     found = torch.cat(parts, dim=1)
-    size = found.square().sum(dim=1).mean().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
+    size = (
+        found.square()
+        .sum(dim=1)
+        .mean()
+        .sqrt()
+        .clamp(min=torch.finfo(torch.float64).tiny)
+    )
     return found / size
 
 
@@ -40,7 +46,13 @@ def _probes(rows: int, number: int) -> Tensor:
 def row_signature(rows: Tensor, number: int) -> Tensor:
     """Return a few numbers for each row, relative to their mean size."""
     found = rows @ _probes(rows.shape[-1], number)
-    size = found.square().sum(dim=1).mean().sqrt().clamp(min=torch.finfo(torch.float64).tiny)
+    size = (
+        found.square()
+        .sum(dim=1)
+        .mean()
+        .sqrt()
+        .clamp(min=torch.finfo(torch.float64).tiny)
+    )
     return found / size
 
 

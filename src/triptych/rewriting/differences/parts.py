@@ -15,7 +15,13 @@ from triptych.core.models import (
     SublayerConfig,
 )
 from triptych.rewriting.differences import attention_pairs, feed_forward_pairs
-from triptych.rewriting.differences.affine_maps import PLAIN, AffineMap, Reading, affine, rounded_rows
+from triptych.rewriting.differences.affine_maps import (
+    PLAIN,
+    AffineMap,
+    Reading,
+    affine,
+    rounded_rows,
+)
 from triptych.rewriting.differences.attention_pairs import (
     LayerFindings,
     LayerView,
@@ -23,7 +29,10 @@ from triptych.rewriting.differences.attention_pairs import (
     equal_numbers,
 )
 from triptych.rewriting.differences.difference_records import PartKind
-from triptych.rewriting.differences.feed_forward_pairs import FeedForwardView, compare_feed_forward
+from triptych.rewriting.differences.feed_forward_pairs import (
+    FeedForwardView,
+    compare_feed_forward,
+)
 from triptych.rewriting.differences.field_differences import takes_scale
 from triptych.rewriting.differences.rounded import Rounded, excess, finer, is_same
 from triptych.rewriting.differences.sides import AttentionPlace, Pair, Side, StackName
@@ -63,7 +72,10 @@ class BlockPair(NamedTuple):
 
 def frames_of(block: BlockConfig) -> dict[str, SublayerConfig]:
     """Return the residual frames of a block by the names of their modules."""
-    frames = {"self_residual": block.attention, "feed_forward_residual": block.feed_forward_frame}
+    frames = {
+        "self_residual": block.attention,
+        "feed_forward_residual": block.feed_forward_frame,
+    }
     if block.cross is not None:
         frames["cross_residual"] = block.cross
     return frames
@@ -71,7 +83,12 @@ def frames_of(block: BlockConfig) -> dict[str, SublayerConfig]:
 
 def is_foldable(block: BlockConfig, frame: SublayerConfig) -> bool:
     """Return True if only the maps of the sub-layer read the norm before it."""
-    return frame.norm is not None and frame.place == "pre" and not frame.from_norm and block.streams is None
+    return (
+        frame.norm is not None
+        and frame.place == "pre"
+        and not frame.from_norm
+        and block.streams is None
+    )
 
 
 @final
@@ -85,7 +102,10 @@ class StackComparison:
         self.made = pair.a.stacks[stack], pair.b.stacks[stack]
         self.prefixes = pair.a.prefix(stack), pair.b.prefix(stack)
         self.turn = self._find_turn()
-        self._compared = set[str](), set[str]()  # names of tensors that were compared, of A and of B
+        self._compared = (
+            set[str](),
+            set[str](),
+        )  # names of tensors that were compared, of A and of B
 
     def _find_turn(self) -> Turn | None:
         """Return another basis of the stream, if the embeddings differ by one."""
@@ -114,7 +134,8 @@ class StackComparison:
         dropped = [
             {
                 own.block_name(self.stack, number)
-                for number in {*range(len(made.blocks))} - {blocks[side] for blocks in self.blocks}
+                for number in {*range(len(made.blocks))}
+                - {blocks[side] for blocks in self.blocks}
             }
             for side, (own, made, _) in enumerate(self.sides)
         ]
@@ -136,10 +157,14 @@ class StackComparison:
         self._compared[side].update(names)
         return {name.removeprefix(prefix): own.read(name) for name in names}
 
-    def _reading(self, own: Side, name: str, config: NormConfig | None, side: int) -> Reading:
+    def _reading(
+        self, own: Side, name: str, config: NormConfig | None, side: int
+    ) -> Reading:
         """Return gain and shift of a norm."""
         if config is None:
-            return PLAIN if self.turn is None or side else replace(PLAIN, turn=self.turn)
+            return (
+                PLAIN if self.turn is None or side else replace(PLAIN, turn=self.turn)
+            )
         tensors = self._tensors(own, f"{name}.", side)
         weight = tensors.get("weight")
         bias = tensors.get("bias")
@@ -166,13 +191,17 @@ class StackComparison:
             found.reasons.append("the norm after it differs")
         scales = frame_a.scale, frame_b.scale
         if frame_a.out_norm is not None and scales[0] != scales[1]:
-            found.reasons.append(f"its factor is {scales[0]:g} and {scales[1]:g}, after a norm")
+            found.reasons.append(
+                f"its factor is {scales[0]:g} and {scales[1]:g}, after a norm"
+            )
         if frame_a.out_norm is not None:
             scales = 1.0, 1.0
         if (folds_a and folds_b) or self.turn is not None:
             return (norm_a, scales[0]), (norm_b, scales[1])
         if not norm_a.same_as(norm_b):
-            found.reasons.append("its norm differs, which the residual stream reads too")
+            found.reasons.append(
+                "its norm differs, which the residual stream reads too"
+            )
         return (PLAIN, scales[0]), (PLAIN, scales[1])
 
     # Parts.
@@ -192,8 +221,12 @@ class StackComparison:
             tensors.pop("table.weight", None)
             scale = made.embeddings.scale if takes_scale(made) else 1.0
             tables.append((own.read(table), scale))
-            norm = self._reading(own, f"{prefix}embeddings.norm", made.embeddings.norm, side)
-            rest.append(({n: t for n, t in tensors.items() if not n.startswith("norm.")}, norm))
+            norm = self._reading(
+                own, f"{prefix}embeddings.norm", made.embeddings.norm, side
+            )
+            rest.append(
+                ({n: t for n, t in tensors.items() if not n.startswith("norm.")}, norm)
+            )
         if self.turn is None:
             has_same_rows = _compare_tables(tables[0], tables[1], found, "embeddings")
         else:
@@ -224,7 +257,10 @@ class StackComparison:
             yield cross
         fed = Part(f"{layer} feed-forward", "feed-forward", layer)
         framed = self._frame(blocks, "feed_forward_residual", fed.found)
-        if all(config.parallel and config.feed_forward_frame.norm is None for config in configs):
+        if all(
+            config.parallel and config.feed_forward_frame.norm is None
+            for config in configs
+        ):
             framed = tuple((reading[side][0], framed[side][1]) for side in (0, 1))  # type: ignore[assignment]
         self._feed_forward(fed, blocks, framed)
         yield fed
@@ -240,12 +276,16 @@ class StackComparison:
         *,
         is_cross: bool,
     ) -> None:
-        places = tuple(AttentionPlace(self.stack, number, is_cross) for number in blocks)
+        places = tuple(
+            AttentionPlace(self.stack, number, is_cross) for number in blocks
+        )
         part.place = places[0], places[1]
         memories = self._memories() if is_cross else (PLAIN, PLAIN)
         views = [
             LayerView(own.attention(place), read, memory, scale)
-            for own, place, (read, scale), memory in zip(self.pair, places, reading, memories, strict=True)
+            for own, place, (read, scale), memory in zip(
+                self.pair, places, reading, memories, strict=True
+            )
         ]
         if attention_pairs.same_numbers(views[0], views[1]):
             part.has_same_numbers = not part.found.reasons
@@ -259,18 +299,27 @@ class StackComparison:
         for side, own in enumerate(self.pair):
             made = own.architecture
             assert isinstance(made, EncoderDecoderArchitecture)
-            found.append(self._reading(own, "encoder.final_norm", made.encoder.final_norm, side))
+            found.append(
+                self._reading(own, "encoder.final_norm", made.encoder.final_norm, side)
+            )
         return found[0], found[1]
 
     def _feed_forward(
-        self, part: Part, blocks: BlockPair, reading: tuple[tuple[Reading, float], tuple[Reading, float]]
+        self,
+        part: Part,
+        blocks: BlockPair,
+        reading: tuple[tuple[Reading, float], tuple[Reading, float]],
     ) -> None:
         views = []
         for side, (own, made, _) in enumerate(self.sides):
             number = blocks[side]
-            tensors = self._tensors(own, f"{own.block_name(self.stack, number)}.feed_forward.", side)
+            tensors = self._tensors(
+                own, f"{own.block_name(self.stack, number)}.feed_forward.", side
+            )
             read, scale = reading[side]
-            views.append(FeedForwardView(made.blocks[number].feed_forward, tensors, read, scale))
+            views.append(
+                FeedForwardView(made.blocks[number].feed_forward, tensors, read, scale)
+            )
         if feed_forward_pairs.same_numbers(views[0], views[1]):
             part.has_same_numbers = not part.found.reasons
             return
@@ -281,13 +330,19 @@ class StackComparison:
         rest = []
         for side, (own, _, _) in enumerate(self.sides):
             at = f"{own.block_name(self.stack, blocks[side])}."
-            names = [name for name in own.names if name.startswith(at) and name not in self._compared[side]]
+            names = [
+                name
+                for name in own.names
+                if name.startswith(at) and name not in self._compared[side]
+            ]
             self._compared[side].update(names)
             rest.append({name.removeprefix(at): own.read(name) for name in names})
         if not rest[0] and not rest[1]:
             return None
         part = Part(f"{layer} other maps", "other", layer)
-        part.found.reasons += [f"{name} differs" for name in _different(rest[0], rest[1])]
+        part.found.reasons += [
+            f"{name} differs" for name in _different(rest[0], rest[1])
+        ]
         part.has_same_numbers = not part.found.reasons
         return part
 
@@ -303,10 +358,14 @@ class StackComparison:
             self.pair.a.architecture, EncoderDecoderArchitecture
         )
         folds = all(
-            made.head is not None and made.task is None and (made.head.transform or not made.head.activation)
+            made.head is not None
+            and made.task is None
+            and (made.head.transform or not made.head.activation)
             for made in self.made
         )
-        folds = folds and all(head is not None and (head.transform or head.norm is None) for head in heads)
+        folds = folds and all(
+            head is not None and (head.transform or head.norm is None) for head in heads
+        )
         if not folds and not is_memory and not readings[0].same_as(readings[1]):
             found.reasons.append("the last norm differs, which is the output")
         is_same = not found.reasons
@@ -319,7 +378,9 @@ class StackComparison:
             names = [
                 name
                 for name in own.names
-                if name.startswith((f"{prefix}task.", f"{prefix}inputs.", f"{prefix}streams."))
+                if name.startswith(
+                    (f"{prefix}task.", f"{prefix}inputs.", f"{prefix}streams.")
+                )
             ]
             self._compared[side].update(names)
             rest.append({name.removeprefix(prefix): own.read(name) for name in names})
@@ -338,7 +399,9 @@ class StackComparison:
             stored = tensors.pop("output.weight", None)
             table = own.read(own.table_names[self.stack]) if stored is None else stored
             bias = tensors.pop("output.bias", None)
-            tables.append(_Table(table, bias, head.input_scale * head.scale, head.scale))
+            tables.append(
+                _Table(table, bias, head.input_scale * head.scale, head.scale)
+            )
             maps.append(tensors)
         alike = readings[0].same_as(readings[1])
         through_map = "map.weight" in maps[0] and "map.weight" in maps[1]
@@ -348,11 +411,16 @@ class StackComparison:
                 _affine_of(own.pop("map.weight"), own.pop("map.bias", None), reading)
                 for own, reading in zip(maps, readings, strict=True)
             ]
-            rounds = rounded_rows(readings[0], readings[1], mapped[0].weight.shape[1])[:, None]
+            rounds = rounded_rows(readings[0], readings[1], mapped[0].weight.shape[1])[
+                :, None
+            ]
             if not is_same(mapped[0].rows(), mapped[1].rows(), rounds):
                 found.reasons.append("the map before the output table differs")
             found.steps["fold_other_norms"] = True
-        found.reasons += [f"head.{name} differs" for name in feed_forward_pairs.different_tensors(*maps)]
+        found.reasons += [
+            f"head.{name} differs"
+            for name in feed_forward_pairs.different_tensors(*maps)
+        ]
         outer = [PLAIN, PLAIN] if through_map else readings
         return _compare_outputs(tables, outer, found) and has_same_norm
 
@@ -379,7 +447,9 @@ def _different(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[s
     return [
         name
         for name in dict.fromkeys((*one, *other))
-        if name not in one or name not in other or not equal_numbers(one[name], other[name])
+        if name not in one
+        or name not in other
+        or not equal_numbers(one[name], other[name])
     ]
 
 
@@ -389,12 +459,17 @@ def _affine_of(weight: Tensor, bias: Tensor | None, reading: Reading) -> AffineM
 
 
 def _compare_tables(
-    one: tuple[Tensor, float], other: tuple[Tensor, float], found: LayerFindings, what: str
+    one: tuple[Tensor, float],
+    other: tuple[Tensor, float],
+    found: LayerFindings,
+    what: str,
 ) -> bool:
     """Compare tables of tokens with their factors; return True if their numbers are equal."""
     (table_a, scale_a), (table_b, scale_b) = one, other
     if table_a.shape[1] != table_b.shape[1]:
-        found.differ_in_size(f"{what} are {table_a.shape[1]} and {table_b.shape[1]} wide")
+        found.differ_in_size(
+            f"{what} are {table_a.shape[1]} and {table_b.shape[1]} wide"
+        )
         return False
     if not _are_padded(table_a, table_b, found, what):
         return False
@@ -411,8 +486,14 @@ def _compare_tables(
             for table, scale in ((table_a, scale_a), (table_b, scale_b))
         ]
         size += float(rows[0].numbers.square().sum())
-        worst = max(worst, float(excess(rows[0], rows[1]).max())) if scale_a != scale_b else torch.inf
-        found.relative = (found.relative or 0.0) + float((rows[0].numbers - rows[1].numbers).square().sum())
+        worst = (
+            max(worst, float(excess(rows[0], rows[1]).max()))
+            if scale_a != scale_b
+            else torch.inf
+        )
+        found.relative = (found.relative or 0.0) + float(
+            (rows[0].numbers - rows[1].numbers).square().sum()
+        )
     found.relative = ((found.relative or 0.0) / size) ** 0.5 if size else None
     if scale_a == scale_b or worst > 1:
         found.reasons.append(f"{what} differ")
@@ -435,11 +516,15 @@ def _are_padded(one: Tensor, other: Tensor, found: LayerFindings, what: str) -> 
     return False
 
 
-def _compare_outputs(tables: list[_Table], readings: list[Reading], found: LayerFindings) -> bool:
+def _compare_outputs(
+    tables: list[_Table], readings: list[Reading], found: LayerFindings
+) -> bool:
     """Compare the output tables; return True if their numbers are equal."""
     one, other = tables
     if one.weight.shape[1] != other.weight.shape[1]:
-        found.differ_in_size(f"its tables are {one.weight.shape[1]} and {other.weight.shape[1]} wide")
+        found.differ_in_size(
+            f"its tables are {one.weight.shape[1]} and {other.weight.shape[1]} wide"
+        )
         return False
     if not _are_padded(one.weight, other.weight, found, "rows of the output table"):
         return False
@@ -475,13 +560,17 @@ def _compare_outputs(tables: list[_Table], readings: list[Reading], found: Layer
     elif not alike:
         found.steps["fold_other_norms"] = True
         if bool((rounds[:-1] & ~is_moved).any()) and not is_scaled:
-            found.reasons.append("the last norm differs, and the output table has not taken it up")
+            found.reasons.append(
+                "the last norm differs, and the output table has not taken it up"
+            )
     if is_scaled:
         found.steps["scale"] = (one.scale, other.scale)
     return False
 
 
-def _output_rows(own: _Table, start: int, stop: int, reading: Reading, dtype: torch.dtype) -> Rounded:
+def _output_rows(
+    own: _Table, start: int, stop: int, reading: Reading, dtype: torch.dtype
+) -> Rounded:
     weight = Rounded.stored(own.weight[start:stop], dtype).mT.times(own.scale)
     bias = None
     if own.bias is not None:

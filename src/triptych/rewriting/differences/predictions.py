@@ -10,7 +10,10 @@ from torch import Tensor
 from triptych.core.algebra.resampling import ratio_intervals
 from triptych.errors import UsageError
 from triptych.progress import Progress
-from triptych.rewriting.differences.difference_records import PartDifference, TextDifference
+from triptych.rewriting.differences.difference_records import (
+    PartDifference,
+    TextDifference,
+)
 from triptych.rewriting.on_text import largest_difference
 from triptych.running.opened_source import Opened
 from triptych.running.opening import TextReader, Window
@@ -33,7 +36,11 @@ class _Sums:
 
 
 def measure_on_text(
-    a: Opened, b: Opened, text: Path, parts: tuple[PartDifference, ...], progress: Progress
+    a: Opened,
+    b: Opened,
+    text: Path,
+    parts: tuple[PartDifference, ...],
+    progress: Progress,
 ) -> TextDifference:
     """Compare the predictions of two models for a text, as tokenised by A.
 
@@ -44,7 +51,9 @@ def measure_on_text(
     for opened, reader in ((a, one), (b, other)):
         *_, last = reader.model.stacks.values()
         if last.head is None:
-            raise UsageError(f"{opened.name} predicts no tokens, which --text would compare: leave it out")
+            raise UsageError(
+                f"{opened.name} predicts no tokens, which --text would compare: leave it out"
+            )
     windows = list(one.windows(text, _MOST_TOKENS))
     if not windows:
         raise UsageError(f"{text} is empty: there is nothing to compare on")
@@ -55,7 +64,9 @@ def measure_on_text(
             _add(sums, window, one.outputs(window), other.outputs(window))
         first_layer = _first_layer(a, one, other, windows[0])
     counts = torch.tensor(sums.counts, dtype=torch.float64)[:, None]
-    changes = [after - before for before, after in sums.losses] or [0.0] * len(sums.counts)
+    changes = [after - before for before, after in sums.losses] or [0.0] * len(
+        sums.counts
+    )
     figures = torch.tensor([sums.divergences, changes], dtype=torch.float64).mT
     low, high = ratio_intervals(figures, counts)
     means = figures.sum(dim=0) / counts.sum()
@@ -90,12 +101,20 @@ def _add(sums: _Sums, window: Window, one: Tensor, other: Tensor) -> None:
 def _first_layer(a: Opened, one: TextReader, other: TextReader, window: Window) -> str:
     """Return the name of the first attention layer whose outputs differ by more than rounding, or ""."""
     source = a.attention
-    names = {place.site.name: name for place, name in zip(source.layers, a.places.names, strict=True)}
-    outputs = one.attention_outputs(source, window), other.attention_outputs(source, window)
+    names = {
+        place.site.name: name
+        for place, name in zip(source.layers, a.places.names, strict=True)
+    }
+    outputs = (
+        one.attention_outputs(source, window),
+        other.attention_outputs(source, window),
+    )
     for (name, mine), (_, theirs) in zip(*outputs, strict=False):
         eps = max(torch.finfo(tensor.dtype).eps for tensor in (mine, theirs))
         apart = float((mine.double() - theirs.double()).norm())
-        if mine.shape != theirs.shape or apart > _MOST_UNITS * eps * float(mine.double().norm()):
+        if mine.shape != theirs.shape or apart > _MOST_UNITS * eps * float(
+            mine.double().norm()
+        ):
             return str(names.get(name, name))
     return ""
 
@@ -104,6 +123,10 @@ def _first_head(layer: str, parts: tuple[PartDifference, ...]) -> str:
     """Return the first head of a layer whose weights differ, such as "3.2", or ""."""
     for part in parts:
         if layer and part.kind == "attention" and part.layer == layer:
-            off = [head.head for head in part.heads if head.verdict in ("near", "different")]
+            off = [
+                head.head
+                for head in part.heads
+                if head.verdict in ("near", "different")
+            ]
             return f"{layer}.{off[0]}" if off else ""
     return ""

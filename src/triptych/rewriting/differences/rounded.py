@@ -39,7 +39,9 @@ class Rounded:
 
     @classmethod
     def exact(cls, numbers: Tensor) -> "Rounded":
-        return cls(numbers.double(), torch.zeros((), dtype=torch.float64).expand(numbers.shape))
+        return cls(
+            numbers.double(), torch.zeros((), dtype=torch.float64).expand(numbers.shape)
+        )
 
     @property
     def shape(self) -> torch.Size:
@@ -62,7 +64,10 @@ class Rounded:
         return Rounded(self.numbers @ basis, self.squares @ basis.square())
 
     def __matmul__(self, other: "Rounded") -> "Rounded":
-        squares = self.squares @ other.numbers.square() + self.numbers.square() @ other.squares
+        squares = (
+            self.squares @ other.numbers.square()
+            + self.numbers.square() @ other.squares
+        )
         return Rounded(self.numbers @ other.numbers, squares)
 
     def __getitem__(self, places: object) -> "Rounded":
@@ -72,12 +77,15 @@ class Rounded:
         return Rounded(self.numbers.reshape(shape), self.squares.reshape(shape))
 
     def transpose(self, one: int, other: int) -> "Rounded":
-        return Rounded(self.numbers.transpose(one, other), self.squares.transpose(one, other))
+        return Rounded(
+            self.numbers.transpose(one, other), self.squares.transpose(one, other)
+        )
 
     def repeat(self, times: int) -> "Rounded":
         """Repeat the rows of the first dimension, each one several times in succession."""
         return Rounded(
-            self.numbers.repeat_interleave(times, dim=0), self.squares.repeat_interleave(times, dim=0)
+            self.numbers.repeat_interleave(times, dim=0),
+            self.squares.repeat_interleave(times, dim=0),
         )
 
     def sum(self, dim: int) -> "Rounded":
@@ -87,13 +95,17 @@ class Rounded:
         """Subtract the mean along a dimension."""
         mean = self.numbers.mean(dim, keepdim=True)
         count = self.numbers.shape[dim]
-        return Rounded(self.numbers - mean, self.squares + self.squares.mean(dim, keepdim=True) / count)
+        return Rounded(
+            self.numbers - mean,
+            self.squares + self.squares.mean(dim, keepdim=True) / count,
+        )
 
 
 def stacked(parts: "list[Rounded]", dim: int) -> Rounded:
     """Concatenate along a dimension."""
     return Rounded(
-        torch.cat([part.numbers for part in parts], dim), torch.cat([part.squares for part in parts], dim)
+        torch.cat([part.numbers for part in parts], dim),
+        torch.cat([part.squares for part in parts], dim),
     )
 
 
@@ -103,7 +115,11 @@ def excess(one: Rounded, other: Rounded, further: Tensor | float = 0.0) -> Tenso
     `further`: squares of further errors, broadcast. The arithmetic of float64 counts as an error, too.
     """
     difference = (one.numbers - other.numbers).abs()
-    scale = torch.maximum(one.numbers.abs().amax(), other.numbers.abs().amax()) if one.numbers.numel() else 0
+    scale = (
+        torch.maximum(one.numbers.abs().amax(), other.numbers.abs().amax())
+        if one.numbers.numel()
+        else 0
+    )
     squares = one.squares + other.squares + further
     allowed = MOST_TIMES * (squares + (4 * _EPS * scale) ** 2).sqrt()
     # Equal infinities have no difference; NaN is never explained.

@@ -31,7 +31,14 @@ AnyArchitecture = LanguageModelArchitecture | EncoderDecoderArchitecture
 StackName = Literal["encoder", "decoder"]
 # Last parts of the names of stored tensors that are constants of their class.
 _CONSTANTS = frozenset(
-    {"inv_freq", "masked_bias", "position_ids", "token_type_ids", "relative_position_index", "rotary_emb"}
+    {
+        "inv_freq",
+        "masked_bias",
+        "position_ids",
+        "token_type_ids",
+        "relative_position_index",
+        "rotary_emb",
+    }
 )
 
 
@@ -107,7 +114,10 @@ class Side(ABC):
             case LanguageModelArchitecture():
                 return {self.architecture.kind: self.architecture}
             case _:
-                return {"encoder": self.architecture.encoder, "decoder": self.architecture.decoder}
+                return {
+                    "encoder": self.architecture.encoder,
+                    "decoder": self.architecture.decoder,
+                }
 
     def prefix(self, stack: StackName) -> str:
         """Return the start of the common names of a stack: "" for a single stack."""
@@ -152,7 +162,10 @@ class Side(ABC):
             for number, link in enumerate(chain):
                 name = f"{at}.{side}" if len(chain) == 1 else f"{at}.{side}.{number}"
                 if link.learned:
-                    yield f"{name}.weight", as_matrix(link.weight, is_output=side == "o")
+                    yield (
+                        f"{name}.weight",
+                        as_matrix(link.weight, is_output=side == "o"),
+                    )
                     if link.bias is not None:
                         yield f"{name}.bias", link.bias.flatten()
         if weights.o_bias is not None:
@@ -166,7 +179,9 @@ class Side(ABC):
         found: dict[StackName, str] = {}
         for stack in self.stacks:
             own = f"{self.prefix(stack)}embeddings.table.weight"
-            found[stack] = own if own in self.names else "decoder.embeddings.table.weight"
+            found[stack] = (
+                own if own in self.names else "decoder.embeddings.table.weight"
+            )
         return found
 
 
@@ -190,7 +205,9 @@ class CheckpointSide(Side):
         self._checkpoint = checkpoint
         self._map = found
         self._entries = {
-            ours: (parts, number) for parts in found.tensors.entries for number, ours in enumerate(parts)
+            ours: (parts, number)
+            for parts in found.tensors.entries
+            for number, ours in enumerate(parts)
         }
 
     @property
@@ -204,7 +221,9 @@ class CheckpointSide(Side):
     def read(self, name: str) -> Tensor:
         parts, number = self._entries[name]
         tensors = self._checkpoint.tensors
-        return self._map.tensors.entries[parts].read(lambda stored, _: tensors.read(stored))[number]
+        return self._map.tensors.entries[parts].read(
+            lambda stored, _: tensors.read(stored)
+        )[number]
 
     def stored_names(self, name: str) -> tuple[str, ...]:
         parts, _ = self._entries[name]
@@ -217,14 +236,18 @@ class CheckpointSide(Side):
     def _sites(self) -> dict[AttentionPlace, Site]:
         places = self.places
         # The map lists the encoder, the decoder and the cross-attention one after the other.
-        in_order = sorted(places, key=lambda place: (place.is_cross, place.stack == "decoder"))
+        in_order = sorted(
+            places, key=lambda place: (place.is_cross, place.stack == "decoder")
+        )
         return dict(zip(in_order, self._map.sites, strict=True))
 
     @property
     def beside(self) -> tuple[str, ...]:
         used = {*self._map.tensors.names, *self._map.copies}
         for site in self._map.sites:
-            used |= self._checkpoint.used_names(site) - self._checkpoint.norm_names(site)
+            used |= self._checkpoint.used_names(site) - self._checkpoint.norm_names(
+                site
+            )
         return tuple(
             name
             for name in self._checkpoint.tensors.infos
@@ -253,9 +276,14 @@ class ModuleSide(Side):
         self._layers = layers
         attention = (".self_attention.", ".cross_attention.")
         kept = model.state_dict().keys()
-        named = [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if n in kept)]
+        named = [
+            *model.named_parameters(),
+            *((n, b) for n, b in model.named_buffers() if n in kept),
+        ]
         self._tensors = {
-            name: tensor.detach() for name, tensor in named if not any(own in name for own in attention)
+            name: tensor.detach()
+            for name, tensor in named
+            if not any(own in name for own in attention)
         }
 
     @property
@@ -276,14 +304,19 @@ class ModuleSide(Side):
         uses = self.stacks[place.stack].uses
         first = uses.index(place.block)
         for site in self._layers.sites:
-            is_here = site.stack == place.stack and (site.kind == "cross") == place.is_cross
+            is_here = (
+                site.stack == place.stack and (site.kind == "cross") == place.is_cross
+            )
             if is_here and first in site.numbers:
                 return site
         raise AssertionError(place)
 
     @property
     def stored_infos(self) -> dict[str, tuple[object, ...]]:
-        return {name: (part.dtype, tuple(part.shape), "") for name, part in self._state.items()}
+        return {
+            name: (part.dtype, tuple(part.shape), "")
+            for name, part in self._state.items()
+        }
 
     def read_stored(self, name: str) -> Tensor:
         return self._state[name]
@@ -333,7 +366,8 @@ class ReadSide(Side):
 
 def _infos(tensors: Tensors) -> dict[str, tuple[object, ...]]:
     return {
-        name: (info.dtype, tuple(info.shape), tensors.packed_as(name)) for name, info in tensors.infos.items()
+        name: (info.dtype, tuple(info.shape), tensors.packed_as(name))
+        for name, info in tensors.infos.items()
     }
 
 
@@ -363,11 +397,15 @@ def open_side(opened: Opened) -> Side:
     if isinstance(source, ModuleLayers):
         return ModuleSide(source)
     if not isinstance(source, Checkpoint):
-        raise DataError(f"{source.name} was changed in memory: save it first, and compare what was saved")
+        raise DataError(
+            f"{source.name} was changed in memory: save it first, and compare what was saved"
+        )
     try:
         spec = source.family.model
         is_pair = spec is not None and spec.encoder is not None
-        found: ModelMap[Any] = encoder_decoder_map(source) if is_pair else model_map(source)
+        found: ModelMap[Any] = (
+            encoder_decoder_map(source) if is_pair else model_map(source)
+        )
     except DataError as error:
         return ReadSide(source, str(error))
     return CheckpointSide(source, found)

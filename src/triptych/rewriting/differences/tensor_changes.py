@@ -58,18 +58,25 @@ def rounded_to(before: Tensor, after: Tensor) -> str | None:
     after = after.to(before.dtype)
     for name, rounded in _ROUNDINGS.items():
         # A part is compared first: most formats fail there.
-        if all(torch.equal(rounded(old).to(old.dtype), new) for old, new in _part_and_all(before, after)):
+        if all(
+            torch.equal(rounded(old).to(old.dtype), new)
+            for old, new in _part_and_all(before, after)
+        ):
             return name
     for name, largest in _LARGEST.items():
         if _is_scaled(after, FORMATS[name], largest):
             scale = after.abs().amax(dim=-1, keepdim=True) / largest
-            if _is_near(before, after, scale * largest * torch.finfo(FORMATS[name]).eps):
+            if _is_near(
+                before, after, scale * largest * torch.finfo(FORMATS[name]).eps
+            ):
                 return f"{name} with scales"
     return None
 
 
 def _cut_off(numbers: Tensor) -> Tensor:
-    return (numbers.float().contiguous().view(torch.int32) & -(1 << 16)).view(torch.float32)
+    return (numbers.float().contiguous().view(torch.int32) & -(1 << 16)).view(
+        torch.float32
+    )
 
 
 _ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -93,9 +100,13 @@ def _is_scaled(after: Tensor, dtype: torch.dtype, largest: float) -> bool:
     of_rows = after.abs().amax(dim=-1, keepdim=True) / largest
     for scales in (of_rows.amax().expand_as(of_rows), of_rows):
         scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
-        if _on_multiples(after[::every], scales[::every], dtype) and _on_multiples(after, scales, dtype):
+        if _on_multiples(after[::every], scales[::every], dtype) and _on_multiples(
+            after, scales, dtype
+        ):
             distinct = (after / scales).abs().flatten()[: 1 << 16].to(dtype).float()
-            return len(torch.unique(distinct)) > _CODEBOOK  # fewer: a grid is the simpler explanation
+            return (
+                len(torch.unique(distinct)) > _CODEBOOK
+            )  # fewer: a grid is the simpler explanation
     return False
 
 
@@ -115,7 +126,9 @@ class Grid:
     """Levels that the entries of each group lie on."""
 
     levels: int
-    group: int | None  # consecutive entries of a row with one scale; None for whole rows
+    group: (
+        int | None
+    )  # consecutive entries of a row with one scale; None for whole rows
     is_even: bool  # True for levels in equal steps
 
     def __str__(self) -> str:
@@ -129,10 +142,15 @@ def on_grid(before: Tensor, after: Tensor, stored: torch.dtype) -> Grid | None:
     if before.shape != after.shape or after.ndim != 2:
         return None
     # Quantisation keeps a matrix near: its error is below the matrix itself, by far for 4 bits and more.
-    if float((after.double() - before.double()).norm()) > 0.7 * float(before.double().norm()):
+    if float((after.double() - before.double()).norm()) > 0.7 * float(
+        before.double().norm()
+    ):
         return None
     columns = after.shape[1]
-    sizes = (None, *(size for size in _GROUPS if size < columns and columns % size == 0))
+    sizes = (
+        None,
+        *(size for size in _GROUPS if size < columns and columns % size == 0),
+    )
     grids = list[tuple[int, Callable[..., Grid | None], Grid]]()
     for find in (_even_grid, _table):
         for group in sizes:
@@ -141,7 +159,9 @@ def on_grid(before: Tensor, after: Tensor, stored: torch.dtype) -> Grid | None:
                 grids.append((grid.levels, find, grid))
     if not grids:
         return None
-    _, find_best, found = min(grids, key=lambda one: one[0])  # the first is even, with large groups
+    _, find_best, found = min(
+        grids, key=lambda one: one[0]
+    )  # the first is even, with large groups
     own = find_best(_groups(before, found.group), found.group, stored)
     return None if own is not None and own.levels <= found.levels else found
 
@@ -210,7 +230,9 @@ def _levels(row: Tensor, stored: torch.dtype) -> _Levels | None:
         if float((values[-1] - values[0]) / step) > 2 * _MOST_LEVELS:
             return None
         # Gaps between small entries are exact and few steps wide: errors of the step do not add up.
-        number = torch.cat([torch.zeros(1, dtype=torch.float64), (gaps / step).round().cumsum(0)])
+        number = torch.cat(
+            [torch.zeros(1, dtype=torch.float64), (gaps / step).round().cumsum(0)]
+        )
         step, first = _fitted(number, start, near[exact])
         number = ((values - first) / step).round()
         step, first = _fitted(number, values, near)
@@ -254,7 +276,12 @@ def low_rank(before: Tensor, after: Tensor, stored: torch.dtype) -> LowRank | No
     if most < 1:
         return None
     # The sum was rounded, and perhaps the product before it.
-    rounding = spacing(torch.maximum(before.double().abs(), after.double().abs()), stored).square() / 12
+    rounding = (
+        spacing(
+            torch.maximum(before.double().abs(), after.double().abs()), stored
+        ).square()
+        / 12
+    )
     rounding += _TERMS * spacing(change, torch.float32).square() / 12
     count = _rank_of_part(change, rounding, most)
     if count is None:
@@ -284,7 +311,8 @@ def _rank_of_part(change: Tensor, rounding: Tensor, most: int) -> int | None:
     """Return the rank of a submatrix, a lower bound for the matrix; None if it is too large."""
     generator = torch.Generator().manual_seed(0)
     rows, columns = (
-        torch.randperm(size, generator=generator)[:_SKETCHED].sort().values for size in change.shape
+        torch.randperm(size, generator=generator)[:_SKETCHED].sort().values
+        for size in change.shape
     )
     part = change[rows][:, columns]
     rank = int((torch.linalg.svdvals(part) > _edge(rounding[rows][:, columns])).sum())
@@ -296,7 +324,9 @@ def _edge(variances: Tensor) -> float:
 
     Source: Bandeira and van Handel 2016, arXiv 1408.6185, theorem 1.1.
     """
-    return _MARGIN * float(variances.sum(dim=0).max().sqrt() + variances.sum(dim=1).max().sqrt())
+    return _MARGIN * float(
+        variances.sum(dim=0).max().sqrt() + variances.sum(dim=1).max().sqrt()
+    )
 
 
 def _range(matrix: Tensor, count: int) -> Tensor:
@@ -306,7 +336,9 @@ def _range(matrix: Tensor, count: int) -> Tensor:
     """
     generator = torch.Generator().manual_seed(0)
     count = min(count, *matrix.shape)
-    sample = torch.randn(matrix.shape[1], count, generator=generator, dtype=matrix.dtype)
+    sample = torch.randn(
+        matrix.shape[1], count, generator=generator, dtype=matrix.dtype
+    )
     found, _ = torch.linalg.qr(matrix @ sample)
     again, _ = torch.linalg.qr(matrix.mT @ found)
     basis: Tensor = torch.linalg.qr(matrix @ again).Q
@@ -327,7 +359,9 @@ def pruned(before: Tensor, after: Tensor) -> Pruned | None:
     if before.shape != after.shape:
         return None
     gone = (after == 0) & (before != 0)
-    if not bool(gone.any()) or not torch.equal(after, torch.where(gone, 0.0, before).to(after.dtype)):
+    if not bool(gone.any()) or not torch.equal(
+        after, torch.where(gone, 0.0, before).to(after.dtype)
+    ):
         return None
     return Pruned(float(gone.double().mean()), _structure(after == 0, gone))
 
@@ -338,7 +372,9 @@ def _structure(zero: Tensor, gone: Tensor) -> str:
             return "rows"
         if bool((gone.any(dim=0) <= zero.all(dim=0)).all()):
             return "columns"
-        if zero.shape[1] % 4 == 0 and bool((zero.view(len(zero), -1, 4).sum(-1) >= 2).all()):
+        if zero.shape[1] % 4 == 0 and bool(
+            (zero.view(len(zero), -1, 4).sum(-1) >= 2).all()
+        ):
             return "2 of 4"
     return ""
 
@@ -352,7 +388,9 @@ class Mixture:
     other: float
 
 
-def mixture(before: Tensor, third: Tensor, after: Tensor, stored: torch.dtype) -> Mixture | None:
+def mixture(
+    before: Tensor, third: Tensor, after: Tensor, stored: torch.dtype
+) -> Mixture | None:
     """Return the combination of `before` and `third` that `after` is, up to the rounding of its entries."""
     if not before.shape == third.shape == after.shape:
         return None
@@ -367,7 +405,10 @@ def mixture(before: Tensor, third: Tensor, after: Tensor, stored: torch.dtype) -
     share = float(gram[0] * other - gram[1] * one) / determinant
     error = (made - own * first - share * second).abs()
     largest = torch.maximum(torch.maximum(first.abs(), second.abs()), made.abs())
-    if bool((error > 1.5 * spacing(largest, stored)).any()) or min(abs(own), abs(share)) < 1e-3:
+    if (
+        bool((error > 1.5 * spacing(largest, stored)).any())
+        or min(abs(own), abs(share)) < 1e-3
+    ):
         return None
     return Mixture(own, share)
 
@@ -378,7 +419,9 @@ def added_one(before: Tensor, after: Tensor, stored: torch.dtype) -> float | Non
         return None
     for one in (1.0, -1.0):
         error = (after.double() - before.double() - one).abs()
-        near = spacing(torch.maximum(after.double().abs(), before.double().abs() + 1), stored)
+        near = spacing(
+            torch.maximum(after.double().abs(), before.double().abs() + 1), stored
+        )
         if bool((error <= near).all()):
             return one
     return None
@@ -417,7 +460,12 @@ def is_tiled(before: Tensor, after: Tensor, groups: int, copies: int) -> bool:
 
     `before`: `[groups · width, d_in]`. `after`: `[copies · width, d_in]`.
     """
-    if copies <= groups or copies % groups or groups == 1 or before.shape[1:] != after.shape[1:]:
+    if (
+        copies <= groups
+        or copies % groups
+        or groups == 1
+        or before.shape[1:] != after.shape[1:]
+    ):
         return False
     old = before.unflatten(0, (groups, -1))  # type: ignore[no-untyped-call]
     new = after.unflatten(0, (copies, -1))  # type: ignore[no-untyped-call]
@@ -428,7 +476,11 @@ def is_tiled(before: Tensor, after: Tensor, groups: int, copies: int) -> bool:
 
 def same_start(before: Tensor, after: Tensor) -> int | None:
     """Return the number of equal leading rows of two tables, if it is the length of the shorter table."""
-    if before.ndim != 2 or before.shape[1:] != after.shape[1:] or len(before) == len(after):
+    if (
+        before.ndim != 2
+        or before.shape[1:] != after.shape[1:]
+        or len(before) == len(after)
+    ):
         return None
     rows = min(len(before), len(after))
     return rows if torch.equal(before[:rows].to(after.dtype), after[:rows]) else None
@@ -452,7 +504,9 @@ def scaled(before: Tensor, after: Tensor, stored: torch.dtype) -> float | None:
             return None
         factor = float((old * new).sum()) / energy
         error = (new - factor * old).abs()
-        if bool((error > 1.5 * spacing(torch.maximum(old.abs(), new.abs()), stored)).any()):
+        if bool(
+            (error > 1.5 * spacing(torch.maximum(old.abs(), new.abs()), stored)).any()
+        ):
             return None
     return factor
 
@@ -468,7 +522,14 @@ def is_spread(before: Tensor, after: Tensor, most: float) -> bool:
 
     Training changes matrices in this way. A permutation of heads changes some rows completely.
     """
-    old = before.double().reshape(len(before), -1) if before.ndim else before.double().reshape(1, 1)
+    old = (
+        before.double().reshape(len(before), -1)
+        if before.ndim
+        else before.double().reshape(1, 1)
+    )
     change = (after.double().reshape(old.shape) - old).norm(dim=1)
     shares = change / old.norm(dim=1).clamp(min=1e-30)
-    return float((shares > 0).double().mean()) > 0.5 and float(shares.quantile(0.99)) <= most
+    return (
+        float((shares > 0).double().mean()) > 0.5
+        and float(shares.quantile(0.99)) <= most
+    )

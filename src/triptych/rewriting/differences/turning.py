@@ -10,7 +10,12 @@ from typing import final
 import torch
 from torch import Tensor
 
-from triptych.core.models import BlockConfig, LanguageModelArchitecture, NormConfig, SublayerConfig
+from triptych.core.models import (
+    BlockConfig,
+    LanguageModelArchitecture,
+    NormConfig,
+    SublayerConfig,
+)
 from triptych.rewriting.differences.rounded import Rounded, excess, finer
 
 # Least entry of R − 1 for another basis.
@@ -33,13 +38,17 @@ class Turn:
     def read(self, weight: Rounded) -> Rounded:
         """Return maps `[copies, d_model, width]` as they act on the stream of B."""
         squares = self.matrix.square().mT @ weight.squares
-        squares = squares + (self.errors[:, None] * weight.numbers.square()).sum(dim=-2, keepdim=True)
+        squares = squares + (self.errors[:, None] * weight.numbers.square()).sum(
+            dim=-2, keepdim=True
+        )
         return Rounded(self.matrix.mT @ weight.numbers, squares)
 
     def written(self, numbers: Rounded) -> Rounded:
         """Return what is written to the stream, `[..., d_model]`, as B writes it."""
         squares = numbers.squares @ self.matrix.square()
-        squares = squares + (numbers.numbers.square() * self.errors).sum(dim=-1, keepdim=True)
+        squares = squares + (numbers.numbers.square() * self.errors).sum(
+            dim=-1, keepdim=True
+        )
         return Rounded(numbers.numbers @ self.matrix, squares)
 
 
@@ -52,7 +61,10 @@ def find_turn(one: Tensor, other: Tensor) -> Turn | None:
     left, _, right = torch.linalg.svd(rows[0].numbers.mT @ rows[1].numbers)
     matrix = left @ right
     # Nearly the same tables are not tables in another basis.
-    if float((matrix - torch.eye(len(matrix), dtype=matrix.dtype)).abs().max()) < _LEAST_TURN:
+    if (
+        float((matrix - torch.eye(len(matrix), dtype=matrix.dtype)).abs().max())
+        < _LEAST_TURN
+    ):
         return None
     gram = rows[0].numbers.mT @ rows[0].numbers
     inverse, info = torch.linalg.inv_ex(gram)
@@ -68,7 +80,12 @@ def allows_turn(made: LanguageModelArchitecture) -> bool:
     """Return True if everything that reads or writes the stream of a model is a map or a plain RMSNorm."""
     own = made.embeddings
     head = made.head
-    embeds = own.width is None and own.norm is None and own.positions == "none" and not own.num_types
+    embeds = (
+        own.width is None
+        and own.norm is None
+        and own.positions == "none"
+        and not own.num_types
+    )
     ends = head is not None and made.task is None and made.inputs is None
     return bool(
         embeds
@@ -81,7 +98,9 @@ def allows_turn(made: LanguageModelArchitecture) -> bool:
 
 def _block_allows_turn(block: BlockConfig) -> bool:
     frames = [block.attention, block.feed_forward_frame]
-    beside = block.cross is not None or block.input is not None or block.streams is not None
+    beside = (
+        block.cross is not None or block.input is not None or block.streams is not None
+    )
     return not beside and all(map(_frame_allows_turn, frames))
 
 

@@ -30,7 +30,9 @@ from triptych.rewriting.functions.merging import merge_kv_heads as merge_kv_head
 from triptych.rewriting.functions.norms import FoldNorm as FoldNorm
 from triptych.rewriting.functions.norms import FoldOtherNorms as FoldOtherNorms
 from triptych.rewriting.functions.pruning import PruneHeads as PruneHeads
-from triptych.rewriting.functions.pruning import measure_importance as measure_importance
+from triptych.rewriting.functions.pruning import (
+    measure_importance as measure_importance,
+)
 from triptych.rewriting.functions.pruning import prune_heads as prune_heads
 from triptych.rewriting.functions.rank import truncate as truncate
 from triptych.rewriting.functions.registry import EXACT as EXACT

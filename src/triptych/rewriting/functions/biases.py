@@ -18,7 +18,12 @@ from triptych.core.algebra.legality import (
 )
 from triptych.core.algebra.rewritten import Rewritten, rewritten
 from triptych.core.algebra.weights import AttentionWeights, Chain, Link, Side
-from triptych.rewriting.functions.rewrite import APART, LayerRewrite, LayerToRewrite, require_still_tied
+from triptych.rewriting.functions.rewrite import (
+    APART,
+    LayerRewrite,
+    LayerToRewrite,
+    require_still_tied,
+)
 
 
 @final
@@ -67,7 +72,12 @@ def drop_key_bias(weights: AttentionWeights) -> Rewritten:
         result = with_chains(result, {"v": separate(result.v)})
         notes = (*notes, "v was given a map of its own")
     return rewritten(
-        "drop_key_bias", "rounding-exact", weights, result, checked=KEY_BIAS_BLIND.checked, notes=notes
+        "drop_key_bias",
+        "rounding-exact",
+        weights,
+        result,
+        checked=KEY_BIAS_BLIND.checked,
+        notes=notes,
     )
 
 
@@ -114,7 +124,9 @@ def _without_bias(
 ) -> tuple[AttentionWeights, tuple[str, ...]]:
     """Remove the bias of one chain, preserving all other chains; return the weights and notes."""
     chain = weights.chain(side)
-    bare = {id(link): replace(link, bias=None) for link in chain if link.bias is not None}
+    bare = {
+        id(link): replace(link, bias=None) for link in chain if link.bias is not None
+    }
     losing = tuple(
         other
         for other in sharing_sides(weights, side)
@@ -123,15 +135,20 @@ def _without_bias(
     if not all(_can_take_up(weights, other, bare) for other in losing):
         own = tuple(replace(link, bias=None) for link in separate(chain))
         shared = named(sharing_sides(weights, side))
-        return with_chains(weights, {side: own}), (f"{side} shared a map with {shared}: it has its own now",)
+        return with_chains(weights, {side: own}), (
+            f"{side} shared a map with {shared}: it has its own now",
+        )
     # A chain sharing a map absorbs the bias: its total bias moves into its last map.
-    chains: dict[Side, Chain] = {side: tuple(bare.get(id(link), link) for link in chain)}
+    chains: dict[Side, Chain] = {
+        side: tuple(bare.get(id(link), link) for link in chain)
+    }
     for other in losing:
         *before, last = weights.chain(other)
         last = replace(last, bias=weights.multiplied(other).bias)
         chains[other] = (*(bare.get(id(link), link) for link in before), last)
     notes = tuple(
-        f"the bias of the map shared with {other} went into the last map of {other}" for other in losing
+        f"the bias of the map shared with {other} went into the last map of {other}"
+        for other in losing
     )
     return with_chains(weights, chains), notes
 

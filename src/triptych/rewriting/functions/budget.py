@@ -30,9 +30,13 @@ def allocate(
     if energy is not None:
         kept = [spectrum.double().cumsum(dim=0) for spectrum in spectra]
         # Tolerate rounding of the kept share.
-        return [1 + int(one[:-1].lt(energy * (1 - 1e-12) * one[-1]).sum()) for one in kept]
+        return [
+            1 + int(one[:-1].lt(energy * (1 - 1e-12) * one[-1]).sum()) for one in kept
+        ]
     assert share is not None
-    left = share * sum(cost * len(spectrum) for spectrum, cost in zip(spectra, costs, strict=True))
+    left = share * sum(
+        cost * len(spectrum) for spectrum, cost in zip(spectra, costs, strict=True)
+    )
     # Tolerate rounding of the budget.
     left = left * (1 + 1e-12) - sum(costs)
     ranks = [1] * len(spectra)
@@ -51,7 +55,10 @@ def allocate(
 
 
 def _require_sound(
-    spectra: Sequence[Tensor], costs: Sequence[float], energy: float | None, share: float | None
+    spectra: Sequence[Tensor],
+    costs: Sequence[float],
+    energy: float | None,
+    share: float | None,
 ) -> None:
     if (energy is None) == (share is None):
         raise ValueError("give either energy or share, the other None")
@@ -59,12 +66,18 @@ def _require_sound(
         if value is not None and not 0 < value <= 1:
             raise ValueError(f"{name} is {value}: it must be above 0 and at most 1")
     if len(costs) != len(spectra):
-        raise ValueError(f"there are {len(spectra)} spectra and {len(costs)} costs: give one for each")
+        raise ValueError(
+            f"there are {len(spectra)} spectra and {len(costs)} costs: give one for each"
+        )
     # The greedy allocation requires positive costs and descending energies.
     for i, (spectrum, cost) in enumerate(zip(spectra, costs, strict=True)):
         if not cost > 0:
             raise ValueError(f"cost {i} is {cost}: it must be above 0")
-        if not len(spectrum) or not bool((spectrum >= 0).all()) or bool((spectrum.diff() > 0).any()):
+        if (
+            not len(spectrum)
+            or not bool((spectrum >= 0).all())
+            or bool((spectrum.diff() > 0).any())
+        ):
             raise ValueError(
                 f"spectrum {i} is not one: it must have energies, at least 0, in descending order"
             )

@@ -55,7 +55,9 @@ class JointBasis(NamedTuple):
                 *(torch.nn.functional.pad(part, more) for part in self[2:]),
             )
         rank = self.rank.clamp(max=width)
-        return JointBasis(self.S[:, :width], rank, *(part[..., :width] for part in self[2:]))
+        return JointBasis(
+            self.S[:, :width], rank, *(part[..., :width] for part in self[2:])
+        )
 
     def resize_groups(self, widths: Sequence[int]) -> "JointBasis":
         """Return the first `widths[g]` channels of each group g, padded with zeros to the widest group."""
@@ -84,20 +86,30 @@ def joint_basis(
     R = torch.linalg.qr(own).R
     # A block-diagonal matrix of the members' R, so that one SVD covers a group.
     apart = torch.eye(members, dtype=R.dtype, device=R.device)[:, None, :, None]
-    blocks = (apart * R[:, :, :, None, :]).reshape(groups, members * R.shape[-2], members * r)
+    blocks = (apart * R[:, :, :, None, :]).reshape(
+        groups, members * R.shape[-2], members * r
+    )
     form = BilinearForm(blocks, common.transpose(1, 2).flatten(2))
     U, S, Vh = form.svd()
     rounding = max(form.d_left, form.d_right) * torch.finfo(S.dtype).eps
     alive = S.gt(S[:, :1] * rounding)
     inverse = torch.where(alive, S, 1.0).rsqrt() * alive
     to_own = common.mT @ (Vh.mT * inverse[:, None, :])[:, None]
-    to_common = R.mT @ (U * inverse[:, None, :]).reshape(groups, members, -1, U.shape[-1])
+    to_common = R.mT @ (U * inverse[:, None, :]).reshape(
+        groups, members, -1, U.shape[-1]
+    )
     shared = Vh.mT * (S.sqrt() * alive)[:, None, :]
     # Fix the signs: the entry of largest magnitude of each column is positive.
     signed = (own @ to_own).flatten(1, 2) if signs == "own" else shared
     largest = signed.gather(-2, signed.abs().argmax(dim=-2, keepdim=True))
     sign = torch.where(largest < 0, -1.0, 1.0).to(S.dtype)
-    return JointBasis(S, alive.sum(dim=-1), to_own * sign[:, None], to_common * sign[:, None], shared * sign)
+    return JointBasis(
+        S,
+        alive.sum(dim=-1),
+        to_own * sign[:, None],
+        to_common * sign[:, None],
+        shared * sign,
+    )
 
 
 def rebase(
@@ -118,7 +130,9 @@ def rebase(
     # Fixed and diagonal maps cannot absorb the change.
     if end is None or end.diagonal or not end.learned:
         notes.append(
-            f"the maps of {NAMES[side]} were multiplied into one" if chain else f"{NAMES[side]} got a map"
+            f"the maps of {NAMES[side]} were multiplied into one"
+            if chain
+            else f"{NAMES[side]} got a map"
         )
         end = weights.multiplied(side)
         chain = ()
@@ -137,7 +151,11 @@ def with_learned_maps(weights: AttentionWeights, notes: list[str]) -> AttentionW
     notes.append("the fixed slices of the input became learned maps")
 
     def learn(link: Link) -> Link:
-        return link if link.learned else replace(link, weight=link.weight.clone(), learned=True)
+        return (
+            link
+            if link.learned
+            else replace(link, weight=link.weight.clone(), learned=True)
+        )
 
     return weights.each_link(learn, ("q", "k", "v"))
 
@@ -165,6 +183,8 @@ def one_map(weights: AttentionWeights, side: Side, notes: list[str]) -> Link:
     if len(weights.chain(side)) > 1:
         notes.append(f"the maps of {NAMES[side]} were multiplied into one")
     (link,) = (
-        separate((weights.multiplied(side),)) if sharing_sides(weights, side) else (weights.multiplied(side),)
+        separate((weights.multiplied(side),))
+        if sharing_sides(weights, side)
+        else (weights.multiplied(side),)
     )
     return replace(link, learned=True, norm=None)

@@ -23,7 +23,12 @@ from triptych.core.algebra.legality import (
     unchanged,
     with_chains,
 )
-from triptych.core.algebra.rewritten import RewriteRefusedError, Rewritten, Tier, rewritten
+from triptych.core.algebra.rewritten import (
+    RewriteRefusedError,
+    Rewritten,
+    Tier,
+    rewritten,
+)
 from triptych.core.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side
 from triptych.rewriting.functions.rewrite import BETWEEN, LayerRewrite, LayerToRewrite
 
@@ -45,13 +50,28 @@ class Fold(LayerRewrite):
     why_here = "products of maps are folded while they are products"
     resizes = True
 
-    sides: tuple[FoldedSide, ...] = Field(SIDES, description="which sides; qk makes W_Q W_Kᵀ one matrix")
-    keep: Keep = Field("cheaper", description="cheaper: fold where it costs less; folded: fold everything")
-    by: FoldingCost = Field("parameters", description="the cost that decides: parameters, flops or bytes")
-    tokens: int = Field(1, ge=1, description="length of the sequence, for flops and bytes")
+    sides: tuple[FoldedSide, ...] = Field(
+        SIDES, description="which sides; qk makes W_Q W_Kᵀ one matrix"
+    )
+    keep: Keep = Field(
+        "cheaper",
+        description="cheaper: fold where it costs less; folded: fold everything",
+    )
+    by: FoldingCost = Field(
+        "parameters", description="the cost that decides: parameters, flops or bytes"
+    )
+    tokens: int = Field(
+        1, ge=1, description="length of the sequence, for flops and bytes"
+    )
 
     def apply(self, layer: LayerToRewrite) -> Rewritten:
-        return fold(layer.weights, sides=self.sides, keep=self.keep, by=self.by, tokens=self.tokens)
+        return fold(
+            layer.weights,
+            sides=self.sides,
+            keep=self.keep,
+            by=self.by,
+            tokens=self.tokens,
+        )
 
 
 @final
@@ -81,7 +101,9 @@ class Factor(LayerRewrite):
     why_here = "other rewrites of W_QK need both of its maps"
     resizes = True
 
-    d_k: int | None = Field(None, ge=1, description="width of queries and keys; the largest rank by default")
+    d_k: int | None = Field(
+        None, ge=1, description="width of queries and keys; the largest rank by default"
+    )
     bounded: bool = Field(False, description="allow a `d_k` below the rank")
 
     def apply(self, layer: LayerToRewrite) -> Rewritten:
@@ -111,7 +133,9 @@ class _Price(NamedTuple):
             case "flops":
                 return self.tokens * cost.token_flops + self.tokens**2 * cost.pair_flops
             case "bytes":
-                return (cost.parameters + self.tokens * cost.cached_numbers) * self.number_bytes
+                return (
+                    cost.parameters + self.tokens * cost.cached_numbers
+                ) * self.number_bytes
 
     def part(self, weights: AttentionWeights, plan: _Plan) -> int:
         """Compute the cost of the plan's chains alone."""
@@ -124,8 +148,12 @@ class _Price(NamedTuple):
             case "parameters":
                 return parameters
             case "flops":
-                flops = maps_flops(chains, weights.num_heads if plan.sides == ("o",) else 1)
-                return self.tokens * flops + (self.tokens**2 * cost.pair_flops if plan.name == "qk" else 0)
+                flops = maps_flops(
+                    chains, weights.num_heads if plan.sides == ("o",) else 1
+                )
+                return self.tokens * flops + (
+                    self.tokens**2 * cost.pair_flops if plan.name == "qk" else 0
+                )
             case "bytes":
                 cached = cost.cached_numbers if {"k", "v"} & set(plan.sides) else 0
                 return (parameters + self.tokens * cached) * self.number_bytes
@@ -167,7 +195,8 @@ def fold(
     """
     # A string is also a sequence: "qk" would be read as q and k.
     named_sides = [
-        ("sides", side, get_args(FoldedSide)) for side in ([sides] if isinstance(sides, str) else sides)
+        ("sides", side, get_args(FoldedSide))
+        for side in ([sides] if isinstance(sides, str) else sides)
     ]
     for what, value, known in (
         *named_sides,
@@ -193,12 +222,18 @@ def fold(
             if keep == "folded" or (keep == "cheaper" and own < product):
                 result = folded
                 notes += plan.notes
-                choices.append(f"{plan.name}: folded, {own:,} {price.unit} instead of {product:,}")
+                choices.append(
+                    f"{plan.name}: folded, {own:,} {price.unit} instead of {product:,}"
+                )
             else:
-                choices.append(f"{plan.name}: product kept, {product:,} {price.unit} instead of {own:,}")
+                choices.append(
+                    f"{plan.name}: product kept, {product:,} {price.unit} instead of {own:,}"
+                )
     if not choices:
         return unchanged(
-            "fold", weights, "nothing to fold: every side named is one map already, or a fixed one"
+            "fold",
+            weights,
+            "nothing to fold: every side named is one map already, or a fixed one",
         )
     return rewritten(
         "fold",
@@ -211,10 +246,16 @@ def fold(
     )
 
 
-def _plans_for_the_form(weights: AttentionWeights, sides: Sequence[FoldedSide]) -> list[_Plan]:
+def _plans_for_the_form(
+    weights: AttentionWeights, sides: Sequence[FoldedSide]
+) -> list[_Plan]:
     """Plan W_Q W_Kᵀ as one matrix per head; empty if it already is, or if all of its maps are fixed."""
     one_matrix = not weights.k and len(weights.q) <= 1
-    if "qk" not in sides or one_matrix or not any(link.learned for link in (*weights.q, *weights.k)):
+    if (
+        "qk" not in sides
+        or one_matrix
+        or not any(link.learned for link in (*weights.q, *weights.k))
+    ):
         return []
     advice = "leave qk out of the sides"
     _FORM_FOLDED.require("fold", weights, advice)
@@ -223,17 +264,26 @@ def _plans_for_the_form(weights: AttentionWeights, sides: Sequence[FoldedSide]) 
     checked = [*_FORM_FOLDED.checked]
     notes = []
     if any(link.bias is not None for link in weights.k):
-        KEY_BIAS_BLIND.require("fold", weights, advice, "the form has no place for the key bias, and ")
+        KEY_BIAS_BLIND.require(
+            "fold", weights, advice, "the form has no place for the key bias, and "
+        )
         checked.append("the softmax is blind to the key bias")
         notes.append("the key bias was dropped")
     # The query bias is one more row of the form: b_Q W_Kᵀ.
     W_K = weights.W_K
     bias = weights.head_bias("q")
-    link = Link(weights.W_Q @ W_K.mT, None if bias is None else (bias[:, None, :] @ W_K.mT)[:, 0])
-    return [_Plan("qk", ("q", "k"), {"q": (link,), "k": ()}, tuple(checked), tuple(notes))]
+    link = Link(
+        weights.W_Q @ W_K.mT,
+        None if bias is None else (bias[:, None, :] @ W_K.mT)[:, 0],
+    )
+    return [
+        _Plan("qk", ("q", "k"), {"q": (link,), "k": ()}, tuple(checked), tuple(notes))
+    ]
 
 
-def _plans_for_chains(weights: AttentionWeights, sides: Sequence[FoldedSide]) -> list[_Plan]:
+def _plans_for_chains(
+    weights: AttentionWeights, sides: Sequence[FoldedSide]
+) -> list[_Plan]:
     """Plan each chain of several maps as one map, with one plan for chains sharing a map."""
     plans: list[_Plan] = []
     planned: set[Side] = set()
@@ -248,7 +298,9 @@ def _plans_for_chains(weights: AttentionWeights, sides: Sequence[FoldedSide]) ->
             chain = weights.chain(member)
             if len(chain) < 2 or not any(link.learned for link in chain):
                 continue
-            require_nothing_between("fold", member, chain[:-1], f"leave {member} out of the sides")
+            require_nothing_between(
+                "fold", member, chain[:-1], f"leave {member} out of the sides"
+            )
             # Tied chains get the same product and stay tied.
             of_chain.setdefault(chain, (reduce(Link.then, chain),))
             chains[member] = of_chain[chain]
@@ -256,7 +308,11 @@ def _plans_for_chains(weights: AttentionWeights, sides: Sequence[FoldedSide]) ->
             continue
         asked = tuple(member for member in together if member in sides)
         joined = tuple(member for member in together if member not in sides)
-        notes = (f"{named(joined)} decided together with {named(asked)}: they share a map",) if joined else ()
+        notes = (
+            (f"{named(joined)} decided together with {named(asked)}: they share a map",)
+            if joined
+            else ()
+        )
         checked = (f"nothing is between the maps of {named(tuple(chains))}",)
         plans.append(_Plan(named(together), together, chains, checked, notes))
     return plans
@@ -265,7 +321,12 @@ def _plans_for_chains(weights: AttentionWeights, sides: Sequence[FoldedSide]) ->
 def _sharing(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
     """Return a chain and all chains sharing maps with it, directly or transitively."""
     found = {side}
-    while more := {*itertools.chain.from_iterable(sharing_sides(weights, one) for one in found)} - found:
+    while (
+        more := {
+            *itertools.chain.from_iterable(sharing_sides(weights, one) for one in found)
+        }
+        - found
+    ):
         found |= more
     return tuple(one for one in SIDES if one in found)
 
@@ -284,9 +345,15 @@ def factor(
     """
     _require_one_matrix(weights)
     whole = weights.multiplied("q")
-    rows = whole.weight if whole.bias is None else torch.cat((whole.weight, whole.bias[:, None, :]), dim=1)
+    rows = (
+        whole.weight
+        if whole.bias is None
+        else torch.cat((whole.weight, whole.bias[:, None, :]), dim=1)
+    )
     # The form as a product with the identity.
-    eye = torch.eye(whole.d_out, dtype=rows.dtype, device=rows.device).expand(whole.copies, -1, -1)
+    eye = torch.eye(whole.d_out, dtype=rows.dtype, device=rows.device).expand(
+        whole.copies, -1, -1
+    )
     form = BilinearForm(rows, eye)
     S = form.singular_values()
     ranks = form.rank(tolerance)
@@ -296,7 +363,8 @@ def factor(
     require_whole_number("factor", "d_k", d_k)
     if not 1 <= d_k <= form.max_rank:
         raise RewriteRefusedError(
-            "factor", f"d_k is {d_k}: a form of {whole.d_in} × {whole.d_out} takes 1 to {form.max_rank}"
+            "factor",
+            f"d_k is {d_k}: a form of {whole.d_in} × {whole.d_out} takes 1 to {form.max_rank}",
         )
     if int(ranks.max()) > d_k and not bounded:
         head = int(ranks.argmax()) * (weights.num_heads // whole.copies)
@@ -329,10 +397,14 @@ def _require_one_matrix(weights: AttentionWeights) -> None:
     if weights.k:
         advice = "truncate makes d_k smaller"
         raise RewriteRefusedError(
-            "factor", "the keys have a map of their own: the form is a product already", advice
+            "factor",
+            "the keys have a map of their own: the form is a product already",
+            advice,
         )
     if not weights.q:
-        raise RewriteRefusedError("factor", "neither queries nor keys have a map: the form is the identity")
+        raise RewriteRefusedError(
+            "factor", "neither queries nor keys have a map: the form is the identity"
+        )
     SCORES_ARE_THE_FORM.require("factor", weights)
     require_nothing_between("factor", "q", weights.q)
 
@@ -351,19 +423,29 @@ def expand(weights: AttentionWeights) -> Rewritten:
     for side in INPUT_SIDES:
         chain = weights.chain(side)
         sharing = sharing_sides(weights, side)
-        if any(link.diagonal for link in chain) or any(weights.chain(other) != chain for other in sharing):
+        if any(link.diagonal for link in chain) or any(
+            weights.chain(other) != chain for other in sharing
+        ):
             require_nothing_between("expand", side, chain[:-1])
             chains[side] = separate((weights.multiplied(side),))
             tier = "rounding-exact"
             notes.append(f"the maps of {side} were multiplied into one")
         elif sharing or not all(link.learned for link in chain):
-            chains[side] = tuple(replace(link, learned=True) for link in separate(chain))
+            chains[side] = tuple(
+                replace(link, learned=True) for link in separate(chain)
+            )
             notes.append(f"{side} has a map of its own now")
         # Collaborative heads shared one map; each head now gets a copy.
         if mixing and side != "v" and chain:
-            chains[side] = tuple(link.repeat(weights.num_heads) for link in chains.get(side, chain))
+            chains[side] = tuple(
+                link.repeat(weights.num_heads) for link in chains.get(side, chain)
+            )
     if not chains:
         return unchanged(
-            "expand", weights, "nothing is tied: queries, keys and values have maps of their own"
+            "expand",
+            weights,
+            "nothing is tied: queries, keys and values have maps of their own",
         )
-    return rewritten("expand", tier, weights, with_chains(weights, chains), notes=tuple(notes))
+    return rewritten(
+        "expand", tier, weights, with_chains(weights, chains), notes=tuple(notes)
+    )

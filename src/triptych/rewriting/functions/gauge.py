@@ -30,7 +30,12 @@ from triptych.rewriting.functions.channels import (
     untied,
     with_learned_maps,
 )
-from triptych.rewriting.functions.rewrite import APART, LayerRewrite, LayerToRewrite, require_still_tied
+from triptych.rewriting.functions.rewrite import (
+    APART,
+    LayerRewrite,
+    LayerToRewrite,
+    require_still_tied,
+)
 
 
 @final
@@ -84,11 +89,17 @@ def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Re
     for form in forms:
         reason, way_out = _why_no_gauge(weights, form)
         if reason:
-            others = [other for other in FORMS if other != form and not _why_no_gauge(weights, other)[0]]
+            others = [
+                other
+                for other in FORMS
+                if other != form and not _why_no_gauge(weights, other)[0]
+            ]
             advice = [way_out] * bool(way_out) + [
                 f'forms=("{other}",) leaves {form} alone' for other in others
             ]
-            raise RewriteRefusedError("gauge_fix", f"{form}: {reason}", ", or ".join(advice))
+            raise RewriteRefusedError(
+                "gauge_fix", f"{form}: {reason}", ", or ".join(advice)
+            )
         for side in SIDES_OF[form]:
             require_last_map("gauge_fix", side, weights.chain(side))
     notes: list[str] = []
@@ -104,7 +115,9 @@ def gauge_fix(weights: AttentionWeights, *, forms: Sequence[Form] = FORMS) -> Re
         "rounding-exact",
         weights,
         result.to(weights.dtype),
-        checked=tuple(itertools.chain.from_iterable(CHANNELS_FREE[form].checked for form in forms)),
+        checked=tuple(
+            itertools.chain.from_iterable(CHANNELS_FREE[form].checked for form in forms)
+        ),
         notes=(*notes, *untied(weights, result)),
     )
 
@@ -116,7 +129,10 @@ def _why_no_gauge(weights: AttentionWeights, form: Form) -> tuple[str, str]:
     one, other = (weights.chain(side) for side in SIDES_OF[form])
     for side, chain in zip(SIDES_OF[form], (one, other), strict=True):
         if not chain:
-            return f"no gauge: no map makes {NAMES[side]}, the form is one matrix", "factor it first"
+            return (
+                f"no gauge: no map makes {NAMES[side]}, the form is one matrix",
+                "factor it first",
+            )
     if form == "qk" and (one[-1].diagonal or other[-1].diagonal):
         return (
             "all heads share one key map and weigh its channels (collaborative), which leaves a diagonal "
@@ -133,7 +149,11 @@ def _fix_qk(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
     b_Q = q.bias
     basis = joint_basis(own[:, None], k.weight[:, None], "own")
     to_q, to_k = _completed(
-        basis, own, None if b_Q is None else b_Q.reshape(k.copies, -1, q.d_out), k.weight, k.bias
+        basis,
+        own,
+        None if b_Q is None else b_Q.reshape(k.copies, -1, q.d_out),
+        k.weight,
+        k.bias,
     )
     new_q = rebase(weights, "q", to_q, notes)
     if weights.tied("q", "k") and k.copies == weights.num_heads:
@@ -148,7 +168,11 @@ def _fix_ov(weights: AttentionWeights, notes: list[str]) -> AttentionWeights:
     own = W_O.mT.reshape(v.copies, -1, v.d_out)
     basis = joint_basis(own[:, None], v.weight[:, None], "common")
     to_o, to_v = _completed(basis, own, None, v.weight, v.bias)
-    return replace(weights, v=rebase(weights, "v", to_v, notes), o=rebase(weights, "o", to_o, notes))
+    return replace(
+        weights,
+        v=rebase(weights, "v", to_v, notes),
+        o=rebase(weights, "o", to_o, notes),
+    )
 
 
 def _completed(
@@ -171,7 +195,11 @@ def _completed(
     if (own_bias is None and common_bias is None) or bool((basis.rank == r).all()):
         return G, H
     own_rows = own if own_bias is None else torch.cat((own, own_bias), dim=1)
-    common_rows = common if common_bias is None else torch.cat((common, common_bias[:, None]), dim=1)
+    common_rows = (
+        common
+        if common_bias is None
+        else torch.cat((common, common_bias[:, None]), dim=1)
+    )
     # The projection outside the basis, and the part of the form with bias rows lost by it.
     left_out = torch.eye(r, dtype=G.dtype, device=G.device) - G @ H.mT
     missing = BilinearForm(own_rows @ left_out, common_rows)
@@ -186,6 +214,10 @@ def _completed(
         U_g = U[group, :, :count]
         Vh_g = Vh[group, :count]
         root = S[group, :count].rsqrt()
-        G[group, :, start : start + count] = left_out[group] @ (common_rows[group].mT @ Vh_g.mT) * root
-        H[group, :, start : start + count] = left_out[group].mT @ (own_rows[group].mT @ U_g) * root
+        G[group, :, start : start + count] = (
+            left_out[group] @ (common_rows[group].mT @ Vh_g.mT) * root
+        )
+        H[group, :, start : start + count] = (
+            left_out[group].mT @ (own_rows[group].mT @ U_g) * root
+        )
     return G, H

@@ -7,7 +7,11 @@ from typing import final
 import torch
 from pydantic import Field
 
-from triptych.core.algebra.legality import HEADS_ALIKE, require_nothing_between, unchanged
+from triptych.core.algebra.legality import (
+    HEADS_ALIKE,
+    require_nothing_between,
+    unchanged,
+)
 from triptych.core.algebra.rewritten import RewriteRefusedError, Rewritten, rewritten
 from triptych.core.algebra.weights import AttentionWeights, Side
 from triptych.rewriting.functions.channels import NAMES, one_map
@@ -31,7 +35,9 @@ class SortHeads(LayerRewrite):
         sizes = weights.ov.norm().view(groups, served)
         by_group = sizes.norm(dim=-1).argsort(descending=True, stable=True).tolist()
         inside = sizes.argsort(dim=-1, descending=True, stable=True).tolist()
-        order = tuple(group * served + head for group in by_group for head in inside[group])
+        order = tuple(
+            group * served + head for group in by_group for head in inside[group]
+        )
         # Distances follow if they share the maps of queries and keys; the format refuses other layers.
         return permute_heads(weights, order).with_kept(order)
 
@@ -47,7 +53,9 @@ class PermuteHeads(LayerRewrite):
     place = 8
     why_here = SortHeads.why_here
 
-    order: tuple[int, ...] = Field(description="head i of the result is head `order[i]`")
+    order: tuple[int, ...] = Field(
+        description="head i of the result is head `order[i]`"
+    )
 
     def apply(self, layer: LayerToRewrite) -> Rewritten:
         return permute_heads(layer.weights, self.order).with_kept(self.order)
@@ -64,7 +72,9 @@ class RepeatKVHeads(LayerRewrite):
     resizes = True
 
     num_kv_heads: int | None = Field(
-        None, ge=1, description="number of key-value heads afterwards; by default one per query head"
+        None,
+        ge=1,
+        description="number of key-value heads afterwards; by default one per query head",
     )
 
     def apply(self, layer: LayerToRewrite) -> Rewritten:
@@ -114,12 +124,16 @@ def permute_heads(weights: AttentionWeights, order: Sequence[int]) -> Rewritten:
     )
 
 
-def repeat_kv_heads(weights: AttentionWeights, num_kv_heads: int | None = None) -> Rewritten:
+def repeat_kv_heads(
+    weights: AttentionWeights, num_kv_heads: int | None = None
+) -> Rewritten:
     """Repeat key and value heads, by default to one per query head."""
     heads = weights.num_heads if num_kv_heads is None else num_kv_heads
     both: tuple[Side, Side] = ("k", "v")
     sides = [
-        side for side in both if 0 < max((link.copies for link in weights.chain(side)), default=0) < heads
+        side
+        for side in both
+        if 0 < max((link.copies for link in weights.chain(side)), default=0) < heads
     ]
     there = [max(link.copies for link in weights.chain(side)) for side in sides]
     if weights.num_heads % heads or any(heads % copies for copies in there):
@@ -136,9 +150,14 @@ def repeat_kv_heads(weights: AttentionWeights, num_kv_heads: int | None = None) 
         )
     if not sides:
         return unchanged(
-            "repeat_kv_heads", weights, "every head has its own keys and values, as far as they have maps"
+            "repeat_kv_heads",
+            weights,
+            "every head has its own keys and values, as far as they have maps",
         )
-    notes = [f"{weights.multiplied(side).copies} maps of {NAMES[side]} became {heads}" for side in sides]
+    notes = [
+        f"{weights.multiplied(side).copies} maps of {NAMES[side]} became {heads}"
+        for side in sides
+    ]
     result = weights
     multiplied = "k" in sides and len(weights.q) > 1
     if multiplied:
@@ -146,7 +165,9 @@ def repeat_kv_heads(weights: AttentionWeights, num_kv_heads: int | None = None) 
         result = replace(result, q=(one_map(weights, "q", notes),))
     # Only the last map of a chain is repeated; a latent stays shared.
     last = {id(weights.chain(side)[-1]) for side in sides}
-    result = result.each_link(lambda link: link.repeat(heads) if id(link) in last else link)
+    result = result.each_link(
+        lambda link: link.repeat(heads) if id(link) in last else link
+    )
     return rewritten(
         "repeat_kv_heads",
         "rounding-exact" if multiplied else "bit-exact",

@@ -29,7 +29,12 @@ from triptych.core.algebra.positions import OtherFrequencies, RotaryEmbedding
 from triptych.core.algebra.rewritten import RewriteRefusedError, Rewritten, rewritten
 from triptych.core.algebra.semantics import HeadNorm
 from triptych.core.algebra.weights import SIDES, AttentionWeights, Chain, Link
-from triptych.rewriting.functions.channels import FORMS, NAMES, in_working_precision, one_map
+from triptych.rewriting.functions.channels import (
+    FORMS,
+    NAMES,
+    in_working_precision,
+    one_map,
+)
 from triptych.rewriting.functions.metric import gram_root
 from triptych.rewriting.functions.moments import Moments
 from triptych.rewriting.functions.moves import measure_move
@@ -51,12 +56,16 @@ class ToLatent(LayerRewrite):
     place = 9
     resizes = True
 
-    rank: int | None = Field(None, ge=1, description="width of the latent; by default as large as it must be")
+    rank: int | None = Field(
+        None, ge=1, description="width of the latent; by default as large as it must be"
+    )
     format: Literal["deepseek_v3"] | None = Field(
         None, description="the format whose latent is made; the file gets this format"
     )
 
-    on_text: bool = Field(False, description="with `rank`: keep the directions that matter on the text")
+    on_text: bool = Field(
+        False, description="with `rank`: keep the directions that matter on the text"
+    )
 
     @model_validator(mode="after")
     def _text_for_a_rank(self) -> "ToLatent":
@@ -76,7 +85,9 @@ class ToLatent(LayerRewrite):
         if self.format is not None:
             return decouple(weights, rank=self.rank, moments=moments)
         if self.on_text:
-            raise RewriteRefusedError(self.name, "on_text goes with a format, or with a layer's latent")
+            raise RewriteRefusedError(
+                self.name, "on_text goes with a format, or with a layer's latent"
+            )
         return to_latent(weights, rank=self.rank)
 
 
@@ -89,8 +100,16 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
     ONE_LATENT.require("to_latent", weights)
     _require_latent_maps(weights)
     chains = (weights.k, weights.v)
-    if rank is None and all(len(chain) == 2 for chain in chains) and weights.k[0] is weights.v[0]:
-        return unchanged("to_latent", weights, f"keys and values have one latent, of {weights.k[0].d_out}")
+    if (
+        rank is None
+        and all(len(chain) == 2 for chain in chains)
+        and weights.k[0] is weights.v[0]
+    ):
+        return unchanged(
+            "to_latent",
+            weights,
+            f"keys and values have one latent, of {weights.k[0].d_out}",
+        )
     notes: list[str] = []
     working = in_working_precision(weights)
     q, k, v, o = (one_map(working, side, notes) for side in SIDES)
@@ -100,7 +119,10 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
     if weights.tied("q", "k"):
         notes.append("queries got a map of their own")
     # [d_model, full], all heads concatenated.
-    joined = torch.cat([link.weight.transpose(0, 1).flatten(1) for link in ((k,) if tied else (k, v))], dim=1)
+    joined = torch.cat(
+        [link.weight.transpose(0, 1).flatten(1) for link in ((k,) if tied else (k, v))],
+        dim=1,
+    )
     d_model, full = joined.shape
     of_keys = k.copies * k.d_out
     of_values = v.copies * v.d_out
@@ -110,7 +132,9 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
     require_finite("to_latent", weights)
     W_D, U, needed = _low_rank_product(joined, rank)
     up_k, up_v = (
-        Link(part.reshape(rank, link.copies, -1).transpose(0, 1).contiguous(), link.bias)
+        Link(
+            part.reshape(rank, link.copies, -1).transpose(0, 1).contiguous(), link.bias
+        )
         for part, link in ((U[:, :of_keys], k), (U[:, full - of_values :], v))
     )
     heads = weights.num_heads
@@ -123,7 +147,9 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
         o=(o.repeat(heads),),
     )
     exact = needed <= rank
-    moves = [] if exact else [measure_move(working, result, form).whole for form in FORMS]
+    moves = (
+        [] if exact else [measure_move(working, result, form).whole for form in FORMS]
+    )
     return rewritten(
         "to_latent",
         "rounding-exact" if exact else "bounded",
@@ -139,7 +165,10 @@ def to_latent(weights: AttentionWeights, *, rank: int | None = None) -> Rewritte
 
 
 def decouple(
-    weights: AttentionWeights, *, rank: int | None = None, moments: Moments | None = None
+    weights: AttentionWeights,
+    *,
+    rank: int | None = None,
+    moments: Moments | None = None,
 ) -> Rewritten:
     """Compute keys and values as in DeepSeek's layers: a normalised latent plus a separate rotary key.
 
@@ -159,26 +188,41 @@ def decouple(
     groups = torch.arange(heads) // (heads // k.copies)
     first, second = rotation.pairs
     plain = sorted({*range(q.d_out)} - {*first, *second})
-    joined = torch.cat([_join_copies(k.weight[..., plain]), _join_copies(v.weight)], dim=1)
+    joined = torch.cat(
+        [_join_copies(k.weight[..., plain]), _join_copies(v.weight)], dim=1
+    )
     rank = min(joined.shape) if rank is None else rank
     _require_latent_rank(rank, *joined.shape)
     require_finite("to_latent", weights)
     W_D, U, needed = _low_rank_product(joined, rank)
     if moments is not None and rank < needed:
-        U = torch.linalg.eigh(_require_served(moments, len(U.mT))).eigenvectors[:, -rank:].mT
+        U = (
+            torch.linalg.eigh(_require_served(moments, len(U.mT)))
+            .eigenvectors[:, -rank:]
+            .mT
+        )
         W_D = joined @ U.mT
     U_K, U_V = (
         part.repeat_interleave(heads // len(part), dim=0)
         for part in _split_copies(U, (k.copies, len(plain)), (v.copies, v.d_out))
     )
-    turned = torch.cat([_join_copies(k.weight[..., side]) for side in (first, second)], dim=1)
+    turned = torch.cat(
+        [_join_copies(k.weight[..., side]) for side in (first, second)], dim=1
+    )
     own = torch.nn.functional.one_hot(groups, k.copies).to(q.weight.dtype)
-    spread = [(own[:, None, :, None] * q.weight[:, :, None, side]).flatten(2) for side in (first, second)]
+    spread = [
+        (own[:, None, :, None] * q.weight[:, :, None, side]).flatten(2)
+        for side in (first, second)
+    ]
     # A small latent makes the divisor of its norm nearly constant; the gain of the norm restores the scale.
     small, error = _smallness(weights, W_D)
-    norm = HeadNorm(NORM_EPS, W_D.new_full((rank,), NORM_EPS**0.5 / small), channels=rank)
+    norm = HeadNorm(
+        NORM_EPS, W_D.new_full((rank,), NORM_EPS**0.5 / small), channels=rank
+    )
     down = Link(torch.cat([W_D * small, turned], dim=1)[None], norm=norm)
-    passed = pad(torch.eye(turned.shape[1], dtype=W_D.dtype), (0, 0, rank, 0)).expand(heads, -1, -1)
+    passed = pad(torch.eye(turned.shape[1], dtype=W_D.dtype), (0, 0, rank, 0)).expand(
+        heads, -1, -1
+    )
     more = (0, 0, 0, turned.shape[1])
     result = replace(
         weights.to(torch.float64),
@@ -186,13 +230,21 @@ def decouple(
         k=(down, Link(torch.cat([pad(U_K, more), passed], dim=2))),
         v=(down, Link(pad(U_V, more))),
         o=(o.repeat(heads),),
-        semantics=replace(weights.semantics, rotary=_repeated(rotation, k.copies, len(plain))),
+        semantics=replace(
+            weights.semantics, rotary=_repeated(rotation, k.copies, len(plain))
+        ),
     )
     whole = BilinearForm(v.repeat(heads).weight, result.W_O.mT)
-    moves = [BilinearForm(W_D @ U_V, result.W_O.mT).difference_norm(whole) + error * whole.norm()]
+    moves = [
+        BilinearForm(W_D @ U_V, result.W_O.mT).difference_norm(whole)
+        + error * whole.norm()
+    ]
     if plain:
         whole = BilinearForm(q.weight[..., plain], k.repeat(heads).weight[..., plain])
-        moves.append(BilinearForm(whole.left, W_D @ U_K).difference_norm(whole) + error * whole.norm())
+        moves.append(
+            BilinearForm(whole.left, W_D @ U_K).difference_norm(whole)
+            + error * whole.norm()
+        )
     return rewritten(
         "to_latent",
         "bounded",
@@ -210,27 +262,41 @@ def _join_copies(maps: Float[Tensor, "copies d width"]) -> Float[Tensor, "d all"
     return maps.transpose(0, 1).flatten(1)
 
 
-def _split_copies(maps: Float[Tensor, "rows all"], *sizes: tuple[int, int]) -> list[Tensor]:
+def _split_copies(
+    maps: Float[Tensor, "rows all"], *sizes: tuple[int, int]
+) -> list[Tensor]:
     """Split concatenated maps into parts `[copies, rows, width]`."""
     parts = torch.split(maps, [copies * width for copies, width in sizes], dim=1)
-    return [part.reshape(len(maps), *size).transpose(0, 1) for part, size in zip(parts, sizes, strict=True)]
+    return [
+        part.reshape(len(maps), *size).transpose(0, 1)
+        for part, size in zip(parts, sizes, strict=True)
+    ]
 
 
 def _require_served(moments: Moments, width: int) -> Float[Tensor, "width width"]:
     if moments.served is None or len(moments.served) != width:
-        raise RewriteRefusedError("to_latent", f"the moments are not of the {width} channels of a latent")
+        raise RewriteRefusedError(
+            "to_latent", f"the moments are not of the {width} channels of a latent"
+        )
     return moments.served
 
 
-def _smallness(weights: AttentionWeights, W_D: Float[Tensor, "d rank"]) -> tuple[float, float]:
+def _smallness(
+    weights: AttentionWeights, W_D: Float[Tensor, "d rank"]
+) -> tuple[float, float]:
     """Return a power-of-two scale of a latent far below its norm's epsilon, and the remaining error.
 
     The output of an RMSNorm has norm at most √d before its gain.
     """
     norm, (d_model, rank) = weights.norm, W_D.shape
-    gained = W_D if norm is None else W_D * (norm.offset + norm.weight.to(W_D.dtype))[:, None]
+    gained = (
+        W_D
+        if norm is None
+        else W_D * (norm.offset + norm.weight.to(W_D.dtype))[:, None]
+    )
     largest = max(
-        float(torch.linalg.matrix_norm(gained, 2)) ** 2 * d_model / rank, torch.finfo(W_D.dtype).tiny
+        float(torch.linalg.matrix_norm(gained, 2)) ** 2 * d_model / rank,
+        torch.finfo(W_D.dtype).tiny,
     )
     small = 2.0 ** math.floor(math.log2(2 * NORM_ERROR * NORM_EPS / largest) / 2)
     return small, small**2 * largest / (2 * NORM_EPS)
@@ -242,11 +308,16 @@ def _repeated(rotation: RotaryEmbedding, times: int, start: int) -> RotaryEmbedd
     if isinstance(long, OtherFrequencies):
         long = replace(long, frequencies=long.frequencies.repeat(times))
     found = rotation.frequencies.repeat(times)
-    return replace(rotation, frequencies=found, pairing="halves", start=start, long=long)
+    return replace(
+        rotation, frequencies=found, pairing="halves", start=start, long=long
+    )
 
 
 def narrow_latent(
-    weights: AttentionWeights, *, rank: int | None = None, moments: Moments | None = None
+    weights: AttentionWeights,
+    *,
+    rank: int | None = None,
+    moments: Moments | None = None,
 ) -> Rewritten:
     """Narrow a normalised latent to the channels with the largest effect on the keys and values of all heads.
 
@@ -257,19 +328,34 @@ def narrow_latent(
     """
     norm = weights.k[0].norm
     down = weights.k[0]
-    if norm is None or norm.channels is None or len(weights.k) != 2 or len(weights.v) != 2:
-        raise RewriteRefusedError("to_latent", "the norm after map 1 of k is not that of a latent")
+    if (
+        norm is None
+        or norm.channels is None
+        or len(weights.k) != 2
+        or len(weights.v) != 2
+    ):
+        raise RewriteRefusedError(
+            "to_latent", "the norm after map 1 of k is not that of a latent"
+        )
     if norm.centred or norm.bias is not None:
-        raise RewriteRefusedError("to_latent", "the norm of the latent takes a mean off, or has a bias")
+        raise RewriteRefusedError(
+            "to_latent", "the norm of the latent takes a mean off, or has a bias"
+        )
     had = norm.channels
     if rank is None or rank >= had:
-        return unchanged("to_latent", weights, f"keys and values have one latent, of {had}")
+        return unchanged(
+            "to_latent", weights, f"keys and values have one latent, of {had}"
+        )
     wide = weights.to(torch.float64).behind_norms()
     (k_up,), (v_up,) = wide.k, wide.v
     turned = down.d_out - had
     used = (k_up.weight[:, :had, : k_up.d_out - turned], v_up.weight[:, :had])
     made = torch.cat([_join_copies(part) for part in used], dim=1)
-    R = torch.eye(had, dtype=made.dtype) if moments is None else gram_root(_require_served(moments, had))
+    R = (
+        torch.eye(had, dtype=made.dtype)
+        if moments is None
+        else gram_root(_require_served(moments, had))
+    )
     # The truncated SVD in the metric of the moments.
     A, S, Bh = torch.linalg.svd(R @ made, full_matrices=False)
     back = torch.linalg.pinv(R) @ A[:, :rank]
@@ -278,14 +364,20 @@ def narrow_latent(
     factor = float((R @ P).square().sum() / rank) ** 0.5
     kept = torch.block_diag(P, torch.eye(turned, dtype=P.dtype))  # type: ignore[no-untyped-call]
     bias = None if down.bias is None else down.bias.to(P.dtype) @ kept
-    new = Link(down.weight.to(P.dtype) @ kept, bias, replace(norm, weight=None, channels=rank))
+    new = Link(
+        down.weight.to(P.dtype) @ kept, bias, replace(norm, weight=None, channels=rank)
+    )
     sizes = [(part.shape[0], part.shape[2]) for part in used]
 
     def with_ups(latent: Tensor, down: Chain) -> AttentionWeights:
         """Build the layer from the up-projections of a latent, `[latent, all]`."""
         rows = torch.nn.functional.pad
-        k_part, v_part = (rows(part, (0, 0, 0, turned)) for part in _split_copies(latent, *sizes))
-        passed = rows(torch.eye(turned, dtype=P.dtype), (0, 0, len(latent), 0)).expand(len(k_part), -1, -1)
+        k_part, v_part = (
+            rows(part, (0, 0, 0, turned)) for part in _split_copies(latent, *sizes)
+        )
+        passed = rows(torch.eye(turned, dtype=P.dtype), (0, 0, len(latent), 0)).expand(
+            len(k_part), -1, -1
+        )
         k = (*down, Link(torch.cat([k_part, passed], dim=2), k_up.bias))
         return replace(wide, k=k, v=(*down, Link(v_part, v_up.bias)))
 
@@ -320,7 +412,9 @@ def _require_latent_maps(weights: AttentionWeights) -> None:
     for side in ("k", "v"):
         if not weights.chain(side):
             raise RewriteRefusedError(
-                "to_latent", f"no map makes {NAMES[side]}: they are the input itself", "factor it first"
+                "to_latent",
+                f"no map makes {NAMES[side]}: they are the input itself",
+                "factor it first",
             )
     for side in SIDES:
         require_nothing_between("to_latent", side, weights.chain(side)[:-1])

@@ -20,7 +20,12 @@ from triptych.core.algebra.legality import (
     unchanged,
     with_chains,
 )
-from triptych.core.algebra.rewritten import RewriteRefusedError, Rewritten, Tier, rewritten
+from triptych.core.algebra.rewritten import (
+    RewriteRefusedError,
+    Rewritten,
+    Tier,
+    rewritten,
+)
 from triptych.core.algebra.semantics import HeadNorm
 from triptych.core.algebra.weights import SIDES, AttentionWeights, Link
 from triptych.rewriting.functions.biases import fold_value_bias
@@ -33,7 +38,12 @@ from triptych.rewriting.functions.channels import (
     one_map,
     untied,
 )
-from triptych.rewriting.functions.moves import Move, bias_row, measure_move, measure_size
+from triptych.rewriting.functions.moves import (
+    Move,
+    bias_row,
+    measure_move,
+    measure_size,
+)
 from triptych.rewriting.functions.rewrite import BETWEEN, LayerRewrite, LayerToRewrite
 from triptych.rewriting.functions.rotary_pairs import merge_rotary_pairs, require_rotary
 
@@ -54,7 +64,8 @@ class MergeKVHeads(LayerRewrite):
 
     num_kv_heads: int = Field(ge=1, description="number of key-value heads afterwards")
     bounded: bool = Field(
-        True, description="whether heads that differ by more than their basis may be merged"
+        True,
+        description="whether heads that differ by more than their basis may be merged",
     )
 
     def apply(self, layer: LayerToRewrite) -> Rewritten:
@@ -62,7 +73,11 @@ class MergeKVHeads(LayerRewrite):
 
 
 def merge_kv_heads(
-    weights: AttentionWeights, num_kv_heads: int, *, bounded: bool = False, tolerance: float = 1e-9
+    weights: AttentionWeights,
+    num_kv_heads: int,
+    *,
+    bounded: bool = False,
+    tolerance: float = 1e-9,
 ) -> Rewritten:
     """Merge key-value heads: consecutive query heads then share a key-value head.
 
@@ -92,12 +107,23 @@ def merge_kv_heads(
     q, k, v, o = (one_map(plain, side, notes) for side in SIDES)
     plain = replace(plain, q=(q.repeat(heads),), k=(k,), v=(v,), o=(o.repeat(heads),))
     several = bool(notes)
-    mixed = [form for form in FORMS if not _equal_copies(plain.chain(_common_side(form))[0], num_kv_heads)]
+    mixed = [
+        form
+        for form in FORMS
+        if not _equal_copies(plain.chain(_common_side(form))[0], num_kv_heads)
+    ]
     if pairs and "qk" in mixed:
         require_rotary(_NAME, plain)
-    needs = {form: ROTARY_PAIRS_MEET if pairs and form == "qk" else CHANNELS_FREE[form] for form in mixed}
+    needs = {
+        form: ROTARY_PAIRS_MEET if pairs and form == "qk" else CHANNELS_FREE[form]
+        for form in mixed
+    }
     for form, need in needs.items():
-        need.require(_NAME, plain, about=f"{form}: the maps of {NAMES[_common_side(form)]} differ, and ")
+        need.require(
+            _NAME,
+            plain,
+            about=f"{form}: the maps of {NAMES[_common_side(form)]} differ, and ",
+        )
     if "qk" in mixed:
         # A key bias of rotary heads is rotated with its pair and therefore kept.
         plain = plain if pairs else _without_key_bias(plain, notes)
@@ -113,15 +139,21 @@ def merge_kv_heads(
         except RewriteRefusedError as error:
             if not bounded:
                 reason = "the value biases of a group cannot be one"
-                raise RewriteRefusedError(_NAME, f"ov: {reason}, and {error.reason}") from None
+                raise RewriteRefusedError(
+                    _NAME, f"ov: {reason}, and {error.reason}"
+                ) from None
         else:
-            notes.append("the value biases of a group cannot be one: they went into that of the output")
+            notes.append(
+                "the value biases of a group cannot be one: they went into that of the output"
+            )
             attempt = _merged(plain, num_kv_heads, mixed, pairs)
     moves = {form: measure_move(plain, attempt, form) for form in mixed}
     sizes = {form: measure_size(plain, form) for form in mixed}
     differing = _worst_group(moves, sizes, num_kv_heads, tolerance)
     if differing and not bounded:
-        raise RewriteRefusedError(_NAME, differing, "bounded=True merges them to the nearest")
+        raise RewriteRefusedError(
+            _NAME, differing, "bounded=True merges them to the nearest"
+        )
     exact: Tier = "rounding-exact" if mixed or several else "bit-exact"
     return rewritten(
         _NAME,
@@ -135,7 +167,9 @@ def merge_kv_heads(
         ),
         choice=differing,
         notes=(*notes, *untied(weights, attempt)),
-        bound=max(float(one.whole.max()) for one in moves.values()) if differing else 0.0,
+        bound=max(float(one.whole.max()) for one in moves.values())
+        if differing
+        else 0.0,
     )
 
 
@@ -148,7 +182,9 @@ def _require_shared_out(weights: AttentionWeights, num_kv_heads: int) -> None:
     for side in SIDES:
         if not weights.chain(side):
             raise RewriteRefusedError(
-                _NAME, f"no map makes {NAMES[side]}: the form is one matrix a head", "factor it first"
+                _NAME,
+                f"no map makes {NAMES[side]}: the form is one matrix a head",
+                "factor it first",
             )
     # Groups must consist of whole present heads, or present heads of whole groups.
     for present in (weights.num_key_heads, weights.num_value_heads):
@@ -158,7 +194,9 @@ def _require_shared_out(weights: AttentionWeights, num_kv_heads: int) -> None:
     most = max(weights.num_key_heads, weights.num_value_heads)
     if most < num_kv_heads:
         reason = f"there are {most} key-value heads, fewer than {num_kv_heads}"
-        raise RewriteRefusedError(_NAME, reason, "repeat_kv_heads gives every head its own")
+        raise RewriteRefusedError(
+            _NAME, reason, "repeat_kv_heads gives every head its own"
+        )
 
 
 def _common_side(form: Form) -> Literal["k", "v"]:
@@ -186,7 +224,9 @@ def _equal_copies(link: Link, groups: int) -> bool:
     )
 
 
-def _with_norm_of_groups(plain: AttentionWeights, form: Form, groups: int) -> AttentionWeights:
+def _with_norm_of_groups(
+    plain: AttentionWeights, form: Form, groups: int
+) -> AttentionWeights:
     """Merge per-head norms of keys or values into one norm per group."""
     side = _common_side(form)
     name = f"{side}_norm"
@@ -213,20 +253,30 @@ def _without_key_bias(plain: AttentionWeights, notes: list[str]) -> AttentionWei
     if bias is None:
         return plain
     if bool(bias.any()):
-        KEY_BIAS_BLIND.require(_NAME, plain, about="qk: the key biases of a group cannot be one, and ")
+        KEY_BIAS_BLIND.require(
+            _NAME, plain, about="qk: the key biases of a group cannot be one, and "
+        )
         notes.append("the key bias was left out: the softmax is blind to it")
     return replace(plain, k=(replace(plain.k[0], bias=None),))
 
 
-def _merged(plain: AttentionWeights, groups: int, mixed: Sequence[Form], pairs: bool) -> AttentionWeights:
+def _merged(
+    plain: AttentionWeights, groups: int, mixed: Sequence[Form], pairs: bool
+) -> AttentionWeights:
     """Return the nearest weights with `groups` key-value heads."""
     result = plain
     for form in FORMS:
         side = _common_side(form)
         if form not in mixed:
-            result = with_chains(result, {side: (_first_of_groups(plain.chain(side)[0], groups),)})
+            result = with_chains(
+                result, {side: (_first_of_groups(plain.chain(side)[0], groups),)}
+            )
         elif form == "qk":
-            result = merge_rotary_pairs(result, groups) if pairs else _merged_qk(result, groups)
+            result = (
+                merge_rotary_pairs(result, groups)
+                if pairs
+                else _merged_qk(result, groups)
+            )
         else:
             result = _merged_ov(result, groups)
     return result
@@ -241,8 +291,14 @@ def _merged_qk(plain: AttentionWeights, groups: int) -> AttentionWeights:
     basis = joint_basis(own, common, "own").resize(k.d_out)
     bias = q.bias
     if bias is not None:
-        bias = (bias.reshape(groups, members, -1, q.d_out) @ basis.own).reshape(bias.shape)
-    return replace(plain, q=(Link((own @ basis.own).reshape(q.weight.shape), bias),), k=(Link(basis.shared),))
+        bias = (bias.reshape(groups, members, -1, q.d_out) @ basis.own).reshape(
+            bias.shape
+        )
+    return replace(
+        plain,
+        q=(Link((own @ basis.own).reshape(q.weight.shape), bias),),
+        k=(Link(basis.shared),),
+    )
 
 
 def _merged_ov(plain: AttentionWeights, groups: int) -> AttentionWeights:
@@ -258,7 +314,9 @@ def _merged_ov(plain: AttentionWeights, groups: int) -> AttentionWeights:
     return replace(plain, v=(Link(basis.shared, bias),), o=(Link(new_O),))
 
 
-def _worst_group(moves: dict[Form, Move], sizes: dict[Form, Move], groups: int, tolerance: float) -> str:
+def _worst_group(
+    moves: dict[Form, Move], sizes: dict[Form, Move], groups: int, tolerance: float
+) -> str:
     """Describe the group with the largest relative move; "" if all moves are within the tolerance."""
     worst = tolerance
     said = ""
@@ -279,6 +337,8 @@ def _worst_group(moves: dict[Form, Move], sizes: dict[Form, Move], groups: int, 
     return said
 
 
-def _group_norms(norms: Float[Tensor, " heads"], groups: int) -> Float[Tensor, " groups"]:
+def _group_norms(
+    norms: Float[Tensor, " heads"], groups: int
+) -> Float[Tensor, " groups"]:
     total: Tensor = torch.linalg.vector_norm(norms.view(groups, -1), dim=-1)
     return total

@@ -28,11 +28,15 @@ PRIOR = 1e-12
 class ChannelChange(NamedTuple):
     """Changed channels of a form at given ranks, and the loss of every head."""
 
-    own: Float[Tensor, "copies r width"]  # maps channels of queries (of the output) to the new channels
+    own: Float[
+        Tensor, "copies r width"
+    ]  # maps channels of queries (of the output) to the new channels
     common: Float[Tensor, "groups r width"]  # likewise for keys (values)
     lost: Float[Tensor, " heads"]  # squared loss in the metric
     whole: Float[Tensor, " heads"]  # squared norm of the whole form in the metric
-    own_shift: Float[Tensor, "copies width"] | None = None  # added to the biases of the changed maps, if any
+    own_shift: Float[Tensor, "copies width"] | None = (
+        None  # added to the biases of the changed maps, if any
+    )
     common_shift: Float[Tensor, "groups width"] | None = None
     output: Float[Tensor, " d_out"] | None = None  # added to the output bias
 
@@ -99,7 +103,9 @@ class FormMetric(Metric):
             else f", which leaves out at most {{worst:.3g}} of the mean square of a head's {what}{mean}"
         )
         words = f"W_{self.form.upper()}: {{ranks}}{lost}"
-        return MetricWords(CHANNELS_FREE[self.form], f"a form of width {width}", width, words)
+        return MetricWords(
+            CHANNELS_FREE[self.form], f"a form of width {width}", width, words
+        )
 
     @property
     def num_groups(self) -> int:
@@ -116,28 +122,47 @@ class FormMetric(Metric):
         weights = self.weights
         basis = self.basis().resize_groups(ranks)
         members = weights.num_heads // self.num_groups
-        common, own = (_whole_where_full(part[:, 0], ranks) for part in (basis.common, basis.own))
-        shared, of_heads = (part.repeat_interleave(members, dim=0) for part in (common, own))
+        common, own = (
+            _whole_where_full(part[:, 0], ranks) for part in (basis.common, basis.own)
+        )
+        shared, of_heads = (
+            part.repeat_interleave(members, dim=0) for part in (common, own)
+        )
         if self.form == "ov" and self.moments is not None and members > 1:
             # Each head may read the common channels differently: z ≈ (z T_v) X, by least squares.
             R = self._root("v", self.prior)
             own = of_heads = (torch.linalg.pinv(R @ shared) @ R).mT
         mine, seen = self._roots(0.0)
-        missing = torch.eye(shared.shape[1], dtype=shared.dtype, device=shared.device) - shared @ of_heads.mT
-        lost, whole = (BilinearForm(part, mine).norm().square() for part in (seen @ missing, seen))
+        missing = (
+            torch.eye(shared.shape[1], dtype=shared.dtype, device=shared.device)
+            - shared @ of_heads.mT
+        )
+        lost, whole = (
+            BilinearForm(part, mine).norm().square() for part in (seen @ missing, seen)
+        )
         output = None
         if self.form == "ov" and self.centred and self.moments is not None:
-            output = (self.moments.mixed_mean[:, None, :] @ missing @ weights.W_O).sum(dim=(0, 1))
+            output = (self.moments.mixed_mean[:, None, :] @ missing @ weights.W_O).sum(
+                dim=(0, 1)
+            )
         return ChannelChange(own, common, lost, whole, output=output)
 
     def basis(self) -> JointBasis:
         """Return the channels of highest energy of every group."""
         groups = self.num_groups
-        mine, seen = (part.unflatten(0, (groups, -1)) for part in self._roots(self.prior))  # type: ignore[no-untyped-call]
+        mine, seen = (
+            part.unflatten(0, (groups, -1)) for part in self._roots(self.prior)
+        )  # type: ignore[no-untyped-call]
         members = mine.shape[1]
-        return joint_basis(mine.flatten(1, 2)[:, None], seen.flatten(1, 2)[:, None] / members**0.5, "own")
+        return joint_basis(
+            mine.flatten(1, 2)[:, None],
+            seen.flatten(1, 2)[:, None] / members**0.5,
+            "own",
+        )
 
-    def _roots(self, prior: float) -> tuple[Float[Tensor, "heads rows r"], Float[Tensor, "heads others r"]]:
+    def _roots(
+        self, prior: float
+    ) -> tuple[Float[Tensor, "heads rows r"], Float[Tensor, "heads others r"]]:
         """Return R of the own factor and R of the common factor for every head."""
         if self.form == "qk":
             return self._root("q", prior), self._root("k", prior)
@@ -156,16 +181,23 @@ class FormMetric(Metric):
         gram, square = {
             "q": (moments.q, moments.x_square),
             "k": (moments.k_centred if mean_off else moments.k, moments.y_square),
-            "v": (moments.mixed_centred if mean_off else moments.mixed, moments.y_square),
+            "v": (
+                moments.mixed_centred if mean_off else moments.mixed,
+                moments.y_square,
+            ),
         }[side]
         # Moments for isotropic inputs of the same mean square as the text's.
         of_any_input = square * link.weight.mT @ link.weight
         if link.bias is not None and not mean_off:
             of_any_input = of_any_input + link.bias[:, :, None] * link.bias[:, None, :]
-        return gram_root(gram.repeat_interleave(heads // len(gram), dim=0) + prior * of_any_input)
+        return gram_root(
+            gram.repeat_interleave(heads // len(gram), dim=0) + prior * of_any_input
+        )
 
 
-def require_moments_of(name: str, weights: AttentionWeights, moments: Moments, forms: Sequence[Form]) -> None:
+def require_moments_of(
+    name: str, weights: AttentionWeights, moments: Moments, forms: Sequence[Form]
+) -> None:
     """Refuse moments with other numbers of heads or channels than these forms."""
     # Moments of mixed values are per query head: each head mixes values with its own weights.
     q, k, v = (weights.multiplied(side) for side in ("q", "k", "v"))
@@ -184,23 +216,36 @@ def require_moments_of(name: str, weights: AttentionWeights, moments: Moments, f
 
 
 def side_moments(
-    weights: AttentionWeights, side: Literal["q", "k"], moments: Moments | None, prior: float
+    weights: AttentionWeights,
+    side: Literal["q", "k"],
+    moments: Moments | None,
+    prior: float,
 ) -> Float[Tensor, "copies e e"]:
     """Return E[(y, 1)ᵀ(y, 1)] of queries or keys y; without moments, of isotropic inputs."""
-    link = weights.multiplied(side).repeat(weights.num_heads if side == "q" else weights.num_key_heads)
+    link = weights.multiplied(side).repeat(
+        weights.num_heads if side == "q" else weights.num_key_heads
+    )
     W = link.weight
-    bias = torch.zeros_like(link.weight[:, :1]) if link.bias is None else link.bias[:, None]
+    bias = (
+        torch.zeros_like(link.weight[:, :1])
+        if link.bias is None
+        else link.bias[:, None]
+    )
     if moments is None:
         gram = W.mT @ W + bias.mT @ bias
         mean = bias
     else:
         square = moments.x_square if side == "q" else moments.y_square
-        own, mean = (moments.q, moments.q_mean) if side == "q" else (moments.k, moments.k_mean)
+        own, mean = (
+            (moments.q, moments.q_mean) if side == "q" else (moments.k, moments.k_mean)
+        )
         # The prior preserves directions unused in the text.
         gram = own + prior * square * W.mT @ W
         mean = mean[:, None]
     one = torch.ones_like(mean[..., :1])
-    return torch.cat([torch.cat([gram, mean.mT], dim=-1), torch.cat([mean, one], dim=-1)], dim=-2)
+    return torch.cat(
+        [torch.cat([gram, mean.mT], dim=-1), torch.cat([mean, one], dim=-1)], dim=-2
+    )
 
 
 def gram_root(gram: Float[Tensor, "*batch r r"]) -> Float[Tensor, "*batch r r"]:
@@ -215,5 +260,9 @@ def _whole_where_full(
 ) -> Float[Tensor, "groups r width"]:
     """Replace the change by the identity in groups of full rank."""
     r, width = change.shape[1:]
-    full = torch.tensor([rank == r for rank in ranks], device=change.device)[:, None, None]
-    return torch.where(full, torch.eye(r, width, dtype=change.dtype, device=change.device), change)
+    full = torch.tensor([rank == r for rank in ranks], device=change.device)[
+        :, None, None
+    ]
+    return torch.where(
+        full, torch.eye(r, width, dtype=change.dtype, device=change.device), change
+    )

@@ -28,7 +28,9 @@ class Moments:
     k: Float[Tensor, "key_heads d_k d_k"]
     q_mean: Float[Tensor, "num_heads d_k"]  # E[q]
     k_mean: Float[Tensor, "key_heads d_k"]
-    mixed: Float[Tensor, "num_heads d_v d_v"]  # E[zᵀz] of every head's mixed values z = p v before W_O
+    mixed: Float[
+        Tensor, "num_heads d_v d_v"
+    ]  # E[zᵀz] of every head's mixed values z = p v before W_O
     mixed_mean: Float[Tensor, "num_heads d_v"]  # E[z]
     x_square: float  # mean square of an entry of the queries' input; `y_square`: the same for keys
     y_square: float
@@ -68,10 +70,15 @@ class MomentsGatherer:
         q, k, v = made = channels(weights, x, memory)
         mixed = mixed_values(weights, x, made)
         y = x if memory is None else memory
-        served = _latent_inputs(weights, y, k, v).double().flatten(0, 1) if self._served else None
+        served = (
+            _latent_inputs(weights, y, k, v).double().flatten(0, 1)
+            if self._served
+            else None
+        )
         # `[heads, tokens, width]`, with the tokens of all texts of the batch concatenated.
         q, k, mixed, inputs, asked = (
-            t.transpose(0, 1).double().flatten(1, 2) for t in (q, k, mixed, x[:, None], y[:, None])
+            t.transpose(0, 1).double().flatten(1, 2)
+            for t in (q, k, mixed, x[:, None], y[:, None])
         )
         sums = [
             q.mT @ q,
@@ -87,7 +94,11 @@ class MomentsGatherer:
             sums.append(served.mT @ served)
         self._longest = max(self._longest, x.shape[1], y.shape[1])
         self._counts = [self._counts[0] + q.shape[1], self._counts[1] + k.shape[1]]
-        self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)] if self._sums else sums
+        self._sums = (
+            [a + b for a, b in zip(self._sums, sums, strict=True)]
+            if self._sums
+            else sums
+        )
 
     def result(self) -> Moments:
         """Return the means over all batches."""
@@ -126,4 +137,6 @@ def _latent_inputs(
         return bare(y[:, None])[:, 0, :, : down.norm.channels]
     turned = set[int]() if rotary is None else {*rotary.pairs[0], *rotary.pairs[1]}
     plain = [channel for channel in range(k.shape[-1]) if channel not in turned]
-    return torch.cat([part.transpose(1, 2).flatten(2) for part in (k[..., plain], v)], dim=-1)
+    return torch.cat(
+        [part.transpose(1, 2).flatten(2) for part in (k[..., plain], v)], dim=-1
+    )

@@ -77,7 +77,9 @@ class RotaryPairForms(NamedTuple):
     """Forms of rotary heads."""
 
     pairs: BilinearForm  # batch `[num_heads, pairs]`
-    fixed: BilinearForm | None  # batch `[num_heads]`, unrotated channels; None if all channels are rotated
+    fixed: (
+        BilinearForm | None
+    )  # batch `[num_heads]`, unrotated channels; None if all channels are rotated
 
 
 def rotary_pair_forms(
@@ -90,8 +92,13 @@ def rotary_pair_forms(
     doubled = []
     longer = 1.0 if rotation.long is None else max(1.0, rotation.long.times)
     for maps in (q, k):
-        a, b = (rotation.factor * longer * maps[..., channels].mT[..., None] for channels in rotation.pairs)
-        doubled.append(torch.cat([torch.cat([a, b], dim=-1), torch.cat([b, -a], dim=-1)], dim=-2))
+        a, b = (
+            rotation.factor * longer * maps[..., channels].mT[..., None]
+            for channels in rotation.pairs
+        )
+        doubled.append(
+            torch.cat([torch.cat([a, b], dim=-1), torch.cat([b, -a], dim=-1)], dim=-2)
+        )
     fixed = BilinearForm(q[..., stays], k[..., stays]) if stays else None
     return RotaryPairForms(BilinearForm(doubled[0], doubled[1]), fixed)
 
@@ -104,7 +111,11 @@ def unturned(rotation: RotaryEmbedding, width: int) -> list[int]:
 
 def with_row(link: Link) -> Float[Tensor, "copies rows width"]:
     """Return the maps with the bias, if any, as one more row."""
-    return link.weight if link.bias is None else torch.cat([link.weight, link.bias[:, None, :]], dim=1)
+    return (
+        link.weight
+        if link.bias is None
+        else torch.cat([link.weight, link.bias[:, None, :]], dim=1)
+    )
 
 
 def _rotary_forms(weights: AttentionWeights) -> RotaryPairForms:

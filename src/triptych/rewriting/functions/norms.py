@@ -40,4 +40,6 @@ class FoldOtherNorms(Rewrite):
         "known whether it reads the norm"
     )
     place = 2
-    why_here = "norms are folded together, while all maps that read them are as they were"
+    why_here = (
+        "norms are folded together, while all maps that read them are as they were"
+    )

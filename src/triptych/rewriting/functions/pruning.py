@@ -41,7 +41,9 @@ class PruneHeads(LayerRewrite):
     why_here = "heads that go should not take part in what is shared out"
     resizes = True
 
-    heads: tuple[int, ...] | None = Field(None, description="numbers of the heads; by default the dead ones")
+    heads: tuple[int, ...] | None = Field(
+        None, description="numbers of the heads; by default the dead ones"
+    )
     number: int | None = Field(
         None,
         ge=1,
@@ -50,7 +52,8 @@ class PruneHeads(LayerRewrite):
     )
     on_text: bool = Field(False, description="measure what heads do on the text")
     by_loss: bool = Field(
-        False, description="order heads by how much the loss on the text rises without them"
+        False,
+        description="order heads by how much the loss on the text rises without them",
     )
     losses: dict[str, tuple[float, ...]] = Field(default_factory=dict, exclude=True)
 
@@ -82,15 +85,21 @@ class PruneHeads(LayerRewrite):
         if self.by_loss:
             losses = self.losses.get(layer.name, ())
             if len(losses) < weights.num_heads:
-                raise RewriteRefusedError(self.name, "the loss without each of these heads is not known")
+                raise RewriteRefusedError(
+                    self.name, "the loss without each of these heads is not known"
+                )
             importance = importance.new_tensor(losses)
         gate = weights.semantics.gate
-        together = 2 if gate is not None and gate.whole else 1  # heads of differential attention form pairs
+        together = (
+            2 if gate is not None and gate.whole else 1
+        )  # heads of differential attention form pairs
         gone = self._chosen(weights.num_heads, importance, together)
         bounded = self.heads is not None or self.number is not None
         done = prune_heads(weights, gone, bounded=bounded, does=does)
         stay = done.weights.num_heads == weights.num_heads
-        kept = tuple(head for head in range(weights.num_heads) if stay or head not in gone)
+        kept = tuple(
+            head for head in range(weights.num_heads) if stay or head not in gone
+        )
         return done.with_kept(kept)
 
     def _chosen(self, heads: int, does: Tensor, together: int) -> list[int]:
@@ -100,10 +109,14 @@ class PruneHeads(LayerRewrite):
             dead = [head for head in range(heads) if float(does[head]) == 0]
             return dead if len(dead) < heads else dead[1:]
         if self.number >= heads:
-            raise RewriteRefusedError("prune_heads", f"number is {self.number}, and there are {heads} heads")
+            raise RewriteRefusedError(
+                "prune_heads", f"number is {self.number}, and there are {heads} heads"
+            )
         if self.number % together:
             raise RewriteRefusedError(
-                "prune_heads", f"number is {self.number}, and heads stand in pairs", "give an even number"
+                "prune_heads",
+                f"number is {self.number}, and heads stand in pairs",
+                "give an even number",
             )
         least = does.view(-1, together).sum(dim=1).argsort()[: self.number // together]
         of_group = (least * together)[:, None] + torch.arange(together)
@@ -111,7 +124,11 @@ class PruneHeads(LayerRewrite):
 
 
 def prune_heads(
-    weights: AttentionWeights, heads: Sequence[int], *, bounded: bool = False, does: Move | None = None
+    weights: AttentionWeights,
+    heads: Sequence[int],
+    *,
+    bounded: bool = False,
+    does: Move | None = None,
 ) -> Rewritten:
     """Remove heads; the widths of remaining heads are unchanged.
 
@@ -125,7 +142,11 @@ def prune_heads(
         return unchanged("prune_heads", weights, "no head was named")
     HEADS_ALIKE.require("prune_heads", weights)
     require_nothing_between("prune_heads", "o", weights.o[:-1])
-    lost = _done_by(weights, list(heads)) if does is None else Move(*(part[list(heads)] for part in does))
+    lost = (
+        _done_by(weights, list(heads))
+        if does is None
+        else Move(*(part[list(heads)] for part in does))
+    )
     active = bool(lost.whole.gt(0).any())
     normed = weights.semantics.v_norm
     if active and not bounded:
@@ -138,10 +159,14 @@ def prune_heads(
         readers = torch.tensor(kept) // (weights.num_heads // copies)
         # Equal groups: their size is the greatest common divisor of the remaining sizes.
         living, served = torch.unique_consecutive(readers, return_counts=True)
-        found: list[int] = living.repeat_interleave(served // math.gcd(*served.tolist())).tolist()
+        found: list[int] = living.repeat_interleave(
+            served // math.gcd(*served.tolist())
+        ).tolist()
         if len(found) > len(living):
             what = f"{len(living)} that are left became {len(found)}"
-            notes = (f"groups of different sizes would be left: of the key-value heads {what}",)
+            notes = (
+                f"groups of different sizes would be left: of the key-value heads {what}",
+            )
         return found
 
     together = _normed_together(weights)
@@ -152,8 +177,12 @@ def prune_heads(
             "is 0",
         )
         last = weights.o[-1].repeat(weights.num_heads)
-        weight = last.weight.index_fill(0, torch.tensor([*heads], device=last.weight.device), 0.0)
-        result = replace(weights, o=(*weights.o[:-1], replace(last, weight=weight, learned=True)))
+        weight = last.weight.index_fill(
+            0, torch.tensor([*heads], device=last.weight.device), 0.0
+        )
+        result = replace(
+            weights, o=(*weights.o[:-1], replace(last, weight=weight, learned=True))
+        )
     else:
         result = weights.select_copies(left, len(kept))
     return rewritten(
@@ -162,7 +191,9 @@ def prune_heads(
         weights,
         result,
         checked=(
-            "W_V W_O and b_V W_O of every head left out are 0" if not active else "bounded=True was given",
+            "W_V W_O and b_V W_O of every head left out are 0"
+            if not active
+            else "bounded=True was given",
             *HEADS_ALIKE.checked,
         ),
         choice=f"{len(heads)} of {weights.num_heads} heads left out: {', '.join(map(str, heads))}",
@@ -189,16 +220,24 @@ def _normed_together(weights: AttentionWeights) -> list[str]:
     return found
 
 
-def _does_something(heads: Sequence[int], lost: Move, measure: str) -> RewriteRefusedError:
+def _does_something(
+    heads: Sequence[int], lost: Move, measure: str
+) -> RewriteRefusedError:
     """Return the refusal naming the most important of these heads."""
     worst = int(torch.where(lost.whole > 0, lost.whole, 0.0).argmax())
     form = float(lost.form[worst])
     bias = float(lost.bias[worst])
-    what = f"its {measure} is {form:.6g}" if form > 0 else f"its value bias adds {bias:.6g} to the output"
+    what = (
+        f"its {measure} is {form:.6g}"
+        if form > 0
+        else f"its value bias adds {bias:.6g} to the output"
+    )
     return RewriteRefusedError(
         "prune_heads",
         f"head {heads[worst]} does something: {what}",
-        "bounded=True leaves it out all the same" if form > 0 else "fold the value bias first",
+        "bounded=True leaves it out all the same"
+        if form > 0
+        else "fold the value bias first",
     )
 
 
@@ -224,12 +263,16 @@ def _require_prunable(weights: AttentionWeights, heads: Sequence[int]) -> None:
     for place, head in enumerate(heads):
         require_whole_number("prune_heads", "a head", head)
         if not 0 <= head < num_heads:
-            reason = f"there is no head {head}: there are {num_heads}, 0 to {num_heads - 1}"
+            reason = (
+                f"there is no head {head}: there are {num_heads}, 0 to {num_heads - 1}"
+            )
             raise RewriteRefusedError("prune_heads", reason)
         if head in heads[:place]:
             raise RewriteRefusedError("prune_heads", f"head {head} is named twice")
     if len(heads) == num_heads:
-        raise RewriteRefusedError("prune_heads", f"all {num_heads} heads are named, and one must be left")
+        raise RewriteRefusedError(
+            "prune_heads", f"all {num_heads} heads are named, and one must be left"
+        )
 
 
 def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
@@ -250,7 +293,10 @@ def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
     if weights.semantics.clip is not None or (gate is not None and gate.per_channel):
         of_outputs = W_O.norm(dim=-1)
         of_bias = of_outputs.new_zeros(()) if bias is None else bias[heads].abs()
-        return Move((W_V.norm(dim=-2) * of_outputs).sum(dim=-1), (of_bias * of_outputs).sum(dim=-1))
+        return Move(
+            (W_V.norm(dim=-2) * of_outputs).sum(dim=-1),
+            (of_bias * of_outputs).sum(dim=-1),
+        )
     used = (W_V.ne(0).any(dim=-2) & read)[:, None, :]
     form = BilinearForm(W_V * used, W_O.mT * used).norm()
     if bias is None:
@@ -258,13 +304,19 @@ def _done_by(weights: AttentionWeights, heads: list[int]) -> Move:
     return Move(form, (bias[heads][:, None, :] @ W_O)[:, 0].norm(dim=-1))
 
 
-def _done_by_normed(weights: AttentionWeights, W_V: Tensor, W_O: Tensor, heads: list[int]) -> Move:
+def _done_by_normed(
+    weights: AttentionWeights, W_V: Tensor, W_O: Tensor, heads: list[int]
+) -> Move:
     """Compute the same norms for heads with values normalised in all or some channels."""
     norm = weights.semantics.v_norm
     bias = weights.head_bias("v")
     width = W_O.shape[1]
     assert norm is not None
-    made = W_V.ne(0).any(dim=-2) if bias is None else W_V.ne(0).any(dim=-2) | bias[heads].ne(0)
+    made = (
+        W_V.ne(0).any(dim=-2)
+        if bias is None
+        else W_V.ne(0).any(dim=-2) | bias[heads].ne(0)
+    )
     if norm.centred:  # centring changes channels of 0 to minus the mean
         made = made.any(dim=-1, keepdim=True).expand_as(made)
     # Read the norm's gain and shift behind a dummy map.
@@ -281,7 +333,9 @@ def _done_by_normed(weights: AttentionWeights, W_V: Tensor, W_O: Tensor, heads: 
     normed = torch.arange(width, device=W_O.device) < channels
     length = (channels * together / W_O.shape[2]) ** 0.5
     size = (W_O * (gain * made * normed)[..., None]).flatten(1).norm(dim=-1) * length
-    size = size + BilinearForm(W_V * ~normed, W_O.mT * (made & ~normed)[:, None, :]).norm()
+    size = (
+        size + BilinearForm(W_V * ~normed, W_O.mT * (made & ~normed)[:, None, :]).norm()
+    )
     moved = torch.zeros_like(size)
     if shift is not None:
         moved = moved + (shift[:, None, :] @ W_O)[:, 0].norm(dim=-1)

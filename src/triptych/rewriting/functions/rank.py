@@ -18,30 +18,58 @@ from triptych.core.algebra.legality import (
     require_one_each,
     with_chains,
 )
-from triptych.core.algebra.rewritten import Cut, RewriteRefusedError, Rewritten, rewritten
+from triptych.core.algebra.rewritten import (
+    Cut,
+    RewriteRefusedError,
+    Rewritten,
+    rewritten,
+)
 from triptych.core.algebra.weights import AttentionWeights
 from triptych.rewriting.functions.biases import fold_value_bias
-from triptych.rewriting.functions.channels import SIDES_OF, Form, one_map, rebase, untied, with_learned_maps
-from triptych.rewriting.functions.metric import PRIOR, ChannelChange, FormMetric, Metric, require_moments_of
+from triptych.rewriting.functions.channels import (
+    SIDES_OF,
+    Form,
+    one_map,
+    rebase,
+    untied,
+    with_learned_maps,
+)
+from triptych.rewriting.functions.metric import (
+    PRIOR,
+    ChannelChange,
+    FormMetric,
+    Metric,
+    require_moments_of,
+)
 from triptych.rewriting.functions.moments import Moments
 from triptych.rewriting.functions.moves import bias_row, measure_move, measure_size
 from triptych.rewriting.functions.rotary_maps import RotaryMapsMetric
-from triptych.rewriting.functions.rotary_pairs import RotaryHeads, RotaryPairsMetric, require_rotary
+from triptych.rewriting.functions.rotary_pairs import (
+    RotaryHeads,
+    RotaryPairsMetric,
+    require_rotary,
+)
 
 Ranks = int | Sequence[int]  # one rank, or a rank per group of heads
 Rotary = Literal["maps", "pairs"]
-_ROUNDING = 100 * torch.finfo(torch.float64).eps  # relative tolerance per channel of the model
+_ROUNDING = (
+    100 * torch.finfo(torch.float64).eps
+)  # relative tolerance per channel of the model
 
 
 def truncate(
     weights: AttentionWeights,
-    moments: Moments | None = None,  # statistics of a text, to minimise the error of its scores and outputs
+    moments: Moments
+    | None = None,  # statistics of a text, to minimise the error of its scores and outputs
     *,
     qk_rank: Ranks | None = None,  # number of pairs if rotary="pairs"
     ov_rank: Ranks | None = None,
-    centred: bool | None = None,  # subtract means over the text; None: where it is exact
-    rotary: Rotary | None = None,  # truncation of W_QK in rotary heads; None refuses rotary heads
-    longest: int | None = None,  # tokens of the longest text of rotary heads; None: unlimited
+    centred: bool
+    | None = None,  # subtract means over the text; None: where it is exact
+    rotary: Rotary
+    | None = None,  # truncation of W_QK in rotary heads; None refuses rotary heads
+    longest: int
+    | None = None,  # tokens of the longest text of rotary heads; None: unlimited
     prior: float = PRIOR,
 ) -> Rewritten:
     """Compute the nearest forms of a lower rank per head, in Frobenius norm or by their effect on a text.
@@ -59,18 +87,32 @@ def truncate(
     given: dict[Form, Ranks | None] = {"qk": qk_rank, "ov": ov_rank}
     asked = {form: rank for form, rank in given.items() if rank is not None}
     if not asked:
-        raise RewriteRefusedError("truncate", "neither qk_rank nor ov_rank is given", "give one of them")
+        raise RewriteRefusedError(
+            "truncate", "neither qk_rank nor ov_rank is given", "give one of them"
+        )
     wide = weights.to(torch.float64)
     notes = list[str]()
     metrics: dict[Form, Metric] = {}
     ranks: dict[Form, list[int]] = {}
     for form, rank in asked.items():
-        metric = metrics[form] = _choose_metric(wide, form, moments, centred, rotary, longest, prior)
-        side, count = ("key", wide.num_key_heads) if form == "qk" else ("value", wide.num_value_heads)
+        metric = metrics[form] = _choose_metric(
+            wide, form, moments, centred, rotary, longest, prior
+        )
+        side, count = (
+            ("key", wide.num_key_heads)
+            if form == "qk"
+            else ("value", wide.num_value_heads)
+        )
         count = metric.num_groups if isinstance(metric, FormMetric) else count
         said = metric.said
         ranks[form] = require_one_each(
-            "truncate", f"{form}_rank", rank, count, side, said.most, f"{said.whole} takes"
+            "truncate",
+            f"{form}_rank",
+            rank,
+            count,
+            side,
+            said.most,
+            f"{said.whole} takes",
         )
     start = _without_fixed_widths(with_learned_maps(wide, notes), asked, notes)
     changes = {form: metric.change(ranks[form]) for form, metric in metrics.items()}
@@ -109,7 +151,11 @@ def truncate(
         "rounding-exact" if exact else "bounded",
         weights,
         result.to(weights.dtype),
-        checked=tuple(itertools.chain.from_iterable(metric.said.need.checked for metric in metrics.values())),
+        checked=tuple(
+            itertools.chain.from_iterable(
+                metric.said.need.checked for metric in metrics.values()
+            )
+        ),
         choice=cuts,
         notes=(*notes, *untied(weights, result)),
         bound=0.0 if exact else bound,
@@ -132,7 +178,9 @@ def measure_energies(
     of the mean square scores q kᵀ (outputs) on the text with moments. For heads sharing a value head, the
     outputs assume equal mixing by all heads. Energies of rotary heads are of keys alone, or of rotary pairs.
     """
-    return _choose_metric(weights.to(torch.float64), form, moments, centred, rotary, longest).energies()
+    return _choose_metric(
+        weights.to(torch.float64), form, moments, centred, rotary, longest
+    ).energies()
 
 
 def _choose_metric(
@@ -150,7 +198,9 @@ def _choose_metric(
         kind = RotaryPairsMetric if rotary == "pairs" else RotaryMapsMetric
         metric: Metric = kind(RotaryHeads(weights, rotation, moments, longest))
     else:
-        CHANNELS_FREE[form].require("truncate", weights, f"leave {form} out", f"{form}: ")
+        CHANNELS_FREE[form].require(
+            "truncate", weights, f"leave {form} out", f"{form}: "
+        )
         for side in SIDES_OF[form]:
             require_last_map("truncate", side, weights.chain(side))
         # Fewer channels cannot carry a key bias, so the softmax must cancel it.
@@ -200,9 +250,13 @@ def _with_value_bias_outside(
     try:
         folded = fold_value_bias(weights).weights
     except RewriteRefusedError as error:
-        notes.append(f"the value bias lost what does not fit the channels left: {error.reason}")
+        notes.append(
+            f"the value bias lost what does not fit the channels left: {error.reason}"
+        )
         return weights
-    notes.append("the value bias does not fit the channels left: it went into that of the output")
+    notes.append(
+        "the value bias does not fit the channels left: it went into that of the output"
+    )
     return folded
 
 
@@ -227,4 +281,6 @@ def _apply_change(
     )
     if change.output is None:
         return new
-    return replace(new, o_bias=change.output if new.o_bias is None else new.o_bias + change.output)
+    return replace(
+        new, o_bias=change.output if new.o_bias is None else new.o_bias + change.output
+    )

@@ -13,7 +13,11 @@ from triptych.errors import UsageError, nearest
 from triptych.rewriting.functions.biases import DropKeyBias, FoldValueBias
 from triptych.rewriting.functions.folding import Expand, Factor, Fold
 from triptych.rewriting.functions.gauge import GaugeFix
-from triptych.rewriting.functions.head_order import PermuteHeads, RepeatKVHeads, SortHeads
+from triptych.rewriting.functions.head_order import (
+    PermuteHeads,
+    RepeatKVHeads,
+    SortHeads,
+)
 from triptych.rewriting.functions.latent import ToLatent
 from triptych.rewriting.functions.merging import MergeKVHeads
 from triptych.rewriting.functions.norms import FoldNorm, FoldOtherNorms
@@ -68,21 +72,27 @@ def read_rewrite(given: object) -> Rewrite:
     known = option_names(kind)
     if unknown := next((option for option in options if option not in known), None):
         said = f"there are {', '.join(known)}"
-        raise UsageError(f"{kind.name} has no option {unknown}{_did_you_mean(unknown, known)}: {said}")
+        raise UsageError(
+            f"{kind.name} has no option {unknown}{_did_you_mean(unknown, known)}: {said}"
+        )
     try:
         # Strict validation of JSON: lists become tuples, and other values must have the exact type.
         return kind.model_validate_json(json.dumps(options, default=str), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in (kind.name, *first["loc"]))
-        raise UsageError(f"{where}: {first['msg'].removeprefix('Value error, ')}") from None
+        raise UsageError(
+            f"{where}: {first['msg'].removeprefix('Value error, ')}"
+        ) from None
 
 
 def require_order(rewrites: Sequence[Rewrite]) -> None:
     """Refuse rewrites that undo or spoil preceding rewrites."""
     for before, after in pairwise(rewrites):
         if after.place < before.place:
-            raise UsageError(f"{after.name} must come before {before.name}: {after.why_here}")
+            raise UsageError(
+                f"{after.name} must come before {before.name}: {after.why_here}"
+            )
 
 
 def option_names(kind: type[Rewrite]) -> list[str]:
@@ -102,7 +112,9 @@ def signature(kind: type[Rewrite]) -> str:
     for name in option_names(kind):
         field = kind.model_fields[name]
         if name not in Rewrite.model_fields:
-            default = "" if field.is_required() else f" = {_words_of_value(field.default)}"
+            default = (
+                "" if field.is_required() else f" = {_words_of_value(field.default)}"
+            )
             said.append(f"{name}: {_words_of_type(field.annotation)}{default}")
     return f"{kind.name}({', '.join(said)})"
 
@@ -145,7 +157,9 @@ def _words_of_type(annotation: Any) -> str:
     arguments = get_args(annotation)
     match get_origin(annotation):
         case origin if origin in (Union, UnionType):
-            return " | ".join(_words_of_type(part) for part in arguments if part is not NoneType)
+            return " | ".join(
+                _words_of_type(part) for part in arguments if part is not NoneType
+            )
         case origin if origin is Literal:
             return " | ".join(_words_of_value(value) for value in arguments)
         case origin if origin is tuple:
@@ -154,4 +168,8 @@ def _words_of_type(annotation: Any) -> str:
 
 
 def _words_of_value(value: Any) -> str:
-    return json.dumps(value, default=list) if isinstance(value, str | tuple) else str(value)
+    return (
+        json.dumps(value, default=list)
+        if isinstance(value, str | tuple)
+        else str(value)
+    )

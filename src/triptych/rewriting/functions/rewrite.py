@@ -88,7 +88,9 @@ class Rewrite(BaseModel, ABC):
         """Return the rewrite with the increase of the loss without each head, by layer name."""
         return self
 
-    def prepare(self, layers: Iterable[LayerToRewrite], *, skip_refused: bool = False) -> "Rewrite":
+    def prepare(
+        self, layers: Iterable[LayerToRewrite], *, skip_refused: bool = False
+    ) -> "Rewrite":
         """Return the rewrite with values determined by all layers together."""
         return self
 
@@ -112,5 +114,7 @@ def require_still_tied(layer: LayerToRewrite, done: Rewritten) -> Rewritten:
     """Return the result if tied maps are still tied; otherwise refuse."""
     if apart := untied(layer.weights, done.weights):
         name = done.record.name
-        raise RewriteRefusedError(name, f"it takes shared maps apart: {apart[0]}", "expand the layer first")
+        raise RewriteRefusedError(
+            name, f"it takes shared maps apart: {apart[0]}", "expand the layer first"
+        )
     return done

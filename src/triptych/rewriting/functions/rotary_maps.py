@@ -23,7 +23,13 @@ from torch import Tensor
 
 from triptych.core.algebra.legality import ROTARY_PAIRS_MEET
 from triptych.core.algebra.positions import RotaryEmbedding
-from triptych.rewriting.functions.metric import PRIOR, ChannelChange, Metric, MetricWords, side_moments
+from triptych.rewriting.functions.metric import (
+    PRIOR,
+    ChannelChange,
+    Metric,
+    MetricWords,
+    side_moments,
+)
 from triptych.rewriting.functions.rotary_pairs import RotaryHeads, mean_turn
 
 _Turned = Literal["q", "k"]
@@ -45,14 +51,18 @@ class RotaryMapsMetric(Metric):
             "W_Q and W_K: {ranks} of {most}, written back into {most} channels, which leaves out at most "
             "{worst:.3g} of the mean square of a head's scores"
         )
-        return MetricWords(ROTARY_PAIRS_MEET, f"a map into {width} channels", width, words)
+        return MetricWords(
+            ROTARY_PAIRS_MEET, f"a map into {width} channels", width, words
+        )
 
     def energies(self) -> Float[Tensor, "groups d_k"]:
         scores = _Scores.measure(self.heads, PRIOR)
         return scores.best("k", scores.identity).energies[:, 0]
 
     def change(self, ranks: Sequence[int]) -> ChannelChange:
-        maps = _fit_both_sides(_Scores.measure(self.heads, PRIOR), self.heads.rotation, ranks)
+        maps = _fit_both_sides(
+            _Scores.measure(self.heads, PRIOR), self.heads.rotation, ranks
+        )
         true = _Scores.measure(self.heads, 0.0)
         q = maps.q.flatten(0, 1)
         k = maps.k.flatten(0, 1)
@@ -71,9 +81,13 @@ class _Maps(NamedTuple):
 class _Best(NamedTuple):
     """Factors of the best maps of queries or keys at any rank."""
 
-    energies: Float[Tensor, "groups members d"]  # energies of the directions, descending
+    energies: Float[
+        Tensor, "groups members d"
+    ]  # energies of the directions, descending
     directions: Float[Tensor, "groups members d d"]  # directions as columns
-    into: Float[Tensor, "groups members d d"]  # maps to coordinates of the best ŷ of full rank
+    into: Float[
+        Tensor, "groups members d d"
+    ]  # maps to coordinates of the best ŷ of full rank
     back: Float[Tensor, "groups members d d"]  # maps coordinates of `into` to channels
 
 
@@ -82,10 +96,14 @@ class _Best(NamedTuple):
 class _Scores:
     """Second moments of queries and keys, and their mixing by the rotation."""
 
-    q: Float[Tensor, "groups members e e"]  # E[(q, 1)ᵀ(q, 1)] of the query heads per key head
+    q: Float[
+        Tensor, "groups members e e"
+    ]  # E[(q, 1)ᵀ(q, 1)] of the query heads per key head
     k: Float[Tensor, "groups 1 e e"]
     free: frozenset[str]  # chains with a replaceable bias
-    basis: Complex[Tensor, "d d"]  # eigenvectors of R(m) as columns, with eigenvalues e^{imω}
+    basis: Complex[
+        Tensor, "d d"
+    ]  # eigenvectors of R(m) as columns, with eigenvalues e^{imω}
     phases: Complex[Tensor, "d d"]  # mean of e^{im(ω_y − ω_x)}
     factor: Float[Tensor, " d"]  # square of the rotation's scale per channel
 
@@ -93,13 +111,18 @@ class _Scores:
     def measure(cls, heads: RotaryHeads, prior: float) -> "_Scores":
         weights = heads.weights
         rotation = heads.rotation
-        q, k = (side_moments(weights, side, heads.moments, prior) for side in ("q", "k"))
+        q, k = (
+            side_moments(weights, side, heads.moments, prior) for side in ("q", "k")
+        )
         first, second = rotation.pairs
         factor = torch.ones(q.shape[-1] - 1, dtype=q.dtype, device=q.device)
         factor[first + second] = rotation.factor**2
         # Exponents ω of the eigenvectors: θ for the first channel of a pair, −θ for the second.
         turns = torch.zeros_like(factor)
-        turns[first], turns[second] = rotation.frequencies.to(turns), -rotation.frequencies.to(turns)
+        turns[first], turns[second] = (
+            rotation.frequencies.to(turns),
+            -rotation.frequencies.to(turns),
+        )
         basis = torch.eye(len(factor), dtype=torch.complex128, device=q.device)
         half = 0.5**0.5
         basis[first, first], basis[second, first] = half, 1j * half
@@ -108,10 +131,16 @@ class _Scores:
             q=q.unflatten(0, (weights.num_key_heads, -1)),  # type: ignore[no-untyped-call]
             k=k[:, None],
             free=frozenset(
-                side for side in ("q", "k") if (chain := weights.chain(side)) and chain[-1].bias is not None
+                side
+                for side in ("q", "k")
+                if (chain := weights.chain(side)) and chain[-1].bias is not None
             ),
             basis=basis,
-            phases=mean_turn(turns - turns[:, None], heads.longest, weights.semantics.kind == "causal"),
+            phases=mean_turn(
+                turns - turns[:, None],
+                heads.longest,
+                weights.semantics.kind == "causal",
+            ),
             factor=factor,
         )
 
@@ -121,8 +150,12 @@ class _Scores:
 
     @property
     def identity(self) -> _Maps:
-        eye = torch.eye(self.width + 1, self.width, dtype=self.q.dtype, device=self.q.device)
-        return _Maps(*(eye.expand(*gram.shape[:2], -1, -1) for gram in (self.q, self.k)))
+        eye = torch.eye(
+            self.width + 1, self.width, dtype=self.q.dtype, device=self.q.device
+        )
+        return _Maps(
+            *(eye.expand(*gram.shape[:2], -1, -1) for gram in (self.q, self.k))
+        )
 
     def best(self, side: _Turned, maps: _Maps) -> _Best:
         """Compute the maps of least loss for queries or keys, given the current maps of the other.
@@ -138,12 +171,18 @@ class _Scores:
             cross = cross.sum(dim=1, keepdim=True)
         values, vectors = torch.linalg.eigh(self.seen(side, moments))
         alive = values > values[..., -1:] * self.width * torch.finfo(values.dtype).eps
-        back = (vectors * (torch.where(alive, values, 1.0).rsqrt() * alive)[..., None, :]).mT
+        back = (
+            vectors * (torch.where(alive, values, 1.0).rsqrt() * alive)[..., None, :]
+        ).mT
         into = self.seen(side, cross) @ back.mT
         gram = self.q if side == "q" else self.k
         # Truncate only the variation about the mean if a bias can store the mean.
         mean = gram[..., -1:, :-1]
-        varying = gram[..., :-1, :-1] - mean.mT @ mean if side in self.free else gram[..., :-1, :-1]
+        varying = (
+            gram[..., :-1, :-1] - mean.mT @ mean
+            if side in self.free
+            else gram[..., :-1, :-1]
+        )
         energies, directions = torch.linalg.eigh(into.mT @ varying @ into)
         return _Best(energies.clamp(min=0.0).flip(-1), directions.flip(-1), into, back)
 
@@ -177,7 +216,9 @@ class _Scores:
     def mean_square(self) -> Float[Tensor, "groups members"]:
         return self._product(self.q[..., :-1, :-1], self.k[..., :-1, :-1])
 
-    def seen(self, by: _Turned, gram: Float[Tensor, "*batch d d"]) -> Float[Tensor, "*batch d d"]:
+    def seen(
+        self, by: _Turned, gram: Float[Tensor, "*batch d d"]
+    ) -> Float[Tensor, "*batch d d"]:
         """Average R(m)ᵀ G R(m) over m for keys reading query moments, or R(m) G R(m)ᵀ for queries."""
         phases = self.phases if by == "k" else self.phases.conj()
         turned = (self.basis.mH @ gram.to(self.basis.dtype) @ self.basis) * phases
@@ -189,14 +230,18 @@ class _Scores:
         return (q * self.seen("q", k)).sum(dim=(-2, -1))
 
 
-def _fit_both_sides(scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]) -> _Maps:
+def _fit_both_sides(
+    scores: _Scores, rotation: RotaryEmbedding, ranks: Sequence[int]
+) -> _Maps:
     """Fit queries and keys alternately, starting from the best keys and from rotary pairs.
 
     The better result is kept for each group.
     """
     # 1 for the first channels of each group up to its rank, else 0.
     widths = torch.tensor(ranks, device=scores.q.device)[:, None]
-    kept = (torch.arange(scores.width, device=scores.q.device) < widths).to(scores.q.dtype)
+    kept = (torch.arange(scores.width, device=scores.q.device) < widths).to(
+        scores.q.dtype
+    )
     pairs = _strongest_pairs(scores, rotation, ranks)
     ends = [scores.cut("k", scores.identity, kept), scores.with_keys(pairs[:, None])]
     for _ in range(_ROUNDS):
@@ -215,12 +260,18 @@ def _strongest_pairs(
     first, second = rotation.pairs
     q, k = (gram.diagonal(dim1=-2, dim2=-1) for gram in (scores.q, scores.k))
     # ½ E|q_f|² E|k_f|² of every pair, summed over the heads of a group.
-    energies = ((q[..., first] + q[..., second]) * (k[..., first] + k[..., second])).sum(dim=1) / 2
+    energies = (
+        (q[..., first] + q[..., second]) * (k[..., first] + k[..., second])
+    ).sum(dim=1) / 2
     order = energies.argsort(dim=-1, descending=True, stable=True)
     stays = sorted(set(range(scores.width)) - {*first, *second})
     kept = torch.zeros(len(ranks), scores.width, dtype=order.dtype, device=order.device)
     for group, rank in enumerate(ranks):
         strongest = order[group, : rank // 2].tolist()
-        turned = [*itertools.chain.from_iterable((first[pair], second[pair]) for pair in strongest)]
+        turned = [
+            *itertools.chain.from_iterable(
+                (first[pair], second[pair]) for pair in strongest
+            )
+        ]
         kept[group, (turned + stays)[:rank]] = 1
     return torch.diag_embed(kept.to(scores.q.dtype))

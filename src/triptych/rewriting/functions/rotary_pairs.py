@@ -19,7 +19,12 @@ from triptych.core.algebra.positions import RotaryEmbedding
 from triptych.core.algebra.rewritten import RewriteRefusedError
 from triptych.core.algebra.weights import AttentionWeights, Link, Side
 from triptych.rewriting.functions.channels import joint_basis
-from triptych.rewriting.functions.metric import ChannelChange, Metric, MetricWords, side_moments
+from triptych.rewriting.functions.metric import (
+    ChannelChange,
+    Metric,
+    MetricWords,
+    side_moments,
+)
 from triptych.rewriting.functions.moments import Moments
 from triptych.rewriting.functions.moves import unturned, with_row
 
@@ -51,28 +56,49 @@ class RotaryPairsMetric(Metric):
             "head's scores in its rotary pairs"
         )
         count = len(self.heads.rotation.frequencies)
-        return MetricWords(ROTARY_PAIRS_MEET, f"a head with {count} rotary pairs", count, words)
+        return MetricWords(
+            ROTARY_PAIRS_MEET, f"a head with {count} rotary pairs", count, words
+        )
 
     def energies(self) -> Float[Tensor, "groups pairs"]:
-        return self._sum_over_groups(pair_scores(self.heads)).sort(dim=-1, descending=True).values
+        return (
+            self._sum_over_groups(pair_scores(self.heads))
+            .sort(dim=-1, descending=True)
+            .values
+        )
 
     def change(self, ranks: Sequence[int]) -> ChannelChange:
         scores = pair_scores(self.heads)
         weights = self.heads.weights
-        places = self._sum_over_groups(scores).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        places = (
+            self._sum_over_groups(scores)
+            .argsort(dim=-1, descending=True, stable=True)
+            .argsort(dim=-1)
+        )
         left_out = places >= torch.tensor(ranks, device=places.device)[:, None]
         groups = len(left_out)
-        channels = torch.ones(groups, weights.multiplied("q").d_out, dtype=scores.dtype, device=scores.device)
+        channels = torch.ones(
+            groups,
+            weights.multiplied("q").d_out,
+            dtype=scores.dtype,
+            device=scores.device,
+        )
         for turned in self.heads.rotation.pairs:
             channels[:, turned] = (~left_out).to(scores.dtype)
-        of_heads = left_out.repeat_interleave(weights.num_heads // groups, dim=0).to(scores.dtype)
+        of_heads = left_out.repeat_interleave(weights.num_heads // groups, dim=0).to(
+            scores.dtype
+        )
         lost = torch.einsum("hf,hfg,hg->h", of_heads, scores, of_heads)
         only = torch.diag_embed(channels)
         return ChannelChange(only, only, lost, scores.sum(dim=(-2, -1)))
 
-    def _sum_over_groups(self, scores: Float[Tensor, "heads pairs pairs"]) -> Float[Tensor, "groups pairs"]:
+    def _sum_over_groups(
+        self, scores: Float[Tensor, "heads pairs pairs"]
+    ) -> Float[Tensor, "groups pairs"]:
         of_heads = scores.diagonal(dim1=-2, dim2=-1)
-        return of_heads.reshape(self.heads.weights.num_key_heads, -1, of_heads.shape[-1]).sum(dim=1)
+        return of_heads.reshape(
+            self.heads.weights.num_key_heads, -1, of_heads.shape[-1]
+        ).sum(dim=1)
 
 
 def pair_scores(heads: RotaryHeads) -> Float[Tensor, "num_heads pairs pairs"]:
@@ -92,7 +118,10 @@ def pair_scores(heads: RotaryHeads) -> Float[Tensor, "num_heads pairs pairs"]:
     # Remove the row and column of the constant input; biases remain in the moments.
     G_q, G_k = (
         gram.repeat_interleave(weights.num_heads // len(gram), dim=0)
-        for gram in (side_moments(weights, side, heads.moments, 0.0)[:, :-1, :-1] for side in ("q", "k"))
+        for gram in (
+            side_moments(weights, side, heads.moments, 0.0)[:, :-1, :-1]
+            for side in ("q", "k")
+        )
     )
     P_q, N_q = _complex_moments(G_q, rotation)
     P_k, N_k = _complex_moments(G_k, rotation)
@@ -100,7 +129,9 @@ def pair_scores(heads: RotaryHeads) -> Float[Tensor, "num_heads pairs pairs"]:
     causal = weights.semantics.kind == "causal"
     minus = mean_turn(theta[:, None] - theta, longest, causal)
     plus = mean_turn(theta[:, None] + theta, longest, causal)
-    return ((P_q * P_k.conj() * minus + N_q * N_k.conj() * plus) / 2).real * rotation.factor**4
+    return (
+        (P_q * P_k.conj() * minus + N_q * N_k.conj() * plus) / 2
+    ).real * rotation.factor**4
 
 
 def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
@@ -110,7 +141,9 @@ def require_rotary(name: str, weights: AttentionWeights) -> RotaryEmbedding:
     width = weights.multiplied("q").d_out
     turned = rotation.start + 2 * len(rotation.frequencies)
     if turned > width:
-        raise RewriteRefusedError(name, f"the rotation turns channels up to {turned}, of heads {width} wide")
+        raise RewriteRefusedError(
+            name, f"the rotation turns channels up to {turned}, of heads {width} wide"
+        )
     for side in _QK:
         require_nothing_between(name, side, weights.chain(side)[:-1])
     return rotation
@@ -130,11 +163,15 @@ def merge_rotary_pairs(plain: AttentionWeights, groups: int) -> AttentionWeights
     v = _complex_pairs(with_row(k), rotation).unflatten(0, (groups, members))  # type: ignore[no-untyped-call]
     weight = u.abs().square().sum(dim=(2, 4))  # [groups, members, pairs]
     stacked = (weight.sqrt()[..., None] * v).permute(0, 2, 3, 1)
-    top = torch.linalg.svd(stacked, full_matrices=False).U[..., 0]  # [groups, pairs, rows]
+    top = torch.linalg.svd(stacked, full_matrices=False).U[
+        ..., 0
+    ]  # [groups, pairs, rows]
     c = torch.einsum("gfd,gmfd->gmf", top.conj(), v)
     # Give the common key the length of the replaced keys, and the phase of the first key.
     total = weight.sum(dim=1)
-    length = ((weight * c.abs().square()).sum(dim=1) / torch.where(total > 0, total, 1.0)).sqrt()
+    length = (
+        (weight * c.abs().square()).sum(dim=1) / torch.where(total > 0, total, 1.0)
+    ).sqrt()
     unit = torch.where(length > 0, length, 1.0) * torch.exp(1j * c[:, 0].angle())
     c = c / unit[:, None]
     top = top * unit[..., None]
@@ -142,13 +179,17 @@ def merge_rotary_pairs(plain: AttentionWeights, groups: int) -> AttentionWeights
     new_k = with_row(k)[::members].clone()
     turned = (u * c.conj()[:, :, None, :, None]).flatten(0, 2)
     for new, pairs in ((new_q, turned), (new_k, top)):
-        for channels, part in zip(rotation.pairs, (pairs.real, pairs.imag), strict=True):
+        for channels, part in zip(
+            rotation.pairs, (pairs.real, pairs.imag), strict=True
+        ):
             new[..., channels] = part.mT
     _merge_fixed(q, k, rotation, new_q, new_k)
     return replace(plain, q=(_without_row(new_q, q),), k=(_without_row(new_k, k),))
 
 
-def _merge_fixed(q: Link, k: Link, rotation: RotaryEmbedding, new_q: Tensor, new_k: Tensor) -> None:
+def _merge_fixed(
+    q: Link, k: Link, rotation: RotaryEmbedding, new_q: Tensor, new_k: Tensor
+) -> None:
     """Merge the unrotated channels into the new maps."""
     stays = unturned(rotation, q.d_out)
     if not stays:
@@ -169,7 +210,11 @@ def _complex_pairs(
 
 
 def _without_row(maps: Float[Tensor, "copies rows width"], like: Link) -> Link:
-    return Link(maps) if like.bias is None else Link(maps[:, :-1].contiguous(), maps[:, -1].contiguous())
+    return (
+        Link(maps)
+        if like.bias is None
+        else Link(maps[:, :-1].contiguous(), maps[:, -1].contiguous())
+    )
 
 
 def _rotary_embedding(weights: AttentionWeights) -> RotaryEmbedding:
@@ -182,7 +227,9 @@ def _complex_moments(
 ) -> tuple[Complex[Tensor, "heads pairs pairs"], Complex[Tensor, "heads pairs pairs"]]:
     """Compute E[c_f c_g*] and E[c_f c_g] of c = a + i b, from the moments of a and b."""
     a, b = rotation.pairs
-    aa, bb, ab, ba = (G[:, one][:, :, other] for one, other in ((a, a), (b, b), (a, b), (b, a)))
+    aa, bb, ab, ba = (
+        G[:, one][:, :, other] for one, other in ((a, a), (b, b), (a, b), (b, a))
+    )
     return torch.complex(aa + bb, ba - ab), torch.complex(aa - bb, ba + ab)
 
 

@@ -37,44 +37,65 @@ class Truncate(LayerRewrite):
     resizes = True
 
     forms: tuple[Form, ...] = Field(("qk", "ov"), description="qk, ov or both")
-    rank: int | None = Field(None, ge=1, description="rank of every form; a rotary pair counts as two")
+    rank: int | None = Field(
+        None, ge=1, description="rank of every form; a rotary pair counts as two"
+    )
     energy: float | None = Field(
-        None, gt=0, le=1, description="share of every form's energy that each head keeps at least"
+        None,
+        gt=0,
+        le=1,
+        description="share of every form's energy that each head keeps at least",
     )
     budget: float | None = Field(
-        None, gt=0, le=1, description="share of all channels that is kept, spread over layers and heads"
+        None,
+        gt=0,
+        le=1,
+        description="share of all channels that is kept, spread over layers and heads",
     )
     criterion: Criterion = Field(
         "free",
         description="keep the forms (free), or their work on a text with means (uncentred) or not (centred)",
     )
     rotary: Rotary = Field(
-        "maps", description="cut from W_QK of rotary heads: the rank of the maps, or whole rotary pairs"
+        "maps",
+        description="cut from W_QK of rotary heads: the rank of the maps, or whole rotary pairs",
     )
-    ranks: dict[str, dict[Form, tuple[int, ...]]] = Field(default_factory=dict, exclude=True)
+    ranks: dict[str, dict[Form, tuple[int, ...]]] = Field(
+        default_factory=dict, exclude=True
+    )
 
     @field_validator("energy", "budget", mode="before")
     @classmethod
     def _require_share(cls, share: Any) -> Any:
         if isinstance(share, int | float) and not 0 < share <= 1:
-            raise ValueError(f"it is a share above 0 and up to 1, such as 0.5, and not {share:g}")
+            raise ValueError(
+                f"it is a share above 0 and up to 1, such as 0.5, and not {share:g}"
+            )
         return share
 
     @model_validator(mode="after")
     def _one_way(self) -> "Truncate":
-        given = [name for name in ("rank", "energy", "budget") if getattr(self, name) is not None]
+        given = [
+            name
+            for name in ("rank", "energy", "budget")
+            if getattr(self, name) is not None
+        ]
         if len(given) != 1:
             said = " and ".join(given) or "none"
             raise ValueError(f"give one of rank, energy and budget (given: {said})")
         if not self.forms or len(set(self.forms)) < len(self.forms):
-            raise ValueError(f"forms is {','.join(self.forms) or 'empty'}: give qk, ov or both")
+            raise ValueError(
+                f"forms is {','.join(self.forms) or 'empty'}: give qk, ov or both"
+            )
         return self
 
     @property
     def needs_text(self) -> bool:
         return self.criterion != "free"
 
-    def prepare(self, layers: Iterable[LayerToRewrite], *, skip_refused: bool = False) -> "Truncate":
+    def prepare(
+        self, layers: Iterable[LayerToRewrite], *, skip_refused: bool = False
+    ) -> "Truncate":
         """Compute the ranks of every form of every layer."""
         if self.rank is not None:
             self._require_rank(layers)
@@ -91,12 +112,19 @@ class Truncate(LayerRewrite):
                         chosen += self._ranks_that_keep(self.energy, layer, form, found)
                 except RewriteRefusedError as refused:
                     if not skip_refused:
-                        raise RewriteRefusedError(self.name, refused.reason).at(layer.name) from None
+                        raise RewriteRefusedError(self.name, refused.reason).at(
+                            layer.name
+                        ) from None
                     continue  # `apply` refuses the layer again
                 for group, energies in enumerate(found):
                     places.append((layer.name, form, group))
                     spectra.append(energies)
-                    costs.append(float(_numbers_a_channel(layer.weights, form) * self._step(layer, form)))
+                    costs.append(
+                        float(
+                            _numbers_a_channel(layer.weights, form)
+                            * self._step(layer, form)
+                        )
+                    )
         if self.budget is not None:
             of_kind = dict.fromkeys(self.forms, 0.0)
             for (_, form, _), energies in zip(places, spectra, strict=True):
@@ -110,7 +138,8 @@ class Truncate(LayerRewrite):
         for (name, form, _), rank in zip(places, chosen, strict=True):
             ranks.setdefault(name, {}).setdefault(form, []).append(rank)
         fixed = {
-            name: {form: tuple(values) for form, values in found.items()} for name, found in ranks.items()
+            name: {form: tuple(values) for form, values in found.items()}
+            for name, found in ranks.items()
         }
         return self.model_copy(update={"ranks": fixed})
 
@@ -123,14 +152,28 @@ class Truncate(LayerRewrite):
         first = True
         # Energies are only estimates for groups: try them first, then bisect by measured loss.
         while low != high:
-            tried = low if first else [(one + other) // 2 for one, other in zip(low, high, strict=True)]
+            tried = (
+                low
+                if first
+                else [(one + other) // 2 for one, other in zip(low, high, strict=True)]
+            )
             first = False
             lost = torch.tensor(self._cut(layer, {form: tried}).record.cuts[0].lost)
-            enough = lost.view(len(tried), -1).amax(dim=1).le(1 - energy + _SHARE_ROUNDING).tolist()
-            high = [rank if kept else most for rank, kept, most in zip(tried, enough, high, strict=True)]
+            enough = (
+                lost.view(len(tried), -1)
+                .amax(dim=1)
+                .le(1 - energy + _SHARE_ROUNDING)
+                .tolist()
+            )
+            high = [
+                rank if kept else most
+                for rank, kept, most in zip(tried, enough, high, strict=True)
+            ]
             low = [
                 least if kept else min(rank + 1, most)
-                for rank, kept, least, most in zip(tried, enough, low, high, strict=True)
+                for rank, kept, least, most in zip(
+                    tried, enough, low, high, strict=True
+                )
             ]
         return high
 
@@ -138,7 +181,12 @@ class Truncate(LayerRewrite):
         return self._cut(layer, {form: self._ranks(layer, form) for form in self.forms})
 
     def _cut(self, layer: LayerToRewrite, ranks: dict[Form, list[int]]) -> Rewritten:
-        return truncate(layer.weights, qk_rank=ranks.get("qk"), ov_rank=ranks.get("ov"), **self._how(layer))
+        return truncate(
+            layer.weights,
+            qk_rank=ranks.get("qk"),
+            ov_rank=ranks.get("ov"),
+            **self._how(layer),
+        )
 
     def _how(self, layer: LayerToRewrite) -> dict[str, Any]:
         """Return the options of the metric: the forms themselves, or their effect on the text."""
@@ -162,10 +210,14 @@ class Truncate(LayerRewrite):
         assert self.rank is not None
         widest = 0
         for layer in layers:
-            widest = max(widest, *(_form_width(layer.weights, form) for form in self.forms))
+            widest = max(
+                widest, *(_form_width(layer.weights, form) for form in self.forms)
+            )
             if widest >= self.rank:
                 return
-        raise UsageError(f"truncate: rank is {self.rank}, and the widest head has {widest} channels")
+        raise UsageError(
+            f"truncate: rank is {self.rank}, and the widest head has {widest} channels"
+        )
 
     def _ranks(self, layer: LayerToRewrite, form: Form) -> list[int]:
         """Return one rank per group of heads; for rotary pairs, a number of pairs."""
@@ -186,8 +238,13 @@ def _num_groups(weights: AttentionWeights, form: Form) -> int:
 
 def _numbers_a_channel(weights: AttentionWeights, form: Form) -> int:
     """Count the parameters of one channel of one group, over all heads reading it."""
-    sides: tuple[Literal["q", "k", "v", "o"], ...] = ("q", "k") if form == "qk" else ("v", "o")
-    widths = {side: sum(link.weight.shape[1] for link in weights.chain(side)[:1]) for side in SIDES}
+    sides: tuple[Literal["q", "k", "v", "o"], ...] = (
+        ("q", "k") if form == "qk" else ("v", "o")
+    )
+    widths = {
+        side: sum(link.weight.shape[1] for link in weights.chain(side)[:1])
+        for side in SIDES
+    }
     widths["o"] = weights.o[-1].d_out if weights.o else weights.d_model
     served = weights.num_heads // _num_groups(weights, form)
     own = "q" if form == "qk" else "o"

@@ -17,10 +17,16 @@ from triptych.running.decoding.decoder import never_ends as never_ends
 from triptych.running.decoding.engine import Engine as Engine
 from triptych.running.decoding.evaluation import Evaluation as Evaluation
 from triptych.running.decoding.evaluation import composed as composed
-from triptych.running.decoding.evaluation import evaluate_translations as evaluate_translations
+from triptych.running.decoding.evaluation import (
+    evaluate_translations as evaluate_translations,
+)
 from triptych.running.decoding.evaluation import measure_bleu as measure_bleu
-from triptych.running.decoding.evaluation import nearest_translation as nearest_translation
-from triptych.running.decoding.evaluation import score_translations as score_translations
+from triptych.running.decoding.evaluation import (
+    nearest_translation as nearest_translation,
+)
+from triptych.running.decoding.evaluation import (
+    score_translations as score_translations,
+)
 from triptych.running.decoding.filling import Filling as Filling
 from triptych.running.decoding.filling import fill_masks as fill_masks
 from triptych.running.decoding.fused import FusedAttention as FusedAttention
@@ -32,8 +38,12 @@ from triptych.running.decoding.generation import collected as collected
 from triptych.running.decoding.generation import generate_tokens as generate_tokens
 from triptych.running.decoding.generation import limit_of_prompt as limit_of_prompt
 from triptych.running.decoding.likelihood import Likelihood as Likelihood
-from triptych.running.decoding.likelihood import measure_likelihood as measure_likelihood
-from triptych.running.decoding.likelihood import score_continuations as score_continuations
+from triptych.running.decoding.likelihood import (
+    measure_likelihood as measure_likelihood,
+)
+from triptych.running.decoding.likelihood import (
+    score_continuations as score_continuations,
+)
 from triptych.running.decoding.linear_maps import PRECISIONS as PRECISIONS
 from triptych.running.decoding.search import Finish as Finish
 from triptych.running.decoding.search import Hypothesis as Hypothesis
@@ -43,7 +53,9 @@ from triptych.running.decoding.search import length_penalty as length_penalty
 from triptych.running.decoding.search import limit_of as limit_of
 from triptych.running.decoding.text_generator import Continuation as Continuation
 from triptych.running.decoding.text_generator import TextGenerator as TextGenerator
-from triptych.running.decoding.text_generator import continue_changed as continue_changed
+from triptych.running.decoding.text_generator import (
+    continue_changed as continue_changed,
+)
 from triptych.running.decoding.token_loop import Asked as Asked
 from triptych.running.decoding.token_loop import Loop as Loop
 from triptych.running.decoding.translator import Candidate as Candidate

@@ -66,14 +66,19 @@ class Decoder(ABC, Generic[OptionsT]):
 
     @abstractmethod
     def decode(
-        self, texts: Sequence[Sequence[int]], options: OptionsT | None = None, ends: Ends = never_ends
+        self,
+        texts: Sequence[Sequence[int]],
+        options: OptionsT | None = None,
+        ends: Ends = never_ends,
     ) -> Hypotheses:
         """Decode texts, given as token ids; return the hypotheses of each text by falling score.
 
         Unless a beam is searched, `ends` is called after each token.
         """
 
-    def decode_groups(self, given: Iterable[Any], begin: Callable[[Any], Group]) -> Iterator[Group]:
+    def decode_groups(
+        self, given: Iterable[Any], begin: Callable[[Any], Group]
+    ) -> Iterator[Group]:
         """Begin and decode groups; yield them in order, without waiting for what is given later."""
         for one in given:
             group = begin(one)
@@ -81,7 +86,9 @@ class Decoder(ABC, Generic[OptionsT]):
             group.missing = 0
             yield group
 
-    def stream(self, ids: Sequence[int], options: OptionsT, ends: Ends) -> Iterator[object]:
+    def stream(
+        self, ids: Sequence[int], options: OptionsT, ends: Ends
+    ) -> Iterator[object]:
         """Decode one text, and yield after each step; `ends` is called after each token."""
         yield self.decode([ids], options, ends)
 
@@ -94,7 +101,9 @@ class Decoder(ABC, Generic[OptionsT]):
         self, ids: Sequence[int], options: OptionsT, ends: Ends = never_ends
     ) -> Asked[list[Hypothesis]]:
         """Return a request to decode a text, for a loop of this decoder."""
-        raise NotImplementedError(f"{self.library} has no loop that could run a request")
+        raise NotImplementedError(
+            f"{self.library} has no loop that could run a request"
+        )
 
     def start_workers(self) -> None:
         """Start other processes now, instead of on demand, and wait until they are ready."""
@@ -108,7 +117,9 @@ class EngineDecoder(Decoder[OptionsT]):
 
     library = "triptych"
 
-    def __init__(self, models: Sequence[nn.Module], precision: Precision, options: OptionsT) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], precision: Precision, options: OptionsT
+    ) -> None:
         self.precision: Precision = precision
         self.options = options
         self._models = tuple(models)
@@ -125,13 +136,17 @@ class EngineDecoder(Decoder[OptionsT]):
         self._forget_what_is_stale()
         if self._engine is None:
             self._engine = self._make_engine()
-            self._made_of = self._version()  # making an engine may move weights to other memory
+            self._made_of = (
+                self._version()
+            )  # making an engine may move weights to other memory
         return self._engine
 
     def loop(self, most_rows: int, most_tokens: int) -> Loop:
         return Loop(self.engine, most_rows=most_rows, most_tokens=most_tokens)
 
-    def stream(self, ids: Sequence[int], options: OptionsT, ends: Ends) -> Iterator[object]:
+    def stream(
+        self, ids: Sequence[int], options: OptionsT, ends: Ends
+    ) -> Iterator[object]:
         engine = self.engine
         return Loop(engine).steps(self.begin(ids, options, ends).texts)
 
@@ -150,4 +165,6 @@ class EngineDecoder(Decoder[OptionsT]):
     def _version(self) -> object:
         """Return a fingerprint of the weights: addresses and version counters of all parameters."""
         parameters = chain.from_iterable(model.parameters() for model in self._models)
-        return tuple((parameter.data_ptr(), parameter._version) for parameter in parameters)
+        return tuple(
+            (parameter.data_ptr(), parameter._version) for parameter in parameters
+        )

@@ -53,7 +53,9 @@ class DecodingEngine(ABC):
     fixed: bool = False
     # True if new texts can join a running batch
     joins: bool = True
-    num_choices: int | None = None  # only the first `num_choices` tokens may be chosen; None for all
+    num_choices: int | None = (
+        None  # only the first `num_choices` tokens may be chosen; None for all
+    )
 
     @property
     def why_batches_matter(self) -> str:
@@ -65,7 +67,9 @@ class DecodingEngine(ABC):
         """Encode sentences; return a cache like `TextCache` for `beam_size` hypotheses of each sentence."""
 
     @abstractmethod
-    def step(self, tokens: Int[Tensor, " rows"], cache: Any) -> Float[Tensor, "rows vocab"]:
+    def step(
+        self, tokens: Int[Tensor, " rows"], cache: Any
+    ) -> Float[Tensor, "rows vocab"]:
         """Append `tokens`, a token for each row, to the cache; return the logits of the next token."""
 
     def overflow(self, read: Read) -> NumbersOverflowError:
@@ -99,9 +103,12 @@ class Engine(DecodingEngine):
         self,
         model: LanguageModel | EncoderDecoder,
         precision: Precision = "fp32",
-        num_choices: int | None = None,  # only the first `num_choices` tokens may be chosen; None for all
+        num_choices: int
+        | None = None,  # only the first `num_choices` tokens may be chosen; None for all
         *,
-        never: Sequence[int] = (),  # tokens with logits of −inf, for encoder-decoders only
+        never: Sequence[
+            int
+        ] = (),  # tokens with logits of −inf, for encoder-decoders only
         direct: bool = True,  # call modules without hooks; False for tracing
     ) -> None:
         *_, decoder = model.stacks.values()
@@ -122,7 +129,10 @@ class Engine(DecodingEngine):
         self.rotary_limit = decoder.rotary_limit
         self.reads_again = decoder.recipe_limit is not None
         self.vocab_size = decoder.head.output.out_features
-        rotary = [block.self_attention.semantics.rotary for block in blocks_of(model, "decoder")]
+        rotary = [
+            block.self_attention.semantics.rotary
+            for block in blocks_of(model, "decoder")
+        ]
         # Past this length, rotations of all positions change and a text is read again from its first token.
         again = any(of is not None and of.reads_again for of in rotary)
         self._starts_anew = self.rotary_limit if again else None
@@ -148,13 +158,19 @@ class Engine(DecodingEngine):
             cast_parameters(module, maps.dtype)
         modules = [*self.model.modules()]
         # Unfused layers accept boolean masks only.
-        self._is_fused = not any(isinstance(module, MultiHeadAttention) for module in modules)
+        self._is_fused = not any(
+            isinstance(module, MultiHeadAttention) for module in modules
+        )
         # Tables and norms, and the maps of a large model, still share memory with the model.
         own_memory([self.model])
         for stack in self.model.stacks.values():
             stack.embeddings.stream_dtype = None
             # Unfused layers read the parameters of their submodules; direct calls hide them.
-            if direct and self._is_fused and not any(isinstance(module, Experts) for module in modules):
+            if (
+                direct
+                and self._is_fused
+                and not any(isinstance(module, Experts) for module in modules)
+            ):
                 call_directly(stack)
         self._head = cast(Callable[[Tensor], Tensor], self._decoder.head)
 
@@ -167,13 +183,23 @@ class Engine(DecodingEngine):
         own = self.model
         missing = -self.vocab_size % GROUP
         tables = dict[nn.Module, nn.Embedding]()
-        for stack, more in ((own.stacks["decoder"], missing), (own.stacks["encoder"], 0)):
+        for stack, more in (
+            (own.stacks["decoder"], missing),
+            (own.stacks["encoder"], 0),
+        ):
             table = stack.embeddings.table
             config = stack.embeddings.config
             if table not in tables:
-                rows = F.pad(table.weight.detach() * config.scale, (0, 0, 0, more)).to(maps.dtype)
-                tables[table] = nn.Embedding(rows.shape[0], rows.shape[1], _weight=rows, _freeze=True)
-            stack.embeddings.table, stack.embeddings.config = tables[table], replace(config, scale=1.0)
+                rows = F.pad(table.weight.detach() * config.scale, (0, 0, 0, more)).to(
+                    maps.dtype
+                )
+                tables[table] = nn.Embedding(
+                    rows.shape[0], rows.shape[1], _weight=rows, _freeze=True
+                )
+            stack.embeddings.table, stack.embeddings.config = (
+                tables[table],
+                replace(config, scale=1.0),
+            )
         weight = model.head.output.weight.detach()
         given = model.head.output.bias
         bias = weight.new_zeros(len(weight)) if given is None else given.detach()
@@ -184,7 +210,10 @@ class Engine(DecodingEngine):
 
     def _join_memory_maps(self, maps: Maps) -> None:
         """Join the maps from memory to keys and values of all layers."""
-        cross = [cast(FusedAttention, block.cross_attention) for block in blocks_of(self.model, "cross")]
+        cross = [
+            cast(FusedAttention, block.cross_attention)
+            for block in blocks_of(self.model, "cross")
+        ]
         weights, biases = zip(*(layer.memory_rows for layer in cross), strict=True)
         self.memory_map = maps.linear(torch.cat(weights), torch.cat(biases))
         self._memory_shapes = [(layer.groups, layer.width) for layer in cross]
@@ -198,10 +227,18 @@ class Engine(DecodingEngine):
         missing = even_length(src.shape[1]) - src.shape[1]
         begun = torch.zeros(len(src), dtype=torch.long, device=self.device)
         cache = TextCache(
-            self._num_layers, begun, beam_size, self.dtype, most=self.max_tokens, fixed=self.fixed
+            self._num_layers,
+            begun,
+            beam_size,
+            self.dtype,
+            most=self.max_tokens,
+            fixed=self.fixed,
         )
         entries = self.project_memory(self.model.encode(src))
-        padded = [[F.pad(entry, (0, 0, 0, missing)) for entry in of_layer] for of_layer in entries]
+        padded = [
+            [F.pad(entry, (0, 0, 0, missing)) for entry in of_layer]
+            for of_layer in entries
+        ]
         cache.set_memory(padded, (src != self.pad_id).sum(dim=1))
         if self.fixed:
             cache.steps = FixedSteps(self, cache)
@@ -210,7 +247,10 @@ class Engine(DecodingEngine):
     def project_memory(
         self, memory: Float[Tensor, "batch src_len d_model"]
     ) -> list[
-        tuple[Float[Tensor, "batch groups src_len width"], Float[Tensor, "batch groups src_len width"]]
+        tuple[
+            Float[Tensor, "batch groups src_len width"],
+            Float[Tensor, "batch groups src_len width"],
+        ]
     ]:
         """Project the encoder's output to the keys and values of each decoder layer."""
         batch, length, _ = memory.shape
@@ -219,28 +259,42 @@ class Engine(DecodingEngine):
         found = []
         start = 0
         for groups, width in self._memory_shapes:
-            part = joined.narrow(2, start, 2 * groups * width).view(batch, length, 2, groups, width)
+            part = joined.narrow(2, start, 2 * groups * width).view(
+                batch, length, 2, groups, width
+            )
             keys_values = part.permute(2, 0, 3, 1, 4).contiguous()
             found.append((keys_values[0], keys_values[1]))
             start += 2 * groups * width
         return found
 
-    def read(self, texts: Sequence[Sequence[int]]) -> tuple[TextCache, Float[Tensor, "rows vocab"]]:
+    def read(
+        self, texts: Sequence[Sequence[int]]
+    ) -> tuple[TextCache, Float[Tensor, "rows vocab"]]:
         """Prefill with texts; return the cache and the logits of the token after each text."""
         longest = max(map(len, texts))
-        ids = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in texts], device=self.device)
+        ids = torch.tensor(
+            [[*ids, *[0] * (longest - len(ids))] for ids in texts], device=self.device
+        )
         lengths = torch.tensor([len(ids) for ids in texts], device=self.device)
-        cache = TextCache(self._num_layers, lengths, 1, self.dtype, most=self.max_tokens)
+        cache = TextCache(
+            self._num_layers, lengths, 1, self.dtype, most=self.max_tokens
+        )
         if self._starts_anew is not None and longest <= self._starts_anew:
             cache.ids = ids
         return cache, self._read(ids, cache)
 
-    def _read(self, ids: Int[Tensor, "rows longest"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
+    def _read(
+        self, ids: Int[Tensor, "rows longest"], cache: TextCache
+    ) -> Float[Tensor, "rows vocab"]:
         # Right padding is masked by causality.
         hidden = self._decoder.hidden(ids, cache=cache.layers)
-        return self._logits(hidden[torch.arange(len(ids), device=self.device), cache.lengths - 1])
+        return self._logits(
+            hidden[torch.arange(len(ids), device=self.device), cache.lengths - 1]
+        )
 
-    def step(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
+    def step(
+        self, tokens: Int[Tensor, " rows"], cache: TextCache
+    ) -> Float[Tensor, "rows vocab"]:
         """Append `tokens`, a token for each row, to the cache; return the logits of the next token.
 
         An encoder-decoder's logits of padding columns and of `never` are −inf. If the cache is `fixed`, the
@@ -257,11 +311,15 @@ class Engine(DecodingEngine):
                 return self._read(ids, cache)
         return self.computed(tokens, cache)
 
-    def computed(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "rows vocab"]:
+    def computed(
+        self, tokens: Int[Tensor, " rows"], cache: TextCache
+    ) -> Float[Tensor, "rows vocab"]:
         """Compute a step without a recorded graph."""
         return self._logits(self.decode(tokens, cache)).flatten(0, 1)
 
-    def decode(self, tokens: Int[Tensor, " rows"], cache: TextCache) -> Float[Tensor, "texts width d_model"]:
+    def decode(
+        self, tokens: Int[Tensor, " rows"], cache: TextCache
+    ) -> Float[Tensor, "texts width d_model"]:
         """Append `tokens` to the cache; return the input of the output head."""
         new = cache.next_tokens()
         x = self._decoder.hidden(
@@ -282,7 +340,9 @@ class Engine(DecodingEngine):
         rows = [torch.tensor(one, device=self.device) for one in read]
         return overflow_again(model, partial(model, *rows))
 
-    def _logits(self, hidden: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
+    def _logits(
+        self, hidden: Float[Tensor, "*rows d_model"]
+    ) -> Float[Tensor, "*rows vocab"]:
         logits = self._head(hidden)
         return logits.float() if logits.dtype == torch.bfloat16 else logits
 
@@ -314,7 +374,9 @@ class FixedSteps:
 
     def __init__(self, engine: Engine, cache: TextCache) -> None:
         self._engine = engine
-        self._cache: TextCache = weakref.proxy(cache)  # weak: the cache references these steps
+        self._cache: TextCache = weakref.proxy(
+            cache
+        )  # weak: the cache references these steps
         self._tokens: Tensor | None = None
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None

@@ -21,7 +21,9 @@ class EnsembleEngine(DecodingEngine):
             engine.fixed = False
         self.device = engines[0].device
         self.pad_id = engines[0].pad_id
-        self.max_tokens = min((e.max_tokens for e in engines if e.max_tokens is not None), default=None)
+        self.max_tokens = min(
+            (e.max_tokens for e in engines if e.max_tokens is not None), default=None
+        )
         self.joins = all(engine.joins for engine in engines)
 
     @property
@@ -29,14 +31,20 @@ class EnsembleEngine(DecodingEngine):
         reasons = (engine.why_batches_matter for engine in self._engines)
         return ", ".join(dict.fromkeys(reason for reason in reasons if reason))
 
-    def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> "EnsembleCache":
+    def start(
+        self, src: Int[Tensor, "batch src_len"], beam_size: int
+    ) -> "EnsembleCache":
         """Encode sentences with each model."""
         return EnsembleCache([engine.start(src, beam_size) for engine in self._engines])
 
-    def step(self, tokens: Int[Tensor, " rows"], cache: "EnsembleCache") -> Float[Tensor, "rows vocab"]:
+    def step(
+        self, tokens: Int[Tensor, " rows"], cache: "EnsembleCache"
+    ) -> Float[Tensor, "rows vocab"]:
         """Append `tokens` to the caches; return log-probabilities: the log of the mean probability."""
         pairs = zip(self._engines, cache.parts, strict=True)
-        log_probs = [engine.step(tokens, part).log_softmax(dim=-1) for engine, part in pairs]
+        log_probs = [
+            engine.step(tokens, part).log_softmax(dim=-1) for engine, part in pairs
+        ]
         return torch.stack(log_probs).logsumexp(dim=0) - math.log(len(log_probs))
 
 

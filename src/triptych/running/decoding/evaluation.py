@@ -85,12 +85,17 @@ def score_translations(
     hypotheses = composed(hypotheses)
     references = composed(references)
     if len(hypotheses) != len(references):
-        raise DataError(f"{len(hypotheses):,} translations but {len(references):,} references")
+        raise DataError(
+            f"{len(hypotheses):,} translations but {len(references):,} references"
+        )
     if not hypotheses:
         raise DataError("there are no lines to score")
     # Both metrics resample the same lines, as both start from the seed.
     metrics = _bleu(references, tokenize), _metric("CHRF")
-    return [_score(metric, hypotheses, references, num_resamples, seed) for metric in metrics]
+    return [
+        _score(metric, hypotheses, references, num_resamples, seed)
+        for metric in metrics
+    ]
 
 
 def _metric(name: str, **options: Any) -> Any:
@@ -101,7 +106,9 @@ def _metric(name: str, **options: Any) -> Any:
 
 def _bleu(references: Sequence[str], tokenize: BleuTokenizer | None) -> Any:
     tokenize = tokenize or fitting_tokenizer(references)
-    if missing := [library for library in _MECAB.get(tokenize, ()) if not is_installed(library)]:
+    if missing := [
+        library for library in _MECAB.get(tokenize, ()) if not is_installed(library)
+    ]:
         extra = tokenize.removesuffix("-mecab")
         raise UsageError(
             f"BLEU with {tokenize} needs {' and '.join(missing)}: pip install 'sacrebleu[{extra}]', or give "
@@ -111,36 +118,54 @@ def _bleu(references: Sequence[str], tokenize: BleuTokenizer | None) -> Any:
 
 
 def _score(
-    metric: Any, hypotheses: Sequence[str], references: Sequence[str], num_resamples: int, seed: int
+    metric: Any,
+    hypotheses: Sequence[str],
+    references: Sequence[str],
+    num_resamples: int,
+    seed: int,
 ) -> CorpusScore:
     whole = metric.corpus_score(list(hypotheses), [list(references)])
     statistics = np.array(
-        metric._extract_corpus_statistics(list(hypotheses), [list(references)]), dtype=np.float64
+        metric._extract_corpus_statistics(list(hypotheses), [list(references)]),
+        dtype=np.float64,
     )
     # The bootstrap resamples sentences; BLEU and chrF are computed from summed sentence statistics.
     random = np.random.default_rng(seed)
     resampled = []
     for _ in range(num_resamples):
         rows = random.integers(0, len(statistics), len(statistics))
-        resampled.append(metric._compute_score_from_stats(statistics[rows].sum(axis=0).tolist()).score)
+        resampled.append(
+            metric._compute_score_from_stats(
+                statistics[rows].sum(axis=0).tolist()
+            ).score
+        )
     low, high = np.percentile(resampled, [2.5, 97.5])
     signature = str(metric.get_signature())
-    return CorpusScore(whole.name, float(whole.score), float(low), float(high), signature)
+    return CorpusScore(
+        whole.name, float(whole.score), float(low), float(high), signature
+    )
 
 
 def measure_bleu(
-    hypotheses: str | Sequence[str], references: str | Sequence[str], tokenize: BleuTokenizer | None = None
+    hypotheses: str | Sequence[str],
+    references: str | Sequence[str],
+    tokenize: BleuTokenizer | None = None,
 ) -> float:
     """Return corpus BLEU without an interval, quickly; a string is one translation."""
     right = composed(references)
-    return float(_bleu(right, tokenize).corpus_score(composed(hypotheses), [right]).score)
+    return float(
+        _bleu(right, tokenize).corpus_score(composed(hypotheses), [right]).score
+    )
 
 
 def nearest_translation(hypotheses: Sequence[str], reference: str) -> str:
     """Return the hypothesis with the highest chrF against a reference; the first of several."""
     metric = _metric("CHRF")
     (right,) = composed(reference)
-    return max(hypotheses, key=lambda one: metric.sentence_score(composed(one)[0], [right]).score)
+    return max(
+        hypotheses,
+        key=lambda one: metric.sentence_score(composed(one)[0], [right]).score,
+    )
 
 
 _LINES_AT_A_TIME = 256
@@ -191,18 +216,27 @@ def evaluate_translations(
 ) -> Evaluation:
     """Translate a test text and score it with sacreBLEU's BLEU and chrF."""
     if len(sources) != len(references):
-        raise DataError(f"{len(sources):,} lines to translate but {len(references):,} references")
+        raise DataError(
+            f"{len(sources):,} lines to translate but {len(references):,} references"
+        )
     if not sources:
         raise DataError("there is nothing to evaluate")
     with translator:
         started = time.monotonic()
         # Lines of similar length share a batch, so that little of it is padding.
         order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-        chunks = [order[i : i + _LINES_AT_A_TIME] for i in range(0, len(order), _LINES_AT_A_TIME)]
+        chunks = [
+            order[i : i + _LINES_AT_A_TIME]
+            for i in range(0, len(order), _LINES_AT_A_TIME)
+        ]
         texts = [""] * len(sources)
         num_at_limit = 0
-        found = translator.translate_stream([[sources[i] for i in chunk] for chunk in chunks])
-        for done, (i, translation) in enumerate(zip(order, found, strict=True), start=1):
+        found = translator.translate_stream(
+            [[sources[i] for i in chunk] for chunk in chunks]
+        )
+        for done, (i, translation) in enumerate(
+            zip(order, found, strict=True), start=1
+        ):
             texts[i] = translation.text
             num_at_limit += translation.finish == "length"
             progress(done, len(order))

@@ -28,24 +28,40 @@ class Filling:
 
 @torch.inference_mode()
 def fill_masks(
-    model: LanguageModel, tokenizer: Tokenizer, text: str, count: int = 5, max_tokens: int | None = None
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    text: str,
+    count: int = 5,
+    max_tokens: int | None = None,
 ) -> list[list[Filling]]:
     """Return the `count` most probable tokens for each mask of a text; masks are predicted independently."""
     if model.causal or model.head is None:
-        raise UsageError("this model predicts no masked tokens: give one that does, such as BERT")
+        raise UsageError(
+            "this model predicts no masked tokens: give one that does, such as BERT"
+        )
     (text,) = as_lines([text])
     mask_id = tokenizer.mask_id
     if mask_id is None:
-        raise UsageError("the tokenizer of this model has no mask token: give a masked language model")
+        raise UsageError(
+            "the tokenizer of this model has no mask token: give a masked language model"
+        )
     check_vocabulary(model, tokenizer)
     own = tokenizer.vocabulary[mask_id]
     (ids,) = encode_texts(tokenizer, [text.replace("[MASK]", own)])
     if model.recipe_limit is not None and tokenizer.eos_id is not None:
-        ids = [tokenizer.eos_id, *ids, tokenizer.eos_id]  # document boundaries, as in training
+        ids = [
+            tokenizer.eos_id,
+            *ids,
+            tokenizer.eos_id,
+        ]  # document boundaries, as in training
     places = [place for place, token in enumerate(ids) if token == mask_id]
     if not places:
-        raise UsageError(f"the text has no [MASK] to fill (this model's own name for it is {own})")
-    check_length("the text", len(ids), model.max_tokens, max_tokens, LONGEST_SHOWN, "max_tokens")
+        raise UsageError(
+            f"the text has no [MASK] to fill (this model's own name for it is {own})"
+        )
+    check_length(
+        "the text", len(ids), model.max_tokens, max_tokens, LONGEST_SHOWN, "max_tokens"
+    )
     model.eval()
     device = model.embeddings.table.weight.device
     read = torch.tensor([ids], device=device)
@@ -53,7 +69,9 @@ def fill_masks(
     require_finite_logits(model, logits, partial(model, read))
     best = logits.softmax(dim=-1).topk(min(count, logits.shape[-1]), dim=-1)
     found = []
-    for place, values, tokens in zip(places, best.values.tolist(), best.indices.tolist(), strict=True):
+    for place, values, tokens in zip(
+        places, best.values.tolist(), best.indices.tolist(), strict=True
+    ):
         found.append(
             [
                 _filling(tokenizer, ids, place, token, value)
@@ -63,7 +81,9 @@ def fill_masks(
     return found
 
 
-def _filling(tokenizer: Tokenizer, ids: Sequence[int], place: int, token: int, probability: float) -> Filling:
+def _filling(
+    tokenizer: Tokenizer, ids: Sequence[int], place: int, token: int, probability: float
+) -> Filling:
     text = tokenizer.decode([[token]])[0]
     piece = tokenizer.pieces([token])[0]
     # The other masks are the only special tokens from the user's text.
@@ -72,4 +92,10 @@ def _filling(tokenizer: Tokenizer, ids: Sequence[int], place: int, token: int, p
         for i, own in enumerate([*ids[:place], token, *ids[place + 1 :]])
         if i == place or own == tokenizer.mask_id or own not in tokenizer.special_ids
     ]
-    return Filling(text, token, piece, probability, tokenizer.decode([shown], skip_special=False)[0])
+    return Filling(
+        text,
+        token,
+        piece,
+        probability,
+        tokenizer.decode([shown], skip_special=False)[0],
+    )

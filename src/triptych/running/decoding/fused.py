@@ -18,7 +18,11 @@ from torch.nn import functional as F
 
 from triptych import thresholds
 from triptych.core.algebra.cost import cached_numbers
-from triptych.core.algebra.legality import CHANNELS_FREE, KEY_BIAS_BLIND, VALUE_BIAS_PASSES
+from triptych.core.algebra.legality import (
+    CHANNELS_FREE,
+    KEY_BIAS_BLIND,
+    VALUE_BIAS_PASSES,
+)
 from triptych.core.algebra.semantics import HeadGate, HeadNorm, Semantics
 from triptych.core.algebra.weights import AttentionWeights, Link
 from triptych.core.attention import (
@@ -50,12 +54,20 @@ from triptych.core.models import (
     LanguageModel,
     OffsetNorm,
 )
-from triptych.running.decoding.cache import EVEN_KEYS, EVEN_ROWS, SlotCache, even_length, hidden_score
+from triptych.running.decoding.cache import (
+    EVEN_KEYS,
+    EVEN_ROWS,
+    SlotCache,
+    even_length,
+    hidden_score,
+)
 from triptych.running.decoding.linear_maps import ACTIVATIONS, Maps, constant
 from triptych.running.memory import MappedFiles
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | LanguageModel)
+ModelT = TypeVar(
+    "ModelT", EncoderDecoder, LanguageModel, EncoderDecoder | LanguageModel
+)
 
 # A product with fewer multiplications uses another algorithm of torch; in bfloat16, the multiplications of
 # all heads of a batch count together.
@@ -82,7 +94,12 @@ class FusedAttention(nn.Module):
     """
 
     def __init__(
-        self, weights: AttentionWeights, maps: Maps, is_cross: bool, once: bool = False, borrows: bool = False
+        self,
+        weights: AttentionWeights,
+        maps: Maps,
+        is_cross: bool,
+        once: bool = False,
+        borrows: bool = False,
     ) -> None:
         super().__init__()
         if foreign := beyond_fusing(weights, is_cross):
@@ -115,16 +132,31 @@ class FusedAttention(nn.Module):
         scale = semantics.scale if folds else 1.0
         scaled = Link(q.weight * scale, None if q.bias is None else q.bias * scale)
         queries = _stacked_rows(scaled.repeat(self.num_heads), self.width)
-        keys, values = (_stacked_rows(link.repeat(self.groups), self.width) for link in (k, v))
-        joined = (
-            [queries] if is_cross or borrows else [queries, keys] if self.same else [queries, keys, values]
+        keys, values = (
+            _stacked_rows(link.repeat(self.groups), self.width) for link in (k, v)
         )
-        self.inward = maps.linear(*(torch.cat(parts) for parts in zip(*joined, strict=True)))
+        joined = (
+            [queries]
+            if is_cross or borrows
+            else [queries, keys]
+            if self.same
+            else [queries, keys, values]
+        )
+        self.inward = maps.linear(
+            *(torch.cat(parts) for parts in zip(*joined, strict=True))
+        )
         per_head = F.pad(weights.W_O, (0, 0, 0, self.width - weights.W_O.shape[1]))
         self.outward = maps.linear(per_head.flatten(0, 1).mT, weights.o_bias)
-        self.gate = None if semantics.gate is None else _FusedGate(_widened(semantics.gate, self.width), maps)
+        self.gate = (
+            None
+            if semantics.gate is None
+            else _FusedGate(_widened(semantics.gate, self.width), maps)
+        )
         if is_cross:
-            self.memory_rows = torch.cat([keys[0], values[0]]), torch.cat([keys[1], values[1]])
+            self.memory_rows = (
+                torch.cat([keys[0], values[0]]),
+                torch.cat([keys[1], values[1]]),
+            )
 
     def forward(
         self,
@@ -148,12 +180,18 @@ class FusedAttention(nn.Module):
             assert cache is not None
             token_positions, (k, v) = TokenPositions(0), cache.entries
         else:
-            heads, k, v, token_positions = self._of_one_sequence(heads, cache, positions, lent)
+            heads, k, v, token_positions = self._of_one_sequence(
+                heads, cache, positions, lent
+            )
         kept = Kept(token_positions, (v,) if self.same else (k, v))
-        first = k.shape[2] - length  # unused if positions are given: then empty slots follow the tokens
+        first = (
+            k.shape[2] - length
+        )  # unused if positions are given: then empty slots follow the tokens
         # This test comes first because lengths of a traced model are symbolic.
         if torch.compiler.is_compiling():
-            mixed = self._mixed(heads, k, v, token_positions, first, mask, causal, is_even=False)
+            mixed = self._mixed(
+                heads, k, v, token_positions, first, mask, causal, is_even=False
+            )
             return self._output(mixed, x, kept)
         is_even = isinstance(cache, SlotCache) or self.is_cross or cache is None
         causal = causal and length > 1
@@ -161,15 +199,28 @@ class FusedAttention(nn.Module):
         at_a_time = max(EVEN_ROWS, at_a_time // EVEN_ROWS * EVEN_ROWS)
         if length <= at_a_time:
             return self._output(
-                self._mixed(heads, k, v, token_positions, first, mask, causal, is_even), x, kept
+                self._mixed(heads, k, v, token_positions, first, mask, causal, is_even),
+                x,
+                kept,
             )
         mixed = torch.empty_like(heads)
         key_len = k.shape[2]
         for start in range(0, length, at_a_time):
             rows = slice(start, min(start + at_a_time, length))
-            seen = slice(0, min(even_length(first + rows.stop), key_len) if causal else key_len)
-            own = None if mask is None else slice_broadcast(mask, (slice(None), slice(None), rows, seen))
-            part = heads[:, :, rows], k[:, :, seen], v[:, :, seen], token_positions.piece(rows, seen)
+            seen = slice(
+                0, min(even_length(first + rows.stop), key_len) if causal else key_len
+            )
+            own = (
+                None
+                if mask is None
+                else slice_broadcast(mask, (slice(None), slice(None), rows, seen))
+            )
+            part = (
+                heads[:, :, rows],
+                k[:, :, seen],
+                v[:, :, seen],
+                token_positions.piece(rows, seen),
+            )
             found = self._mixed(*part, first + start, own, causal, is_even)
             mixed[:, :, rows] = found.reshape(batch, self.num_heads, -1, self.width)
         return self._output(mixed, x, kept)
@@ -208,14 +259,22 @@ class FusedAttention(nn.Module):
         """Gate the heads' outputs, given in any shape, and apply the output map (`gate`, `output`)."""
         batch, length, _ = x.shape
         if self.gate is not None:
-            mixed = mixed.reshape(batch, self.num_heads, length, self.width) * self.gate(x)
+            mixed = mixed.reshape(
+                batch, self.num_heads, length, self.width
+            ) * self.gate(x)
         if length == 1:
             return LayerOutput(self.outward(mixed.reshape(batch, 1, -1)), None, kept)
-        joined = mixed.reshape(batch, self.num_heads, length, self.width).transpose(1, 2)
+        joined = mixed.reshape(batch, self.num_heads, length, self.width).transpose(
+            1, 2
+        )
         return LayerOutput(self.outward(joined.reshape(batch, length, -1)), None, kept)
 
     def _of_one_sequence(
-        self, heads: Tensor, cache: AttentionCache | None, positions: PositionIds | None, lent: Kept | None
+        self,
+        heads: Tensor,
+        cache: AttentionCache | None,
+        positions: PositionIds | None,
+        lent: Kept | None,
     ) -> tuple[Tensor, Tensor, Tensor, TokenPositions]:
         """Return queries, keys, values and positions: walk the steps before and after the cache."""
         token_positions = TokenPositions.after(cache, positions)
@@ -244,7 +303,9 @@ class FusedAttention(nn.Module):
             entries = tuple(kept) if cache is None else cache.append(tuple(kept))
         return q, *self._read(entries, token_positions), token_positions
 
-    def _read(self, entries: tuple[Tensor, ...], token_positions: TokenPositions) -> tuple[Tensor, Tensor]:
+    def _read(
+        self, entries: tuple[Tensor, ...], token_positions: TokenPositions
+    ) -> tuple[Tensor, Tensor]:
         """Return keys and values from cached entries."""
         if not self.same:
             return entries[0], entries[1]
@@ -254,14 +315,23 @@ class FusedAttention(nn.Module):
         ) if self._on_keys else v, v
 
     def _compared(
-        self, mask: Tensor | None, q: Tensor, k: Tensor, token_positions: TokenPositions, first: Any
+        self,
+        mask: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        token_positions: TokenPositions,
+        first: Any,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the mask with local windows applied, and the positional bias of scores."""
         keys = token_positions.key_positions(k)
         queries = (
-            keys[first : first + q.shape[2]] if token_positions.given is None else token_positions.given.ids
+            keys[first : first + q.shape[2]]
+            if token_positions.given is None
+            else token_positions.given.ids
         )
-        near, bias = LOCATE.run(q[..., : self.d_k], k[..., : self.d_k], self.semantics, queries, keys)
+        near, bias = LOCATE.run(
+            q[..., : self.d_k], k[..., : self.d_k], self.semantics, queries, keys
+        )
         return mask if near is None else _both(mask, near, k), bias
 
     def _by_products(
@@ -293,13 +363,18 @@ class FusedAttention(nn.Module):
                 bias = None if bias is None else F.pad(bias, (0, missing))
             more = -count % EVEN_ROWS if varies else 0
             small = _SMALL_PRODUCT.get(k.dtype, _SMALL_PRODUCT_OTHERWISE)
-            fewest = max(-(-small // (EVEN_ROWS * self.width)), _FEWEST_ROWS.get(k.dtype, 1))
+            fewest = max(
+                -(-small // (EVEN_ROWS * self.width)), _FEWEST_ROWS.get(k.dtype, 1)
+            )
             missing = max(more, fewest - count)
             rows = F.pad(rows, (0, 0, 0, missing)) if missing > 0 else rows
         k = k.reshape(groups, -1, self.width)
         v = v.reshape(groups, -1, self.width)
         if k.dtype == torch.bfloat16:
-            k, v = k.contiguous(), v.contiguous()  # otherwise the product makes slower copies of cache slices
+            k, v = (
+                k.contiguous(),
+                v.contiguous(),
+            )  # otherwise the product makes slower copies of cache slices
         scores = torch.bmm(rows, k.mT)
         key_len = k.shape[1]
         scores = scores[:, :count].reshape(batch, self.num_heads, -1, key_len)
@@ -316,7 +391,9 @@ class FusedAttention(nn.Module):
         # Sum over blocks of keys: torch splits a long sum depending on its length, and so changes its bits.
         parts = key_len // EVEN_KEYS
         apart = (
-            weights.view(groups, -1, parts, EVEN_KEYS).transpose(1, 2).reshape(groups * parts, -1, EVEN_KEYS)
+            weights.view(groups, -1, parts, EVEN_KEYS)
+            .transpose(1, 2)
+            .reshape(groups * parts, -1, EVEN_KEYS)
         )
         found = torch.bmm(apart, v.reshape(groups * parts, EVEN_KEYS, self.width))
         return found.view(groups, parts, -1, self.width).sum(dim=1)[:, :count]
@@ -337,7 +414,9 @@ class FusedAttention(nn.Module):
         rows = q.reshape(q.shape[0] * self.groups, -1, self.width)
         return self._by_products(rows, k, v, mask, None, True, varies).reshape(q.shape)
 
-    def _by_kernel(self, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _by_kernel(
+        self, rows: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+    ) -> Tensor:
         q = rows.view(k.shape[0], self.groups, -1, self.width)
         if mask is not None and self.groups < self.num_heads:
             mask = mask[(None,) * (4 - mask.dim())]
@@ -375,7 +454,11 @@ def _widened(gate: HeadGate, width: int) -> HeadGate:
         return gate
     missing = width - gate.weight.shape[1]
     weight = F.pad(gate.weight, (0, 0, 0, missing))
-    return replace(gate, weight=weight, bias=None if gate.bias is None else F.pad(gate.bias, (0, missing)))
+    return replace(
+        gate,
+        weight=weight,
+        bias=None if gate.bias is None else F.pad(gate.bias, (0, missing)),
+    )
 
 
 def _keeps_once(weights: AttentionWeights) -> bool:
@@ -407,13 +490,16 @@ def _as_cached(weights: AttentionWeights) -> AttentionWeights:
         return weights
     # U^K and U^V for every query head; the shared maps before them become the only cached projection.
     up_k, up_v = (
-        replace(weights, k=chain).multiplied("k").repeat(weights.num_heads) for chain in (rest_k, rest_v)
+        replace(weights, k=chain).multiplied("k").repeat(weights.num_heads)
+        for chain in (rest_k, rest_v)
     )
     if up_k.bias is not None and KEY_BIAS_BLIND.why_not(weights):
         return weights
     if up_v.bias is not None and VALUE_BIAS_PASSES.why_not(weights):
         return weights
-    queries = weights.multiplied("q").repeat(weights.num_heads).then(Link(up_k.weight.mT))
+    queries = (
+        weights.multiplied("q").repeat(weights.num_heads).then(Link(up_k.weight.mT))
+    )
     per_head = weights.W_O
     o_bias = weights.o_bias
     if up_v.bias is not None:
@@ -421,7 +507,12 @@ def _as_cached(weights: AttentionWeights) -> AttentionWeights:
         o_bias = added if o_bias is None else o_bias + added
     memory = tuple(common)
     return replace(
-        weights, q=(queries,), k=memory, v=memory, o=(Link(up_v.weight @ per_head),), o_bias=o_bias
+        weights,
+        q=(queries,),
+        k=memory,
+        v=memory,
+        o=(Link(up_v.weight @ per_head),),
+        o_bias=o_bias,
     )
 
 
@@ -429,7 +520,9 @@ def _keeps_more(weights: AttentionWeights) -> bool:
     """Return True if a `FusedAttention` would cache more values of a token than `cost` counts."""
     groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
     chains = (weights.k,) if _keeps_once(weights) else (weights.k, weights.v)
-    return cached_numbers(weights) < groups * sum(c[-1].d_out if c else weights.d_model for c in chains)
+    return cached_numbers(weights) < groups * sum(
+        c[-1].d_out if c else weights.d_model for c in chains
+    )
 
 
 def beyond_fusing(weights: AttentionWeights, is_cross: bool) -> list[str]:
@@ -445,7 +538,9 @@ def evaluating_copy(model: ModelT) -> ModelT:
 
     All uses of one block become one module, so that its fused maps are stored once.
     """
-    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()}).eval()
+    copied = copy.deepcopy(
+        model, {id(parameter): parameter for parameter in model.parameters()}
+    ).eval()
     for stack in copied.stacks.values():
         first: dict[tuple[int, ...], nn.Module] = {}
         for number, block in enumerate(stack.blocks):
@@ -456,13 +551,19 @@ def evaluating_copy(model: ModelT) -> ModelT:
 
 
 def _is_changed_on_the_way(block: Block) -> bool:
-    layers = [module for module in block.modules() if isinstance(module, MultiHeadAttention)]
+    layers = [
+        module for module in block.modules() if isinstance(module, MultiHeadAttention)
+    ]
     steered = block.added_before is not None or block.added_after is not None
     return steered or any(layer.tap is not None for layer in layers)
 
 
 def fuse(
-    copied: ModuleT, maps: Maps, *, small_cache: bool = False, files: MappedFiles | None = None
+    copied: ModuleT,
+    maps: Maps,
+    *,
+    small_cache: bool = False,
+    files: MappedFiles | None = None,
 ) -> ModuleT:
     """Replace the layers of a copied model; tables and maps around the blocks are left to the caller."""
     for parent in list(copied.modules()):
@@ -482,11 +583,15 @@ def fuse(
                     weights = _as_cached(weights)
                     if beyond_fusing(weights, is_cross) or _keeps_more(weights):
                         continue
-                fused_layer = FusedAttention(weights, maps, is_cross, small_cache, layer.borrows)
+                fused_layer = FusedAttention(
+                    weights, maps, is_cross, small_cache, layer.borrows
+                )
                 setattr(parent, name, fused_layer)
                 if files is not None:
                     files.let_go(layer.parameters())
-            elif isinstance(layer, nn.LayerNorm | nn.RMSNorm | OffsetNorm | LearnedPositions):
+            elif isinstance(
+                layer, nn.LayerNorm | nn.RMSNorm | OffsetNorm | LearnedPositions
+            ):
                 cast_parameters(layer, maps.dtype)
     return copied
 
@@ -503,7 +608,11 @@ def call_directly(model: nn.Module) -> None:
             if isinstance(child, nn.ModuleList):
                 direct[name] = [each.forward for each in child]
             else:
-                direct[name] = child.forward if type(child).forward is not nn.Module.forward else child
+                direct[name] = (
+                    child.forward
+                    if type(child).forward is not nn.Module.forward
+                    else child
+                )
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
@@ -530,7 +639,10 @@ def _for_steps(weights: AttentionWeights, d_k: int, d_v: int) -> Semantics:
     """Return the semantics of a layer with padded heads, and with all tensors on the layer's device."""
     semantics = weights.semantics
     if semantics.bias is not None:  # a CUDA graph must not copy between devices
-        parts = {name: part.to(weights.device) for name, part in semantics.bias.tensors().items()}
+        parts = {
+            name: part.to(weights.device)
+            for name, part in semantics.bias.tensors().items()
+        }
         semantics = replace(semantics, bias=replace(semantics.bias, **parts))  # type: ignore[type-var]
     return replace(
         semantics,
@@ -544,12 +656,18 @@ def _without_padding(norm: HeadNorm | None, width: int) -> HeadNorm | None:
     """Restrict a norm to the unpadded channels."""
     if norm is None:
         return None
-    return replace(norm, channels=width if norm.channels is None else min(norm.channels, width))
+    return replace(
+        norm, channels=width if norm.channels is None else min(norm.channels, width)
+    )
 
 
 def _stacked_rows(link: Link, width: int) -> tuple[Tensor, Tensor]:
     """Stack a link's heads, padded to `width`; return weight `[heads · width, d_in]` and bias."""
     missing = width - link.d_out
     weight = F.pad(link.weight.mT, (0, 0, 0, missing)).flatten(0, 1)
-    bias = link.weight.new_zeros(link.copies, link.d_out) if link.bias is None else link.bias
+    bias = (
+        link.weight.new_zeros(link.copies, link.d_out)
+        if link.bias is None
+        else link.bias
+    )
     return weight, F.pad(bias, (0, missing)).flatten()

@@ -13,7 +13,14 @@ from triptych.running.decoding.decoder import Ends, never_ends
 from triptych.running.decoding.engine import Engine
 from triptych.running.decoding.sampling import RowState, choose
 from triptych.running.decoding.search import BeamKind, BeamText, Finish, Hypothesis, Top
-from triptych.running.decoding.token_loop import Asked, DecodingBatch, Loop, Read, Text, require_finite_best
+from triptych.running.decoding.token_loop import (
+    Asked,
+    DecodingBatch,
+    Loop,
+    Read,
+    Text,
+    require_finite_best,
+)
 from triptych.running.decoding_options import (
     GenerationOptions,
     SamplingOptions,
@@ -28,12 +35,18 @@ class NewToken(NamedTuple):
     token: int
     # natural logarithm of the model's probability, before temperature, penalty and filters
     log_prob: float
-    finish: Finish | None  # reason why the continuation ends here (it excludes a stop token), or None
+    finish: (
+        Finish | None
+    )  # reason why the continuation ends here (it excludes a stop token), or None
     top: Top = ()  # most probable tokens at this position
 
 
 def check_prompts(
-    prompts: Sequence[Sequence[int]], max_tokens: int | None, most: int | None, *, whole: bool = True
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | None,
+    most: int | None,
+    *,
+    whole: bool = True,
 ) -> None:
     """Check that every prompt can be continued."""
     for number, ids in enumerate(prompts, start=1):
@@ -44,7 +57,11 @@ def check_prompts(
 
 def limit_of_prompt(prompt: int, max_new_tokens: int, max_tokens: int | None) -> int:
     """Return the maximum number of new tokens; the last token does not take a position."""
-    return max_new_tokens if max_tokens is None else min(max_new_tokens, max_tokens - prompt + 1)
+    return (
+        max_new_tokens
+        if max_tokens is None
+        else min(max_new_tokens, max_tokens - prompt + 1)
+    )
 
 
 @dataclass(frozen=True)
@@ -91,7 +108,9 @@ class Sample(Text):
         self.given = self._ids if most is None else self._ids[-most:]
         left = self.size - len(self._ids)
         self._left = limit_of_prompt(len(self.given), left, self._engine.context)
-        self.kind = SampleKind(self._options.sampling, _closed(self._engine, self.given, left))
+        self.kind = SampleKind(
+            self._options.sampling, _closed(self._engine, self.given, left)
+        )
 
     @property
     def read(self) -> Read:
@@ -150,7 +169,9 @@ class Samples(DecodingBatch[Sample]):
         cache, logits = self.engine.read([*prompts])
         if len(prompts) < len(texts):
             number = {prompt: place for place, prompt in enumerate(prompts)}
-            places = torch.tensor([number[tuple(text.given)] for text in texts], device=logits.device)
+            places = torch.tensor(
+                [number[tuple(text.given)] for text in texts], device=logits.device
+            )
             cache.select(places)
             logits = logits[places]
         return cache, logits
@@ -162,13 +183,21 @@ class Samples(DecodingBatch[Sample]):
         # `log_softmax` works row by row; the bits of a `logsumexp` depend on the other rows.
         of_all = logits.log_softmax(dim=-1)
         require_finite_best(of_all.amax(dim=-1), self.engine, open_)
-        chosen = choose(logits[:, : self.engine.num_choices], self._sampling, [text.draws for text in open_])
+        chosen = choose(
+            logits[:, : self.engine.num_choices],
+            self._sampling,
+            [text.draws for text in open_],
+        )
         log_probs = of_all.gather(1, chosen[:, None])[:, 0]
         self.tokens = chosen.new_zeros(len(self.texts))
         self.tokens[places] = chosen
         again = list[Sample]()
-        tops = _tops(of_all[:, : self.engine.num_choices], [text.num_top for text in open_])
-        taken = zip(places, open_, chosen.tolist(), log_probs.tolist(), tops, strict=True)
+        tops = _tops(
+            of_all[:, : self.engine.num_choices], [text.num_top for text in open_]
+        )
+        taken = zip(
+            places, open_, chosen.tolist(), log_probs.tolist(), tops, strict=True
+        )
         for place, text, token, log_prob, top in taken:
             if text.take(token, log_prob, top):
                 self.texts[place] = None
@@ -183,7 +212,10 @@ def _tops(log_probs: Tensor, counts: Sequence[int]) -> list[Top]:
         return [()] * len(counts)
     best = log_probs.topk(most, dim=-1)
     rows = zip(best.indices.tolist(), best.values.tolist(), counts, strict=True)
-    return [tuple(zip(ids[:count], values[:count], strict=True)) for ids, values, count in rows]
+    return [
+        tuple(zip(ids[:count], values[:count], strict=True))
+        for ids, values, count in rows
+    ]
 
 
 def begin(
@@ -193,8 +225,16 @@ def begin(
     ends: Ends = never_ends,
 ) -> list[Asked[list[Hypothesis]]]:
     """Check prompts and return their requests for a `Loop`."""
-    check_prompts(prompts, engine.max_tokens, options.max_prompt_tokens, whole=not engine.reads_again)
-    return [_begin_prompt(engine, ids, number, options, ends) for number, ids in enumerate(prompts)]
+    check_prompts(
+        prompts,
+        engine.max_tokens,
+        options.max_prompt_tokens,
+        whole=not engine.reads_again,
+    )
+    return [
+        _begin_prompt(engine, ids, number, options, ends)
+        for number, ids in enumerate(prompts)
+    ]
 
 
 def _begin_prompt(
@@ -249,5 +289,10 @@ def collected(tokens: Sequence[NewToken]) -> Hypothesis:
     log_probs = tuple(new.log_prob for new in tokens)
     tops = tuple(new.top for new in tokens)
     return Hypothesis(
-        tuple(new.token for new in own), sum(log_probs), sum(log_probs), log_probs, finish, tops
+        tuple(new.token for new in own),
+        sum(log_probs),
+        sum(log_probs),
+        log_probs,
+        finish,
+        tops,
     )

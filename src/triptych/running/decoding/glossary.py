@@ -37,14 +37,23 @@ class Glossary:
 
     def __init__(self, terms: Mapping[str, str], tokenizer: SentenceTokenizer) -> None:
         """Raise `UsageError` for an empty term, or for a translation that the vocabulary cannot express."""
-        pairs = [(_composed(source.strip()), " ".join(target.split())) for source, target in terms.items()]
+        pairs = [
+            (_composed(source.strip()), " ".join(target.split()))
+            for source, target in terms.items()
+        ]
         for source, target in pairs:
             if not source or not target:
-                raise UsageError(f"glossary: {source!r} → {target!r}: give a term and its translation")
+                raise UsageError(
+                    f"glossary: {source!r} → {target!r}: give a term and its translation"
+                )
         pairs.sort(key=lambda pair: -len(pair[0]))
-        either = "|".join(f"((?i:{re.escape(term[0])}){re.escape(term[1:])})" for term, _ in pairs)
+        either = "|".join(
+            f"((?i:{re.escape(term[0])}){re.escape(term[1:])})" for term, _ in pairs
+        )
         # Without terms, the pattern never matches.
-        self._pattern = re.compile(rf"(?<!{_LETTER})(?:{either or '(?!)'})(?!{_LETTER})")
+        self._pattern = re.compile(
+            rf"(?<!{_LETTER})(?:{either or '(?!)'})(?!{_LETTER})"
+        )
         self._ids = [_ids(target, tokenizer) for _, target in pairs]
         self._lengthening = _lengthening(tokenizer)
 
@@ -65,7 +74,9 @@ class Glossary:
 def _lengthening(tokenizer: SentenceTokenizer) -> bytes:
     """Return a byte for each token: 1 if the token continues the word before it, else 0."""
     (before,) = _encoded(["a"], tokenizer)
-    texts = tokenizer.decode([[*before, token] for token in range(tokenizer.vocab_size)])
+    texts = tokenizer.decode(
+        [[*before, token] for token in range(tokenizer.vocab_size)]
+    )
     return bytes(re.match(f"a{_LETTER}", text.strip()) is not None for text in texts)
 
 
@@ -78,7 +89,9 @@ def _ids(term: str, tokenizer: SentenceTokenizer) -> tuple[int, ...]:
         ids = ids[1:]
     written = _composed(tokenizer.decode([ids])[0].strip())
     if written != _composed(term) or not {*ids}.isdisjoint(tokenizer.rules.never):
-        raise UsageError(f"glossary: the model's tokens cannot write {term!r} (they give {written!r})")
+        raise UsageError(
+            f"glossary: the model's tokens cannot write {term!r} (they give {written!r})"
+        )
     return tuple(ids)
 
 
@@ -89,7 +102,10 @@ def _composed(text: str) -> str:
 
 def _encoded(texts: Sequence[str], tokenizer: SentenceTokenizer) -> list[list[int]]:
     special = tokenizer.special_ids
-    return [[token for token in ids if token not in special] for ids in tokenizer.encode(texts)]
+    return [
+        [token for token in ids if token not in special]
+        for ids in tokenizer.encode(texts)
+    ]
 
 
 def _last_end(ids: tuple[int, ...], term: tuple[int, ...]) -> int:
@@ -102,7 +118,9 @@ def _last_end(ids: tuple[int, ...], term: tuple[int, ...]) -> int:
 class Terms:
     """Required terms of an output, as sequences of tokens."""
 
-    def __init__(self, terms: Sequence[tuple[int, ...]], lengthening: bytes = b"") -> None:
+    def __init__(
+        self, terms: Sequence[tuple[int, ...]], lengthening: bytes = b""
+    ) -> None:
         """Require terms; a term may not be part of another term.
 
         `lengthening` has a byte for each token: 1 if the token continues the word before it.
@@ -120,31 +138,49 @@ class Terms:
         for term, end in zip(self._terms, ends, strict=True):
             lengths = range(0 if end else min(len(term), len(since)), 0, -1)
             begun.append(next((n for n in lengths if since[-n:] == term[:n]), 0))
-        return max(begun) + sum(len(term) for term, end in zip(self._terms, ends, strict=True) if end)
+        return max(begun) + sum(
+            len(term) for term, end in zip(self._terms, ends, strict=True) if end
+        )
 
     def best(
-        self, log_probs: Float[Tensor, "beam vocab"], beam: Sequence[tuple[tuple[int, ...], float]], end: int
+        self,
+        log_probs: Float[Tensor, "beam vocab"],
+        beam: Sequence[tuple[tuple[int, ...], float]],
+        end: int,
     ) -> list[tuple[float, int, int, float]]:
         """Return the best continuations of a beam (tokens and totals): finished, then open, by falling total.
 
         A continuation is a total, a row, a token and its log-probability.
         """
         # Right after a term, a token must not lengthen the term's last word.
-        lengthening = torch.from_numpy(np.frombuffer(self._lengthening, dtype=bool).copy())
+        lengthening = torch.from_numpy(
+            np.frombuffer(self._lengthening, dtype=bool).copy()
+        )
         for row, (ids, _) in enumerate(beam):
             if any(ids and ids[-len(term) :] == term for term in self._terms):
-                log_probs[row, : len(lengthening)][lengthening.to(log_probs.device)] = -math.inf
+                log_probs[row, : len(lengthening)][
+                    lengthening.to(log_probs.device)
+                ] = -math.inf
         tokens = sorted(self.tokens)
         of_terms = log_probs[:, tokens].tolist()
         # A bank needs at most `len(beam)` tokens of a row besides term tokens and the end.
         likely = log_probs.topk(min(len(beam) + len(tokens) + 1, log_probs.shape[1]))
-        banks: list[list[tuple[float, int, int, float]]] = [[] for _ in range(self.num_tokens + 1)]
+        banks: list[list[tuple[float, int, int, float]]] = [
+            [] for _ in range(self.num_tokens + 1)
+        ]
         for row, (ids, total) in enumerate(beam):
-            most = zip(likely.indices[row].tolist(), likely.values[row].tolist(), strict=True)
+            most = zip(
+                likely.indices[row].tolist(), likely.values[row].tolist(), strict=True
+            )
             without = self.num_met((*ids, _NO_TERM))
-            for token, log_prob in {**dict(most), **dict(zip(tokens, of_terms[row], strict=True))}.items():
+            for token, log_prob in {
+                **dict(most),
+                **dict(zip(tokens, of_terms[row], strict=True)),
+            }.items():
                 bank = self.num_met((*ids, token)) if token in self.tokens else without
-                if total + log_prob > -math.inf and (token != end or bank == self.num_tokens):
+                if total + log_prob > -math.inf and (
+                    token != end or bank == self.num_tokens
+                ):
                     banks[bank].append((total + log_prob, row, token, log_prob))
         ranked = [sorted(bank, reverse=True) for bank in banks]
         # Each bank gets an equal share of the beam; unused shares go to the best remaining candidates.
@@ -153,7 +189,9 @@ class Terms:
         chosen = [*chain.from_iterable(bank[:share] for bank in going)]
         left = sorted(chain.from_iterable(bank[share:] for bank in going), reverse=True)
         chosen += left[: len(beam) - len(chosen)]
-        ends = [one for one in ranked[-1][: len(beam) - self.num_tokens] if one[2] == end]
+        ends = [
+            one for one in ranked[-1][: len(beam) - self.num_tokens] if one[2] == end
+        ]
         return ends + sorted(chosen, reverse=True)
 
 

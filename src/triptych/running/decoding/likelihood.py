@@ -83,12 +83,19 @@ class Likelihood:
 
 @torch.inference_mode()
 def token_losses(
-    model: LanguageModel, ids: Sequence[int], context: int, stride: int, compute: Logits | None = None
+    model: LanguageModel,
+    ids: Sequence[int],
+    context: int,
+    stride: int,
+    compute: Logits | None = None,
 ) -> list[Float[Tensor, " tokens"]]:
     """Compute negative log-probabilities in nats of all tokens but the first, in a list by window."""
     whole = torch.tensor(ids, device=model.embeddings.table.weight.device)
     last = len(ids) - 1  # number of tokens read: the last token is only predicted
-    found, windows = [], list[tuple[int, int, int]]()  # begin, end, tokens predicted before
+    found, windows = (
+        [],
+        list[tuple[int, int, int]](),
+    )  # begin, end, tokens predicted before
     predicted = 0
     while predicted < last:
         end = predicted + (stride if predicted else context)
@@ -107,7 +114,9 @@ def token_losses(
             own = at_least_float32(row[before - begin :])
             targets = whole[before + 1 : end + 1]
             total = own.logsumexp(dim=-1)
-            require_finite_values(model, total, None if compute else partial(model, read))
+            require_finite_values(
+                model, total, None if compute else partial(model, read)
+            )
             found.append(total - own.gather(1, targets[:, None])[:, 0])
     return found
 
@@ -125,21 +134,32 @@ def score_continuations(
     """
     texts = [[*before, *after][-max_tokens - 1 :] for before, after in pairs]
     found = [(0.0, True)] * len(pairs)
-    order = sorted((i for i in range(len(pairs)) if pairs[i][1]), key=lambda i: -len(texts[i]))
+    order = sorted(
+        (i for i in range(len(pairs)) if pairs[i][1]), key=lambda i: -len(texts[i])
+    )
     device = model.embeddings.table.weight.device
     model.eval()
-    batches = (order[start : start + batch_rows] for start in range(0, len(order), batch_rows))
+    batches = (
+        order[start : start + batch_rows] for start in range(0, len(order), batch_rows)
+    )
     lengths = [len(text) - 1 for text in texts]  # the last token is only predicted
-    for batch in chain.from_iterable(padded_alike(whole, lengths, model.rotary_limit) for whole in batches):
+    for batch in chain.from_iterable(
+        padded_alike(whole, lengths, model.rotary_limit) for whole in batches
+    ):
         rows = [torch.tensor(texts[i][:-1]) for i in batch]
         read = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         for i, logits in zip(batch, model(read).logits, strict=True):
             count = min(len(pairs[i][1]), len(texts[i]) - 1)
-            own = at_least_float32(logits[len(texts[i]) - 1 - count : len(texts[i]) - 1])
+            own = at_least_float32(
+                logits[len(texts[i]) - 1 - count : len(texts[i]) - 1]
+            )
             require_finite_logits(model, own, partial(model, read))
             targets = torch.tensor(texts[i][-count:], device=device)
             log_probs = own.log_softmax(dim=-1).gather(1, targets[:, None])
-            found[i] = float(log_probs.double().sum()), bool((own.argmax(dim=-1) == targets).all())
+            found[i] = (
+                float(log_probs.double().sum()),
+                bool((own.argmax(dim=-1) == targets).all()),
+            )
     return found
 
 
@@ -155,15 +175,27 @@ def measure_likelihood(
 ) -> Likelihood:
     """Score a model on whole texts, independently of each other."""
     if not model.causal:
-        raise UsageError("an encoder predicts no text: evaluate --text is for decoder-only models")
+        raise UsageError(
+            "an encoder predicts no text: evaluate --text is for decoder-only models"
+        )
     limit = model.max_tokens
-    context = min(model.context or _LONGEST_CONTEXT, _LONGEST_CONTEXT) if context is None else context
+    context = (
+        min(model.context or _LONGEST_CONTEXT, _LONGEST_CONTEXT)
+        if context is None
+        else context
+    )
     stride = context if stride is None else stride
     if context < 1 or (limit is not None and context > limit):
-        bounds = "at least 1" if limit is None else f"between 1 and the model's {limit:,} positions"
+        bounds = (
+            "at least 1"
+            if limit is None
+            else f"between 1 and the model's {limit:,} positions"
+        )
         raise UsageError(f"the context is {context:,} tokens: give {bounds}")
     if not 1 <= stride <= context:
-        raise UsageError(f"the stride is {stride:,} tokens: give between 1 and the context of {context:,}")
+        raise UsageError(
+            f"the stride is {stride:,} tokens: give between 1 and the context of {context:,}"
+        )
     losses = list[list[Tensor]]()
     num_bytes = 0
     characters = unknown = 0
@@ -180,9 +212,15 @@ def measure_likelihood(
             )
         progress(done, len(documents))
     units = "documents" if len(losses) > 1 else "windows"
-    parts = [torch.cat(own) for own in losses if own] if len(losses) > 1 else [*chain.from_iterable(losses)]
+    parts = (
+        [torch.cat(own) for own in losses if own]
+        if len(losses) > 1
+        else [*chain.from_iterable(losses)]
+    )
     if not parts:
-        raise DataError("the text is empty or a single token: give one of at least two tokens")
+        raise DataError(
+            "the text is empty or a single token: give one of at least two tokens"
+        )
     sums = torch.stack([part.double().sum() for part in parts]).cpu()
     counts = torch.tensor([len(part) for part in parts], dtype=torch.float64)
     low, high = map(float, ratio_intervals(sums, counts))
@@ -190,5 +228,13 @@ def measure_likelihood(
     tokens = int(counts.sum())
     share = unknown / max(1, characters)
     return Likelihood(
-        nats, tokens, max(1, num_bytes), context, stride, len(losses), (low, high), units, share
+        nats,
+        tokens,
+        max(1, num_bytes),
+        context,
+        stride,
+        len(losses),
+        (low, high),
+        units,
+        share,
     )

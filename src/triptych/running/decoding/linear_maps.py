@@ -14,7 +14,13 @@ from torch.nn import functional as F
 from triptych import thresholds
 from triptych.core.models import Experts, FeedForward, has_fast_bf16
 from triptych.literals import Precision
-from triptych.running.decoding.row_counts import Product, ProductShape, RowCounts, best_layout, row_counts
+from triptych.running.decoding.row_counts import (
+    Product,
+    ProductShape,
+    RowCounts,
+    best_layout,
+    row_counts,
+)
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "int8")
 # Multiple of the block size of vectorised activations, even after halving between two threads.
@@ -42,13 +48,17 @@ class Maps:
         packed: True if weights are copied to a packed layout.
     """
 
-    def __init__(self, precision: Precision, dtype: torch.dtype, *, packed: bool = False) -> None:
+    def __init__(
+        self, precision: Precision, dtype: torch.dtype, *, packed: bool = False
+    ) -> None:
         """Build maps for a model of this dtype; "fp32" keeps the dtype, and shares memory where possible."""
         self.dtype = torch.bfloat16 if precision == "bf16" else dtype
         self.packed = packed or precision == "int8"
         self._is_int8 = precision == "int8"
 
-    def linear(self, weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None) -> nn.Module:
+    def linear(
+        self, weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None
+    ) -> nn.Module:
         """Build the map `x Wᵀ + b`."""
         if self._is_int8:
             return Int8Linear(weight.detach(), bias)
@@ -59,8 +69,12 @@ class Maps:
     ) -> nn.Module:
         """Build the map `x Wᵀ + b` in floating point, even if the precision is int8."""
         if self.packed and PackedLinear.serves(weight.device, self.dtype):
-            return PackedLinear(weight.to(self.dtype), None if bias is None else bias.to(self.dtype))
-        made = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+            return PackedLinear(
+                weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
+            )
+        made = nn.Linear(
+            weight.shape[1], weight.shape[0], bias is not None, device="meta"
+        )
         made.weight = constant(weight, self.dtype)
         if bias is not None:
             made.bias = constant(bias, self.dtype)
@@ -104,12 +118,23 @@ class PackedLinear(nn.Module):
     too few rows is padded (`row_counts.py`).
     """
 
-    def __init__(self, weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None) -> None:
+    def __init__(
+        self, weight: Float[Tensor, "d_out d_in"], bias: Float[Tensor, " d_out"] | None
+    ) -> None:
         super().__init__()
-        shape = ProductShape(weight.shape[1], weight.shape[0], weight.dtype, bias is not None, 0)
-        self.shape = replace(shape, layout=best_layout(shape, (thresholds.PACKED_ROWS, 1), packed_product))
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), self.shape.layout)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        shape = ProductShape(
+            weight.shape[1], weight.shape[0], weight.dtype, bias is not None, 0
+        )
+        self.shape = replace(
+            shape,
+            layout=best_layout(shape, (thresholds.PACKED_ROWS, 1), packed_product),
+        )
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(
+            weight.detach(), self.shape.layout
+        )
+        self.bias = (
+            None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        )
         self.product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
         self._threads, self._counts = 0, RowCounts(1, 0)
 
@@ -117,7 +142,11 @@ class PackedLinear(nn.Module):
     def serves(device: torch.device, dtype: torch.dtype) -> bool:
         """Return True if packed products are available for a dtype on a device."""
         known = hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        if device.type != "cpu" or not known or platform.machine().lower() not in ("x86_64", "amd64"):
+        if (
+            device.type != "cpu"
+            or not known
+            or platform.machine().lower() not in ("x86_64", "amd64")
+        ):
             return False
         if dtype == torch.bfloat16:
             return has_fast_bf16(device.type)
@@ -131,7 +160,9 @@ class PackedLinear(nn.Module):
         if self._counts.fewest <= rows <= self._counts.most or rows == 0:
             return self.product(x, self.packed, self.bias, "none", [], "")
         pieces = torch.split(x.reshape(rows, -1), self._counts.pieces(rows))
-        return torch.cat([self._filled(piece) for piece in pieces]).view(*x.shape[:-1], -1)
+        return torch.cat([self._filled(piece) for piece in pieces]).view(
+            *x.shape[:-1], -1
+        )
 
     def _filled(self, x: Float[Tensor, "rows d_in"]) -> Float[Tensor, "rows d_out"]:
         """Compute the product with at least `RowCounts.fewest` rows."""
@@ -161,7 +192,9 @@ class Int8Linear(nn.Module):
         with warnings.catch_warnings():
             # torch plans to replace these tensors, but its other int8 products are slower on CPUs so far.
             warnings.simplefilter("ignore", UserWarning)
-            quantized = torch.quantize_per_channel(weight.float().contiguous(), scales, zeros, 0, torch.qint8)
+            quantized = torch.quantize_per_channel(
+                weight.float().contiguous(), scales, zeros, 0, torch.qint8
+            )
             self.packed = torch.ops.quantized.linear_prepack(quantized, None)
         self.bias = None if bias is None else bias.detach().float()
         # CPUs without VNNI add pairs of products in 16 bits. Such sums overflow at full range.
@@ -169,7 +202,9 @@ class Int8Linear(nn.Module):
         steps = 127 if has_vnni else 63
         self.scale = 1 / steps
         self.zero = steps + 1
-        product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+        product = (
+            torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+        )
         # torch's checks of a packed weight before each call would take a tenth of a small product.
         self.product: Callable[..., Tensor] = getattr(product, "_op", product)
 
@@ -177,14 +212,22 @@ class Int8Linear(nn.Module):
         # A row of zeros gives the bias: 0 / 0 is quantised to some integers and then multiplied by 0.
         largest = x.abs().amax(-1, True)
         y = self.product(x / largest, self.scale, self.zero, self.packed)
-        return y.mul_(largest) if self.bias is None else torch.addcmul(self.bias, y, largest, out=y)
+        return (
+            y.mul_(largest)
+            if self.bias is None
+            else torch.addcmul(self.bias, y, largest, out=y)
+        )
 
 
 def _with_outputs(linear: nn.Linear, missing: int) -> nn.Linear:
     """Pad a map with `missing` outputs of value 0."""
     filled = nn.Linear(linear.in_features, linear.out_features + missing, device="meta")
     filled.weight = nn.Parameter(F.pad(linear.weight.detach(), (0, 0, 0, missing)))
-    bias = linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+    bias = (
+        linear.weight.new_zeros(linear.out_features)
+        if linear.bias is None
+        else linear.bias.detach()
+    )
     filled.bias = nn.Parameter(F.pad(bias, (0, missing)))
     return filled
 

@@ -18,7 +18,9 @@ _LONGEST = (16, 40, 64, 130)
 _BATCHES = (1, 3)
 
 
-def why_batches_matter(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype) -> str:
+def why_batches_matter(
+    modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype
+) -> str:
     """Return the reasons why a batch may change a text's bits on this machine, or ""."""
     if device.type != "cpu":
         return f"products on {device.type} are not compared"
@@ -26,16 +28,24 @@ def why_batches_matter(modules: Iterable[nn.Module], device: torch.device, dtype
     attention = [module for module in every if isinstance(module, FusedAttention)]
     reasons = {
         "mixtures of experts": any(isinstance(module, Experts) for module in every),
-        "attention that is not fused": any(isinstance(module, MultiHeadAttention) for module in every),
-        f"products in {dtype} that are not packed": any(type(module) is nn.Linear for module in every),
+        "attention that is not fused": any(
+            isinstance(module, MultiHeadAttention) for module in every
+        ),
+        f"products in {dtype} that are not packed": any(
+            type(module) is nn.Linear for module in every
+        ),
         f"more than {MOST_THREADS} threads": torch.get_num_threads() > MOST_THREADS,
-        f"attention in {dtype} of which sums depend on the number of keys": _differs(attention, dtype),
+        f"attention in {dtype} of which sums depend on the number of keys": _differs(
+            attention, dtype
+        ),
     }
     return ", ".join(reason for reason, holds in reasons.items() if holds)
 
 
 def _differs(layers: Iterable[FusedAttention], dtype: torch.dtype) -> bool:
-    of_each_shape = {(layer.num_heads, layer.groups, layer.width): layer for layer in layers}
+    of_each_shape = {
+        (layer.num_heads, layer.groups, layer.width): layer for layer in layers
+    }
     return any(attention_differs(layer, dtype) for layer in of_each_shape.values())
 
 
@@ -63,9 +73,14 @@ def _text(
     half = -(-length // 2)
     places = torch.randperm(length, generator=draw)
     given = torch.randn(2, layer.groups, half, layer.width, generator=draw)
-    twice = torch.cat([given, given * torch.tensor([1.0, -1.0])[:, None, None, None]], dim=2)
+    twice = torch.cat(
+        [given, given * torch.tensor([1.0, -1.0])[:, None, None, None]], dim=2
+    )
     k, v = twice[:, :, :length][:, :, places].to(dtype)
-    q = torch.randn(layer.num_heads, length, layer.width, generator=draw) * layer.width**-0.5
+    q = (
+        torch.randn(layer.num_heads, length, layer.width, generator=draw)
+        * layer.width**-0.5
+    )
     return q.to(dtype), k, v
 
 
@@ -81,10 +96,14 @@ def _steps(layer: FusedAttention, q: Tensor, k: Tensor, v: Tensor) -> Iterator[T
             lengths = torch.full((batch,), keys.shape[2])
             lengths[-1] = length
             hidden = hidden_past(lengths, keys.shape[2], k.dtype)[:, None]
-            yield layer.gathered(_beside(q[:, -1:], 1, batch), keys, values, hidden, varies=False)[-1]
+            yield layer.gathered(
+                _beside(q[:, -1:], 1, batch), keys, values, hidden, varies=False
+            )[-1]
 
 
-def _prompts(layer: FusedAttention, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Tensor]:
+def _prompts(
+    layer: FusedAttention, q: Tensor, k: Tensor, v: Tensor
+) -> Iterator[Tensor]:
     """Yield outputs of all queries: first of the text alone, then in batches with longer texts."""
     length = k.shape[1]
     for longest in (length, *(number for number in _LONGEST if number > length)):
@@ -92,7 +111,9 @@ def _prompts(layer: FusedAttention, q: Tensor, k: Tensor, v: Tensor) -> Iterator
         for batch in _BATCHES:
             queries, keys, values = (_beside(of, longest, batch) for of in (q, k, v))
             hidden = numbers_of(places <= places[:, None], keys)
-            yield layer.gathered(queries, keys, values, hidden, varies=True)[-1, :, :length]
+            yield layer.gathered(queries, keys, values, hidden, varies=True)[
+                -1, :, :length
+            ]
 
 
 def _beside(own: Tensor, length: int, batch: int) -> Tensor:

@@ -28,7 +28,10 @@ from triptych.running.decoding.fused import beyond_fusing
 def needs_plain(model: EncoderDecoder) -> bool:
     """Return True if a layer has a tap or a feature that `FusedAttention` lacks."""
     layers = [(site.layer, site.stack == "cross") for site in attention_sites(model)]
-    return any(layer.tap is not None or beyond_fusing(layer.weights(), cross) for layer, cross in layers)
+    return any(
+        layer.tap is not None or beyond_fusing(layer.weights(), cross)
+        for layer, cross in layers
+    )
 
 
 @final
@@ -43,7 +46,9 @@ class PlainEngine(DecodingEngine):
         self.max_tokens = model.max_target_tokens
         self._never = torch.tensor([*never], dtype=torch.long, device=self.device)
         # Taps of cross-attention get the position of the query from `step`.
-        taps: list[Any] = [site.layer.tap for site in attention_sites(model) if site.stack == "cross"]
+        taps: list[Any] = [
+            site.layer.tap for site in attention_sites(model) if site.stack == "cross"
+        ]
         self._taps = [tap for tap in taps if hasattr(tap, "first")]
 
     joins = False  # taps have one position for all texts
@@ -52,7 +57,9 @@ class PlainEngine(DecodingEngine):
     def start(self, src: Int[Tensor, "batch src_len"], beam_size: int) -> "Hypotheses":
         """Encode sentences; return a cache for `beam_size` hypotheses of each sentence."""
         for length in (src != self.pad_id).sum(dim=1).tolist():
-            require_lengths(self.model, {"encoder": (length, length), "cross": (None, length)})
+            require_lengths(
+                self.model, {"encoder": (length, length), "cross": (None, length)}
+            )
         memory = self.model.encode(src)
         mask = self.model.memory_mask(src)
         return Hypotheses(
@@ -62,13 +69,17 @@ class PlainEngine(DecodingEngine):
             beam_size,
         )
 
-    def step(self, tokens: Int[Tensor, " rows"], cache: "Hypotheses") -> Float[Tensor, "rows vocab"]:
+    def step(
+        self, tokens: Int[Tensor, " rows"], cache: "Hypotheses"
+    ) -> Float[Tensor, "rows vocab"]:
         """Append `tokens`, a token for each row, to the cache; return the logits of the next token."""
         self._tell(cache.layers.length)
         x = self.model.decode(tokens[:, None], cache.memory, cache.mask, cache.layers)
         self._tell(0)  # a later forward pass starts at position 0
         logits = self.model.head(x[:, 0]).index_fill(1, self._never, -math.inf)
-        return F.pad(at_least_float32(logits), (0, -logits.shape[1] % GROUP), value=-math.inf)
+        return F.pad(
+            at_least_float32(logits), (0, -logits.shape[1] % GROUP), value=-math.inf
+        )
 
     def _tell(self, first: int) -> None:
         for tap in self._taps:
@@ -94,7 +105,9 @@ class Hypotheses:
         self._beam_size = beam_size
 
     def reorder(self, parents: Int[Tensor, "texts width"]) -> None:
-        self.layers.select(rows_of_texts(torch.arange(len(parents), device=parents.device), parents))
+        self.layers.select(
+            rows_of_texts(torch.arange(len(parents), device=parents.device), parents)
+        )
 
     def select(self, texts: Int[Tensor, " kept"]) -> None:
         each = torch.arange(self._beam_size, device=texts.device).expand(len(texts), -1)

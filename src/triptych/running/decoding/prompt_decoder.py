@@ -6,7 +6,12 @@ from typing import final
 from triptych.core.models import LanguageModel
 from triptych.errors import UsageError
 from triptych.literals import Precision
-from triptych.running.decoding.decoder import Ends, EngineDecoder, Hypotheses, never_ends
+from triptych.running.decoding.decoder import (
+    Ends,
+    EngineDecoder,
+    Hypotheses,
+    never_ends,
+)
 from triptych.running.decoding.engine import Engine
 from triptych.running.decoding.generation import begin, generate_tokens
 from triptych.running.decoding.search import Hypothesis
@@ -31,7 +36,9 @@ class PromptDecoder(EngineDecoder[GenerationOptions]):
         self._model = model
         self._num_choices = num_choices
         self._batch_rows = batch_rows
-        _ = self.engine  # a model that cannot be run is refused here, not at its first prompt
+        _ = (
+            self.engine
+        )  # a model that cannot be run is refused here, not at its first prompt
 
     def decode(
         self,
@@ -40,7 +47,9 @@ class PromptDecoder(EngineDecoder[GenerationOptions]):
         ends: Ends = never_ends,
     ) -> Hypotheses:
         options = options or self.options
-        return generate_tokens(self.engine, texts, options, ends=ends, batch_rows=self._batch_rows)
+        return generate_tokens(
+            self.engine, texts, options, ends=ends, batch_rows=self._batch_rows
+        )
 
     def begin(
         self, ids: Sequence[int], options: GenerationOptions, ends: Ends = never_ends

@@ -8,7 +8,6 @@ shape is first used.
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -80,7 +79,9 @@ def row_counts(shape: ProductShape, rows: int, make: MakeProduct) -> RowCounts:
 def _with_many(few: RowCounts, shape: ProductShape, make: MakeProduct) -> RowCounts:
     """Compare large row counts, too, within the budget `thresholds.COMPARED_PRODUCTS`."""
     affordable = thresholds.COMPARED_PRODUCTS // (shape.d_in * shape.d_out)
-    (_, first), *signs = compared(shape, (few.most, *(count for count in _MANY if count <= affordable)), make)
+    (_, first), *signs = compared(
+        shape, (few.most, *(count for count in _MANY if count <= affordable)), make
+    )
     same = [count for count, sign in signs if _same(sign, first)]
     if few.most == _FEW[-1] and len(same) == len(_MANY):
         return RowCounts(few.fewest, sys.maxsize, is_whole=True)
@@ -117,7 +118,9 @@ def compared(
     row = torch.cat([drawn[0], drawn[0], filling[0]])[places]
     different = torch.cat([drawn[1:], -drawn[1:], filling], dim=1)[:, places]
     weight = different.repeat(-(-shape.d_out // _DIFFERENT), 1)[: shape.d_out]
-    product = make(shape, weight, weight.new_zeros(shape.d_out) if shape.has_bias else None)
+    product = make(
+        shape, weight, weight.new_zeros(shape.d_out) if shape.has_bias else None
+    )
     found = list[tuple[int, Tensor | None]]()
     for count in counts:
         y = product(row.repeat(count, 1))
@@ -129,7 +132,11 @@ def alike(signs: Sequence[tuple[int, Tensor | None]]) -> RowCounts:
     """Find the longest run of row counts with equal bits, or the first of equally long runs."""
     best = list[int]()
     for start, (_, sign) in enumerate(signs):
-        run = [count for count, other in takewhile(lambda one: _same(one[1], sign), signs[start:])]  # noqa: B023
+        run = list[int]()
+        for count, other in signs[start:]:
+            if not _same(other, sign):
+                break
+            run.append(count)
         if len(run) > len(best):
             best = run
     if best[-1] == signs[-1][0]:

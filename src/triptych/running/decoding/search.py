@@ -23,7 +23,12 @@ from triptych.errors import UsageError
 from triptych.running.decoding.engine import GROUP, DecodingEngine
 from triptych.running.decoding.glossary import Terms
 from triptych.running.decoding.sampling import penalise_repeats
-from triptych.running.decoding.token_loop import DecodingBatch, Read, Text, require_finite_best
+from triptych.running.decoding.token_loop import (
+    DecodingBatch,
+    Read,
+    Text,
+    require_finite_best,
+)
 from triptych.running.decoding_options import SearchOptions
 from triptych.running.text.tokenizers import OutputRules
 
@@ -40,9 +45,13 @@ class Hypothesis(NamedTuple):
     ids: tuple[int, ...]  # output tokens, without prompt and end token
     log_prob: float  # natural logarithm of the output's probability, including the end
     score: float = 0.0  # finished hypotheses: log_prob over the length penalty; without a beam, log_prob
-    log_probs: tuple[float, ...] = ()  # log-probabilities of the tokens and of the end token
+    log_probs: tuple[
+        float, ...
+    ] = ()  # log-probabilities of the tokens and of the end token
     finish: Finish | None = None  # reason for the end
-    tops: tuple[Top, ...] = ()  # most probable tokens at each position of `log_probs`, if requested
+    tops: tuple[
+        Top, ...
+    ] = ()  # most probable tokens at each position of `log_probs`, if requested
 
 
 def length_penalty(length: int, alpha: float) -> float:
@@ -57,7 +66,9 @@ def enough_finished(options: SearchOptions) -> float:
     return float(options.beam_size) if options.stop == "full" else math.inf
 
 
-def limit_of(num_source_tokens: int, max_extra_tokens: int, max_target_tokens: int | None) -> int:
+def limit_of(
+    num_source_tokens: int, max_extra_tokens: int, max_target_tokens: int | None
+) -> int:
     """Return the maximum length of an output, without the end of sentence."""
     # The start token takes a position, too.
     longest = math.inf if max_target_tokens is None else max_target_tokens - 1
@@ -110,7 +121,9 @@ class BeamText(Text):
         # All rows of a text start equal, so only the first row is continued; otherwise all would stay equal.
         self.open = [Hypothesis((), 0.0), *[_NOTHING] * (kind.size - 1)]
         self.ended: list[Hypothesis] = []
-        self.cut_rows: Collection[int] = ()  # rows that the limit ends, and not the model
+        self.cut_rows: Collection[
+            int
+        ] = ()  # rows that the limit ends, and not the model
         # Divisor for an upper bound of an open hypothesis's score: the log-probability is at most 0 and only
         # falls, and the length penalty is largest at the maximum length.
         self.kindest = length_penalty(limit + 1, kind.alpha)
@@ -137,7 +150,9 @@ class BeamText(Text):
     def batch(self, engine: Any) -> "Beams":
         return Beams(engine, self.kind)
 
-    def take(self, candidates: Sequence[tuple[float, int, int, float]]) -> list[tuple[int, int]]:
+    def take(
+        self, candidates: Sequence[tuple[float, int, int, float]]
+    ) -> list[tuple[int, int]]:
         """Continue with the best candidates: totals, rows, tokens and log-probabilities by falling total.
 
         Returns the parent row and the token of each row.
@@ -155,18 +170,36 @@ class BeamText(Text):
                 open_.append(Hypothesis((*before.ids, token), total, 0.0, log_probs))
                 going.append((parent, token))
             elif rank < kind.size:
-                self._close(before.ids, total, log_probs, "length" if parent in self.cut_rows else "token")
+                self._close(
+                    before.ids,
+                    total,
+                    log_probs,
+                    "length" if parent in self.cut_rows else "token",
+                )
         # At the limit, open hypotheses count as finished unless the rules require an end token.
-        if open_ and length == self.limit and kind.rules is None and len(self.ended) < kind.enough:
+        if (
+            open_
+            and length == self.limit
+            and kind.rules is None
+            and len(self.ended) < kind.enough
+        ):
             for one in open_:
                 self._close(one.ids, one.log_prob, one.log_probs, self._at_limit)
             open_ = []
-        self.is_over = not open_ or len(self.ended) >= kind.enough or self._is_certain(open_[0].log_prob)
+        self.is_over = (
+            not open_
+            or len(self.ended) >= kind.enough
+            or self._is_certain(open_[0].log_prob)
+        )
         self.open = [*open_, *[_NOTHING] * (kind.size - len(open_))]
         return [*going, *[(0, 0)] * (kind.size - len(going))]
 
     def _close(
-        self, ids: tuple[int, ...], total: float, log_probs: tuple[float, ...], finish: Finish
+        self,
+        ids: tuple[int, ...],
+        total: float,
+        log_probs: tuple[float, ...],
+        finish: Finish,
     ) -> None:
         score = total / length_penalty(len(log_probs), self.kind.alpha)
         # A penalty changes the score of the search, and not the model's probability.
@@ -188,24 +221,36 @@ def rules_of(options: SearchOptions, rules: OutputRules) -> OutputRules:
 
 
 def limit_of_sentence(
-    engine: DecodingEngine, ids: Sequence[int], options: SearchOptions, rules: OutputRules
+    engine: DecodingEngine,
+    ids: Sequence[int],
+    options: SearchOptions,
+    rules: OutputRules,
 ) -> int:
     """Return the maximum length of the output of a sentence, token ids with the end of sentence."""
     most = engine.max_tokens
-    if most is not None:  # start tokens take positions, too; `limit_of` counts only the first
+    if (
+        most is not None
+    ):  # start tokens take positions, too; `limit_of` counts only the first
         most -= len(rules.start) - 1
     return limit_of(len(ids) - 1, options.max_extra_tokens, most)
 
 
 def read_sources(
-    engine: DecodingEngine, given: Sequence[Sequence[int]], width: int, start: Sequence[int]
+    engine: DecodingEngine,
+    given: Sequence[Sequence[int]],
+    width: int,
+    start: Sequence[int],
 ) -> tuple[Any, Tensor]:
     """Read sentences and the start of their outputs; return the cache and the logits of `width` rows each."""
     rows = [torch.tensor(ids, device=engine.device) for ids in given]
-    src = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=engine.pad_id)
+    src = torch.nn.utils.rnn.pad_sequence(
+        rows, batch_first=True, padding_value=engine.pad_id
+    )
     cache = engine.start(src, width)
     for token in start:
-        logits = engine.step(torch.full((len(given) * width,), token, device=src.device), cache)
+        logits = engine.step(
+            torch.full((len(given) * width,), token, device=src.device), cache
+        )
     return cache, logits
 
 
@@ -226,7 +271,15 @@ def sentence_text(
         enough = math.inf
     penalty = options.sampling.repetition_penalty
     rules = rules_of(options, rules)
-    kind = BeamKind(size, options.alpha, (rules.end,), enough, options.num_best, rules, penalty=penalty)
+    kind = BeamKind(
+        size,
+        options.alpha,
+        (rules.end,),
+        enough,
+        options.num_best,
+        rules,
+        penalty=penalty,
+    )
     limit = limit_of_sentence(engine, ids, options, rules)
     if terms is not None and terms.num_tokens > limit:
         raise UsageError(
@@ -244,7 +297,9 @@ class Beams(DecodingBatch[BeamText]):
     rows_apart = thresholds.ROWS_APART
 
     def __init__(self, engine: Any, kind: BeamKind) -> None:
-        super().__init__(engine, kind, kind.size, joins=engine.joins and kind.closed is None)
+        super().__init__(
+            engine, kind, kind.size, joins=engine.joins and kind.closed is None
+        )
 
     def open(self, texts: Sequence[BeamText]) -> tuple[Any, Tensor]:
         given = [text.given for text in texts]
@@ -257,8 +312,12 @@ class Beams(DecodingBatch[BeamText]):
     def choose(self) -> list[BeamText]:
         k = self.kind.size
         texts = self.texts
-        of_model = self.logits.log_softmax(dim=-1)[:, : self.engine.num_choices].view(len(texts), k, -1)
-        log_probs = of_model if self.kind.penalty == 1 else self._penalised(self.kind.penalty)
+        of_model = self.logits.log_softmax(dim=-1)[:, : self.engine.num_choices].view(
+            len(texts), k, -1
+        )
+        log_probs = (
+            of_model if self.kind.penalty == 1 else self._penalised(self.kind.penalty)
+        )
         if self.kind.rules is not None:
             self._obey(log_probs, self.kind.rules)
         # Finished texts stay in the batch for a while: their rows continue themselves with token 0.
@@ -270,7 +329,10 @@ class Beams(DecodingBatch[BeamText]):
                 beam = [(one.ids, one.log_prob) for one in text.open]
                 best[place] = text.terms.best(log_probs[place], beam, self.kind.ends[0])
             if log_probs is not of_model:
-                best[place] = [(*one[:3], float(of_model[place, one[1], one[2]])) for one in best[place]]
+                best[place] = [
+                    (*one[:3], float(of_model[place, one[1], one[2]]))
+                    for one in best[place]
+                ]
         chosen = [
             stays if text is None or text.is_over else text.take(found)
             for text, found in zip(texts, best, strict=True)
@@ -296,7 +358,9 @@ class Beams(DecodingBatch[BeamText]):
         penalised = penalise_repeats(logits, seen, penalty)
         return penalised.log_softmax(dim=-1).view(len(self.texts), self.kind.size, -1)
 
-    def _obey(self, log_probs: Float[Tensor, "texts beam vocab"], rules: OutputRules) -> None:
+    def _obey(
+        self, log_probs: Float[Tensor, "texts beam vocab"], rules: OutputRules
+    ) -> None:
         """Set log-probabilities of forbidden next tokens to −inf."""
         end = rules.end if self.cache.columns is None else 0
         for place in self.open_places:
@@ -312,8 +376,12 @@ class Beams(DecodingBatch[BeamText]):
                 own[:, end] = -torch.inf
             if 0 < rules.no_repeat <= length:
                 for row, one in enumerate(text.open):
-                    repeating = {*_repeating([*rules.start, *one.ids], rules.no_repeat - 1)}
-                    own[row, [*repeating - (text.terms.tokens if text.terms else set())]] = -torch.inf
+                    repeating = {
+                        *_repeating([*rules.start, *one.ids], rules.no_repeat - 1)
+                    }
+                    own[
+                        row, [*repeating - (text.terms.tokens if text.terms else set())]
+                    ] = -torch.inf
             # At the limit, only the end token remains, even if it was forbidden above.
             if of_end is not None:
                 own.fill_(-torch.inf)
@@ -329,7 +397,10 @@ class Beams(DecodingBatch[BeamText]):
         groups = log_probs.shape[2] // GROUP
         # Enough candidates for a full open beam, even if every row also ends with every end token.
         count = k * (1 + len(self.kind.ends)) if k > 1 else 1
-        sums = [[one.log_prob for one in text.open] if text else [0.0] * k for text in self.texts]
+        sums = [
+            [one.log_prob for one in text.open] if text else [0.0] * k
+            for text in self.texts
+        ]
         precise = torch.float64 if self.kind.rules is None else torch.float32
         totals = torch.tensor(sums, dtype=precise, device=log_probs.device)
         # The `count` best candidates lie within the `count` groups with the largest maxima.
@@ -339,7 +410,9 @@ class Beams(DecodingBatch[BeamText]):
         rows = chosen // groups
         own = grouped.gather(1, chosen[:, :, None].expand(-1, -1, GROUP))
         within = own + totals.gather(1, rows)[:, :, None]
-        values, places = within.flatten(1).topk(min(count, within.shape[1] * GROUP), dim=1)
+        values, places = within.flatten(1).topk(
+            min(count, within.shape[1] * GROUP), dim=1
+        )
         require_finite_best(values[:, 0], self.engine, self.texts)
         group = chosen.gather(1, places // GROUP)
         tokens = group % groups * GROUP + places % GROUP
@@ -347,7 +420,8 @@ class Beams(DecodingBatch[BeamText]):
             tokens = self.cache.columns.gather(1, tokens)
         columns = values, group // groups, tokens, own.flatten(1).gather(1, places)
         return [
-            list(zip(*of_text, strict=True)) for of_text in zip(*(c.tolist() for c in columns), strict=True)
+            list(zip(*of_text, strict=True))
+            for of_text in zip(*(c.tolist() for c in columns), strict=True)
         ]
 
 
@@ -355,4 +429,6 @@ def _repeating(ids: Sequence[int], before: int) -> list[int]:
     """Return tokens that would repeat an n-gram of `before + 1` tokens."""
     last = ids[len(ids) - before :]
     places = range(len(ids) - before)
-    return [ids[place + before] for place in places if ids[place : place + before] == last]
+    return [
+        ids[place + before] for place in places if ids[place : place + before] == last
+    ]

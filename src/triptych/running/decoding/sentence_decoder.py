@@ -9,13 +9,24 @@ from triptych.core.models import EncoderDecoder
 from triptych.errors import UsageError
 from triptych.literals import Precision
 from triptych.running.batching import batches_of_like_length
-from triptych.running.decoding.decoder import Ends, EngineDecoder, Group, Hypotheses, never_ends
+from triptych.running.decoding.decoder import (
+    Ends,
+    EngineDecoder,
+    Group,
+    Hypotheses,
+    never_ends,
+)
 from triptych.running.decoding.engine import DecodingEngine, Engine
 from triptych.running.decoding.ensemble import EnsembleEngine
 from triptych.running.decoding.glossary import Sentence
 from triptych.running.decoding.linear_maps import unsupported_precision
 from triptych.running.decoding.plain_engine import PlainEngine, needs_plain
-from triptych.running.decoding.search import Hypothesis, best_first, rules_of, sentence_text
+from triptych.running.decoding.search import (
+    Hypothesis,
+    best_first,
+    rules_of,
+    sentence_text,
+)
 from triptych.running.decoding.sentence_sampling import sentence_samples
 from triptych.running.decoding.shortlisting import ShortlistEngine
 from triptych.running.decoding.token_loop import Asked, Loop
@@ -74,7 +85,9 @@ class SentenceDecoder(EngineDecoder[SearchOptions]):
         results: Hypotheses = [[] for _ in texts]
         for batch in self.batches(texts):
             asked = [self.begin(texts[i], options or self.options) for i in batch]
-            for i, hypotheses in zip(batch, Loop(engine).run_requests(asked), strict=True):
+            for i, hypotheses in zip(
+                batch, Loop(engine).run_requests(asked), strict=True
+            ):
                 results[i] = hypotheses
         return results
 
@@ -85,18 +98,24 @@ class SentenceDecoder(EngineDecoder[SearchOptions]):
         whole = [*ids, self._src_eos_id]
         if not options.sampling.is_greedy:
             samples = sentence_samples(self._last_engine, whole, options, self._rules)
-            return Asked(samples, lambda: best_first([sample.hypothesis for sample in samples]))
+            return Asked(
+                samples, lambda: best_first([sample.hypothesis for sample in samples])
+            )
         text = sentence_text(self._last_engine, whole, options, self._rules, terms)
         return Asked([text], lambda: text.best[: options.num_best])
 
-    def decode_groups(self, given: Iterable[Any], begin: Callable[[Any], Group]) -> Iterator[Group]:
+    def decode_groups(
+        self, given: Iterable[Any], begin: Callable[[Any], Group]
+    ) -> Iterator[Group]:
         if self.workers == 1:
             return super().decode_groups(given, begin)
         return self._decode_side_by_side(given, begin)
 
     def batches(self, sentences: Sequence[Sequence[int]]) -> Iterator[list[int]]:
         """Yield batches of similar lengths, as lists of sentence indices."""
-        return batches_of_like_length(sentences, self._batch_tokens, self.batch_sentences)
+        return batches_of_like_length(
+            sentences, self._batch_tokens, self.batch_sentences
+        )
 
     def start_workers(self) -> None:
         """Start the other workers and wait until they are ready, instead of starting them on demand."""
@@ -113,7 +132,10 @@ class SentenceDecoder(EngineDecoder[SearchOptions]):
     def _make_engine(self) -> DecodingEngine:
         if self._shortlist is not None and (reason := self._beyond_shortlists()):
             raise UsageError(f"{reason} runs without a shortlist: leave it out")
-        engines = [_engine(model, self.precision, self._rules, self._shortlist) for model in self.models]
+        engines = [
+            _engine(model, self.precision, self._rules, self._shortlist)
+            for model in self.models
+        ]
         return engines[0] if len(engines) == 1 else EnsembleEngine(engines)
 
     def _beyond_shortlists(self) -> str | None:
@@ -121,7 +143,10 @@ class SentenceDecoder(EngineDecoder[SearchOptions]):
         sampling = self.options.sampling
         needs = {
             "an ensemble": len(self.models) > 1,
-            "a model that repeats no phrase": rules_of(self.options, self._rules).no_repeat > 0,
+            "a model that repeats no phrase": rules_of(
+                self.options, self._rules
+            ).no_repeat
+            > 0,
             "a repetition penalty": sampling.repetition_penalty != 1,
             "sampling": not sampling.is_greedy,
         }
@@ -130,11 +155,20 @@ class SentenceDecoder(EngineDecoder[SearchOptions]):
     def _ready_pool(self) -> WorkerPool:
         self._forget_what_is_stale()
         if self._pool is None:
-            how = (self.models, self._src_eos_id, self._rules, self.options, self.precision, self._shortlist)
+            how = (
+                self.models,
+                self._src_eos_id,
+                self._rules,
+                self.options,
+                self.precision,
+                self._shortlist,
+            )
             self._pool = WorkerPool(make_searcher, how)
         return self._pool
 
-    def _decode_side_by_side(self, given: Iterable[Any], begin: Callable[[Any], Group]) -> Iterator[Group]:
+    def _decode_side_by_side(
+        self, given: Iterable[Any], begin: Callable[[Any], Group]
+    ) -> Iterator[Group]:
         pool = self._ready_pool()
         arriving = Ahead(given, depth=_GROUPS_READ_AHEAD)
         groups: deque[Group] = deque()
@@ -143,7 +177,9 @@ class SentenceDecoder(EngineDecoder[SearchOptions]):
             while True:
                 with torch_threads(1):
                     # Wait for a new group only if no group is in search.
-                    while len(groups) < _GROUPS_IN_HAND and (not groups or arriving.has_more):
+                    while len(groups) < _GROUPS_IN_HAND and (
+                        not groups or arriving.has_more
+                    ):
                         try:
                             one = next(arriving, None)
                         except Exception as error:  # noqa: BLE001 (raised when the groups before it are done)
@@ -153,12 +189,17 @@ class SentenceDecoder(EngineDecoder[SearchOptions]):
                             break
                         groups.append(begin(one))
                         for part in self.batches(groups[-1].texts):
-                            pool.submit((groups[-1], part), [groups[-1].texts[i] for i in part])
+                            pool.submit(
+                                (groups[-1], part), [groups[-1].texts[i] for i in part]
+                            )
                     if not groups:
                         if failure is not None:
                             raise failure
                         return
-                    if sum(group.missing for group in groups) >= thresholds.SENTENCES_WORTH_A_WORKER:
+                    if (
+                        sum(group.missing for group in groups)
+                        >= thresholds.SENTENCES_WORTH_A_WORKER
+                    ):
                         pool.start(self.workers - 1)
                     while groups[0].missing:
                         (group, part), results = pool.next()
@@ -185,17 +226,24 @@ def make_searcher(
 ) -> Searcher:
     """Make the search of a worker: one batch at a time, as it comes."""
     # The pool hands out batches: they are not divided again.
-    decoder = SentenceDecoder(models, src_eos_id, rules, options, precision, shortlist=shortlist)
+    decoder = SentenceDecoder(
+        models, src_eos_id, rules, options, precision, shortlist=shortlist
+    )
     engine = decoder.engine
 
     def search(sentences: Sequence[Sequence[int]]) -> Hypotheses:
-        return Loop(engine).run_requests([decoder.begin(ids, options) for ids in sentences])
+        return Loop(engine).run_requests(
+            [decoder.begin(ids, options) for ids in sentences]
+        )
 
     return search
 
 
 def _engine(
-    model: EncoderDecoder, precision: Precision, rules: OutputRules, shortlist: Shortlist | None
+    model: EncoderDecoder,
+    precision: Precision,
+    rules: OutputRules,
+    shortlist: Shortlist | None,
 ) -> DecodingEngine:
     what = "a model with changed values, or with attention that cannot be fused,"
     if not needs_plain(model):

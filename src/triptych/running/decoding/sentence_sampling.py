@@ -18,7 +18,12 @@ from triptych.running.decoding.search import (
     read_sources,
     rules_of,
 )
-from triptych.running.decoding.token_loop import DecodingBatch, Read, Text, require_finite_best
+from triptych.running.decoding.token_loop import (
+    DecodingBatch,
+    Read,
+    Text,
+    require_finite_best,
+)
 from triptych.running.decoding_options import SamplingOptions, SearchOptions
 from triptych.running.text.tokenizers import OutputRules
 from triptych.running.token_rules import TokenRules
@@ -39,7 +44,9 @@ class SentenceSample(Text):
 
     kind: DrawKind
 
-    def __init__(self, given: Sequence[int], kind: DrawKind, limit: int, seed: int, sample: int) -> None:
+    def __init__(
+        self, given: Sequence[int], kind: DrawKind, limit: int, seed: int, sample: int
+    ) -> None:
         """Start; `limit` is the maximum length of the output, `sample` its number among the sentence's."""
         self.given = given
         self.kind = kind
@@ -71,18 +78,28 @@ class SentenceSample(Text):
         """The finished translation."""
         log_prob = math.fsum(self._log_probs)
         score = log_prob / length_penalty(len(self._log_probs), self.kind.alpha)
-        return Hypothesis(tuple(self.ids), log_prob, score, tuple(self._log_probs), self._finish)
+        return Hypothesis(
+            tuple(self.ids), log_prob, score, tuple(self._log_probs), self._finish
+        )
 
 
 def sentence_samples(
-    engine: DecodingEngine, ids: Sequence[int], options: SearchOptions, rules: OutputRules
+    engine: DecodingEngine,
+    ids: Sequence[int],
+    options: SearchOptions,
+    rules: OutputRules,
 ) -> list[SentenceSample]:
     """Build the draws of a sentence, token ids with the end of sentence, for a `Loop`."""
     rules = rules_of(options, rules)
-    sampling = replace(options.sampling, rules=TokenRules(no_repeat_ngram_size=rules.no_repeat))
+    sampling = replace(
+        options.sampling, rules=TokenRules(no_repeat_ngram_size=rules.no_repeat)
+    )
     kind = DrawKind(sampling, rules, options.alpha)
     limit = limit_of_sentence(engine, ids, options, rules)
-    return [SentenceSample(ids, kind, limit, options.seed, sample) for sample in range(options.num_best)]
+    return [
+        SentenceSample(ids, kind, limit, options.seed, sample)
+        for sample in range(options.num_best)
+    ]
 
 
 @final
@@ -95,7 +112,9 @@ class SentenceSamples(DecodingBatch[SentenceSample]):
         super().__init__(engine, kind, 1, joins=engine.joins)
 
     def open(self, texts: Sequence[SentenceSample]) -> tuple[Any, Tensor]:
-        return read_sources(self.engine, [text.given for text in texts], 1, self.kind.rules.start)
+        return read_sources(
+            self.engine, [text.given for text in texts], 1, self.kind.rules.start
+        )
 
     def choose(self) -> list[SentenceSample]:
         places = self.open_places
@@ -110,11 +129,15 @@ class SentenceSamples(DecodingBatch[SentenceSample]):
         self.tokens = chosen.new_zeros(len(self.texts))
         self.tokens[places] = chosen
         own = log_probs.gather(1, chosen[:, None])[:, 0].tolist()
-        for text, token, log_prob, is_cut in zip(open_, chosen.tolist(), own, are_cut, strict=True):
+        for text, token, log_prob, is_cut in zip(
+            open_, chosen.tolist(), own, are_cut, strict=True
+        ):
             text.take(token, log_prob, is_cut=is_cut)
         return []
 
-    def _obey(self, logits: Float[Tensor, "texts vocab"], texts: Sequence[SentenceSample]) -> list[bool]:
+    def _obey(
+        self, logits: Float[Tensor, "texts vocab"], texts: Sequence[SentenceSample]
+    ) -> list[bool]:
         """Set logits of forbidden next tokens to −inf; return for each text whether the limit ends it."""
         rules = self.kind.rules
         are_cut = list[bool]()

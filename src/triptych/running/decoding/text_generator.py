@@ -35,7 +35,9 @@ class Continuation:
     text: str  # text of the continuation, up to a stop string
     ids: tuple[int, ...]  # tokens, including the tokens of a stop string
     pieces: tuple[str, ...]  # readable tokens
-    log_probs: tuple[float, ...]  # log-probabilities of the tokens and of a stop token; see `NewToken`
+    log_probs: tuple[
+        float, ...
+    ]  # log-probabilities of the tokens and of a stop token; see `NewToken`
     finish: Finish  # reason for the end; see `NewToken`
     tops: tuple[Top, ...]  # if requested, most probable tokens at each position
     score: float  # sum of `log_probs`, divided by the length penalty in beam search
@@ -50,7 +52,9 @@ class Continuation:
 class TextStream:
     """Incremental text of a continuation, with detection of stop strings."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()
+    ) -> None:
         self.text = ""
         self.is_over = False
         self._stops = stops
@@ -81,15 +85,24 @@ class TextStream:
         if found:
             self.is_over, pending = True, pending[: min(found)]
         elif self._stops:
-            longest = max((_beginning(pending, stop) for stop in self._stops), default=0)
-            pending, self._held = pending[: len(pending) - longest], pending[len(pending) - longest :]
+            longest = max(
+                (_beginning(pending, stop) for stop in self._stops), default=0
+            )
+            pending, self._held = (
+                pending[: len(pending) - longest],
+                pending[len(pending) - longest :],
+            )
         self.text += pending
         return pending
 
 
 def _beginning(text: str, stop: str) -> int:
     """Return the length of the longest suffix of `text` among the proper prefixes of `stop`."""
-    return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
+    return next(
+        n
+        for n in range(min(len(text), len(stop) - 1), -1, -1)
+        if text.endswith(stop[:n])
+    )
 
 
 @final
@@ -116,17 +129,27 @@ class TextGenerator:
         # End tokens of the checkpoint replace the tokenizer's.
         usual = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
         self.end_ids = tuple(dict.fromkeys(end_ids)) or usual
-        self.decoder = decoder or PromptDecoder(model, tokenizer.vocab_size, precision, batch_rows=batch_rows)
+        self.decoder = decoder or PromptDecoder(
+            model, tokenizer.vocab_size, precision, batch_rows=batch_rows
+        )
 
     def encode(
-        self, prompt: Text, *, chat: bool = False, special_tokens: SpecialTokens = "tokens"
+        self,
+        prompt: Text,
+        *,
+        chat: bool = False,
+        special_tokens: SpecialTokens = "tokens",
     ) -> list[int]:
         """Encode a prompt; an empty prompt becomes the start token."""
         (ids,) = self.encode_prompts([prompt], chat=chat, special_tokens=special_tokens)
         return ids
 
     def encode_prompts(
-        self, prompts: Sequence[Text], *, chat: bool = False, special_tokens: SpecialTokens = "tokens"
+        self,
+        prompts: Sequence[Text],
+        *,
+        chat: bool = False,
+        special_tokens: SpecialTokens = "tokens",
     ) -> list[list[int]]:
         """Encode prompts; see `encode`."""
         if chat:
@@ -148,7 +171,9 @@ class TextGenerator:
 
     def _chat_ids(self, prompt: Text, special_tokens: SpecialTokens) -> list[int]:
         if not isinstance(prompt, str):
-            raise UsageError("chat puts a text into a template: give a string, or leave out chat")
+            raise UsageError(
+                "chat puts a text into a template: give a string, or leave out chat"
+            )
         message = {"role": "user", "content": prompt}
         return self.tokenizer.chat_ids([message], special_tokens=special_tokens)
 
@@ -181,7 +206,9 @@ class TextGenerator:
         streams, ends = self._streams(texts, options, tell)
         found = self.decoder.decode(texts, options, ends)
         return [
-            self._continuations(of_prompt, streams[i * count : (i + 1) * count], options)
+            self._continuations(
+                of_prompt, streams[i * count : (i + 1) * count], options
+            )
             for i, of_prompt in enumerate(found)
         ]
 
@@ -199,7 +226,9 @@ class TextGenerator:
         options = self._with_ends(options)
         streams, ends = self._streams([ids], options, tell)
         asked = self.decoder.begin(ids, options, ends)
-        return Asked(asked.texts, lambda: self._continuations(asked.result(), streams, options))
+        return Asked(
+            asked.texts, lambda: self._continuations(asked.result(), streams, options)
+        )
 
     def stream(
         self,
@@ -215,7 +244,9 @@ class TextGenerator:
         ids = self.encode(prompt, chat=chat, special_tokens=special_tokens)
         options = self._with_ends(options)
         new = deque[str]()
-        (text,), ends = self._streams([ids], options, lambda row, text: new.append(text))
+        (text,), ends = self._streams(
+            [ids], options, lambda row, text: new.append(text)
+        )
         # A step fills `new` through the callback above.
         for _ in self.decoder.stream(ids, options, ends):
             while new:
@@ -227,11 +258,20 @@ class TextGenerator:
     def _with_ends(self, options: GenerationOptions) -> GenerationOptions:
         sampling = options.sampling
         if sampling.rules.min_new_tokens or sampling.rules.min_length:
-            sampling = replace(sampling, rules=replace(sampling.rules, ends=self.end_ids))
-        return replace(options, sampling=sampling, stop_ids=tuple({*options.stop_ids, *self.end_ids}))
+            sampling = replace(
+                sampling, rules=replace(sampling.rules, ends=self.end_ids)
+            )
+        return replace(
+            options,
+            sampling=sampling,
+            stop_ids=tuple({*options.stop_ids, *self.end_ids}),
+        )
 
     def _streams(
-        self, texts: Sequence[Sequence[int]], options: GenerationOptions, tell: Callable[[int, str], None]
+        self,
+        texts: Sequence[Sequence[int]],
+        options: GenerationOptions,
+        tell: Callable[[int, str], None],
     ) -> tuple[list[TextStream], Ends]:
         """Return the text stream of each sample, and a callback to append a token and detect the end."""
         streams = list[TextStream]()
@@ -246,7 +286,10 @@ class TextGenerator:
         return streams, ends
 
     def _continuations(
-        self, found: Sequence[Hypothesis], streams: Sequence[TextStream], options: GenerationOptions
+        self,
+        found: Sequence[Hypothesis],
+        streams: Sequence[TextStream],
+        options: GenerationOptions,
     ) -> list[Continuation]:
         continuations = []
         for one, text in zip(found, streams, strict=False):
@@ -271,7 +314,10 @@ class TextGenerator:
 
 
 def continue_changed(
-    ids: Sequence[list[int]], by: TextGenerator, options: GenerationOptions, changes: Sequence[Change]
+    ids: Sequence[list[int]],
+    by: TextGenerator,
+    options: GenerationOptions,
+    changes: Sequence[Change],
 ) -> list[list[Continuation]]:
     """Continue texts; if activations are edited by position, only texts of equal length share a batch."""
     if not any(isinstance(change, ValueChange) for change in changes):
@@ -279,7 +325,13 @@ def continue_changed(
     found: dict[int, list[Continuation]] = {}
     for length in sorted({len(own) for own in ids}):
         places = [place for place, own in enumerate(ids) if len(own) == length]
-        found |= dict(zip(places, by.continue_tokens([ids[i] for i in places], options), strict=True))
+        found |= dict(
+            zip(
+                places,
+                by.continue_tokens([ids[i] for i in places], options),
+                strict=True,
+            )
+        )
     return [found[place] for place in range(len(ids))]
 
 
@@ -288,5 +340,7 @@ def _cut_at_stop(found: Hypothesis, text: TextStream) -> Hypothesis:
     for count, token in enumerate(found.ids, start=1):
         text.push(token)
         if text.is_over:
-            return found._replace(ids=found.ids[:count], log_probs=found.log_probs[:count])
+            return found._replace(
+                ids=found.ids[:count], log_probs=found.log_probs[:count]
+            )
     return found

@@ -40,7 +40,9 @@ class Text(ABC):
         """Return an empty batch for texts of this kind."""
 
 
-def require_finite_best(best: Float[Tensor, " texts"], engine: Any, texts: Sequence[Text | None]) -> None:
+def require_finite_best(
+    best: Float[Tensor, " texts"], engine: Any, texts: Sequence[Text | None]
+) -> None:
     """Check that the best scores are finite: a search over NaN would never end."""
     broken = best.isnan() | (best == torch.inf)
     if bool(broken.any()):
@@ -94,7 +96,11 @@ class DecodingBatch(ABC, Generic[TextT]):
     @property
     def open_places(self) -> list[int]:
         """Indices of unfinished texts."""
-        return [place for place, text in enumerate(self.texts) if text is not None and not text.is_over]
+        return [
+            place
+            for place, text in enumerate(self.texts)
+            if text is not None and not text.is_over
+        ]
 
     def step(self, new: Sequence[TextT]) -> list[TextT]:
         """Admit new texts and extend every text by a token; return the texts to read again."""
@@ -139,10 +145,18 @@ class Loop:
     The output of a text does not depend on the other texts.
     """
 
-    def __init__(self, engine: Any, *, most_rows: int | None = None, most_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        *,
+        most_rows: int | None = None,
+        most_tokens: int | None = None,
+    ) -> None:
         """Limit batches to `most_rows` rows and `most_tokens` padded tokens in total."""
         self.waiting: deque[Text] = deque()
-        self.batches: list[DecodingBatch[Any]] = []  # new texts join the last batch of their kind
+        self.batches: list[
+            DecodingBatch[Any]
+        ] = []  # new texts join the last batch of their kind
         self.engine = engine
         self._most_rows = most_rows
         self._most_tokens = most_tokens
@@ -152,7 +166,9 @@ class Loop:
         """Unfinished texts in batches."""
         found = list[Text]()
         for batch in self.batches:
-            found += [text for text in batch.texts if text is not None and not text.is_over]
+            found += [
+                text for text in batch.texts if text is not None and not text.is_over
+            ]
         return found
 
     def run(self, texts: Sequence[Text]) -> None:
@@ -179,18 +195,25 @@ class Loop:
         joined = {batch.kind: batch for batch in self.batches}
         entering = self._entering(joined)
         for kind, new in entering.items():
-            if kind not in joined or len(new) * joined[kind].width >= joined[kind].rows_apart:
+            if (
+                kind not in joined
+                or len(new) * joined[kind].width >= joined[kind].rows_apart
+            ):
                 joined[kind] = new[0].batch(self.engine)
                 self.batches.append(joined[kind])
         # Texts to read again go to the front of the queue in the same order.
         again = list[Text]()
         for batch in self.batches:
-            again += batch.step(entering.get(batch.kind, []) if batch is joined[batch.kind] else [])
+            again += batch.step(
+                entering.get(batch.kind, []) if batch is joined[batch.kind] else []
+            )
         self.batches = [batch for batch in self.batches if batch.open_places]
         self.waiting.extendleft(reversed(again))
         return bool(self.waiting or self.batches)
 
-    def _entering(self, joined: Mapping[Hashable, DecodingBatch[Any]]) -> dict[Hashable, list[Text]]:
+    def _entering(
+        self, joined: Mapping[Hashable, DecodingBatch[Any]]
+    ) -> dict[Hashable, list[Text]]:
         """Remove from the queue the texts that fit, and return them by kind.
 
         Joining is expensive, since the cache is copied. Texts wait until many can join, or all.
@@ -210,7 +233,10 @@ class Loop:
                 count = count + 1
                 longest = max(longest, text.size)
                 is_full = self._most_rows is not None and rows > self._most_rows
-                if self._most_tokens is not None and (longest + 1) * count > self._most_tokens:
+                if (
+                    self._most_tokens is not None
+                    and (longest + 1) * count > self._most_tokens
+                ):
                     is_full = True
                 # A single text is admitted even if it exceeds the limits.
                 if count == 1 or not is_full:

@@ -153,8 +153,13 @@ class Translator:
     @property
     def max_source_tokens(self) -> int:
         """Maximum length of a sentence translated whole, in tokens without the end of sentence."""
-        limits = self.options.max_source_tokens, *(model.max_source_tokens for model in self.models)
-        return min((limit for limit in limits if limit is not None), default=LONGEST_LINE)
+        limits = (
+            self.options.max_source_tokens,
+            *(model.max_source_tokens for model in self.models),
+        )
+        return min(
+            (limit for limit in limits if limit is not None), default=LONGEST_LINE
+        )
 
     @overload
     def translate(self, lines: str) -> Translation: ...  # type: ignore[overload-overlap]
@@ -172,9 +177,14 @@ class Translator:
         found = list(self.translate_stream([as_lines(lines)]))
         return found[0] if isinstance(lines, str) else found
 
-    def translate_stream(self, batches: Iterable[str | Sequence[str]]) -> Iterator[Translation]:
+    def translate_stream(
+        self, batches: Iterable[str | Sequence[str]]
+    ) -> Iterator[Translation]:
         """Translate batches of lines and yield translations in order, without waiting for later batches."""
-        several = (as_lines(batch) for batch in ([batches] if isinstance(batches, str) else batches))
+        several = (
+            as_lines(batch)
+            for batch in ([batches] if isinstance(batches, str) else batches)
+        )
         for group in self.decoder.decode_groups(several, self._group):
             yield from self._finished(group)
 
@@ -187,14 +197,21 @@ class Translator:
         cut = self._cut(line)
         pieces = [self.decoder.begin(ids, options) for ids in cut.encoded]
         texts = chain.from_iterable(piece.texts for piece in pieces)
-        return Asked([*texts], lambda: self._assemble(cut, iter([piece.result() for piece in pieces])))
+        return Asked(
+            [*texts],
+            lambda: self._assemble(cut, iter([piece.result() for piece in pieces])),
+        )
 
     def with_glossary(self, terms: Mapping[str, str]) -> "Translator":
         """Return a copy of the translator with a glossary of source terms and required translations."""
         if self.engine != "triptych" or self.shortlist is not None:
-            raise UsageError("a glossary goes with --engine triptych, and without a shortlist")
+            raise UsageError(
+                "a glossary goes with --engine triptych, and without a shortlist"
+            )
         if not self.options.sampling.is_greedy:
-            raise UsageError("a glossary is searched with a beam: leave out the temperature")
+            raise UsageError(
+                "a glossary is searched with a beam: leave out the temperature"
+            )
         own = copy(self)
         own._glossary = Glossary(terms, self.tokenizers.target)
         return own
@@ -235,22 +252,32 @@ class Translator:
         if code and not sentences.texts:
             sentences = Spaced(("",), ("", ""))
         encoded = list[list[int]]()
-        pieces = tuple(self._encode_pieces(sentence, code, encoded) for sentence in sentences.texts)
+        pieces = tuple(
+            self._encode_pieces(sentence, code, encoded) for sentence in sentences.texts
+        )
         return _Cut(line, sentences, pieces, encoded)
 
-    def _encode_pieces(self, sentence: str, code: str, encoded: list[list[int]]) -> Spaced:
+    def _encode_pieces(
+        self, sentence: str, code: str, encoded: list[list[int]]
+    ) -> Spaced:
         """Cut a sentence into pieces that the model takes, and add their token ids to `encoded`."""
-        encode = partial(self.tokenizers.source.sentence_ids, special_tokens=self._special_tokens)
+        encode = partial(
+            self.tokenizers.source.sentence_ids, special_tokens=self._special_tokens
+        )
         limit = self.max_source_tokens
         glossary = self._glossary
         ids = encode(code + sentence)
         pieces = Spaced((sentence,), ("", ""))
         found = [ids]
         if len(ids) > limit:
-            pieces = Spaced.of(cut_to_fit(sentence, lambda text: len(encode(code + text)) <= limit))
+            pieces = Spaced.of(
+                cut_to_fit(sentence, lambda text: len(encode(code + text)) <= limit)
+            )
             found = [encode(code + text) for text in pieces.texts]
         for text, own in zip(pieces.texts, found, strict=True):
-            encoded.append(own if glossary is None else glossary.sentence(code + text, own))
+            encoded.append(
+                own if glossary is None else glossary.sentence(code + text, own)
+            )
         return pieces
 
     def search_tokens(self, sentences: Sequence[list[int]]) -> list[list[Hypothesis]]:
@@ -270,8 +297,12 @@ class Translator:
             tuple(parts) if several else (),
         )
 
-    def _sentence(self, text: str, pieces: Spaced, found: Sequence[list[Hypothesis]]) -> Translation:
-        candidates = _join(pieces, [[*map(self._candidate, hypotheses)] for hypotheses in found])
+    def _sentence(
+        self, text: str, pieces: Spaced, found: Sequence[list[Hypothesis]]
+    ) -> Translation:
+        candidates = _join(
+            pieces, [[*map(self._candidate, hypotheses)] for hypotheses in found]
+        )
         return Translation(text, candidates, len(found))
 
     def _candidate(self, hypothesis: Hypothesis) -> Candidate:
@@ -286,10 +317,14 @@ class Translator:
         )
 
 
-def _join(spaced: Spaced, found: Sequence[Sequence[Candidate]]) -> tuple[Candidate, ...]:
+def _join(
+    spaced: Spaced, found: Sequence[Sequence[Candidate]]
+) -> tuple[Candidate, ...]:
     """Join the n-th best translations of all parts to the n-th best of the whole, with its white space."""
     ranks = range(min(map(len, found), default=1))
-    return tuple(_joined(spaced, [candidates[rank] for candidates in found]) for rank in ranks)
+    return tuple(
+        _joined(spaced, [candidates[rank] for candidates in found]) for rank in ranks
+    )
 
 
 def _joined(spaced: Spaced, candidates: Sequence[Candidate]) -> Candidate:
@@ -298,5 +333,7 @@ def _joined(spaced: Spaced, candidates: Sequence[Candidate]) -> Candidate:
         pieces=tuple(chain.from_iterable(candidate.pieces for candidate in candidates)),
         score=sum((candidate.score for candidate in candidates), start=0.0),
         log_prob=sum((candidate.log_prob for candidate in candidates), start=0.0),
-        finish="length" if any(candidate.finish == "length" for candidate in candidates) else "stop",
+        finish="length"
+        if any(candidate.finish == "length" for candidate in candidates)
+        else "stop",
     )

@@ -44,7 +44,9 @@ class Helper:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         given = theirs, work, user_code.executed_paths()
-        self.process: BaseProcess = context.Process(target=_run_helper, args=given, daemon=True)
+        self.process: BaseProcess = context.Process(
+            target=_run_helper, args=given, daemon=True
+        )
         # Ctrl-C signals every process of a terminal, but only this process shall handle it: the new process
         # inherits the blocked signal. Python's resource tracker would otherwise start with the first process
         # and unblock the signal.
@@ -56,7 +58,9 @@ class Helper:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         # The process takes seconds until it reads, so a thread sends the arguments.
-        self._sender = threading.Thread(target=_send, args=(self.connection, arguments), daemon=True)
+        self._sender = threading.Thread(
+            target=_send, args=(self.connection, arguments), daemon=True
+        )
         self._sender.start()
 
     def close(self) -> None:
@@ -82,7 +86,9 @@ class WorkerPool:
     Helpers start with `spawn`, so a script must guard its main part with `if __name__ == "__main__"`.
     """
 
-    def __init__(self, make_searcher: Callable[..., Searcher], arguments: tuple[Any, ...]) -> None:
+    def __init__(
+        self, make_searcher: Callable[..., Searcher], arguments: tuple[Any, ...]
+    ) -> None:
         self._make_searcher = make_searcher
         self._arguments = arguments
         self._workers: list[_Worker] = []
@@ -107,7 +113,11 @@ class WorkerPool:
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting or self._found or any(worker.in_hand for worker in self._workers))
+        return bool(
+            self._waiting
+            or self._found
+            or any(worker.in_hand for worker in self._workers)
+        )
 
     def next(self) -> tuple[Any, Hypotheses]:
         """Return the key and results of a submitted batch; waiting batches are searched here, too."""
@@ -136,7 +146,11 @@ class WorkerPool:
         for round_ in range(_IN_HAND):
             for worker in self._workers:
                 # The last waiting batch is left to this process, which would otherwise be idle.
-                if worker.ready and len(worker.in_hand) == round_ and len(self._waiting) > round_:
+                if (
+                    worker.ready
+                    and len(worker.in_hand) == round_
+                    and len(self._waiting) > round_
+                ):
                     task = self._waiting.popleft()
                     worker.in_hand.append(task)
                     with contextlib.suppress(OSError):  # `_listen` detects dead workers
@@ -166,7 +180,9 @@ def _send(connection: Connection, arguments: bytes) -> None:
         connection.send_bytes(arguments)
 
 
-def _run_helper(connection: Connection, work: Callable[..., None], code: Sequence[Path]) -> None:
+def _run_helper(
+    connection: Connection, work: Callable[..., None], code: Sequence[Path]
+) -> None:
     """Run `work` in a helper until the connection is closed."""
     torch.set_num_threads(1)
     with contextlib.suppress(EOFError, OSError):
@@ -180,7 +196,11 @@ def _run_helper(connection: Connection, work: Callable[..., None], code: Sequenc
             connection.send(error)
 
 
-def _search(connection: Connection, make_searcher: Callable[..., Searcher], arguments: Sequence[Any]) -> None:
+def _search(
+    connection: Connection,
+    make_searcher: Callable[..., Searcher],
+    arguments: Sequence[Any],
+) -> None:
     searcher = make_searcher(*arguments)
     connection.send(None)
     while True:

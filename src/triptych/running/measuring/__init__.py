@@ -17,7 +17,9 @@ from triptych.running.measuring.windows import UnitSums as UnitSums
 from triptych.running.measuring.windows import Windows as Windows
 from triptych.running.measuring.windows import cut_windows as cut_windows
 from triptych.running.measuring.windows import read_windows as read_windows
-from triptych.running.measuring.worth import MOST_TOKENS_OF_WORTH as MOST_TOKENS_OF_WORTH
+from triptych.running.measuring.worth import (
+    MOST_TOKENS_OF_WORTH as MOST_TOKENS_OF_WORTH,
+)
 from triptych.running.measuring.worth import Worth as Worth
 from triptych.running.measuring.worth import batches_of as batches_of
 from triptych.running.measuring.worth import measure_worth as measure_worth

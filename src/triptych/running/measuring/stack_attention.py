@@ -54,11 +54,14 @@ class LayerAttention:
         for block in self.queries_and_keys().blocks(heads):
             yield WeightBlock(block.rows, block.weights[0])
 
-    def maps(self, k: int | None = None, heads: Sequence[int] | None = None) -> tuple[HeadWeights, ...]:
+    def maps(
+        self, k: int | None = None, heads: Sequence[int] | None = None
+    ) -> tuple[HeadWeights, ...]:
         """Return the weights of every head for pages and files: all weights, or the `k` largest per query."""
         if k is None:
             return tuple(
-                HeadWeights.whole(weights.float().cpu().numpy()) for weights in self.weights(heads=heads)
+                HeadWeights.whole(weights.float().cpu().numpy())
+                for weights in self.weights(heads=heads)
             )
         compared = self.queries_and_keys()
         num_heads = self.num_heads if heads is None else len(heads)
@@ -110,7 +113,9 @@ class StackAttention:
     def layer(self, number: int) -> LayerAttention:
         """Return the attention of a layer, to compute its weights in parts."""
         if not -len(self.layers) <= number < len(self.layers):
-            raise UsageError(f"there is no {self.kind} layer {number}: they are 0 to {len(self.layers) - 1}")
+            raise UsageError(
+                f"there is no {self.kind} layer {number}: they are 0 to {len(self.layers) - 1}"
+            )
         return self.layers[number]
 
 
@@ -139,13 +144,17 @@ def read_stacks(
             for kind, (queries, keys) in reader.tokens(texts[place]).items():
                 calls = [call for call in recording.calls if call.kind == kind]
                 own = (call.of_row(row, len(queries), len(keys)) for call in calls)
-                layers = tuple(LayerAttention(number, call) for number, call in enumerate(own))
+                layers = tuple(
+                    LayerAttention(number, call) for number, call in enumerate(own)
+                )
                 stacks.append(StackAttention(kind, queries, keys, layers))
             found[place] = tuple(stacks)
     return [found[place] for place in range(len(texts))]
 
 
-def stack_ids(text: TextIds, kind: AttentionKind) -> tuple[Int[Tensor, " queries"], Int[Tensor, " keys"]]:
+def stack_ids(
+    text: TextIds, kind: AttentionKind
+) -> tuple[Int[Tensor, " queries"], Int[Tensor, " keys"]]:
     """Return the token ids of the queries and the keys of a stack.
 
     The input of an encoder-decoder's decoder is its output shifted by one position; its start token is -1.

@@ -42,7 +42,9 @@ class HeadWeights:
     def whole(cls, weights: NDArray[np.float32]) -> "HeadWeights":
         """Build a map with all weights, `[queries, keys]`."""
         if weights.ndim != 2:
-            raise ValueError(f"weights have shape {list(weights.shape)}: give [queries, keys]")
+            raise ValueError(
+                f"weights have shape {list(weights.shape)}: give [queries, keys]"
+            )
         return cls(int(weights.shape[1]), weights)
 
     def __post_init__(self) -> None:
@@ -70,7 +72,11 @@ class HeadWeights:
             return self
         dropped = self.weights[:, k:].sum(axis=1, dtype=np.float32)
         return HeadWeights(
-            self.num_keys, self.weights[:, :k], self.keys[:, :k], self.left_out + dropped, self.small
+            self.num_keys,
+            self.weights[:, :k],
+            self.keys[:, :k],
+            self.left_out + dropped,
+            self.small,
         )
 
     def _kept(self, k: int) -> "HeadWeights":
@@ -90,8 +96,14 @@ class RowKeeper:
         self._keys = np.zeros((num_heads, num_queries, k), np.int32)
         self._weights = np.zeros((num_heads, num_queries, k), np.float32)
         self._left_out = np.zeros((num_heads, num_queries), np.float32)
-        self._row_width, self._column_width = bin_width(num_queries), bin_width(num_keys)
-        num_bins = -(-num_queries // self._row_width), -(-num_keys // self._column_width)
+        self._row_width, self._column_width = (
+            bin_width(num_queries),
+            bin_width(num_keys),
+        )
+        num_bins = (
+            -(-num_queries // self._row_width),
+            -(-num_keys // self._column_width),
+        )
         self._small = torch.zeros(num_heads, *num_bins)
         self._counts = torch.zeros(num_bins[0])
         self._at = 0
@@ -103,7 +115,9 @@ class RowKeeper:
         values, indices = weights.topk(self._keys.shape[2])
         self._keys[:, rows] = indices.cpu().numpy()
         self._weights[:, rows] = values.cpu().numpy()
-        self._left_out[:, rows] = (weights.sum(-1) - values.sum(-1)).clamp(min=0).cpu().numpy()
+        self._left_out[:, rows] = (
+            (weights.sum(-1) - values.sum(-1)).clamp(min=0).cpu().numpy()
+        )
         padded = F.pad(weights, (0, -self._num_keys % self._column_width))
         pooled = padded.view(*padded.shape[:2], -1, self._column_width).sum(-1).cpu()
         bins = torch.arange(rows.start, rows.stop) // self._row_width

@@ -61,7 +61,12 @@ class Windows:
         """The unit number of every window; units are numbered from 0 without gaps."""
         if self.num_documents == 1:
             return tuple(range(len(self.windows)))
-        numbers = {document: i for i, document in enumerate(dict.fromkeys(w.document for w in self.windows))}
+        numbers = {
+            document: i
+            for i, document in enumerate(
+                dict.fromkeys(w.document for w in self.windows)
+            )
+        }
         return tuple(numbers[window.document] for window in self.windows)
 
     @property
@@ -76,7 +81,9 @@ class Windows:
     def within(self, most_tokens: int) -> "Windows":
         """Return the first windows with about `most_tokens` tokens, but at least one window."""
         windows = tuple(_first_windows(most_tokens, self.windows))
-        return Windows(windows, self.context, len({window.document for window in windows}))
+        return Windows(
+            windows, self.context, len({window.document for window in windows})
+        )
 
 
 def cut_windows(
@@ -99,17 +106,26 @@ def cut_windows(
             raise UsageError(f"{reader.name} does not translate: leave out the target")
         context = _context(reader.model, context)
         windows = tuple(
-            _first_windows(most_tokens, _language_windows(reader, documents, context, special_tokens))
+            _first_windows(
+                most_tokens,
+                _language_windows(reader, documents, context, special_tokens),
+            )
         )
     else:
         if context is not None:
             raise UsageError(f"{reader.name} reads whole lines: leave out the context")
         windows = tuple(
-            _first_windows(most_tokens, _pair_windows(reader, documents, targets, special_tokens))
+            _first_windows(
+                most_tokens, _pair_windows(reader, documents, targets, special_tokens)
+            )
         )
-        context = max((max(len(w.text.ids), len(w.text.source or ())) for w in windows), default=0)
+        context = max(
+            (max(len(w.text.ids), len(w.text.source or ())) for w in windows), default=0
+        )
     if not windows:
-        raise UsageError("the text has no window of two tokens: there is nothing to measure")
+        raise UsageError(
+            "the text has no window of two tokens: there is nothing to measure"
+        )
     return Windows(windows, context, len({window.document for window in windows}))
 
 
@@ -118,13 +134,20 @@ def _context(model: LanguageModel, context: int | None) -> int:
     if context is None:
         return min(model.context or CONTEXT, CONTEXT)
     if context < 2 or (limit is not None and context > limit):
-        bounds = "at least 2" if limit is None else f"between 2 and the model's {limit:,} positions"
+        bounds = (
+            "at least 2"
+            if limit is None
+            else f"between 2 and the model's {limit:,} positions"
+        )
         raise UsageError(f"the context is {context:,} tokens: give {bounds}")
     return context
 
 
 def _language_windows(
-    reader: Reader, documents: Sequence[str], context: int, special_tokens: SpecialTokens
+    reader: Reader,
+    documents: Sequence[str],
+    context: int,
+    special_tokens: SpecialTokens,
 ) -> Iterator[DocumentWindow]:
     causal = reader.language_model.causal
     frame = Frame((), ()) if causal else Frame.of(reader.tokenizer)
@@ -160,16 +183,24 @@ def _pair_windows(
             f"there are {len(documents):,} texts and {len(targets):,} targets: give one for each"
         )
     # Leave out pairs with an empty text. If `targets` is None, `encode` translates the texts.
-    kept = [i for i, text in enumerate(documents) if text.strip() and (targets is None or targets[i].strip())]
+    kept = [
+        i
+        for i, text in enumerate(documents)
+        if text.strip() and (targets is None or targets[i].strip())
+    ]
     for start in range(0, len(kept), _PAIRS_AT_A_TIME):
         part = kept[start : start + _PAIRS_AT_A_TIME]
         texts = [documents[i] for i in part]
         of_texts = None if targets is None else [targets[i] for i in part]
         found = reader.encode(texts, of_texts, special_tokens=special_tokens)
-        yield from (DocumentWindow(i, text) for i, text in zip(part, found, strict=True))
+        yield from (
+            DocumentWindow(i, text) for i, text in zip(part, found, strict=True)
+        )
 
 
-def _first_windows(most_tokens: int, windows: Iterable[DocumentWindow]) -> Iterator[DocumentWindow]:
+def _first_windows(
+    most_tokens: int, windows: Iterable[DocumentWindow]
+) -> Iterator[DocumentWindow]:
     """Yield windows until `most_tokens` is reached, but at least one window."""
     left = most_tokens
     for window in windows:
@@ -195,7 +226,10 @@ def read_windows(
             continue
         texts = [windows.windows[i].text for i in together]
         found = read_stacks(reader, texts, windows.context)
-        yield from ((unit_of[i], text, own) for i, text, own in zip(together, texts, found, strict=True))
+        yield from (
+            (unit_of[i], text, own)
+            for i, text, own in zip(together, texts, found, strict=True)
+        )
         done += len(together)
         progress(done, len(windows.windows))
         together = []
@@ -207,11 +241,15 @@ def read_windows(
 class HeadFigures:
     """A figure of every head of a layer."""
 
-    value: Float[Tensor, " heads"]  # mean over the text; NaN if it is undefined for every query
+    value: Float[
+        Tensor, " heads"
+    ]  # mean over the text; NaN if it is undefined for every query
     # lower and upper end of the 95 % interval; None without an interval
     low: Float[Tensor, " heads"] | None = None
     high: Float[Tensor, " heads"] | None = None
-    even: float | None = None  # value of uniform attention over the visible keys; None if not applicable
+    even: float | None = (
+        None  # value of uniform attention over the visible keys; None if not applicable
+    )
     count: int = 0  # number of queries (or tokens) in the mean
 
 
@@ -224,7 +262,9 @@ class UnitSums:
 
     def __init__(self, num_units: int) -> None:
         self._num_units = num_units
-        self._found: dict[Place, dict[tuple[str, ...], tuple[Tensor, Tensor, Tensor | None]]] = {}
+        self._found: dict[
+            Place, dict[tuple[str, ...], tuple[Tensor, Tensor, Tensor | None]]
+        ] = {}
 
     def add(
         self,
@@ -240,7 +280,11 @@ class UnitSums:
         held = self._found.setdefault(place, {})
         if names not in held:
             empty = torch.zeros(self._num_units, *sums.shape, dtype=torch.float64)
-            held[names] = empty, empty.clone(), None if even is None else empty[:, :, 0].clone()
+            held[names] = (
+                empty,
+                empty.clone(),
+                None if even is None else empty[:, :, 0].clone(),
+            )
         for whole, part in zip(held[names], (sums, counts, even), strict=True):
             if whole is not None and part is not None:
                 whole[unit] += part.double().cpu()
@@ -252,10 +296,19 @@ class UnitSums:
             own = found.setdefault(place, {})
             for names, (sums, counts, even) in groups.items():
                 total = counts.sum(dim=0)
-                divisor = total.where(total > 0, torch.nan)  # NaN for figures without queries
-                value, (low, high) = sums.sum(dim=0) / divisor, ratio_intervals(sums, counts)
-                evenly = None if even is None else (even.sum(dim=0) / divisor[:, 0]).tolist()
+                divisor = total.where(
+                    total > 0, torch.nan
+                )  # NaN for figures without queries
+                value, (low, high) = (
+                    sums.sum(dim=0) / divisor,
+                    ratio_intervals(sums, counts),
+                )
+                evenly = (
+                    None if even is None else (even.sum(dim=0) / divisor[:, 0]).tolist()
+                )
                 for i, name in enumerate(names):
                     level = None if evenly is None else evenly[i]
-                    own[name] = HeadFigures(value[i], low[i], high[i], level, int(total[i, 0]))
+                    own[name] = HeadFigures(
+                        value[i], low[i], high[i], level, int(total[i, 0])
+                    )
         return found

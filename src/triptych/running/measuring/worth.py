@@ -30,8 +30,18 @@ from triptych.core.models import (
 )
 from triptych.errors import UsageError
 from triptych.literals import Instead
-from triptych.running.batching import EvaluationMode, batches_of_like_length, padded_alike
-from triptych.running.measuring.windows import DocumentWindow, HeadFigures, Place, Told, Windows
+from triptych.running.batching import (
+    EvaluationMode,
+    batches_of_like_length,
+    padded_alike,
+)
+from triptych.running.measuring.windows import (
+    DocumentWindow,
+    HeadFigures,
+    Place,
+    Told,
+    Windows,
+)
 from triptych.running.opening.layer_calls import (
     LayerCall,
     TextIds,
@@ -88,10 +98,14 @@ class Worth:
         found = {}
         for place, heads in own.items():
             numbers = torch.tensor(
-                [[one.change, one.low, one.high, one.added] for one in heads], dtype=torch.float64
+                [[one.change, one.low, one.high, one.added] for one in heads],
+                dtype=torch.float64,
             )
             change, low, high, added = numbers.mT
-            found[place] = {"worth": HeadFigures(change, low, high), "added": HeadFigures(added)}
+            found[place] = {
+                "worth": HeadFigures(change, low, high),
+                "added": HeadFigures(added),
+            }
         return found
 
 
@@ -108,7 +122,11 @@ class WindowBatch(NamedTuple):
 
     def tokens_of(self, site: AttentionSite) -> Bool[Tensor, "rows length"]:
         """Return a mask over the layer's queries: True = token, False = padding."""
-        return self.src_tokens if site.stack == "encoder" and self.src_tokens is not None else self.tokens
+        return (
+            self.src_tokens
+            if site.stack == "encoder" and self.src_tokens is not None
+            else self.tokens
+        )
 
 
 def measure_worth(
@@ -132,16 +150,24 @@ def measure_worth(
     require_worth(reader)
     model = reader.model
     by_name = {site.name: site for site in attention_sites(model)}
-    groups = [[by_name[name] for name in names] for names in together or [[name] for name in by_name]]
+    groups = [
+        [by_name[name] for name in names]
+        for names in together or [[name] for name in by_name]
+    ]
     sites = [*chain.from_iterable(groups)]
     most_heads = max(site.layer.num_heads for site in sites)
     batches = [*batches_of(reader, windows, _TOKENS_AT_A_TIME // most_heads)]
     losses, tokens = torch.zeros(2, windows.num_units, dtype=torch.float64)
     changes = {
-        first.name: torch.zeros(windows.num_units, first.layer.num_heads, dtype=torch.float64)
+        first.name: torch.zeros(
+            windows.num_units, first.layer.num_heads, dtype=torch.float64
+        )
         for first, *_ in groups
     }
-    squares = {first.name: torch.zeros(first.layer.num_heads, dtype=torch.float64) for first, *_ in groups}
+    squares = {
+        first.name: torch.zeros(first.layer.num_heads, dtype=torch.float64)
+        for first, *_ in groups
+    }
     counts = dict.fromkeys(squares, 0)
     done = 0
     total = len(batches) * len(groups)
@@ -154,23 +180,38 @@ def measure_worth(
             ran = time.perf_counter()
             whole = row_losses(model, batch, run.hidden)[0].cpu()
             if number == 0:
-                share = sum(one.tokens.numel() for one in batches) / batch.tokens.numel()
+                share = (
+                    sum(one.tokens.numel() for one in batches) / batch.tokens.numel()
+                )
                 scored = time.perf_counter() - ran
-                expect(share * sum(_expected(model, first, ran - began, scored) for first, *_ in groups))
+                expect(
+                    share
+                    * sum(
+                        _expected(model, first, ran - began, scored)
+                        for first, *_ in groups
+                    )
+                )
             losses.index_add_(0, batch.units, whole)
             tokens.index_add_(0, batch.units, batch.predicts.sum(dim=1).double().cpu())
             calls = {call.site.name: call for call in run.calls}
             for group in groups:
                 first = group[0]
-                others = {site.name: torch.zeros_like(outputs[site.name][:1]) for site in group}
+                others = {
+                    site.name: torch.zeros_like(outputs[site.name][:1])
+                    for site in group
+                }
                 if instead == "mean":
                     others = {site.name: means[site.name] for site in group}
                 elif instead == "even":
-                    others = {site.name: even_output(calls[site.name]) for site in group}
+                    others = {
+                        site.name: even_output(calls[site.name]) for site in group
+                    }
                 with _heads_left_out(group, others):
                     hidden = run_from(model, run, first, first.layer.num_heads)
                     without = row_losses(model, batch, hidden)
-                changes[first.name].index_add_(0, batch.units, (without.cpu() - whole).mT)
+                changes[first.name].index_add_(
+                    0, batch.units, (without.cpu() - whole).mT
+                )
                 for site in group:
                     z = outputs[site.name].transpose(1, 2)[batch.tokens_of(site)]
                     added = torch.einsum("thv,hvd->thd", z, site.layer.weights().W_O)
@@ -183,14 +224,21 @@ def measure_worth(
         low, high = ratio_intervals(changes[first.name], tokens[:, None])
         change = changes[first.name].sum(dim=0) / tokens.sum()
         added = (squares[first.name] / max(1, counts[first.name])).sqrt()
-        for head, numbers in enumerate(torch.stack([change, low, high, added], dim=1).tolist()):
+        for head, numbers in enumerate(
+            torch.stack([change, low, high, added], dim=1).tolist()
+        ):
             found.append(HeadWorth(first.stack, first.block, head, *numbers))
     ordered = tuple(sorted(found, key=lambda one: -one.change))
-    return Worth(instead, ordered, float(losses.sum() / tokens.sum()), int(tokens.sum()))
+    return Worth(
+        instead, ordered, float(losses.sum() / tokens.sum()), int(tokens.sum())
+    )
 
 
 def _expected(
-    model: LanguageModel | EncoderDecoder, site: AttentionSite, run_seconds: float, loss_seconds: float
+    model: LanguageModel | EncoderDecoder,
+    site: AttentionSite,
+    run_seconds: float,
+    loss_seconds: float,
 ) -> float:
     """Return the expected time without each head of a layer, from those of a run and of its losses."""
     # Blocks before the layer are not run again; a change in the encoder affects the whole decoder.
@@ -215,26 +263,38 @@ def require_loss(reader: Reader, what: str) -> None:
     model = reader.model
     head = reader.last_stack.head
     if head is None or head.config.outputs not in (None, reader.last_stack.vocab_size):
-        raise UsageError(f"{reader.name} has no head that predicts tokens, and so no loss: {what} needs one")
-    if isinstance(model, LanguageModel) and not model.causal and reader.tokenizer.mask_id is None:
+        raise UsageError(
+            f"{reader.name} has no head that predicts tokens, and so no loss: {what} needs one"
+        )
+    if (
+        isinstance(model, LanguageModel)
+        and not model.causal
+        and reader.tokenizer.mask_id is None
+    ):
         raise UsageError(
             f"the tokenizer of {reader.name} has no mask token: without it an encoder has no loss, and "
             f"{what} needs one"
         )
 
 
-def batches_of(reader: Reader, windows: Windows, most_tokens: int) -> Iterator[WindowBatch]:
+def batches_of(
+    reader: Reader, windows: Windows, most_tokens: int
+) -> Iterator[WindowBatch]:
     """Yield batches of windows of similar length, with at most `most_tokens` tokens."""
     units = torch.tensor(windows.unit_of)
     whole = windows.windows
     lengths = [[0] * window.num_tokens for window in whole]
-    limit = reader.model.rotary_limit if isinstance(reader.model, LanguageModel) else None
+    limit = (
+        reader.model.rotary_limit if isinstance(reader.model, LanguageModel) else None
+    )
     for like in batches_of_like_length(lengths, max(1, most_tokens)):
         for part in padded_alike(like, [len(own) for own in lengths], limit):
             yield _batch(reader, [(i, whole[i]) for i in part], units[part])
 
 
-def _batch(reader: Reader, windows: Sequence[tuple[int, DocumentWindow]], units: Tensor) -> WindowBatch:
+def _batch(
+    reader: Reader, windows: Sequence[tuple[int, DocumentWindow]], units: Tensor
+) -> WindowBatch:
     model = reader.model
     device = next(model.parameters()).device
     texts = [window.text for _, window in windows]
@@ -243,35 +303,58 @@ def _batch(reader: Reader, windows: Sequence[tuple[int, DocumentWindow]], units:
     src = None
     predicts = None
     if isinstance(model, EncoderDecoder):
-        src = _padded_rows([[1] * len(text.source or ()) for text in texts], device).bool()
+        src = _padded_rows(
+            [[1] * len(text.source or ()) for text in texts], device
+        ).bool()
     elif model.causal:
         texts = [TextIds(text.ids[:-1]) for text in texts]
         targets = [own[1:] for own in targets]
     else:
-        hidden = [_hidden(reader.tokenizer, window.text.ids, number) for number, window in windows]
+        hidden = [
+            _hidden(reader.tokenizer, window.text.ids, number)
+            for number, window in windows
+        ]
         texts = [TextIds(tuple(ids)) for ids, _ in hidden]
         predicts = _padded_rows([places for _, places in hidden], device).bool()
     tokens = _padded_rows([[1] * len(text.ids) for text in texts], device).bool()
     return WindowBatch(
-        units, texts, _padded_rows(targets, device), tokens if predicts is None else predicts, src, tokens
+        units,
+        texts,
+        _padded_rows(targets, device),
+        tokens if predicts is None else predicts,
+        src,
+        tokens,
     )
 
 
-def _hidden(tokenizer: Tokenizer, ids: Sequence[int], number: int) -> tuple[list[int], list[int]]:
+def _hidden(
+    tokenizer: Tokenizer, ids: Sequence[int], number: int
+) -> tuple[list[int], list[int]]:
     """Mask tokens of an encoder's window; return the ids, and 1 at every masked position.
 
     The share of masked tokens is the default of training. The choice depends on `number` alone.
     """
-    ordinary = [place for place, token in enumerate(ids) if token not in tokenizer.special_ids]
-    order = torch.randperm(len(ordinary), generator=torch.Generator().manual_seed(number)).tolist()
-    chosen = {ordinary[i] for i in order[: max(1, round(MaskingSpec().share * len(ordinary)))]}
+    ordinary = [
+        place for place, token in enumerate(ids) if token not in tokenizer.special_ids
+    ]
+    order = torch.randperm(
+        len(ordinary), generator=torch.Generator().manual_seed(number)
+    ).tolist()
+    chosen = {
+        ordinary[i] for i in order[: max(1, round(MaskingSpec().share * len(ordinary)))]
+    }
     assert tokenizer.mask_id is not None, "`require_loss` asks for it"
-    read = [tokenizer.mask_id if place in chosen else token for place, token in enumerate(ids)]
+    read = [
+        tokenizer.mask_id if place in chosen else token
+        for place, token in enumerate(ids)
+    ]
     return read, [int(place in chosen) for place in range(len(ids))]
 
 
 def _padded_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    return nn.utils.rnn.pad_sequence([torch.tensor(list(row)) for row in rows], batch_first=True).to(device)
+    return nn.utils.rnn.pad_sequence(
+        [torch.tensor(list(row)) for row in rows], batch_first=True
+    ).to(device)
 
 
 def _mean_outputs(
@@ -286,7 +369,9 @@ def _mean_outputs(
             reader.run(batch.texts)
         for site in sites:
             z = found[site.name].transpose(1, 2)[batch.tokens_of(site)]
-            sums[site.name] = sums.get(site.name, 0.0) + z.sum(dim=0, dtype=torch.float64)
+            sums[site.name] = sums.get(site.name, 0.0) + z.sum(
+                dim=0, dtype=torch.float64
+            )
             counts[site.name] = counts.get(site.name, 0) + len(z)
     return {
         site.name: (sums[site.name] / counts[site.name])[None, :, None].to(
@@ -297,7 +382,9 @@ def _mean_outputs(
 
 
 def row_losses(
-    model: LanguageModel | EncoderDecoder, batch: WindowBatch, hidden: Float[Tensor, "all length d_model"]
+    model: LanguageModel | EncoderDecoder,
+    batch: WindowBatch,
+    hidden: Float[Tensor, "all length d_model"],
 ) -> Float[Tensor, "times rows"]:
     """Sum the losses of each row in nats; `hidden` may repeat the rows of the batch."""
     # Logits are computed for a limited number of tokens at a time: a row of logits has the vocabulary's size.
@@ -308,7 +395,9 @@ def row_losses(
     rows = counted.nonzero()[:, 0]
     step = max(1, _LOGITS_AT_A_TIME // model.head.output.out_features)
     parts = []
-    for read, ids in zip(torch.split(hidden[counted], step), torch.split(wanted, step), strict=True):
+    for read, ids in zip(
+        torch.split(hidden[counted], step), torch.split(wanted, step), strict=True
+    ):
         logits = at_least_float32(model.head(read))
         total = logits.logsumexp(dim=-1)
         require_finite_values(model, total)
@@ -328,17 +417,25 @@ def head_outputs(sites: Sequence[AttentionSite]) -> Iterator[dict[str, Tensor]]:
     with ExitStack() as stack:
         for site in sites:
             hook = partial(keep, name=site.name)
-            stack.callback(site.layer.before_output.register_forward_pre_hook(hook).remove)
+            stack.callback(
+                site.layer.before_output.register_forward_pre_hook(hook).remove
+            )
         yield found
 
 
 @contextmanager
-def _heads_left_out(sites: Sequence[AttentionSite], instead: Mapping[str, Tensor]) -> Iterator[None]:
+def _heads_left_out(
+    sites: Sequence[AttentionSite], instead: Mapping[str, Tensor]
+) -> Iterator[None]:
     """Replace the output of head i in the i-th copy of the rows."""
 
-    def replace(module: nn.Module, given: tuple[Tensor, ...], *, other: Tensor) -> tuple[Tensor, ...]:
+    def replace(
+        module: nn.Module, given: tuple[Tensor, ...], *, other: Tensor
+    ) -> tuple[Tensor, ...]:
         (z,) = given
-        num_heads = z.shape[1]  # also the number of copies, one after the other along the first dimension
+        num_heads = z.shape[
+            1
+        ]  # also the number of copies, one after the other along the first dimension
         parts = z.clone().view(num_heads, -1, *z.shape[1:])
         other = other.expand(parts.shape[1:])
         for head in range(num_heads):
@@ -348,7 +445,9 @@ def _heads_left_out(sites: Sequence[AttentionSite], instead: Mapping[str, Tensor
     with ExitStack() as stack:
         for site in sites:
             hook = partial(replace, other=instead[site.name])
-            stack.callback(site.layer.before_output.register_forward_pre_hook(hook).remove)
+            stack.callback(
+                site.layer.before_output.register_forward_pre_hook(hook).remove
+            )
         yield
 
 
@@ -357,4 +456,6 @@ def even_output(call: LayerCall) -> Float[Tensor, "rows heads length d_v"]:
     weights = call.layer.weights()
     v = for_heads(channels(weights, call.x, call.memory).v, weights.num_heads)
     even = call.queries_and_keys().visible().to(v.dtype)
-    return gated(weights, call.x, even / even.sum(dim=-1, keepdim=True).clamp(min=1) @ v)
+    return gated(
+        weights, call.x, even / even.sum(dim=-1, keepdim=True).clamp(min=1) @ v
+    )

@@ -79,7 +79,9 @@ class GenerationConfig:
     where: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     begin_id: int | None = None  # beginning-of-text token
-    unfit: Mapping[str, str] = field(default_factory=dict)  # error message by name of an invalid setting
+    unfit: Mapping[str, str] = field(
+        default_factory=dict
+    )  # error message by name of an invalid setting
 
     @classmethod
     def read(cls, folder: Path) -> "GenerationConfig":
@@ -101,7 +103,11 @@ class GenerationConfig:
         begins = record.get("bos_token_id")
         return cls(
             str(path),
-            {name: value for name, value in record.items() if name not in unfit and _matters(name, value)},
+            {
+                name: value
+                for name, value in record.items()
+                if name not in unfit and _matters(name, value)
+            },
             begins if isinstance(begins, int) else None,
             unfit,
         )
@@ -121,18 +127,26 @@ class GenerationConfig:
             usual: dict[str, Any] = {"temperature": 1.0}
             if self.settings.get("do_sample"):
                 usual["top_k"] = _TOP_K
-            drawn = {name: self.settings.get(name, usual.get(name)) for name in _DRAWING}
+            drawn = {
+                name: self.settings.get(name, usual.get(name)) for name in _DRAWING
+            }
             drawn["top_k"] = drawn["top_k"] or None  # 0 means all tokens
         drawn |= {name: value for name, value in given.items() if value is not None}
         penalty = asked.repetition_penalty
-        penalty = self.settings.get("repetition_penalty", 1.0) if penalty is None else penalty
+        penalty = (
+            self.settings.get("repetition_penalty", 1.0) if penalty is None else penalty
+        )
         return SamplingOptions(repetition_penalty=penalty, rules=self._rules(), **drawn)
 
     def _draws(self, asked: Asked) -> bool:
         """Return True if tokens are sampled."""
         if asked.beam_size > 1:
             return False
-        return bool(asked.temperature if asked.temperature is not None else self.settings.get("do_sample"))
+        return bool(
+            asked.temperature
+            if asked.temperature is not None
+            else self.settings.get("do_sample")
+        )
 
     def _rules(self) -> TokenRules:
         found = {name: self.settings[name] for name in _RULES if name in self.settings}
@@ -161,13 +175,23 @@ class GenerationConfig:
         """Refuse unsupported or invalid settings if they would affect the continuation."""
         # An argument overrides its setting, and sampling settings count only when tokens are sampled.
         for name, message in self.unfit.items():
-            if getattr(asked, name, None) is None and (name not in _DRAWING or self._draws(asked)):
-                raise DataError(f"{message} (--generation-config ignore leaves out the file's settings)")
+            if getattr(asked, name, None) is None and (
+                name not in _DRAWING or self._draws(asked)
+            ):
+                raise DataError(
+                    f"{message} (--generation-config ignore leaves out the file's settings)"
+                )
         refused = [name for name in _NOT_FOLLOWED if name in self.settings]
-        refused = [name for name in refused if name not in _OF_DRAWS or self._draws(asked)]
+        refused = [
+            name for name in refused if name not in _OF_DRAWS or self._draws(asked)
+        ]
         if asked.beam_size > 1:
             refused = [name for name in refused if name != "num_beams"]
-            rules = [name for name in (*_RULES, "repetition_penalty") if name in self.settings]
+            rules = [
+                name
+                for name in (*_RULES, "repetition_penalty")
+                if name in self.settings
+            ]
             refused += [name for name in rules if getattr(asked, name, None) is None]
         if refused:
             name = refused[0]
@@ -179,20 +203,39 @@ class GenerationConfig:
 
     def say(self, asked: Asked, sampling: SamplingOptions) -> None:
         """Report the settings of the file in effect for a continuation in one `GenerationNote`, if any."""
-        followed = [name for name in (*_RULES, "repetition_penalty") if name in self.settings]
-        followed += [name for name in ("max_new_tokens", "max_length") if name in self.settings][:1]
+        followed = [
+            name for name in (*_RULES, "repetition_penalty") if name in self.settings
+        ]
+        followed += [
+            name for name in ("max_new_tokens", "max_length") if name in self.settings
+        ][:1]
         drawn = [name for name in ("do_sample", *_DRAWING) if name in self.settings]
         followed += [] if sampling.is_greedy else drawn
         # An argument overrides its setting, and `max_new_tokens` also overrides `max_length`.
         kept = [name for name in followed if getattr(asked, name, None) is None]
-        kept = [name for name in kept if asked.max_new_tokens is None or name != "max_length"]
+        kept = [
+            name
+            for name in kept
+            if asked.max_new_tokens is None or name != "max_length"
+        ]
         parts = []
         if kept:
-            parts.append(", ".join(f"{name} {_in_words(self.settings[name])}" for name in kept))
-        if sampling.top_k == _TOP_K and asked.top_k is None and "top_k" not in self.settings:
+            parts.append(
+                ", ".join(f"{name} {_in_words(self.settings[name])}" for name in kept)
+            )
+        if (
+            sampling.top_k == _TOP_K
+            and asked.top_k is None
+            and "top_k" not in self.settings
+        ):
             parts.append(f"top_k {_TOP_K}, which is usual in transformers")
         unused = [name for name in drawn if name in _DRAWING]
-        if sampling.is_greedy and unused and asked.temperature is None and asked.beam_size == 1:
+        if (
+            sampling.is_greedy
+            and unused
+            and asked.temperature is None
+            and asked.beam_size == 1
+        ):
             parts.append(
                 f"the most probable token each time, since do_sample is not true ({', '.join(unused)} only "
                 "count then)"
@@ -219,7 +262,11 @@ def _in_words(value: Any) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    )
 
 
 def _is_count(value: Any) -> bool:
@@ -257,9 +304,18 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "begin_suppress_tokens": _TOKENS,
     "min_new_tokens": _COUNT,
     "min_length": _COUNT,
-    "max_new_tokens": (lambda value: _is_count(value) and value > 0, "a whole number above 0"),
-    "max_length": (lambda value: _is_count(value) and value > 0, "a whole number above 0"),
-    "eos_token_id": (lambda value: _is_count(value) or _are_tokens(value), "a token id, or a list of them"),
+    "max_new_tokens": (
+        lambda value: _is_count(value) and value > 0,
+        "a whole number above 0",
+    ),
+    "max_length": (
+        lambda value: _is_count(value) and value > 0,
+        "a whole number above 0",
+    ),
+    "eos_token_id": (
+        lambda value: _is_count(value) or _are_tokens(value),
+        "a token id, or a list of them",
+    ),
 }
 # Values of supported settings without an effect.
 _KINDS_NOTHING: dict[str, Any] = {

@@ -84,12 +84,22 @@ def read_tokenizers(folder: Path, settings: MarianIds) -> TokenizerPair:
         return _of_ours(folder, settings)
     path = folder / "tokenizer_config.json"
     found = _read_settings(folder)
-    tokens = {name: _text(getattr(found, name)) for name in ("unk_token", "eos_token", "pad_token")}
+    tokens = {
+        name: _text(getattr(found, name))
+        for name in ("unk_token", "eos_token", "pad_token")
+    }
     added = {_text(token) for token in found.added_tokens_decoder.values()}
-    if further := sorted(added - set(tokens.values())) or found.additional_special_tokens:
-        raise DataError(f"{path}: there are further special tokens, {further[0]!r}: they cannot be read")
+    if (
+        further := sorted(added - set(tokens.values()))
+        or found.additional_special_tokens
+    ):
+        raise DataError(
+            f"{path}: there are further special tokens, {further[0]!r}: they cannot be read"
+        )
     if found.extra_special_tokens or found.sp_model_kwargs:
-        raise DataError(f"{path}: extra_special_tokens and sp_model_kwargs cannot be read: leave them out")
+        raise DataError(
+            f"{path}: extra_special_tokens and sp_model_kwargs cannot be read: leave them out"
+        )
     vocab_path = folder / "vocab.json"
     vocab = _vocab(vocab_path, settings.vocab_size, tokens, settings)
     target_vocab = vocab
@@ -126,11 +136,15 @@ def read_sentencepiece(path: Path) -> bytes:
         model = read_limited(path, LONGEST_TOKENIZER)
         load_sentencepiece(model)
     except FileNotFoundError:
-        raise DataError(f"{path} is missing: a Marian checkpoint has it next to config.json") from None
+        raise DataError(
+            f"{path} is missing: a Marian checkpoint has it next to config.json"
+        ) from None
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise DataError(f"{path} is not a SentencePiece model, or it is damaged: {error}") from None
+        raise DataError(
+            f"{path} is not a SentencePiece model, or it is damaged: {error}"
+        ) from None
     return model
 
 
@@ -155,9 +169,13 @@ def _of_ours(folder: Path, settings: MarianIds) -> TokenizerPair:
     return TokenizerPair(source, target)
 
 
-def _vocab(path: Path, size: int, tokens: Mapping[str, str], settings: MarianIds) -> tuple[str, ...]:
+def _vocab(
+    path: Path, size: int, tokens: Mapping[str, str], settings: MarianIds
+) -> tuple[str, ...]:
     try:
-        record = TypeAdapter(dict[str, int]).validate_python(read_json(path), strict=True)
+        record = TypeAdapter(dict[str, int]).validate_python(
+            read_json(path), strict=True
+        )
     except ValidationError as error:
         first = error.errors()[0]
         raise DataError(f"{path}: {first['loc'][0]!r}: {first['msg']}") from None
@@ -190,9 +208,13 @@ def _text(token: str | dict[str, Any]) -> str:
 def write_tokenizers(pair: TokenizerPair, max_tokens: int, folder: Path) -> None:
     source = pair.source
     target = pair.target
-    if isinstance(source, SentencePieceTokenizer) and isinstance(target, SentencePieceTokenizer):
+    if isinstance(source, SentencePieceTokenizer) and isinstance(
+        target, SentencePieceTokenizer
+    ):
         _write_sentencepieces(source.record, target.record, max_tokens, folder)
-    elif isinstance(source, ByteLevelTokenizer) and isinstance(target, ByteLevelTokenizer):
+    elif isinstance(source, ByteLevelTokenizer) and isinstance(
+        target, ByteLevelTokenizer
+    ):
         _write_fast(source, max_tokens, folder)
         if not pair.joint:
             (folder / TARGET_FOLDER).mkdir()
@@ -208,7 +230,9 @@ def _write_fast(tokenizer: SentenceTokenizer, max_tokens: int, folder: Path) -> 
     pad, bos, eos = SPECIAL_TOKENS
     inner = hf.Tokenizer.from_str(tokenizer.to_json())
     inner.post_processor = processors.TemplateProcessing(
-        single=f"$A {eos}", pair=f"$A {eos} $B {eos}", special_tokens=[(eos, tokenizer.eos_id)]
+        single=f"$A {eos}",
+        pair=f"$A {eos} $B {eos}",
+        special_tokens=[(eos, tokenizer.eos_id)],
     )
     (folder / "tokenizer.json").write_text(inner.to_str(pretty=True), encoding="utf-8")
     write_json(
@@ -228,12 +252,21 @@ def _write_fast(tokenizer: SentenceTokenizer, max_tokens: int, folder: Path) -> 
 
 
 def _write_sentencepieces(
-    source: SentencePieceRecord, target: SentencePieceRecord, max_tokens: int, folder: Path
+    source: SentencePieceRecord,
+    target: SentencePieceRecord,
+    max_tokens: int,
+    folder: Path,
 ) -> None:
-    pieces = {name: source.vocab[getattr(source, f"{name}_id")] for name in ("unk", "eos", "pad")}
+    pieces = {
+        name: source.vocab[getattr(source, f"{name}_id")]
+        for name in ("unk", "eos", "pad")
+    }
     # The format stores one set of special tokens for the source and the target.
     own = {name: target.vocab[getattr(target, f"{name}_id")] for name in pieces}
-    ids = {(record.eos_id, record.pad_id, record.joins_punctuation) for record in (source, target)}
+    ids = {
+        (record.eos_id, record.pad_id, record.joins_punctuation)
+        for record in (source, target)
+    }
     if own != pieces or len(ids) > 1:
         raise UsageError(
             f"source and target have different special tokens, {pieces} and {own}: MarianTokenizer has the "

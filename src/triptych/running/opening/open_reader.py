@@ -9,8 +9,17 @@ import torch
 from triptych.core.algebra.forms import are_finite
 from triptych.core.checkpoints.made_files import MadeFiles
 from triptych.core.checkpoints.source import Source, find_source
-from triptych.core.checkpoints.stored_models import load_encoder_decoder, load_language_model
-from triptych.core.models import AnyModel, EncoderDecoder, LanguageModel, find_device, read_own_model
+from triptych.core.checkpoints.stored_models import (
+    load_encoder_decoder,
+    load_language_model,
+)
+from triptych.core.models import (
+    AnyModel,
+    EncoderDecoder,
+    LanguageModel,
+    find_device,
+    read_own_model,
+)
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.running.input_limits import check_vocabulary
 from triptych.running.opening.generation_config import GenerationConfig
@@ -42,17 +51,23 @@ def open_reader(
     _require_finite_parameters(found, reader.model)
     # A model of another form without a tokenizer runs on token ids only.
     if isinstance(found.found, MadeFiles) and not found.found.has_tokenizer:
-        why = UsageError(f"{found.name} has no tokenizer: load(model, tokenizer=…) reads texts")
+        why = UsageError(
+            f"{found.name} has no tokenizer: load(model, tokenizer=…) reads texts"
+        )
         return reader.without_tokenizer(why)
     return reader
 
 
-def _of_module(source: Source, where: torch.device, dtype: torch.dtype | None) -> Reader:
+def _of_module(
+    source: Source, where: torch.device, dtype: torch.dtype | None
+) -> Reader:
     """Return the reader of a module of this library in memory; it stays the same module."""
     model: AnyModel = source.module.to(where, dtype)
     folder = source.tokenizer
     if folder is None:
-        why = UsageError(f"{source.name} has no tokenizer: load(module, tokenizer=FOLDER) reads texts")
+        why = UsageError(
+            f"{source.name} has no tokenizer: load(module, tokenizer=FOLDER) reads texts"
+        )
         if isinstance(model, EncoderDecoder):
             raise why
         return Reader(source.name, Path(), model, why)
@@ -65,16 +80,23 @@ def _of_module(source: Source, where: torch.device, dtype: torch.dtype | None) -
 
 
 def _open_found(
-    found: Source, where: torch.device, dtype: torch.dtype | None, languages: Languages | None
+    found: Source,
+    where: torch.device,
+    dtype: torch.dtype | None,
+    languages: Languages | None,
 ) -> Reader:
     if found.is_own:
         if languages is not None:
-            raise UsageError(f"{found.name} is a run of one pair of languages: leave out --languages")
+            raise UsageError(
+                f"{found.name} is a run of one pair of languages: leave out --languages"
+            )
         if found.tokenizer is not None:
             raise UsageError(
                 f"{found.name} is a run, which is read with its own tokenizers: leave out tokenizer"
             )
-        reader = _own_translator(found) if found.translates else _own_language_model(found)
+        reader = (
+            _own_translator(found) if found.translates else _own_language_model(found)
+        )
         reader.model.to(where, dtype)
         return reader
     if found.translates:
@@ -108,7 +130,9 @@ def require_finite_tensors(source: Source) -> None:
     """Check that the tensors of a checkpoint are finite; the error names the first bad tensor."""
     tensors = source.tensors(mapped=True)
     for name, info in tensors.infos.items():
-        if info.dtype.is_floating_point and not are_finite(tensor := tensors.read(name)):
+        if info.dtype.is_floating_point and not are_finite(
+            tensor := tensors.read(name)
+        ):
             count = int((~tensor.isfinite()).sum())
             raise NotFiniteError(
                 f"{source.name}: tensor {shown(name)} has {count:,} of {tensor.numel():,} numbers that are "
@@ -118,7 +142,9 @@ def require_finite_tensors(source: Source) -> None:
 
 def _require_finite_parameters(source: Source, model: AnyModel) -> None:
     """Check that every parameter in memory is finite."""
-    broken = next((name for name, part in model.named_parameters() if not are_finite(part)), None)
+    broken = next(
+        (name for name, part in model.named_parameters() if not are_finite(part)), None
+    )
     if broken is None:
         return
     require_finite_tensors(source)
@@ -128,14 +154,18 @@ def _require_finite_parameters(source: Source, model: AnyModel) -> None:
     )
 
 
-def open_language_model(source: str | Path, device: str = "auto", dtype: torch.dtype | None = None) -> Reader:
+def open_language_model(
+    source: str | Path, device: str = "auto", dtype: torch.dtype | None = None
+) -> Reader:
     """Open a model with one stack; see `open_reader`."""
     reader = open_reader(source, device, dtype)
     check_vocabulary(reader.language_model, reader.tokenizer)
     return reader
 
 
-def open_translator(source: str | Path, device: str = "auto", languages: Languages | None = None) -> Reader:
+def open_translator(
+    source: str | Path, device: str = "auto", languages: Languages | None = None
+) -> Reader:
     """Open a model with two stacks and a supported search; see `open_reader`."""
     found = find_source(source)
     if not found.translates:
@@ -164,7 +194,9 @@ def _own_language_model(source: Source) -> Reader:
     model = read_own_model(source.folder)
     assert isinstance(model, LanguageModel), "its configuration says so"
     if not (source.folder / TOKENIZER).exists():
-        why = DataError(f"a text cannot be read: the folder of {source.name} has no {TOKENIZER}")
+        why = DataError(
+            f"a text cannot be read: the folder of {source.name} has no {TOKENIZER}"
+        )
         return Reader(source.name, source.folder, model, why)
     tokenizer = read_tokenizer(source.folder / TOKENIZER)
     if tokenizer.vocab_size != model.vocab_size:
@@ -177,7 +209,10 @@ def _own_language_model(source: Source) -> Reader:
 
 
 def _others_translator(
-    source: Source, device: torch.device, dtype: torch.dtype | None, languages: Languages | None
+    source: Source,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    languages: Languages | None,
 ) -> Reader:
     try:
         reader = read_translator(source, device, languages)
@@ -204,7 +239,9 @@ def _unsearched(
     model = load_encoder_decoder(source, device, dtype)
     folder = source.settings_folder
     tokenizer = _tokenizer_in(source.tokenizer_folder, model.src_vocab_size)
-    return Reader(source.name, folder, model, tokenizer, start_id=start_id, unsearched=why)
+    return Reader(
+        source.name, folder, model, tokenizer, start_id=start_id, unsearched=why
+    )
 
 
 def _tokenizer_in(folder: Path, vocab_size: int) -> Tokenizer | DataError:
@@ -215,9 +252,15 @@ def _tokenizer_in(folder: Path, vocab_size: int) -> Tokenizer | DataError:
         return error
 
 
-def _begin_id(generation: GenerationConfig, config: Mapping[str, Any], vocab_size: int) -> int | None:
+def _begin_id(
+    generation: GenerationConfig, config: Mapping[str, Any], vocab_size: int
+) -> int | None:
     """Return the beginning-of-text token of the checkpoint's files if it is in the vocabulary."""
-    found = config.get("bos_token_id") if generation.begin_id is None else generation.begin_id
+    found = (
+        config.get("bos_token_id")
+        if generation.begin_id is None
+        else generation.begin_id
+    )
     return found if isinstance(found, int) and 0 <= found < vocab_size else None
 
 

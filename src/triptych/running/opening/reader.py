@@ -29,8 +29,16 @@ from triptych.core.places import PlaceNames
 from triptych.errors import TriptychError, UsageError
 from triptych.files import write_text
 from triptych.literals import Precision, SpecialTokens, Stop
-from triptych.running.batching import EvaluationMode, batches_of_like_length, padded_alike
-from triptych.running.decoding_options import GenerationOptions, SamplingOptions, SearchOptions
+from triptych.running.batching import (
+    EvaluationMode,
+    batches_of_like_length,
+    padded_alike,
+)
+from triptych.running.decoding_options import (
+    GenerationOptions,
+    SamplingOptions,
+    SearchOptions,
+)
 from triptych.running.input_limits import LONGEST_SHOWN, check_length, check_vocabulary
 from triptych.running.opening.generation_config import GenerationConfig
 from triptych.running.opening.layer_calls import (
@@ -107,7 +115,9 @@ class Reader(TextReader):
         self.folder = folder
         self.model = model
         self._tokenizers = (
-            _numbered(model, tokenizers) if isinstance(tokenizers, TriptychError) else tokenizers
+            _numbered(model, tokenizers)
+            if isinstance(tokenizers, TriptychError)
+            else tokenizers
         )
         self.unsearched = unsearched
         self.generation = generation or GenerationConfig()
@@ -132,7 +142,11 @@ class Reader(TextReader):
 
         A model without a tokenizer has a `NumberedTokens`: it refuses texts and shows tokens by their ids.
         """
-        return self._tokenizers.target if isinstance(self._tokenizers, TokenizerPair) else self._tokenizers
+        return (
+            self._tokenizers.target
+            if isinstance(self._tokenizers, TokenizerPair)
+            else self._tokenizers
+        )
 
     @property
     def begin_id(self) -> int | None:
@@ -168,7 +182,9 @@ class Reader(TextReader):
     def language_model(self) -> LanguageModel:
         """The model, checked to have one stack."""
         if not isinstance(self.model, LanguageModel):
-            raise UsageError(f"{self.name} translates: it has no language model; see triptych translate")
+            raise UsageError(
+                f"{self.name} translates: it has no language model; see triptych translate"
+            )
         return self.model
 
     @property
@@ -236,7 +252,10 @@ class Reader(TextReader):
         """Write model, tokenizers and search settings into a folder, without a recipe."""
         write_model(self.encoder_decoder, folder)
         self.tokenizers.save(folder)
-        write_text(folder / DECODING, tomli_w.dumps(self.decoding.model_dump(exclude_none=True)))
+        write_text(
+            folder / DECODING,
+            tomli_w.dumps(self.decoding.model_dump(exclude_none=True)),
+        )
 
     def search_options(
         self,
@@ -261,9 +280,13 @@ class Reader(TextReader):
         try:
             drawing = SamplingOptions(**given)
             if drawing.is_greedy and drawing.has_filter:
-                raise ValueError("top_k, top_p and min_p go with a temperature above 0: leave them out")
+                raise ValueError(
+                    "top_k, top_p and min_p go with a temperature above 0: leave them out"
+                )
             if beam_size is None:
-                beam_size = max(decoding.beam_size, num_best) if drawing.is_greedy else 1
+                beam_size = (
+                    max(decoding.beam_size, num_best) if drawing.is_greedy else 1
+                )
             return SearchOptions(
                 beam_size=beam_size,
                 alpha=decoding.alpha if alpha is None else alpha,
@@ -280,7 +303,11 @@ class Reader(TextReader):
             raise UsageError(str(error)) from None
 
     def translator(
-        self, options: SearchOptions | None = None, *, precision: Precision = "fp32", workers: int = 1
+        self,
+        options: SearchOptions | None = None,
+        *,
+        precision: Precision = "fp32",
+        workers: int = 1,
     ) -> "Translator":
         """Build a translator; the default is the model's search options."""
         from triptych.running.decoding.translator import Translator
@@ -296,7 +323,9 @@ class Reader(TextReader):
             ensemble=self.ensemble,
         )
 
-    def generator(self, *, precision: Precision = "fp32", batch_rows: int = 32) -> "TextGenerator":
+    def generator(
+        self, *, precision: Precision = "fp32", batch_rows: int = 32
+    ) -> "TextGenerator":
         """Build a generator of continuations."""
         from triptych.running.decoding.text_generator import TextGenerator
 
@@ -371,9 +400,13 @@ class Reader(TextReader):
                 )
             return self._encode_pairs(self.model, texts, targets, special_tokens)
         if targets is not None:
-            raise UsageError(f"{self.name} is not an encoder-decoder: leave out the target")
+            raise UsageError(
+                f"{self.name} is not an encoder-decoder: leave out the target"
+            )
         if max_new_tokens and not self.model.causal:
-            raise UsageError(f"{self.name} is an encoder, which does not continue texts")
+            raise UsageError(
+                f"{self.name} is an encoder, which does not continue texts"
+            )
         self.require_vocabulary()
         found = encode_texts(
             self.tokenizer,
@@ -384,7 +417,9 @@ class Reader(TextReader):
         )
         ids = [TextIds(tuple(own)) for own in found]
         self.check(ids, max_tokens)
-        return self._continued(ids, max_new_tokens, max_tokens) if max_new_tokens else ids
+        return (
+            self._continued(ids, max_new_tokens, max_tokens) if max_new_tokens else ids
+        )
 
     def require_vocabulary(self) -> None:
         """Check that the vocabulary of a language model includes the tokenizer's tokens."""
@@ -394,17 +429,28 @@ class Reader(TextReader):
     def check(self, texts: Sequence[TextIds], max_tokens: int | None = None) -> None:
         """Check the length of texts: not 0, within the model's limit, and equal to that of patched values."""
         if isinstance(self.model, LanguageModel):
-            _check_lengths([one.ids for one in texts], self.model.max_tokens, max_tokens, "text")
+            _check_lengths(
+                [one.ids for one in texts], self.model.max_tokens, max_tokens, "text"
+            )
         else:
             sources = [one.source or () for one in texts]
             positions = self.model.encoder.max_tokens
             _check_lengths(sources, positions, max_tokens, "text")
-            _check_lengths([one.ids for one in texts], self.model.max_target_tokens, max_tokens, "target")
+            _check_lengths(
+                [one.ids for one in texts],
+                self.model.max_target_tokens,
+                max_tokens,
+                "target",
+            )
         # Numbers of queries and keys by kind of attention, as required by patched values of another run.
         for one in texts:
             own = len(one.ids)
             source = len(one.ids if one.source is None else one.source)
-            read = {"encoder": (source, source), "decoder": (own, own), "cross": (own, source)}
+            read = {
+                "encoder": (source, source),
+                "decoder": (own, own),
+                "cross": (own, source),
+            }
             require_lengths(self.model, read)
 
     def require_heads(self, heads: Sequence[str]) -> None:
@@ -419,7 +465,9 @@ class Reader(TextReader):
         """Run the model over texts in batches of similar length; yield text indices and recordings."""
         self.check(texts, max_tokens)
         lengths = [[*(one.ids if one.source is None else one.source)] for one in texts]
-        limit = self.model.rotary_limit if isinstance(self.model, LanguageModel) else None
+        limit = (
+            self.model.rotary_limit if isinstance(self.model, LanguageModel) else None
+        )
         for whole in batches_of_like_length(lengths, BATCH_TOKENS):
             for batch in padded_alike(whole, [len(own) for own in lengths], limit):
                 with torch.no_grad():
@@ -437,11 +485,20 @@ class Reader(TextReader):
         # Hidden states of padding may be NaN: only hidden states of tokens are checked.
         if not are_finite(hidden.detach()):
             with torch.no_grad(), EvaluationMode(model):
-                read = torch.cat([hidden[row, : len(text.ids)] for row, text in enumerate(texts)])
+                read = torch.cat(
+                    [hidden[row, : len(text.ids)] for row, text in enumerate(texts)]
+                )
                 require_finite_values(model, read, partial(self._hidden, texts))
-        return Recording(tuple(texts), hidden, tuple(calls), {name: (*own,) for name, own in streams.items()})
+        return Recording(
+            tuple(texts),
+            hidden,
+            tuple(calls),
+            {name: (*own,) for name, own in streams.items()},
+        )
 
-    def logits(self, hidden: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows outputs"]:
+    def logits(
+        self, hidden: Float[Tensor, "*rows d_model"]
+    ) -> Float[Tensor, "*rows outputs"]:
         """Compute logits; a model without an output head returns the hidden states unchanged."""
         head = self.last_stack.head
         if head is None:
@@ -462,7 +519,9 @@ class Reader(TextReader):
         require_finite_logits(self.model, logits, run)
         return logits
 
-    def tokens(self, text: TextIds) -> Mapping[AttentionKind, tuple[tuple[str, ...], tuple[str, ...]]]:
+    def tokens(
+        self, text: TextIds
+    ) -> Mapping[AttentionKind, tuple[tuple[str, ...], tuple[str, ...]]]:
         """Return query tokens and key tokens in readable form, by kind of attention."""
         produced = tuple(self.tokenizer.pieces(text.ids))
         if isinstance(self.model, LanguageModel):
@@ -503,10 +562,15 @@ class Reader(TextReader):
             if isinstance(model, EncoderDecoder):
                 window = {}
                 pad = model.pad_id
-                sides = (("input_ids", model.src_vocab_size), ("decoder_input_ids", model.tgt_vocab_size))
+                sides = (
+                    ("input_ids", model.src_vocab_size),
+                    ("decoder_input_ids", model.tgt_vocab_size),
+                )
                 for side, size in sides:
                     ids = torch.randint(0, size, (1, _RANDOM_PAIR), generator=generator)
-                    window[side] = ids.masked_fill(ids == pad, (pad + 1) % size)  # Marian's last id is pad
+                    window[side] = ids.masked_fill(
+                        ids == pad, (pad + 1) % size
+                    )  # Marian's last id is pad
                 task = model.decoder.task
                 if task is not None and task.config.pooling == "end":
                     window["input_ids"][0, -1] = task.config.token or 0
@@ -514,7 +578,11 @@ class Reader(TextReader):
             else:
                 length = max(4, min(RANDOM_TOKENS, self._longest()) - 4)
                 yield Window(
-                    {"input_ids": torch.randint(0, model.vocab_size, (1, length), generator=generator)}
+                    {
+                        "input_ids": torch.randint(
+                            0, model.vocab_size, (1, length), generator=generator
+                        )
+                    }
                 )
 
     @torch.inference_mode()
@@ -524,7 +592,9 @@ class Reader(TextReader):
         with EvaluationMode(model):
             if isinstance(model, EncoderDecoder):
                 shifted = window.inputs["decoder_input_ids"]
-                hidden = model.decode(shifted, model.encode(read), model.memory_mask(read))
+                hidden = model.decode(
+                    shifted, model.encode(read), model.memory_mask(read)
+                )
             else:
                 hidden = model.hidden(read)
             task = self.last_stack.task
@@ -534,8 +604,12 @@ class Reader(TextReader):
             head = self.last_stack.head
             return hidden[0] if head is None else head(hidden)[0]
 
-    def inputs(self, window: Window, source: AttentionSource, sites: Sequence[Site]) -> dict[str, list[Seen]]:
-        names = {there.name: site.name for site in sites for there in self.layers_of(site)}
+    def inputs(
+        self, window: Window, source: AttentionSource, sites: Sequence[Site]
+    ) -> dict[str, list[Seen]]:
+        names = {
+            there.name: site.name for site in sites for there in self.layers_of(site)
+        }
         found: dict[str, list[Seen]] = {}
         with record_calls(self.model) as calls:
             self.outputs(window)
@@ -552,11 +626,18 @@ class Reader(TextReader):
 
     def layers_of(self, site: Site) -> list[AttentionSite]:
         """Return the model's layers at a site of a checkpoint, by number and (in encoder-decoders) stack."""
-        stack = "cross" if site.kind == "cross" else "encoder" if site.stack == "encoder" else "decoder"
+        stack = (
+            "cross"
+            if site.kind == "cross"
+            else "encoder"
+            if site.stack == "encoder"
+            else "decoder"
+        )
         return [
             there
             for there in attention_sites(self.model)
-            if there.block in site.numbers and (self.kind != "pairs" or there.stack == stack)
+            if there.block in site.numbers
+            and (self.kind != "pairs" or there.stack == stack)
         ]
 
     def _longest(self) -> int:
@@ -572,17 +653,26 @@ class Reader(TextReader):
         start = tokenizers.target.rules.start
         longest = model.max_source_tokens
         most = model.max_target_tokens
-        (src,), (tgt,) = tokenizers.source.encode([source]), tokenizers.target.encode([target])
-        if model.recipe_limit is None:  # checkpoints of other libraries have a fixed number of positions
+        (src,), (tgt,) = (
+            tokenizers.source.encode([source]),
+            tokenizers.target.encode([target]),
+        )
+        if (
+            model.recipe_limit is None
+        ):  # checkpoints of other libraries have a fixed number of positions
             src = src[:longest]
             tgt = tgt[: None if most is None else most - len(start)]
         inputs = {
             "input_ids": torch.tensor([[*src, tokenizers.source.eos_id]]),
             "decoder_input_ids": torch.tensor([[*start, *tgt]]),
         }
-        return Window(inputs, torch.tensor([*start[1:], *tgt, tokenizers.target.eos_id]))
+        return Window(
+            inputs, torch.tensor([*start[1:], *tgt, tokenizers.target.eos_id])
+        )
 
-    def _hidden(self, texts: Sequence[TextIds]) -> Float[Tensor, "batch length d_model"]:
+    def _hidden(
+        self, texts: Sequence[TextIds]
+    ) -> Float[Tensor, "batch length d_model"]:
         """Compute the residual stream after the final norm."""
         model = self.model
         device = next(model.parameters()).device
@@ -590,19 +680,29 @@ class Reader(TextReader):
             return self._run_pairs(model, texts, device)
         return self._run_single(model, texts, device)
 
-    def _run_single(self, model: LanguageModel, texts: Sequence[TextIds], device: torch.device) -> Tensor:
+    def _run_single(
+        self, model: LanguageModel, texts: Sequence[TextIds], device: torch.device
+    ) -> Tensor:
         rows = [one.ids for one in texts]
         ids = _pad(rows, self._pad_id, device)
         mask = None
         if not model.causal and len({len(own) for own in rows}) > 1:
             lengths = torch.tensor([len(own) for own in rows], device=device)
-            mask = (torch.arange(ids.shape[1], device=device) < lengths[:, None])[:, None, None, :]
+            mask = (torch.arange(ids.shape[1], device=device) < lengths[:, None])[
+                :, None, None, :
+            ]
         return model.hidden(ids, mask=mask)
 
-    def _run_pairs(self, model: EncoderDecoder, texts: Sequence[TextIds], device: torch.device) -> Tensor:
+    def _run_pairs(
+        self, model: EncoderDecoder, texts: Sequence[TextIds], device: torch.device
+    ) -> Tensor:
         src = _pad([one.source or () for one in texts], model.pad_id, device)
         shifted = [(self.start_id, *one.ids[:-1]) for one in texts]
-        return model.decode(_pad(shifted, model.pad_id, device), model.encode(src), model.memory_mask(src))
+        return model.decode(
+            _pad(shifted, model.pad_id, device),
+            model.encode(src),
+            model.memory_mask(src),
+        )
 
     def _encode_pairs(
         self,
@@ -612,11 +712,17 @@ class Reader(TextReader):
         special_tokens: SpecialTokens,
     ) -> list[TextIds]:
         if targets is not None and len(targets) != len(texts):
-            raise UsageError(f"there are {len(texts)} texts and {len(targets)} targets: give one for each")
+            raise UsageError(
+                f"there are {len(texts)} texts and {len(targets)} targets: give one for each"
+            )
         for number, text in enumerate(texts, start=1):
             if isinstance(text, str) and not text.strip():
-                raise UsageError(f"{which_of('text', number, texts)} is empty: give it some words")
-        if not self.is_searched:  # a checkpoint of another library without a supported search
+                raise UsageError(
+                    f"{which_of('text', number, texts)} is empty: give it some words"
+                )
+        if (
+            not self.is_searched
+        ):  # a checkpoint of another library without a supported search
             if targets is None and model.decoder.head is None:
                 targets = texts  # as in `transformers`, the decoder of a task reads the text once more
             if targets is None:
@@ -629,14 +735,19 @@ class Reader(TextReader):
                 encode_texts(self.tokenizer, own, special_tokens, vocab_size=size)
                 for own, size in zip((texts, targets), sizes, strict=True)
             )
-            return [TextIds(tuple(ids), tuple(read)) for read, ids in zip(sources, produced, strict=True)]
+            return [
+                TextIds(tuple(ids), tuple(read))
+                for read, ids in zip(sources, produced, strict=True)
+            ]
         pair = self.tokenizers
         sources = [pair.source.sentence_ids(text, special_tokens) for text in texts]
         if targets is None:
             found = self.translator().search_tokens(sources)
             produced = [[*best.ids] for best, *_ in found]
         else:
-            produced = [pair.target.sentence_ids(text, special_tokens) for text in targets]
+            produced = [
+                pair.target.sentence_ids(text, special_tokens) for text in targets
+            ]
         # Forced first tokens of outputs count as generated.
         _, *forced = pair.target.rules.start
         return [
@@ -665,7 +776,9 @@ class Reader(TextReader):
         except ValueError as error:
             raise UsageError(str(error)) from None
         with EvaluationMode(model):
-            found = self.generator().continue_tokens([one.ids for one in texts], options)
+            found = self.generator().continue_tokens(
+                [one.ids for one in texts], options
+            )
         longer = []
         for one, (new,) in zip(texts, found, strict=True):
             # Unlike generation, the reader also runs on the last token, so it has to fit into the context.
@@ -674,8 +787,12 @@ class Reader(TextReader):
         return longer
 
 
-def _numbered(model: LanguageModel | EncoderDecoder, why: TriptychError) -> NumberedTokens:
-    size = model.tgt_vocab_size if isinstance(model, EncoderDecoder) else model.vocab_size
+def _numbered(
+    model: LanguageModel | EncoderDecoder, why: TriptychError
+) -> NumberedTokens:
+    size = (
+        model.tgt_vocab_size if isinstance(model, EncoderDecoder) else model.vocab_size
+    )
     return NumberedTokens(size, why)
 
 
@@ -688,7 +805,9 @@ def _tokens_of(reader: Reader) -> tuple[object, ...]:
 
 def translates_not(name: str) -> UsageError:
     """Return the error for translation with a language model."""
-    return UsageError(f"{name} is a language model, which does not translate: see triptych generate or fill")
+    return UsageError(
+        f"{name} is a language model, which does not translate: see triptych generate or fill"
+    )
 
 
 def _check_lengths(

@@ -11,7 +11,8 @@ from triptych.running.opening.layer_calls import Recording
 def begins_anywhere(model: AnyModel) -> bool:
     """Return True if every block reads nothing but the stream before it, so that a run can begin at any."""
     return not isinstance(model, LanguageModel) or all(
-        block.keys is None and block.input is None for block in model.architecture.blocks
+        block.keys is None and block.input is None
+        for block in model.architecture.blocks
     )
 
 
@@ -29,18 +30,26 @@ def run_from(
 
     if isinstance(model, LanguageModel):
         x = run.residuals[model.architecture.kind][site.block]
-        mask = None if model.causal else _tokens([len(text.ids) for text in run.texts], x)
-        return model.from_stream(repeated(x), site.block, mask=None if mask is None else repeated(mask))
+        mask = (
+            None if model.causal else _tokens([len(text.ids) for text in run.texts], x)
+        )
+        return model.from_stream(
+            repeated(x), site.block, mask=None if mask is None else repeated(mask)
+        )
     read = run.residuals["encoder"]
     written = run.residuals["decoder"]
     mask = repeated(_tokens([len(text.source or ()) for text in run.texts], read[0]))
     if site.stack == "encoder":
-        memory = model.encoder.from_stream(repeated(read[site.block]), site.block, mask=mask)
+        memory = model.encoder.from_stream(
+            repeated(read[site.block]), site.block, mask=mask
+        )
         first = 0
     else:
         memory = repeated(model.encoder.final_norm(read[-1]))
         first = site.block
-    return model.decoder.from_stream(repeated(written[first]), first, memory=memory, memory_mask=mask)
+    return model.decoder.from_stream(
+        repeated(written[first]), first, memory=memory, memory_mask=mask
+    )
 
 
 def _tokens(lengths: list[int], like: Tensor) -> Tensor:

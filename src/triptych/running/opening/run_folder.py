@@ -63,7 +63,9 @@ def read_decoding(folder: Path, tokenizers: TokenizerPair) -> DecodingConfig:
         check_tokenizers(tokenizers, folder, joint=joint)
         return validated(DecodingConfig, _table(recipe, "decoding"), folder / RECIPE)
     if (folder / DECODING).exists():
-        return validated(DecodingConfig, read_toml(folder / DECODING, "the file"), folder / DECODING)
+        return validated(
+            DecodingConfig, read_toml(folder / DECODING, "the file"), folder / DECODING
+        )
     raise DataError(f"{folder} is not a run folder: it has no {RECIPE}; give a run")
 
 

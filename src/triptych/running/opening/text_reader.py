@@ -59,15 +59,23 @@ class TextReader(ABC):
     def windows(self, text: Path, most_tokens: int) -> Iterator[Window]:
         """Yield windows: 128 tokens for causal models, a line for encoders, a line with a tab for pairs."""
         if self.kind == "pairs":
-            pairs = (self._pair(source, target) for source, target in read_tab_pairs(text))
+            pairs = (
+                self._pair(source, target) for source, target in read_tab_pairs(text)
+            )
             return _up_to(most_tokens, pairs)
         whole = read_whole_text(text)
         length = min(WINDOW_TOKENS, self._longest())
         if self.kind == "causal":
             ids = torch.tensor(self._encode(whole, False)[: most_tokens + 1])
             return _windows_of_length(ids, length)
-        lines = (self._encode(line, True)[:length] for line in whole.splitlines() if line.strip())
-        return _up_to(most_tokens, (Window({"input_ids": torch.tensor([ids])}) for ids in lines))
+        lines = (
+            self._encode(line, True)[:length]
+            for line in whole.splitlines()
+            if line.strip()
+        )
+        return _up_to(
+            most_tokens, (Window({"input_ids": torch.tensor([ids])}) for ids in lines)
+        )
 
     @abstractmethod
     def random_windows(self, seed: int) -> Iterator[Window]:
@@ -78,7 +86,9 @@ class TextReader(ABC):
         """Compute logits, or hidden states of a model without an output head, `[length, width]`."""
 
     @abstractmethod
-    def inputs(self, window: Window, source: AttentionSource, sites: Sequence[Site]) -> dict[str, list[Seen]]:
+    def inputs(
+        self, window: Window, source: AttentionSource, sites: Sequence[Site]
+    ) -> dict[str, list[Seen]]:
         """Run a window; return the inputs of every attention layer by name of its weights."""
 
     def runs(self, site: Site) -> bool:
@@ -89,7 +99,9 @@ class TextReader(ABC):
     def attention_modules(self, site: Site) -> Sequence[nn.Module]:
         """Return the modules of the attention layers at a site."""
 
-    def attention_outputs(self, source: AttentionSource, window: Window) -> list[tuple[str, Tensor]]:
+    def attention_outputs(
+        self, source: AttentionSource, window: Window
+    ) -> list[tuple[str, Tensor]]:
         """Return the outputs of attention layers with their names, in execution order."""
         # A hook records the output; modules of transformers return it first in a tuple.
         found: list[tuple[str, Tensor]] = []
@@ -128,7 +140,11 @@ def _up_to(most_tokens: int, windows: Iterable[Window]) -> Iterator[Window]:
     done = 0
     for window in windows:
         yield window
-        done += window.inputs["input_ids"].shape[1] if window.targets is None else len(window.targets)
+        done += (
+            window.inputs["input_ids"].shape[1]
+            if window.targets is None
+            else len(window.targets)
+        )
         if done >= most_tokens:
             return
 
@@ -138,7 +154,9 @@ def read_tab_pairs(path: Path) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(iterate_file(path), start=1):
         source, tab, target = line.partition("\t")
         if not tab:
-            raise UsageError(f"{path}, line {number}: expected a source, a tab and a target")
+            raise UsageError(
+                f"{path}, line {number}: expected a source, a tab and a target"
+            )
         yield source, target
 
 

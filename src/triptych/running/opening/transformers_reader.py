@@ -31,7 +31,9 @@ from triptych.running.opening.text_reader import (
 )
 from triptych.untrusted import LONGEST_TOKENIZER, require_regular
 
-_NO_TRANSFORMERS = "transformers, which would run it, is not installed: pip install 'triptych[run]'"
+_NO_TRANSFORMERS = (
+    "transformers, which would run it, is not installed: pip install 'triptych[run]'"
+)
 
 
 @final
@@ -56,7 +58,10 @@ class TransformersReader(TextReader):
             )
             name = (getattr(config, "architectures", None) or ["AutoModel"])[0]
             loader = getattr(transformers, name, None)
-            if not (isinstance(loader, type) and issubclass(loader, transformers.PreTrainedModel)):
+            if not (
+                isinstance(loader, type)
+                and issubclass(loader, transformers.PreTrainedModel)
+            ):
                 loader = transformers.AutoModel
             loaded: Any = loader.from_pretrained(
                 path,
@@ -70,9 +75,13 @@ class TransformersReader(TextReader):
             self.model.eval()
         # A model's own code raises errors of many classes.
         except Exception as error:
-            raise DataError(f"{path}: transformers cannot load it: {first_line(error)}") from error
+            raise DataError(
+                f"{path}: transformers cannot load it: {first_line(error)}"
+            ) from error
         if self.model.main_input_name != "input_ids":
-            raise DataError(f"{name} reads {_inputs_besides_text(self.model) or 'no token ids'}, not text")
+            raise DataError(
+                f"{name} reads {_inputs_besides_text(self.model) or 'no token ids'}, not text"
+            )
         self._missing = sorted(found["missing_keys"])
         _fill_with_nan(self.model, self._missing)
         self.by = f"transformers {transformers.__version__}"
@@ -102,7 +111,9 @@ class TransformersReader(TextReader):
             ids = torch.randint(0, size, (1, max(4, length)), generator=generator)
             inputs = {"input_ids": ids}
             if self.kind == "pairs":
-                inputs["decoder_input_ids"] = torch.randint(0, size, ids.shape, generator=generator)
+                inputs["decoder_input_ids"] = torch.randint(
+                    0, size, ids.shape, generator=generator
+                )
             yield Window(inputs)
 
     @torch.inference_mode()
@@ -118,7 +129,9 @@ class TransformersReader(TextReader):
                 f"{self._path}: {name} does not run on token ids alone{reads}: {first_line(error)}"
             ) from error
         compared = self._compared_part(found)
-        result = compared if compared.dim() == 2 else compared[0]  # a text of one class has one row
+        result = (
+            compared if compared.dim() == 2 else compared[0]
+        )  # a text of one class has one row
         if self._missing and result.isnan().any():
             raise DataError(f"{self._path}: there is no tensor for {self._missing[0]}")
         return result
@@ -138,7 +151,9 @@ class TransformersReader(TextReader):
             if result is not None:
                 return result
         given = ", ".join(map(str, found))
-        raise DataError(f"{self._path}: {type(self.model).__name__} gives {given}, none of which is compared")
+        raise DataError(
+            f"{self._path}: {type(self.model).__name__} gives {given}, none of which is compared"
+        )
 
     def encode(self, text: str) -> list[int]:
         """Encode a text with special tokens."""
@@ -149,13 +164,20 @@ class TransformersReader(TextReader):
         """Return attention weights `[1, heads, queries, keys]` per layer by kind; None if not available."""
         found = self.model(**self._given(window), output_attentions=True)
         if self.kind == "pairs":
-            return {kind: found.get(f"{kind}_attentions") for kind in ("encoder", "decoder", "cross")}
+            return {
+                kind: found.get(f"{kind}_attentions")
+                for kind in ("encoder", "decoder", "cross")
+            }
         return dict.fromkeys(("encoder", "decoder"), found.get("attentions"))
 
-    def inputs(self, window: Window, source: AttentionSource, sites: Sequence[Site]) -> dict[str, list[Seen]]:
+    def inputs(
+        self, window: Window, source: AttentionSource, sites: Sequence[Site]
+    ) -> dict[str, list[Seen]]:
         found: dict[str, list[Seen]] = {}
 
-        def record(module: nn.Module, given: tuple[Any, ...], *, site: Site, key: bool) -> None:
+        def record(
+            module: nn.Module, given: tuple[Any, ...], *, site: Site, key: bool
+        ) -> None:
             x = given[0].detach()
             x = x.reshape(1, -1, x.shape[-1])  # some layers concatenate all sequences
             seen = found.setdefault(site.name, [])
@@ -165,10 +187,14 @@ class TransformersReader(TextReader):
             for site in sites:
                 names = source.input_modules(site)
                 for name, key in zip(
-                    names if site.kind == "cross" else names[:1], (False, True), strict=False
+                    names if site.kind == "cross" else names[:1],
+                    (False, True),
+                    strict=False,
                 ):
                     hook = partial(record, site=site, key=key)
-                    stack.callback(self._module(name).register_forward_pre_hook(hook).remove)
+                    stack.callback(
+                        self._module(name).register_forward_pre_hook(hook).remove
+                    )
             self.outputs(window)
         return found
 
@@ -182,14 +208,22 @@ class TransformersReader(TextReader):
         for candidate in _renamed(name):
             if candidate in modules:
                 return modules[candidate]
-        ends = [own for own in modules if own and (own.endswith(f".{name}") or name.endswith(f".{own}"))]
+        ends = [
+            own
+            for own in modules
+            if own and (own.endswith(f".{name}") or name.endswith(f".{own}"))
+        ]
         if not ends:
-            raise DataError(f"{self._path}: transformers has no module {name}, whose input is to be measured")
+            raise DataError(
+                f"{self._path}: transformers has no module {name}, whose input is to be measured"
+            )
         return modules[max(ends, key=len)]
 
     def _encode(self, text: str, special: bool, *, target: bool = False) -> list[int]:
         said = {"text_target": text} if target else {"text": text}
-        ids: list[int] = self._tokenizer(**said, add_special_tokens=special, verbose=False)["input_ids"]
+        ids: list[int] = self._tokenizer(
+            **said, add_special_tokens=special, verbose=False
+        )["input_ids"]
         return ids
 
     @cached_property
@@ -202,19 +236,27 @@ class TransformersReader(TextReader):
             )
         # A tokenizer's own code raises errors of many classes.
         except Exception as error:
-            raise DataError(f"{self._path}: its tokenizer cannot be loaded: {first_line(error)}") from error
+            raise DataError(
+                f"{self._path}: its tokenizer cannot be loaded: {first_line(error)}"
+            ) from error
 
     def _longest(self) -> int:
         config = self._config.get_text_config()
-        return int(getattr(config, "max_position_embeddings", None) or 4 * WINDOW_TOKENS)
+        return int(
+            getattr(config, "max_position_embeddings", None) or 4 * WINDOW_TOKENS
+        )
 
     def _pair(self, source: str, target: str) -> Window:
         start = torch.tensor([self._config.decoder_start_token_id])
         longest = self._longest()
-        wanted = torch.tensor(self._encode(target, True, target=True)[: min(WINDOW_TOKENS, longest)])
+        wanted = torch.tensor(
+            self._encode(target, True, target=True)[: min(WINDOW_TOKENS, longest)]
+        )
         read = self._encode(source, True)[: min(4 * WINDOW_TOKENS, longest)]
         shifted = torch.cat([start, wanted[:-1]])[None]
-        return Window({"input_ids": torch.tensor([read]), "decoder_input_ids": shifted}, wanted)
+        return Window(
+            {"input_ids": torch.tensor([read]), "decoder_input_ids": shifted}, wanted
+        )
 
 
 def _fill_with_nan(model: nn.Module, names: Sequence[str]) -> None:
@@ -231,7 +273,9 @@ def _inputs_besides_text(model: Any) -> str:
     given = getattr(model, "input_modalities", ())
     names = (given,) if isinstance(given, str) else given
     return " and ".join(
-        {"image": "images", "video": "videos"}.get(name, name) for name in names if name != "text"
+        {"image": "images", "video": "videos"}.get(name, name)
+        for name in names
+        if name != "text"
     )
 
 
@@ -292,4 +336,6 @@ def _own(source: Source) -> Reader:
 
 def _is_run_by_us_alone(source: Source) -> bool:
     """Return True for a triptych translator or a Marian translator."""
-    return source.translates and (source.is_own or source.record.get("model_type") == "marian")
+    return source.translates and (
+        source.is_own or source.record.get("model_type") == "marian"
+    )

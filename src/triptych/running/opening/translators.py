@@ -18,9 +18,18 @@ from torch import nn
 from triptych.core.attention import shapes_only, sinusoidal
 from triptych.core.checkpoints.source import Source, find_source
 from triptych.core.checkpoints.stored_models import load_encoder_decoder, off_meta
-from triptych.core.models import EncoderDecoder, FeedForwardConfig, ModelConfig, attention_sites
+from triptych.core.models import (
+    EncoderDecoder,
+    FeedForwardConfig,
+    ModelConfig,
+    attention_sites,
+)
 from triptych.errors import DataError, UsageError
-from triptych.running.opening.marian_tokenizers import MarianIds, longest_source, read_tokenizers
+from triptych.running.opening.marian_tokenizers import (
+    MarianIds,
+    longest_source,
+    read_tokenizers,
+)
 from triptych.running.opening.reader import Reader
 from triptych.running.opening.run_folder import DecodingConfig
 from triptych.running.options import Languages
@@ -62,7 +71,9 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "guidance_scale": (1.0,),
 }
 
-_ROUNDING = 2**-8  # largest difference of equal position tables; bfloat16 rounds by up to 2⁻⁹
+_ROUNDING = (
+    2**-8
+)  # largest difference of equal position tables; bfloat16 rounds by up to 2⁻⁹
 
 
 class _MarianSettings(MarianIds):
@@ -96,14 +107,23 @@ def read_marian(
 
 
 def _with_recipe(
-    model: EncoderDecoder, settings: _MarianSettings, longest: int | float | None, path: Path
+    model: EncoderDecoder,
+    settings: _MarianSettings,
+    longest: int | float | None,
+    path: Path,
 ) -> EncoderDecoder:
     """Rebuild the model from the equivalent recipe with the same tensors; unchanged without such a recipe."""
-    blocks = chain.from_iterable(stack.architecture.blocks for stack in model.stacks.values())
+    blocks = chain.from_iterable(
+        stack.architecture.blocks for stack in model.stacks.values()
+    )
     first, *others = (block.feed_forward for block in blocks)
     if not settings.scale_embedding or any(other != first for other in others):
         return model
-    if not isinstance(first, FeedForwardConfig) or first.activation not in ("relu", "gelu", "swish"):
+    if not isinstance(first, FeedForwardConfig) or first.activation not in (
+        "relu",
+        "gelu",
+        "swish",
+    ):
         return model
     found = dict(model.named_parameters(remove_duplicate=False))
     bias = "decoder.head.output.bias"
@@ -111,14 +131,19 @@ def _with_recipe(
         rows = found.pop(f"{half}.embeddings.positions.weight", None)
         if rows is not None:
             length, width = rows.shape
-            if not (rows.double() - sinusoidal(length, width, "halves")).abs().max() <= _ROUNDING:
+            if (
+                not (rows.double() - sinusoidal(length, width, "halves")).abs().max()
+                <= _ROUNDING
+            ):
                 return model
     if bias in found and not found[bias].any():
         del found[bias]
     positions = settings.max_position_embeddings
     most = positions if longest is None else int(min(positions, longest))
     try:
-        config = _recipe(settings, model, first, most - 1, bias in found)  # the end takes a position too
+        config = _recipe(
+            settings, model, first, most - 1, bias in found
+        )  # the end takes a position too
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise DataError(f"{path}: {message}") from None
@@ -127,10 +152,14 @@ def _with_recipe(
         table = "encoder.embeddings.table.weight"
         found[table] = nn.Parameter(found[table].detach().clone())
     with shapes_only():
-        ours = EncoderDecoder.of(config, model.src_vocab_size, model.tgt_vocab_size, model.pad_id)
+        ours = EncoderDecoder.of(
+            config, model.src_vocab_size, model.tgt_vocab_size, model.pad_id
+        )
     for name, _ in [*ours.named_parameters(remove_duplicate=False)]:
         if name not in found:
-            raise DataError(f"{path.parent}: the tensor is missing that triptych names {name}")
+            raise DataError(
+                f"{path.parent}: the tensor is missing that triptych names {name}"
+            )
         module, _, own = name.rpartition(".")
         setattr(ours.get_submodule(module), own, found.pop(name))
     assert not found, f"{[*found]} are in no recipe"
@@ -147,9 +176,14 @@ def _recipe(
     # Marian's cross-attention has as many heads as the decoder's self-attention.
     biases = dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), True)
     encoder, decoder = (
-        {"num_heads": sites[0].layer.num_heads, "dropout": settings.attention_dropout, **biases}
+        {
+            "num_heads": sites[0].layer.num_heads,
+            "dropout": settings.attention_dropout,
+            **biases,
+        }
         for sites in (
-            [site for site in attention_sites(model) if site.stack == stack] for stack in model.stacks
+            [site for site in attention_sites(model) if site.stack == stack]
+            for stack in model.stacks
         )
     )
     tie = "all" if model.architecture.shared else "target"
@@ -194,12 +228,17 @@ class _Generation(BaseModel):
 
 
 def read_translator(
-    source: Source | Path, device: torch.device | str = "cpu", languages: Languages | None = None
+    source: Source | Path,
+    device: torch.device | str = "cpu",
+    languages: Languages | None = None,
 ) -> Reader:
     """Read an encoder-decoder with its tokenizers and search settings."""
     files = find_source(source)
     folder = files.settings_folder
-    if languages is None and read_json(folder / "config.json").get("model_type") == "marian":
+    if (
+        languages is None
+        and read_json(folder / "config.json").get("model_type") == "marian"
+    ):
         if files.tokenizer is not None:
             raise UsageError(
                 f"{files.name} is a Marian translator, which has two tokenizers: leave out tokenizer"
@@ -207,25 +246,37 @@ def read_translator(
         return _read_marian(files, device)
     model = load_encoder_decoder(files, device)
     if model.decoder.head is None:
-        raise UsageError(f"{files.name} has the head of a task and predicts no tokens: it does not translate")
+        raise UsageError(
+            f"{files.name} has the head of a task and predicts no tokens: it does not translate"
+        )
     tokenizer = load_tokenizer(
-        files.tokenizer_folder, vocab_size=min(model.src_vocab_size, model.tgt_vocab_size)
+        files.tokenizer_folder,
+        vocab_size=min(model.src_vocab_size, model.tgt_vocab_size),
     )
     generation = _read_generation(folder)
     reads, writes, start = _frames(folder, tokenizer, generation, languages)
     if not reads.after:
-        raise DataError(f"{folder}: its tokenizer puts nothing behind a text, so that a source has no end")
+        raise DataError(
+            f"{folder}: its tokenizer puts nothing behind a text, so that a source has no end"
+        )
     end = _end_token(generation, folder)
     rules = OutputRules(
         start=start,
         end=end,
-        never=(*_banned_tokens(generation, folder), *range(tokenizer.vocab_size, model.tgt_vocab_size)),
+        never=(
+            *_banned_tokens(generation, folder),
+            *range(tokenizer.vocab_size, model.tgt_vocab_size),
+        ),
         min_length=generation.min_length or 0,
         no_repeat=generation.no_repeat_ngram_size or 0,
     )
     # Forced first tokens are part of `start`, so the target frame must not repeat them.
     forced = start[1:]
-    before = writes.before[len(forced) :] if writes.before[: len(forced)] == forced else writes.before
+    before = (
+        writes.before[len(forced) :]
+        if writes.before[: len(forced)] == forced
+        else writes.before
+    )
     pair = TokenizerPair(
         FramedTokenizer(tokenizer, reads, model.pad_id, rules),
         FramedTokenizer(tokenizer, Frame(before, (end,)), model.pad_id, rules),
@@ -234,7 +285,10 @@ def read_translator(
 
 
 def _searched(
-    source: Source, model: EncoderDecoder, tokenizers: TokenizerPair, generation: _Generation
+    source: Source,
+    model: EncoderDecoder,
+    tokenizers: TokenizerPair,
+    generation: _Generation,
 ) -> Reader:
     """Return the reader of a translator with the search settings of its files."""
     penalty = generation.length_penalty
@@ -244,7 +298,9 @@ def _searched(
     if generation.early_stopping is True:
         search["stop"] = "full"
     decoding = DecodingConfig.model_validate(search)
-    return Reader(source.name, source.settings_folder, model, tokenizers, decoding=decoding)
+    return Reader(
+        source.name, source.settings_folder, model, tokenizers, decoding=decoding
+    )
 
 
 def _read_marian(files: Source, device: torch.device | str) -> Reader:
@@ -256,7 +312,9 @@ def _read_marian(files: Source, device: torch.device | str) -> Reader:
     kept_out = (model.pad_id, tokenizers.target.bos_id)
     for name in ("min_length", "no_repeat_ngram_size", "forced_bos_token_id"):
         if getattr(generation, name):
-            raise DataError(f"{folder}: {name} is not followed in searches with a Marian model: take it out")
+            raise DataError(
+                f"{folder}: {name} is not followed in searches with a Marian model: take it out"
+            )
     if others := {*_banned_tokens(generation, folder)} - {*kept_out}:
         raise DataError(
             f"{folder}: bad_words_ids has {[min(others)]}; only the padding and the token that outputs begin "
@@ -277,12 +335,18 @@ def _read_generation(folder: Path) -> _Generation:
                 f"{path}: {name} is {value!r}, which the search here does not follow: take it out"
             )
     # Ids missing in `generation_config.json` are taken from `config.json`.
-    ids = {name: config.get(name) for name in ("decoder_start_token_id", "bos_token_id", "eos_token_id")}
+    ids = {
+        name: config.get(name)
+        for name in ("decoder_start_token_id", "bos_token_id", "eos_token_id")
+    }
     return validated(_Generation, {**ids, **record}, path)
 
 
 def _frames(
-    folder: Path, tokenizer: PretrainedTokenizer, generation: _Generation, languages: Languages | None
+    folder: Path,
+    tokenizer: PretrainedTokenizer,
+    generation: _Generation,
+    languages: Languages | None,
 ) -> tuple[Frame, Frame, tuple[int, ...]]:
     """Return the frames of source and target, and the decoder's first tokens."""
     # The decoder's first tokens are the start token and an optional forced first token of the output.
@@ -292,11 +356,15 @@ def _frames(
     if languages is None:
         start = generation.bos_token_id if first is None else first
         if start is None:
-            raise DataError(f"{folder}/config.json: add decoder_start_token_id, with which outputs begin")
+            raise DataError(
+                f"{folder}/config.json: add decoder_start_token_id, with which outputs begin"
+            )
         forced = generation.forced_bos_token_id
         named = {tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id}
         if place is not None and forced is None and start in named:
-            raise UsageError(f"{folder} translates between languages: name them (--languages SOURCE TARGET)")
+            raise UsageError(
+                f"{folder} translates between languages: name them (--languages SOURCE TARGET)"
+            )
         return own, own, (start,) if forced is None else (start, forced)
     if place is None:
         raise UsageError(
@@ -307,7 +375,9 @@ def _frames(
     if place == "behind":
         return Frame((), (*end, source)), Frame((), end), (target,)
     if first is None:
-        raise DataError(f"{folder}/config.json: add decoder_start_token_id, with which outputs begin")
+        raise DataError(
+            f"{folder}/config.json: add decoder_start_token_id, with which outputs begin"
+        )
     return Frame((source,), end), Frame((target,), end), (first, target)
 
 
@@ -316,7 +386,9 @@ def _language_place(folder: Path) -> tuple[str, Literal["before", "behind"] | No
     path = folder / "tokenizer_config.json"
     record = read_json(path) if path.exists() else {}
     name = str(record.get("tokenizer_class", "of no class")).removesuffix("Fast")
-    return name, "behind" if record.get("legacy_behaviour") is True else _LANGUAGE_PLACES.get(name)
+    return name, "behind" if record.get(
+        "legacy_behaviour"
+    ) is True else _LANGUAGE_PLACES.get(name)
 
 
 def _token_of(tokenizer: PretrainedTokenizer, language: str, folder: Path) -> int:
@@ -324,9 +396,15 @@ def _token_of(tokenizer: PretrainedTokenizer, language: str, folder: Path) -> in
     for token in sorted(tokenizer.special_ids):
         if vocabulary[token] == language:
             return token
-    known = [vocabulary[token] for token in sorted(tokenizer.special_ids) if "_" in vocabulary[token]]
+    known = [
+        vocabulary[token]
+        for token in sorted(tokenizer.special_ids)
+        if "_" in vocabulary[token]
+    ]
     shown = ", ".join(known[:6]) + (", …" if len(known) > 6 else "")
-    raise UsageError(f"{folder} has no language {language!r}: its languages are {shown or 'none'}")
+    raise UsageError(
+        f"{folder} has no language {language!r}: its languages are {shown or 'none'}"
+    )
 
 
 def _end_token(generation: _Generation, folder: Path) -> int:

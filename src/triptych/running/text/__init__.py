@@ -46,12 +46,20 @@ from triptych.running.text.scripts import is_unspaced as is_unspaced
 from triptych.running.text.sentence_tokenizers import BYTE_ALPHABET as BYTE_ALPHABET
 from triptych.running.text.sentence_tokenizers import BYTE_OF as BYTE_OF
 from triptych.running.text.sentence_tokenizers import SPECIAL_TOKENS as SPECIAL_TOKENS
-from triptych.running.text.sentence_tokenizers import ByteLevelTokenizer as ByteLevelTokenizer
-from triptych.running.text.sentence_tokenizers import SentencePieceRecord as SentencePieceRecord
-from triptych.running.text.sentence_tokenizers import SentencePieceTokenizer as SentencePieceTokenizer
+from triptych.running.text.sentence_tokenizers import (
+    ByteLevelTokenizer as ByteLevelTokenizer,
+)
+from triptych.running.text.sentence_tokenizers import (
+    SentencePieceRecord as SentencePieceRecord,
+)
+from triptych.running.text.sentence_tokenizers import (
+    SentencePieceTokenizer as SentencePieceTokenizer,
+)
 from triptych.running.text.sentence_tokenizers import TokenizerPair as TokenizerPair
 from triptych.running.text.sentence_tokenizers import assemble as assemble
-from triptych.running.text.sentence_tokenizers import read_sentence_tokenizer as read_sentence_tokenizer
+from triptych.running.text.sentence_tokenizers import (
+    read_sentence_tokenizer as read_sentence_tokenizer,
+)
 from triptych.running.text.sentences import graphemes as graphemes
 from triptych.running.text.sentences import spans_of_words as spans_of_words
 from triptych.running.text.sequences import TokenSequences as TokenSequences

@@ -43,19 +43,27 @@ def render_chat(
     }
     # A template is untrusted code, so it is rendered in a separate process with limits.
     try:
-        request = json.dumps({"template": template, "variables": variables, "tokens": tokens})
+        request = json.dumps(
+            {"template": template, "variables": variables, "tokens": tokens}
+        )
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"the messages cannot be given to a chat template: {error}") from None
+        raise UsageError(
+            f"the messages cannot be given to a chat template: {error}"
+        ) from None
     where = f"the chat template of {origin}"
     answer = _run_script(request, where)
     if "text" in answer:
-        return WrittenChat(answer["text"], [(start, end) for start, end in answer["own"]])
+        return WrittenChat(
+            answer["text"], [(start, end) for start, end in answer["own"]]
+        )
     message = " ".join(str(answer["message"]).split())
     match answer["error"]:
         case "refusal":
             raise UsageError(f"{where} refuses the messages: {message}")
         case "forbidden":
-            raise DataError(f"{where} does what no template may: {message}; give a prompt without it")
+            raise DataError(
+                f"{where} does what no template may: {message}; give a prompt without it"
+            )
         case "too much":
             raise DataError(f"{where} is stopped: {message}; give a prompt without it")
         case _:
@@ -81,7 +89,9 @@ def _run_script(request: str, where: str) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(done.stdout)
     except ValueError:
         # The system killed the process before it could report an error.
-        raise DataError(f"{where} takes too much time or memory; give a prompt without it") from None
+        raise DataError(
+            f"{where} takes too much time or memory; give a prompt without it"
+        ) from None
     return answer
 
 

@@ -13,7 +13,13 @@ from datetime import datetime
 from itertools import groupby
 from typing import Any, NoReturn, SupportsIndex, final
 
-from jinja2 import FunctionLoader, TemplateError, TemplateSyntaxError, nodes, pass_environment
+from jinja2 import (
+    FunctionLoader,
+    TemplateError,
+    TemplateSyntaxError,
+    nodes,
+    pass_environment,
+)
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.environment import Environment
 from jinja2.exceptions import SecurityError
@@ -98,10 +104,14 @@ class OwnText(str):
         return OwnText(text, self._own) if len(text) == len(self) else text
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        return self._found(str.split(self, sep, maxsplit), 0 if sep is None else len(sep))
+        return self._found(
+            str.split(self, sep, maxsplit), 0 if sep is None else len(sep)
+        )
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
-        return self._found(str.rsplit(self, sep, maxsplit), 0 if sep is None else len(sep))
+        return self._found(
+            str.rsplit(self, sep, maxsplit), 0 if sep is None else len(sep)
+        )
 
     def splitlines(self, keepends: bool = False) -> list[str]:
         whole = self._found(str.splitlines(self, keepends=True), 0)
@@ -167,10 +177,17 @@ def joined(parts: Iterable[object]) -> OwnText:
 
 @pass_environment
 def _join(
-    environment: Environment, value: Iterable[Any], d: str = "", attribute: str | int | None = None
+    environment: Environment,
+    value: Iterable[Any],
+    d: str = "",
+    attribute: str | int | None = None,
 ) -> OwnText:
     """Apply the filter `join`."""
-    parts = value if attribute is None else map(make_attrgetter(environment, attribute), value)
+    parts = (
+        value
+        if attribute is None
+        else map(make_attrgetter(environment, attribute), value)
+    )
     return _as_own(d).join(map(str, parts))
 
 
@@ -220,14 +237,18 @@ class Generation(Extension):
         """Parse the body into a block with a separate scope."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("render"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("render"), [], [], body).set_lineno(
+            line
+        )
 
     def render(self, caller: Callable[[], str]) -> str:
         """Return the rendered body."""
         return caller()
 
 
-def render_template(template: str, variables: Mapping[str, Any], tokens: Mapping[str, str]) -> OwnText:
+def render_template(
+    template: str, variables: Mapping[str, Any], tokens: Mapping[str, str]
+) -> OwnText:
     """Render a template with the functions and filters of chat templates in `transformers`."""
     environment = _Templates(
         trim_blocks=True,
@@ -237,8 +258,13 @@ def render_template(template: str, variables: Mapping[str, Any], tokens: Mapping
     )
     environment.filters["tojson"] = _to_json
     environment.filters["join"] = _join
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    given: dict[str, Any] = {name: own(token) for name, token in tokens.items()} | dict(variables)
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+    }
+    given: dict[str, Any] = {name: own(token) for name, token in tokens.items()} | dict(
+        variables
+    )
     if "messages" in given:
         given["messages"] = [_with_own_role(message) for message in given["messages"]]
     # Generate in parts, so that an endless template is stopped at the limit.
@@ -280,13 +306,19 @@ def _to_json(
 ) -> str:
     # jinja2's filter would escape characters for HTML.
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
     )
 
 
 def _render_or_explain(request: dict[str, Any]) -> dict[str, Any]:
     try:
-        found = render_template(request["template"], request["variables"], request["tokens"])
+        found = render_template(
+            request["template"], request["variables"], request["tokens"]
+        )
         return {"text": found, "own": found.ranges()}
     except RefusalError as error:
         return {"error": "refusal", "message": str(error)}

@@ -73,12 +73,18 @@ class LanguageCorpusSpec(BaseModel):
         for option, wanted in _OPTION_PLACES.items():
             given = getattr(self, option) != type(self).model_fields[option].default
             if given and place != wanted:
-                raise ValueError(f"{option} goes with {wanted}, but this corpus is given by {place}")
+                raise ValueError(
+                    f"{option} goes with {wanted}, but this corpus is given by {place}"
+                )
         return self
 
     def describe(self) -> str:
         """Return the name of the corpus for messages."""
-        return f"{self.hub} {self.split}" if self.hub is not None else ", ".join(self.files)
+        return (
+            f"{self.hub} {self.split}"
+            if self.hub is not None
+            else ", ".join(self.files)
+        )
 
 
 class TextPart(NamedTuple):
@@ -88,7 +94,9 @@ class TextPart(NamedTuple):
     ends_document: bool = True  # True = the next part belongs to another document
 
 
-def read_documents(spec: LanguageCorpusSpec, *, base: Path = Path()) -> Iterator[TextPart]:
+def read_documents(
+    spec: LanguageCorpusSpec, *, base: Path = Path()
+) -> Iterator[TextPart]:
     """Yield the documents of a corpus in parts, without empty documents."""
     fields = (spec.text_field,)
     if spec.hub is not None:
@@ -117,15 +125,25 @@ def find_files(spec: LanguageCorpusSpec, *, base: Path = Path()) -> list[Path]:
                 path
                 for path in inside
                 if path.name.lower().endswith(_FOLDER_ENDINGS)
-                and not any(part.startswith(".") for part in path.relative_to(place).parts)
+                and not any(
+                    part.startswith(".") for part in path.relative_to(place).parts
+                )
             )
             if not paths:
-                raise UsageError(f"{place} has no file that ends in {', '.join(_FOLDER_ENDINGS)}")
+                raise UsageError(
+                    f"{place} has no file that ends in {', '.join(_FOLDER_ENDINGS)}"
+                )
         elif not place.exists() and glob.has_magic(entry):
             root = Path(place.anchor)
-            paths = sorted(path for path in root.glob(str(place.relative_to(root))) if path.is_file())
+            paths = sorted(
+                path
+                for path in root.glob(str(place.relative_to(root)))
+                if path.is_file()
+            )
             if not paths:
-                raise UsageError(f"no file matches {place}: give a pattern that fits, or the names of files")
+                raise UsageError(
+                    f"no file matches {place}: give a pattern that fits, or the names of files"
+                )
         else:
             paths = [place]
         found += paths
@@ -136,12 +154,16 @@ def fingerprint(spec: LanguageCorpusSpec, *, base: Path = Path()) -> str:
     """Compute a fingerprint of the documents of a corpus from the content of its files."""
     digest = hashlib.sha256(f"{spec.documents} {spec.text_field}\n".encode())
     if spec.hub is not None:
-        digest.update(fingerprint_hub(spec.hub, spec.config_name, spec.split, base).encode())
+        digest.update(
+            fingerprint_hub(spec.hub, spec.config_name, spec.split, base).encode()
+        )
         return digest.hexdigest()
     # Endings count as well: they decide how a file is parsed.
     for path in find_files(spec, base=base):
         try:
-            digest.update(f"{record_ending(path)} {path.suffix.lower()} {file_hash(path)}\n".encode())
+            digest.update(
+                f"{record_ending(path)} {path.suffix.lower()} {file_hash(path)}\n".encode()
+            )
         except IsADirectoryError:
             raise UsageError(f"{path} is a folder; give a file in it") from None
         except OSError as error:

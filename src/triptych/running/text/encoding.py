@@ -23,7 +23,9 @@ def encode_texts(
     # Encode all strings in one call, then put the results among the texts given as token ids.
     strings = [text for text in texts if isinstance(text, str)]
     encoded = iter(
-        tokenizer.encode(strings, add_special=True, parse_special=special_tokens == "tokens")
+        tokenizer.encode(
+            strings, add_special=True, parse_special=special_tokens == "tokens"
+        )
         if strings
         else ()
     )
@@ -35,6 +37,10 @@ def encode_texts(
             ids = next(encoded)
             found.append(ids if text else ids or begin)
         else:
-            require_ids(text, vocab_size or tokenizer.vocab_size, which_of("text", number, texts))
+            require_ids(
+                text,
+                vocab_size or tokenizer.vocab_size,
+                which_of("text", number, texts),
+            )
             found.append([*map(int, text)])
     return found

@@ -4,7 +4,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, final
 
 from triptych.running.text.pretrained import PretrainedTokenizer
-from triptych.running.text.tokenizers import Conversation, OutputRules, SentenceTokenizer, Tokenizer
+from triptych.running.text.tokenizers import (
+    Conversation,
+    OutputRules,
+    SentenceTokenizer,
+    Tokenizer,
+)
 
 
 class Frame(NamedTuple):
@@ -29,7 +34,9 @@ class FramedTokenizer(SentenceTokenizer):
 
     reads_special = True
 
-    def __init__(self, inner: PretrainedTokenizer, frame: Frame, pad_id: int, rules: OutputRules) -> None:
+    def __init__(
+        self, inner: PretrainedTokenizer, frame: Frame, pad_id: int, rules: OutputRules
+    ) -> None:
         self._inner = inner
         self._rules = rules
         (*self._before,), (*self._after, self.eos_id) = frame
@@ -49,14 +56,20 @@ class FramedTokenizer(SentenceTokenizer):
         return self._inner.vocabulary
 
     def encode(
-        self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
+        self,
+        texts: str | Sequence[str],
+        *,
+        add_special: bool = False,
+        parse_special: bool = False,
     ) -> list[list[int]]:
         """Encode each text within its frame, without the end of sentence unless `add_special`."""
         found = self._inner.encode(texts, parse_special=parse_special)
         after = [*self._after, self.eos_id] if add_special else self._after
         return [[*self._before, *ids, *after] for ids in found]
 
-    def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
+    def decode(
+        self, ids: Sequence[Sequence[int]], *, skip_special: bool = True
+    ) -> list[str]:
         return self._inner.decode(ids, skip_special=skip_special)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:

@@ -33,7 +33,8 @@ def as_texts(given: Any, what: str = "text") -> GivenTexts:
         return GivenTexts([_one(given, f"the {what}", may_be_ids=True)], is_one=True)
     items = [_plain(one) for one in _items(given, what)]
     found = [
-        _one(one, which_of(what, number, items), may_be_ids=True) for number, one in enumerate(items, start=1)
+        _one(one, which_of(what, number, items), may_be_ids=True)
+        for number, one in enumerate(items, start=1)
     ]
     return GivenTexts(found, is_one=False)
 
@@ -46,14 +47,19 @@ def as_lines(given: Any, what: str = "text") -> list[str]:
     if isinstance(given, str):
         return [str(_one(given, f"the {what}"))]
     items = [*_items(_plain(given), what)]
-    return [str(_one(one, which_of(what, number, items))) for number, one in enumerate(items, start=1)]
+    return [
+        str(_one(one, which_of(what, number, items)))
+        for number, one in enumerate(items, start=1)
+    ]
 
 
 def refuse_file_name(text: Any, *, or_path: bool = False) -> Any:
     """Return a text unchanged; refuse the name of a file."""
     if isinstance(text, str) and os.path.isfile(text):  # noqa: PTH113 - Path raises where a name is too long
         instead = f'Path("{text}")' if or_path else "what is in it"
-        raise UsageError(f'"{text}" is a file, and a string is the text itself: give {instead}')
+        raise UsageError(
+            f'"{text}" is a file, and a string is the text itself: give {instead}'
+        )
     return text
 
 
@@ -61,7 +67,9 @@ def require_ids(ids: Sequence[int], vocab_size: int, which: str) -> None:
     """Check that token ids are within the vocabulary."""
     for token in ids:
         if not 0 <= token < vocab_size:
-            raise UsageError(f"{which} has the token id {token}: ids are from 0 to {vocab_size - 1:,}")
+            raise UsageError(
+                f"{which} has the token id {token}: ids are from 0 to {vocab_size - 1:,}"
+            )
 
 
 def _plain(given: Any) -> Any:
@@ -119,12 +127,18 @@ def _one(given: Any, which: str, *, may_be_ids: bool = False) -> Text:
 def _refusal(given: Any, which: str) -> UsageError:
     match given:
         case bytes() | bytearray() | memoryview():
-            return UsageError(f'{which} is bytes: give a string, as data.decode("utf-8")')
+            return UsageError(
+                f'{which} is bytes: give a string, as data.decode("utf-8")'
+            )
         case Path():
-            return UsageError(f"{which} is a path: give what is in the file, as path.read_text()")
+            return UsageError(
+                f"{which} is a path: give what is in the file, as path.read_text()"
+            )
         case list() | tuple():
             shown = shortened(repr(given), _MOST_SHOWN)
             return UsageError(f"{which} is the list {shown}: give a string")
     name = type(given).__name__
-    shown = "None" if given is None else f"the {name} {shortened(repr(given), _MOST_SHOWN)}"
+    shown = (
+        "None" if given is None else f"the {name} {shortened(repr(given), _MOST_SHOWN)}"
+    )
     return UsageError(f"{which} is {shown}: give a string")

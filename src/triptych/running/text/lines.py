@@ -62,7 +62,9 @@ def iterate_blocks(path: Path) -> Iterator[str]:
     with open_content(path) as stream:
         while True:
             raw = stream.read(_BLOCK_BYTES)
-            num_kept = len(decoder.getstate()[0])  # bytes of an incomplete character in the last block
+            num_kept = len(
+                decoder.getstate()[0]
+            )  # bytes of an incomplete character in the last block
             if num_bytes == 0:
                 _require_no_utf16(raw, str(path))
                 num_bytes = len(raw)
@@ -73,7 +75,9 @@ def iterate_blocks(path: Path) -> Iterator[str]:
                 num_bytes += len(raw)
             if b"\0" in raw:
                 number = start + num_kept + raw.index(b"\0") + 1
-                raise DataError(f"{path}: byte {number:,} is NUL, which no text has; give a text file")
+                raise DataError(
+                    f"{path}: byte {number:,} is NUL, which no text has; give a text file"
+                )
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
@@ -99,7 +103,11 @@ def open_content(path: Path) -> Iterator[io.BufferedIOBase]:
         if compression is None:
             yield file
             return
-        stream = gzip.GzipFile(fileobj=file) if compression == GZIP else io.BufferedReader(_ZstdStream(file))
+        stream = (
+            gzip.GzipFile(fileobj=file)
+            if compression == GZIP
+            else io.BufferedReader(_ZstdStream(file))
+        )
         try:
             check_content(stream.peek(8), None, f"the content of {path}")
             yield stream
@@ -112,15 +120,21 @@ def open_content(path: Path) -> Iterator[io.BufferedIOBase]:
 def iterate_lines(stream: ByteLines, name: str) -> Iterator[str]:
     """Yield the lines of a binary stream as they arrive, without their line endings."""
     # Reading one byte more than the limit detects too long lines.
-    for number, raw in enumerate(iter(lambda: stream.readline(_LONGEST_LINE_BYTES + 1), b""), start=1):
+    for number, raw in enumerate(
+        iter(lambda: stream.readline(_LONGEST_LINE_BYTES + 1), b""), start=1
+    ):
         if number == 1:
             _require_no_utf16(raw, name)
         raw = raw.removesuffix(b"\n").removesuffix(b"\r")
         where = f"{name}, line {number}"
         if b"\0" in raw:
-            raise DataError(f"{where}: holds a NUL byte, which no text does; remove it, or give a text file")
+            raise DataError(
+                f"{where}: holds a NUL byte, which no text does; remove it, or give a text file"
+            )
         if len(raw) > _LONGEST_LINE_BYTES:
-            raise DataError(f"{where}: has more than {_LONGEST_LINE_BYTES:,} bytes; break it into lines")
+            raise DataError(
+                f"{where}: has more than {_LONGEST_LINE_BYTES:,} bytes; break it into lines"
+            )
         try:
             yield raw.decode("utf-8").replace(_BYTE_ORDER_MARK, "")
         except UnicodeDecodeError as error:
@@ -145,7 +159,9 @@ def open_file(path: Path) -> io.BufferedReader:
 def require_kept_file(path: Path) -> None:
     """Refuse a pipe or a device for a text read more than once, such as a recipe's."""
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise UsageError(f"{path} is not a file, and its text is read more than once: write it to a file")
+        raise UsageError(
+            f"{path} is not a file, and its text is read more than once: write it to a file"
+        )
 
 
 def check_content(head: bytes, expected: str | None, where: str) -> None:
@@ -158,7 +174,9 @@ def check_content(head: bytes, expected: str | None, where: str) -> None:
             f"{where} is a {found} file, not text; give it a name that ends in {_ENDINGS[found or '']}"
         )
     actual = "holds no such data" if found is None else f"is a {found} file"
-    raise DataError(f"{where} is named {_ENDINGS[expected]} but {actual}; give it the ending of what it is")
+    raise DataError(
+        f"{where} is named {_ENDINGS[expected]} but {actual}; give it the ending of what it is"
+    )
 
 
 def _compression_of(head: bytes) -> str | None:

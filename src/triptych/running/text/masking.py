@@ -47,7 +47,9 @@ class MaskingSpec(BaseModel):
     @model_validator(mode="after")
     def _shares_sum_to_at_most_one(self) -> "MaskingSpec":
         if self.masked + self.random > 1:
-            raise ValueError(f"masked {self.masked} and random {self.random} are more than all")
+            raise ValueError(
+                f"masked {self.masked} and random {self.random} are more than all"
+            )
         return self
 
 
@@ -57,11 +59,15 @@ class Masking:
 
     def __init__(self, tokenizer: Tokenizer, spec: MaskingSpec) -> None:
         if tokenizer.mask_id is None:
-            raise UsageError("the tokenizer has no mask token: a masked language model needs one that has")
+            raise UsageError(
+                "the tokenizer has no mask token: a masked language model needs one that has"
+            )
         self._spec = spec
         self.share = spec.share
         self._mask_id = tokenizer.mask_id
-        self.fill_id = tokenizer.mask_id if tokenizer.pad_id is None else tokenizer.pad_id  # padding id
+        self.fill_id = (
+            tokenizer.mask_id if tokenizer.pad_id is None else tokenizer.pad_id
+        )  # padding id
         self._is_special = np.zeros(tokenizer.vocab_size, dtype=bool)
         self._is_special[list(tokenizer.special_ids)] = True
         self._ordinary = np.flatnonzero(~self._is_special)
@@ -76,7 +82,9 @@ class Masking:
         spec = self._spec
         others = generator.choice(self._ordinary, len(tokens))
         hidden = np.where(fate < spec.masked, self._mask_id, others)
-        return np.where(chosen & (fate < spec.masked + spec.random), hidden, tokens), chosen
+        return np.where(
+            chosen & (fate < spec.masked + spec.random), hidden, tokens
+        ), chosen
 
     def _choose(
         self, tokens: Int64[np.ndarray, "length"], generator: np.random.Generator
@@ -102,7 +110,9 @@ class _Joints(NamedTuple):
     """Masks over the vocabulary: how tokens join their neighbours to words."""
 
     is_ordinary: Bool[np.ndarray, "vocab"]  # not special
-    goes_on: Bool[np.ndarray, "vocab"]  # begins inside a character: with a mark, or a byte of it
+    goes_on: Bool[
+        np.ndarray, "vocab"
+    ]  # begins inside a character: with a mark, or a byte of it
     # begins inside a character, and contains the start of another: its word ends with it, since such tokens
     # may follow each other for a whole text
     spans: Bool[np.ndarray, "vocab"]
@@ -112,9 +122,14 @@ class _Joints(NamedTuple):
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "_Joints":
         pieces = tokenizer.pieces(range(tokenizer.vocab_size))
-        is_ordinary = np.array([token not in tokenizer.special_ids for token in range(len(pieces))])
+        is_ordinary = np.array(
+            [token not in tokenizer.special_ids for token in range(len(pieces))]
+        )
         are_marked = any(piece.startswith(_CONTINUES) for piece in pieces)
-        texts = [bytes_of(piece.removeprefix(_CONTINUES) if are_marked else piece) for piece in pieces]
+        texts = [
+            bytes_of(piece.removeprefix(_CONTINUES) if are_marked else piece)
+            for piece in pieces
+        ]
         firsts = [*map(first_character, texts)]
         lasts = [raw.decode("utf-8", errors="replace")[-1:] for raw in texts]
         if are_marked:
@@ -129,7 +144,9 @@ class _Joints(NamedTuple):
             begins = [has_words and _is_of_word(first) for first in firsts]
             ends = [*map(_is_of_word, lasts)]
         goes_on = np.array([*map(is_inside_character, firsts)]) & is_ordinary
-        spans = np.array([begins_inside(raw) and max(raw) >= _LEAST_LEAD for raw in texts])
+        spans = np.array(
+            [begins_inside(raw) and max(raw) >= _LEAST_LEAD for raw in texts]
+        )
         is_first = np.array(begins) & is_ordinary & ~goes_on
         return cls(is_ordinary, goes_on, spans, is_first, np.array(ends) & is_ordinary)
 
@@ -137,7 +154,9 @@ class _Joints(NamedTuple):
         """Return True for each pair of neighbours in the same word."""
         before = tokens[:-1]
         after = tokens[1:]
-        in_character = self.goes_on[after] & self.is_ordinary[before] & ~self.spans[before]
+        in_character = (
+            self.goes_on[after] & self.is_ordinary[before] & ~self.spans[before]
+        )
         return np.asarray(in_character | (self.begins[after] & self.ends[before]))
 
 

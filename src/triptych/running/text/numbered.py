@@ -24,12 +24,18 @@ class NumberedTokens(Tokenizer):
         return tuple(map(str, range(self.vocab_size)))
 
     def encode(
-        self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
+        self,
+        texts: str | Sequence[str],
+        *,
+        add_special: bool = False,
+        parse_special: bool = False,
     ) -> NoReturn:
         """Refuse texts with the error about the missing tokenizer."""
         self._refuse()
 
-    def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
+    def decode(
+        self, ids: Sequence[Sequence[int]], *, skip_special: bool = True
+    ) -> list[str]:
         """Return the ids of each sequence as text with spaces between ids."""
         return [" ".join(self.pieces(some)) for some in ids]
 
@@ -37,7 +43,9 @@ class NumberedTokens(Tokenizer):
         """Return each token's id as text."""
         return [str(int(token)) for token in ids]
 
-    def conversation(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool) -> NoReturn:
+    def conversation(
+        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool
+    ) -> NoReturn:
         """Refuse conversations with the error about the missing tokenizer."""
         self._refuse()
 

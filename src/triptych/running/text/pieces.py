@@ -22,7 +22,9 @@ def bytes_of(piece: str) -> bytes:
     found = b""
     end = 0
     for byte in _BYTE.finditer(piece):
-        found += piece[end : byte.start()].replace(SPACE_MARK, " ").encode() + bytes.fromhex(byte[1])
+        found += piece[end : byte.start()].replace(
+            SPACE_MARK, " "
+        ).encode() + bytes.fromhex(byte[1])
         end = byte.end()
     return found + piece[end:].replace(SPACE_MARK, " ").encode()
 

@@ -20,8 +20,17 @@ from triptych.running.text.pieces import piece_of
 from triptych.running.text.sentence_tokenizers import BYTE_OF, read_sentence_tokenizer
 from triptych.running.text.sentencepiece import SPACE_MARK
 from triptych.running.text.tokenizer_classes import CLASSES, class_of
-from triptych.running.text.tokenizer_making import LARGEST_ID, add_tokens, read_vocabulary, require_added
-from triptych.running.text.tokenizer_settings import Token, TokenizerSettings, content_of
+from triptych.running.text.tokenizer_making import (
+    LARGEST_ID,
+    add_tokens,
+    read_vocabulary,
+    require_added,
+)
+from triptych.running.text.tokenizer_settings import (
+    Token,
+    TokenizerSettings,
+    content_of,
+)
 from triptych.running.text.tokenizers import (
     Conversation,
     TextEncoder,
@@ -32,13 +41,22 @@ from triptych.running.text.tokenizers import (
     read_saved,
     token_ids_in,
 )
-from triptych.running.text.vocabularies import VOCABULARIES, convert_vocabulary, find_vocabulary
+from triptych.running.text.vocabularies import (
+    VOCABULARIES,
+    convert_vocabulary,
+    find_vocabulary,
+)
 
 _FORMAT_START = '{"format":"triptych pretrained'
 _FETCH_AGAIN = "; fetch it again"
 # All files of a tokenizer.
 _FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *(
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+    ),
     *("chat_template.jinja", "merges.txt", *VOCABULARIES),
 )
 
@@ -50,7 +68,9 @@ class PretrainedRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     # Marks the file; always its first field.
-    format: Literal["triptych pretrained tokenizer 1"] = "triptych pretrained tokenizer 1"
+    format: Literal["triptych pretrained tokenizer 1"] = (
+        "triptych pretrained tokenizer 1"
+    )
     tokens: dict[str, str]  # named special tokens, such as `eos_token`
     # True = decoding removes the space before punctuation and English contractions
     joins_punctuation: bool = False
@@ -65,55 +85,88 @@ class PretrainedTokenizer(Tokenizer):
     def __init__(self, record: PretrainedRecord, origin: str) -> None:
         self._record = record
         self._origin = origin
-        self._inner = by_library(lambda: tokenizers.Tokenizer.from_str(record.inner), origin, _FETCH_AGAIN)
+        self._inner = by_library(
+            lambda: tokenizers.Tokenizer.from_str(record.inner), origin, _FETCH_AGAIN
+        )
         self._inner.no_truncation()
         self._inner.no_padding()
         self._encoder = TextEncoder(self._inner)
         added = self._inner.get_added_tokens_decoder()
-        self.special_ids = frozenset(token for token, content in added.items() if content.special)
-        ids = {name: self._inner.token_to_id(token) for name, token in record.tokens.items()}
-        self.pad_id, self.bos_id, self.eos_id = (ids.get(f"{name}_token") for name in ("pad", "bos", "eos"))
+        self.special_ids = frozenset(
+            token for token, content in added.items() if content.special
+        )
+        ids = {
+            name: self._inner.token_to_id(token)
+            for name, token in record.tokens.items()
+        }
+        self.pad_id, self.bos_id, self.eos_id = (
+            ids.get(f"{name}_token") for name in ("pad", "bos", "eos")
+        )
         self.unk_id, self.mask_id = ids.get("unk_token"), ids.get("mask_token")
         self._is_byte_level = "ByteLevel" in repr(self._inner.decoder)
         self._token_of = {
-            token: text for text, token in self._inner.get_vocab(with_added_tokens=True).items()
+            token: text
+            for text, token in self._inner.get_vocab(with_added_tokens=True).items()
         }
         self.vocab_size = max(self._token_of, default=-1) + 1
 
-    def __reduce__(self) -> tuple[type["PretrainedTokenizer"], tuple[PretrainedRecord, str]]:
+    def __reduce__(
+        self,
+    ) -> tuple[type["PretrainedTokenizer"], tuple[PretrainedRecord, str]]:
         return type(self), (self._record, self._origin)
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
         """The tokens of the file by id; `<unused 7>` if the id 7 is unused."""
-        return tuple(self._token_of.get(token, f"<unused {token}>") for token in range(self.vocab_size))
+        return tuple(
+            self._token_of.get(token, f"<unused {token}>")
+            for token in range(self.vocab_size)
+        )
 
     def encode(
-        self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
+        self,
+        texts: str | Sequence[str],
+        *,
+        add_special: bool = False,
+        parse_special: bool = False,
     ) -> list[list[int]]:
         """Encode each text into token ids, as in `transformers` if both options are set."""
 
         def encode() -> list[list[int]]:
-            return self._encoder.encode(texts, add_special=add_special, parse_special=parse_special)
+            return self._encoder.encode(
+                texts, add_special=add_special, parse_special=parse_special
+            )
 
         return by_library(encode, self._origin, _FETCH_AGAIN)
 
-    def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
+    def decode(
+        self, ids: Sequence[Sequence[int]], *, skip_special: bool = True
+    ) -> list[str]:
         """Decode each sequence of ids, as in `transformers`; invalid UTF-8 becomes U+FFFD."""
         sequences = [[int(token) for token in some] for some in ids]
         texts: list[str] = by_library(
-            lambda: self._inner.decode_batch(sequences, skip_special_tokens=skip_special),
+            lambda: self._inner.decode_batch(
+                sequences, skip_special_tokens=skip_special
+            ),
             self._origin,
             _FETCH_AGAIN,
         )
-        return [join_punctuation(text) for text in texts] if self._record.joins_punctuation else texts
+        return (
+            [join_punctuation(text) for text in texts]
+            if self._record.joins_punctuation
+            else texts
+        )
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return each token in readable form: spaces are shown as "▁", parts of characters by their bytes."""
         found = []
         for token in ids:
             text = self._token_of.get(int(token), f"<unused {token}>")
-            if self._is_byte_level and token not in self.special_ids and BYTE_OF.keys() >= set(text):
+            if (
+                self._is_byte_level
+                and token not in self.special_ids
+                and BYTE_OF.keys() >= set(text)
+            ):
                 found.append(piece_of(bytes(BYTE_OF[char] for char in text)))
             else:
                 found.append(text.replace(" ", SPACE_MARK))
@@ -133,7 +186,9 @@ class PretrainedTokenizer(Tokenizer):
                 return found
             # Either a message spells a special token, or the origin of the template's tokens is unknown.
             # Harmless messages of the same form distinguish the two cases.
-            harmless = self._written([_harmless(message) for message in messages], add_generation_prompt)
+            harmless = self._written(
+                [_harmless(message) for message in messages], add_generation_prompt
+            )
             if self._encoder.encode_apart(*harmless) is None:
                 raise UsageError(
                     f"the chat template of {self._origin} writes special tokens that cannot be told from "
@@ -143,7 +198,9 @@ class PretrainedTokenizer(Tokenizer):
 
         return Conversation(written.text, ids)
 
-    def _written(self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool) -> WrittenChat:
+    def _written(
+        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool
+    ) -> WrittenChat:
         templates = self._record.chat_templates
         if not templates:
             raise UsageError("the tokenizer has no chat template: give a plain prompt")
@@ -173,7 +230,10 @@ class PretrainedTokenizer(Tokenizer):
     @property
     def named_ids(self) -> dict[str, int]:
         """Ids of named special tokens, such as `eos_token`."""
-        ids = {name: self._inner.token_to_id(token) for name, token in self._record.tokens.items()}
+        ids = {
+            name: self._inner.token_to_id(token)
+            for name, token in self._record.tokens.items()
+        }
         return {name: token for name, token in ids.items() if token is not None}
 
     def to_json(self) -> str:
@@ -217,7 +277,9 @@ def copy_tokenizer(folder: Path, target: Path) -> None:
             shutil.copyfile(folder / name, target / name)
 
 
-def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> PretrainedTokenizer:
+def load_tokenizer(
+    folder: Path, *, vocab_size: int | None = None
+) -> PretrainedTokenizer:
     """Load the tokenizer of a checkpoint in Hugging Face's format."""
     # If `tokenizer.json` is missing, `transformers` converts the older vocabulary files.
     path = folder / "tokenizer.json"
@@ -235,13 +297,20 @@ def load_tokenizer(folder: Path, *, vocab_size: int | None = None) -> Pretrained
         inner, tokens = by_library(make, str(path), _FETCH_AGAIN)
     except ValueError as error:
         raise DataError(f"{path} cannot be read: {first_line(error)}") from None
-    if isinstance(inner.model, WordPiece) and inner.model.token_to_id(inner.model.unk_token) is None:
+    if (
+        isinstance(inner.model, WordPiece)
+        and inner.model.token_to_id(inner.model.unk_token) is None
+    ):
         raise DataError(
             f"{path} cannot be read: the token for unknown words, {inner.model.unk_token!r}, is not in it"
         )
     joins = bool(settings.record.get("clean_up_tokenization_spaces"))
     record = PretrainedRecord(
-        tokens={name: token for name, token in tokens.items() if inner.token_to_id(token) is not None},
+        tokens={
+            name: token
+            for name, token in tokens.items()
+            if inner.token_to_id(token) is not None
+        },
         joins_punctuation=joins and not isinstance(inner.model, BPE),
         chat_templates=_chat_templates(folder, settings),
         inner=inner.to_str(),
@@ -263,12 +332,16 @@ def _of_whole(
     """Build the tokenizer of a `tokenizer.json`; return it with its named special tokens."""
     # A known class rebuilds everything but the vocabulary, as in `transformers`.
     inner = tokenizers.Tokenizer.from_str(text)
-    name = class_of(settings, is_byte_level="ByteLevel" in f"{inner.pre_tokenizer} {inner.decoder}")
+    name = class_of(
+        settings, is_byte_level="ByteLevel" in f"{inner.pre_tokenizer} {inner.decoder}"
+    )
     named: Mapping[str, Token] = settings.given
     if name is None:
         add_tokens(inner, settings, named, settings.extra or ())
     else:
-        inner, named = CLASSES[name].make(settings, read_vocabulary(record, inner), rows)
+        inner, named = CLASSES[name].make(
+            settings, read_vocabulary(record, inner), rows
+        )
         require_added(inner, settings)
     return inner, {name: content_of(token) for name, token in named.items()}
 
@@ -284,12 +357,20 @@ def _chat_templates(folder: Path, settings: TokenizerSettings) -> dict[str, str]
     if isinstance(found, str):
         return {"default": found}
     try:
-        templates = found if isinstance(found, dict) else {one["name"]: one["template"] for one in found}
-        if all(isinstance(text, str) for text in chain.from_iterable(templates.items())):
+        templates = (
+            found
+            if isinstance(found, dict)
+            else {one["name"]: one["template"] for one in found}
+        )
+        if all(
+            isinstance(text, str) for text in chain.from_iterable(templates.items())
+        ):
             return dict(templates)
     except (TypeError, KeyError):
         pass
-    raise DataError(f"{settings.where}: chat_template is neither text nor a list of named texts; correct it")
+    raise DataError(
+        f"{settings.where}: chat_template is neither text nor a list of named texts; correct it"
+    )
 
 
 def _harmless(value: Any, name: str = "") -> Any:
@@ -307,4 +388,6 @@ def _harmless(value: Any, name: str = "") -> Any:
 def _require_moderate_ids(text: str, origin: str) -> None:
     ids, _ = token_ids_in(text, origin, _FETCH_AGAIN)
     if max(ids, default=0) > LARGEST_ID:
-        raise DataError(f"{origin} is damaged: a token has the id {max(ids)}; fetch it again")
+        raise DataError(
+            f"{origin} is damaged: a token has the id {max(ids)}; fetch it again"
+        )

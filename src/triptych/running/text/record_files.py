@@ -12,7 +12,13 @@ from typing import Any
 
 from triptych.errors import DataError, UsageError, first_line
 from triptych.extras import require_extra
-from triptych.running.text.lines import PARQUET, SURROGATE, check_content, iterate_file, open_file
+from triptych.running.text.lines import (
+    PARQUET,
+    SURROGATE,
+    check_content,
+    iterate_file,
+    open_file,
+)
 
 NumberedTexts = tuple[int, tuple[str, ...]]
 
@@ -25,7 +31,9 @@ def record_ending(path: Path) -> str | None:
     return next((ending for ending in _RECORD_ENDINGS if name.endswith(ending)), None)
 
 
-def read_tsv(path: Path, source_column: int, target_column: int) -> Iterator[NumberedTexts]:
+def read_tsv(
+    path: Path, source_column: int, target_column: int
+) -> Iterator[NumberedTexts]:
     """Yield the pairs of a tab-separated file; quotes are ordinary characters."""
     needed = max(source_column, target_column)
     for number, line in enumerate(iterate_file(path), start=1):
@@ -56,7 +64,9 @@ def read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[NumberedTexts]:
                 f"{where}: not JSON ({error}); a .jsonl file has one JSON object per line"
             ) from error
         if not isinstance(record, dict):
-            raise DataError(f"{where}: a JSON {type(record).__name__}, where one object per line is wanted")
+            raise DataError(
+                f"{where}: a JSON {type(record).__name__}, where one object per line is wanted"
+            )
         yield number, _texts_at(record, fields, where)
 
 
@@ -97,13 +107,17 @@ def read_hub(
     yield from _texts_of(records, fields, where)
 
 
-def fingerprint_hub(dataset: str, config_name: str | None, split: str, base: Path) -> str:
+def fingerprint_hub(
+    dataset: str, config_name: str | None, split: str, base: Path
+) -> str:
     """Return the fingerprint of the rows of a dataset."""
     rows, _ = _load_hub(dataset, config_name, split, base)
     return str(rows._fingerprint)
 
 
-def _load_hub(dataset: str, config_name: str | None, split: str, base: Path) -> tuple[Any, str]:
+def _load_hub(
+    dataset: str, config_name: str | None, split: str, base: Path
+) -> tuple[Any, str]:
     """Load the rows of a dataset; return them with their name for messages."""
     if (base / dataset).is_dir():
         dataset = str(base / dataset)
@@ -129,7 +143,9 @@ def _texts_of(
 
 def _columns_of(fields: Sequence[str], names: list[str], where: str) -> list[str]:
     """Return the names of the columns with the fields, without duplicates."""
-    columns = {field: field if field in names else field.split(".")[0] for field in fields}
+    columns = {
+        field: field if field in names else field.split(".")[0] for field in fields
+    }
     for field, column in columns.items():
         if column not in names:
             raise DataError(
@@ -144,8 +160,12 @@ def _field_options(fields: Sequence[str]) -> str:
     return "text_field" if len(fields) == 1 else "source_field and target_field"
 
 
-def _texts_at(record: Mapping[str, object], fields: Sequence[str], where: str) -> tuple[str, ...]:
-    return tuple(_text_at(record, field, where, _field_options(fields)) for field in fields)
+def _texts_at(
+    record: Mapping[str, object], fields: Sequence[str], where: str
+) -> tuple[str, ...]:
+    return tuple(
+        _text_at(record, field, where, _field_options(fields)) for field in fields
+    )
 
 
 def _text_at(record: Mapping[str, object], field: str, where: str, options: str) -> str:
@@ -157,14 +177,20 @@ def _text_at(record: Mapping[str, object], field: str, where: str, options: str)
             f"{where}: field {field!r} holds a value of type {type(value).__name__}, not a string"
         )
     if "\0" in value:
-        raise DataError(f"{where}: field {field!r} holds a NUL character, which no text does; remove it")
+        raise DataError(
+            f"{where}: field {field!r} holds a NUL character, which no text does; remove it"
+        )
     # JSON can spell half of a surrogate pair: it is invalid in UTF-8.
     if SURROGATE.search(value):
-        raise DataError(f"{where}: field {field!r} holds half of a surrogate pair; remove it")
+        raise DataError(
+            f"{where}: field {field!r} holds half of a surrogate pair; remove it"
+        )
     return value
 
 
-def _value_at(record: Mapping[str, object], field: str, where: str, options: str) -> object:
+def _value_at(
+    record: Mapping[str, object], field: str, where: str, options: str
+) -> object:
     if field in record:
         return record[field]
     value: object = record
@@ -182,5 +208,7 @@ def _paths_in(record: Mapping[str, object]) -> list[str]:
     """Return the names of the fields, with dotted paths for nested objects."""
     paths: list[str] = []
     for key, value in record.items():
-        paths += [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key]
+        paths += (
+            [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key]
+        )
     return paths

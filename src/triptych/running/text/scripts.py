@@ -13,7 +13,9 @@ UNSPACED = (
 _UNSPACED = re.compile(f"[{UNSPACED}]")
 INCOMPLETE = "\ufffd"  # what stands for the bytes of an incomplete character
 _INSIDE = "\u0300"  # a mark, in the place of the later bytes of a character
-_LEAST_LATER = 0x80  # bytes of UTF-8: later bytes of a character, and first bytes of several
+_LEAST_LATER = (
+    0x80  # bytes of UTF-8: later bytes of a character, and first bytes of several
+)
 _LEAST_LEAD = 0xC0
 _JOINERS = frozenset("\u200c\u200d🏻🏼🏽🏾🏿")
 
@@ -36,7 +38,10 @@ def first_character(raw: bytes) -> str:
     if character != INCOMPLETE:
         return character
     # An incomplete character that may be of a script without spaces is taken for one: its word ends sooner.
-    longer = (raw[:3] + bytes([byte]) + b"\x80\x80" for byte in range(_LEAST_LATER, _LEAST_LEAD))
+    longer = (
+        raw[:3] + bytes([byte]) + b"\x80\x80"
+        for byte in range(_LEAST_LATER, _LEAST_LEAD)
+    )
     possible = (some.decode("utf-8", errors="replace")[0] for some in longer)
     return next((one for one in possible if is_unspaced(one)), INCOMPLETE)
 

@@ -57,15 +57,25 @@ class ByteLevelTokenizer(SentenceTokenizer):
     @property
     def vocabulary(self) -> tuple[str, ...]:
         """The tokens by id, with bytes as characters of the byte alphabet."""
-        return tuple(str(self._inner.id_to_token(token)) for token in range(self.vocab_size))
+        return tuple(
+            str(self._inner.id_to_token(token)) for token in range(self.vocab_size)
+        )
 
     def encode(
-        self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
+        self,
+        texts: str | Sequence[str],
+        *,
+        add_special: bool = False,
+        parse_special: bool = False,
     ) -> list[list[int]]:
         """Encode each text into token ids, without `<bos>` and `<eos>`; a string is one text."""
-        return self._encoder.encode(texts, add_special=add_special, parse_special=parse_special)
+        return self._encoder.encode(
+            texts, add_special=add_special, parse_special=parse_special
+        )
 
-    def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
+    def decode(
+        self, ids: Sequence[Sequence[int]], *, skip_special: bool = True
+    ) -> list[str]:
         """Decode each sequence of ids; invalid UTF-8 becomes U+FFFD."""
         texts: list[str] = self._inner.decode_batch(
             [list(some) for some in ids], skip_special_tokens=skip_special
@@ -79,7 +89,11 @@ class ByteLevelTokenizer(SentenceTokenizer):
             if token in self.special_ids:
                 found.append(SPECIAL_TOKENS[token])
                 continue
-            found.append(piece_of(bytes(BYTE_OF[char] for char in str(self._inner.id_to_token(token)))))
+            found.append(
+                piece_of(
+                    bytes(BYTE_OF[char] for char in str(self._inner.id_to_token(token)))
+                )
+            )
         return found
 
     def to_json(self) -> str:
@@ -109,7 +123,9 @@ def assemble(model: models.Model) -> tokenizers.Tokenizer:
     """Build a tokenizer around a model, with the normalizer, pre-tokenizer and decoder of all our models."""
     inner = tokenizers.Tokenizer(model)
     # ByteLevel's add_prefix_space skips a text with a leading space, so decoding would lose this space.
-    inner.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Prepend(" ")])
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Prepend(" ")]
+    )
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     return inner
@@ -122,8 +138,14 @@ def _difference_from_ours(inner: tokenizers.Tokenizer) -> str | None:
     for part in ("normalizer", "pre_tokenizer", "decoder"):
         if theirs[part] != ours[part]:
             return f"another {part}"
-    if [inner.token_to_id(token) for token in SPECIAL_TOKENS] != [PAD_ID, BOS_ID, EOS_ID]:
-        return f"special tokens that are not {', '.join(SPECIAL_TOKENS)} with ids 0, 1, 2"
+    if [inner.token_to_id(token) for token in SPECIAL_TOKENS] != [
+        PAD_ID,
+        BOS_ID,
+        EOS_ID,
+    ]:
+        return (
+            f"special tokens that are not {', '.join(SPECIAL_TOKENS)} with ids 0, 1, 2"
+        )
     missing = [char for char in BYTE_ALPHABET if inner.token_to_id(char) is None]
     return f"{len(missing)} bytes missing from its vocabulary" if missing else None
 
@@ -144,7 +166,9 @@ FILE_START = '{"format":"triptych sentencepiece'
 class SentencePieceRecord(BaseModel):
     """The content of a `SentencePieceTokenizer`'s file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", ser_json_bytes="base64", val_json_bytes="base64"
+    )
 
     # Marks the file; always its first field.
     format: Literal["triptych sentencepiece 2"] = "triptych sentencepiece 2"
@@ -156,7 +180,9 @@ class SentencePieceRecord(BaseModel):
     # (`clean_up_tokenization_spaces` in Hugging Face's files)
     joins_punctuation: bool = False
     vocab: tuple[str, ...]  # pieces by id; may differ from the model's pieces
-    model: bytes  # content of the SentencePiece model file, used to split text into pieces
+    model: (
+        bytes  # content of the SentencePiece model file, used to split text into pieces
+    )
 
     @model_validator(mode="after")
     def _ids_are_of_the_vocabulary(self) -> "SentencePieceRecord":
@@ -187,20 +213,37 @@ class SentencePieceTokenizer(SentenceTokenizer):
         self.eos_id = record.eos_id
         self.unk_id = record.unk_id
         self.vocab_size = len(record.vocab)
-        self.special_ids = frozenset((record.pad_id, record.bos_id, record.eos_id, record.unk_id))
+        self.special_ids = frozenset(
+            (record.pad_id, record.bos_id, record.eos_id, record.unk_id)
+        )
         # Texts never encode to these pieces, even if a text spells them out in unknown characters.
-        never = {record.vocab[token] for token in (record.pad_id, record.eos_id, record.unk_id)}
+        never = {
+            record.vocab[token]
+            for token in (record.pad_id, record.eos_id, record.unk_id)
+        }
         ids = list(range(len(self._processor)))
-        pieces = zip(self._processor.id_to_piece(ids), self._processor.is_control(ids), strict=True)
+        pieces = zip(
+            self._processor.id_to_piece(ids),
+            self._processor.is_control(ids),
+            strict=True,
+        )
         never |= {piece for piece, is_control in pieces if is_control}
-        self._ids = {piece: token for token, piece in enumerate(record.vocab) if piece not in never}
+        self._ids = {
+            piece: token
+            for token, piece in enumerate(record.vocab)
+            if piece not in never
+        }
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
         return self.record.vocab
 
     def encode(
-        self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
+        self,
+        texts: str | Sequence[str],
+        *,
+        add_special: bool = False,
+        parse_special: bool = False,
     ) -> list[list[int]]:
         """Encode each text into token ids, without beginning and end; a string is one text."""
         return [
@@ -208,17 +251,25 @@ class SentencePieceTokenizer(SentenceTokenizer):
             for text in as_lines(texts)
         ]
 
-    def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
+    def decode(
+        self, ids: Sequence[Sequence[int]], *, skip_special: bool = True
+    ) -> list[str]:
         """Decode each sequence of ids; the unknown token counts as special."""
         vocab = self.record.vocab
         skipped = self.special_ids if skip_special else frozenset()
         texts = [
-            self._processor.decode([vocab[token] for token in some if token not in skipped])
+            self._processor.decode(
+                [vocab[token] for token in some if token not in skipped]
+            )
             .replace(SPACE_MARK, " ")
             .strip()
             for some in ids
         ]
-        return [join_punctuation(text) for text in texts] if self.record.joins_punctuation else texts
+        return (
+            [join_punctuation(text) for text in texts]
+            if self.record.joins_punctuation
+            else texts
+        )
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return each token by its piece in the vocabulary."""
@@ -235,7 +286,9 @@ class SentencePieceTokenizer(SentenceTokenizer):
         try:
             return cls(record)
         except ValueError as error:
-            raise DataError(f"{origin} is damaged or not a tokenizer: model: {error}") from None
+            raise DataError(
+                f"{origin} is damaged or not a tokenizer: model: {error}"
+            ) from None
 
     def opening(self, text: str) -> str:
         """Return the leading code of a text, such as `>>de<<`; "" if it is missing."""

@@ -28,7 +28,9 @@ def load_sentencepiece(model: bytes) -> "SentencePieceProcessor":
     processor = sentencepiece.SentencePieceProcessor()
     try:
         processor.load_from_serialized_proto(model)
-        processor.id_to_piece(list(range(len(processor))))  # UnicodeDecodeError if a piece is not UTF-8
+        processor.id_to_piece(
+            list(range(len(processor)))
+        )  # UnicodeDecodeError if a piece is not UTF-8
     except RuntimeError as error:
         raise ValueError(str(error)) from None
     return processor

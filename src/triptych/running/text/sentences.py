@@ -69,9 +69,15 @@ def split_sentences(text: str) -> list[str]:
     found_by = [{*_ends(text, language)} for language in languages]
     known = set[int].intersection(*found_by)
     known |= {
-        end for end in found_by[0] if text[end : end + 1].islower() and _matches(_ENDS_SMALL, text, end)
+        end
+        for end in found_by[0]
+        if text[end : end + 1].islower() and _matches(_ENDS_SMALL, text, end)
     }
-    more = {found.end() for pattern in (_MORE_ENDS, _WORDS_ENDING) for found in pattern.finditer(text)}
+    more = {
+        found.end()
+        for pattern in (_MORE_ENDS, _WORDS_ENDING)
+        for found in pattern.finditer(text)
+    }
     ends = sorted({*known, *more, *_clause_ends(text), len(text)})
     parts = list[str]()
     start = 0
@@ -212,7 +218,9 @@ _SHOWS_NOTHING = re.compile(
 def is_invisible(text: str) -> bool:
     """Return True for a text without a character that a reader sees."""
     return all(
-        char.isspace() or unicodedata.category(char) in ("Cc", "Cf") or _SHOWS_NOTHING.match(char)
+        char.isspace()
+        or unicodedata.category(char) in ("Cc", "Cf")
+        or _SHOWS_NOTHING.match(char)
         for char in text
     )
 
@@ -241,5 +249,7 @@ class Spaced(NamedTuple):
 
     def join(self, texts: Sequence[str]) -> str:
         """Join other texts with the same white space."""
-        between = (text + space for text, space in zip(texts, self.spaces[1:], strict=True))
+        between = (
+            text + space for text, space in zip(texts, self.spaces[1:], strict=True)
+        )
         return self.spaces[0] + "".join(between)

@@ -22,7 +22,9 @@ class TokenSequences:
     def pack(cls, sequences: Sequence[Sequence[int]]) -> "TokenSequences":
         """Copy lists of ids into one array."""
         lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int64)
-        ids = np.fromiter(chain.from_iterable(sequences), dtype=np.int32, count=int(lengths.sum()))
+        ids = np.fromiter(
+            chain.from_iterable(sequences), dtype=np.int32, count=int(lengths.sum())
+        )
         return cls(ids, offsets_of(lengths))
 
     @property
@@ -39,9 +41,13 @@ class TokenSequences:
     def where(self, keep: Bool[np.ndarray, "num_sequences"]) -> "TokenSequences":
         """Return the sequences with a true entry in `keep`."""
         lengths = self.lengths
-        return TokenSequences(self.ids[np.repeat(keep, lengths)], offsets_of(lengths[keep]))
+        return TokenSequences(
+            self.ids[np.repeat(keep, lengths)], offsets_of(lengths[keep])
+        )
 
 
-def offsets_of(lengths: Int64[np.ndarray, "num_sequences"]) -> Int64[np.ndarray, "num_sequences_plus_1"]:
+def offsets_of(
+    lengths: Int64[np.ndarray, "num_sequences"],
+) -> Int64[np.ndarray, "num_sequences_plus_1"]:
     """Return the start of each sequence in the array, and the end of the last sequence."""
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])

@@ -49,14 +49,20 @@ class Coverage:
 class Shortlist:
     """The target tokens allowed in a sentence, by its source tokens."""
 
-    def __init__(self, always: Sequence[int], by_source: Mapping[int, Sequence[int]]) -> None:
+    def __init__(
+        self, always: Sequence[int], by_source: Mapping[int, Sequence[int]]
+    ) -> None:
         """Store the target tokens allowed in every sentence, and the tokens added by each source token."""
         self.always = np.unique(np.asarray(always, dtype=np.int64))
-        self.by_source = {token: np.asarray(ids, dtype=np.int64) for token, ids in by_source.items()}
+        self.by_source = {
+            token: np.asarray(ids, dtype=np.int64) for token, ids in by_source.items()
+        }
 
     def of(self, sentence: Iterable[int]) -> Int64[np.ndarray, "allowed"]:
         """Return the allowed target tokens of a sentence in ascending order."""
-        added = [self.by_source[token] for token in set(sentence) if token in self.by_source]
+        added = [
+            self.by_source[token] for token in set(sentence) if token in self.by_source
+        ]
         return np.unique(np.concatenate([self.always, *added]))
 
     def coverage(self, source: TokenSequences, target: TokenSequences) -> Coverage:
@@ -73,17 +79,29 @@ class Shortlist:
         """Return the content of the shortlist's file."""
         source = tokenizers.source.vocabulary
         target = tokenizers.target.vocabulary
-        lines = {"": self.always, **{source[token]: ids for token, ids in self.by_source.items()}}
+        lines = {
+            "": self.always,
+            **{source[token]: ids for token, ids in self.by_source.items()},
+        }
         names = {*lines, *(target[i] for i in chain.from_iterable(lines.values()))}
-        if spaced := next((name for name in names if not _SPACES.isdisjoint(name)), None):
+        if spaced := next(
+            (name for name in names if not _SPACES.isdisjoint(name)), None
+        ):
             raise UsageError(
                 f"the token {spaced!r} has a space in it, which the file of a shortlist cannot say"
             )
-        return "".join(f"{name}\t{' '.join(target[i] for i in ids)}\n" for name, ids in lines.items())
+        return "".join(
+            f"{name}\t{' '.join(target[i] for i in ids)}\n"
+            for name, ids in lines.items()
+        )
 
 
 def learn_shortlist(
-    source: TokenSequences, target: TokenSequences, tokenizers: TokenizerPair, most: int, frequent: int
+    source: TokenSequences,
+    target: TokenSequences,
+    tokenizers: TokenizerPair,
+    most: int,
+    frequent: int,
 ) -> tuple[Shortlist, Coverage]:
     """Learn a shortlist from pairs, and measure its coverage on a test set.
 
@@ -93,7 +111,9 @@ def learn_shortlist(
     allows the `frequent` most frequent target tokens.
     """
     if len(source) < _HELD_OUT:
-        raise DataError(f"{len(source)} pairs are too few for a shortlist: give at least {_HELD_OUT}")
+        raise DataError(
+            f"{len(source)} pairs are too few for a shortlist: give at least {_HELD_OUT}"
+        )
     held = np.arange(len(source)) % _HELD_OUT == 0
     held &= np.cumsum(held) <= _MOST_HELD_OUT
     judged = source.where(held), target.where(held)
@@ -105,9 +125,13 @@ def learn_shortlist(
     rows = list[np.ndarray]()
     num_rows = 0
     for i in range(0, len(source), -(-len(source) // _MOST_PAIRS)):
-        given = np.append(np.unique(source[i]).astype(np.int64), num_source)  # the last is the empty token
+        given = np.append(
+            np.unique(source[i]).astype(np.int64), num_source
+        )  # the last is the empty token
         keys.append((given[None, :] * num_target + target[i][:, None]).ravel())
-        rows.append(np.repeat(np.arange(num_rows, num_rows + len(target[i])), len(given)))
+        rows.append(
+            np.repeat(np.arange(num_rows, num_rows + len(target[i])), len(given))
+        )
         num_rows += len(target[i])
     pairs, place = np.unique(np.concatenate(keys), return_inverse=True)
     row = np.concatenate(rows)
@@ -117,19 +141,27 @@ def learn_shortlist(
         share = probability[place]
         share /= np.bincount(row, share)[row]
         counts = np.bincount(place, share)
-        probability = (counts + _ADDED) / (np.bincount(sources, counts) + _ADDED * num_target)[sources]
+        probability = (counts + _ADDED) / (
+            np.bincount(sources, counts) + _ADDED * num_target
+        )[sources]
     best_first = np.lexsort((-probability, sources))
     found: dict[int, list[int]] = {}
     for token, other in zip(
-        sources[best_first].tolist(), (pairs[best_first] % num_target).tolist(), strict=True
+        sources[best_first].tolist(),
+        (pairs[best_first] % num_target).tolist(),
+        strict=True,
     ):
         if token < num_source and len(kept := found.setdefault(token, [])) < most:
             kept.append(other)
     same = {name: i for i, name in enumerate(tokenizers.target.vocabulary)}
     for token, name in enumerate(tokenizers.source.vocabulary):
-        if (other := same.get(name)) is not None and other not in found.setdefault(token, []):
+        if (other := same.get(name)) is not None and other not in found.setdefault(
+            token, []
+        ):
             found[token].append(other)
-    often = np.argsort(-np.bincount(target.ids, minlength=num_target), kind="stable")[:frequent]
+    often = np.argsort(-np.bincount(target.ids, minlength=num_target), kind="stable")[
+        :frequent
+    ]
     learned = Shortlist([*often.tolist(), tokenizers.target.eos_id], found)
     return learned, learned.coverage(*judged)
 
@@ -138,19 +170,27 @@ def read_shortlist(path: Path, tokenizers: TokenizerPair) -> Shortlist:
     """Read the file of a shortlist for a model with these tokenizers."""
     # Token names are looked up in the vocabularies; -1 marks an unknown name.
     sides = [
-        {name: i for i, name in enumerate(side.vocabulary)} for side in (tokenizers.source, tokenizers.target)
+        {name: i for i, name in enumerate(side.vocabulary)}
+        for side in (tokenizers.source, tokenizers.target)
     ]
     always = [tokenizers.target.eos_id]
     by_source = dict[int, list[int]]()
     for number, line in enumerate(iterate_file(path), start=1):
         name, tab, rest = line.partition("\t")
         names = rest.split(" ") if rest else []
-        known = [sides[0].get(name, -1) if name else 0, *(sides[1].get(token, -1) for token in names)]
+        known = [
+            sides[0].get(name, -1) if name else 0,
+            *(sides[1].get(token, -1) for token in names),
+        ]
         if not tab or -1 in known:
             what = (
-                "has no tab" if not tab else f"{[name, *names][known.index(-1)]!r} is no token of the model"
+                "has no tab"
+                if not tab
+                else f"{[name, *names][known.index(-1)]!r} is no token of the model"
             )
-            raise DataError(f"{path}, line {number}: {what}: make the shortlist anew (triptych shortlist)")
+            raise DataError(
+                f"{path}, line {number}: {what}: make the shortlist anew (triptych shortlist)"
+            )
         if name:
             by_source[known[0]] = known[1:]
         else:

@@ -16,9 +16,18 @@ from triptych.running.text.tokenizer_settings import TokenizerSettings
 _WHOLE = "TokenizersBackend"  # all of `tokenizer.json` is used
 
 _END_OF_TEXT = "<|endoftext|>"
-_GPT2 = {"bos_token": _END_OF_TEXT, "eos_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT}
+_GPT2 = {
+    "bos_token": _END_OF_TEXT,
+    "eos_token": _END_OF_TEXT,
+    "unk_token": _END_OF_TEXT,
+}
 _BERT = {
-    **{"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]"},
+    **{
+        "unk_token": "[UNK]",
+        "sep_token": "[SEP]",
+        "pad_token": "[PAD]",
+        "cls_token": "[CLS]",
+    },
     "mask_token": "[MASK]",
 }
 _DEBERTA = {**_BERT, "bos_token": "[CLS]", "eos_token": "[SEP]"}
@@ -26,8 +35,17 @@ _LLAMA = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 _XGLM = {**_LLAMA, "sep_token": "</s>", "cls_token": "<s>", "pad_token": "<pad>"}
 _ROBERTA = {**_XGLM, "mask_token": "<mask>"}
 _COHERE = {
-    **{"unk_token": "<UNK>", "bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>"},
-    **{"pad_token": "<PAD>", "cls_token": "<CLS>", "sep_token": "<SEP>", "mask_token": "<MASK_TOKEN>"},
+    **{
+        "unk_token": "<UNK>",
+        "bos_token": "<BOS_TOKEN>",
+        "eos_token": "<|END_OF_TURN_TOKEN|>",
+    },
+    **{
+        "pad_token": "<PAD>",
+        "cls_token": "<CLS>",
+        "sep_token": "<SEP>",
+        "mask_token": "<MASK_TOKEN>",
+    },
 }
 # Source: the regular expression of Qwen2's published tokenizer.json.
 _QWEN2_WORDS = (
@@ -49,23 +67,37 @@ CLASSES: dict[str, TokenizerClass] = {
     "Qwen2Tokenizer": TokenizerClass(
         "pairs",
         partial(
-            parts.byte_pairs, cut=partial(parts.cut_words, pattern=_QWEN2_WORDS), normalizer=normalizers.NFC()
+            parts.byte_pairs,
+            cut=partial(parts.cut_words, pattern=_QWEN2_WORDS),
+            normalizer=normalizers.NFC(),
         ),
-        {"eos_token": _END_OF_TEXT, "pad_token": _END_OF_TEXT, "unk_token": _END_OF_TEXT},
+        {
+            "eos_token": _END_OF_TEXT,
+            "pad_token": _END_OF_TEXT,
+            "unk_token": _END_OF_TEXT,
+        },
         resets_flags=True,
     ),
     "CohereTokenizer": TokenizerClass(
-        "pairs", partial(parts.byte_pairs, cut=parts.cut_digits, normalizer=normalizers.NFC()), _COHERE
+        "pairs",
+        partial(parts.byte_pairs, cut=parts.cut_digits, normalizer=normalizers.NFC()),
+        _COHERE,
     ),
-    "RobertaTokenizer": TokenizerClass("pairs", parts.byte_pairs, _ROBERTA, _IN_BRACKETS),
-    "DebertaTokenizer": TokenizerClass("pairs", parts.byte_pairs, _DEBERTA, _IN_BRACKETS),
+    "RobertaTokenizer": TokenizerClass(
+        "pairs", parts.byte_pairs, _ROBERTA, _IN_BRACKETS
+    ),
+    "DebertaTokenizer": TokenizerClass(
+        "pairs", parts.byte_pairs, _DEBERTA, _IN_BRACKETS
+    ),
     "BlenderbotTokenizer": TokenizerClass(
         "pairs",
         partial(parts.byte_pairs, space=True),
         _ROBERTA,
         flags={"mask_token": {"lstrip": True, "normalized": False}},
     ),
-    "OpenAIGPTTokenizer": TokenizerClass("pairs", parts.openai_gpt, {"unk_token": "<unk>"}),
+    "OpenAIGPTTokenizer": TokenizerClass(
+        "pairs", parts.openai_gpt, {"unk_token": "<unk>"}
+    ),
     "BertTokenizer": TokenizerClass("words", parts.word_pieces, _BERT, _IN_BRACKETS),
     "MPNetTokenizer": TokenizerClass(
         *("words", parts.word_pieces, {**_ROBERTA, "unk_token": "[UNK]"}, _IN_BRACKETS),
@@ -73,13 +105,24 @@ CLASSES: dict[str, TokenizerClass] = {
     ),
     "LlamaTokenizer": TokenizerClass("pairs", parts.llama, _LLAMA),
     "CodeLlamaTokenizer": TokenizerClass(
-        *("pairs", partial(parts.llama, is_code=True), _LLAMA, parts.around("bos_token", "$A")),
+        *(
+            "pairs",
+            partial(parts.llama, is_code=True),
+            _LLAMA,
+            parts.around("bos_token", "$A"),
+        ),
         keeps_surrounding=True,
         extra=lambda settings: ["▁<PRE>", "▁<MID>", "▁<SUF>", "▁<EOT>", "<FILL_ME>"],
     ),
     "GemmaTokenizer": TokenizerClass(
         *("pairs", parts.gemma),
-        {**_LLAMA, "bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "mask_token": "<mask>"},
+        {
+            **_LLAMA,
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "pad_token": "<pad>",
+            "mask_token": "<mask>",
+        },
     ),
     "NllbTokenizer": TokenizerClass(
         *("pairs", parts.nllb, _ROBERTA, parts.nllb_around),
@@ -87,16 +130,29 @@ CLASSES: dict[str, TokenizerClass] = {
         extra=parts.nllb_extra,
     ),
     "T5Tokenizer": TokenizerClass(
-        *("unigrams", parts.t5, {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}),
+        *(
+            "unigrams",
+            parts.t5,
+            {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
+        ),
         parts.around("$A", "eos_token"),
         extra=parts.t5_extra,
     ),
     "AlbertTokenizer": TokenizerClass(
-        *("unigrams", parts.albert, {**_DEBERTA, "unk_token": "<unk>", "pad_token": "<pad>"}, _IN_BRACKETS),
+        *(
+            "unigrams",
+            parts.albert,
+            {**_DEBERTA, "unk_token": "<unk>", "pad_token": "<pad>"},
+            _IN_BRACKETS,
+        ),
         keeps_surrounding=True,
     ),
-    "DebertaV2Tokenizer": TokenizerClass("unigrams", parts.deberta_v2, _DEBERTA, _IN_BRACKETS),
-    "XLMRobertaTokenizer": TokenizerClass("unigrams", parts.xlm_roberta, _ROBERTA, _IN_SENTENCE),
+    "DebertaV2Tokenizer": TokenizerClass(
+        "unigrams", parts.deberta_v2, _DEBERTA, _IN_BRACKETS
+    ),
+    "XLMRobertaTokenizer": TokenizerClass(
+        "unigrams", parts.xlm_roberta, _ROBERTA, _IN_SENTENCE
+    ),
     "CamembertTokenizer": TokenizerClass(
         *("unigrams", parts.camembert, _ROBERTA, _IN_SENTENCE),
         flags=_SPACE_BEFORE_MASK,
@@ -104,7 +160,11 @@ CLASSES: dict[str, TokenizerClass] = {
     ),
     "MBartTokenizer": TokenizerClass(
         *("unigrams", parts.mbart, _ROBERTA),
-        lambda making: ["$A", making.token("eos_token"), parts.language(making, "en_XX")],
+        lambda making: [
+            "$A",
+            making.token("eos_token"),
+            parts.language(making, "en_XX"),
+        ],
         flags=_SPACE_BEFORE_MASK,
         extra=lambda settings: parts.MBART_LANGUAGES,
     ),
@@ -114,14 +174,23 @@ CLASSES: dict[str, TokenizerClass] = {
             parts.mbart50,
             {name: token for name, token in _ROBERTA.items() if name != "bos_token"},
         ),
-        lambda making: [parts.language(making, "en_XX"), "$A", making.token("eos_token")],
+        lambda making: [
+            parts.language(making, "en_XX"),
+            "$A",
+            making.token("eos_token"),
+        ],
         flags=_SPACE_BEFORE_MASK,
         extra=lambda settings: parts.MBART50_LANGUAGES,
     ),
     "PegasusTokenizer": TokenizerClass(
         "unigrams",
         parts.pegasus,
-        {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>", "mask_token": "<mask_2>"},
+        {
+            "pad_token": "<pad>",
+            "eos_token": "</s>",
+            "unk_token": "<unk>",
+            "mask_token": "<mask_2>",
+        },
         parts.around("$A", "eos_token"),
         extra=parts.pegasus_extra,
     ),
@@ -133,7 +202,10 @@ CLASSES: dict[str, TokenizerClass] = {
 # Classes equal to another class.
 _ALIASES = {
     **dict.fromkeys(("Bart", "LED", "Longformer", "Mvp"), "Roberta"),
-    **dict.fromkeys(("DistilBert", "Electra", "LayoutLM", "Lxmert", "MobileBert", "SqueezeBert"), "Bert"),
+    **dict.fromkeys(
+        ("DistilBert", "Electra", "LayoutLM", "Lxmert", "MobileBert", "SqueezeBert"),
+        "Bert",
+    ),
     "Phi3": "Llama",
 }
 # Unsupported classes: their code in `transformers` is not reproduced here.
@@ -147,40 +219,105 @@ Wav2Vec2CTC Wav2Vec2PhonemeCTC Whisper XLM XLNet
 """
 _CLASS_OF_TYPE = {
     **dict.fromkeys(
-        ("codegen", "gpt2", "gpt_neo", "gptj", "opt", "phi", "starcoder2", "jais2", "dbrx"), "GPT2Tokenizer"
+        (
+            "codegen",
+            "gpt2",
+            "gpt_neo",
+            "gptj",
+            "opt",
+            "phi",
+            "starcoder2",
+            "jais2",
+            "dbrx",
+        ),
+        "GPT2Tokenizer",
     ),
     **dict.fromkeys(("gpt_neox", "mpt", "olmo", "olmoe"), "GPTNeoXTokenizer"),
-    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "GPTNeoXTokenizer"),
-    **dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"),
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "Qwen2Tokenizer"),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), "Qwen3_5Tokenizer"),
     **dict.fromkeys(
-        ("bart", "longformer", "roberta", "roberta-prelayernorm", "data2vec-text"), "RobertaTokenizer"
+        ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), "GPTNeoXTokenizer"
     ),
     **dict.fromkeys(
-        ("bert", "distilbert", "electra", "ernie", "megatron-bert", "nomic_bert"), "BertTokenizer"
+        ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"), "Qwen2Tokenizer"
+    ),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "Qwen2Tokenizer"),
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        "Qwen3_5Tokenizer",
+    ),
+    **dict.fromkeys(
+        ("bart", "longformer", "roberta", "roberta-prelayernorm", "data2vec-text"),
+        "RobertaTokenizer",
+    ),
+    **dict.fromkeys(
+        ("bert", "distilbert", "electra", "ernie", "megatron-bert", "nomic_bert"),
+        "BertTokenizer",
     ),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
     **dict.fromkeys(("gemma3n", "gemma3n_text", "t5gemma"), "GemmaTokenizer"),
     **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
     **dict.fromkeys(("mt5", "t5"), "T5Tokenizer"),
-    **{"albert": "AlbertTokenizer", "biogpt": "BioGptTokenizer", "blenderbot": "BlenderbotTokenizer"},
-    **{"blenderbot-small": "BlenderbotSmallTokenizer", "camembert": "CamembertTokenizer"},
-    **{"clip": "CLIPTokenizer", "deberta": "DebertaTokenizer", "deberta-v2": "DebertaV2Tokenizer"},
+    **{
+        "albert": "AlbertTokenizer",
+        "biogpt": "BioGptTokenizer",
+        "blenderbot": "BlenderbotTokenizer",
+    },
+    **{
+        "blenderbot-small": "BlenderbotSmallTokenizer",
+        "camembert": "CamembertTokenizer",
+    },
+    **{
+        "clip": "CLIPTokenizer",
+        "deberta": "DebertaTokenizer",
+        "deberta-v2": "DebertaV2Tokenizer",
+    },
     **{"esm": "EsmTokenizer", "led": "LEDTokenizer", "m2m_100": "M2M100Tokenizer"},
-    **{"marian": "MarianTokenizer", "mbart": "MBartTokenizer", "mobilebert": "MobileBertTokenizer"},
-    **{"mpnet": "MPNetTokenizer", "openai-gpt": "OpenAIGPTTokenizer", "pegasus": "PegasusTokenizer"},
-    **{"perceiver": "PerceiverTokenizer", "roformer": "RoFormerTokenizer", "siglip": "SiglipTokenizer"},
-    **{"siglip2": "Siglip2Tokenizer", "whisper": "WhisperTokenizer", "xglm": "XGLMTokenizer"},
-    **dict.fromkeys(("gte", "jina_embeddings_v3", "xlm-roberta"), "XLMRobertaTokenizer"),
+    **{
+        "marian": "MarianTokenizer",
+        "mbart": "MBartTokenizer",
+        "mobilebert": "MobileBertTokenizer",
+    },
+    **{
+        "mpnet": "MPNetTokenizer",
+        "openai-gpt": "OpenAIGPTTokenizer",
+        "pegasus": "PegasusTokenizer",
+    },
+    **{
+        "perceiver": "PerceiverTokenizer",
+        "roformer": "RoFormerTokenizer",
+        "siglip": "SiglipTokenizer",
+    },
+    **{
+        "siglip2": "Siglip2Tokenizer",
+        "whisper": "WhisperTokenizer",
+        "xglm": "XGLMTokenizer",
+    },
+    **dict.fromkeys(
+        ("gte", "jina_embeddings_v3", "xlm-roberta"), "XLMRobertaTokenizer"
+    ),
     **{"mvp": "MvpTokenizer", "plbart": "PLBartTokenizer", "xlnet": "XLNetTokenizer"},
     **dict.fromkeys(("hubert", "wav2vec2"), "Wav2Vec2CTCTokenizer"),
-    **dict.fromkeys(("ernie4_5", "glm", "glm4", "glm4_moe", "gpt_bigcode", "granite", "internlm2"), _WHOLE),
-    **dict.fromkeys(("granitemoe", "granitemoehybrid", "granitemoeshared", "jamba"), _WHOLE),
-    **dict.fromkeys(("ministral", "ministral3", "mistral", "mistral3", "mixtral", "modernbert"), _WHOLE),
-    **dict.fromkeys(("nemotron", "olmo2", "olmo3", "phi3", "phimoe", "stablelm", "umt5"), _WHOLE),
-    **dict.fromkeys(("ernie4_5_moe", "flex_olmo", "glm4_moe_lite", "hyperclovax", "kimi_linear"), _WHOLE),
-    **dict.fromkeys(("minicpm3", "minimax_m2", "modernbert-decoder", "olmo_hybrid", "persimmon"), _WHOLE),
+    **dict.fromkeys(
+        ("ernie4_5", "glm", "glm4", "glm4_moe", "gpt_bigcode", "granite", "internlm2"),
+        _WHOLE,
+    ),
+    **dict.fromkeys(
+        ("granitemoe", "granitemoehybrid", "granitemoeshared", "jamba"), _WHOLE
+    ),
+    **dict.fromkeys(
+        ("ministral", "ministral3", "mistral", "mistral3", "mixtral", "modernbert"),
+        _WHOLE,
+    ),
+    **dict.fromkeys(
+        ("nemotron", "olmo2", "olmo3", "phi3", "phimoe", "stablelm", "umt5"), _WHOLE
+    ),
+    **dict.fromkeys(
+        ("ernie4_5_moe", "flex_olmo", "glm4_moe_lite", "hyperclovax", "kimi_linear"),
+        _WHOLE,
+    ),
+    **dict.fromkeys(
+        ("minicpm3", "minimax_m2", "modernbert-decoder", "olmo_hybrid", "persimmon"),
+        _WHOLE,
+    ),
     **dict.fromkeys(("internlm3", "iquestcoder", "xlm-roberta-xl", "smolvlm"), _WHOLE),
     "ctrl": "CTRLTokenizer",
     "fsmt": "FSMTTokenizer",
@@ -188,8 +325,24 @@ _CLASS_OF_TYPE = {
 }
 # Model types with a wrong class name in their published files.
 _MISTAKEN_TYPES = {
-    *("ernie4_5", "internlm2", "jamba", "modernbert", "nemotron", "phi3", "phimoe", "qwen2"),
-    *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "siglip2", "ernie4_5_moe", "hyperclovax"),
+    *(
+        "ernie4_5",
+        "internlm2",
+        "jamba",
+        "modernbert",
+        "nemotron",
+        "phi3",
+        "phimoe",
+        "qwen2",
+    ),
+    *(
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_5_moe_text",
+        "siglip2",
+        "ernie4_5_moe",
+        "hyperclovax",
+    ),
     *("internlm3", "iquestcoder", "minicpm3", "minimax_m2", "modernbert-decoder"),
     "smolvlm",
 }
@@ -206,9 +359,15 @@ def class_of(settings: TokenizerSettings, *, is_byte_level: bool) -> str | None:
     elif stated == "LlamaTokenizer" and is_byte_level and not mistaken:
         name = _WHOLE
     else:
-        name = of_type if of_type is not None and (of_type == _WHOLE or mistaken) else stated
+        name = (
+            of_type
+            if of_type is not None and (of_type == _WHOLE or mistaken)
+            else stated
+        )
     own = name.removesuffix("Tokenizer")
     if own in _OTHERS.split():
-        raise ValueError(f"its class is {name}, whose code in transformers is not followed here")
+        raise ValueError(
+            f"its class is {name}, whose code in transformers is not followed here"
+        )
     key = f"{_ALIASES.get(own, own)}Tokenizer"
     return key if key in CLASSES else None

@@ -9,7 +9,12 @@ import tokenizers
 from tokenizers import AddedToken, processors
 
 from triptych.errors import DataError
-from triptych.running.text.tokenizer_settings import NAMED_TOKENS, Token, TokenizerSettings, content_of
+from triptych.running.text.tokenizer_settings import (
+    NAMED_TOKENS,
+    Token,
+    TokenizerSettings,
+    content_of,
+)
 
 Kind = Literal["pairs", "words", "unigrams"]
 Pieces = tuple[tuple[str, float], ...]
@@ -32,27 +37,42 @@ class Vocabulary:
     pieces: Pieces = ()  # unigram pieces with scores
 
 
-def read_vocabulary(record: Mapping[str, Any], inner: tokenizers.Tokenizer) -> Vocabulary:
+def read_vocabulary(
+    record: Mapping[str, Any], inner: tokenizers.Tokenizer
+) -> Vocabulary:
     """Return the vocabulary of a `tokenizer.json`."""
     # Merges are stored as strings or as pairs, depending on the version of the file.
     model = record["model"]
     rules = record.get("normalizer") or {}
-    charsmaps = [rule for rule in rules.get("normalizers", [rules]) if rule.get("type") == "Precompiled"]
-    charsmap = base64.b64decode(charsmaps[0]["precompiled_charsmap"]) if charsmaps else b""
+    charsmaps = [
+        rule
+        for rule in rules.get("normalizers", [rules])
+        if rule.get("type") == "Precompiled"
+    ]
+    charsmap = (
+        base64.b64decode(charsmaps[0]["precompiled_charsmap"]) if charsmaps else b""
+    )
     common: dict[str, Any] = {"charsmap": charsmap, "surrounding": inner.post_processor}
     match inner.model:
         case tokenizers.models.BPE():
-            pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+            pairs = (
+                merge.split(" ") if isinstance(merge, str) else merge
+                for merge in model["merges"]
+            )
             merges = tuple((left, right) for left, right in pairs)
             return Vocabulary("pairs", model["vocab"], merges=merges, **common)
         case tokenizers.models.WordPiece():
             return Vocabulary("words", model["vocab"], **common)
         case tokenizers.models.Unigram():
-            pieces = tuple((str(piece), float(score)) for piece, score in model["vocab"])
+            pieces = tuple(
+                (str(piece), float(score)) for piece, score in model["vocab"]
+            )
             ids = {piece: number for number, (piece, _) in enumerate(pieces)}
             return Vocabulary("unigrams", ids, pieces=pieces, **common)
         case other:
-            raise ValueError(f"its model is a {type(other).__name__}, which no class of tokenizers has")
+            raise ValueError(
+                f"its model is a {type(other).__name__}, which no class of tokenizers has"
+            )
 
 
 @final
@@ -84,7 +104,9 @@ class TokenizerClass:
     tokens: Mapping[str, str]  # default named special tokens
     # special tokens around a text, with "$A" for the text; None for the post-processor of `tokenizer.json`
     around: Callable[[Making], Sequence[str]] | None = None
-    keeps_surrounding: bool = False  # True = the post-processor of `tokenizer.json` overrides `around`
+    keeps_surrounding: bool = (
+        False  # True = the post-processor of `tokenizer.json` overrides `around`
+    )
     # flags of named special tokens stored as plain text or missing in the files
     flags: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
     # further special tokens if the files do not list any
@@ -99,11 +121,18 @@ class TokenizerClass:
             default = None if name in settings.record else self.tokens.get(name)
             if (token := settings.given.get(name, default)) is not None:
                 flags = self.flags.get(name)
-                found[name] = AddedToken(token, **flags) if isinstance(token, str) and flags else token
+                found[name] = (
+                    AddedToken(token, **flags)
+                    if isinstance(token, str) and flags
+                    else token
+                )
         return found
 
     def make(
-        self, settings: TokenizerSettings, vocabulary: Vocabulary, rows: int | None = None
+        self,
+        settings: TokenizerSettings,
+        vocabulary: Vocabulary,
+        rows: int | None = None,
     ) -> tuple[tokenizers.Tokenizer, dict[str, Token]]:
         """Build the complete tokenizer; return it with its named special tokens.
 
@@ -125,7 +154,9 @@ class TokenizerClass:
                 if name in settings.given or content_of(token) in vocabulary.ids
             }
             if settings.extra is None:
-                extra = [token for token in extra if content_of(token) in vocabulary.ids]
+                extra = [
+                    token for token in extra if content_of(token) in vocabulary.ids
+                ]
             inner = self._make(settings, vocabulary, named, extra)
         return inner, named
 
@@ -150,7 +181,9 @@ class TokenizerClass:
     def _surround(self, inner: tokenizers.Tokenizer, making: Making) -> None:
         vocabulary = making.vocabulary
         # The class's template replaces the post-processor of the file, unless the class keeps it.
-        if vocabulary.surrounding is not None and (self.around is None or self.keeps_surrounding):
+        if vocabulary.surrounding is not None and (
+            self.around is None or self.keeps_surrounding
+        ):
             inner.post_processor = vocabulary.surrounding
             return
         if self.around is None:
@@ -159,10 +192,13 @@ class TokenizerClass:
         around = [token for token in template if token != "$A"]
         missing = [token for token in around if inner.token_to_id(token) is None]
         if missing:
-            raise ValueError(f"the special token {missing[0]!r} is not in the vocabulary")
+            raise ValueError(
+                f"the special token {missing[0]!r} is not in the vocabulary"
+            )
         if around:
             inner.post_processor = processors.TemplateProcessing(
-                single=[*template], special_tokens=[(token, inner.token_to_id(token)) for token in around]
+                single=[*template],
+                special_tokens=[(token, inner.token_to_id(token)) for token in around],
             )
 
 
@@ -192,7 +228,10 @@ def add_tokens(
             tokens.append(token)
             present.add(content_of(token))
     names = {content_of(token) for token in named.values()}
-    made = [AddedToken(token, special=True) if isinstance(token, str) else token for token in tokens]
+    made = [
+        AddedToken(token, special=True) if isinstance(token, str) else token
+        for token in tokens
+    ]
     for token in made:
         token.special = token.special or token.content in names
     inner.add_tokens(made)

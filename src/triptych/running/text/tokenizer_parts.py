@@ -24,19 +24,25 @@ MBART50_LANGUAGES = (*MBART_LANGUAGES, *_MORE_LANGUAGES.split())
 
 def around(*template: str) -> Callable[[Making], Sequence[str]]:
     """Build a template of special tokens around a text, `$A`, by their names."""
-    return lambda making: [part if part == "$A" else making.token(part) for part in template]
+    return lambda making: [
+        part if part == "$A" else making.token(part) for part in template
+    ]
 
 
 def cut_words(space: bool, pattern: str | None = None) -> Any:
     if pattern is None:
         return pre_tokenizers.ByteLevel(add_prefix_space=space)
     words = pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
-    return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=False)])
+    return pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=space, use_regex=False)]
+    )
 
 
 def cut_digits(space: bool) -> Any:
     digits = pre_tokenizers.Digits(individual_digits=True)
-    return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=space)])
+    return pre_tokenizers.Sequence(
+        [digits, pre_tokenizers.ByteLevel(add_prefix_space=space)]
+    )
 
 
 def byte_pairs(
@@ -47,7 +53,9 @@ def byte_pairs(
     space: bool = False,
 ) -> tokenizers.Tokenizer:
     """Build a tokenizer as in GPT-2: words of bytes, and merges."""
-    inner = _pair_model(making, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False)
+    inner = _pair_model(
+        making, continuing_subword_prefix="", end_of_word_suffix="", fuse_unk=False
+    )
     if normalizer is not None:
         inner.normalizer = normalizer
     inner.pre_tokenizer = cut(making.flag("add_prefix_space", space))
@@ -57,7 +65,9 @@ def byte_pairs(
 
 def word_pieces(making: Making) -> tokenizers.Tokenizer:
     """Build a tokenizer as in BERT: words, split by their longest known prefixes."""
-    model = models.WordPiece(dict(making.vocabulary.ids), unk_token=making.token("unk_token"))
+    model = models.WordPiece(
+        dict(making.vocabulary.ids), unk_token=making.token("unk_token")
+    )
     inner = tokenizers.Tokenizer(model)
     inner.normalizer = normalizers.BertNormalizer(
         clean_text=True,
@@ -72,7 +82,9 @@ def word_pieces(making: Making) -> tokenizers.Tokenizer:
 
 def openai_gpt(making: Making) -> tokenizers.Tokenizer:
     ends = {"continuing_subword_prefix": "", "end_of_word_suffix": "</w>"}
-    inner = _pair_model(making, **ends, fuse_unk=False, unk_token=making.token("unk_token"))
+    inner = _pair_model(
+        making, **ends, fuse_unk=False, unk_token=making.token("unk_token")
+    )
     inner.normalizer = normalizers.BertNormalizer(lowercase=True)
     inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     inner.decoder = decoders.BPEDecoder(suffix="</w>")
@@ -81,7 +93,9 @@ def openai_gpt(making: Making) -> tokenizers.Tokenizer:
 
 def _pair_model(making: Making, **options: Any) -> tokenizers.Tokenizer:
     vocabulary = making.vocabulary
-    return tokenizers.Tokenizer(models.BPE(dict(vocabulary.ids), list(vocabulary.merges), **options))
+    return tokenizers.Tokenizer(
+        models.BPE(dict(vocabulary.ids), list(vocabulary.merges), **options)
+    )
 
 
 # SentencePiece's byte pairs spell unknown characters in bytes.
@@ -89,12 +103,20 @@ _SPELLS = {"fuse_unk": True, "byte_fallback": True}
 
 
 def _spelled(*, strip: bool) -> Any:
-    steps: list[Any] = [decoders.Replace(SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
-    return decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)] if strip else steps)
+    steps: list[Any] = [
+        decoders.Replace(SPACE_MARK, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
+    return decoders.Sequence(
+        [*steps, decoders.Strip(content=" ", left=1)] if strip else steps
+    )
 
 
 def llama(making: Making, *, is_code: bool = False) -> tokenizers.Tokenizer:
-    inner = _pair_model(making, unk_token=making.token("unk_token") if is_code else None, **_SPELLS)
+    inner = _pair_model(
+        making, unk_token=making.token("unk_token") if is_code else None, **_SPELLS
+    )
     space = making.flag("add_prefix_space", True)
     first = "always" if making.flag("legacy", False) and not is_code else "first"
     inner.pre_tokenizer = pre_tokenizers.Metaspace(
@@ -107,13 +129,18 @@ def llama(making: Making, *, is_code: bool = False) -> tokenizers.Tokenizer:
 def gemma(making: Making) -> tokenizers.Tokenizer:
     inner = _pair_model(making, unk_token=making.token("unk_token"), **_SPELLS)
     inner.normalizer = normalizers.Replace(" ", SPACE_MARK)
-    inner.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous", invert=False)
+    inner.pre_tokenizer = pre_tokenizers.Split(
+        " ", behavior="merged_with_previous", invert=False
+    )
     inner.decoder = _spelled(strip=False)
     return inner
 
 
 def _spaced(
-    model: models.Model, rules: Sequence[Any], before: Sequence[Any] = (), scheme: str = "always"
+    model: models.Model,
+    rules: Sequence[Any],
+    before: Sequence[Any] = (),
+    scheme: str = "always",
 ) -> tokenizers.Tokenizer:
     """Build a tokenizer with the space before a word as a mark at its beginning."""
     inner = tokenizers.Tokenizer(model)
@@ -152,7 +179,9 @@ def t5_extra(settings: TokenizerSettings) -> Sequence[str]:
 
 
 def xlm_roberta(making: Making) -> tokenizers.Tokenizer:
-    return _spaced(_unigrams(making, 3), _charsmap(making), [_AT_SPACES], _scheme(making))
+    return _spaced(
+        _unigrams(making, 3), _charsmap(making), [_AT_SPACES], _scheme(making)
+    )
 
 
 def mbart(making: Making) -> tokenizers.Tokenizer:
@@ -161,18 +190,24 @@ def mbart(making: Making) -> tokenizers.Tokenizer:
 
 def mbart50(making: Making) -> tokenizers.Tokenizer:
     if not making.vocabulary.ids.keys() & {*MBART50_LANGUAGES}:
-        raise ValueError("it has none of the languages of MBart50Tokenizer; fetch the SentencePiece model")
+        raise ValueError(
+            "it has none of the languages of MBart50Tokenizer; fetch the SentencePiece model"
+        )
     return _spaced(_unigrams(making, 3), [*_charsmap(making), _ONE_SPACE])
 
 
 def nllb(making: Making) -> tokenizers.Tokenizer:
-    model = _pair_model(making, unk_token=making.token("unk_token"), fuse_unk=True).model
+    model = _pair_model(
+        making, unk_token=making.token("unk_token"), fuse_unk=True
+    ).model
     charsmap = _charsmap(making)
     return _spaced(model, [*charsmap, _ONE_SPACE] if charsmap else [])
 
 
 def nllb_extra(settings: TokenizerSettings) -> Sequence[str]:
-    raise ValueError(f"{settings.where} names no languages: list them in extra_special_tokens")
+    raise ValueError(
+        f"{settings.where} names no languages: list them in extra_special_tokens"
+    )
 
 
 def language(making: Making, default: str) -> str:
@@ -182,12 +217,18 @@ def language(making: Making, default: str) -> str:
 def nllb_around(making: Making) -> Sequence[str]:
     source = language(making, "eng_Latn")
     end = making.token("eos_token")
-    return ["$A", end, source] if making.flag("legacy_behaviour", False) else [source, "$A", end]
+    return (
+        ["$A", end, source]
+        if making.flag("legacy_behaviour", False)
+        else [source, "$A", end]
+    )
 
 
 def camembert(making: Making) -> tokenizers.Tokenizer:
     unk_id = making.vocabulary.ids.get(making.token("unk_token"), 0)
-    return _spaced(_unigrams(making, unk_id), _charsmap(making), [_AT_SPACES], _scheme(making))
+    return _spaced(
+        _unigrams(making, unk_id), _charsmap(making), [_AT_SPACES], _scheme(making)
+    )
 
 
 def albert(making: Making) -> tokenizers.Tokenizer:
@@ -196,14 +237,21 @@ def albert(making: Making) -> tokenizers.Tokenizer:
         rules += [normalizers.NFKD(), normalizers.StripAccents()]
     if making.flag("do_lower_case", True):
         rules.append(normalizers.Lowercase())
-    return _spaced(_unigrams(making, 1), [*rules, *_charsmap(making)], [_AT_SPACES], _scheme(making))
+    return _spaced(
+        _unigrams(making, 1),
+        [*rules, *_charsmap(making)],
+        [_AT_SPACES],
+        _scheme(making),
+    )
 
 
 def deberta_v2(making: Making) -> tokenizers.Tokenizer:
     pieces = making.vocabulary.pieces
     unknown = (making.token("unk_token"), 0.0)
     stated = making.settings.record.get("unk_id")
-    unk_id = pieces.index(unknown) if unknown in pieces else 1 if stated is None else stated
+    unk_id = (
+        pieces.index(unknown) if unknown in pieces else 1 if stated is None else stated
+    )
     joined = normalizers.Replace(Regex(r"\s{2,}|[\n\r\t]"), " ")
     rules = [joined, normalizers.NFC(), normalizers.Strip(left=False, right=True)]
     if making.flag("do_lower_case", False):
@@ -226,4 +274,6 @@ def pegasus_extra(settings: TokenizerSettings) -> Sequence[str]:
 
 
 def xglm(making: Making) -> tokenizers.Tokenizer:
-    return _spaced(_unigrams(making, 3), [*_charsmap(making), _ONE_SPACE], scheme=_scheme(making))
+    return _spaced(
+        _unigrams(making, 3), [*_charsmap(making), _ONE_SPACE], scheme=_scheme(making)
+    )

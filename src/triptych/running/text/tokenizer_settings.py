@@ -14,7 +14,9 @@ from triptych.running.text.lines import SURROGATE
 from triptych.untrusted import read_json
 
 Token = str | AddedToken
-NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+NAMED_TOKENS = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
 # Maximum value of settings with a number of generated tokens.
 _MOST_COUNTED = 10_000
 
@@ -24,8 +26,12 @@ _MOST_COUNTED = 10_000
 class TokenizerSettings:
     """The tokenizer settings of a checkpoint."""
 
-    record: Mapping[str, Any]  # `tokenizer_config.json`, merged with `special_tokens_map.json`
-    tokenizer_class: str | None  # tokenizer class without "Fast"; None if it is not stated
+    record: Mapping[
+        str, Any
+    ]  # `tokenizer_config.json`, merged with `special_tokens_map.json`
+    tokenizer_class: (
+        str | None
+    )  # tokenizer class without "Fast"; None if it is not stated
     model_type: str | None  # model type in `config.json`
     # named special tokens of the files; plain text if a file does not state flags
     given: Mapping[str, Token]
@@ -57,23 +63,35 @@ class TokenizerSettings:
         added: dict[int, AddedToken] = {}
         if "added_tokens_decoder" in record:
             if not isinstance(record["added_tokens_decoder"], dict):
-                raise DataError(f"{where}: added_tokens_decoder is not a record; correct it")
+                raise DataError(
+                    f"{where}: added_tokens_decoder is not a record; correct it"
+                )
             for number, entry in record["added_tokens_decoder"].items():
                 added[_id_of(number, where)] = _token(entry, where)
         else:
             record = {**record, **_read_if_there(folder / "special_tokens_map.json")}
             path = folder / "added_tokens.json"
-            special = {_content(record[name], where) for name in NAMED_TOKENS if record.get(name)}
-            special |= {_content(value, where) for value in _extra_of(record, where)[0] or ()}
+            special = {
+                _content(record[name], where)
+                for name in NAMED_TOKENS
+                if record.get(name)
+            }
+            special |= {
+                _content(value, where) for value in _extra_of(record, where)[0] or ()
+            }
             for content, number in _read_if_there(path).items():
                 known = content in special
-                added[_id_of(number, str(path))] = AddedToken(content, normalized=not known, special=known)
+                added[_id_of(number, str(path))] = AddedToken(
+                    content, normalized=not known, special=known
+                )
             for entry in whole.get("added_tokens") or ():
                 added[_id_of(entry["id"], where)] = _token(entry, where)
         made = {token.content: token for token in added.values()}
 
         def known_as(value: object) -> Token:
-            token = value if isinstance(value, str) else _token(value, where, special=True)
+            token = (
+                value if isinstance(value, str) else _token(value, where, special=True)
+            )
             return made.get(_content(value, where), token)
 
         extra, own = _extra_of(record, where)
@@ -81,15 +99,20 @@ class TokenizerSettings:
         named = {
             name: value
             for name, value in record.items()
-            if (value and name in NAMED_TOKENS) or (name.endswith("_token") and isinstance(value, str))
+            if (value and name in NAMED_TOKENS)
+            or (name.endswith("_token") and isinstance(value, str))
         }
         name = record.get("tokenizer_class") or config.get("tokenizer_class")
         if config and config.get("model_type") is None:
-            config = dict(find_source(folder).record)  # with the model type that its tensors tell
+            config = dict(
+                find_source(folder).record
+            )  # with the model type that its tensors tell
         model_type = config.get("model_type")
         return cls(
             record=record,
-            tokenizer_class=name.removesuffix("Fast") if isinstance(name, str) else None,
+            tokenizer_class=name.removesuffix("Fast")
+            if isinstance(name, str)
+            else None,
             model_type=model_type if isinstance(model_type, str) else None,
             given={key: known_as(value) for key, value in {**named, **own}.items()},
             extra=None if extra is None else tuple(known_as(value) for value in extra),
@@ -103,9 +126,15 @@ def content_of(token: Token) -> str:
     return token if isinstance(token, str) else token.content
 
 
-def _extra_of(record: Mapping[str, Any], where: str) -> tuple[list[object] | None, dict[str, object]]:
+def _extra_of(
+    record: Mapping[str, Any], where: str
+) -> tuple[list[object] | None, dict[str, object]]:
     """Return the further special tokens of a record: a list of tokens or None, and named tokens."""
-    said = [record[name] for name in ("extra_special_tokens", "additional_special_tokens") if name in record]
+    said = [
+        record[name]
+        for name in ("extra_special_tokens", "additional_special_tokens")
+        if name in record
+    ]
     found: object = next((value for value in said if value), [])
     if isinstance(found, dict):
         return None, found
@@ -115,7 +144,11 @@ def _extra_of(record: Mapping[str, Any], where: str) -> tuple[list[object] | Non
 
 
 def _id_of(number: object, where: str) -> int:
-    if isinstance(number, str | int) and str(number).isascii() and str(number).isdigit():
+    if (
+        isinstance(number, str | int)
+        and str(number).isascii()
+        and str(number).isdigit()
+    ):
         return int(number)
     raise DataError(f"{where}: {number!r} is no id of a token; correct it")
 
@@ -123,7 +156,9 @@ def _id_of(number: object, where: str) -> int:
 def _content(value: object, where: str) -> str:
     content = value.get("content") if isinstance(value, dict) else value
     if not isinstance(content, str):
-        raise DataError(f"{where}: a special token is neither text nor a record with content; correct it")
+        raise DataError(
+            f"{where}: a special token is neither text nor a record with content; correct it"
+        )
     return content
 
 

@@ -32,7 +32,9 @@ class Conversation(NamedTuple):
     """A conversation rendered by a chat template."""
 
     text: str
-    ids: Callable[[SpecialTokens], list[int]]  # computes the token ids; see `Tokenizer.chat_ids`
+    ids: Callable[
+        [SpecialTokens], list[int]
+    ]  # computes the token ids; see `Tokenizer.chat_ids`
 
 
 class Tokenizer(ABC):
@@ -53,14 +55,20 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(
-        self, texts: str | Sequence[str], *, add_special: bool = False, parse_special: bool = False
+        self,
+        texts: str | Sequence[str],
+        *,
+        add_special: bool = False,
+        parse_special: bool = False,
     ) -> list[list[int]]:
         """Encode each text into token ids; a string is one text."""
         # `add_special` puts the special tokens of the checkpoint around each text ([CLS] and [SEP], <s>);
         # `parse_special` reads special tokens spelled out in a text ([MASK], <|im_end|>) as tokens.
 
     @abstractmethod
-    def decode(self, ids: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
+    def decode(
+        self, ids: Sequence[Sequence[int]], *, skip_special: bool = True
+    ) -> list[str]:
         """Decode each sequence of ids; invalid UTF-8 becomes U+FFFD."""
 
     @abstractmethod
@@ -71,7 +79,12 @@ class Tokenizer(ABC):
         """Return the prefix required by every part of a text translated in parts; may be empty."""
         return ""
 
-    def chat(self, messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool = True) -> str:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """Render a conversation with the checkpoint's chat template; see `chat_ids`."""
         return self.conversation(messages, add_generation_prompt).text
 
@@ -110,7 +123,9 @@ class Tokenizer(ABC):
 class OutputRules:
     """The constraints on every output of a translator, for any search."""
 
-    start: tuple[int, ...]  # first input tokens of the decoder, not empty; excluded from the output
+    start: tuple[
+        int, ...
+    ]  # first input tokens of the decoder, not empty; excluded from the output
     end: int  # last token of an output
     never: tuple[int, ...] = ()  # tokens excluded from outputs
     min_length: int = 0  # minimum number of tokens before the end, `start` included
@@ -127,7 +142,9 @@ class SentenceTokenizer(Tokenizer):
     # True = special tokens spelled out in a sentence are read as tokens, as in `transformers`
     reads_special = False
 
-    def sentence_ids(self, text: Text, special_tokens: SpecialTokens = "tokens") -> list[int]:
+    def sentence_ids(
+        self, text: Text, special_tokens: SpecialTokens = "tokens"
+    ) -> list[int]:
         """Encode a sentence without its end; a sentence of token ids loses its end."""
         if isinstance(text, str):
             parse_special = self.reads_special and special_tokens == "tokens"
@@ -147,7 +164,9 @@ def read_saved(path: Path) -> str:
     try:
         return read_limited(path, LONGEST_TOKENIZER).decode()
     except FileNotFoundError as error:
-        raise DataError(f"{path} does not exist; a run folder holds its tokenizer") from error
+        raise DataError(
+            f"{path} does not exist; a run folder holds its tokenizer"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
@@ -159,7 +178,9 @@ def read_record(kind: type[RecordT], text: str, origin: str) -> RecordT:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{origin} is damaged or not a tokenizer: {where}: {first['msg']}") from None
+        raise DataError(
+            f"{origin} is damaged or not a tokenizer: {where}: {first['msg']}"
+        ) from None
 
 
 def token_ids_in(text: str, origin: str, advice: str = "") -> tuple[list[int], int]:
@@ -170,12 +191,18 @@ def token_ids_in(text: str, origin: str, advice: str = "") -> tuple[list[int], i
         added = [token["id"] for token in record.get("added_tokens") or []]
         vocab = record["model"]["vocab"]
         own = [*vocab.values()] if isinstance(vocab, dict) else [len(vocab) - 1]
-        if strange := [number for number in (*added, *own) if not isinstance(number, int)]:
+        if strange := [
+            number for number in (*added, *own) if not isinstance(number, int)
+        ]:
             raise TypeError(f"{strange[0]!r} is no id of a token")
-        return [number for number in (*added, *own) if number >= 0], len(added) + len(vocab)
+        return [number for number in (*added, *own) if number >= 0], len(added) + len(
+            vocab
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise DataError(f"{origin} is damaged or not a tokenizer: {what}{advice}") from None
+        raise DataError(
+            f"{origin} is damaged or not a tokenizer: {what}{advice}"
+        ) from None
 
 
 def by_library(make: Callable[[], Made], origin: str, advice: str = "") -> Made:
@@ -186,7 +213,10 @@ def by_library(make: Callable[[], Made], origin: str, advice: str = "") -> Made:
         raise
     # The library raises bare Exception for any error, or PanicException, a direct subclass of BaseException.
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if (
+            not isinstance(error, Exception)
+            and type(error).__name__ != "PanicException"
+        ):
             raise
         first = first_line(error)
         if "Oniguruma" in first and "limit" in first:
@@ -194,7 +224,9 @@ def by_library(make: Callable[[], Made], origin: str, advice: str = "") -> Made:
                 f"{origin} has a regular expression that the tokenizers library does not run ({first}): it "
                 "cannot be read; give a tokenizer with a simpler one"
             ) from None
-        raise DataError(f"{origin} is damaged or not a tokenizer: {first}{advice}") from None
+        raise DataError(
+            f"{origin} is damaged or not a tokenizer: {first}{advice}"
+        ) from None
 
 
 @final
@@ -210,17 +242,26 @@ class TextEncoder:
         """Encode each text; see `Tokenizer.encode`."""
         lines = as_lines(texts)
         if not parse_special and (other := self._of_plain_text) is not None:
-            return [found.ids for found in other.encode_batch_fast(lines, add_special_tokens=add_special)]
+            return [
+                found.ids
+                for found in other.encode_batch_fast(
+                    lines, add_special_tokens=add_special
+                )
+            ]
         return self._encode(lines, add_special=add_special, parse_special=parse_special)
 
-    def encode_apart(self, text: str, own: Sequence[tuple[int, int]]) -> list[int] | None:
+    def encode_apart(
+        self, text: str, own: Sequence[tuple[int, int]]
+    ) -> list[int] | None:
         """Encode a text with special tokens in the character ranges `own` only.
 
         Returns None if special tokens are spelled elsewhere: see `encode_pieces`.
         """
         found = self._with_places(text)
         for token, start, end in found:
-            if self._is_spelled(token, text[start:end]) and not _is_within(text, start, end, own):
+            if self._is_spelled(token, text[start:end]) and not _is_within(
+                text, start, end, own
+            ):
                 return None
         return [token for token, *_ in found]
 
@@ -231,7 +272,9 @@ class TextEncoder:
         for first, last in own:
             for token, start, end in self._with_places(text[first:last]):
                 if self._is_spelled(token, text[first + start : first + end]):
-                    ids += self._ids_of_piece(text[begin : first + start], is_first=begin == 0)
+                    ids += self._ids_of_piece(
+                        text[begin : first + start], is_first=begin == 0
+                    )
                     ids.append(token)
                     begin = first + end
         return ids + self._ids_of_piece(text[begin:], is_first=begin == 0)
@@ -248,7 +291,10 @@ class TextEncoder:
         with _ENCODING:
             self._inner.encode_special_tokens = False
             found = self._inner.encode(text, add_special_tokens=False)
-        return [(token, *place) for token, place in zip(found.ids, found.offsets, strict=True)]
+        return [
+            (token, *place)
+            for token, place in zip(found.ids, found.offsets, strict=True)
+        ]
 
     def _is_spelled(self, token: int, text: str) -> bool:
         """Return True if a token is special and spelled by its text, not the token of unknown characters."""
@@ -275,7 +321,9 @@ class TextEncoder:
         found.encode_special_tokens = True
         return found
 
-    def _encode(self, lines: Sequence[str], *, add_special: bool, parse_special: bool) -> list[list[int]]:
+    def _encode(
+        self, lines: Sequence[str], *, add_special: bool, parse_special: bool
+    ) -> list[list[int]]:
         with _ENCODING:
             # The file does not store this flag. Its default reads special tokens spelled in a text as tokens.
             self._inner.encode_special_tokens = not parse_special
@@ -289,14 +337,22 @@ class TextEncoder:
         None if texts cannot produce such pieces: then the library's flag is sufficient.
         """
         special = self._special
-        spelled = self._encode([*special.values()], add_special=False, parse_special=False)
-        names = [name for (token, name), ids in zip(special.items(), spelled, strict=True) if token in ids]
+        spelled = self._encode(
+            [*special.values()], add_special=False, parse_special=False
+        )
+        names = [
+            name
+            for (token, name), ids in zip(special.items(), spelled, strict=True)
+            if token in ids
+        ]
         record = json.loads(self._inner.to_str()) if names else {}
         names = [name for name in names if name != _unknown_of(record["model"])]
         return _without(record, names) if names else None
 
 
-def _is_within(text: str, start: int, end: int, ranges: Sequence[tuple[int, int]]) -> bool:
+def _is_within(
+    text: str, start: int, end: int, ranges: Sequence[tuple[int, int]]
+) -> bool:
     """Return True if a range, without white space at its ends, is within any given range."""
     name = text[start:end]
     start += len(name) - len(name.lstrip())
@@ -330,12 +386,21 @@ def _without(record: dict[str, Any], names: Sequence[str]) -> tokenizers.Tokeniz
     renamed = {name: f" {name}" for name in names}
     model = record["model"]
     if model["type"] == "Unigram":
-        model["vocab"] = [[renamed.get(piece, piece), score] for piece, score in model["vocab"]]
+        model["vocab"] = [
+            [renamed.get(piece, piece), score] for piece, score in model["vocab"]
+        ]
     else:
-        model["vocab"] = {renamed.get(piece, piece): token for piece, token in model["vocab"].items()}
+        model["vocab"] = {
+            renamed.get(piece, piece): token for piece, token in model["vocab"].items()
+        }
     if "merges" in model:
-        pairs = [pair.split(" ", 1) if isinstance(pair, str) else pair for pair in model["merges"]]
-        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & renamed.keys()]
+        pairs = [
+            pair.split(" ", 1) if isinstance(pair, str) else pair
+            for pair in model["merges"]
+        ]
+        model["merges"] = [
+            pair for pair in pairs if not {*pair, "".join(pair)} & renamed.keys()
+        ]
     for token in record["added_tokens"]:
         token["content"] = renamed.get(token["content"], token["content"])
     found = tokenizers.Tokenizer.from_str(json.dumps(record))
@@ -388,7 +453,10 @@ class StreamDecoder:
         new = text[len(self._given) : end]
         self._given += new
         if new and end == len(text):
-            self._ids, self._num_known = self._ids[self._num_known :], len(self._ids) - self._num_known
+            self._ids, self._num_known = (
+                self._ids[self._num_known :],
+                len(self._ids) - self._num_known,
+            )
             self._given = self._decode(self._ids)
         return new
 

@@ -19,7 +19,10 @@ def unknown_token(tokenizer: Tokenizer) -> int | None:
 
 
 def count_unknown(
-    tokenizer: Tokenizer, text: str, ids: Sequence[int], special_tokens: SpecialTokens = "tokens"
+    tokenizer: Tokenizer,
+    text: str,
+    ids: Sequence[int],
+    special_tokens: SpecialTokens = "tokens",
 ) -> int:
     """Return a lower bound on the number of characters of a text not represented by its tokens.
 
@@ -35,7 +38,12 @@ def count_unknown(
     if not count:
         return 0
     (told,) = tokenizer.decode([[token for token in ids if token != unknown]])
-    return max(count, len(text) - len(told) - sum(len(name) * number for name, number in spelled.items()))
+    return max(
+        count,
+        len(text)
+        - len(told)
+        - sum(len(name) * number for name, number in spelled.items()),
+    )
 
 
 def _spelled(tokenizer: Tokenizer, text: str, ids: Sequence[int]) -> dict[str, int]:

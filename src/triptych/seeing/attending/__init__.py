@@ -15,10 +15,16 @@ from triptych.seeing.attending.attention import attend_tokens as attend_tokens
 from triptych.seeing.attending.attention import readable as readable
 from triptych.seeing.attending.attention_files import Saved as Saved
 from triptych.seeing.attending.attention_files import head_records as head_records
-from triptych.seeing.attending.attention_files import is_attention_csv as is_attention_csv
-from triptych.seeing.attending.attention_files import is_attention_npz as is_attention_npz
+from triptych.seeing.attending.attention_files import (
+    is_attention_csv as is_attention_csv,
+)
+from triptych.seeing.attending.attention_files import (
+    is_attention_npz as is_attention_npz,
+)
 from triptych.seeing.attending.attention_files import json_pieces as json_pieces
-from triptych.seeing.attending.attention_files import write_attention_csv as write_attention_csv
+from triptych.seeing.attending.attention_files import (
+    write_attention_csv as write_attention_csv,
+)
 from triptych.seeing.attending.attention_files import write_npz as write_npz
 from triptych.seeing.attending.attention_page import AttentionPage as AttentionPage
 from triptych.seeing.attending.attention_page import HeadNote as HeadNote

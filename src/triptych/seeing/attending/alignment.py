@@ -8,7 +8,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from triptych.running.text import bytes_of, first_character, is_inside_character, is_unspaced
+from triptych.running.text import (
+    bytes_of,
+    first_character,
+    is_inside_character,
+    is_unspaced,
+)
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
@@ -36,13 +41,22 @@ def words_of(pieces: Sequence[str], special: Sequence[bool]) -> tuple[Word, ...]
             continue
         # A word ends at a special token or punctuation.
         mark = all(unicodedata.category(character)[0] == "P" for character in text)
-        if fresh or mark or piece.startswith(_SPACE) or not found or not _goes_on(found[-1].text, text):
+        if (
+            fresh
+            or mark
+            or piece.startswith(_SPACE)
+            or not found
+            or not _goes_on(found[-1].text, text)
+        ):
             found.append(Word(text, place, place + 1))
         else:
             found[-1] = Word(found[-1].text + text, found[-1].start, place + 1)
         fresh = mark
     # Tokens of partial characters are named by their bytes; a word contains the whole character.
-    return tuple(word._replace(text=bytes_of(word.text).decode("utf-8", errors="replace")) for word in found)
+    return tuple(
+        word._replace(text=bytes_of(word.text).decode("utf-8", errors="replace"))
+        for word in found
+    )
 
 
 def _goes_on(before: str, text: str) -> bool:
@@ -53,7 +67,9 @@ def _goes_on(before: str, text: str) -> bool:
 
 
 def word_weights(
-    weights: Float[Tensor, "tgt_len src_len"], source: Sequence[Word], target: Sequence[Word]
+    weights: Float[Tensor, "tgt_len src_len"],
+    source: Sequence[Word],
+    target: Sequence[Word],
 ) -> Float[Tensor, "targets sources"]:
     """Sum the weights of each source word's tokens and of each target word's tokens."""
     rows = _members(target, weights[:, :1].T)
@@ -61,7 +77,9 @@ def word_weights(
     return rows @ weights @ columns.T
 
 
-def _members(words: Sequence[Word], like: Float[Tensor, "1 length"]) -> Float[Tensor, "words length"]:
+def _members(
+    words: Sequence[Word], like: Float[Tensor, "1 length"]
+) -> Float[Tensor, "words length"]:
     """Mark the tokens of each word with 1, all other tokens with 0."""
     found = like.new_zeros(len(words), like.shape[1])
     for row, word in zip(found, words, strict=True):
@@ -72,7 +90,10 @@ def _members(words: Sequence[Word], like: Float[Tensor, "1 length"]) -> Float[Te
 def _moved(words: Sequence[Word], before: Sequence[Word]) -> list[Word]:
     """Move the tokens of words behind those of the words before them."""
     start = before[-1].stop if before else 0
-    return [word._replace(start=start + word.start, stop=start + word.stop) for word in words]
+    return [
+        word._replace(start=start + word.start, stop=start + word.stop)
+        for word in words
+    ]
 
 
 def _block_diagonal(parts: Sequence[Tensor]) -> Tensor:
@@ -97,9 +118,15 @@ class AlignedWords(NamedTuple):
         for part in parts:
             source += _moved(part.source, source)
             target += _moved(part.target, target)
-        return cls(tuple(source), tuple(target), _block_diagonal([part.weights for part in parts]))
+        return cls(
+            tuple(source),
+            tuple(target),
+            _block_diagonal([part.weights for part in parts]),
+        )
 
     @property
     def links(self) -> list[int]:
         """Source word with the largest weight for each target word; empty without source words."""
-        return [int(place) for place in self.weights.argmax(dim=1)] if self.source else []
+        return (
+            [int(place) for place in self.weights.argmax(dim=1)] if self.source else []
+        )

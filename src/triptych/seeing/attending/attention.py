@@ -28,7 +28,12 @@ from triptych.running.text import (
     refuse_file_name,
 )
 from triptych.seeing.attending.alignment import AlignedWords, word_weights, words_of
-from triptych.seeing.attending.attention_files import Saved, json_pieces, write_attention_csv, write_npz
+from triptych.seeing.attending.attention_files import (
+    Saved,
+    json_pieces,
+    write_attention_csv,
+    write_npz,
+)
 from triptych.seeing.attending.attention_page import (
     AttentionPage,
     HeadNote,
@@ -68,7 +73,9 @@ class Attention:
         source_tokens: readable tokens of `source_ids`.
     """
 
-    def __init__(self, reader: Reader, text: TextIds, stacks: tuple[StackAttention, ...]) -> None:
+    def __init__(
+        self, reader: Reader, text: TextIds, stacks: tuple[StackAttention, ...]
+    ) -> None:
         """Use `attend`."""
         self.model = reader.name
         self.stacks = stacks
@@ -79,10 +86,14 @@ class Attention:
         self.num_generated = text.num_generated
         self._outputs = LayerOutputs(reader, text)
         self._layers = [(stack, layer) for stack in stacks for layer in stack.layers]
-        self._places = PlaceNames([(stack.kind, layer.number) for stack, layer in self._layers], reader.name)
+        self._places = PlaceNames(
+            [(stack.kind, layer.number) for stack, layer in self._layers], reader.name
+        )
         self.tokens = tuple(reader.tokenizer.pieces(text.ids))
         self.source_tokens = (
-            None if text.source is None else tuple(reader.source_tokenizer.pieces(text.source))
+            None
+            if text.source is None
+            else tuple(reader.source_tokenizer.pieces(text.source))
         )
 
     def __getitem__(self, place: int | str | tuple[int | str, int]) -> Tensor:
@@ -112,7 +123,9 @@ class Attention:
         name = self._name(stack, found)
         tokens = (stack.queries, stack.keys)
         place = found.number, head, query
-        return HeadSteps(self._reader, self._text, found.call, *place, tokens, name, self._outputs)
+        return HeadSteps(
+            self._reader, self._text, found.call, *place, tokens, name, self._outputs
+        )
 
     def top(self, k: int = 3, *, per_head: bool = False) -> Looks:
         """Return the k largest attention weights over all heads, in descending order.
@@ -132,10 +145,15 @@ class Attention:
         for part in self.parts():
             for head in strongest_looks(part, k, self._name(part.stack, part.layer)):
                 found += head.looks
-        return Looks(found if per_head else sorted(found, key=lambda look: -look.weight)[:k])
+        return Looks(
+            found if per_head else sorted(found, key=lambda look: -look.weight)[:k]
+        )
 
     def over(
-        self, text: str | Path | Sequence[str], targets: Sequence[str] | Path | None = None, **options: Any
+        self,
+        text: str | Path | Sequence[str],
+        targets: Sequence[str] | Path | None = None,
+        **options: Any,
     ) -> OverText:
         """Measure the behaviour of every head of this model over a whole text; see `Model.attend_over`."""
         return attend_over(self._reader, text, targets, **options)
@@ -152,9 +170,14 @@ class Attention:
         """
         stack, found, head = self._head(layer, head)
         if stack.kind != "cross":
-            raise UsageError(f"{self.model}: layer {layer} is not cross-attention, which aligns words")
+            raise UsageError(
+                f"{self.model}: layer {layer} is not cross-attention, which aligns words"
+            )
         words = self._words(found.weights(heads=[head])[0])
-        return [(word.text, words.source[i].text) for word, i in zip(words.target, words.links, strict=False)]
+        return [
+            (word.text, words.source[i].text)
+            for word, i in zip(words.target, words.links, strict=False)
+        ]
 
     def words(self) -> AlignedWords:
         """Return source words and translated words, aligned by the mean of all heads of the last two layers.
@@ -163,8 +186,12 @@ class Attention:
         weight. Garg et al. 2019, arXiv 1909.02074, use the last layer but one.
         """
         layers = self.of("cross").layers[-2:]
-        words = self._words(torch.stack([of.weights().mean(dim=0) for of in layers]).mean(dim=0))
-        totals = words.weights.sum(dim=0).clamp_min(torch.finfo(words.weights.dtype).tiny)
+        words = self._words(
+            torch.stack([of.weights().mean(dim=0) for of in layers]).mean(dim=0)
+        )
+        totals = words.weights.sum(dim=0).clamp_min(
+            torch.finfo(words.weights.dtype).tiny
+        )
         return words._replace(weights=words.weights / totals)
 
     def _words(self, weights: Float[Tensor, "queries keys"]) -> AlignedWords:
@@ -178,7 +205,9 @@ class Attention:
         )
         return AlignedWords(source, target, word_weights(weights, source, target))
 
-    def writes(self, layer: int | str, head: int, k: int = NEAREST) -> list[tuple[str, tuple[str, ...]]]:
+    def writes(
+        self, layer: int | str, head: int, k: int = NEAREST
+    ) -> list[tuple[str, tuple[str, ...]]]:
         """Return each attended token with the k tokens nearest to the head's output for it.
 
         The head's output is `y W_V W_O` for the input y of the token, without biases. It is decoded through a
@@ -197,24 +226,40 @@ class Attention:
         stack, found, head = self._head(layer, head)
         nearest = TokenWriter(self._reader, k).of(Part(stack, found, (head,)), head)
         if nearest is None:
-            raise UsageError(f"{self.model}: no output table reads what {stack.kind} layers write")
+            raise UsageError(
+                f"{self.model}: no output table reads what {stack.kind} layers write"
+            )
         return list(zip(stack.keys, nearest, strict=False))
 
     def _name(self, stack: StackAttention, layer: LayerAttention) -> str:
         """Return a layer's name: `3`, or for an encoder-decoder `cross.3`."""
-        return str(layer.number) if len(self.stacks) == 1 else f"{stack.kind}.{layer.number}"
+        return (
+            str(layer.number)
+            if len(self.stacks) == 1
+            else f"{stack.kind}.{layer.number}"
+        )
 
     def _place(
         self, place: int | str | tuple[int | str, int]
     ) -> tuple[StackAttention, LayerAttention, int | None]:
         """Return a layer with its stack, and the number of a head; None for all heads."""
         number, head = self._places.find(place)
-        return (*self._layers[number], None) if head is None else self._head(self._places.names[number], head)
+        return (
+            (*self._layers[number], None)
+            if head is None
+            else self._head(self._places.names[number], head)
+        )
 
-    def _head(self, layer: int | str, head: int) -> tuple[StackAttention, LayerAttention, int]:
+    def _head(
+        self, layer: int | str, head: int
+    ) -> tuple[StackAttention, LayerAttention, int]:
         """Return a layer with its stack, and the number of a head."""
         stack, found = self._layers[self._places.layer(layer)]
-        return stack, found, head_of(head, found.num_heads, f"layer {self._name(stack, found)}")
+        return (
+            stack,
+            found,
+            head_of(head, found.num_heads, f"layer {self._name(stack, found)}"),
+        )
 
     @property
     def kinds(self) -> tuple[AttentionKind, ...]:
@@ -241,7 +286,9 @@ class Attention:
         for stack in self.stacks:
             if stack.kind == kind:
                 return stack
-        raise UsageError(f"{self.model} has no {kind} attention: its kinds are {', '.join(self.kinds)}")
+        raise UsageError(
+            f"{self.model} has no {kind} attention: its kinds are {', '.join(self.kinds)}"
+        )
 
     def parts(self, heads: str | Sequence[str] = "*") -> list[Part]:
         """Group the chosen heads by layer.
@@ -252,10 +299,18 @@ class Attention:
         Raises:
             UsageError: a head does not exist; the message lists the existing heads.
         """
-        found = self._places.heads(heads, [layer.num_heads for _, layer in self._layers])
+        found = self._places.heads(
+            heads, [layer.num_heads for _, layer in self._layers]
+        )
         return [Part(*self._layers[number], own) for number, own in found.items()]
 
-    def page(self, path: str | Path, title: str | None = None, *, over: OverText | None = None) -> None:
+    def page(
+        self,
+        path: str | Path,
+        title: str | None = None,
+        *,
+        over: OverText | None = None,
+    ) -> None:
         """Write an offline page with every head, as with `triptych attend --html`.
 
         Args:
@@ -265,7 +320,13 @@ class Attention:
         """
         AttentionBatch([self]).page(path, title, over=over)
 
-    def save(self, path: str | Path, *, heads: str | Sequence[str] = "*", top: int | None = None) -> None:
+    def save(
+        self,
+        path: str | Path,
+        *,
+        heads: str | Sequence[str] = "*",
+        top: int | None = None,
+    ) -> None:
         """Write weights as `.json`, `.csv` or `.npz`, or a picture of one head as `.svg`.
 
         Args:
@@ -289,10 +350,15 @@ class Attention:
             case ".svg":
                 write_text(path, self.picture(saved.parts))
             case other:
-                raise UsageError(f'{path}: "{other}" is not a format of weights: .json, .csv, .npz or .svg')
+                raise UsageError(
+                    f'{path}: "{other}" is not a format of weights: .json, .csv, .npz or .svg'
+                )
 
     def saved(
-        self, heads: str | Sequence[str] = "*", top: int | None = None, writes: int | None = None
+        self,
+        heads: str | Sequence[str] = "*",
+        top: int | None = None,
+        writes: int | None = None,
     ) -> Saved:
         """Return the contents of a file; `writes` is the number of tokens decoded from each head's output."""
         if top is not None and top < 1:
@@ -304,7 +370,10 @@ class Attention:
             "num_generated": self.num_generated,
         }
         if self.source_ids is not None:
-            record |= {"source_tokens": self.source_tokens, "source_ids": self.source_ids}
+            record |= {
+                "source_tokens": self.source_tokens,
+                "source_ids": self.source_ids,
+            }
         writer = None if writes is None else TokenWriter(self._reader, writes)
         return Saved(record, self.parts(heads), top, writer)
 
@@ -317,7 +386,9 @@ class Attention:
             )
         ((stack, layer, (head,)),) = parts
         (kind,) = self.viewed(parts=parts).texts[0].kinds
-        return head_svg(kind, f"{self.model}, {stack.kind} layer {layer.number}, head {head}")
+        return head_svg(
+            kind, f"{self.model}, {stack.kind} layer {layer.number}, head {head}"
+        )
 
     def viewed(
         self,
@@ -335,23 +406,34 @@ class Attention:
         """
         # Keep only the largest weights of large texts.
         chosen = self.parts() if parts is None else parts
-        if keep is None and sum(part.num_weights for part in chosen) > MOST_WEIGHTS_OF_A_PAGE:
+        if (
+            keep is None
+            and sum(part.num_weights for part in chosen) > MOST_WEIGHTS_OF_A_PAGE
+        ):
             keep = _KEPT
         layers: dict[AttentionKind, list[ViewedLayer]] = {}
         for done, (stack, layer, heads) in enumerate(chosen):
             progress(f"{stack.kind} layer {layer.number}", done, len(chosen))
             viewed = [
-                ViewedHead(head, drawn, notes.get((stack.kind, layer.number, head), HeadNote()))
+                ViewedHead(
+                    head, drawn, notes.get((stack.kind, layer.number, head), HeadNote())
+                )
                 for head, drawn in zip(heads, layer.maps(keep, heads), strict=True)
             ]
-            layers.setdefault(stack.kind, []).append(ViewedLayer(layer.number, tuple(viewed)))
+            layers.setdefault(stack.kind, []).append(
+                ViewedLayer(layer.number, tuple(viewed))
+            )
         kinds = tuple(self._viewed(self.of(kind), own) for kind, own in layers.items())
-        line = " ".join("".join(map(readable, self.source_tokens or self.tokens)).split())
+        line = " ".join(
+            "".join(map(readable, self.source_tokens or self.tokens)).split()
+        )
         text = ViewedText(shortened(line, _TITLE), kinds)
         heading = title or f"Attention of {short_name(self.model)}"
         return AttentionPage(heading, (text,), (("model", self.model),))
 
-    def _viewed(self, stack: StackAttention, layers: Sequence[ViewedLayer]) -> ViewedKind:
+    def _viewed(
+        self, stack: StackAttention, layers: Sequence[ViewedLayer]
+    ) -> ViewedKind:
         produced = self.source_ids is not None and stack.kind != "encoder"
         given = len(self.tokens) - self.num_generated
         marked = self.num_generated > 0 and (produced or self.source_ids is None)
@@ -363,11 +445,17 @@ class Attention:
             tuple(map(readable, stack.keys)),
             tuple(layers),
             given if marked else None,
-            first_key if marked and stack.kind != "cross" and first_key < len(stack.keys) else None,
+            first_key
+            if marked and stack.kind != "cross" and first_key < len(stack.keys)
+            else None,
         )
 
     def __repr__(self) -> str:
-        said = "" if self.source_tokens is None else f"{len(self.source_tokens)} source tokens, "
+        said = (
+            ""
+            if self.source_tokens is None
+            else f"{len(self.source_tokens)} source tokens, "
+        )
         made = f", {self.num_generated} of them generated" if self.num_generated else ""
         lines = [f"Attention of {self.model}: {said}{len(self.tokens)} tokens{made}"]
         for stack in self.stacks:
@@ -410,7 +498,9 @@ class BatchWeights:
 
     def __getitem__(self, number: int) -> Float[Tensor, "batch heads queries keys"]:
         found = [stack[number] for stack in self._stacks]
-        rows, columns = (max(weights.shape[side] for weights in found) for side in (1, 2))
+        rows, columns = (
+            max(weights.shape[side] for weights in found) for side in (1, 2)
+        )
         whole = found[0].new_zeros(len(found), found[0].shape[0], rows, columns)
         for place, weights in enumerate(found):
             whole[place, :, : weights.shape[1], : weights.shape[2]] = weights
@@ -461,7 +551,9 @@ class AttentionBatch:
         chosen = saved or [text.saved() for text in self.texts]
         page = join_pages(
             [
-                text.viewed(title, parts=own.parts, keep=own.top, notes=notes, progress=progress)
+                text.viewed(
+                    title, parts=own.parts, keep=own.top, notes=notes, progress=progress
+                )
                 for text, own in zip(self.texts, chosen, strict=True)
             ]
         )
@@ -516,14 +608,22 @@ def attend(
     if target is not None:
         of_texts = as_texts(target, "target")
         if of_texts.is_one is not given.is_one:
-            raise UsageError("one text has one target, several texts a sequence of targets")
+            raise UsageError(
+                "one text has one target, several texts a sequence of targets"
+            )
         targets = of_texts.texts
-    ids = reader.encode(given.texts, targets, max_new_tokens, max_tokens, special_tokens)
+    ids = reader.encode(
+        given.texts, targets, max_new_tokens, max_tokens, special_tokens
+    )
     found = attend_tokens(reader, ids, max_tokens)
     return found[0] if given.is_one else AttentionBatch(found)
 
 
-def attend_tokens(reader: Reader, texts: Sequence[TextIds], max_tokens: int | None = None) -> list[Attention]:
+def attend_tokens(
+    reader: Reader, texts: Sequence[TextIds], max_tokens: int | None = None
+) -> list[Attention]:
     """Return the attention on tokenized texts; texts of equal length form a batch."""
     stacks = read_stacks(reader, texts, max_tokens)
-    return [Attention(reader, text, own) for text, own in zip(texts, stacks, strict=True)]
+    return [
+        Attention(reader, text, own) for text, own in zip(texts, stacks, strict=True)
+    ]

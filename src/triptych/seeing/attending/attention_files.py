@@ -20,7 +20,17 @@ from triptych.seeing.attending.written_tokens import TokenWriter
 MOST_WEIGHTS = 1 << 28
 DIGITS = 7
 _NPZ_MARK = "triptych_attention.npy"
-CSV_COLUMNS = ("text", "kind", "layer", "head", "query", "query_token", "key", "key_token", "weight")
+CSV_COLUMNS = (
+    "text",
+    "kind",
+    "layer",
+    "head",
+    "query",
+    "query_token",
+    "key",
+    "key_token",
+    "weight",
+)
 
 
 class Saved(NamedTuple):
@@ -29,11 +39,16 @@ class Saved(NamedTuple):
     record: dict[str, Any]  # the model and the tokens of the text, for JSON
     parts: Sequence[Part]  # heads to write
     top: int | None = None  # number of largest weights per query; all if None
-    writer: TokenWriter | None = None  # decoder of the heads' outputs for JSON; omitted if None
+    writer: TokenWriter | None = (
+        None  # decoder of the heads' outputs for JSON; omitted if None
+    )
 
     def require_moderate(self) -> None:
         """Check that the number of weights fits a file."""
-        if self.top is None and (count := sum(part.num_weights for part in self.parts)) > MOST_WEIGHTS:
+        if (
+            self.top is None
+            and (count := sum(part.num_weights for part in self.parts)) > MOST_WEIGHTS
+        ):
             raise UsageError(
                 f"these heads have {count:,} weights, and a file may have {MOST_WEIGHTS:,}: choose heads "
                 "(--heads), or keep the largest weights of each token (--top 16)"
@@ -47,7 +62,9 @@ def json_pieces(saved: Saved) -> Iterator[str]:
     """
     saved.require_moderate()
     stacks = dict.fromkeys(part.stack for part in saved.parts)
-    sides = {stack.kind: {"rows": stack.queries, "columns": stack.keys} for stack in stacks}
+    sides = {
+        stack.kind: {"rows": stack.queries, "columns": stack.keys} for stack in stacks
+    }
     record = {**saved.record, "sides": sides}
     # The closing brace follows after the heads.
     yield _dumped(record)[:-1] + ', "heads": ['
@@ -70,7 +87,10 @@ def _pieces_of_head(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"{before}{_dumped(name)}: "
         if name == "weights":
             yield "["
-            yield from (f"{', ' if number else ''}{_dumped(row)}" for number, row in enumerate(value))
+            yield from (
+                f"{', ' if number else ''}{_dumped(row)}"
+                for number, row in enumerate(value)
+            )
             yield "]"
         else:
             yield _dumped(value)
@@ -101,7 +121,11 @@ def _place_of_head(part: Part, head: int) -> dict[str, Any]:
 def _head_record(part: Part, head: int, top: int | None) -> dict[str, Any]:
     record = _place_of_head(part, head)
     if top is None:
-        rows = [*chain.from_iterable(block.weights[0].tolist() for block in part.layer.blocks([head]))]
+        rows = [
+            *chain.from_iterable(
+                block.weights[0].tolist() for block in part.layer.blocks([head])
+            )
+        ]
         return {**record, "weights": [_rounded(row) for row in rows]}
     keys, weights, left_out = _kept(part, head, top)
     return {
@@ -125,18 +149,24 @@ def write_attention_csv(texts: Sequence[Saved], path: Path) -> None:
                 for part in saved.parts:
                     for head in part.heads:
                         place = number, part.stack.kind, part.layer.number, head
-                        writer.writerows((*place, *row) for row in _looks(part, head, saved.top))
+                        writer.writerows(
+                            (*place, *row) for row in _looks(part, head, saved.top)
+                        )
 
     write_atomically(path, write)
 
 
-def _looks(part: Part, head: int, top: int | None) -> Iterator[tuple[int, str, int, str, float]]:
+def _looks(
+    part: Part, head: int, top: int | None
+) -> Iterator[tuple[int, str, int, str, float]]:
     """Yield query, its token, key, its token and weight, for weights above 0."""
     queries = part.stack.queries
     keys = part.stack.keys
     if top is not None:
         places, kept, _ = _kept(part, head, top)
-        for query, (own, weights) in enumerate(zip(places.tolist(), kept.tolist(), strict=True)):
+        for query, (own, weights) in enumerate(
+            zip(places.tolist(), kept.tolist(), strict=True)
+        ):
             for key, weight in zip(own, weights, strict=True):
                 if weight > 0:
                     yield query, queries[query], key, keys[key], round(weight, DIGITS)
@@ -161,7 +191,9 @@ def write_npz(texts: Sequence[Saved], path: Path) -> None:
         saved.require_moderate()
 
     def write(temporary: Path) -> None:
-        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        with zipfile.ZipFile(
+            temporary, "w", zipfile.ZIP_DEFLATED, compresslevel=1
+        ) as archive:
             _write_array(archive, _NPZ_MARK.removesuffix(".npy"), np.array(1))
             for number, saved in enumerate(texts):
                 _write_text(archive, f"{number}/" if len(texts) > 1 else "", saved)
@@ -172,7 +204,10 @@ def write_npz(texts: Sequence[Saved], path: Path) -> None:
 def _write_text(archive: zipfile.ZipFile, prefix: str, saved: Saved) -> None:
     arrays = {name: value for name, value in saved.record.items() if name != "model"}
     for stack in dict.fromkeys(part.stack for part in saved.parts):
-        arrays |= {f"{stack.kind}.rows": stack.queries, f"{stack.kind}.columns": stack.keys}
+        arrays |= {
+            f"{stack.kind}.rows": stack.queries,
+            f"{stack.kind}.columns": stack.keys,
+        }
     for name, values in arrays.items():
         _write_array(archive, f"{prefix}{name}", np.array(values))
     for part in saved.parts:
@@ -182,12 +217,18 @@ def _write_text(archive: zipfile.ZipFile, prefix: str, saved: Saved) -> None:
             _write_weights(archive, name, part)
             continue
         kept = zip(*(_kept(part, head, saved.top) for head in part.heads), strict=True)
-        for what, arrays_of_heads in zip(("keys", "weights", "left_out"), kept, strict=True):
+        for what, arrays_of_heads in zip(
+            ("keys", "weights", "left_out"), kept, strict=True
+        ):
             _write_array(archive, f"{name}.{what}", np.stack(arrays_of_heads))
 
 
 def _write_array(archive: zipfile.ZipFile, name: str, array: NDArray[Any]) -> None:
-    _write_member(archive, name, lambda file: np.lib.format.write_array(file, array, allow_pickle=False))
+    _write_member(
+        archive,
+        name,
+        lambda file: np.lib.format.write_array(file, array, allow_pickle=False),
+    )
 
 
 def _write_weights(archive: zipfile.ZipFile, name: str, part: Part) -> None:
@@ -199,12 +240,18 @@ def _write_weights(archive: zipfile.ZipFile, name: str, part: Part) -> None:
         np.lib.format.write_array_header_1_0(file, header)
         for head in part.heads:
             for block in part.layer.blocks([head]):
-                file.write(np.ascontiguousarray(block.weights[0].float().cpu().numpy(), "<f4").tobytes())
+                file.write(
+                    np.ascontiguousarray(
+                        block.weights[0].float().cpu().numpy(), "<f4"
+                    ).tobytes()
+                )
 
     _write_member(archive, name, write)
 
 
-def _write_member(archive: zipfile.ZipFile, name: str, write: Callable[[Any], None]) -> None:
+def _write_member(
+    archive: zipfile.ZipFile, name: str, write: Callable[[Any], None]
+) -> None:
     # A fixed time makes files reproducible.
     member = zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
     member.compress_type = zipfile.ZIP_DEFLATED
@@ -226,7 +273,9 @@ def is_attention_csv(path: Path) -> bool:
         return file.readline(1000) == f"{','.join(CSV_COLUMNS)}\n".encode()
 
 
-def _kept(part: Part, head: int, top: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+def _kept(
+    part: Part, head: int, top: int
+) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Return the keys of each query's largest weights, these weights, and the sum of the omitted weights."""
     (kept,) = part.layer.maps(top, [head])
     assert kept.keys is not None

@@ -99,22 +99,34 @@ class AttentionPage:
 
     title: str  # heading
     texts: tuple[ViewedText, ...]  # selectable texts, non-empty
-    facts: tuple[tuple[str, str], ...] = ()  # names and values, such as the model and the command
+    facts: tuple[
+        tuple[str, str], ...
+    ] = ()  # names and values, such as the model and the command
     notes: tuple[str, ...] = ()  # sentences below the heading
 
 
 def join_pages(pages: Sequence[AttentionPage]) -> AttentionPage:
     """Join the texts of at least one page into a page; all else is taken from the first page."""
-    return replace(pages[0], texts=tuple(chain.from_iterable(page.texts for page in pages)))
+    return replace(
+        pages[0], texts=tuple(chain.from_iterable(page.texts for page in pages))
+    )
 
 
 def attention_html(page: AttentionPage, progress: Progress = untold) -> str:
     """Return the HTML of a self-contained page."""
     data = viewer_data(page, progress=progress)
-    return make_page("attention.html", title=page.title, facts=page.facts, notes=page.notes, data=data)
+    return make_page(
+        "attention.html",
+        title=page.title,
+        facts=page.facts,
+        notes=page.notes,
+        data=data,
+    )
 
 
-def write_attention_page(page: AttentionPage, path: Path, progress: Progress = untold) -> None:
+def write_attention_page(
+    page: AttentionPage, path: Path, progress: Progress = untold
+) -> None:
     """Write one self-contained HTML file of at most 15 MB."""
     write_text(path, attention_html(page, progress))
 
@@ -129,7 +141,9 @@ def notebook_html(page: AttentionPage) -> str:
 
 
 def viewer_data(
-    page: AttentionPage, limit_bytes: int = PAGE_LIMIT_BYTES, progress: Progress = untold
+    page: AttentionPage,
+    limit_bytes: int = PAGE_LIMIT_BYTES,
+    progress: Progress = untold,
 ) -> dict[str, Any]:
     """Return the data of `seeing/reports/viewer.html`, for a page of about `limit_bytes` characters.
 
@@ -137,14 +151,19 @@ def viewer_data(
     fits.
     """
     fixed: list[dict[str, Any]] = [
-        {"title": text.title, "kinds": [*map(_pack_kind, text.kinds)]} for text in page.texts
+        {"title": text.title, "kinds": [*map(_pack_kind, text.kinds)]}
+        for text in page.texts
     ]
     # Overviews are always included; the remaining bytes are for the weights.
     kinds = chain.from_iterable(text["kinds"] for text in fixed)
     room = limit_bytes - _FOR_THE_REST - sum(len(kind["overviews"]) for kind in kinds)
-    layers = chain.from_iterable(kind.layers for text in page.texts for kind in text.kinds)
+    layers = chain.from_iterable(
+        kind.layers for text in page.texts for kind in text.kinds
+    )
     heads = [*chain.from_iterable(layer.heads for layer in layers)]
-    packed = _pack_maps([head.map for head in heads], room, partial(progress, "packing heads"))
+    packed = _pack_maps(
+        [head.map for head in heads], room, partial(progress, "packing heads")
+    )
     return {"texts": fixed, "maps": packed}
 
 
@@ -162,7 +181,11 @@ def _pack_maps(
             for of in tried:
                 packed.append(_pack_map(of, k))
                 progress(len(packed), len(maps))
-            size = sum(len(one["data"]) + len(one.get("keys", "")) for one in packed) * len(maps) / len(tried)
+            size = (
+                sum(len(one["data"]) + len(one.get("keys", "")) for one in packed)
+                * len(maps)
+                / len(tried)
+            )
             if size <= room or k == 1:
                 break
             if k is None:
@@ -179,10 +202,16 @@ def _pack_map(of: HeadWeights, k: int | None) -> dict[str, Any]:
         of = of.largest(k)
     if of.keys is not None and of.left_out is not None:
         return _pack_rows(of, of.keys, of.left_out)
-    return {"form": "dense", "kept": of.num_keys, "data": _compressed(_planes(_quantised(of.weights), 2))}
+    return {
+        "form": "dense",
+        "kept": of.num_keys,
+        "data": _compressed(_planes(_quantised(of.weights), 2)),
+    }
 
 
-def _pack_rows(of: HeadWeights, keys: NDArray[np.integer], left_out: NDArray[np.float32]) -> dict[str, Any]:
+def _pack_rows(
+    of: HeadWeights, keys: NDArray[np.integer], left_out: NDArray[np.float32]
+) -> dict[str, Any]:
     """Pack keys by position (best for attention to a fixed key) or by distance (to a neighbour)."""
     order = np.argsort(keys, axis=1)
     sorted_keys = np.take_along_axis(keys, order, 1).T.astype(np.int64)
@@ -190,13 +219,20 @@ def _pack_rows(of: HeadWeights, keys: NDArray[np.integer], left_out: NDArray[np.
     distance = np.arange(of.num_queries) - sorted_keys
     forms = {
         "rows": sorted_keys,
-        "distances": np.where(distance < 0, -2 * distance - 1, 2 * distance),  # the sign is the last bit
+        "distances": np.where(
+            distance < 0, -2 * distance - 1, 2 * distance
+        ),  # the sign is the last bit
     }
     packed = {form: _compressed(_planes(numbers, 4)) for form, numbers in forms.items()}
     # Keep the smaller form.
     form = min(packed, key=lambda name: len(packed[name]))
     rest = _compressed(_planes(weights, 2) + _planes(_quantised(left_out), 2))
-    return {"form": form, "kept": int(keys.shape[1]), "keys": packed[form], "data": rest}
+    return {
+        "form": form,
+        "kept": int(keys.shape[1]),
+        "keys": packed[form],
+        "data": rest,
+    }
 
 
 def _pack_kind(kind: ViewedKind) -> dict[str, Any]:
@@ -214,13 +250,19 @@ def _pack_kind(kind: ViewedKind) -> dict[str, Any]:
         "layers": [
             {
                 "number": layer.number,
-                "heads": [{"number": head.number, **head.note._asdict()} for head in layer.heads],
+                "heads": [
+                    {"number": head.number, **head.note._asdict()}
+                    for head in layer.heads
+                ],
             }
             for layer in kind.layers
         ],
         "telling": _telling(kind, overviews),
         "overview": [*small.shape[1:]],
-        "bins": [step * bin_width(len(kind.query_tokens)), step * bin_width(len(kind.key_tokens))],
+        "bins": [
+            step * bin_width(len(kind.query_tokens)),
+            step * bin_width(len(kind.key_tokens)),
+        ],
         "overviews": _compressed(small.tobytes()),
     }
 
@@ -233,7 +275,11 @@ def _telling(kind: ViewedKind, overviews: NDArray[np.float32]) -> list[int]:
     found = Telling()
     found.add(weights)
     best = int(found.nats().argmax())
-    places = [[layer, head] for layer, of in enumerate(kind.layers) for head in range(len(of.heads))]
+    places = [
+        [layer, head]
+        for layer, of in enumerate(kind.layers)
+        for head in range(len(of.heads))
+    ]
     return places[best]
 
 
@@ -244,7 +290,9 @@ def _smaller(overview: NDArray[np.float32], step: int) -> NDArray[np.float32]:
     columns = np.add.reduceat(overview, np.arange(0, overview.shape[1], step), axis=1)
     starts = np.arange(0, overview.shape[0], step)
     counts = np.diff([*starts, overview.shape[0]])
-    return np.asarray(np.add.reduceat(columns, starts, axis=0) / counts[:, None], np.float32)
+    return np.asarray(
+        np.add.reduceat(columns, starts, axis=0) / counts[:, None], np.float32
+    )
 
 
 def _quantised(weights: NDArray[np.floating]) -> NDArray[np.int64]:

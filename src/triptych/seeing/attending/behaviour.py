@@ -47,17 +47,54 @@ _BANDS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, 64), (65, _FAR
 
 
 def _band(low: int, high: int) -> Figure:
-    said = f"{low}" if low == high else f"{low} to {high}" if high < _FARTHEST else f"{low} or more"
-    name = f"distance_{low}" if low == high else f"distance_{low}_{'on' if high == _FARTHEST else high}"
-    return Figure(name, f"distance {said}", f"Weight on keys {said} tokens away, of queries that see any.")
+    said = (
+        f"{low}"
+        if low == high
+        else f"{low} to {high}"
+        if high < _FARTHEST
+        else f"{low} or more"
+    )
+    name = (
+        f"distance_{low}"
+        if low == high
+        else f"distance_{low}_{'on' if high == _FARTHEST else high}"
+    )
+    return Figure(
+        name,
+        f"distance {said}",
+        f"Weight on keys {said} tokens away, of queries that see any.",
+    )
 
 
 FIGURES: tuple[Figure, ...] = (
-    Figure("previous", "previous token", "Weight on the token before the query.", names_head=True),
+    Figure(
+        "previous",
+        "previous token",
+        "Weight on the token before the query.",
+        names_head=True,
+    ),
     Figure("self", "itself", "Weight on the query's own token.", names_head=True),
-    Figure("next", "next token", "Weight on the token after the query.", ("self",), names_head=True),
-    Figure("first", "first token", "Weight on the first token of the window.", _ALL, names_head=True),
-    Figure("last", "last token", "Weight on the last token.", ("self", "cross"), names_head=True),
+    Figure(
+        "next",
+        "next token",
+        "Weight on the token after the query.",
+        ("self",),
+        names_head=True,
+    ),
+    Figure(
+        "first",
+        "first token",
+        "Weight on the first token of the window.",
+        _ALL,
+        names_head=True,
+    ),
+    Figure(
+        "last",
+        "last token",
+        "Weight on the last token.",
+        ("self", "cross"),
+        names_head=True,
+    ),
     Figure(
         "duplicate",
         "same token before",
@@ -79,7 +116,9 @@ FIGURES: tuple[Figure, ...] = (
     ),
     Figure("elsewhere", "elsewhere", "Weight on keys of no kind above.", _ALL),
     *(_band(low, high) for low, high in _BANDS),
-    Figure("distance", "mean distance", "Mean distance in tokens to where the weight is."),
+    Figure(
+        "distance", "mean distance", "Mean distance in tokens to where the weight is."
+    ),
     Figure("entropy", "entropy", "Entropy of a query's weights in nats.", _ALL),
 )
 
@@ -118,7 +157,9 @@ def key_classes(
         "induction": followed & before,
     }
     away = (query - key).abs()
-    bands = {_band(low, high).name: (away >= low) & (away <= high) for low, high in _BANDS}
+    bands = {
+        _band(low, high).name: (away >= low) & (away <= high) for low, high in _BANDS
+    }
     names = {figure.name for figure in figures_of(kind)}
     return {name: keys for name, keys in (found | bands).items() if name in names}
 
@@ -149,16 +190,29 @@ class RowFigures:
         seen = visible.sum(dim=-1)
         rows = seen > 1
         even = visible.double() / seen.clamp(min=1)[:, None]
-        classes = {name: keys & visible for name, keys in key_classes(kind, query_ids, key_ids).items()}
-        named = torch.stack([classes[figure.name] for figure in figures_of(kind) if figure.names_head])
+        classes = {
+            name: keys & visible
+            for name, keys in key_classes(kind, query_ids, key_ids).items()
+        }
+        named = torch.stack(
+            [classes[figure.name] for figure in figures_of(kind) if figure.names_head]
+        )
         classes["elsewhere"] = visible & ~named.any(dim=0)
-        away = (torch.arange(len(query_ids))[:, None] - torch.arange(len(key_ids))).abs()
+        away = (
+            torch.arange(len(query_ids))[:, None] - torch.arange(len(key_ids))
+        ).abs()
         factors = list[Tensor]()
         counted = list[Tensor]()
-        for figure in figures_of(kind)[:-1]:  # entropy is the last figure, and not a sum over keys
+        for figure in figures_of(kind)[
+            :-1
+        ]:  # entropy is the last figure, and not a sum over keys
             keys = classes.get(figure.name)
             factors.append((away if keys is None else keys).float())
-            counted.append(rows if keys is None or figure.name == "elsewhere" else rows & keys.any(dim=-1))
+            counted.append(
+                rows
+                if keys is None or figure.name == "elsewhere"
+                else rows & keys.any(dim=-1)
+            )
         self._factors = torch.stack(factors, dim=-1)  # [query_len, key_len, figures]
         self._counted = torch.stack([*counted, rows])  # [figures, query_len]
         of_even = torch.einsum("qk,qkf->fq", even, self._factors.double())
@@ -166,7 +220,9 @@ class RowFigures:
         self.even: Tensor = (of_even * self._counted).sum(dim=-1)
         self.counts: Tensor = self._counted.sum(dim=-1).double()
 
-    def sums(self, weights: Float[Tensor, "heads query_len key_len"]) -> Float[Tensor, "figures heads"]:
+    def sums(
+        self, weights: Float[Tensor, "heads query_len key_len"]
+    ) -> Float[Tensor, "figures heads"]:
         """Sum the figures over the queries, given the weights after the softmax."""
         by_query = weights.transpose(0, 1) @ self._factors.to(weights.dtype)
         entropy = -torch.special.xlogy(weights, weights).sum(dim=-1)
@@ -181,7 +237,9 @@ class LayerFigures:
 
     stack: str  # "encoder", "decoder" or "cross"
     layer: int  # layer number within the stack
-    figures: dict[str, HeadFigures]  # figures by name: `figures_of(kind)`, and further measurements
+    figures: dict[
+        str, HeadFigures
+    ]  # figures by name: `figures_of(kind)`, and further measurements
 
     def __repr__(self) -> str:
         return f"LayerFigures {self.name}: {self.num_heads} heads, {', '.join(self.figures)}"
@@ -189,7 +247,11 @@ class LayerFigures:
     @property
     def kind(self) -> Kind:
         """Kind of visible tokens: all, previous, or of another text."""
-        kinds: dict[str, Kind] = {"encoder": "self", "decoder": "causal", "cross": "cross"}
+        kinds: dict[str, Kind] = {
+            "encoder": "self",
+            "decoder": "causal",
+            "cross": "cross",
+        }
         return kinds[self.stack]
 
     @property
@@ -230,12 +292,18 @@ class LayerFigures:
             }
             for name, figure in self.figures.items():
                 ends = {"": figure.value, "_low": figure.low, "_high": figure.high}
-                row |= {name + end: float(of[head]) for end, of in ends.items() if of is not None}
+                row |= {
+                    name + end: float(of[head])
+                    for end, of in ends.items()
+                    if of is not None
+                }
                 if figure.even is not None:
                     row[f"{name}_even"] = figure.even
             # JSON cannot represent non-finite numbers.
             missing = [
-                name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)
+                name
+                for name, value in row.items()
+                if isinstance(value, float) and not math.isfinite(value)
             ]
             found.append(row | dict.fromkeys(missing))
         return found
@@ -260,5 +328,7 @@ def measure_behaviour(
                     figures = RowFigures(kind, visible, *stack_ids(text, stack.kind))
                 sums = figures.sums(compared.weights()[0].cpu())
                 counts = figures.counts[:, None]
-                found.add(unit, (stack.kind, layer.number), names, sums, counts, figures.even)
+                found.add(
+                    unit, (stack.kind, layer.number), names, sums, counts, figures.even
+                )
     return found.figures()

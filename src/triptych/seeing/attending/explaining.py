@@ -71,7 +71,9 @@ def score_parts(call: LayerCall) -> ScoreParts:
     followed = {*steps_on("q", semantics), *steps_on("k", semantics)}
     mixed = not followed.isdisjoint(BEFORE_ROTATION) or semantics.scores is not None
     content = before
-    if not mixed and (weights.head_bias("q") is not None or weights.head_bias("k") is not None):
+    if not mixed and (
+        weights.head_bias("q") is not None or weights.head_bias("k") is not None
+    ):
         bare = weights.each_link(lambda link: replace(link, bias=None), ("q", "k"))
         plain = channels(bare, x, memory)
         content = compare(plain.q, for_heads(plain.k, weights.num_heads), semantics)
@@ -91,14 +93,20 @@ def score_parts(call: LayerCall) -> ScoreParts:
 def in_float64(call: LayerCall) -> tuple[AttentionWeights, Tensor, Tensor | None]:
     """Return a layer's weights, and the inputs of queries and keys."""
     weights = call.layer.weights(call.site.kind).to(torch.float64)
-    return weights, call.x.double(), None if call.memory is None else call.memory.double()
+    return (
+        weights,
+        call.x.double(),
+        None if call.memory is None else call.memory.double(),
+    )
 
 
 def centred_rows(
     scores: Float[Tensor, "heads queries keys"], visible: Bool[Tensor, "queries keys"]
 ) -> Float[Tensor, "heads queries keys"]:
     """Subtract from scores the mean over each query's visible keys; 0 for queries without visible keys."""
-    mean = (scores * visible).sum(dim=-1, keepdim=True) / visible.sum(dim=-1, keepdim=True).clamp(min=1)
+    mean = (scores * visible).sum(dim=-1, keepdim=True) / visible.sum(
+        dim=-1, keepdim=True
+    ).clamp(min=1)
     return (scores - mean) * visible
 
 
@@ -139,7 +147,9 @@ def tried_ranks(weights: AttentionWeights) -> tuple[int, ...]:
     return ranks
 
 
-def pattern_of(weights: AttentionWeights, call: LayerCall) -> Float[Tensor, "heads queries keys"]:
+def pattern_of(
+    weights: AttentionWeights, call: LayerCall
+) -> Float[Tensor, "heads queries keys"]:
     """Compute the attention weights of changed weights on the layer's inputs, batch size 1."""
     _, x, memory = in_float64(call)
     q, k, _ = channels(weights, x, memory)
@@ -148,7 +158,9 @@ def pattern_of(weights: AttentionWeights, call: LayerCall) -> Float[Tensor, "hea
 
 @torch.no_grad()
 def explain_call(
-    call: LayerCall, visible: Bool[Tensor, "queries keys"], cut: dict[int, AttentionWeights]
+    call: LayerCall,
+    visible: Bool[Tensor, "queries keys"],
+    cut: dict[int, AttentionWeights],
 ) -> tuple[Tensor, int, dict[str, Tensor]]:
     """Compare a layer's attention on one sequence with the attention of parts of its scores.
 
@@ -164,7 +176,9 @@ def explain_call(
     whole = centred_rows(taken.total, visible)[:, rows]
     # Renormalise without the sink.
     real = call.queries_and_keys().weights()[0].double()
-    real = (real / real.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny))[:, rows]
+    real = (
+        real / real.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    )[:, rows]
     tried = {
         "even": looks_by(torch.zeros_like(taken.total), visible),
         "content": looks_by(taken.parts["content"], visible),
@@ -175,7 +189,10 @@ def explain_call(
         f"{name}_share": (centred_rows(part, visible)[:, rows] * whole).sum(dim=(1, 2))
         for name, part in taken.parts.items()
     }
-    found |= {f"{name}_nats": divergence(real, pattern).sum(dim=-1) for name, pattern in tried.items()}
+    found |= {
+        f"{name}_nats": divergence(real, pattern).sum(dim=-1)
+        for name, pattern in tried.items()
+    }
     del tried["even"]  # uniform attention does not have a largest weight
     best = real.argmax(dim=-1)
     found |= {
@@ -186,7 +203,9 @@ def explain_call(
 
 
 @torch.no_grad()
-def explain_text(reader: Reader, windows: Windows, progress: Told) -> dict[Place, dict[str, HeadFigures]]:
+def explain_text(
+    reader: Reader, windows: Windows, progress: Told
+) -> dict[Place, dict[str, HeadFigures]]:
     """Measure the explanation of attention by truncated W_QK and by the other parts of the scores.
 
     Shares are of the variance of the scores along a row; divergences and hits are means over queries.
@@ -194,17 +213,31 @@ def explain_text(reader: Reader, windows: Windows, progress: Told) -> dict[Place
     cuts: dict[int, dict[int, AttentionWeights]] = {}
     found = UnitSums(windows.num_units)
     for unit, _, stacks in read_windows(reader, windows, progress):
-        for kind, layer in chain.from_iterable(product([stack.kind], stack.layers) for stack in stacks):
+        for kind, layer in chain.from_iterable(
+            product([stack.kind], stack.layers) for stack in stacks
+        ):
             call = layer.call
             # Truncations are computed once per layer.
             cut = cuts.get(id(call.layer))
             if cut is None:
                 weights = in_float64(call)[0]
-                cut = {rank: of_rank(weights, rank, windows.context) for rank in tried_ranks(weights)}
+                cut = {
+                    rank: of_rank(weights, rank, windows.context)
+                    for rank in tried_ranks(weights)
+                }
                 cuts[id(call.layer)] = cut
             visible = layer.queries_and_keys().visible()[0, 0]
             energy, count, sums = explain_call(call, visible, cut)
-            counts = [energy if name.endswith("_share") else energy.new_full((), count) for name in sums]
+            counts = [
+                energy if name.endswith("_share") else energy.new_full((), count)
+                for name in sums
+            ]
             counted = torch.stack([one.expand_as(energy) for one in counts])
-            found.add(unit, (kind, layer.number), tuple(sums), torch.stack([*sums.values()]), counted)
+            found.add(
+                unit,
+                (kind, layer.number),
+                tuple(sums),
+                torch.stack([*sums.values()]),
+                counted,
+            )
     return found.figures()

@@ -52,11 +52,17 @@ class LabelledTensor(Tensor):
 
     def top(self, k: int) -> list[tuple[str, float]]:
         """Return the tokens of the k largest rows: by value, or by norm if rows are vectors."""
-        sizes = self.flatten(1).norm(dim=1) if self.ndim > 1 else self.detach().as_subclass(Tensor)
+        sizes = (
+            self.flatten(1).norm(dim=1)
+            if self.ndim > 1
+            else self.detach().as_subclass(Tensor)
+        )
         found = at_least_float32(sizes).topk(min(k, len(self.tokens)))
         return [
             (self.tokens[i], size)
-            for size, i in zip(found.values.tolist(), found.indices.tolist(), strict=True)
+            for size, i in zip(
+                found.values.tolist(), found.indices.tolist(), strict=True
+            )
         ]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -66,7 +72,8 @@ class LabelledTensor(Tensor):
 
     def _repr_html_(self) -> str:
         return table_html(
-            f"{list(self.shape)}", [(_token(token), f"{size:.4g}") for token, size in self.top(12)]
+            f"{list(self.shape)}",
+            [(_token(token), f"{size:.4g}") for token, size in self.top(12)],
         )
 
 
@@ -92,16 +99,21 @@ class DirectEffect:
 
     def top(self, k: int, *, lowered: bool = False) -> list[tuple[str, float, float]]:
         """Return tokens made more (or less) probable by the head, with changes of logit and probability."""
-        found = self.probabilities.topk(min(k, len(self.logits)), largest=not lowered).indices.tolist()
+        found = self.probabilities.topk(
+            min(k, len(self.logits)), largest=not lowered
+        ).indices.tolist()
         return [
             (token, float(self.logits[i]), float(self.probabilities[i]))
             for i, token in zip(found, self.pieces(found), strict=True)
         ]
 
     def __repr__(self) -> str:
-        raised = ", ".join(f"{_token(token)} {change:+.3f}" for token, change, _ in self.top(4))
+        raised = ", ".join(
+            f"{_token(token)} {change:+.3f}" for token, change, _ in self.top(4)
+        )
         lowered = ", ".join(
-            f"{_token(token)} {change:+.3f}" for token, change, _ in self.top(4, lowered=True)
+            f"{_token(token)} {change:+.3f}"
+            for token, change, _ in self.top(4, lowered=True)
         )
         return f"DirectEffect on {len(self.logits):,} logits\n  raises {raised}\n  lowers {lowered}"
 
@@ -154,7 +166,9 @@ class HeadSteps:
         self.place = f"{place}.{head}"
         queries, self.keys = tokens
         if not -len(queries) <= query < len(queries):
-            raise UsageError(f"there is no token {query}: the text has 0 to {len(queries) - 1}")
+            raise UsageError(
+                f"there is no token {query}: the text has 0 to {len(queries) - 1}"
+            )
         self.query = query = query % len(queries)
         self.token = queries[query]
         self._reader = reader
@@ -170,29 +184,45 @@ class HeadSteps:
         weights = call.layer.weights()
         semantics = self._semantics = weights.semantics
         self.q = steps.q[0, head, 0]
-        self.k, self.v = self._labelled(steps.k[0, head]), self._labelled(steps.v[0, head])
+        self.k, self.v = (
+            self._labelled(steps.k[0, head]),
+            self._labelled(steps.v[0, head]),
+        )
         of_row = (0, head, 0)
         # Content exists only if positions change queries or keys.
         self.content = None
-        turned = any(step.by_position for step in (*steps_on("q", semantics), *steps_on("k", semantics)))
+        turned = any(
+            step.by_position
+            for step in (*steps_on("q", semantics), *steps_on("k", semantics))
+        )
         if turned and semantics.scores is None:
             q, k, _ = channels(weights, call.x, call.memory)
-            self.content = self._labelled(for_heads(k, weights.num_heads)[0, head] @ q[0, head, self.query])
+            self.content = self._labelled(
+                for_heads(k, weights.num_heads)[0, head] @ q[0, head, self.query]
+            )
         self.products = self._labelled(steps.products[of_row])
         self.scaled = self._labelled(steps.scaled[of_row])
-        self.biased = None if semantics.bias is None else self._labelled(steps.biased[of_row])
+        self.biased = (
+            None if semantics.bias is None else self._labelled(steps.biased[of_row])
+        )
         self.scores = self._labelled(steps.scores[of_row])
-        visible: Bool[Tensor, "batch heads queries keys"] = steps.visible.expand_as(steps.scores)
+        visible: Bool[Tensor, "batch heads queries keys"] = steps.visible.expand_as(
+            steps.scores
+        )
         self.visible = self._labelled(visible[of_row])
         self.weights = self._labelled(steps.weights[of_row])
         self.sink = None if semantics.sinks is None else 1 - float(self.weights.sum())
         self.gate = None if steps.gate is None else steps.gate[of_row]
         shares = self.weights[:, None] * self.v
-        self.shares = self._labelled(shares if self.gate is None else shares * self.gate)
+        self.shares = self._labelled(
+            shares if self.gate is None else shares * self.gate
+        )
         self.z = steps.z[of_row]
         self.projected = self.z @ weights.W_O[head].to(self.z)
         self.layer_projected = steps.output[0, 0]
-        self.output = call.site.residual.part_added(self.projected, self.layer_projected)
+        self.output = call.site.residual.part_added(
+            self.projected, self.layer_projected
+        )
 
     def _labelled(self, value: Tensor) -> LabelledTensor:
         return LabelledTensor.of(value, self.keys)
@@ -207,13 +237,18 @@ class HeadSteps:
         if self._kind == "encoder" and self._text.source is not None:
             return None  # the memory reaches the logits through cross-attention alone
         *_, stack = model.stacks.values()
-        if stack.head is None or stack.head.config.outputs not in (None, stack.vocab_size):
+        if stack.head is None or stack.head.config.outputs not in (
+            None,
+            stack.vocab_size,
+        ):
             return None
         with torch.no_grad():
             with_head, without = self._direct_logits()
         after = with_head.softmax(dim=-1)
         change = after - without.softmax(dim=-1)
-        return DirectEffect(with_head - without, change, after, self._reader.tokenizer.pieces)
+        return DirectEffect(
+            with_head - without, change, after, self._reader.tokenizer.pieces
+        )
 
     def _direct_logits(self) -> tuple[Tensor, Tensor]:
         """Return the logits of this token with and without the head, with all other layers' outputs fixed."""
@@ -236,7 +271,9 @@ class HeadSteps:
         if self.content is not None:
             columns.append(("q·k", self.content))
         if self._semantics.scores is None:
-            columns.append(("q·k" if self.content is None else "with positions", self.products))
+            columns.append(
+                ("q·k" if self.content is None else "with positions", self.products)
+            )
             columns.append((f"× {self._semantics.scale:.4g}", self.scaled))
         else:
             columns.append(("score", self.products))
@@ -251,13 +288,21 @@ class HeadSteps:
         if most is not None and len(seen) > most:
             kept = sorted(sorted(seen, key=lambda i: -float(self.weights[i]))[:most])
         rows = tuple(
-            (str(i), _token(self.keys[i]), *(f"{float(values[i]):z.3f}" for _, values in columns))
+            (
+                str(i),
+                _token(self.keys[i]),
+                *(f"{float(values[i]):z.3f}" for _, values in columns),
+            )
             for i in kept
         )
         hidden = len(self.keys) - len(seen)
         masked = f", {hidden} are masked" if hidden else ""
         caption = f"{len(seen)} of {len(self.keys)} keys are seen{masked}"
-        caption += f"; the {len(kept)} with the largest weights are shown." if len(kept) < len(seen) else "."
+        caption += (
+            f"; the {len(kept)} with the largest weights are shown."
+            if len(kept) < len(seen)
+            else "."
+        )
         names = ("", "key", *(name for name, _ in columns))
         return Table(
             f'Head {self.place} at token {self.query}, "{_token(self.token)}"',
@@ -275,7 +320,12 @@ class HeadSteps:
 
     def facts(self) -> list[tuple[str, str]]:
         """Return names and values of the steps without a key axis."""
-        found = [("query", f'token {self.query}, "{_token(self.token)}": q has length {_length(self.q)}')]
+        found = [
+            (
+                "query",
+                f'token {self.query}, "{_token(self.token)}": q has length {_length(self.q)}',
+            )
+        ]
         if self.sink is not None:
             found.append(("weight on the sink", f"{self.sink:.3f}"))
         if self.gate is not None:
@@ -283,21 +333,29 @@ class HeadSteps:
             found.append((of, f"{float(self.gate.mean()):.3f}"))
         found.append(("mixed values z", f"length {_length(self.z)}"))
         whole = at_least_float32(self.layer_projected)
-        share = float(at_least_float32(self.projected) @ whole) / max(float(whole.square().sum()), 1e-30)
-        found.append(("z W_O", f"length {_length(self.projected)}, {share:.0%} of the layer's"))
+        share = float(at_least_float32(self.projected) @ whole) / max(
+            float(whole.square().sum()), 1e-30
+        )
+        found.append(
+            ("z W_O", f"length {_length(self.projected)}, {share:.0%} of the layer's")
+        )
         found.append(("added to the residual stream", f"length {_length(self.output)}"))
         return found
 
     def tables(self, most: int | None = None) -> list[Table]:
         """Return tables of the row of keys, the facts, and the direct effect on the next token."""
-        found = [self.table(most), Table("What the head makes of it", ("step", ""), tuple(self.facts()))]
+        found = [
+            self.table(most),
+            Table("What the head makes of it", ("step", ""), tuple(self.facts())),
+        ]
         if self.effect is None:
             return found
         # Most raised tokens first, then most lowered.
         half = _MOST_TOKENS_CHANGED // 2
         tokens = (*self.effect.top(half), *self.effect.top(half, lowered=True))
         rows = [
-            (_token(token), f"{logit:+.4f}", f"{probability:+.5f}") for token, logit, probability in tokens
+            (_token(token), f"{logit:+.4f}", f"{probability:+.5f}")
+            for token, logit, probability in tokens
         ]
         found.append(
             Table(
@@ -312,9 +370,21 @@ class HeadSteps:
 
     def record(self) -> dict[str, Any]:
         """Return all values as a JSON object."""
-        names = ("q", "k", "v", "content", "products", "scaled", "biased", "scores", "visible", "weights")
+        names = (
+            "q",
+            "k",
+            "v",
+            "content",
+            "products",
+            "scaled",
+            "biased",
+            "scores",
+            "visible",
+            "weights",
+        )
         values = {
-            name: getattr(self, name) for name in (*names, "gate", "shares", "z", "projected", "output")
+            name: getattr(self, name)
+            for name in (*names, "gate", "shares", "z", "projected", "output")
         }
         effect = self.effect
         return {
@@ -326,27 +396,44 @@ class HeadSteps:
             "scale": self._semantics.scale,
             "soft_cap": self._semantics.soft_cap,
             "sink": self.sink,
-            **{name: None if value is None else value.tolist() for name, value in values.items()},
+            **{
+                name: None if value is None else value.tolist()
+                for name, value in values.items()
+            },
             "direct_effect": None
             if effect is None
             else {
-                way: [dict(zip(("token", "logit", "probability"), one, strict=True)) for one in changed]
-                for way, changed in (("raises", effect.top(8)), ("lowers", effect.top(8, lowered=True)))
+                way: [
+                    dict(zip(("token", "logit", "probability"), one, strict=True))
+                    for one in changed
+                ]
+                for way, changed in (
+                    ("raises", effect.top(8)),
+                    ("lowers", effect.top(8, lowered=True)),
+                )
             },
         }
 
     def page(self, path: str | Path) -> None:
         """Write the steps as one offline HTML page."""
         facts = (("model", self.model), ("keys", f"{len(self.keys):,}"))
-        report = Report(f"One row of head {self.place}", facts=facts, tables=(*self.tables(),))
+        report = Report(
+            f"One row of head {self.place}", facts=facts, tables=(*self.tables(),)
+        )
         write_report(report, Path(path))
 
     def __repr__(self) -> str:
         d_k = len(self.q)
         d_v = len(self.z)
         keys = len(self.keys)
-        largest = ", ".join(f"{_token(token)} {weight:.3f}" for token, weight in self.weights.top(4))
-        parts = [name for name in ("content", "biased", "sink", "gate") if getattr(self, name) is not None]
+        largest = ", ".join(
+            f"{_token(token)} {weight:.3f}" for token, weight in self.weights.top(4)
+        )
+        parts = [
+            name
+            for name in ("content", "biased", "sink", "gate")
+            if getattr(self, name) is not None
+        ]
         return "\n".join(
             (
                 f'Steps of head {self.place} of {self.model} at token {self.query}, "{_token(self.token)}"',
@@ -382,7 +469,9 @@ class LayerOutputs:
         """Return the places in `made` of the attention layers of a stack."""
         model = self._reader.model
         own = {id(site.layer) for site in attention_sites(model) if site.stack == kind}
-        return [place for place, layer in enumerate(self._recorded[1]) if id(layer) in own]
+        return [
+            place for place, layer in enumerate(self._recorded[1]) if id(layer) in own
+        ]
 
     @property
     def hidden(self) -> Tensor:

@@ -89,7 +89,9 @@ class HeldOutText:
             UsageError: the model does not have a loss, or the text does not fit it.
         """
         if most_tokens is not None and most_tokens < 1:
-            raise UsageError(f"the number of tokens to read is {most_tokens}: it has to be 1 or more")
+            raise UsageError(
+                f"the number of tokens to read is {most_tokens}: it has to be 1 or more"
+            )
         require_loss(reader, "a held-out text")
         if reader.translates and targets is None:
             raise UsageError(
@@ -98,7 +100,13 @@ class HeldOutText:
             )
         texts = given_texts(reader, text)
         lines = None if targets is None else given_lines(targets)
-        windows = cut_windows(reader, texts, lines, context=context, most_tokens=most_tokens or MOST_TOKENS)
+        windows = cut_windows(
+            reader,
+            texts,
+            lines,
+            context=context,
+            most_tokens=most_tokens or MOST_TOKENS,
+        )
         reader.check([window.text for window in windows.windows], None)
         self.name = text.name if isinstance(text, Path) else ""
         self.units = windows.units
@@ -107,13 +115,18 @@ class HeldOutText:
         # Predicted tokens of each unit.
         self._counts = torch.zeros(windows.num_units, dtype=torch.float64)
         for batch in self._batches:
-            self._counts.index_add_(0, batch.units, batch.predicts.sum(dim=1).double().cpu())
+            self._counts.index_add_(
+                0, batch.units, batch.predicts.sum(dim=1).double().cpu()
+            )
         self.num_parts, self.num_tokens = len(self._batches), int(self._counts.sum())
 
     def compare(self, changed: Reader) -> LossChange:
         """Measure the change of the loss; `changed` is the reader of the changed model (`Model.reader`)."""
         before, after = (
-            sum((self.losses(reader, part) for part in range(self.num_parts)), torch.zeros_like(self._counts))
+            sum(
+                (self.losses(reader, part) for part in range(self.num_parts)),
+                torch.zeros_like(self._counts),
+            )
             for reader in (self._reader, changed)
         )
         return self.compared(before, after)
@@ -126,11 +139,15 @@ class HeldOutText:
         sums = row_losses(reader.model, batch, run.hidden)[0].cpu()
         return torch.zeros_like(self._counts).index_add_(0, batch.units, sums)
 
-    def compared(self, before: Float[Tensor, " units"], after: Float[Tensor, " units"]) -> LossChange:
+    def compared(
+        self, before: Float[Tensor, " units"], after: Float[Tensor, " units"]
+    ) -> LossChange:
         """Compute the change of the loss from the sums of all parts."""
         total = self._counts.sum()
         interval = None
         if len(self._counts) > 1:
             low, high = ratio_intervals(after - before, self._counts)
             interval = float(low), float(high)
-        return LossChange(float(before.sum() / total), float(after.sum() / total), interval)
+        return LossChange(
+            float(before.sum() / total), float(after.sum() / total), interval
+        )

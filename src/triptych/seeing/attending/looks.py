@@ -45,7 +45,11 @@ class Looks(Sequence[Look]):
     def __getitem__(self, number: slice) -> "Looks": ...
 
     def __getitem__(self, number: int | slice) -> "Look | Looks":
-        return Looks(self._looks[number]) if isinstance(number, slice) else self._looks[number]
+        return (
+            Looks(self._looks[number])
+            if isinstance(number, slice)
+            else self._looks[number]
+        )
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """Return head, query token, key token and weight of every entry."""
@@ -61,12 +65,21 @@ class Looks(Sequence[Look]):
 
     def __repr__(self) -> str:
         shown = self.rows()[: _SHOWN if len(self) <= _SHOWN else _SHOWN - 1]
-        widths = [max(map(len, column)) for column in zip(*shown, strict=True)] if shown else []
+        widths = (
+            [max(map(len, column)) for column in zip(*shown, strict=True)]
+            if shown
+            else []
+        )
         lines = [
-            "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            "  "
+            + "  ".join(
+                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+            ).rstrip()
             for row in shown
         ]
-        rest = [] if len(shown) == len(self) else [f"  … {len(self) - len(shown):,} more"]
+        rest = (
+            [] if len(shown) == len(self) else [f"  … {len(self) - len(shown):,} more"]
+        )
         title = f"Looks({len(self):,}): head, token that looks, token looked at, weight"
         return "\n".join([title, *lines, *rest])
 
@@ -106,7 +119,9 @@ def strongest_looks(part: Part, count: int, layer: str = "") -> list[HeadLooks]:
         # The largest weights lie in the rows of the largest maxima.
         order = others.amax(dim=2).sort(dim=1, descending=True, stable=True).indices
         rows = order[:, :count].sort(dim=1).values
-        found = others.gather(1, rows[:, :, None].expand(-1, -1, others.shape[2])).flatten(1)
+        found = others.gather(
+            1, rows[:, :, None].expand(-1, -1, others.shape[2])
+        ).flatten(1)
         values, places = found.sort(dim=1, descending=True, stable=True)
         queries = block.rows.start + rows.gather(1, places // others.shape[2])
         kept = zip(values[:, :count].tolist(), queries[:, :count].tolist(), strict=True)
@@ -118,11 +133,20 @@ def strongest_looks(part: Part, count: int, layer: str = "") -> list[HeadLooks]:
     for number, head in enumerate(part.heads):
         ordered = sorted(best[number], key=lambda look: (-look[0], look[1:]))[:count]
         looks = [
-            Look(f"{layer}.{head}", query, stack.queries[query], key, stack.keys[key], weight)
+            Look(
+                f"{layer}.{head}",
+                query,
+                stack.queries[query],
+                key,
+                stack.keys[key],
+                weight,
+            )
             for weight, query, key in ordered
             if weight > 0
         ]
-        heads.append(HeadLooks(float(first[number]) / len(stack.queries), nats[number], looks))
+        heads.append(
+            HeadLooks(float(first[number]) / len(stack.queries), nats[number], looks)
+        )
     return heads
 
 
@@ -142,13 +166,23 @@ def looks_table(parts: Sequence[Part]) -> Table:
     for part in parts:
         for head, own in zip(part.heads, strongest_looks(part, _EACH), strict=True):
             looks = [
-                f"{_token(one.query_token)} → {_token(one.key_token)} {one.weight:.2f}" for one in own.looks
+                f"{_token(one.query_token)} → {_token(one.key_token)} {one.weight:.2f}"
+                for one in own.looks
             ]
             looks += [""] * (_EACH - len(looks))
             place = (part.stack.kind, str(part.layer.number), str(head))
             rows.append((*place, f"{own.nats:.2f}", f"{own.first:.2f}", *looks))
-    columns = ("kind", "layer", "head", "tells", "first token", *(f"look {n + 1}" for n in range(_EACH)))
-    return Table("strongest looks: token that looks → token looked at", columns, tuple(rows))
+    columns = (
+        "kind",
+        "layer",
+        "head",
+        "tells",
+        "first token",
+        *(f"look {n + 1}" for n in range(_EACH)),
+    )
+    return Table(
+        "strongest looks: token that looks → token looked at", columns, tuple(rows)
+    )
 
 
 def written_table(parts: Sequence[Part], writer: TokenWriter) -> Table:
@@ -157,7 +191,9 @@ def written_table(parts: Sequence[Part], writer: TokenWriter) -> Table:
     for part in parts:
         for head in part.heads:
             of_head = (part.stack.kind, str(part.layer.number), str(head))
-            for key, nearest in zip(part.stack.keys, writer.of(part, head) or (), strict=False):
+            for key, nearest in zip(
+                part.stack.keys, writer.of(part, head) or (), strict=False
+            ):
                 rows.append((*of_head, _token(key), "  ".join(map(_token, nearest))))
     title = "what heads write for each token: nearest tokens through the output table"
     return Table(title, ("kind", "layer", "head", "token", "writes"), tuple(rows))

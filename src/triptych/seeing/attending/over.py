@@ -24,7 +24,13 @@ from triptych.running.measuring import (
 )
 from triptych.running.opening import Reader
 from triptych.seeing.attending.attention_page import HeadNote
-from triptych.seeing.attending.behaviour import FIGURES, Figure, LayerFigures, figures_of, measure_behaviour
+from triptych.seeing.attending.behaviour import (
+    FIGURES,
+    Figure,
+    LayerFigures,
+    figures_of,
+    measure_behaviour,
+)
 from triptych.seeing.attending.explaining import explain_text
 from triptych.seeing.attending.written_tokens import measure_copies
 from triptych.seeing.reports.html import (
@@ -80,7 +86,9 @@ class OverText:
     def record(self) -> dict[str, Any]:
         """Return all results as a JSON object."""
         names = ("model", "tokens", "context", "units", "num_units")
-        found: dict[str, Any] = {name: getattr(self, name) for name in names} | {"heads": self.rows()}
+        found: dict[str, Any] = {name: getattr(self, name) for name in names} | {
+            "heads": self.rows()
+        }
         if self.worth is not None:
             order = [[head.stack, head.layer, head.head] for head in self.worth.heads]
             found["worth"] = {
@@ -97,7 +105,9 @@ class OverText:
         for layer in self.layers:
             if figure in layer.figures and layer.figures[figure].count:
                 found += [(layer, head) for head in range(layer.num_heads)]
-        return sorted(found, key=lambda place: -float(place[0].figures[figure].value[place[1]]))[:count]
+        return sorted(
+            found, key=lambda place: -float(place[0].figures[figure].value[place[1]])
+        )[:count]
 
     def summary(self) -> tuple[str, ...]:
         """Describe the heads with the largest values of the naming figures."""
@@ -129,16 +139,24 @@ class OverText:
             ("longest window, tokens", f"{self.context:,}"),
         )
         tables = (*self.tables(), *self._head_tables())
-        return Report(title=f"What the heads of {short_name(self.model)} do", facts=facts, tables=tables)
+        return Report(
+            title=f"What the heads of {short_name(self.model)} do",
+            facts=facts,
+            tables=tables,
+        )
 
     def notes(self) -> dict[tuple[str, int, int], HeadNote]:
         """Return the notes on heads for the page of a text, by kind, layer and head."""
-        titles = {figure.name: figure.title for figure in FIGURES if _is_told(figure)} | _OTHER_FACTS
+        titles = {
+            figure.name: figure.title for figure in FIGURES if _is_told(figure)
+        } | _OTHER_FACTS
         return {
             (row["stack"], row["layer"], row["head"]): HeadNote(
                 row["called"],
                 tuple(
-                    (title, _fact(row, name)) for name, title in titles.items() if row.get(name) is not None
+                    (title, _fact(row, name))
+                    for name, title in titles.items()
+                    if row.get(name) is not None
                 ),
             )
             for row in self.rows()
@@ -157,7 +175,11 @@ class OverText:
             f"What the heads of {self.model} do over {self.tokens:,} tokens, {self.num_units} {self.units}"
         ]
         return "\n".join(
-            (*lines, *(f"  {line}" for line in self.summary()[:5]), "  rows(), tables(), page(path)")
+            (
+                *lines,
+                *(f"  {line}" for line in self.summary()[:5]),
+                "  rows(), tables(), page(path)",
+            )
         )
 
     def _strongest(self, count: int) -> Iterator[tuple[str, str, str, str, str, bool]]:
@@ -177,7 +199,9 @@ class OverText:
                 )
 
     def _strongest_table(self) -> Table:
-        rows = tuple((*cells, "yes" if called else "") for *cells, called in self._strongest(2))
+        rows = tuple(
+            (*cells, "yes" if called else "") for *cells, called in self._strongest(2)
+        )
         caption = (
             f"{self.tokens:,} tokens, {self.num_units:,} {self.units}, windows of {self.context:,}. "
             f"Share: of the head's weight, with a 95 % interval over {self.units}. Evenly: the share of a "
@@ -191,9 +215,15 @@ class OverText:
         for stack in dict.fromkeys(layer.stack for layer in self.layers):
             own = [layer for layer in self.layers if layer.stack == stack]
             told = [figure for figure in figures_of(own[0].kind) if _is_told(figure)]
-            yield _heads_table(f"Heads of {stack} attention: where they look", own, told)
-            if bands := [figure for figure in figures_of(own[0].kind) if not _is_told(figure)]:
-                yield _heads_table(f"Heads of {stack} attention: how far away they look", own, bands)
+            yield _heads_table(
+                f"Heads of {stack} attention: where they look", own, told
+            )
+            if bands := [
+                figure for figure in figures_of(own[0].kind) if not _is_told(figure)
+            ]:
+                yield _heads_table(
+                    f"Heads of {stack} attention: how far away they look", own, bands
+                )
 
 
 def attend_over(
@@ -215,7 +245,9 @@ def attend_over(
     after an earlier occurrence of the same token, and so on.
     """
     if most_tokens is not None and most_tokens < 1:
-        raise UsageError(f"the number of tokens to read is {most_tokens}: it has to be 1 or more")
+        raise UsageError(
+            f"the number of tokens to read is {most_tokens}: it has to be 1 or more"
+        )
     texts = given_texts(reader, text, documents)
     targets = None if targets is None else given_lines(targets)
     if worth is not None:
@@ -230,17 +262,25 @@ def attend_over(
     )
     # Worth and explanations are slower and use fewer windows.
     fewer = windows.within(most_tokens or MOST_TOKENS_OF_WORTH)
-    measured = [measure_behaviour(reader, windows, partial(progress, "where heads look"))]
+    measured = [
+        measure_behaviour(reader, windows, partial(progress, "where heads look"))
+    ]
     found = None
     if worth is not None:
         found = _measure_worth(reader, fewer, worth, progress)
         measured.append(found.figures())
     if explain:
-        measured.append(explain_text(reader, fewer, partial(progress, "explaining scores")))
-        measured.append(measure_copies(reader, fewer, partial(progress, "reading what heads write")))
+        measured.append(
+            explain_text(reader, fewer, partial(progress, "explaining scores"))
+        )
+        measured.append(
+            measure_copies(reader, fewer, partial(progress, "reading what heads write"))
+        )
     layers = []
     for place in measured[0]:
-        figures = dict(chain.from_iterable(one.get(place, {}).items() for one in measured))
+        figures = dict(
+            chain.from_iterable(one.get(place, {}).items() for one in measured)
+        )
         layers.append(LayerFigures(*place, figures))
     return OverText(
         reader.name,
@@ -253,13 +293,19 @@ def attend_over(
     )
 
 
-def _measure_worth(reader: Reader, windows: Windows, instead: Instead, progress: Progress) -> Worth:
+def _measure_worth(
+    reader: Reader, windows: Windows, instead: Instead, progress: Progress
+) -> Worth:
     """Measure the worth of heads; the progress states the expected time before it begins."""
     label = "leaving heads out"
 
     def expect(seconds: float) -> None:
         nonlocal label
-        in_words = f"{seconds:.0f} s" if seconds < _SECONDS_SHOWN else f"{seconds / 60:.0f} min"
+        in_words = (
+            f"{seconds:.0f} s"
+            if seconds < _SECONDS_SHOWN
+            else f"{seconds / 60:.0f} min"
+        )
         label = f"{label}, about {in_words} in all"
         progress(label, 0, 1)
 
@@ -302,16 +348,29 @@ def _explained_table(layers: Sequence[LayerFigures]) -> Table:
     rows = []
     for layer in layers:
         found = (layer.figures.get(name) for name in shown)
-        rows.append((layer.name, *("" if one is None else f"{float(one.value.mean()):.2f}" for one in found)))
+        rows.append(
+            (
+                layer.name,
+                *(
+                    "" if one is None else f"{float(one.value.mean()):.2f}"
+                    for one in found
+                ),
+            )
+        )
     caption = (
         "Means over heads. First the shares of the variance of the scores along a row; then the loss in nats "
         "per query of looking evenly, of W_QK alone, and of W_QK cut to a rank; last the share of the weight "
         "on tokens that the head writes."
     )
-    titles = (name.removesuffix("_share").removesuffix("_nats").replace("_", " ") for name in shown)
+    titles = (
+        name.removesuffix("_share").removesuffix("_nats").replace("_", " ")
+        for name in shown
+    )
     columns = ("layer", *titles)
     numeric = tuple(range(1, len(columns)))
-    return Table("What explains where heads look", columns, tuple(rows), caption, numeric)
+    return Table(
+        "What explains where heads look", columns, tuple(rows), caption, numeric
+    )
 
 
 def _is_told(figure: Figure) -> bool:
@@ -321,23 +380,33 @@ def _is_told(figure: Figure) -> bool:
 
 def _fact(row: dict[str, Any], name: str) -> str:
     sign, digits = ("+", 4) if name == "worth" else ("", 2)
-    value, low, high = (f"{row[name + end]:{sign}.{digits}f}" for end in ("", "_low", "_high"))
+    value, low, high = (
+        f"{row[name + end]:{sign}.{digits}f}" for end in ("", "_low", "_high")
+    )
     even = row.get(f"{name}_even")
     return f"{value} [{low}, {high}]" + ("" if even is None else f", evenly {even:.2f}")
 
 
-def _heads_table(title: str, layers: Sequence[LayerFigures], figures: Sequence[Figure]) -> Table:
+def _heads_table(
+    title: str, layers: Sequence[LayerFigures], figures: Sequence[Figure]
+) -> Table:
     rows: list[tuple[str, ...]] = []
     evenly: list[str] = []
     for layer in layers:
         found = [layer.figures[figure.name] for figure in figures]
         # Layers with equal visible keys share this line.
-        if (even := [f"{one.even:.2f}" if one.count else "" for one in found]) != evenly:
-            rows.append((f"evenly, from {layer.layer}.0" if evenly else "evenly", "", *even))
+        if (
+            even := [f"{one.even:.2f}" if one.count else "" for one in found]
+        ) != evenly:
+            rows.append(
+                (f"evenly, from {layer.layer}.0" if evenly else "evenly", "", *even)
+            )
             evenly = even
         for head in range(layer.num_heads):
             cells = (
-                f"{one.value[head]:.2f} [{_ends(one, head, '.2f', f',{_NARROW}')}]" if one.count else ""
+                f"{one.value[head]:.2f} [{_ends(one, head, '.2f', f',{_NARROW}')}]"
+                if one.count
+                else ""
                 for one in found
             )
             rows.append((f"{layer.layer}.{head}", layer.called(head), *cells))

@@ -42,7 +42,9 @@ def head_svg(kind: ViewedKind, title: str = "") -> str:
     column_labels = _labels(kind.key_tokens, kind.first_generated_key, is_grouped)
     # Margins depend on the longest label.
     font_size = min(12, max(7, cell - 1))
-    longest = max((len(text) for _, text, _ in [*row_labels, *column_labels]), default=0)
+    longest = max(
+        (len(text) for _, text, _ in [*row_labels, *column_labels]), default=0
+    )
     left = top = _MARGIN + int(longest * font_size * 0.62) + 6
     top += 24 if title else 0
     width = left + cells.shape[1] * cell + _MARGIN + 24
@@ -62,11 +64,21 @@ def head_svg(kind: ViewedKind, title: str = "") -> str:
     _add_element(svg, "title", text=title or "attention weights")
     _add_element(svg, "rect", width=width, height=height, fill="#ffffff")
     if title:
-        _add_element(svg, "text", title, x=_MARGIN, y=20, fill=_INK, **{"font-size": 13})
+        _add_element(
+            svg, "text", title, x=_MARGIN, y=20, fill=_INK, **{"font-size": 13}
+        )
     _draw_cells(svg, cells, left, top, cell)
     for place, text, colour in row_labels:
         y = top + (place + 0.5) * cell + font_size * 0.35
-        _add_element(svg, "text", text, x=left - 5, y=round(y, 1), fill=colour, **{"text-anchor": "end"})
+        _add_element(
+            svg,
+            "text",
+            text,
+            x=left - 5,
+            y=round(y, 1),
+            fill=colour,
+            **{"text-anchor": "end"},
+        )
     for place, text, colour in column_labels:
         x = round(left + (place + 0.5) * cell + font_size * 0.35, 1)
         turned = f"translate({x} {top - 5}) rotate(-90)"
@@ -81,10 +93,14 @@ def is_picture(path: Path) -> bool:
     return f'data-generator="{_MARK}"'.encode() in start
 
 
-def _draw_cells(svg: ET.Element, cells: NDArray[np.float32], left: int, top: int, cell: int) -> None:
+def _draw_cells(
+    svg: ET.Element, cells: NDArray[np.float32], left: int, top: int, cell: int
+) -> None:
     rows, columns = cells.shape
     blank = _colour_of(0.0)
-    _add_element(svg, "rect", x=left, y=top, width=columns * cell, height=rows * cell, fill=blank)
+    _add_element(
+        svg, "rect", x=left, y=top, width=columns * cell, height=rows * cell, fill=blank
+    )
     inset = 1 if cell > 12 else 0.5
     group = ET.SubElement(svg, "g")
     # Cells in the colour of the background are omitted.
@@ -93,7 +109,9 @@ def _draw_cells(svg: ET.Element, cells: NDArray[np.float32], left: int, top: int
             x = left + column * cell
             y = top + row * cell
             side = cell - inset
-            rectangle = _add_element(group, "rect", x=x, y=y, width=side, height=side, fill=colour)
+            rectangle = _add_element(
+                group, "rect", x=x, y=y, width=side, height=side, fill=colour
+            )
             if rows * columns <= 40 * 40:  # tooltip in browsers
                 _add_element(rectangle, "title", text=f"{weight:.3f}")
 
@@ -106,27 +124,47 @@ def _all_weights(of: HeadWeights) -> NDArray[np.float32]:
     return weights
 
 
-def _labels(tokens: tuple[str, ...], generated: int | None, is_grouped: bool) -> list[tuple[int, str, str]]:
+def _labels(
+    tokens: tuple[str, ...], generated: int | None, is_grouped: bool
+) -> list[tuple[int, str, str]]:
     """Return position, text and colour of every token's label, or of some positions if grouped."""
     if is_grouped:
         width = bin_width(len(tokens))
         step = max(1, -(-len(tokens) // width) // 8)
-        return [(i, f"{i * width:,}", _MUTED) for i in range(0, -(-len(tokens) // width), step)]
+        return [
+            (i, f"{i * width:,}", _MUTED)
+            for i in range(0, -(-len(tokens) // width), step)
+        ]
     found = []
     for i, token in enumerate(tokens):
-        text = token.strip() or token.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥") or "∅"
-        text = shortened(text, _LABEL_CHARACTERS)  # XML cannot represent all characters of tokens
-        found.append((i, text, _INK if generated is None or i < generated else _GENERATED))
+        text = (
+            token.strip()
+            or token.replace(" ", "␣").replace("\n", "↵").replace("\t", "⇥")
+            or "∅"
+        )
+        text = shortened(
+            text, _LABEL_CHARACTERS
+        )  # XML cannot represent all characters of tokens
+        found.append(
+            (i, text, _INK if generated is None or i < generated else _GENERATED)
+        )
     return found
 
 
 def _colour_of(weight: float) -> str:
     share = min(1.0, max(0.0, weight)) ** 0.5
-    mixed = (round(zero + (one - zero) * share) for zero, one in zip(_ZERO, _ONE, strict=True))
+    mixed = (
+        round(zero + (one - zero) * share)
+        for zero, one in zip(_ZERO, _ONE, strict=True)
+    )
     return "#" + "".join(f"{part:02x}" for part in mixed)
 
 
-def _add_element(parent: ET.Element, tag: str, text: str = "", **attributes: object) -> ET.Element:
-    node = ET.SubElement(parent, tag, {name: printable(str(value)) for name, value in attributes.items()})
+def _add_element(
+    parent: ET.Element, tag: str, text: str = "", **attributes: object
+) -> ET.Element:
+    node = ET.SubElement(
+        parent, tag, {name: printable(str(value)) for name, value in attributes.items()}
+    )
     node.text = printable(text) or None
     return node

@@ -26,7 +26,9 @@ class Telling:
         """Add the next queries of every head."""
         # torch adds pairwise, so single precision is enough within a block, and several times as fast.
         by_row = weights.sum(dim=2)
-        entries = torch.special.xlogy(weights, weights).sum(dim=2) - torch.special.xlogy(by_row, by_row)
+        entries = torch.special.xlogy(weights, weights).sum(
+            dim=2
+        ) - torch.special.xlogy(by_row, by_row)
         self._inner = self._inner + entries.double().sum(dim=1)
         self._columns = self._columns + weights.sum(dim=1).double()
         self._rows += weights.shape[1]
@@ -35,6 +37,8 @@ class Telling:
         """Return the information of every head."""
         columns = torch.as_tensor(self._columns)
         total = columns.sum(dim=-1)
-        apart = torch.special.xlogy(total, total) - torch.special.xlogy(columns, columns).sum(dim=-1)
+        apart = torch.special.xlogy(total, total) - torch.special.xlogy(
+            columns, columns
+        ).sum(dim=-1)
         nats: Tensor = (self._inner + apart) / max(1, self._rows)
         return nats

@@ -38,7 +38,9 @@ class OutputTable:
     table: Float[Tensor, "vocab d_model"]
 
     @classmethod
-    def of(cls, model: EncoderDecoder | LanguageModel, stack: str) -> "OutputTable | None":
+    def of(
+        cls, model: EncoderDecoder | LanguageModel, stack: str
+    ) -> "OutputTable | None":
         """Return the table of a stack; None if the stack is not decoded to tokens.
 
         An encoder without output uses its embedding table.
@@ -47,14 +49,18 @@ class OutputTable:
             if stack == "encoder":
                 return None
             model = model.decoder
-        if model.streams is not None:  # the output depends on a head through several streams
+        if (
+            model.streams is not None
+        ):  # the output depends on a head through several streams
             return None
         if model.head is not None and model.head.config.width is None:
             return cls(model.final_norm, model.head.output.weight)
         table = model.embeddings.table.weight
         return cls(model.final_norm, table) if model.embeddings.map is None else None
 
-    def logits(self, written: Float[Tensor, "*rows d_model"]) -> Float[Tensor, "*rows vocab"]:
+    def logits(
+        self, written: Float[Tensor, "*rows d_model"]
+    ) -> Float[Tensor, "*rows vocab"]:
         """Compute the logits of an output alone in the stream, without the bias of the norm."""
         nothing = self.norm(torch.zeros_like(written[..., :1, :]))
         logits: Tensor = (self.norm(written) - nothing) @ self.table.mT
@@ -89,7 +95,9 @@ class TokenWriter:
     def __init__(self, reader: Reader, count: int = NEAREST) -> None:
         """Prepare the decoding of heads' outputs to `count` tokens."""
         if count < 1:
-            raise UsageError(f"{count} tokens of what a head writes: at least 1 is needed")
+            raise UsageError(
+                f"{count} tokens of what a head writes: at least 1 is needed"
+            )
         self._reader = reader
         self._count = count
 
@@ -99,12 +107,16 @@ class TokenWriter:
         tokenizer = self._reader.tokenizer
         if table is None:
             return None
-        own = OutputTable(table.norm, table.table[: tokenizer.vocab_size])  # rows past it are not tokens
+        own = OutputTable(
+            table.norm, table.table[: tokenizer.vocab_size]
+        )  # rows past it are not tokens
         found = nearest_tokens(part.layer, own, head, self._count)
         return tuple(tuple(tokenizer.pieces(ids)) for ids in found.tolist())
 
 
-def _written_by_heads(call: LayerCall, keys: slice | Tensor) -> Float[Tensor, "heads keys d_model"]:
+def _written_by_heads(
+    call: LayerCall, keys: slice | Tensor
+) -> Float[Tensor, "heads keys d_model"]:
     """Compute every head's output for inputs: `y W_V W_O` without biases, through a norm after the layer."""
     y = (call.x if call.memory is None else call.memory)[0, keys]
     written = call.layer.weights().ov.apply(y)
@@ -112,7 +124,9 @@ def _written_by_heads(call: LayerCall, keys: slice | Tensor) -> Float[Tensor, "h
 
 
 @torch.no_grad()
-def measure_copies(reader: Reader, windows: Windows, progress: Told) -> dict[Place, dict[str, HeadFigures]]:
+def measure_copies(
+    reader: Reader, windows: Windows, progress: Told
+) -> dict[Place, dict[str, HeadFigures]]:
     """Measure the share of a head's weight on tokens it writes, over a text; cross-attention is skipped.
 
     `copies` is the share of weight on tokens among the 5 nearest to the head's output for them.
@@ -125,7 +139,9 @@ def measure_copies(reader: Reader, windows: Windows, progress: Told) -> dict[Pla
                 continue
             ids = stack_ids(text, stack.kind)[1].to(table.table.device)
             for layer in stack.layers:
-                keys = _spread_keys(ids, _MOST_PRODUCTS // (layer.num_heads * table.table.numel()))
+                keys = _spread_keys(
+                    ids, _MOST_PRODUCTS // (layer.num_heads * table.table.numel())
+                )
                 looked = layer.weights().sum(dim=1)[:, keys].double()
                 logits = table.logits(_written_by_heads(layer.call, keys))
                 # Rank of the key's own token among the decoded tokens.

@@ -80,7 +80,10 @@ def notes(report: CostReport) -> list[str]:
         # Only the absorbed route needs a note.
         absorbed = [
             name
-            for name, route in (("prefill", row.prefill_route), ("decode", row.decode_route))
+            for name, route in (
+                ("prefill", row.prefill_route),
+                ("decode", row.decode_route),
+            )
             if route == "absorbed"
         ]
         if absorbed:
@@ -140,7 +143,12 @@ def formula_table(report: CostReport) -> Table:
             ("", "parameters", f"{formulas.parameters} = {formulas.num_parameters:,}"),
             ("", "KV per token", f"{formulas.cache} = {formulas.num_cached:,}"),
         )
-    return Table(title="Formulas", columns=("", "", ""), rows=tuple(lines), caption=" ".join(FORMULA_LEGEND))
+    return Table(
+        title="Formulas",
+        columns=("", "", ""),
+        rows=tuple(lines),
+        caption=" ".join(FORMULA_LEGEND),
+    )
 
 
 def cost_page(report: CostReport, command: str = "") -> Report:
@@ -186,7 +194,8 @@ def cost_page(report: CostReport, command: str = "") -> Report:
     said += [f"{note[0].upper()}{note[1:]}." for note in notes(report)]
     return Report(
         title="What a parameterisation of attention costs",
-        summary="One attention layer in each parameterisation, at one size.\n\n" + " ".join(said),
+        summary="One attention layer in each parameterisation, at one size.\n\n"
+        + " ".join(said),
         facts=tuple(facts),
         charts=tuple(charts),
         tables=tuple(tables),
@@ -211,5 +220,7 @@ def _bars(
     caption: str = "",
 ) -> BarChart:
     return BarChart(
-        title, tuple(Bar(row.name, value(row), words(value(row))) for row in rows), caption=caption
+        title,
+        tuple(Bar(row.name, value(row), words(value(row))) for row in rows),
+        caption=caption,
     )

@@ -19,7 +19,11 @@ from triptych.core.attention import (
 from triptych.user_code import use_named
 
 Dtype = Literal["fp32", "bf16", "fp16"]
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 # Sizes available as options of parameterisations.
 _SIZES = ("d_k", "d_v", "num_kv_heads", "d_latent", "d_shared")
@@ -84,12 +88,18 @@ class CostSpec:
             )
         use_named(self.parameterisations)
         if not self.parameterisations:
-            raise ValueError(f"no parameterisation is given: choose from {', '.join(PARAMETERISATIONS)}")
+            raise ValueError(
+                f"no parameterisation is given: choose from {', '.join(PARAMETERISATIONS)}"
+            )
         for name, times in Counter(self.parameterisations).items():
             parameterisation_class(name)
             if times > 1:
                 raise ValueError(f"{name} is given {times} times")
-        known = {*itertools.chain.from_iterable(_option_names(name) for name in self.parameterisations)}
+        known = {
+            *itertools.chain.from_iterable(
+                _option_names(name) for name in self.parameterisations
+            )
+        }
         for field in _SIZES:
             if getattr(self, field) is not None and field not in known:
                 raise ValueError(
@@ -149,7 +159,9 @@ class CostRow:
     sizes: dict[str, int]  # specific sizes and widths
     parameters: int  # number of parameters, biases included; `parameter_bytes` in the spec's dtype
     parameter_bytes: int
-    cached_numbers: int  # per token while decoding; `cache_bytes`: all sequences at the context
+    cached_numbers: (
+        int  # per token while decoding; `cache_bytes`: all sequences at the context
+    )
     cache_bytes: int
     # per token, forward and backward: three times `prefill_flops`, as each product has two products in the
     # backward pass. The gradient of the layer's input is included, as inside a network; a first layer with a
@@ -219,7 +231,9 @@ def cost(spec: CostSpec) -> CostReport:
     return CostReport(spec, tuple(rows), tuple(left_out))
 
 
-def _cost_row(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) -> CostRow:
+def _cost_row(
+    spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights
+) -> CostRow:
     prefill = pass_cost(weights, spec.length)
     decode = pass_cost(weights, 1, cached=spec.context - 1)
     per_number = spec.bytes_per_number
@@ -227,7 +241,8 @@ def _cost_row(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeight
     cached = cached_numbers(weights)
     # The maps are read once per batch, all other tensors once per sequence.
     prefill_bytes, decode_bytes = (
-        (done.weight_numbers + batch * done.moved_numbers) * per_number for done in (prefill, decode)
+        (done.weight_numbers + batch * done.moved_numbers) * per_number
+        for done in (prefill, decode)
     )
     sizes = _sizes(spec, chosen, weights)
     return CostRow(
@@ -259,15 +274,24 @@ def _option_names(name: str) -> list[str]:
 def _check_widths(spec: CostSpec, name: str, weights: AttentionWeights) -> None:
     """Refuse widths other than the spec's: a row of another size would not be comparable."""
     options = _option_names(name)
-    for option, wanted, chain in (("d_k", spec.key_width, weights.k), ("d_v", spec.value_width, weights.v)):
+    for option, wanted, chain in (
+        ("d_k", spec.key_width, weights.k),
+        ("d_v", spec.value_width, weights.v),
+    ):
         width = chain[-1].d_out if chain else weights.d_model
         if option not in options and width != wanted:
-            raise ValueError(f"its {option} cannot be chosen: it is {width} here, not {wanted}")
+            raise ValueError(
+                f"its {option} cannot be chosen: it is {width} here, not {wanted}"
+            )
 
 
-def _sizes(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) -> dict[str, int]:
+def _sizes(
+    spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights
+) -> dict[str, int]:
     """Return all sizes used in formulas, defaults included."""
-    filled = type(chosen).fitting(weights) if chosen.name in PARAMETERISATIONS else chosen
+    filled = (
+        type(chosen).fitting(weights) if chosen.name in PARAMETERISATIONS else chosen
+    )
     own = {} if filled is None else dataclasses.asdict(filled)
     return {
         "d": spec.d_model,
@@ -278,12 +302,16 @@ def _sizes(spec: CostSpec, chosen: Parameterisation, weights: AttentionWeights) 
     }
 
 
-def _formulas(chosen: Parameterisation, weights: AttentionWeights, sizes: dict[str, int]) -> Formulas:
+def _formulas(
+    chosen: Parameterisation, weights: AttentionWeights, sizes: dict[str, int]
+) -> Formulas:
     W_QK, W_OV = written_forms(weights)
     parameters = chosen.parameters_formula
     cache = chosen.cache_formula
     biases = [weights.o_bias, *(link.bias for link in weights.links())]
-    unbiased = weights.num_parameters - sum(bias.numel() for bias in biases if bias is not None)
+    unbiased = weights.num_parameters - sum(
+        bias.numel() for bias in biases if bias is not None
+    )
     return Formulas(
         W_QK=W_QK,
         W_OV=W_OV,
@@ -312,7 +340,13 @@ def written_forms(weights: AttentionWeights) -> tuple[str, str]:
         return " ".join(names[id(link)] for link in chain)
 
     def transposed(chain: Chain) -> str:
-        return f"({product(chain)})ᵀ" if len(chain) > 1 else f"{product(chain)}ᵀ" if chain else ""
+        return (
+            f"({product(chain)})ᵀ"
+            if len(chain) > 1
+            else f"{product(chain)}ᵀ"
+            if chain
+            else ""
+        )
 
     qk = f"{product(weights.q)} {transposed(weights.k)}".strip()
     ov = f"{product(weights.v)} {product(weights.o)}".strip()
@@ -333,7 +367,9 @@ def _names(weights: AttentionWeights) -> dict[int, str]:
 
 
 def _name(link: Link, weights: AttentionWeights) -> str:
-    index = "" if link.copies == 1 else "_i" if link.copies == weights.num_heads else "_g"
+    index = (
+        "" if link.copies == 1 else "_i" if link.copies == weights.num_heads else "_g"
+    )
     if link.diagonal:
         return f"diag(m{index})" if link.learned else f"c{index}"
     if not link.learned:

@@ -15,26 +15,45 @@ _SHADES = " ░▒▓█"
 
 def shaded_map(layers: Sequence[InspectedLayer], measure: str) -> list[str]:
     """Draw a map of layers × heads in shades of the finite values; a dot is a missing value."""
-    if all(value is None for value in chain.from_iterable(layer.figures[measure] for layer in layers)):
+    if all(
+        value is None
+        for value in chain.from_iterable(layer.figures[measure] for layer in layers)
+    ):
         return []
     # Figures of W_QK of different kinds are not comparable, so each kind has its scale.
     about = next(m for m in MEASURES if m.name == measure)
     kinds = [layer.qk_of if about.by_qk else "" for layer in layers]
     scales: dict[str, tuple[float, float]] = {}
     for kind in dict.fromkeys(kinds):
-        of = [layer.figures[measure] for layer, own in zip(layers, kinds, strict=True) if own == kind]
-        finite = [value for value in chain.from_iterable(of) if value is not None and math.isfinite(value)]
+        of = [
+            layer.figures[measure]
+            for layer, own in zip(layers, kinds, strict=True)
+            if own == kind
+        ]
+        finite = [
+            value
+            for value in chain.from_iterable(of)
+            if value is not None and math.isfinite(value)
+        ]
         scales[kind] = min(finite, default=0.0), max(finite, default=0.0)
     width = max(len(layer.name) for layer in layers)
     chosen = {layer.heads for layer in layers if len(layer.heads) < layer.num_heads}
-    which = f"; heads {', '.join(map(str, sorted({*chain.from_iterable(chosen)})))}" if chosen else ""
+    which = (
+        f"; heads {', '.join(map(str, sorted({*chain.from_iterable(chosen)})))}"
+        if chosen
+        else ""
+    )
     said = "; ".join(
-        f"{_SHADES[0]!r} {low:.3g} to {_SHADES[-1]!r} {high:.3g}" + (f" ({kind})" if len(scales) > 1 else "")
+        f"{_SHADES[0]!r} {low:.3g} to {_SHADES[-1]!r} {high:.3g}"
+        + (f" ({kind})" if len(scales) > 1 else "")
         for kind, (low, high) in scales.items()
     )
     lines = [f"{about.title}: {said}{which}"]
     for layer, kind in zip(layers, kinds, strict=True):
-        cells = "".join(_shade_character(value, *scales[kind]) * 2 for value in layer.figures[measure])
+        cells = "".join(
+            _shade_character(value, *scales[kind]) * 2
+            for value in layer.figures[measure]
+        )
         lines.append(f"{layer.name:>{width}} │{cells}│")
     return lines
 
@@ -62,13 +81,29 @@ def render_heads(
         groups.setdefault(measure.group, []).append(measure.name)
     data = {
         "measures": [
-            {"name": m.name, "title": m.title, "meaning": m.meaning, "of_basis": m.of_basis, "by_qk": m.by_qk}
+            {
+                "name": m.name,
+                "title": m.title,
+                "meaning": m.meaning,
+                "of_basis": m.of_basis,
+                "by_qk": m.by_qk,
+            }
             for m in measures
         ],
         "groups": list(groups.items()),
-        "models": [{"name": name, "layers": [*map(_layer_data, layers)]} for name, layers in models],
+        "models": [
+            {"name": name, "layers": [*map(_layer_data, layers)]}
+            for name, layers in models
+        ],
     }
-    return make_page("heads.html", title=title, summary=summary, facts=facts, tables=tables, data=data)
+    return make_page(
+        "heads.html",
+        title=title,
+        summary=summary,
+        facts=facts,
+        tables=tables,
+        data=data,
+    )
 
 
 def _layer_data(layer: InspectedLayer) -> dict[str, Any]:
@@ -83,14 +118,17 @@ def _layer_data(layer: InspectedLayer) -> dict[str, Any]:
         "qk_of": layer.qk_of,
         "num_heads": layer.num_heads,
         "heads": layer.heads,
-        "figures": {name: [*map(_json_number, values)] for name, values in layer.figures.items()},
+        "figures": {
+            name: [*map(_json_number, values)] for name, values in layer.figures.items()
+        },
         "spectra": {
             name: [[round(1000 * value / (of[0] or 1)) for value in of] for of in heads]
             for name, heads in layer.spectra.items()
         },
         "pictures": layer.pictures,
         "angles": {
-            name: [[round(10 * a) for a in of] for of in heads] for name, heads in layer.angles.items()
+            name: [[round(10 * a) for a in of] for of in heads]
+            for name, heads in layer.angles.items()
         },
     }
 

@@ -16,7 +16,12 @@ from triptych.core.algebra.weights import SIDES, AttentionWeights
 from triptych.core.checkpoints.stored_layers import AttentionLayer, AttentionSource
 from triptych.rewriting.functions import drop_key_bias, fold, fold_value_bias
 from triptych.seeing.inspection.measures import LOSSES, MORE_OF_TOP
-from triptych.seeing.layer_measures import COMPARED, HeadMeasures, RotaryPairs, measure_heads
+from triptych.seeing.layer_measures import (
+    COMPARED,
+    HeadMeasures,
+    RotaryPairs,
+    measure_heads,
+)
 
 # A key of `InspectedLayer.foldable`.
 FOLD = "fold stacked maps"
@@ -35,14 +40,18 @@ _NO_RANK = 1e-6
 class InspectedLayer:
     """The measured heads of one layer."""
 
-    stack: str  # "encoder", "decoder", …; with `layer`, `kind` and `module` as in `Site`
+    stack: (
+        str  # "encoder", "decoder", …; with `layer`, `kind` and `module` as in `Site`
+    )
     layer: int  # layer number within its stack
     kind: str  # "self", "causal" or "cross"
     module: str  # name in the checkpoint
     heads: tuple[int, ...]  # numbers of the measured heads
     num_heads: int  # number of query heads
     num_key_heads: int  # number of different key maps
-    maps: dict[str, int]  # number of different maps to "q", "k" and "v"; consecutive heads share them
+    maps: dict[
+        str, int
+    ]  # number of different maps to "q", "k" and "v"; consecutive heads share them
     # number of different subspaces read by these maps; lower than the number of maps if heads only weight or
     # widen the output of a shared map.
     subspaces: dict[str, int]
@@ -56,7 +65,9 @@ class InspectedLayer:
     caveats: tuple[str, ...]  # parts of the layer outside W_QK and W_OV
     # one value per head by measure; None if the measure does not apply. Condition numbers may be infinite.
     figures: dict[str, list[float | None]]
-    spectra: dict[str, list[list[float]]]  # singular values of "qk" and "ov", one list per head
+    spectra: dict[
+        str, list[list[float]]
+    ]  # singular values of "qk" and "ov", one list per head
     # principal angles in degrees of "qk", "qv" and "kv", one list per head
     angles: dict[str, list[list[float]]]
     # picture rows of "q", "k", "v", "qk" and "ov", one list per head; see `_pictures`
@@ -73,7 +84,9 @@ class InspectedLayer:
     centred: bool
 
     def __repr__(self) -> str:
-        measured = ", ".join([*self.figures][:8]) + (" …" if len(self.figures) > 8 else "")
+        measured = ", ".join([*self.figures][:8]) + (
+            " …" if len(self.figures) > 8 else ""
+        )
         return (
             f"InspectedLayer {self.name}: {self.kind} attention, {len(self.heads)} heads measured, d_model "
             f"{self.d_model}, d_k {self.d_k}, d_v {self.d_v}\n  figures: {measured}"
@@ -93,7 +106,9 @@ class InspectedLayer:
 
 def as_read(layer: AttentionLayer) -> AttentionWeights:
     """Return the maps without the directions removed by a LayerNorm before or after the layer."""
-    return centred(layer.weights, layer.inputs.x, layer.inputs.memory, keys=layer.borrows is None)
+    return centred(
+        layer.weights, layer.inputs.x, layer.inputs.memory, keys=layer.borrows is None
+    )
 
 
 def inspect_layer(
@@ -114,10 +129,19 @@ def inspect_layer(
         pairs = RotaryPairs.from_rotation(semantics.rotary.of_length(longest), seen)
     read = layer.inputs.memory if site.kind == "cross" else layer.inputs.x
     removed = None if read is None else removed_directions(read)
-    measured = measure_heads(as_read(layer), pairs, 0 if removed is None else removed.shape[1])
-    chosen = [head for head in range(weights.num_heads) if heads is None or head in heads]
-    small = (*(tensor for tensor in weights.tensors() if tensor.ndim < 3), *semantics.tensors())
-    finite = bool(measured.finite.all()) and all(bool(tensor.isfinite().all()) for tensor in small)
+    measured = measure_heads(
+        as_read(layer), pairs, 0 if removed is None else removed.shape[1]
+    )
+    chosen = [
+        head for head in range(weights.num_heads) if heads is None or head in heads
+    ]
+    small = (
+        *(tensor for tensor in weights.tensors() if tensor.ndim < 3),
+        *semantics.tensors(),
+    )
+    finite = bool(measured.finite.all()) and all(
+        bool(tensor.isfinite().all()) for tensor in small
+    )
     return InspectedLayer(
         stack=site.stack,
         layer=site.layer,
@@ -129,18 +153,26 @@ def inspect_layer(
         maps={side: maps.chain(side)[0].copies for side in ("q", "k", "v")},
         # Only maps to a lower dimension select subspaces.
         subspaces={
-            side: max((link.copies for link in weights.chain(side) if link.d_out < link.d_in), default=1)
+            side: max(
+                (link.copies for link in weights.chain(side) if link.d_out < link.d_in),
+                default=1,
+            )
             for side in ("q", "k", "v")
         },
         d_model=weights.d_model,
         d_k=maps.q[0].d_out,
         d_v=maps.v[0].d_out,
-        positions=layer.embedded_positions if semantics.positions == "none" else semantics.positions,
+        positions=layer.embedded_positions
+        if semantics.positions == "none"
+        else semantics.positions,
         turns=semantics.rotary is not None,
         caveats=tuple(_caveats(layer)),
-        rotary_pairs=None if pairs is None else (pairs.slow.count(False), pairs.slow.count(True)),
+        rotary_pairs=None
+        if pairs is None
+        else (pairs.slow.count(False), pairs.slow.count(True)),
         figures={
-            name: _per_head(values, chosen, weights.num_heads) for name, values in _measures(measured).items()
+            name: _per_head(values, chosen, weights.num_heads)
+            for name, values in _measures(measured).items()
         },
         spectra={
             form: _lists(spectrum.values, chosen)
@@ -186,7 +218,11 @@ def _caveats(layer: AttentionLayer) -> Iterator[str]:
     if semantics.sinks is not None:
         yield "a sink takes part in the softmax besides the keys"
     if semantics.gate is not None:
-        gates = "the channels of each head's values" if semantics.gate.per_channel else "the heads"
+        gates = (
+            "the channels of each head's values"
+            if semantics.gate.per_channel
+            else "the heads"
+        )
         yield f"each token gates {gates}, and W_OV is what a head moves through an open gate"
 
 
@@ -199,20 +235,35 @@ def _measures(measured: HeadMeasures) -> dict[str, Tensor | None]:
             f"{form}_stable_rank": spectrum.stable_rank,
             f"{form}_participation": spectrum.participation_ratio,
             f"{form}_rank": (rank := spectrum.rank(_NO_RANK)),
-            **{f"{form}_rank_{100 - round(100 * loss)}": spectrum.rank_within(loss) for loss in LOSSES},
+            **{
+                f"{form}_rank_{100 - round(100 * loss)}": spectrum.rank_within(loss)
+                for loss in LOSSES
+            },
             f"{form}_top": spectrum.kept[:, 0],
             **{
-                f"{form}_top_{count}": spectrum.kept[:, min(count, spectrum.kept.shape[1]) - 1]
+                f"{form}_top_{count}": spectrum.kept[
+                    :, min(count, spectrum.kept.shape[1]) - 1
+                ]
                 for count in MORE_OF_TOP
             },
             f"{form}_spectral_norm": spectrum.spectral_norm,
             f"{form}_frobenius_norm": spectrum.frobenius_norm,
-            f"{form}_condition": spectrum.condition.where(rank == spectrum.values.shape[-1], math.inf),
+            f"{form}_condition": spectrum.condition.where(
+                rank == spectrum.values.shape[-1], math.inf
+            ),
         }
     for pair, similarity in measured.similarity.items():
         found |= {
             f"{pair}_{name}": None if similarity is None else getattr(similarity, name)
-            for name in ("overlap", "times_chance", "excess", "p_value", "cosine", "procrustes", "cka")
+            for name in (
+                "overlap",
+                "times_chance",
+                "excess",
+                "p_value",
+                "cosine",
+                "procrustes",
+                "cka",
+            )
         }
     symmetry = measured.symmetry
     found |= {
@@ -223,10 +274,15 @@ def _measures(measured: HeadMeasures) -> dict[str, Tensor | None]:
         "qkv_apart": _distance_apart(measured, "cosine"),
         "qkv_apart_rotated": _distance_apart(measured, "procrustes"),
     }
-    return {name: None if v is None else v.where(measured.finite, math.nan) for name, v in found.items()}
+    return {
+        name: None if v is None else v.where(measured.finite, math.nan)
+        for name, v in found.items()
+    }
 
 
-def _distance_apart(measured: HeadMeasures, closeness: Literal["cosine", "procrustes"]) -> Tensor | None:
+def _distance_apart(
+    measured: HeadMeasures, closeness: Literal["cosine", "procrustes"]
+) -> Tensor | None:
     """Compute 1 − 3 ‖mean‖² / Σ ‖W‖² of W_Q, W_K and W_V; a lower bound if pairs are rotated."""
     norms = measured.norms
     energies = norms["q"].square() + norms["k"].square() + norms["v"].square()
@@ -235,12 +291,16 @@ def _distance_apart(measured: HeadMeasures, closeness: Literal["cosine", "procru
         found = measured.similarity[pair]
         if found is None:
             return None
-        close = getattr(found, closeness).where(found.cosine.isfinite(), math.nan)  # equal shapes only
+        close = getattr(found, closeness).where(
+            found.cosine.isfinite(), math.nan
+        )  # equal shapes only
         inner += close * norms[one] * norms[other]
     return (energies - inner) * (2 / 3) / energies
 
 
-def _per_head(values: Tensor | None, chosen: Sequence[int], num_heads: int) -> list[float | None]:
+def _per_head(
+    values: Tensor | None, chosen: Sequence[int], num_heads: int
+) -> list[float | None]:
     numbers = [math.nan] * num_heads if values is None else values.double().tolist()
     return [None if math.isnan(numbers[head]) else numbers[head] for head in chosen]
 
@@ -250,20 +310,35 @@ def _lists(values: Tensor, chosen: Sequence[int]) -> list[list[float]]:
     return [[value for value in rows[head] if math.isfinite(value)] for head in chosen]
 
 
-def _pictures(maps: AttentionWeights, chosen: Sequence[int]) -> dict[str, list[list[str]]]:
+def _pictures(
+    maps: AttentionWeights, chosen: Sequence[int]
+) -> dict[str, list[list[str]]]:
     """Draw root mean squares of blocks of entries as hexadecimal digits: f is the picture's largest."""
-    q, k, v, o = (W[list(chosen)].float().cpu() for W in (maps.W_Q, maps.W_K, maps.W_V, maps.W_O))
+    q, k, v, o = (
+        W[list(chosen)].float().cpu() for W in (maps.W_Q, maps.W_K, maps.W_V, maps.W_O)
+    )
     energies = {
-        **{name: [*_block_energies(W, _PICTURE_COLUMNS)] for name, W in (("q", q), ("k", k), ("v", v))},
+        **{
+            name: [*_block_energies(W, _PICTURE_COLUMNS)]
+            for name, W in (("q", q), ("k", k), ("v", v))
+        },
         "qk": [_energies_of_form(one, other) for one, other in zip(q, k, strict=True)],
-        "ov": [_energies_of_form(one, other) for one, other in zip(v, o.mT, strict=True)],
+        "ov": [
+            _energies_of_form(one, other) for one, other in zip(v, o.mT, strict=True)
+        ],
     }
-    return {name: [_digits(one) for one in of_heads] for name, of_heads in energies.items()}
+    return {
+        name: [_digits(one) for one in of_heads] for name, of_heads in energies.items()
+    }
 
 
 def _block_energies(W: Tensor, columns: int) -> Tensor:
     """Compute mean squares of blocks of entries, of a matrix or a batch."""
-    return _block_means(_PICTURE_ROWS, W.shape[-2]) @ W.square() @ _block_means(columns, W.shape[-1]).mT
+    return (
+        _block_means(_PICTURE_ROWS, W.shape[-2])
+        @ W.square()
+        @ _block_means(columns, W.shape[-1]).mT
+    )
 
 
 def _energies_of_form(q: Tensor, k: Tensor) -> Tensor:
@@ -273,7 +348,12 @@ def _energies_of_form(q: Tensor, k: Tensor) -> Tensor:
     if q.shape[1] ** 2 * _PICTURE_ROWS > len(q) * len(k):
         return _block_energies(q @ k.mT, _PICTURE_ROWS)
     one, other = (
-        torch.stack([part.mT @ part / len(part) for part in W.tensor_split(min(_PICTURE_ROWS, len(W)))])
+        torch.stack(
+            [
+                part.mT @ part / len(part)
+                for part in W.tensor_split(min(_PICTURE_ROWS, len(W)))
+            ]
+        )
         for W in (q, k)
     )
     return (one.flatten(1) @ other.flatten(1).mT).clamp(min=0)
@@ -283,7 +363,9 @@ def _energies_of_form(q: Tensor, k: Tensor) -> Tensor:
 def _block_means(count: int, length: int) -> Tensor:
     """Return a matrix for averages over blocks of nearly equal size: `[blocks, length]`."""
     blocks = torch.arange(length).tensor_split(min(count, length))
-    return torch.stack([torch.zeros(length).index_fill(0, block, 1 / len(block)) for block in blocks])
+    return torch.stack(
+        [torch.zeros(length).index_fill(0, block, 1 / len(block)) for block in blocks]
+    )
 
 
 def _digits(energies: Tensor) -> list[str]:
@@ -294,14 +376,18 @@ def _digits(energies: Tensor) -> list[str]:
     return [digits[start : start + width] for start in range(0, len(digits), width)]
 
 
-def _spared(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]) -> dict[str, list[int]]:
+def _spared(
+    layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]
+) -> dict[str, list[int]]:
     """Count the parameters saved by the factors of truncated forms."""
     weights = layer.weights
     semantics = layer.weights.semantics
     # Other factors of W_Q W_Kᵀ cannot replace W_Q and W_K under a rotation or a norm.
     fixed = semantics.rotary is None and not semantics.qk_norm
     chains = [weights.chain(side) for side in SIDES]
-    if any(len(chain) != 1 for chain in chains) or isinstance(semantics.bias, DisentangledBias):
+    if any(len(chain) != 1 for chain in chains) or isinstance(
+        semantics.bias, DisentangledBias
+    ):
         return {}  # maps are products, or read outside the forms
     if semantics.clip is not None or layer.fixed:
         return {}  # channels are clipped separately, or the maps have other readers
@@ -321,7 +407,9 @@ def _spared(layer: AttentionLayer, measured: HeadMeasures, chosen: Sequence[int]
             ranks = [spectrum.rank_within(loss) for loss in LOSSES]
             found[form] = [
                 sum(
-                    (full - int(rank[head])) * numbers_a_direction for head in chosen if measured.finite[head]
+                    (full - int(rank[head])) * numbers_a_direction
+                    for head in chosen
+                    if measured.finite[head]
                 )
                 for rank in ranks
             ]
@@ -335,7 +423,10 @@ def _foldable(layer: AttentionLayer) -> dict[str, int | str]:
         ("drop the key bias", drop_key_bias),
         ("fold the value bias", fold_value_bias),
     ]
-    if any(len(layer.weights.chain(side)) > 1 for side in SIDES) and not layer.weights.norms_within:
+    if (
+        any(len(layer.weights.chain(side)) > 1 for side in SIDES)
+        and not layer.weights.norms_within
+    ):
         rewrites.append((FOLD, fold))
     for name, rewrite in rewrites:
         # Fixed layers refuse every rewrite.

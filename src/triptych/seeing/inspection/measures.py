@@ -46,7 +46,11 @@ def _of_form(form: str, title: str, group: str) -> Iterator[Measure]:
             "exp of the entropy of σ/Σσ: how many directions share the work, 1 to the head's width.",
         ),
         ("stable_rank", "stable rank", "Σσ²/σ₁²: 1 if one direction does it all."),
-        ("participation", "participation ratio", "(Σσ²)²/Σσ⁴: between stable and effective rank."),
+        (
+            "participation",
+            "participation ratio",
+            "(Σσ²)²/Σσ⁴: between stable and effective rank.",
+        ),
         ("rank", "numerical rank", "Singular values above a millionth of the largest."),
         *(
             (
@@ -112,7 +116,11 @@ def _of_pair(pair: str) -> Iterator[Measure]:
             f"cosine of {both} after rotation",
             "Cosine of the entries after the best rotation of one of them, 0 to 1; lengths still count.",
         ),
-        ("cka", f"CKA of {both}", "Linear, uncentred, of rows as examples (Kornblith et al. 2019), 0 to 1."),
+        (
+            "cka",
+            f"CKA of {both}",
+            "Linear, uncentred, of rows as examples (Kornblith et al. 2019), 0 to 1.",
+        ),
     ):
         yield Measure(f"{pair}_{name}", title, meaning, _LIKENESS, of_basis=True)
 
@@ -125,7 +133,12 @@ MEASURES: tuple[Measure, ...] = (
         "‖½(W + Wᵀ)‖²/‖W‖²: 1 symmetric, 0 antisymmetric, ½ (1 + 1/d) for random factors.",
         _LOOKS,
     ),
-    Measure("qk_symmetry", "symmetry score of W_QK", "tr(W²)/‖W‖²: 1, −1 and 1/d for the same.", _LOOKS),
+    Measure(
+        "qk_symmetry",
+        "symmetry score of W_QK",
+        "tr(W²)/‖W‖²: 1, −1 and 1/d for the same.",
+        _LOOKS,
+    ),
     *_of_form("ov", "W_OV", _MOVES),
     Measure(
         "ov_copying",
@@ -162,7 +175,11 @@ MEASURES: tuple[Measure, ...] = (
     ),
     *(
         Measure(
-            f"{side}_norm", f"norm of W_{side.upper()}", "Frobenius norm of the map.", _SIZES, of_basis=True
+            f"{side}_norm",
+            f"norm of W_{side.upper()}",
+            "Frobenius norm of the map.",
+            _SIZES,
+            of_basis=True,
         )
         for side in SIDES
     ),

@@ -34,7 +34,13 @@ _PAIRS = {"qk": "W_Q and W_K", "qv": "W_Q and W_V", "kv": "W_K and W_V"}
 _RARE = 0.001
 _MOST_SHOWN = 12
 # Measures drawn as maps in a terminal.
-_MAPPED = ("qk_effective_rank", "ov_effective_rank", "qk_times_chance", "qk_symmetric_share", "ov_copying")
+_MAPPED = (
+    "qk_effective_rank",
+    "ov_effective_rank",
+    "qk_times_chance",
+    "qk_symmetric_share",
+    "ov_copying",
+)
 
 
 @final
@@ -95,7 +101,10 @@ class Inspection:
                 "module": layer.module,
                 "positions": layer.positions,
                 "qk_of": layer.qk_of,
-                **{measure.name: layer.figures[measure.name][place] for measure in MEASURES},
+                **{
+                    measure.name: layer.figures[measure.name][place]
+                    for measure in MEASURES
+                },
             }
             for layer in self.layers
             for place, head in enumerate(layer.heads)
@@ -107,7 +116,11 @@ class Inspection:
         for measure in _MAPPED:
             if found := shaded_map(self.layers, measure):
                 lines += ["", *found]
-        return [*lines, ""], [averages(self), outliers(self), *([near_copies(self)] if self.copies else [])]
+        return [*lines, ""], [
+            averages(self),
+            outliers(self),
+            *([near_copies(self)] if self.copies else []),
+        ]
 
     def record(self) -> dict[str, Any]:
         """Return all results as a JSON object."""
@@ -115,11 +128,15 @@ class Inspection:
         for layer in found["layers"]:
             del layer["pictures"]
             layer["figures"] = {
-                name: ["Infinity" if value == math.inf else value for value in values]  # unsupported by JSON
+                name: [
+                    "Infinity" if value == math.inf else value for value in values
+                ]  # unsupported by JSON
                 for name, values in layer["figures"].items()
             }
         found["summary"] = (*findings(self), *average_lines(self))
-        return found | {"measures": {measure.name: measure.meaning for measure in MEASURES}}
+        return found | {
+            "measures": {measure.name: measure.meaning for measure in MEASURES}
+        }
 
     def page(self, path: str | Path) -> None:
         """Write an offline page with a map of layers × heads for each measure.
@@ -152,14 +169,21 @@ class Inspection:
             UsageError: pandas is not installed.
         """
         if not is_installed("pandas"):
-            raise UsageError("to_pandas() needs pandas: pip install pandas; rows() gives the same without it")
+            raise UsageError(
+                "to_pandas() needs pandas: pip install pandas; rows() gives the same without it"
+            )
         import pandas  # type: ignore[import-untyped]
 
         return pandas.DataFrame(self.rows())
 
     def __repr__(self) -> str:
-        lines = [f"Inspection of {self.name}", *(f"  {line}" for line in findings(self)[:5])]
-        return "\n".join((*lines, "  rows(), page(path), to_csv(path), to_json(path), to_pandas()"))
+        lines = [
+            f"Inspection of {self.name}",
+            *(f"  {line}" for line in findings(self)[:5]),
+        ]
+        return "\n".join(
+            (*lines, "  rows(), page(path), to_csv(path), to_json(path), to_pandas()")
+        )
 
     def _repr_html_(self) -> str:
         said = "".join(f"<p>{escape(line)}</p>" for line in findings(self))
@@ -239,7 +263,9 @@ def _notes(inspection: Inspection) -> Iterator[str]:
     layers = inspection.layers
     broken = dict(chain.from_iterable(layer.broken.items() for layer in layers))
     if broken:
-        first = ", ".join(f"{name} ({count:,} entries)" for name, count in [*broken.items()][:4])
+        first = ", ".join(
+            f"{name} ({count:,} entries)" for name, count in [*broken.items()][:4]
+        )
         yield f"Not finite, left out: {first}{' …' if len(broken) > 4 else ''}."
     # Centring affects all figures of the layer.
     if num_centred := sum(layer.centred for layer in layers):
@@ -255,7 +281,9 @@ def _notes(inspection: Inspection) -> Iterator[str]:
         )
     if inspection.ignores_rotary and any(layer.turns for layer in layers):
         yield "Rotary positions are ignored: figures of W_QK hold at distance 0 only."
-    for caveat, count in Counter(chain.from_iterable(layer.caveats for layer in layers)).items():
+    for caveat, count in Counter(
+        chain.from_iterable(layer.caveats for layer in layers)
+    ).items():
         yield f"In {count} of {_count_of(len(layers), 'layer')} {caveat}."
     for form, title in (("qk", "W_QK"), ("ov", "W_OV")):
         conditions = values_of(inspection, f"{form}_condition")
@@ -268,48 +296,89 @@ def _notes(inspection: Inspection) -> Iterator[str]:
         yield f"Not in the file, though in the configuration: {', '.join(inspection.absent)}."
     if inspection.unread:
         named = "; ".join(
-            f"{name} ({why})" for why, name in {w: n for n, w in inspection.unread.items()}.items()
+            f"{name} ({why})"
+            for why, name in {w: n for n, w in inspection.unread.items()}.items()
         )
         yield f"Not read: {_count_of(len(inspection.unread), 'tensor')}, such as {named}."
 
 
 def averages(inspection: Inspection) -> Table:
     """Tabulate means over the heads, compared with random weights of the same sizes."""
-    rows = [(f"overlap of {both}", f"{times}×", "1×", above) for both, times, above in _overlaps(inspection)]
+    rows = [
+        (f"overlap of {both}", f"{times}×", "1×", above)
+        for both, times, above in _overlaps(inspection)
+    ]
     for pair, both in _PAIRS.items():
         if found := _distinct(inspection, pair, "excess", "subspaces"):
-            rows.append((f"excess over chance of {both}", f"{_mean(found):+.3f}", "0", "1 at most"))
+            rows.append(
+                (
+                    f"excess over chance of {both}",
+                    f"{_mean(found):+.3f}",
+                    "0",
+                    "1 at most",
+                )
+            )
     for pair, both in _PAIRS.items():
         if found := _distinct(inspection, pair, "cosine", "maps"):
             rows.append((f"cosine of {both}", f"{_mean(found):+.3f}", "0", _BY_BASIS))
     # Basis-dependent figures are marked as such.
-    apart, rotated = (values_of(inspection, f"qkv_apart{how}") for how in ("", "_rotated"))
+    apart, rotated = (
+        values_of(inspection, f"qkv_apart{how}") for how in ("", "_rotated")
+    )
     if apart:
         random = statistics.fmean(_random_distance(v) for v in apart)
-        rows.append(("distance from one matrix", f"{_mean(apart):.3f}", "0.667", _BY_BASIS))
-        rows.append(("the same, each rotated", f"{_mean(rotated):.3f}", f"{random:.3f}", "at least this"))
+        rows.append(
+            ("distance from one matrix", f"{_mean(apart):.3f}", "0.667", _BY_BASIS)
+        )
+        rows.append(
+            (
+                "the same, each rotated",
+                f"{_mean(rotated):.3f}",
+                f"{random:.3f}",
+                "at least this",
+            )
+        )
     for title, mean, random_mean in _effective_ranks(inspection):
         rows.append((f"effective rank of {title}", mean, random_mean, ""))
     rows += _kept_ranks(inspection)
     if shares := values_of(inspection, "qk_symmetric_share"):
-        random = statistics.fmean(random_symmetric_share(v.layer.d_model) for v in shares)
-        rows.append(("symmetric share of W_QK", f"{_mean(shares):.3f}", f"{random:.3f}", ""))
+        random = statistics.fmean(
+            random_symmetric_share(v.layer.d_model) for v in shares
+        )
+        rows.append(
+            ("symmetric share of W_QK", f"{_mean(shares):.3f}", f"{random:.3f}", "")
+        )
     if found := values_of(inspection, "ov_copying"):
         spreads = [random_copying_spread(v.layer.d_model, v.layer.d_v) for v in found]
         spread = math.sqrt(sum(spread**2 for spread in spreads)) / len(found)
-        rows.append(("copying score of W_OV", f"{_mean(found):+.3f}", f"0 ± {spread:.3f}", ""))
+        rows.append(
+            ("copying score of W_OV", f"{_mean(found):+.3f}", f"0 ± {spread:.3f}", "")
+        )
     for what, numbers in _redundant(inspection).items():
         rows.append((what, f"{numbers:,}", "", "parameters, redundant"))
     for loss, share in _percent_saved(inspection).items():
-        rows.append((f"saved by ranks for {1 - loss:.0%}", f"{share:.1f} %", "", "of the parameters"))
-    return Table(title="Averages", columns=("mean over the heads", "here", "random", ""), rows=tuple(rows))
+        rows.append(
+            (
+                f"saved by ranks for {1 - loss:.0%}",
+                f"{share:.1f} %",
+                "",
+                "of the parameters",
+            )
+        )
+    return Table(
+        title="Averages",
+        columns=("mean over the heads", "here", "random", ""),
+        rows=tuple(rows),
+    )
 
 
 def average_lines(inspection: Inspection) -> tuple[str, ...]:
     """Return the table of averages as lines of text."""
     lines = []
     for title, here, random, said in averages(inspection).rows:
-        more = "; ".join(part for part in (f"random: {random}" if random else "", said) if part)
+        more = "; ".join(
+            part for part in (f"random: {random}" if random else "", said) if part
+        )
         lines.append(f"{title}: {here}" + (f" ({more})" if more else ""))
     return tuple(lines)
 
@@ -355,34 +424,56 @@ def _random_distance(of: Value) -> float:
     return 2 / 3 * (1 - close * (q * k + q * v + k * v) / (q**2 + k**2 + v**2))
 
 
-def _by_width(inspection: Inspection, form: str) -> Iterator[tuple[str, int, bool, list[Value]]]:
+def _by_width(
+    inspection: Inspection, form: str
+) -> Iterator[tuple[str, int, bool, list[Value]]]:
     """Yield effective ranks of a form, grouped by width and by rotary pairs or not."""
     groups: dict[tuple[bool, int], list[Value]] = {}
     for value in values_of(inspection, f"{form}_effective_rank"):
         turns = form == "qk" and value.layer.rotary_pairs is not None
-        groups.setdefault((turns, max(map(len, value.layer.spectra[form]))), []).append(value)
+        groups.setdefault((turns, max(map(len, value.layer.spectra[form]))), []).append(
+            value
+        )
     for (turns, full), found in groups.items():
         of = _count_of(len({v.layer.module for v in found}), "layer")
-        yield f"W_{form.upper()}" + ("" if len(groups) == 1 else f" in {of}"), full, turns, found
+        yield (
+            f"W_{form.upper()}" + ("" if len(groups) == 1 else f" in {of}"),
+            full,
+            turns,
+            found,
+        )
 
 
 def _effective_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str]]:
     """Yield the name of each form, the mean effective rank, and the mean of random forms."""
     for form in ("qk", "ov"):
         for title, full, turns, found in _by_width(inspection, form):
-            spectra = [] if turns else [random_spectra(v.layer.d_model, full) for v in found]
-            random = (
-                f"{statistics.fmean(float(s.effective_rank.mean()) for s in spectra):.1f}" if spectra else ""
+            spectra = (
+                [] if turns else [random_spectra(v.layer.d_model, full) for v in found]
             )
-            yield f"{title}{' (rotary pairs)' * turns}", f"{_mean(found):.1f} of {full}", random
+            random = (
+                f"{statistics.fmean(float(s.effective_rank.mean()) for s in spectra):.1f}"
+                if spectra
+                else ""
+            )
+            yield (
+                f"{title}{' (rotary pairs)' * turns}",
+                f"{_mean(found):.1f} of {full}",
+                random,
+            )
 
 
 def _kept_ranks(inspection: Inspection) -> Iterator[tuple[str, str, str, str]]:
     """Yield the rank for 95 % of the energy in half of the heads, for each form."""
     for form in ("qk", "ov"):
         for title, full, turns, found in _by_width(inspection, form):
-            ranks = [v.layer.figures[f"{form}_rank_95"][v.layer.heads.index(v.head)] for v in found]
-            kept = f"{statistics.median(rank for rank in ranks if rank is not None):.0f}"
+            ranks = [
+                v.layer.figures[f"{form}_rank_95"][v.layer.heads.index(v.head)]
+                for v in found
+            ]
+            kept = (
+                f"{statistics.median(rank for rank in ranks if rank is not None):.0f}"
+            )
             random = ""
             if not turns:
                 spectra = [random_spectra(v.layer.d_model, full) for v in found]
@@ -408,9 +499,13 @@ def _percent_saved(inspection: Inspection) -> dict[float, float]:
     """Return the parameters saved by truncation in percent, by the energy loss of every form."""
     total = sum(layer.parameters for layer in inspection.layers)
     cuts = [*chain.from_iterable(layer.cut.values() for layer in inspection.layers)]
-    if not cuts or any(len(layer.heads) < layer.num_heads for layer in inspection.layers):
+    if not cuts or any(
+        len(layer.heads) < layer.num_heads for layer in inspection.layers
+    ):
         return {}
-    return {loss: 100 * sum(cut[i] for cut in cuts) / total for i, loss in enumerate(LOSSES)}
+    return {
+        loss: 100 * sum(cut[i] for cut in cuts) / total for i, loss in enumerate(LOSSES)
+    }
 
 
 def outliers(inspection: Inspection) -> Table:
@@ -431,7 +526,9 @@ def outliers(inspection: Inspection) -> Table:
         # Heads sharing both maps count once in pairs of maps.
         of_pairs = figure == "times_chance"
         values = (
-            _distinct(inspection, pair, figure, "subspaces") if of_pairs else values_of(inspection, measure)
+            _distinct(inspection, pair, figure, "subspaces")
+            if of_pairs
+            else values_of(inspection, measure)
         )
         found = sorted(values, key=lambda value: value.value, reverse=largest)[:3]
         if found:
@@ -444,12 +541,17 @@ def outliers(inspection: Inspection) -> Table:
 def near_copies(inspection: Inspection) -> Table:
     """Return the table of nearly equal heads, possibly empty."""
     titles = {"qk": "look alike (W_QK)", "ov": "move the same (W_OV)"}
-    rows = [(titles[p.form], p.one, p.other, f"{p.cosine:+.3f}") for p in inspection.copies[:_MOST_SHOWN]]
+    rows = [
+        (titles[p.form], p.one, p.other, f"{p.cosine:+.3f}")
+        for p in inspection.copies[:_MOST_SHOWN]
+    ]
     left = len(inspection.copies) - len(rows)
     if left:
         rows.append((f"and {left:,} more", "", "", ""))
     return Table(
-        title="Nearly the same", columns=("nearly the same", "head", "and", "cosine"), rows=tuple(rows)
+        title="Nearly the same",
+        columns=("nearly the same", "head", "and", "cosine"),
+        rows=tuple(rows),
     )
 
 
@@ -461,15 +563,27 @@ def side_by_side(*inspections: Inspection) -> Table:
     # Figures of W_QK are comparable only if they describe the same object.
     alike = len(set(of)) == 1
     if not alike:
-        rows.append(("figures of W_QK describe the", *of, *["not to be compared"] * of_two))
+        rows.append(
+            ("figures of W_QK describe the", *of, *["not to be compared"] * of_two)
+        )
     for measure in MEASURES:
         if measure.by_qk and not alike:
             continue
         found = [values_of(inspection, measure.name) for inspection in inspections]
         if all(found):
             means = [*map(_mean, found)]
-            apart = "–" if all(map(math.isinf, means)) else _formatted(means[1] - means[0], "+.3g")
-            rows.append((measure.title, *(_formatted(mean, ".4g") for mean in means), *[apart] * of_two))
+            apart = (
+                "–"
+                if all(map(math.isinf, means))
+                else _formatted(means[1] - means[0], "+.3g")
+            )
+            rows.append(
+                (
+                    measure.title,
+                    *(_formatted(mean, ".4g") for mean in means),
+                    *[apart] * of_two,
+                )
+            )
     names = (inspection.name for inspection in inspections)
     columns = ("mean over the heads", *names, *["difference"] * of_two)
     return Table(title="Side by side", columns=columns, rows=tuple(rows))
@@ -506,7 +620,16 @@ def heads_page(inspections: Sequence[Inspection], command: str) -> str:
     for name, inspection in zip(names, inspections, strict=True):
         of = f" of {name}" if len(names) > 1 else ""
         columns = ("figure", "here", "random", "note")
-        tables.append(replace(averages(inspection), title=f"Averages{of}", columns=columns, numeric=(1, 2)))
+        tables.append(
+            replace(
+                averages(inspection),
+                title=f"Averages{of}",
+                columns=columns,
+                numeric=(1, 2),
+            )
+        )
         said.append((f"Findings{of}", findings(inspection)))
         models.append((name, inspection.layers))
-    return render_heads(f"Heads of {' and '.join(names)}", models, said, facts, tables=tables)
+    return render_heads(
+        f"Heads of {' and '.join(names)}", models, said, facts, tables=tables
+    )

@@ -26,7 +26,11 @@ from triptych.seeing.reports.records import (
     TranslationSample,
 )
 from triptych.seeing.reports.rows import is_parquet, write_csv, write_parquet
-from triptych.seeing.reports.terminal import render_attention, render_samples, render_table
+from triptych.seeing.reports.terminal import (
+    render_attention,
+    render_samples,
+    render_table,
+)
 
 __all__ = [
     "AttentionPicture",

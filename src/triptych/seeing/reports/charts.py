@@ -46,9 +46,17 @@ def learning_charts(metrics: Sequence[MetricPoint]) -> list[Spec]:
     """Return charts of loss, BLEU and learning rate by step; missing metrics are omitted."""
     both = {"train_loss": "training", "valid_loss": "validation"}
     charts = (
-        _line_chart("Loss", metrics, both, "loss (nats per token)", height=260, is_log=True),
+        _line_chart(
+            "Loss", metrics, both, "loss (nats per token)", height=260, is_log=True
+        ),
         _line_chart("BLEU", metrics, {"bleu": "validation"}, "BLEU", height=150),
-        _line_chart("Learning rate", metrics, {"learning_rate": "training"}, "learning rate", height=150),
+        _line_chart(
+            "Learning rate",
+            metrics,
+            {"learning_rate": "training"},
+            "learning rate",
+            height=150,
+        ),
     )
     return [chart for chart in charts if chart]
 
@@ -72,7 +80,12 @@ def bar_chart(chart: BarChart) -> Spec | None:
     if not chart.bars:
         return None
     rows = [
-        {"name": bar.name, "value": float(bar.value), "label": bar.label, "series": bar.series}
+        {
+            "name": bar.name,
+            "value": float(bar.value),
+            "label": bar.label,
+            "series": bar.series,
+        }
         for bar in chart.bars
     ]
     series = list(dict.fromkeys(bar.series for bar in chart.bars))
@@ -80,12 +93,20 @@ def bar_chart(chart: BarChart) -> Spec | None:
     # The longest bar leaves space for its label.
     longest = max(bar.value for bar in chart.bars) or 1.0
     shared: Spec = {
-        "x": _of("value:Q", axis=None, scale={"domain": [0, longest * 1.25], "nice": False}),
+        "x": _of(
+            "value:Q", axis=None, scale={"domain": [0, longest * 1.25], "nice": False}
+        ),
         "y": _of(
             "name:N",
             sort=None,
             title=None,
-            axis={"domain": False, "ticks": False, "labelFontSize": 12, "labelLimit": 160, "labelPadding": 6},
+            axis={
+                "domain": False,
+                "ticks": False,
+                "labelFontSize": 12,
+                "labelLimit": 160,
+                "labelPadding": 6,
+            },
             scale={"paddingInner": 0.3},
         ),
         "tooltip": [
@@ -98,7 +119,9 @@ def bar_chart(chart: BarChart) -> Spec | None:
     if together:
         shared["yOffset"] = _of("series:N", sort=series)
         scale = {"domain": series, "range": _SERIES[: len(series)]}
-        colour["color"] = _of("series:N", scale=scale, legend={"title": None, "orient": "top"})
+        colour["color"] = _of(
+            "series:N", scale=scale, legend={"title": None, "orient": "top"}
+        )
     words = {"type": "text", "align": "left", "dx": 4, "fontSize": 11, "color": _MUTED}
     return _drawn(
         chart.title,
@@ -106,7 +129,10 @@ def bar_chart(chart: BarChart) -> Spec | None:
         # Height in pixels: Vega-Lite warns about steps with a container width.
         len({bar.name for bar in chart.bars}) * (21 * len(series) if together else 22),
         layer=[
-            {"mark": {"type": "bar", "color": _MUTED}, "encoding": {**shared, **colour}},
+            {
+                "mark": {"type": "bar", "color": _MUTED},
+                "encoding": {**shared, **colour},
+            },
             {"mark": words, "encoding": {**shared, "text": _of("label:N")}},
         ],
     )
@@ -141,7 +167,9 @@ def _line_chart(
     is_log: bool = False,
 ) -> Spec | None:
     points = [
-        (point.step, getattr(point, field), name) for field, name in fields.items() for point in metrics
+        (point.step, getattr(point, field), name)
+        for field, name in fields.items()
+        for point in metrics
     ]
     # A diverged run has NaN or infinite losses, which JSON cannot represent.
     rows: list[Spec] = [
@@ -158,7 +186,12 @@ def _line_chart(
         f"{title} by step",
         rows,
         height,
-        mark={"type": "line", "strokeWidth": 2, "point": marked, "interpolate": "linear"},
+        mark={
+            "type": "line",
+            "strokeWidth": 2,
+            "point": marked,
+            "interpolate": "linear",
+        },
         encoding={
             "x": _of(
                 "step:Q",
@@ -220,7 +253,10 @@ def _curve_chart(chart: CurveChart, names: Sequence[str]) -> Spec | None:
         encoding={"x": x, "color": colour},
         layer=[
             {"mark": {"type": "area", "opacity": 0.18}, "encoding": band},
-            {"mark": {"type": "line", "strokeWidth": 2, "point": {"size": 24}}, "encoding": line},
+            {
+                "mark": {"type": "line", "strokeWidth": 2, "point": {"size": 24}},
+                "encoding": line,
+            },
         ],
     )
 
@@ -244,15 +280,31 @@ def _scatter(chart: ScatterChart, names: Sequence[str]) -> Spec | None:
         240,
         encoding={"x": x, "color": _by_name(chart.names, names, legend=False)},
         layer=[
-            {"mark": "rule", "encoding": {"y": _of("low:Q", **y), "y2": {"field": "high"}}},
+            {
+                "mark": "rule",
+                "encoding": {"y": _of("low:Q", **y), "y2": {"field": "high"}},
+            },
             {"mark": {"type": "circle", "size": 60}, "encoding": dot},
-            {"mark": {"type": "text", "align": "left", "dx": 6, "dy": -6, "fontSize": 11}, "encoding": label},
+            {
+                "mark": {
+                    "type": "text",
+                    "align": "left",
+                    "dx": 6,
+                    "dy": -6,
+                    "fontSize": 11,
+                },
+                "encoding": label,
+            },
         ],
     )
 
 
 def _intervals(chart: IntervalChart, names: Sequence[str]) -> Spec | None:
-    rows = [{"name": one.name, **_height(one)} for one in chart.intervals if math.isfinite(one.mean)]
+    rows = [
+        {"name": one.name, **_height(one)}
+        for one in chart.intervals
+        if math.isfinite(one.mean)
+    ]
     if not rows:
         return None
     # The rule at 0 spans the height of all rows.
@@ -267,7 +319,11 @@ def _intervals(chart: IntervalChart, names: Sequence[str]) -> Spec | None:
         layer=[
             {
                 "mark": {"type": "rule", "color": _MUTED},
-                "encoding": {"x": {"datum": 0}, "y": {"value": 0}, "y2": {"value": height}},
+                "encoding": {
+                    "x": {"datum": 0},
+                    "y": {"value": 0},
+                    "y2": {"value": height},
+                },
             },
             {
                 "mark": {"type": "rule", "strokeWidth": 2},
@@ -279,7 +335,11 @@ def _intervals(chart: IntervalChart, names: Sequence[str]) -> Spec | None:
             },
             {
                 "mark": {"type": "circle", "size": 60, "opacity": 1},
-                "encoding": {"color": colour, "x": _of("mean:Q", title=chart.x_title), "tooltip": told},
+                "encoding": {
+                    "color": colour,
+                    "x": _of("mean:Q", title=chart.x_title),
+                    "tooltip": told,
+                },
             },
         ],
     )
@@ -294,16 +354,26 @@ def _height(point: Interval) -> Spec:
     }
 
 
-def _by_name(shown: Sequence[str], names: Sequence[str], *, legend: bool = True) -> Spec:
+def _by_name(
+    shown: Sequence[str], names: Sequence[str], *, legend: bool = True
+) -> Spec:
     """Return the colours of a chart's names; `names` are all names of the page."""
     domain = list(dict.fromkeys(shown))
     colours = [_SERIES[names.index(name) % len(_SERIES)] for name in domain]
-    key = {"title": None, "orient": "top", "columns": 2} if legend and len(domain) > 1 else None
+    key = (
+        {"title": None, "orient": "top", "columns": 2}
+        if legend and len(domain) > 1
+        else None
+    )
     return _of("name:N", scale={"domain": domain, "range": colours}, legend=key)
 
 
 def _told(x_title: str, y_title: str) -> list[Spec]:
-    return [_of("name:N", title="of"), _of("x:Q", title=x_title, format=".4~g"), *_tooltips(y_title, ".5~g")]
+    return [
+        _of("name:N", title="of"),
+        _of("x:Q", title=x_title, format=".4~g"),
+        *_tooltips(y_title, ".5~g"),
+    ]
 
 
 def _tooltips(title: str, digits: str) -> list[Spec]:

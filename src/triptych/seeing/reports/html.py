@@ -18,7 +18,13 @@ from triptych.extras import require_extra
 from triptych.files import write_text
 from triptych.printable import printable
 from triptych.seeing.reports.charts import Spec, bar_chart, learning_charts, plot
-from triptych.seeing.reports.records import BarChart, Plot, Report, Table, TranslationSample
+from triptych.seeing.reports.records import (
+    BarChart,
+    Plot,
+    Report,
+    Table,
+    TranslationSample,
+)
 
 # Identifying line in the head of every page.
 GENERATOR = '<meta name="generator" content="triptych">'
@@ -59,11 +65,20 @@ def write_picture(chart: Plot, path: Path) -> bool:
     spec = plot(chart, chart.names)
     if spec is None:
         return False
-    titled = {**spec, "width": _PICTURE_WIDTH, "background": "white", "title": chart.title}
+    titled = {
+        **spec,
+        "width": _PICTURE_WIDTH,
+        "background": "white",
+        "title": chart.title,
+    }
     # The colours of a page are variables of its style, light colours first; a picture uses the light colours.
-    light = dict(re.findall(r"(--[\w-]+): (#\w+)", _resource("page.css").partition("}")[0]))
+    light = dict(
+        re.findall(r"(--[\w-]+): (#\w+)", _resource("page.css").partition("}")[0])
+    )
     svg = re.sub(
-        r"var\((--[\w-]+)\)", lambda found: light.get(found[1], found[0]), vl_convert.vegalite_to_svg(titled)
+        r"var\((--[\w-]+)\)",
+        lambda found: light.get(found[1], found[0]),
+        vl_convert.vegalite_to_svg(titled),
     )
     write_text(path, svg)
     return True
@@ -72,7 +87,9 @@ def write_picture(chart: Plot, path: Path) -> bool:
 def render_report(report: Report) -> str:
     """Return the HTML of the page written by `write_report`."""
     learning = learning_charts(report.metrics)
-    names = list(dict.fromkeys(chain.from_iterable(chart.names for chart in report.plots)))
+    names = list(
+        dict.fromkeys(chain.from_iterable(chart.names for chart in report.plots))
+    )
     charts: list[tuple[BarChart | Plot, Spec]] = [
         *((chart, spec) for chart in report.charts if (spec := bar_chart(chart))),
         *((chart, spec) for chart in report.plots if (spec := plot(chart, names))),
@@ -97,14 +114,23 @@ def _samples(samples: Sequence[TranslationSample]) -> Table:
     return Table(
         "Translations",
         ("source", "translation", "reference", "exact"),
-        tuple((one.source, one.hypothesis, one.reference or "", marks[one.is_exact]) for one in samples),
-        f"{sum(judged)} of {len(judged)} equal their reference to the letter." if judged else "",
+        tuple(
+            (one.source, one.hypothesis, one.reference or "", marks[one.is_exact])
+            for one in samples
+        ),
+        f"{sum(judged)} of {len(judged)} equal their reference to the letter."
+        if judged
+        else "",
     )
 
 
 def make_page(template: str, **context: Any) -> str:
     """Render a page from a template in this folder; inserted values are escaped."""
-    return _environment().get_template(template).render(**context, generator=Markup(GENERATOR))
+    return (
+        _environment()
+        .get_template(template)
+        .render(**context, generator=Markup(GENERATOR))
+    )
 
 
 @lru_cache(maxsize=1)
@@ -132,7 +158,11 @@ def _resource(name: str) -> str:
 
 def _safe(value: Any) -> Any:
     """Make a value of a page printable: text may contain names of files and folders."""
-    return printable(value, lines=True) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return (
+        printable(value, lines=True)
+        if isinstance(value, str) and not isinstance(value, Markup)
+        else value
+    )
 
 
 def _embedded(data: object) -> Markup:

@@ -58,7 +58,9 @@ class AttentionPicture:
             )
         # Sums of a softmax in half precision may exceed 1 slightly; NaN also fails the comparison.
         if not np.all((self.weights >= 0) & (self.weights <= 1.001)):
-            raise ValueError(f"{self.title!r}: attention weights must lie in 0–1 and be finite")
+            raise ValueError(
+                f"{self.title!r}: attention weights must lie in 0–1 and be finite"
+            )
 
     @property
     def num_heads(self) -> int:
@@ -96,7 +98,9 @@ class Table:
             self,
             columns=tuple(self.columns[i] for i in columns),
             rows=tuple(tuple(row[i] for i in columns) for row in self.rows),
-            numeric=tuple(place for place, i in enumerate(columns) if i in self.numeric),
+            numeric=tuple(
+                place for place, i in enumerate(columns) if i in self.numeric
+            ),
             shaded=tuple(place for place, i in enumerate(columns) if i in self.shaded),
         )
 
@@ -124,7 +128,9 @@ class BarChart:
     def __post_init__(self) -> None:
         for bar in self.bars:
             if not 0 <= bar.value < float("inf"):
-                raise ValueError(f"{self.title!r}: the bar of {bar.name} is {bar.value}: give 0 or more")
+                raise ValueError(
+                    f"{self.title!r}: the bar of {bar.name} is {bar.value}: give 0 or more"
+                )
 
 
 @dataclass(frozen=True)

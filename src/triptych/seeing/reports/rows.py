@@ -26,7 +26,9 @@ def is_parquet(path: Path) -> bool:
     return bool(metadata.items() >= _GENERATOR.items())
 
 
-def write_parquet(rows: Sequence[Mapping[str, object]], path: Path, figures: Collection[str] = ()) -> None:
+def write_parquet(
+    rows: Sequence[Mapping[str, object]], path: Path, figures: Collection[str] = ()
+) -> None:
     """Write rows, with a column for each key of the first row."""
     require_extra("parquet", "pyarrow", what="Parquet")
     import pyarrow
@@ -36,7 +38,9 @@ def write_parquet(rows: Sequence[Mapping[str, object]], path: Path, figures: Col
     # Columns of figures are float64 even if their values are integers or None.
     for place, name in enumerate(table.column_names):
         if name in figures:
-            table = table.set_column(place, name, table.column(place).cast(pyarrow.float64()))
+            table = table.set_column(
+                place, name, table.column(place).cast(pyarrow.float64())
+            )
     table = table.replace_schema_metadata(_GENERATOR)
 
     def write(temporary: Path) -> None:

@@ -26,7 +26,15 @@ from triptych.training.corpora.tasks import Task
 DEFAULT_MAX_LINE_CHARS = 10_000
 _MOST_HELD_OUT = 2000
 
-_FILE_ENDINGS = (".tsv", ".tsv.gz", ".tsv.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+_FILE_ENDINGS = (
+    ".tsv",
+    ".tsv.gz",
+    ".tsv.zst",
+    ".jsonl",
+    ".jsonl.gz",
+    ".jsonl.zst",
+    ".parquet",
+)
 # Kinds of source allowed with each option.
 _OPTION_PLACES = {
     "source_field": ("file", "hub"),
@@ -96,8 +104,12 @@ class CorpusSpec(BaseModel):
     def _place(self) -> str:
         """Return the given kind of source; raise an error unless exactly one kind is given."""
         if (self.source is None) != (self.target is None):
-            given, missing = ("source", "target") if self.target is None else ("target", "source")
-            raise ValueError(f"{given} is given without {missing}; a corpus of two files needs both")
+            given, missing = (
+                ("source", "target") if self.target is None else ("target", "source")
+            )
+            raise ValueError(
+                f"{given} is given without {missing}; a corpus of two files needs both"
+            )
         ways = {
             "source and target": self.source,
             "file": self.file,
@@ -108,7 +120,9 @@ class CorpusSpec(BaseModel):
         if not used:
             raise ValueError(f"no corpus is given; set one of: {'; '.join(ways)}")
         if len(used) > 1:
-            raise ValueError(f"{' and '.join(used)} contradict each other; keep one of them")
+            raise ValueError(
+                f"{' and '.join(used)} contradict each other; keep one of them"
+            )
         return used[0]
 
     def _check_sides(self) -> None:
@@ -125,10 +139,17 @@ class CorpusSpec(BaseModel):
         if self.file is None:
             return
         if not self.file.name.lower().endswith(_FILE_ENDINGS):
-            raise ValueError(f"file {self.file} must end in one of {', '.join(_FILE_ENDINGS)}")
+            raise ValueError(
+                f"file {self.file} must end in one of {', '.join(_FILE_ENDINGS)}"
+            )
         if record_ending(self.file) == ".tsv":
-            for option, column in (("source_field", self.source_field), ("target_field", self.target_field)):
-                if column is not None and not (column.isascii() and column.isdigit() and int(column) >= 1):
+            for option, column in (
+                ("source_field", self.source_field),
+                ("target_field", self.target_field),
+            ):
+                if column is not None and not (
+                    column.isascii() and column.isdigit() and int(column) >= 1
+                ):
                     raise ValueError(
                         f'{option} of a .tsv file is a column number from "1" up, not "{column}"'
                     )
@@ -151,7 +172,9 @@ class CorpusCounts:
         if self.empty_dropped:
             drops.append(f"{self.empty_dropped:,} with an empty side dropped")
         if self.too_long_dropped:
-            drops.append(f"{self.too_long_dropped:,} past {self.max_line_chars:,} characters dropped")
+            drops.append(
+                f"{self.too_long_dropped:,} past {self.max_line_chars:,} characters dropped"
+            )
         pairs = f"{num_pairs:,} pair" if num_pairs == 1 else f"{num_pairs:,} pairs"
         return f"{pairs} ({', '.join(drops)})" if drops else pairs
 
@@ -186,13 +209,18 @@ class ParallelCorpus:
             )
         left = min(max(round(share * len(self)), 1), _MOST_HELD_OUT)
         held = set[str]()
-        order = sorted(times, key=lambda text: hashlib.sha256(text.encode()).digest())[1:]
+        order = sorted(times, key=lambda text: hashlib.sha256(text.encode()).digest())[
+            1:
+        ]
         for source in order:
             if times[source] <= left:
                 held.add(source)
                 left -= times[source]
         held = held or {min(order, key=lambda text: times[text])}
-        parts = [[i for i, text in enumerate(self.source) if (text in held) == out] for out in (False, True)]
+        parts = [
+            [i for i, text in enumerate(self.source) if (text in held) == out]
+            for out in (False, True)
+        ]
         train, valid = (
             replace(
                 self,
@@ -206,7 +234,10 @@ class ParallelCorpus:
 
 
 def read_parallel(
-    spec: CorpusSpec, *, max_line_chars: int = DEFAULT_MAX_LINE_CHARS, base: Path = Path()
+    spec: CorpusSpec,
+    *,
+    max_line_chars: int = DEFAULT_MAX_LINE_CHARS,
+    base: Path = Path(),
 ) -> ParallelCorpus:
     """Read a corpus; drop and count the pairs with an empty or too long sentence."""
     # Line numbers count dropped pairs too.
@@ -229,7 +260,9 @@ def read_parallel(
             line_numbers.append(number)
     counts = CorpusCounts(lines_read, empty_dropped, too_long_dropped, max_line_chars)
     if not sources:
-        raise DataError(f"{name}: {counts.describe()}; give a text with at least one pair")
+        raise DataError(
+            f"{name}: {counts.describe()}; give a text with at least one pair"
+        )
     return ParallelCorpus(sources, targets, line_numbers, name, counts)
 
 
@@ -244,13 +277,18 @@ def _find_pairs(spec: CorpusSpec, base: Path) -> tuple[str, Iterable[NumberedTex
     source_field = spec.source_field or "source"
     target_field = spec.target_field or "target"
     if spec.hub is not None:
-        pairs = read_hub(spec.hub, spec.config_name, spec.split, (source_field, target_field), base)
+        pairs = read_hub(
+            spec.hub, spec.config_name, spec.split, (source_field, target_field), base
+        )
         return f"{spec.hub} {spec.split}", pairs
     assert spec.generated is not None
     assert spec.generated_part is not None
     try:
         generated = generate_pairs(
-            spec.generated, spec.generated_part, spec.generated_seed, spec.generated_task
+            spec.generated,
+            spec.generated_part,
+            spec.generated_seed,
+            spec.generated_task,
         )
     except ValueError as error:
         raise UsageError(
@@ -262,7 +300,9 @@ def _find_pairs(spec: CorpusSpec, base: Path) -> tuple[str, Iterable[NumberedTex
 def _read_record_file(spec: CorpusSpec, path: Path) -> Iterator[NumberedTexts]:
     ending = record_ending(path)
     if ending == ".tsv":
-        return read_tsv(path, int(spec.source_field or "1"), int(spec.target_field or "2"))
+        return read_tsv(
+            path, int(spec.source_field or "1"), int(spec.target_field or "2")
+        )
     read = read_jsonl if ending == ".jsonl" else read_parquet
     return read(path, (spec.source_field or "source", spec.target_field or "target"))
 

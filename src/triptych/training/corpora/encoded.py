@@ -47,7 +47,10 @@ class EncodedCorpus:
         """
         keep = np.maximum(self.source.lengths, self.target.lengths) <= max_tokens
         rest = EncodedCorpus(
-            self.source.where(keep), self.target.where(keep), self.line_numbers[keep], self.name
+            self.source.where(keep),
+            self.target.where(keep),
+            self.line_numbers[keep],
+            self.name,
         )
         return rest, len(self) - len(rest)
 
@@ -66,12 +69,20 @@ def encode_corpus(
         if found is None:
             cache_folder.mkdir(parents=True, exist_ok=True)
             metadata = {"sha256": _digest_of_arrays(arrays)}
-            write_atomically(path, lambda temporary: save_file(arrays, temporary, metadata=metadata))
-    source, target = (TokenSequences(arrays[f"{s}.ids"], arrays[f"{s}.offsets"]) for s in _SIDES)
-    return EncodedCorpus(source, target, np.array(corpus.line_numbers, dtype=np.int64), corpus.name)
+            write_atomically(
+                path, lambda temporary: save_file(arrays, temporary, metadata=metadata)
+            )
+    source, target = (
+        TokenSequences(arrays[f"{s}.ids"], arrays[f"{s}.offsets"]) for s in _SIDES
+    )
+    return EncodedCorpus(
+        source, target, np.array(corpus.line_numbers, dtype=np.int64), corpus.name
+    )
 
 
-def _encode_sides(corpus: ParallelCorpus, tokenizers: TokenizerPair) -> dict[str, np.ndarray]:
+def _encode_sides(
+    corpus: ParallelCorpus, tokenizers: TokenizerPair
+) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for side in _SIDES:
         found = _pack_texts(getattr(corpus, side), getattr(tokenizers, side))
@@ -81,14 +92,24 @@ def _encode_sides(corpus: ParallelCorpus, tokenizers: TokenizerPair) -> dict[str
 
 def _pack_texts(texts: Sequence[str], tokenizer: Tokenizer) -> TokenSequences:
     starts = range(0, len(texts), _TEXTS_AT_ONCE)
-    parts = [TokenSequences.pack(tokenizer.encode(texts[i : i + _TEXTS_AT_ONCE])) for i in starts]
+    parts = [
+        TokenSequences.pack(tokenizer.encode(texts[i : i + _TEXTS_AT_ONCE]))
+        for i in starts
+    ]
     lengths = np.concatenate([part.lengths for part in parts])
-    return TokenSequences(np.concatenate([part.ids for part in parts]), offsets_of(lengths))
+    return TokenSequences(
+        np.concatenate([part.ids for part in parts]), offsets_of(lengths)
+    )
 
 
 def _key_of(corpus: ParallelCorpus, tokenizers: TokenizerPair) -> str:
     digest = hashlib.sha256(_FORMAT)
-    sides = (tokenizers.source.to_json(),), (tokenizers.target.to_json(),), corpus.source, corpus.target
+    sides = (
+        (tokenizers.source.to_json(),),
+        (tokenizers.target.to_json(),),
+        corpus.source,
+        corpus.target,
+    )
     for texts in sides:
         add_texts(digest, texts)
     return digest.hexdigest()

@@ -48,13 +48,17 @@ _DRAWS_PER_SENTENCE = 40
 _MIN_DRAWS = 1000
 
 
-def generate_pairs(count: int, part: str, seed: int, task: str = GERMAN_ENGLISH) -> list[TextPair]:
+def generate_pairs(
+    count: int, part: str, seed: int, task: str = GERMAN_ENGLISH
+) -> list[TextPair]:
     """Draw sentence pairs of one part of a corpus; sentences of the evaluation parts are distinct."""
     if task == GERMAN_ENGLISH:
         require_extra("demo", "num2words", what="generated text")
         return _collect_pairs(_draw_pair, count, part, seed)
     if task not in TASKS:
-        raise ValueError(f"task {task!r} does not exist; choose one of {', '.join((GERMAN_ENGLISH, *TASKS))}")
+        raise ValueError(
+            f"task {task!r} does not exist; choose one of {', '.join((GERMAN_ENGLISH, *TASKS))}"
+        )
     return _collect_pairs(TASKS[task], count, part, seed)
 
 
@@ -70,9 +74,13 @@ def example_pairs() -> list[TextPair]:
     return [*pairs_of("examples")]
 
 
-def _collect_pairs(draw: Callable[[Random], TextPair], count: int, part: str, seed: int) -> list[TextPair]:
+def _collect_pairs(
+    draw: Callable[[Random], TextPair], count: int, part: str, seed: int
+) -> list[TextPair]:
     if part not in PARTS:
-        raise ValueError(f"part {part!r} does not exist; choose one of {', '.join(PARTS)}")
+        raise ValueError(
+            f"part {part!r} does not exist; choose one of {', '.join(PARTS)}"
+        )
     if count < 0:
         raise ValueError(f"count must not be negative; it is {count}")
     # A string seeds Random through SHA-512, the same on every machine.
@@ -99,8 +107,15 @@ def _collect_pairs(draw: Callable[[Random], TextPair], count: int, part: str, se
 
 # --- sentences ---------------------------------------------------------------------------------------
 
-_VERBS_OF = {"vehicles": "moves", "shows": "courses", "houses": "openings", "persons": "habits"}
-_EVENTS = tuple((pairs_of(subjects), rows_of(verbs)) for subjects, verbs in _VERBS_OF.items())
+_VERBS_OF = {
+    "vehicles": "moves",
+    "shows": "courses",
+    "houses": "openings",
+    "persons": "habits",
+}
+_EVENTS = tuple(
+    (pairs_of(subjects), rows_of(verbs)) for subjects, verbs in _VERBS_OF.items()
+)
 _CLAIMS = pairs_of("claims")
 _PEOPLE = rows_of("people")
 _DEEDS = pairs_of("deeds")
@@ -123,7 +138,16 @@ def _tidy_sentence(text: str) -> str:
 
 def _draw_event(rng: Random) -> TextPair:
     subjects, verbs = rng.choice(_EVENTS)
-    finite, prefix, infinitive, auxiliary, participle, finite_en, infinitive_en, past_en = rng.choice(verbs)
+    (
+        finite,
+        prefix,
+        infinitive,
+        auxiliary,
+        participle,
+        finite_en,
+        infinitive_en,
+        past_en,
+    ) = rng.choice(verbs)
     pieces = {
         "who": rng.choice(subjects),
         "when": draw_when(rng),
@@ -173,17 +197,25 @@ def _draw_number_sentence(rng: Random) -> TextPair:
     kind = rng.random()
     if kind < 0.4:
         return _fill_sentence(
-            rng.choice(pairs_of("measures")), {"n": spell_cardinal(draw_amount(rng, low=2))}
+            rng.choice(pairs_of("measures")),
+            {"n": spell_cardinal(draw_amount(rng, low=2))},
         )
     if kind < 0.7:
-        return _fill_sentence(rng.choice(pairs_of("numbers")), {"n": spell_cardinal(draw_number(rng))})
-    return _fill_sentence(rng.choice(pairs_of("ranks")), {"n": spell_ordinal(rng.randint(1, 99))})
+        return _fill_sentence(
+            rng.choice(pairs_of("numbers")), {"n": spell_cardinal(draw_number(rng))}
+        )
+    return _fill_sentence(
+        rng.choice(pairs_of("ranks")), {"n": spell_ordinal(rng.randint(1, 99))}
+    )
 
 
 def _draw_arithmetic(rng: Random) -> TextPair:
     a = draw_number(rng, max_digits=3)
     b = draw_number(rng, max_digits=3)
-    pieces = {name: spell_cardinal(number) for name, number in (("a", a), ("b", b), ("c", a + b))}
+    pieces = {
+        name: spell_cardinal(number)
+        for name, number in (("a", a), ("b", b), ("c", a + b))
+    }
     return _fill_sentence(rng.choice(pairs_of("sums")), pieces)
 
 
@@ -220,7 +252,9 @@ def _draw_phrase(rng: Random) -> TextPair:
 _KINDS: dict[Callable[[Random], TextPair], int] = {
     _draw_phrase: 14,
     _draw_event: 28,
-    lambda rng: _fill_sentence(rng.choice(pairs_of("histories")), {"when": draw_past(rng)}): 10,
+    lambda rng: _fill_sentence(
+        rng.choice(pairs_of("histories")), {"when": draw_past(rng)}
+    ): 10,
     _draw_calendar: 8,
     _draw_count: 12,
     _draw_number_sentence: 10,

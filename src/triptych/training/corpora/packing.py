@@ -44,7 +44,12 @@ class LanguageBatch:
     def pinned(self) -> "LanguageBatch":
         """Copy the batch to page-locked memory for asynchronous transfers to a GPU."""
         starts = None if self.starts is None else self.starts.pin_memory()
-        return replace(self, ids=self.ids.pin_memory(), targets=self.targets.pin_memory(), starts=starts)
+        return replace(
+            self,
+            ids=self.ids.pin_memory(),
+            targets=self.targets.pin_memory(),
+            starts=starts,
+        )
 
 
 @final
@@ -62,7 +67,9 @@ class PackedBatches:
         shuffle: bool = True,
         masking: Masking | None = None,
     ) -> None:
-        self._ahead = 1 if masking is None else 0  # tokens after a row needed for its targets
+        self._ahead = (
+            1 if masking is None else 0
+        )  # tokens after a row needed for its targets
         if shards.num_tokens < 1 + self._ahead:
             state = "is empty" if masking else "has fewer than two tokens"
             raise UsageError(f"the corpus in {shards.folder} {state}; give more text")
@@ -83,7 +90,9 @@ class PackedBatches:
         if self._shuffle:
             generator = np.random.default_rng([self._seed, epoch])
             first = -int(generator.integers(self._context))
-            starts = np.arange(first, self._shards.num_tokens - self._ahead, self._context)
+            starts = np.arange(
+                first, self._shards.num_tokens - self._ahead, self._context
+            )
             starts = generator.permutation(starts)
         if self._masking is not None:
             starts = starts + self._context + epoch * self._stride
@@ -99,14 +108,21 @@ class PackedBatches:
         # Tokens must not attend to padding at the end of a row. Causality ensures it for next-token targets.
         has_starts = self._within_documents
         for row, index in enumerate(indices.tolist()):
-            epoch, place = (0, index) if masking is None else divmod(index, self._stride)
+            epoch, place = (
+                (0, index) if masking is None else divmod(index, self._stride)
+            )
             begin = place if masking is None else place - self._context
-            begin, end = max(begin, 0), min(begin + self._context, self._shards.num_tokens - self._ahead)
+            begin, end = (
+                max(begin, 0),
+                min(begin + self._context, self._shards.num_tokens - self._ahead),
+            )
             length = end - begin
             tokens = self._shards.tokens(begin, end + self._ahead).astype(np.int64)
             inside = np.zeros(0, dtype=np.int64)
             if self._within_documents:
-                inside = self._shards.starts_within(begin + 1, end + self._ahead) - begin
+                inside = (
+                    self._shards.starts_within(begin + 1, end + self._ahead) - begin
+                )
             if masking is None:
                 ids[row, :length], targets[row, :length] = tokens[:-1], tokens[1:]
                 targets[row, inside - 1] = NOT_COUNTED
@@ -128,12 +144,16 @@ class PackedBatches:
         """Number of target tokens of one epoch; with masking, the expected number."""
         if self._masking is not None:
             return max(1, round(self._masking.share * self._shards.num_tokens))
-        return self._shards.num_tokens - (self._shards.num_documents if self._within_documents else 1)
+        return self._shards.num_tokens - (
+            self._shards.num_documents if self._within_documents else 1
+        )
 
 
 def _starts_of(
     inside: Int64[np.ndarray, "num_inside"], length: int, context: int
 ) -> Int64[np.ndarray, "context"]:
     """Return the start of each position's document in a row; padding counts as a separate document."""
-    bounds = np.concatenate([[0], inside, [length] if length < context else []]).astype(np.int64)
+    bounds = np.concatenate([[0], inside, [length] if length < context else []]).astype(
+        np.int64
+    )
     return bounds[np.searchsorted(bounds, np.arange(context), side="right") - 1]

@@ -25,14 +25,18 @@ class Batch:
     """Sentence pairs as padded tensors for teacher forcing."""
 
     src: Int[Tensor, "batch src_len"]  # source ids, then `<eos>`
-    tgt_in: Int[Tensor, "batch tgt_len"]  # `<bos>`, then target ids: input of the decoder
+    tgt_in: Int[
+        Tensor, "batch tgt_len"
+    ]  # `<bos>`, then target ids: input of the decoder
     tgt_out: Int[Tensor, "batch tgt_len"]  # target ids, then `<eos>`: labels
     line_numbers: tuple[int, ...]  # 1-based line of each pair in its file
     num_target_tokens: int  # number of entries of `tgt_out` without padding
 
     def pinned(self) -> "Batch":
         """Copy the batch to page-locked memory for asynchronous transfers to a GPU."""
-        src, tgt_in, tgt_out = (side.pin_memory() for side in (self.src, self.tgt_in, self.tgt_out))
+        src, tgt_in, tgt_out = (
+            side.pin_memory() for side in (self.src, self.tgt_in, self.tgt_out)
+        )
         return replace(self, src=src, tgt_in=tgt_in, tgt_out=tgt_out)
 
 
@@ -111,12 +115,15 @@ class TokenBatches:
     def padding_waste(self, epoch: int) -> float:
         """Return the share of padding in `src` and `tgt_out` over an epoch, in [0, 1)."""
         num_slots = sum(
-            len(batch) * int(self._src_lengths[batch].max() + self._tgt_lengths[batch].max())
+            len(batch)
+            * int(self._src_lengths[batch].max() + self._tgt_lengths[batch].max())
             for batch in self.plan(epoch)
         )
         return 1.0 - int(self._src_lengths.sum() + self._tgt_lengths.sum()) / num_slots
 
-    def _cut(self, order: Int64[np.ndarray, "num_pairs"]) -> list[Int64[np.ndarray, "batch"]]:
+    def _cut(
+        self, order: Int64[np.ndarray, "num_pairs"]
+    ) -> list[Int64[np.ndarray, "batch"]]:
         """Cut the sorted pairs into batches, greedily with the least cost per real token."""
         # cost = (padded source + padded target + price of a batch) / real tokens, for every size of the batch
         src_lengths = self._src_lengths[order]
@@ -133,7 +140,9 @@ class TokenBatches:
             sizes = np.arange(1, len(src) + 1)
             costs = (sizes * (src_width + tgt_width) + price) / np.cumsum(src + tgt)
             costs[sizes * np.maximum(src_width, tgt_width) > self._max_tokens] = np.inf
-            bounds.append(start + len(src) - int(np.argmin(costs[::-1])))  # the last minimum
+            bounds.append(
+                start + len(src) - int(np.argmin(costs[::-1]))
+            )  # the last minimum
         return [order[start:end] for start, end in pairwise(bounds)]
 
     def _pad(
@@ -150,18 +159,25 @@ class TokenBatches:
         num_ids = lengths[indices] - 1
         ends = np.cumsum(num_ids)
         # Positions of all rows' ids in one array, in the row-major order of the mask below.
-        flat = np.arange(ends[-1]) + np.repeat(sequences.offsets[indices] - (ends - num_ids), num_ids)
-        padded[:, start : start + width - 1][np.arange(width - 1) < num_ids[:, None]] = sequences.ids[flat]
+        flat = np.arange(ends[-1]) + np.repeat(
+            sequences.offsets[indices] - (ends - num_ids), num_ids
+        )
+        padded[:, start : start + width - 1][
+            np.arange(width - 1) < num_ids[:, None]
+        ] = sequences.ids[flat]
         return padded
 
 
 # The first key is the longer of the two lengths, since it uses the budget. The second key is the difference
 # of the lengths, ascending for odd and descending for even first keys.
 def _places(
-    src_lengths: Int64[np.ndarray, "num_pairs"], tgt_lengths: Int64[np.ndarray, "num_pairs"]
+    src_lengths: Int64[np.ndarray, "num_pairs"],
+    tgt_lengths: Int64[np.ndarray, "num_pairs"],
 ) -> Int64[np.ndarray, "num_pairs"]:
     """Return a sort key for each pair of lengths; neighbours in its order are similar in both lengths."""
     longer = np.maximum(src_lengths, tgt_lengths)
     difference = src_lengths - tgt_lengths
-    spacing = 2 * int(longer.max(initial=0))  # absolute differences are less than half of the spacing
+    spacing = 2 * int(
+        longer.max(initial=0)
+    )  # absolute differences are less than half of the spacing
     return np.asarray(longer * spacing + np.where(longer % 2, difference, -difference))

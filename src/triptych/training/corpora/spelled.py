@@ -14,13 +14,18 @@ from random import Random
 TextPair = tuple[str, str]
 """German text and its English translation."""
 
-_TABLES = tomllib.loads(Path(__file__).with_name("german_english.toml").read_text(encoding="utf-8"))
+_TABLES = tomllib.loads(
+    Path(__file__).with_name("german_english.toml").read_text(encoding="utf-8")
+)
 
 
 @cache
 def rows_of(table: str) -> tuple[tuple[str, ...], ...]:
     """Return the cells of a table by rows."""
-    return tuple(tuple(map(str.strip, line.split("|"))) for line in _TABLES[table].strip().splitlines())
+    return tuple(
+        tuple(map(str.strip, line.split("|")))
+        for line in _TABLES[table].strip().splitlines()
+    )
 
 
 @cache
@@ -42,7 +47,9 @@ def fill_in(template: TextPair, pieces: Mapping[str, TextPair]) -> TextPair:
 def _spell(number: int, form: str) -> TextPair:
     from num2words import num2words
 
-    return str(num2words(number, lang="de", to=form)), str(num2words(number, lang="en", to=form))
+    return str(num2words(number, lang="de", to=form)), str(
+        num2words(number, lang="en", to=form)
+    )
 
 
 def spell_cardinal(number: int) -> TextPair:
@@ -74,7 +81,9 @@ def spell_ordinal(number: int) -> TextPair:
 
 def draw_number(rng: Random, low: int = 1, max_digits: int = 6) -> int:
     """Draw a number, beginning with its length: nearly all uniform integers would have six digits."""
-    (num_digits,) = rng.choices(range(1, max_digits + 1), (3, 6, 5, 3, 2, 2)[:max_digits])
+    (num_digits,) = rng.choices(
+        range(1, max_digits + 1), (3, 6, 5, 3, 2, 2)[:max_digits]
+    )
     number = rng.randrange(10 ** (num_digits - 1), 10**num_digits)
     if num_digits >= 3 and rng.random() < 0.15:
         number -= number % 10 ** (num_digits - 2)
@@ -90,7 +99,9 @@ def draw_amount(rng: Random, low: int = 1, max_digits: int = 6) -> int:
 # --- times of day ------------------------------------------------------------------------------------
 
 # Templates of the minutes with special names: quarters, and minutes near the half hour.
-_ROUND_TIMES = {int(minute): (german, english) for minute, german, english in rows_of("round_times")}
+_ROUND_TIMES = {
+    int(minute): (german, english) for minute, german, english in rows_of("round_times")
+}
 _AFTER, _BEFORE = pairs_of("other_times")
 
 
@@ -107,7 +118,9 @@ def spell_clock(hour: int, minute: int) -> TextPair:
     elif number % 5:
         count = f"{count[0]} Minuten", f"{count[1]} minutes"
     template = _ROUND_TIMES.get(minute, _AFTER if minute < 30 else _BEFORE)
-    return fill_in(template, {"this": this, "next": spell_cardinal(hour % 12 + 1), "count": count})
+    return fill_in(
+        template, {"this": this, "next": spell_cardinal(hour % 12 + 1), "count": count}
+    )
 
 
 def spell_timetable(hour: int, minute: int) -> TextPair:
@@ -118,7 +131,10 @@ def spell_timetable(hour: int, minute: int) -> TextPair:
     if minute == 0:
         return f"{hour_de} Uhr", f"{hour_en} hundred hours"
     minute_de, minute_en = spell_cardinal(minute)
-    return f"{hour_de} Uhr {minute_de}", f"{hour_en} {'oh-' if minute < 10 else ''}{minute_en}"
+    return (
+        f"{hour_de} Uhr {minute_de}",
+        f"{hour_en} {'oh-' if minute < 10 else ''}{minute_en}",
+    )
 
 
 def draw_time(rng: Random) -> TextPair:
@@ -134,7 +150,9 @@ def draw_time(rng: Random) -> TextPair:
         return f"{clock_de} {german}", f"{clock_en} {english}"
     hour = rng.randint(1, 23)
     minute = rng.randrange(60)
-    return spell_timetable(hour, minute) if hour > 12 or minute else spell_clock(hour, 0)
+    return (
+        spell_timetable(hour, minute) if hour > 12 or minute else spell_clock(hour, 0)
+    )
 
 
 # Full hours, and the words after them.
@@ -157,17 +175,25 @@ def month_of(when: date) -> TextPair:
 def spell_day(when: date, case: str) -> TextPair:
     """Spell day and month ("dritte Mai", "third of May"); the German ordinal ends in -n unless nominative."""
     german = "{day} {month}" if case == "nominative" else "{day}n {month}"
-    return fill_in((german, "{day} of {month}"), {"day": spell_ordinal(when.day), "month": month_of(when)})
+    return fill_in(
+        (german, "{day} of {month}"),
+        {"day": spell_ordinal(when.day), "month": month_of(when)},
+    )
 
 
-def spell_on_day(when: date, *, weekday: int | None = None, year: bool = False) -> TextPair:
+def spell_on_day(
+    when: date, *, weekday: int | None = None, year: bool = False
+) -> TextPair:
     """Spell a day after its preposition.
 
     With a weekday, the day is an apposition; `_tidy_sentence` may drop its closing comma.
     """
     day = spell_day(when, "dative")
     if year:
-        day = fill_in(("{day} {year}", "{day} {year}"), {"day": day, "year": spell_year(when.year)})
+        day = fill_in(
+            ("{day} {year}", "{day} {year}"),
+            {"day": day, "year": spell_year(when.year)},
+        )
     if weekday is None:
         return f"am {day[0]}", f"on the {day[1]}"
     template = "am {weekday}, dem {day},", "on {weekday}, the {day},"
@@ -191,8 +217,14 @@ def draw_past(rng: Random) -> TextPair:
     when = draw_date(rng)
     kind = rng.random()
     if kind < 0.4:
-        return spell_on_day(when, weekday=when.weekday() if kind < 0.2 else None, year=True)
-    template = ("im {month} {year}", "in {month} {year}") if kind < 0.7 else ("im Jahr {year}", "in {year}")
+        return spell_on_day(
+            when, weekday=when.weekday() if kind < 0.2 else None, year=True
+        )
+    template = (
+        ("im {month} {year}", "in {month} {year}")
+        if kind < 0.7
+        else ("im Jahr {year}", "in {year}")
+    )
     return fill_in(template, {"month": month_of(when), "year": spell_year(when.year)})
 
 
@@ -208,7 +240,11 @@ def draw_when(rng: Random) -> TextPair:
         day = f"am {WEEKDAYS[weekday][0]}", f"on {WEEKDAYS[weekday][1]}"
     else:
         day = spell_on_day(when, weekday=weekday if kind > 0.9 else None)
-    return fill_in(("{day} um {time}", "at {time} {day}"), {"day": day, "time": time}) if kind < 0.8 else day
+    return (
+        fill_in(("{day} um {time}", "at {time} {day}"), {"day": day, "time": time})
+        if kind < 0.8
+        else day
+    )
 
 
 # --- money -------------------------------------------------------------------------------------------
@@ -216,7 +252,9 @@ def draw_when(rng: Random) -> TextPair:
 Unit = tuple[str, ...]  # row of the table
 _UNITS = rows_of("units")
 # Pairs of a currency's unit and its hundredth.
-EURO, DOLLAR, POUND, FRANC = _CURRENCIES = tuple(zip(_UNITS[::2], _UNITS[1::2], strict=True))
+EURO, DOLLAR, POUND, FRANC = _CURRENCIES = tuple(
+    zip(_UNITS[::2], _UNITS[1::2], strict=True)
+)
 
 
 def _coins(number: int, unit: Unit, case: str) -> TextPair:
@@ -228,7 +266,12 @@ def _coins(number: int, unit: Unit, case: str) -> TextPair:
 
 
 def spell_money(
-    whole: int, hundredths: int, currency: tuple[Unit, Unit], case: str, *, short: bool = False
+    whole: int,
+    hundredths: int,
+    currency: tuple[Unit, Unit],
+    case: str,
+    *,
+    short: bool = False,
 ) -> TextPair:
     """Spell an amount; `short` gives "drei Euro fünfzig" (for 10 hundredths and more)."""
     units = _coins(whole, currency[0], case)
@@ -237,7 +280,11 @@ def spell_money(
         return units
     if not whole:
         return cents
-    german = f"{units[0]} {spell_cardinal(hundredths)[0]}" if short else f"{units[0]} und {cents[0]}"
+    german = (
+        f"{units[0]} {spell_cardinal(hundredths)[0]}"
+        if short
+        else f"{units[0]} und {cents[0]}"
+    )
     return german, f"{units[1]} and {cents[1]}"
 
 

@@ -35,7 +35,9 @@ _RING = 3
 _MODULUS = 59
 
 
-def _of_letters(answer: Callable[[list[str]], Iterable[str]]) -> Callable[[Random], TextPair]:
+def _of_letters(
+    answer: Callable[[list[str]], Iterable[str]],
+) -> Callable[[Random], TextPair]:
     def draw(rng: Random) -> TextPair:
         letters = rng.choices(_LETTERS, k=rng.randint(_SHORTEST, _LONGEST))
         return " ".join(letters), " ".join(answer(letters))

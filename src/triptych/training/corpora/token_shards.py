@@ -13,7 +13,13 @@ from jaxtyping import Int32, Int64
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from triptych.errors import DataError
-from triptych.files import hold_folder, remove_leftovers, write_atomically, write_bytes, write_text
+from triptych.files import (
+    hold_folder,
+    remove_leftovers,
+    write_atomically,
+    write_bytes,
+    write_text,
+)
 from triptych.running.text import (
     Frame,
     LanguageCorpusSpec,
@@ -44,9 +50,13 @@ class ShardRecord(_FrozenModel):
     """Record of a shard."""
 
     num_tokens: int = Field(ge=0)  # number of tokens
-    num_documents: int = Field(ge=0)  # number of documents with their first token in the shard
+    num_documents: int = Field(
+        ge=0
+    )  # number of documents with their first token in the shard
     num_bytes: int = Field(ge=0)  # size of the text in UTF-8
-    num_parts: int = Field(ge=0)  # parts of documents up to the end of this shard, from the first shard
+    num_parts: int = Field(
+        ge=0
+    )  # parts of documents up to the end of this shard, from the first shard
     ends_document: bool  # True if the next shard begins with another document
 
 
@@ -56,7 +66,9 @@ class ShardIndex(_FrozenModel):
 
     format: Literal["triptych token shards 1"] = _FORMAT  # format of the folder
     dtype: Literal["<u2", "<u4"]  # dtype of the stored tokens
-    vocab_size: int = Field(ge=1)  # size of the tokenizer's vocabulary; tokens are below it
+    vocab_size: int = Field(
+        ge=1
+    )  # size of the tokenizer's vocabulary; tokens are below it
     shards: tuple[ShardRecord, ...]  # records in order
 
 
@@ -67,9 +79,15 @@ class TokenShards:
     def __init__(self, index: ShardIndex, folder: Path) -> None:
         self.index = index
         self.folder = folder
-        self.num_tokens = sum(record.num_tokens for record in index.shards)  # with special tokens
-        self.num_documents = sum(record.num_documents for record in index.shards)  # without empty documents
-        self.num_bytes = sum(record.num_bytes for record in index.shards)  # size of the text in UTF-8
+        self.num_tokens = sum(
+            record.num_tokens for record in index.shards
+        )  # with special tokens
+        self.num_documents = sum(
+            record.num_documents for record in index.shards
+        )  # without empty documents
+        self.num_bytes = sum(
+            record.num_bytes for record in index.shards
+        )  # size of the text in UTF-8
         self._ends = list(accumulate(record.num_tokens for record in index.shards))
         self._mapped = lru_cache(_MOST_MAPPED)(self._map)
 
@@ -89,8 +107,13 @@ class TokenShards:
 
     def tokens(self, start: int, stop: int) -> Int32[np.ndarray, "length"]:
         """Return a copy of the tokens from `start` up to `stop`."""
-        parts = (self._mapped(shard)[0][low:high] for shard, low, high in self._cut(start, stop))
-        return np.concatenate([np.zeros(0, np.int32), *(part.astype(np.int32) for part in parts)])
+        parts = (
+            self._mapped(shard)[0][low:high]
+            for shard, low, high in self._cut(start, stop)
+        )
+        return np.concatenate(
+            [np.zeros(0, np.int32), *(part.astype(np.int32) for part in parts)]
+        )
 
     def starts_within(self, start: int, stop: int) -> Int64[np.ndarray, "num_starts"]:
         """Return the starts of documents from `start` up to `stop`, ascending."""
@@ -104,7 +127,9 @@ class TokenShards:
     def _cut(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield shard, start and stop within the shard for each shard of a range."""
         if not 0 <= start <= stop <= self.num_tokens:
-            raise ValueError(f"{start} to {stop} is not within the {self.num_tokens} tokens of {self.folder}")
+            raise ValueError(
+                f"{start} to {stop} is not within the {self.num_tokens} tokens of {self.folder}"
+            )
         shard = bisect_right(self._ends, start)
         while start < stop:
             first = self._first(shard)
@@ -120,13 +145,19 @@ class TokenShards:
         """Map tokens and starts of a shard into memory."""
         record = self.index.shards[shard]
         return (
-            _map_file(_path(self.folder, shard, "tokens"), self.index.dtype, record.num_tokens),
+            _map_file(
+                _path(self.folder, shard, "tokens"), self.index.dtype, record.num_tokens
+            ),
             _map_file(_path(self.folder, shard, "starts"), "<i8", record.num_documents),
         )
 
 
 def tokenize_corpus(
-    spec: LanguageCorpusSpec, tokenizer: Tokenizer, *, cache_folder: Path, base: Path = Path()
+    spec: LanguageCorpusSpec,
+    tokenizer: Tokenizer,
+    *,
+    cache_folder: Path,
+    base: Path = Path(),
 ) -> TokenShards:
     """Tokenize a corpus, or open its tokens in the cache."""
     digest = hashlib.sha256(_FORMAT.encode())
@@ -156,10 +187,16 @@ def write_shards(
         except DataError:
             pass
         remove_leftovers(folder, ("*.tokens", "*.starts", "*.json"))
-        dtype: Literal["<u2", "<u4"] = "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+        dtype: Literal["<u2", "<u4"] = (
+            "<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4"
+        )
         records = _complete_shards(folder, dtype)
         num_done = records[-1].num_parts if records else 0
-        parts = islice((TextPart(text) if isinstance(text, str) else text for text in texts), num_done, None)
+        parts = islice(
+            (TextPart(text) if isinstance(text, str) else text for text in texts),
+            num_done,
+            None,
+        )
         frame = Frame.of(tokenizer)  # special tokens around every document
         if not frame.after and tokenizer.eos_id is not None:
             frame = frame._replace(after=(tokenizer.eos_id,))
@@ -168,7 +205,9 @@ def write_shards(
             shard = _Shard(tokenizer, frame, dtype, records[-1] if records else None)
             shard.write(folder, len(records), chain([group], groups), tokens_per_shard)
             records.append(shard.record)
-        index = ShardIndex(dtype=dtype, vocab_size=tokenizer.vocab_size, shards=tuple(records))
+        index = ShardIndex(
+            dtype=dtype, vocab_size=tokenizer.vocab_size, shards=tuple(records)
+        )
         write_text(folder / _INDEX, index.model_dump_json())
     return read_shards(folder)
 
@@ -179,9 +218,13 @@ def read_shards(folder: Path) -> TokenShards:
     try:
         index = ShardIndex.model_validate_json(path.read_bytes())
     except OSError:
-        raise DataError(f"{folder} holds no complete corpus: it has no {_INDEX}; tokenize it again") from None
+        raise DataError(
+            f"{folder} holds no complete corpus: it has no {_INDEX}; tokenize it again"
+        ) from None
     except ValidationError as error:
-        raise DataError(f"{path} is damaged: {error.errors()[0]['msg']}; delete {folder}") from None
+        raise DataError(
+            f"{path} is damaged: {error.errors()[0]['msg']}; delete {folder}"
+        ) from None
     for shard, record in enumerate(index.shards):
         if damage := _damage(folder, shard, record, index.dtype):
             raise DataError(f"{damage}; delete {folder} and tokenize the corpus again")
@@ -192,13 +235,17 @@ def read_shards(folder: Path) -> TokenShards:
 class _Shard:
     """Writer of a shard."""
 
-    def __init__(self, tokenizer: Tokenizer, frame: Frame, dtype: str, before: ShardRecord | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, frame: Frame, dtype: str, before: ShardRecord | None
+    ) -> None:
         self._tokenizer = tokenizer
         self._frame = frame
         self._dtype = dtype
         self._starts: list[int] = []
         self._num_tokens = self._num_bytes = 0
-        self._num_parts, self._is_between = (before.num_parts, before.ends_document) if before else (0, True)
+        self._num_parts, self._is_between = (
+            (before.num_parts, before.ends_document) if before else (0, True)
+        )
 
     @property
     def record(self) -> ShardRecord:
@@ -211,7 +258,11 @@ class _Shard:
         )
 
     def write(
-        self, folder: Path, number: int, groups: Iterable[list[TextPart]], tokens_per_shard: int
+        self,
+        folder: Path,
+        number: int,
+        groups: Iterable[list[TextPart]],
+        tokens_per_shard: int,
     ) -> None:
         """Write groups of parts until the shard is full, and then its record."""
         # A shard without a record is incomplete.
@@ -224,13 +275,18 @@ class _Shard:
                         return
 
         write_atomically(_path(folder, number, "tokens"), write_tokens)
-        write_bytes(_path(folder, number, "starts"), np.array(self._starts, dtype="<i8").tobytes())
+        write_bytes(
+            _path(folder, number, "starts"),
+            np.array(self._starts, dtype="<i8").tobytes(),
+        )
         write_text(_path(folder, number, "json"), self.record.model_dump_json())
 
     def _encode(self, group: list[TextPart]) -> np.ndarray:
         # A document may consist of parts in several groups and shards: `_is_between` persists.
         sequences = []
-        for part, ids in zip(group, self._tokenizer.encode([part.text for part in group]), strict=True):
+        for part, ids in zip(
+            group, self._tokenizer.encode([part.text for part in group]), strict=True
+        ):
             if self._is_between:
                 self._starts.append(self._num_tokens)
                 ids = [*self._frame.before, *ids]
@@ -240,7 +296,11 @@ class _Shard:
             self._num_tokens += len(ids)
             self._num_bytes += len(part.text.encode())
             self._is_between = part.ends_document
-            if self._is_between and self._starts and self._starts[-1] == self._num_tokens:
+            if (
+                self._is_between
+                and self._starts
+                and self._starts[-1] == self._num_tokens
+            ):
                 self._starts.pop()  # a document without a token
         self._num_parts += len(group)
         return np.concatenate(sequences)
@@ -265,7 +325,9 @@ def _complete_shards(folder: Path, dtype: str) -> list[ShardRecord]:
     records: list[ShardRecord] = []
     while True:
         try:
-            record = ShardRecord.model_validate_json(_path(folder, len(records), "json").read_bytes())
+            record = ShardRecord.model_validate_json(
+                _path(folder, len(records), "json").read_bytes()
+            )
         except (OSError, ValidationError):
             return records
         if _damage(folder, len(records), record, dtype):
@@ -286,7 +348,9 @@ def _damage(folder: Path, shard: int, record: ShardRecord, dtype: str) -> str | 
         except OSError:
             return f"{path} is missing"
         if found != size:
-            return f"{path} is truncated or damaged: it has {found:,} bytes, not {size:,}"
+            return (
+                f"{path} is truncated or damaged: it has {found:,} bytes, not {size:,}"
+            )
     return None
 
 
@@ -299,5 +363,7 @@ def _map_file(path: Path, dtype: str, count: int) -> np.ndarray:
         raise DataError(f"{path} cannot be mapped into memory: {error}") from None
 
 
-def _path(folder: Path, shard: int, ending: Literal["tokens", "starts", "json"]) -> Path:
+def _path(
+    folder: Path, shard: int, ending: Literal["tokens", "starts", "json"]
+) -> Path:
     return folder / f"{shard:05d}.{ending}"

@@ -37,7 +37,10 @@ _SPECIAL = [_PAD, _EOS, _MASK]
 _LONGEST_WORD = 1000
 # Words as they are before training: letters, digits, other marks, or white space.
 _LONG_WORD = re.compile(
-    "|".join(f"{one}{{{_LONGEST_WORD}}}(?={one})" for one in (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s"))
+    "|".join(
+        f"{one}{{{_LONGEST_WORD}}}(?={one})"
+        for one in (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s")
+    )
 )
 _BYTES = sorted(BYTE_OF, key=BYTE_OF.__getitem__)
 
@@ -65,7 +68,9 @@ class TokenizerSpec(BaseModel):
     @model_validator(mode="after")
     def _check_that_the_options_agree(self) -> "TokenizerSpec":
         if self.kind != "bpe" and self.min_frequency is not None:
-            raise ValueError(f'min_frequency goes with kind = "bpe", but kind is "{self.kind}"; leave it out')
+            raise ValueError(
+                f'min_frequency goes with kind = "bpe", but kind is "{self.kind}"; leave it out'
+            )
         return self
 
 
@@ -74,7 +79,9 @@ def train_tokenizers(
 ) -> TokenizerPair:
     """Train the tokenizers of source and target; the same texts give the same tokenizers."""
     if spec.kind not in ("bpe", "unigram"):
-        raise UsageError(f'tokenizer.kind = "{spec.kind}" goes with language models; set "bpe" or "unigram"')
+        raise UsageError(
+            f'tokenizer.kind = "{spec.kind}" goes with language models; set "bpe" or "unigram"'
+        )
 
     def train(texts: Iterable[str]) -> SentenceTokenizer:
         return ByteLevelTokenizer(_train_pieces(spec, texts, assemble, SPECIAL_TOKENS))
@@ -98,7 +105,9 @@ def train_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> PretrainedToke
             )
         case "characters":
             special = [*_SPECIAL, _UNK]
-            vocab = _number_tokens([*special, *_characters(texts, spec.vocab_size - len(special))])
+            vocab = _number_tokens(
+                [*special, *_characters(texts, spec.vocab_size - len(special))]
+            )
             inner = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token=_UNK))
             inner.decoder = decoders.Fuse()
         case _:
@@ -106,7 +115,12 @@ def train_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> PretrainedToke
     # A piece includes the space before it, and so does the mask token in place of a piece (`lstrip`).
     mask = tokenizers.AddedToken(_MASK, lstrip=spec.kind in ("bpe", "unigram"))
     inner.add_special_tokens([mask if token == _MASK else token for token in special])
-    names = {"pad_token": _PAD, "bos_token": _EOS, "eos_token": _EOS, "mask_token": _MASK}
+    names = {
+        "pad_token": _PAD,
+        "bos_token": _EOS,
+        "eos_token": _EOS,
+        "mask_token": _MASK,
+    }
     if _UNK in special:
         names["unk_token"] = _UNK
     record = PretrainedRecord(tokens=names, chat_templates={}, inner=inner.to_str())
@@ -116,7 +130,9 @@ def train_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> PretrainedToke
 def _gpt2_like(model: models.Model, *, use_regex: bool = True) -> tokenizers.Tokenizer:
     """Return a tokenizer like GPT-2's: text is not normalised, and words include the space before them."""
     inner = tokenizers.Tokenizer(model)
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=use_regex
+    )
     inner.decoder = decoders.ByteLevel()
     return inner
 
@@ -124,7 +140,9 @@ def _gpt2_like(model: models.Model, *, use_regex: bool = True) -> tokenizers.Tok
 def _characters(texts: Iterable[str], most: int) -> list[str]:
     """Return the most frequent characters in order of code points."""
     if most < 1:
-        raise UsageError("vocab_size is too small: the special tokens and one character need at least 5")
+        raise UsageError(
+            "vocab_size is too small: the special tokens and one character need at least 5"
+        )
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(text)
@@ -154,7 +172,11 @@ def _train_pieces(
             f"{smallest} with kind = {spec.kind!r}"
         )
     options: dict[str, Any] = {
-        **{"vocab_size": spec.vocab_size, "special_tokens": list(special_tokens), "show_progress": False},
+        **{
+            "vocab_size": spec.vocab_size,
+            "special_tokens": list(special_tokens),
+            "show_progress": False,
+        },
         "initial_alphabet": list(BYTE_ALPHABET),
     }
     if spec.kind == "bpe":
@@ -165,7 +187,9 @@ def _train_pieces(
     inner = assemble(models.Unigram())
     inner.train_from_iterator(texts, trainers.UnigramTrainer(**options))
     scores = dict(json.loads(inner.to_str())["model"]["vocab"])
-    settled = assemble(models.Unigram(_settle_scores(scores, special_tokens), None, False))
+    settled = assemble(
+        models.Unigram(_settle_scores(scores, special_tokens), None, False)
+    )
     settled.add_special_tokens(list(special_tokens))
     return settled
 
@@ -183,7 +207,9 @@ def _cut_words(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _settle_scores(scores: dict[str, float], special_tokens: Sequence[str]) -> list[tuple[str, float]]:
+def _settle_scores(
+    scores: dict[str, float], special_tokens: Sequence[str]
+) -> list[tuple[str, float]]:
     """Return the vocabulary with reproducible order and scores."""
     # The trainer's order of words changes from run to run. So do the last digits of the scores, and the
     # scores of the bytes added at the end: the lowest score plus 0, 0.0001, …
@@ -200,7 +226,10 @@ def _settle_scores(scores: dict[str, float], special_tokens: Sequence[str]) -> l
 
 _FORMAT = f"triptych tokenizer cache 1, tokenizers {tokenizers.__version__}"
 # Code with an influence on a trained tokenizer, besides text and specification.
-_CODE = (Path(__file__), *map(Path, map(inspect.getfile, (ByteLevelTokenizer, PretrainedTokenizer))))
+_CODE = (
+    Path(__file__),
+    *map(Path, map(inspect.getfile, (ByteLevelTokenizer, PretrainedTokenizer))),
+)
 
 
 def trained_once(
@@ -215,7 +244,9 @@ def trained_once(
     # The key is a hash of library version, specification, purpose, code and text.
     if cache_folder is None:
         return list(train())
-    digest = hashlib.sha256(f"{_FORMAT}\n{spec.model_dump_json()}\n{purpose}\n".encode())
+    digest = hashlib.sha256(
+        f"{_FORMAT}\n{spec.model_dump_json()}\n{purpose}\n".encode()
+    )
     for code in _CODE:
         digest.update(hashlib.sha256(code.read_bytes()).digest())
     add_texts(digest, texts())
@@ -224,7 +255,10 @@ def trained_once(
     if found is None:
         found = list(train())
         cache_folder.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps({"sha256": _digest_of_texts(found), "tokenizers": found}) + "\n")
+        write_text(
+            path,
+            json.dumps({"sha256": _digest_of_texts(found), "tokenizers": found}) + "\n",
+        )
     return found
 
 

@@ -9,10 +9,14 @@ A `Study` (`study.py`, TOML) becomes jobs (`study_job.py`), run side by side and
 from triptych.training.studies.comparing import Outcome as Outcome
 from triptych.training.studies.comparing import compare_study as compare_study
 from triptych.training.studies.parallel_runs import StudyProgress as StudyProgress
-from triptych.training.studies.parallel_runs import StudyStoppedError as StudyStoppedError
+from triptych.training.studies.parallel_runs import (
+    StudyStoppedError as StudyStoppedError,
+)
 from triptych.training.studies.study import Study as Study
 from triptych.training.studies.study import read_study as read_study
 from triptych.training.studies.study_job import StudyJob as StudyJob
 from triptych.training.studies.study_job import do_job as do_job
 from triptych.training.studies.study_pages import write_study_page as write_study_page
-from triptych.training.studies.study_pages import write_study_pictures as write_study_pictures
+from triptych.training.studies.study_pages import (
+    write_study_pictures as write_study_pictures,
+)

@@ -29,7 +29,13 @@ from triptych.training.metrics import read_metrics
 from triptych.training.processes import World, code_digests
 from triptych.training.progress import SilentDisplay
 from triptych.training.recipe import AnyRecipe, with_values
-from triptych.training.studies.compute_budget import Solved, VocabularySizes, amount, solve, training_flops
+from triptych.training.studies.compute_budget import (
+    Solved,
+    VocabularySizes,
+    amount,
+    solve,
+    training_flops,
+)
 from triptych.training.studies.parallel_runs import ALONE, StudyProgress, run_all
 from triptych.training.studies.statistics import too_few
 from triptych.training.studies.study import Study, recipes_of, rewrites_of
@@ -69,19 +75,29 @@ class Outcome:
     study: Study
     folder: Path  # folder of the runs
     variants: dict[str, Variant]  # variants by name, in order, with the baseline
-    results: dict[str, dict[int, Result]]  # results by variant and seed; `NOISE` is the repeated baseline
+    results: dict[
+        str, dict[int, Result]
+    ]  # results by variant and seed; `NOISE` is the repeated baseline
     failed: dict[str, str]  # error messages by name of the run
     sweep_seconds: float  # training time of the sweep of learning rates
 
     @property
     def trained(self) -> dict[str, dict[int, Result]]:
         """Results of the trained variants."""
-        return {name: one for name, one in self.results.items() if name not in self.study.rewritten}
+        return {
+            name: one
+            for name, one in self.results.items()
+            if name not in self.study.rewritten
+        }
 
     def values(self, metric: str) -> dict[str, dict[int, float]]:
         """Return a metric by variant and seed, for runs with this metric."""
         found = {
-            name: {seed: float(one.figures[metric]) for seed, one in results.items() if metric in one.figures}
+            name: {
+                seed: float(one.figures[metric])
+                for seed, one in results.items()
+                if metric in one.figures
+            }
             for name, results in self.results.items()
         }
         return {name: values for name, values in found.items() if values}
@@ -128,7 +144,11 @@ def compare_study(
             except TriptychError as error:
                 raise UsageError(f"study {study.name}: [test]: {error}") from None
         if study.test_text is not None:
-            next(require_documents(read_documents(study.test_text), study.test_text.describe()))
+            next(
+                require_documents(
+                    read_documents(study.test_text), study.test_text.describe()
+                )
+            )
         vocabulary, filled = _prepared(study, base)
         choices = filled.model_dump(mode="json", exclude_unset=True)
         if "bits_per_byte" in study.metrics:
@@ -139,7 +159,9 @@ def compare_study(
     sizes, choices = world.on_first(begin, patiently=True)
     vocabulary = VocabularySizes(*sizes)
     made = {name: recipe.filled(choices) for name, recipe in made.items()}
-    variants = _held(study, made, vocabulary)  # finds most mistakes before a folder is made
+    variants = _held(
+        study, made, vocabulary
+    )  # finds most mistakes before a folder is made
     if warning := too_few(len(study.seed_list), len(study.variants) - 1):
         say(warning)
     with ExitStack() as held:
@@ -147,7 +169,9 @@ def compare_study(
         runner = _Runner(study, folder, tell, world)
         trained = [
             replace(one, flops=training_flops(one.recipe, vocabulary))
-            for one in _sweep_learning_rates(runner, _timed(runner, study, variants), say)
+            for one in _sweep_learning_rates(
+                runner, _timed(runner, study, variants), say
+            )
         ]
         for one in trained:
             if one.solved is not None:
@@ -176,7 +200,9 @@ def _make_runs(
             continue
         for name, recipe in rewrites.items():
             if runner.study.parent_of(name) == trained_name:
-                rewritten[name, seed] = runner.planned_rewrite(recipe, name, _run_name(name, seed), run)
+                rewritten[name, seed] = runner.planned_rewrite(
+                    recipe, name, _run_name(name, seed), run
+                )
     more, failed_too = runner.run("rewrites", list(rewritten.values()))
     found = found | more
     failed = failed | failed_too
@@ -198,7 +224,10 @@ def _claim(folder: Path, study: Study, held: ExitStack) -> None:
     if place.exists():
         # Finished runs stay valid with other seeds, metrics or workers; other learning rates repeat some.
         kept_free = ("name", "seeds", "metrics", "jobs", "noise")
-        free: dict[str, Any] = {**dict.fromkeys(kept_free, True), "sweep": {"learning_rates"}}
+        free: dict[str, Any] = {
+            **dict.fromkeys(kept_free, True),
+            "sweep": {"learning_rates"},
+        }
         then = Study.model_validate_json(place.read_text(encoding="utf-8"))
         if then.model_dump(exclude=free) != study.model_dump(exclude=free):
             raise UsageError(
@@ -222,7 +251,9 @@ def _with_other_texts(base: AnyRecipe, made: Mapping[str, AnyRecipe]) -> list[st
     return found
 
 
-def _prepared(study: Study, recipe: AnyRecipe, of: str = "") -> tuple[VocabularySizes, AnyRecipe]:
+def _prepared(
+    study: Study, recipe: AnyRecipe, of: str = ""
+) -> tuple[VocabularySizes, AnyRecipe]:
     """Read the text of a recipe; returns the vocabulary sizes, and the recipe with its missing keys chosen.
 
     `of` names a variant in the message about undefined bits per byte.
@@ -241,7 +272,9 @@ def _prepared(study: Study, recipe: AnyRecipe, of: str = "") -> tuple[Vocabulary
     return VocabularySizes(stacks[0].vocab_size, stacks[-1].vocab_size), prepared.recipe
 
 
-def _held(study: Study, made: Mapping[str, AnyRecipe], vocabulary: VocabularySizes) -> list[Variant]:
+def _held(
+    study: Study, made: Mapping[str, AnyRecipe], vocabulary: VocabularySizes
+) -> list[Variant]:
     """Set the free key of each variant to meet the budget; returns the variants."""
     # The baseline defines the budget and stays unchanged.
     budget = study.budget
@@ -256,19 +289,29 @@ def _held(study: Study, made: Mapping[str, AnyRecipe], vocabulary: VocabularySiz
             held.append(Variant(name, recipe, Solved(recipe, None, None, target, 0.0)))
             continue
         try:
-            solved = solve(recipe, key, target, lambda one: amount(one, vocabulary, what), budget.tolerance)
+            solved = solve(
+                recipe,
+                key,
+                target,
+                lambda one: amount(one, vocabulary, what),
+                budget.tolerance,
+            )
         except UsageError as error:
             raise UsageError(f"variant {name}: {error}") from None
         held.append(Variant(name, solved.recipe, solved))
     return held
 
 
-def _timed(runner: "_Runner", study: Study, variants: Sequence[Variant]) -> list[Variant]:
+def _timed(
+    runner: "_Runner", study: Study, variants: Sequence[Variant]
+) -> list[Variant]:
     """Set each variant's steps by the baseline's training time if the budget holds seconds."""
     if study.budget.hold != "seconds":
         return list(variants)
     planned = {
-        one.name: runner.planned("timing", _seed(with_values(one.recipe, _TIMING), 1), one.name, one.name)
+        one.name: runner.planned(
+            "timing", _seed(with_values(one.recipe, _TIMING), 1), one.name, one.name
+        )
         for one in variants
     }
     # One at a time: runs side by side slow each other.
@@ -285,7 +328,9 @@ def _timed(runner: "_Runner", study: Study, variants: Sequence[Variant]) -> list
             replace(
                 one,
                 recipe=recipe,
-                solved=Solved(recipe, "training.max_steps", steps, took, took / seconds - 1),
+                solved=Solved(
+                    recipe, "training.max_steps", steps, took, took / seconds - 1
+                ),
             )
         )
     return held
@@ -300,13 +345,22 @@ _TIMING = {
 
 def _steps_a_second(job: StudyJob) -> float:
     """Return the steps a second in the second half of a run, from the median time of a step."""
-    records = [r for r in read_metrics(job.folder / "metrics.jsonl") if "tokens_per_second" in r]
-    tokens = [after - earlier for earlier, after in pairwise([0, *(r["tokens"] for r in records)])]
+    records = [
+        r
+        for r in read_metrics(job.folder / "metrics.jsonl")
+        if "tokens_per_second" in r
+    ]
+    tokens = [
+        after - earlier
+        for earlier, after in pairwise([0, *(r["tokens"] for r in records)])
+    ]
     seconds = [n / r["tokens_per_second"] for n, r in zip(tokens, records, strict=True)]
     return 1 / float(statistics.median(seconds[len(seconds) // 2 :]))
 
 
-def _sweep_learning_rates(runner: "_Runner", variants: Sequence[Variant], say: Say) -> list[Variant]:
+def _sweep_learning_rates(
+    runner: "_Runner", variants: Sequence[Variant], say: Say
+) -> list[Variant]:
     """Set each variant's learning rate to the rate with the lowest validation loss of the sweep, if any."""
     # A rate with a failed run has a loss of NaN, and is never chosen.
     sweep = runner.study.sweep
@@ -315,50 +369,73 @@ def _sweep_learning_rates(runner: "_Runner", variants: Sequence[Variant], say: S
     planned = {}
     for one, rate in product(variants, sweep.learning_rates):
         seeds = range(sweep.seeds)
-        planned[one.name, rate] = [_of_sweep(runner, one, rate, number) for number in seeds]
+        planned[one.name, rate] = [
+            _of_sweep(runner, one, rate, number) for number in seeds
+        ]
     found, _ = runner.run("sweep", list(chain.from_iterable(planned.values())))
     runner.sweep_seconds += sum(result.seconds for result in found.values())
     losses = {
         place: statistics.fmean(
-            found[run.name].figures["loss"] if run.name in found else math.nan for run in runs
+            found[run.name].figures["loss"] if run.name in found else math.nan
+            for run in runs
         )
         for place, runs in planned.items()
     }
     return [
-        _at_best_rate(one, {r: losses[one.name, r] for r in sweep.learning_rates}, say) for one in variants
+        _at_best_rate(one, {r: losses[one.name, r] for r in sweep.learning_rates}, say)
+        for one in variants
     ]
 
 
-def _of_sweep(runner: "_Runner", variant: Variant, rate: float, number: int) -> StudyJob:
+def _of_sweep(
+    runner: "_Runner", variant: Variant, rate: float, number: int
+) -> StudyJob:
     sweep = runner.study.sweep
     steps = max(round(variant.recipe.training.max_steps * sweep.steps_share), 1)
-    tried = with_values(variant.recipe, {"training.learning_rate": rate, "training.max_steps": steps})
+    tried = with_values(
+        variant.recipe, {"training.learning_rate": rate, "training.max_steps": steps}
+    )
     name = f"{variant.name}-{rate:g}" + (f"-seed-{number + 1}" if number else "")
-    return runner.planned("sweep", _seed(tried, sweep.seed + number), variant.name, name)
+    return runner.planned(
+        "sweep", _seed(tried, sweep.seed + number), variant.name, name
+    )
 
 
 def _at_best_rate(variant: Variant, losses: Mapping[float, float], say: Say) -> Variant:
     finite = {rate: loss for rate, loss in losses.items() if math.isfinite(loss)}
     if not finite:
-        raise TriptychError(f"variant {variant.name}: training failed at every learning rate of the sweep")
+        raise TriptychError(
+            f"variant {variant.name}: training failed at every learning rate of the sweep"
+        )
     best = min(finite, key=lambda rate: finite[rate])
     at_end = len(losses) > 1 and best in (min(losses), max(losses))
-    say(f"{variant.name}: learning rate {best:g}" + (", at an end of the sweep: widen it" if at_end else ""))
+    say(
+        f"{variant.name}: learning rate {best:g}"
+        + (", at an end of the sweep: widen it" if at_end else "")
+    )
     recipe = with_values(variant.recipe, {"training.learning_rate": best})
     return replace(variant, recipe=recipe, swept=losses)
 
 
-def _seeded(study: Study, variants: Sequence[Variant]) -> Iterator[tuple[str, int, AnyRecipe]]:
+def _seeded(
+    study: Study, variants: Sequence[Variant]
+) -> Iterator[tuple[str, int, AnyRecipe]]:
     """Yield variant, seed and recipe of every run, seed by seed."""
     for seed in study.seed_list:
         for one in variants:
             yield one.name, seed, _seed(one.recipe, seed)
             if study.noise and one.name == study.baseline_name:
-                yield NOISE, seed, with_values(_seed(one.recipe, seed), {"seed": seed + _OTHER_SEED})
+                yield (
+                    NOISE,
+                    seed,
+                    with_values(_seed(one.recipe, seed), {"seed": seed + _OTHER_SEED}),
+                )
 
 
 def _seed(recipe: AnyRecipe, seed: int) -> AnyRecipe:
-    return with_values(recipe, {"seed": seed, "data_seed": seed, "initial_values": "by_name"})
+    return with_values(
+        recipe, {"seed": seed, "data_seed": seed, "initial_values": "by_name"}
+    )
 
 
 def _run_name(variant: str, seed: int) -> str:
@@ -375,23 +452,38 @@ class _Runner:
         self.tell = tell
         self.world = world
         self.sweep_seconds = 0.0
-        self._begun_anew: set[Path] = set()  # folders of runs with a changed learning rate
+        self._begun_anew: set[Path] = (
+            set()
+        )  # folders of runs with a changed learning rate
 
-    def planned(self, stage: str, recipe: AnyRecipe, variant: str, name: str) -> StudyJob:
+    def planned(
+        self, stage: str, recipe: AnyRecipe, variant: str, name: str
+    ) -> StudyJob:
         """Write the recipe of a run; returns its job."""
         threads = self.study.jobs.threads
         steps = recipe.training.max_steps
         # A line of metrics at every validation gives the curves their tokens and seconds.
         log_every = min(recipe.training.log_every_steps, recipe.validation.every_steps)
         recipe = with_values(
-            recipe, {"name": name, "training.threads": threads, "training.log_every_steps": log_every}
+            recipe,
+            {
+                "name": name,
+                "training.threads": threads,
+                "training.log_every_steps": log_every,
+            },
         )
-        return self._job(self.folder / stage / name, recipe, variant, steps, whole=stage == "runs")
+        return self._job(
+            self.folder / stage / name, recipe, variant, steps, whole=stage == "runs"
+        )
 
-    def planned_rewrite(self, recipe: RewriteRecipe, variant: str, name: str, of: StudyJob) -> StudyJob:
+    def planned_rewrite(
+        self, recipe: RewriteRecipe, variant: str, name: str, of: StudyJob
+    ) -> StudyJob:
         """Write the recipe of a rewrite of the run `of`; returns its job."""
         trained = TrainedRun(folder=of.folder, result=of.result)
-        return self._job(of.folder.parent / name, recipe, variant, 1, whole=True, rewrite_of=trained)
+        return self._job(
+            of.folder.parent / name, recipe, variant, 1, whole=True, rewrite_of=trained
+        )
 
     def _job(
         self,
@@ -404,14 +496,21 @@ class _Runner:
         rewrite_of: TrainedRun | None = None,
     ) -> StudyJob:
         """Return the job of a run; its recipe and its result lie next to its folder."""
-        file, result = (folder.parent / f"{folder.name}{ending}" for ending in (".toml", ".result.json"))
+        file, result = (
+            folder.parent / f"{folder.name}{ending}"
+            for ending in (".toml", ".result.json")
+        )
 
         def keep() -> None:
             file.parent.mkdir(exist_ok=True)
             changed = rewrite_of is not None and rewrite_of.folder in self._begun_anew
             if not isinstance(recipe, RewriteRecipe) and file.exists():
                 # `_claim` checked the study: only a learning rate requires a new run.
-                before = read_toml(file, "the recipe").get("training", {}).get("learning_rate")
+                before = (
+                    read_toml(file, "the recipe")
+                    .get("training", {})
+                    .get("learning_rate")
+                )
                 changed = before != recipe.training.learning_rate
             if changed:
                 self._begun_anew.add(folder)
@@ -436,11 +535,18 @@ class _Runner:
         )
 
     def run(
-        self, stage: str, planned: Sequence[StudyJob], workers: int | None = None, *, must: bool = False
+        self,
+        stage: str,
+        planned: Sequence[StudyJob],
+        workers: int | None = None,
+        *,
+        must: bool = False,
     ) -> tuple[dict[str, Result], dict[str, str]]:
         """Make the runs; returns results and failures by name. With `must`, a failure is an error."""
         most = workers or self.study.jobs.workers or self._room()
-        found, failed = run_all(planned, self.folder, most, lambda made: self.tell(stage, made), self.world)
+        found, failed = run_all(
+            planned, self.folder, most, lambda made: self.tell(stage, made), self.world
+        )
         if must and failed:
             name, what = next(iter(failed.items()))
             raise TriptychError(f"{stage} of {name} failed: {what}")

@@ -87,11 +87,19 @@ def _forward_flops(model: EncoderDecoder | LanguageModel) -> float:
 
 def _tokens(recipe: AnyRecipe) -> int:
     training = recipe.training
-    return training.max_steps * training.accumulate_batches * task_of(recipe).tokens_of_batch
+    return (
+        training.max_steps
+        * training.accumulate_batches
+        * task_of(recipe).tokens_of_batch
+    )
 
 
 def solve(
-    recipe: AnyRecipe, key: str, budget: float, measure: Callable[[AnyRecipe], float], tolerance: float
+    recipe: AnyRecipe,
+    key: str,
+    budget: float,
+    measure: Callable[[AnyRecipe], float],
+    tolerance: float,
 ) -> Solved:
     """Return the recipe with the integer value of a key closest to a budget.
 
@@ -100,7 +108,9 @@ def solve(
     """
     found = value_at(recipe, key)
     if isinstance(found, bool) or not isinstance(found, int | None):
-        raise UsageError(f"budget.free {key}: it is {found!r}: a whole number is needed")
+        raise UsageError(
+            f"budget.free {key}: it is {found!r}: a whole number is needed"
+        )
     measured: dict[int, float | None] = {}
 
     def of(value: int) -> float | None:
@@ -148,7 +158,9 @@ def _bracket(of: Callable[[int], float | None], budget: float) -> tuple[int, int
     return low, high
 
 
-def _near(of: Callable[[int], float | None], middle: int, low: int, high: int) -> int | None:
+def _near(
+    of: Callable[[int], float | None], middle: int, low: int, high: int
+) -> int | None:
     """Return the valid value closest to the middle, strictly between `low` and `high`; None if missing."""
     for away in range(min(high - low, _FARTHEST)):
         for value in dict.fromkeys((middle - away, middle + away)):
@@ -159,5 +171,14 @@ def _near(of: Callable[[int], float | None], middle: int, low: int, high: int) -
 
 def in_words(what: str, number: float) -> str:
     """Format an amount with its unit."""
-    unit = {"flops": " FLOPs", "cache": " bytes a token", "seconds": " s", "parameters": " parameters"}[what]
-    return f"{number:.3g}{unit}" if what in ("flops", "seconds") else f"{number:,.0f}{unit}"
+    unit = {
+        "flops": " FLOPs",
+        "cache": " bytes a token",
+        "seconds": " s",
+        "parameters": " parameters",
+    }[what]
+    return (
+        f"{number:.3g}{unit}"
+        if what in ("flops", "seconds")
+        else f"{number:,.0f}{unit}"
+    )

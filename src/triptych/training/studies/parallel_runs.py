@@ -38,7 +38,9 @@ class StudyProgress:
     failed: dict[str, str] = field(default_factory=dict)  # error messages by name
     # Finished share of the steps of each running run, by name.
     running: dict[str, float] = field(default_factory=dict)
-    seconds_left: float | None = None  # estimate of the remaining time; None before the first steps
+    seconds_left: float | None = (
+        None  # estimate of the remaining time; None before the first steps
+    )
 
 
 @final
@@ -46,7 +48,9 @@ class StudyStoppedError(TriptychError):
     """Error after a signal stopped a study; the states of its runs are saved."""
 
     def __init__(self, signal_number: int, folder: Path) -> None:
-        super().__init__(f"stopped; everything is saved: the same command goes on in {folder}")
+        super().__init__(
+            f"stopped; everything is saved: the same command goes on in {folder}"
+        )
         self.exit_code = 128 + signal_number
 
 
@@ -94,8 +98,14 @@ def _make(
     turns: Turns,
 ) -> tuple[dict[str, Result], dict[str, str]]:
     """Make runs in this process's slots until all processes are done; returns results and failures."""
-    held = {one.name: found for one in planned if (found := read_result(one.result)) is not None}
-    waiting = {one.name: one for one in planned if one.name not in held}  # runs not started by this process
+    held = {
+        one.name: found
+        for one in planned
+        if (found := read_result(one.result)) is not None
+    }
+    waiting = {
+        one.name: one for one in planned if one.name not in held
+    }  # runs not started by this process
     variants = {one.name: one.variant for one in planned}
     progress = StudyProgress(variants, {**held}, frozenset(held))
     results = dict[str, Result]()
@@ -106,7 +116,9 @@ def _make(
     with StopRequest() as stop:
         try:
             while True:
-                while len(running) < len(places) and (number := turns.take()) is not None:
+                while (
+                    len(running) < len(places) and (number := turns.take()) is not None
+                ):
                     one = planned[number]
                     if one.name in held:
                         results[one.name] = held[one.name]
@@ -125,7 +137,11 @@ def _make(
                     running.remove(process)
                     job = process.job
                     finished = finished + process.job.steps
-                    result = read_result(job.result) if process.popen.returncode == 0 else None
+                    result = (
+                        read_result(job.result)
+                        if process.popen.returncode == 0
+                        else None
+                    )
                     if result is None:
                         progress.failed[job.name] = process.complaint()
                     else:
@@ -138,7 +154,9 @@ def _make(
                     progress.done[one.name] = found
                     finished += one.steps
                 progress.running = {one.job.name: one.share_done() for one in running}
-                made = finished + sum(progress.running[one.job.name] * one.job.steps for one in running)
+                made = finished + sum(
+                    progress.running[one.job.name] * one.job.steps for one in running
+                )
                 if made > 0:
                     rate = made / (time.monotonic() - started)
                     progress.seconds_left = max(to_make - made, 0.0) / rate
@@ -164,7 +182,11 @@ class _Process:
         write_text(job_file, job.model_dump_json(indent=2) + "\n")
         self.log = jobs / f"{job.name}.log"
         # Limit the threads of libraries other than torch too.
-        environment = {**environment_alone(), "OMP_NUM_THREADS": str(job.threads), **_own_gpu(place)}
+        environment = {
+            **environment_alone(),
+            "OMP_NUM_THREADS": str(job.threads),
+            **_own_gpu(place),
+        }
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(
                 [*_COMMAND, str(job_file)],
@@ -185,7 +207,9 @@ class _Process:
 
     def complaint(self) -> str:
         """Return the exit code or signal of the process, and its last line of output."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = (
+            self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        )
         last = lines[-1].removeprefix("triptych: ") if lines else "it printed nothing"
         code = self.popen.returncode
         how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
@@ -197,5 +221,7 @@ def _own_gpu(place: int) -> dict[str, str]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         return {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    visible = os.environ.get(
+        "CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))
+    ).split(",")
     return {"CUDA_VISIBLE_DEVICES": visible[place % count]}

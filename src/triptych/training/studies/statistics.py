@@ -52,7 +52,9 @@ class Comparison:
     """Comparison of a variant with the baseline on the same seeds."""
 
     difference: Estimate  # mean of variant − baseline, with its interval
-    p_value: float  # p-value of the two-sided paired t-test; NaN for fewer than two pairs
+    p_value: (
+        float  # p-value of the two-sided paired t-test; NaN for fewer than two pairs
+    )
     corrected: float  # `p_value` corrected for the number of variants (Holm)
     # p-value of the two-sided sign-flip test, from drawn flips for over 40 pairs; NaN for less than two.
     exact: float
@@ -99,16 +101,23 @@ def estimate(values: Sequence[float], possible: Range = ANYTHING) -> Estimate:
     deviation = float(sample.std(ddof=1))
     reach = float(t.ppf((1 + CONFIDENCE) / 2, count - 1)) * deviation / math.sqrt(count)
     least, most = possible
-    return Estimate(mean, max(mean - reach, least), min(mean + reach, most), deviation, count)
+    return Estimate(
+        mean, max(mean - reach, least), min(mean + reach, most), deviation, count
+    )
 
 
 def compare(
-    variants: Mapping[str, Mapping[int, float]], baseline: Mapping[int, float], possible: Range = ANYTHING
+    variants: Mapping[str, Mapping[int, float]],
+    baseline: Mapping[int, float],
+    possible: Range = ANYTHING,
 ) -> dict[str, Comparison]:
     """Compare each variant with the baseline, on their common seeds."""
     # Holm's correction covers all variants with a pair.
     pairs = {
-        name: {seed: values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())}
+        name: {
+            seed: values[seed] - baseline[seed]
+            for seed in sorted(values.keys() & baseline.keys())
+        }
         for name, values in variants.items()
     }
     pairs = {name: found for name, found in pairs.items() if found}
@@ -119,7 +128,13 @@ def compare(
     rows = zip(pairs.items(), student, holm(student), exact, holm(exact), strict=True)
     return {
         name: Comparison(
-            estimate(list(found.values()), (-span, span)), t, t_holm, e, e_holm, len(pairs), found
+            estimate(list(found.values()), (-span, span)),
+            t,
+            t_holm,
+            e,
+            e_holm,
+            len(pairs),
+            found,
         )
         for (name, found), t, t_holm, e, e_holm in rows
     }
@@ -180,26 +195,34 @@ def _exact_share(sample: Float[np.ndarray, " count"]) -> float:
     each half has 2²⁰ sums; sorting one half counts pairs without making them.
     """
     middle = len(sample) // 2
-    one, other = (_all_flips(len(half)) @ half for half in (sample[:middle], sample[middle:]))
+    one, other = (
+        _all_flips(len(half)) @ half for half in (sample[:middle], sample[middle:])
+    )
     far = _far_enough(sample)
     other.sort()
     above = len(other) - np.searchsorted(other, far - one, side="left")
     below = np.searchsorted(other, -far - one, side="right")
     ways = len(one) * len(other)
-    return min(int(above.sum() + below.sum()), ways) / ways  # a sum of 0 counts in both tails
+    return (
+        min(int(above.sum() + below.sum()), ways) / ways
+    )  # a sum of 0 counts in both tails
 
 
 def _share_as_far(
     samples: Float[np.ndarray, "count studies"], flips: Float[np.ndarray, "flips count"]
 ) -> Float[np.ndarray, " studies"]:
     """Compute, for each column, the share of the given flips with a sum at least as far from 0."""
-    shares: Float[np.ndarray, " studies"] = (np.abs(flips @ samples) >= _far_enough(samples)).mean(axis=0)
+    shares: Float[np.ndarray, " studies"] = (
+        np.abs(flips @ samples) >= _far_enough(samples)
+    ).mean(axis=0)
     return shares
 
 
 def _far_enough(samples: Float[np.ndarray, "count *studies"]) -> Any:
     """Return the least distance from 0 that counts, with a tolerance for rounding errors of equal sums."""
-    return np.maximum(np.abs(samples.sum(axis=0)) - 1e-12 * np.abs(samples).sum(axis=0), 0.0)
+    return np.maximum(
+        np.abs(samples.sum(axis=0)) - 1e-12 * np.abs(samples).sum(axis=0), 0.0
+    )
 
 
 @lru_cache(maxsize=4)
@@ -222,7 +245,9 @@ def effect_size(differences: Sequence[float]) -> float:
     found = estimate(differences)
     if found.count < 2 or (found.deviation == 0 and found.mean == 0):
         return math.nan
-    return math.inf * found.mean if found.deviation == 0 else found.mean / found.deviation
+    return (
+        math.inf * found.mean if found.deviation == 0 else found.mean / found.deviation
+    )
 
 
 def seeds_needed(differences: Sequence[float], num_tests: int = 1) -> int | None:
@@ -256,14 +281,20 @@ def _power(effect: float, count: int, level: float) -> float:
     from scipy.stats import nct, t
 
     if count <= _SIMULATED_SEEDS:
-        studies = np.random.default_rng(count).normal(effect, size=(count, _SIMULATIONS))
+        studies = np.random.default_rng(count).normal(
+            effect, size=(count, _SIMULATIONS)
+        )
         return float((_share_as_far(studies, _all_flips(count)) < level).mean())
     critical = float(t.isf(level / 2, count - 1))
     shift = effect * math.sqrt(count)
-    if shift > 30:  # the power is 1 up to rounding, and the distribution is slow to compute
+    if (
+        shift > 30
+    ):  # the power is 1 up to rounding, and the distribution is slow to compute
         return 1.0
     other_side = float(nct.cdf(-critical, count - 1, shift))  # NaN on underflow
-    return float(nct.sf(critical, count - 1, shift)) + (0.0 if math.isnan(other_side) else other_side)
+    return float(nct.sf(critical, count - 1, shift)) + (
+        0.0 if math.isnan(other_side) else other_side
+    )
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

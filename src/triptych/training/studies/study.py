@@ -29,14 +29,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from triptych.errors import UsageError, near_path
-from triptych.rewriting.recipe import RewriteRecipe, parse_rewrite_recipe, require_calibration
+from triptych.rewriting.recipe import (
+    RewriteRecipe,
+    parse_rewrite_recipe,
+    require_calibration,
+)
 from triptych.running.text import LanguageCorpusSpec
 from triptych.toml import read_toml
 from triptych.training.corpora.corpora import CorpusSpec
-from triptych.training.recipe import AnyRecipe, explain_invalid, find_recipe, merge, resolve
+from triptych.training.recipe import (
+    AnyRecipe,
+    explain_invalid,
+    find_recipe,
+    merge,
+    resolve,
+)
 
 Metric = Literal[
     "loss",
@@ -82,7 +99,9 @@ class BudgetConfig(_Section):
     # "parameters" of the model; "flops" of training; "seconds" of training on this machine; "cache", bytes
     # cached per token during decoding; or "none".
     hold: Literal["parameters", "flops", "seconds", "cache", "none"] = "none"
-    free: str | None = None  # key of the recipe, an integer, adjusted to meet the budget
+    free: str | None = (
+        None  # key of the recipe, an integer, adjusted to meet the budget
+    )
     free_of: dict[str, str] = {}  # keys that replace `free`, by variant
     # Largest deviation from the budget, as a share of it; a larger deviation is an error.
     tolerance: float = Field(0.02, gt=0, lt=1)
@@ -91,21 +110,31 @@ class BudgetConfig(_Section):
     def _something_is_free(self) -> "BudgetConfig":
         if self.hold == "none" and (self.free or self.free_of):
             raise ValueError("free is given, but hold = 'none': say what is held")
-        if self.hold == "seconds" and (self.free not in (None, "training.max_steps") or self.free_of):
-            raise ValueError("hold = 'seconds' adjusts training.max_steps: leave free out")
+        if self.hold == "seconds" and (
+            self.free not in (None, "training.max_steps") or self.free_of
+        ):
+            raise ValueError(
+                "hold = 'seconds' adjusts training.max_steps: leave free out"
+            )
         if self.hold not in ("none", "seconds") and not self.free:
-            raise ValueError(f"hold = '{self.hold}' needs free: the key of the recipe that is adjusted")
+            raise ValueError(
+                f"hold = '{self.hold}' needs free: the key of the recipe that is adjusted"
+            )
         return self
 
 
 class SweepConfig(_Section):
     """Choice of the learning rate of each variant."""
 
-    learning_rates: tuple[float, ...] = ()  # rates to try; empty: the recipe's learning rate
+    learning_rates: tuple[
+        float, ...
+    ] = ()  # rates to try; empty: the recipe's learning rate
     # Share of the steps of a whole run. Below 1 the sweep is cheaper, and prefers higher
     # rates than are best for whole runs.
     steps_share: float = Field(1.0, gt=0, le=1)
-    seeds: int = Field(1, ge=1)  # number of runs per rate; the mean of their losses decides
+    seeds: int = Field(
+        1, ge=1
+    )  # number of runs per rate; the mean of their losses decides
     # Seed of the first run of a rate; the next run has the next seed. Other runs do not use these seeds.
     seed: int = Field(1_000_003, ge=0, lt=2**62)
 
@@ -147,7 +176,9 @@ class Study(_Section):
     jobs: JobsConfig = JobsConfig()  # runs at a time
     # Pairs for BLEU, chrF and exact matches, with the keys of a corpus in a recipe.
     test: CorpusSpec | None = None
-    test_sentences: int | None = Field(None, ge=1)  # number of pairs, from the start; all if None
+    test_sentences: int | None = Field(
+        None, ge=1
+    )  # number of pairs, from the start; all if None
     # Text for `test_loss` of language models, not used for any choice.
     test_text: LanguageCorpusSpec | None = None
 
@@ -156,7 +187,9 @@ class Study(_Section):
     def _are_enough(cls, seeds: int | tuple[int, ...]) -> int | tuple[int, ...]:
         count = seeds if isinstance(seeds, int) else len(set(seeds))
         if count < LEAST_SEEDS:
-            raise ValueError(f"{count} seeds are too few for an interval: give {LEAST_SEEDS} or more")
+            raise ValueError(
+                f"{count} seeds are too few for an interval: give {LEAST_SEEDS} or more"
+            )
         return seeds
 
     @model_validator(mode="after")
@@ -165,34 +198,61 @@ class Study(_Section):
         if len(self.variants) < 2:
             raise ValueError("a study compares two variants or more")
         for name in self.variants:
-            if not (name[:1].isalnum() and all(c.isascii() and (c.isalnum() or c in "._-") for c in name)):
-                raise ValueError(f"variants.{name}: a variant names a folder: letters, digits, . _ - only")
+            if not (
+                name[:1].isalnum()
+                and all(c.isascii() and (c.isalnum() or c in "._-") for c in name)
+            ):
+                raise ValueError(
+                    f"variants.{name}: a variant names a folder: letters, digits, . _ - only"
+                )
         _check_rewritten(self.trained, self.rewritten)
         if self.baseline_name not in self.trained:
-            what = "is rewritten from another" if self.baseline_name in self.variants else "there is not"
+            what = (
+                "is rewritten from another"
+                if self.baseline_name in self.variants
+                else "there is not"
+            )
             known = ", ".join(self.trained)
-            raise ValueError(f"baseline is {self.baseline_name!r}, which {what}: it is one of {known}")
+            raise ValueError(
+                f"baseline is {self.baseline_name!r}, which {what}: it is one of {known}"
+            )
         if unknown := self.budget.free_of.keys() - self.trained.keys():
-            raise ValueError(f"budget.free_of names {sorted(unknown)[0]!r}, which is no trained variant")
+            raise ValueError(
+                f"budget.free_of names {sorted(unknown)[0]!r}, which is no trained variant"
+            )
         if not self.metrics or len(set(self.metrics)) < len(self.metrics):
             raise ValueError("metrics: name one or more, each once")
         if self.metrics[0] in OF_COST:
-            raise ValueError(f"metrics: {self.metrics[0]} cannot decide: put a figure of quality first")
-        if (wanted := sorted(OF_TRANSLATIONS & set(self.metrics))) and self.test is None:
-            raise ValueError(f"metrics: {wanted[0]} needs [test] with source and target, or another corpus")
+            raise ValueError(
+                f"metrics: {self.metrics[0]} cannot decide: put a figure of quality first"
+            )
+        if (
+            wanted := sorted(OF_TRANSLATIONS & set(self.metrics))
+        ) and self.test is None:
+            raise ValueError(
+                f"metrics: {wanted[0]} needs [test] with source and target, or another corpus"
+            )
         if "test_loss" in self.metrics and self.test_text is None:
-            raise ValueError("metrics: test_loss needs [test_text] with files, or another corpus of text")
+            raise ValueError(
+                "metrics: test_loss needs [test_text] with files, or another corpus of text"
+            )
         return self
 
     @property
     def trained(self) -> dict[str, dict[str, Any]]:
         """Changed keys of the trained variants."""
-        return {name: keys for name, keys in self.variants.items() if not _is_rewritten(keys)}
+        return {
+            name: keys
+            for name, keys in self.variants.items()
+            if not _is_rewritten(keys)
+        }
 
     @property
     def rewritten(self) -> dict[str, dict[str, Any]]:
         """Keys of the rewritten variants."""
-        return {name: keys for name, keys in self.variants.items() if _is_rewritten(keys)}
+        return {
+            name: keys for name, keys in self.variants.items() if _is_rewritten(keys)
+        }
 
     def parent_of(self, variant: str) -> str:
         """Return the variant from which `variant` is rewritten."""
@@ -214,24 +274,36 @@ def _is_rewritten(keys: Mapping[str, Any]) -> bool:
     return "rewrite_of" in keys or "rewrite" in keys
 
 
-def _check_rewritten(trained: Mapping[str, Any], rewritten: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_rewritten(
+    trained: Mapping[str, Any], rewritten: Mapping[str, Mapping[str, Any]]
+) -> None:
     """Check that each rewritten variant has only `rewrite_of`, a trained variant, and `rewrite`."""
     for number, (name, keys) in enumerate(rewritten.items()):
         if missing := {"rewrite_of", "rewrite"} - keys.keys():
-            raise ValueError(f"variants.{name}: {missing.pop()} is missing: give rewrite_of and rewrite")
+            raise ValueError(
+                f"variants.{name}: {missing.pop()} is missing: give rewrite_of and rewrite"
+            )
         if extra := sorted(keys.keys() - {"rewrite_of", "rewrite"}):
             raise ValueError(
                 f"variants.{name}: {extra[0]} is a key of training, and a rewrite of trained runs trains "
                 "nothing: leave it out"
             )
         if not isinstance(keys["rewrite"], dict):
-            raise ValueError(f"variants.{name}: rewrite is a table, as in rewrite.do = ['truncate(rank=4)']")
+            raise ValueError(
+                f"variants.{name}: rewrite is a table, as in rewrite.do = ['truncate(rank=4)']"
+            )
         if keys["rewrite_of"] not in list(trained):
             what = f"variants.{name}: rewrite_of is {keys['rewrite_of']!r}"
-            raise ValueError(f"{what}, which is none of those trained: {', '.join(trained)}")
+            raise ValueError(
+                f"{what}, which is none of those trained: {', '.join(trained)}"
+            )
         # Each pair of variants is compared once.
-        if twin := next((one for one in list(rewritten)[:number] if rewritten[one] == keys), None):
-            raise ValueError(f"variants {twin} and {name} are equal: leave one of them out")
+        if twin := next(
+            (one for one in list(rewritten)[:number] if rewritten[one] == keys), None
+        ):
+            raise ValueError(
+                f"variants {twin} and {name} are equal: leave one of them out"
+            )
 
 
 def read_study(path: Path | str) -> Study:
@@ -256,10 +328,14 @@ def _study_tree(path: Path, before: tuple[str, ...]) -> dict[str, Any]:
     if like is None:
         return tree
     if not isinstance(like, str) or Path(like).name != like:
-        raise UsageError(f"study {path}: like is {like!r}: name the file of a study in the same folder")
+        raise UsageError(
+            f"study {path}: like is {like!r}: name the file of a study in the same folder"
+        )
     seen = (*before, path.name)
     if like in seen:
-        raise UsageError(f"study {path}: like leads back to it: {' → '.join((*seen, like))}")
+        raise UsageError(
+            f"study {path}: like leads back to it: {' → '.join((*seen, like))}"
+        )
     return merge(_study_tree(path.parent / like, seen), tree)
 
 
@@ -278,7 +354,9 @@ def recipes_of(study: Study, folder: Path) -> tuple[AnyRecipe, dict[str, AnyReci
             if other == name:
                 break
             if made[other] == recipe:
-                raise UsageError(f"variants {other} and {name} are equal: leave one of them out")
+                raise UsageError(
+                    f"variants {other} and {name} are equal: leave one of them out"
+                )
     _check_task(study, made)
     return resolve(base, origin=f"base {study.base}"), made
 
@@ -299,11 +377,21 @@ def rewrites_of(study: Study, folder: Path) -> dict[str, RewriteRecipe]:
 def _check_task(study: Study, made: Mapping[str, AnyRecipe]) -> None:
     tasks = {recipe.task for recipe in made.values()}
     if len(tasks) > 1:
-        raise UsageError(f"study {study.name}: variants of different tasks ({', '.join(sorted(tasks))})")
+        raise UsageError(
+            f"study {study.name}: variants of different tasks ({', '.join(sorted(tasks))})"
+        )
     (task,) = tasks
-    if task != "translation" and (found := sorted(OF_TRANSLATIONS & set(study.metrics))):
-        raise UsageError(f"study {study.name}: metric {found[0]} is of translation, not of a {task}")
+    if task != "translation" and (
+        found := sorted(OF_TRANSLATIONS & set(study.metrics))
+    ):
+        raise UsageError(
+            f"study {study.name}: metric {found[0]} is of translation, not of a {task}"
+        )
     if task != "language-model" and study.test_text is not None:
-        raise UsageError(f"study {study.name}: test_text is of language models, not of a {task}")
+        raise UsageError(
+            f"study {study.name}: test_text is of language models, not of a {task}"
+        )
     if task == "masked-language-model" and "cache_bytes" in study.metrics:
-        raise UsageError(f"study {study.name}: metric cache_bytes: an encoder keeps no cache")
+        raise UsageError(
+            f"study {study.name}: metric cache_bytes: an encoder keeps no cache"
+        )

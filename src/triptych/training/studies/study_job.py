@@ -20,7 +20,11 @@ from triptych.errors import DataError
 from triptych.files import write_json
 from triptych.rewriting.opened_models import rewrite_checkpoint
 from triptych.rewriting.recipe import read_rewrite_recipe
-from triptych.running.decoding import composed, evaluate_translations, measure_likelihood
+from triptych.running.decoding import (
+    composed,
+    evaluate_translations,
+    measure_likelihood,
+)
 from triptych.running.opening import open_reader, open_translator
 from triptych.running.text import (
     LanguageCorpusSpec,
@@ -60,7 +64,9 @@ class StudyJob(BaseModel):
     threads: int = 1  # number of CPU threads
     test: CorpusSpec | None = None  # pairs to translate; None to skip
     test_sentences: int | None = None  # number of pairs, from the start; all if None
-    test_text: LanguageCorpusSpec | None = None  # text for a language model's test loss; None to skip
+    test_text: LanguageCorpusSpec | None = (
+        None  # text for a language model's test loss; None to skip
+    )
     heads: bool = True  # measure the heads of the trained model
     code: tuple[Path, ...] = ()  # files of custom classes in recipes
 
@@ -90,14 +96,20 @@ def read_result(path: Path) -> Result | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{path} is damaged ({error}): remove it, and the run is measured again") from None
+        raise DataError(
+            f"{path} is damaged ({error}): remove it, and the run is measured again"
+        ) from None
 
 
 def do_job(job: StudyJob) -> int:
     """Train or rewrite, and measure; returns an exit code."""
     for path in job.code:
         user_code.use_code(path)
-    return _train_and_measure(job) if job.rewrite_of is None else _rewrite(job, job.rewrite_of)
+    return (
+        _train_and_measure(job)
+        if job.rewrite_of is None
+        else _rewrite(job, job.rewrite_of)
+    )
 
 
 def _train_and_measure(job: StudyJob) -> int:
@@ -116,19 +128,34 @@ def _train_and_measure(job: StudyJob) -> int:
     }
     heads = _heads(job.folder) if job.heads else {}
     counters = summary.outcome.counters
-    return _write_result(job, Result(figures, heads, counters.seconds, counters.step, counters.tokens))
+    return _write_result(
+        job, Result(figures, heads, counters.seconds, counters.step, counters.tokens)
+    )
 
 
 def _rewrite(job: StudyJob, of: TrainedRun) -> int:
     trained = read_result(of.result)
     if trained is None:
-        raise DataError(f"{of.result} is missing: {of.folder} is not trained to its end")
+        raise DataError(
+            f"{of.result} is missing: {of.folder} is not trained to its end"
+        )
     if not job.folder.exists():
-        rewrite_checkpoint(str(of.folder), job.folder, read_rewrite_recipe(job.recipe), compare=False)
-    of_training = {name: trained.figures[name] for name in ("tokens_per_second", "memory")}
-    figures = {**_as_metrics(validate(job.folder)), **of_training, **_measure_model(job)}
+        rewrite_checkpoint(
+            str(of.folder), job.folder, read_rewrite_recipe(job.recipe), compare=False
+        )
+    of_training = {
+        name: trained.figures[name] for name in ("tokens_per_second", "memory")
+    }
+    figures = {
+        **_as_metrics(validate(job.folder)),
+        **of_training,
+        **_measure_model(job),
+    }
     return _write_result(
-        job, replace(trained, figures=figures, heads=_heads(job.folder) if job.heads else {})
+        job,
+        replace(
+            trained, figures=figures, heads=_heads(job.folder) if job.heads else {}
+        ),
     )
 
 
@@ -140,7 +167,9 @@ def _write_result(job: StudyJob, result: Result) -> int:
 def _measure_model(job: StudyJob) -> dict[str, Any]:
     """Count parameters and cache bytes of a model, and measure it on the test text."""
     model = read_own_model(job.folder)
-    figures: dict[str, Any] = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+    figures: dict[str, Any] = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters())
+    }
     if isinstance(model, EncoderDecoder) or model.causal:
         figures["cache_bytes"] = cache_bytes(model)
     if job.test is not None:
@@ -158,7 +187,11 @@ def _validation_figures(folder: Path) -> dict[str, float]:
     records = read_metrics(folder / "metrics.jsonl")
     (last,) = [r for r in records if "average_valid_loss" in r][-1:]
     validations = [r for r in records if "valid_loss" in r]
-    found = {name.removeprefix("average_"): v for name, v in last.items() if name.startswith("average_")}
+    found = {
+        name.removeprefix("average_"): v
+        for name, v in last.items()
+        if name.startswith("average_")
+    }
     best = min(validations, key=lambda r: r["valid_loss"], default=found)
     chosen = best if best["valid_loss"] < found["valid_loss"] else found
     return _as_metrics(chosen)
@@ -170,11 +203,15 @@ def _as_metrics(figures: Mapping[str, Any]) -> dict[str, float]:
     return {name: figures[key] for name, key in names.items() if key in figures}
 
 
-def _translations(folder: Path, test: CorpusSpec, count: int | None) -> dict[str, float]:
+def _translations(
+    folder: Path, test: CorpusSpec, count: int | None
+) -> dict[str, float]:
     pairs = read_parallel(test)
     sources = pairs.source[:count]
     references = pairs.target[:count]
-    found = evaluate_translations(open_translator(folder).translator(), sources, references)
+    found = evaluate_translations(
+        open_translator(folder).translator(), sources, references
+    )
     both = zip(composed(found.translations), composed(references), strict=True)
     exact = sum(a == b for a, b in both) / len(references)
     scores = {score.name: score.value for score in found.scores}

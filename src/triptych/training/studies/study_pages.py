@@ -19,7 +19,14 @@ from triptych.training.studies.comparing import NOISE, Outcome
 from triptych.training.studies.compute_budget import in_words
 from triptych.training.studies.statistics import estimate
 from triptych.training.studies.study import HIGHER_IS_BETTER, OF_COST
-from triptych.training.studies.tables import compared, conclusions, history, mean, noise_floor, tables
+from triptych.training.studies.tables import (
+    compared,
+    conclusions,
+    history,
+    mean,
+    noise_floor,
+    tables,
+)
 
 _AXES = {
     "step": "updates",
@@ -56,7 +63,9 @@ def write_study_pictures(outcome: Outcome, folder: Path) -> list[Path]:
     ]
     paths = list[Path]()
     for name, found in charts:
-        paths += [folder / name for chart in found if write_picture(chart, folder / name)]
+        paths += [
+            folder / name for chart in found if write_picture(chart, folder / name)
+        ]
     return paths
 
 
@@ -67,7 +76,9 @@ def _differences(outcome: Outcome) -> list[IntervalChart]:
     for metric in outcome.study.metrics:
         if metric in OF_COST:
             continue
-        found = {name: one.difference for name, one in compared(outcome, metric).items()}
+        found = {
+            name: one.difference for name, one in compared(outcome, metric).items()
+        }
         if floor := noise_floor(outcome, metric):
             found[NOISE] = floor
         better = "higher" if metric in HIGHER_IS_BETTER else "lower"
@@ -76,7 +87,10 @@ def _differences(outcome: Outcome) -> list[IntervalChart]:
             IntervalChart(
                 f"{words}: difference to {outcome.study.baseline_name}",
                 f"difference in {words} ({better} is better), 95 % interval",
-                tuple(Interval(one.mean, one.low, one.high, name) for name, one in found.items()),
+                tuple(
+                    Interval(one.mean, one.low, one.high, name)
+                    for name, one in found.items()
+                ),
             )
         )
     return charts
@@ -85,21 +99,35 @@ def _differences(outcome: Outcome) -> list[IntervalChart]:
 def _study_facts(outcome: Outcome) -> list[tuple[str, str]]:
     # Training time counts trained runs only: rewritten runs repeat the figures of their trained run.
     study = outcome.study
-    runs = [*chain.from_iterable(results.values() for results in outcome.results.values())]
-    trained = chain.from_iterable(results.values() for results in outcome.trained.values())
+    runs = [
+        *chain.from_iterable(results.values() for results in outcome.results.values())
+    ]
+    trained = chain.from_iterable(
+        results.values() for results in outcome.trained.values()
+    )
     seconds = sum(one.seconds for one in trained)
     found = [
         ("base", study.base),
         ("baseline", study.baseline_name),
-        ("runs", f"{len(runs)}" + (f", {len(outcome.failed)} failed" if outcome.failed else "")),
+        (
+            "runs",
+            f"{len(runs)}"
+            + (f", {len(outcome.failed)} failed" if outcome.failed else ""),
+        ),
         ("training", f"{seconds / 60:.1f} min in all"),
     ]
     if study.budget.hold != "none":
         solved = outcome.variants[study.baseline_name].solved
-        held = study.budget.hold if solved is None else in_words(study.budget.hold, solved.amount)
+        held = (
+            study.budget.hold
+            if solved is None
+            else in_words(study.budget.hold, solved.amount)
+        )
         found.append(("held equal", held))
     if outcome.sweep_seconds:
-        found.append(("choosing learning rates", f"{outcome.sweep_seconds / 60:.1f} min"))
+        found.append(
+            ("choosing learning rates", f"{outcome.sweep_seconds / 60:.1f} min")
+        )
     return found
 
 
@@ -110,7 +138,9 @@ def _loss_curves(outcome: Outcome) -> list[CurveChart]:
         name: [
             history(
                 outcome.run_folder(name, seed),
-                outcome.variants[outcome.study.baseline_name if name == NOISE else name].flops,
+                outcome.variants[
+                    outcome.study.baseline_name if name == NOISE else name
+                ].flops,
             )
             for seed in results
         ]
@@ -121,7 +151,11 @@ def _loss_curves(outcome: Outcome) -> list[CurveChart]:
         lines = tuple((name, _line(each, key)) for name, each in histories.items())
         if any(points for _, points in lines):
             named = f"Validation loss against {title}"
-            charts.append(CurveChart(named, title, "validation loss (nats a token)", lines, is_log=True))
+            charts.append(
+                CurveChart(
+                    named, title, "validation loss (nats a token)", lines, is_log=True
+                )
+            )
     return charts
 
 
@@ -149,13 +183,20 @@ def _scatters(outcome: Outcome) -> list[ScatterChart]:
     assert metric not in OF_COST
     charts = []
     for cost, title in _COSTS.items():
-        amounts = {name: median_high(values.values()) for name, values in outcome.values(cost).items()}
+        amounts = {
+            name: median_high(values.values())
+            for name, values in outcome.values(cost).items()
+        }
         dots = []
         for name in outcome.variants:
             if name in quality and name in amounts:
                 found = mean(quality[name], metric)
-                dots.append(Interval(found.mean, found.low, found.high, name, amounts[name]))
+                dots.append(
+                    Interval(found.mean, found.low, found.high, name, amounts[name])
+                )
         if len({dot.x for dot in dots}) > 1:
             words = metric.replace("_", " ")
-            charts.append(ScatterChart(f"{words} against {title}", title, words, tuple(dots)))
+            charts.append(
+                ScatterChart(f"{words} against {title}", title, words, tuple(dots))
+            )
     return charts

@@ -15,7 +15,14 @@ from triptych.printable import printable
 from triptych.seeing.reports import Table
 from triptych.training.metrics import read_metrics
 from triptych.training.studies.comparing import NOISE, Outcome, Variant
-from triptych.training.studies.statistics import CONFIDENCE, Comparison, Estimate, compare, estimate, too_few
+from triptych.training.studies.statistics import (
+    CONFIDENCE,
+    Comparison,
+    Estimate,
+    compare,
+    estimate,
+    too_few,
+)
 from triptych.training.studies.study import HIGHER_IS_BETTER, OF_COST, POSSIBLE
 from triptych.training.studies.study_job import HEAD_MEASURES
 
@@ -64,7 +71,11 @@ def quality_table(outcome: Outcome, metric: str) -> Table:
     rows = []
     for name, values in outcome.values(metric).items():
         found = mean(values, metric)
-        cells = (f"{name} *" if name == baseline else name, str(found.count), number(found.mean, metric))
+        cells = (
+            f"{name} *" if name == baseline else name,
+            str(found.count),
+            number(found.mean, metric),
+        )
         against: tuple[str, ...] = ("",) * 6
         if name in differences:
             against = _difference(differences[name], metric)
@@ -121,20 +132,36 @@ def costs_table(outcome: Outcome) -> Table:
         for metric in metrics:
             values = outcome.values(metric).get(name)
             cells.append(number(median_high(values.values()), metric) if values else "")
-        held = "" if variant.solved is None else variant.solved.describe(outcome.study.budget.hold)
+        held = (
+            ""
+            if variant.solved is None
+            else variant.solved.describe(outcome.study.budget.hold)
+        )
         rate = variant.recipe.training.learning_rate
         rows.append((name, *cells, "" if rate is None else f"{rate:g}", held))
-    columns = ("variant", *(title(metric) for metric in metrics), "learning rate", "budget")
-    rewritten = [f"{name} from {outcome.study.parent_of(name)}" for name in outcome.study.rewritten]
+    columns = (
+        "variant",
+        *(title(metric) for metric in metrics),
+        "learning rate",
+        "budget",
+    )
+    rewritten = [
+        f"{name} from {outcome.study.parent_of(name)}"
+        for name in outcome.study.rewritten
+    ]
     caption = f"Rewritten: {', '.join(rewritten)}; rate, memory and learning rate come from training."
     numeric = tuple(range(1, len(metrics) + 2))
-    return Table(COST, columns, tuple(rows), caption if rewritten else "", numeric=numeric)
+    return Table(
+        COST, columns, tuple(rows), caption if rewritten else "", numeric=numeric
+    )
 
 
 def sweep_table(outcome: Outcome) -> Table:
     """Return the table of the sweep: validation losses by learning rate, and the chosen rates."""
     # Rewritten variants are not swept: the table omits them.
-    rates = sorted({*chain.from_iterable(one.swept for one in outcome.variants.values())})
+    rates = sorted(
+        {*chain.from_iterable(one.swept for one in outcome.variants.values())}
+    )
     rows = [
         (
             name,
@@ -175,7 +202,9 @@ def heads_table(outcome: Outcome) -> Table:
     for name, results in outcome.results.items():
         cells = []
         for measure in HEAD_MEASURES:
-            values = [one.heads[measure] for one in results.values() if measure in one.heads]
+            values = [
+                one.heads[measure] for one in results.values() if measure in one.heads
+            ]
             cells.append(f"{sum(values) / len(values):.3g}" if values else "")
         rows.append((name, *cells))
     return Table(
@@ -196,8 +225,14 @@ def conclusions(outcome: Outcome) -> list[str]:
         difference = f"{_signed(one.difference.mean, metric)} [{_from_to(one.difference, metric)}]"
         if not one.is_seen:
             needed = one.seeds_needed
-            more = f"; about {needed} seeds would show a difference of this size" if needed else ""
-            found.append(f"{name}: no difference seen ({difference}, {_p_values(one)}{more})")
+            more = (
+                f"; about {needed} seeds would show a difference of this size"
+                if needed
+                else ""
+            )
+            found.append(
+                f"{name}: no difference seen ({difference}, {_p_values(one)}{more})"
+            )
             continue
         better = (one.difference.mean > 0) == (metric in HIGHER_IS_BETTER)
         found.append(
@@ -215,18 +250,26 @@ def _p_values(one: Comparison) -> str:
 def runs_csv(outcome: Outcome) -> str:
     """Return CSV with all figures of every run, one run a row."""
     metrics = list(DIGITS)
-    rows: list[list[Any]] = [["variant", "seed", *metrics, "seconds", "steps", "tokens", *HEAD_MEASURES]]
+    rows: list[list[Any]] = [
+        ["variant", "seed", *metrics, "seconds", "steps", "tokens", *HEAD_MEASURES]
+    ]
     for name, results in outcome.results.items():
         for seed, one in sorted(results.items()):
             figures = [one.figures.get(metric, "") for metric in metrics]
             heads = [one.heads.get(measure, "") for measure in HEAD_MEASURES]
-            rows.append([name, seed, *figures, one.seconds, one.steps, one.tokens, *heads])
+            rows.append(
+                [name, seed, *figures, one.seconds, one.steps, one.tokens, *heads]
+            )
     return _csv(rows)
 
 
 def sweep_csv(outcome: Outcome) -> str:
     """Return CSV with the mean loss of each variant at each learning rate of the sweep."""
-    rows = [(name, *tried) for name, one in outcome.variants.items() for tried in one.swept.items()]
+    rows = [
+        (name, *tried)
+        for name, one in outcome.variants.items()
+        for tried in one.swept.items()
+    ]
     return _csv([["variant", "learning_rate", "loss"], *rows])
 
 
@@ -277,15 +320,27 @@ def markdown(outcome: Outcome) -> str:
     """Return the whole report as Markdown."""
     parts = headed(outcome, tables(outcome))
     if outcome.failed:
-        parts += ["## Failed", "", *(f"- {name}: {what}" for name, what in outcome.failed.items()), ""]
+        parts += [
+            "## Failed",
+            "",
+            *(f"- {name}: {what}" for name, what in outcome.failed.items()),
+            "",
+        ]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def headed(outcome: Outcome, shown: Sequence[Table]) -> list[str]:
     """Return the lines of a report: conclusions, and the given tables."""
-    parts = [f"# {outcome.study.name}", "", *(f"- {line}" for line in conclusions(outcome)), ""]
+    parts = [
+        f"# {outcome.study.name}",
+        "",
+        *(f"- {line}" for line in conclusions(outcome)),
+        "",
+    ]
     for table in shown:
-        rule = ["---:" if i in table.numeric else "---" for i in range(len(table.columns))]
+        rule = [
+            "---:" if i in table.numeric else "---" for i in range(len(table.columns))
+        ]
         rows = (table.columns, rule, *table.rows)
         lines = (f"| {' | '.join(map(_cell, row))} |" for row in rows)
         parts += [f"## {table.title}", "", *lines, "", table.caption, ""]
@@ -299,13 +354,20 @@ def _cell(text: str) -> str:
 
 def quality_tables(outcome: Outcome) -> list[Table]:
     """Return a table for each metric of quality."""
-    return [quality_table(outcome, metric) for metric in outcome.study.metrics if metric not in OF_COST]
+    return [
+        quality_table(outcome, metric)
+        for metric in outcome.study.metrics
+        if metric not in OF_COST
+    ]
 
 
 def tables(outcome: Outcome) -> list[Table]:
     """Return all tables of a report."""
     found = quality_tables(outcome)
-    found += [costs_table(outcome), *([sweep_table(outcome)] if outcome.study.sweep.learning_rates else [])]
+    found += [
+        costs_table(outcome),
+        *([sweep_table(outcome)] if outcome.study.sweep.learning_rates else []),
+    ]
     return [*found, *([heads_table(outcome)] if outcome.results else [])]
 
 
@@ -319,7 +381,8 @@ def figures(outcome: Outcome) -> dict[str, Any]:
         "metrics": {
             metric: {
                 "means": {
-                    name: _as_record(mean(values, metric)) for name, values in outcome.values(metric).items()
+                    name: _as_record(mean(values, metric))
+                    for name, values in outcome.values(metric).items()
                 },
                 "differences": {
                     name: {
@@ -334,7 +397,9 @@ def figures(outcome: Outcome) -> dict[str, Any]:
                     }
                     for name, one in compared(outcome, metric).items()
                 },
-                "noise": _as_record(floor) if (floor := noise_floor(outcome, metric)) else None,
+                "noise": _as_record(floor)
+                if (floor := noise_floor(outcome, metric))
+                else None,
             }
             for metric in metrics
         },
@@ -350,7 +415,12 @@ def figures(outcome: Outcome) -> dict[str, Any]:
 
 
 def _as_record(found: Estimate) -> dict[str, Any]:
-    return {"mean": found.mean, "low": _finite(found.low), "high": _finite(found.high), "seeds": found.count}
+    return {
+        "mean": found.mean,
+        "low": _finite(found.low),
+        "high": _finite(found.high),
+        "seeds": found.count,
+    }
 
 
 def _finite(number: float) -> float | None:
@@ -358,7 +428,10 @@ def _finite(number: float) -> float | None:
 
 
 def _difference(found: Comparison, metric: str) -> tuple[str, ...]:
-    exact, student = ("" if math.isnan(p) else f"{p:.2g}" for p in (found.exact_corrected, found.corrected))
+    exact, student = (
+        "" if math.isnan(p) else f"{p:.2g}"
+        for p in (found.exact_corrected, found.corrected)
+    )
     effect = "" if math.isnan(found.effect) else f"{found.effect:.2f}"
     needed = found.seeds_needed
     return (

@@ -11,7 +11,11 @@ from triptych import user_code
 from triptych.core.algebra.weights import SIDES, AttentionWeights
 from triptych.core.attention.projections import table
 from triptych.core.attention.projections.abstract import Parameterisation
-from triptych.core.attention.projections.composed import AsWritten, ScaledOutside, is_scaled_outside
+from triptych.core.attention.projections.composed import (
+    AsWritten,
+    ScaledOutside,
+    is_scaled_outside,
+)
 from triptych.core.attention.projections.module import structural_difference
 from triptych.errors import nearest
 
@@ -55,8 +59,14 @@ def parameterisation_class(name: str) -> type[Parameterisation]:
         raise ValueError(f"projections = {name!r} is no layer: {REFUSED[name]}")
     if name not in PARAMETERISATIONS:
         near = nearest(name, PARAMETERISATIONS)
-        hint = f"did you mean {near!r}?" if near else "choose one of them, or name FILE.py:CLASS"
-        raise ValueError(f"projections = {name!r} is not one of {', '.join(PARAMETERISATIONS)}: {hint}")
+        hint = (
+            f"did you mean {near!r}?"
+            if near
+            else "choose one of them, or name FILE.py:CLASS"
+        )
+        raise ValueError(
+            f"projections = {name!r} is not one of {', '.join(PARAMETERISATIONS)}: {hint}"
+        )
     return PARAMETERISATIONS[name]
 
 
@@ -75,12 +85,17 @@ def parameterisation(name: str, **options: int | bool | None) -> Parameterisatio
     known = [field.name for field in dataclasses.fields(cls)]
     for option in options:
         if option not in known:
-            raise ValueError(f"{name} has no {option}: its options are {', '.join(known)}")
+            raise ValueError(
+                f"{name} has no {option}: its options are {', '.join(known)}"
+            )
     return cls(**options)
 
 
 def fit_parameterisation(
-    weights: AttentionWeights, *, named: bool = False, own: Parameterisation | None = None
+    weights: AttentionWeights,
+    *,
+    named: bool = False,
+    own: Parameterisation | None = None,
 ) -> tuple[AttentionWeights, Parameterisation]:
     """Return given weights, with maps repeated if necessary, and a parameterisation of their structure.
 
@@ -97,7 +112,11 @@ def fit_parameterisation(
     # Try the weights unchanged, then with equally many key and value heads, then with a copy for every head.
     reasons: list[str] = []
     groups = math.lcm(weights.num_key_heads, weights.num_value_heads)
-    for writing in (weights, weights.with_even_copies(groups), weights.with_even_copies(weights.num_heads)):
+    for writing in (
+        weights,
+        weights.with_even_copies(groups),
+        weights.with_even_copies(weights.num_heads),
+    ):
         reasons = []
         for name, cls in PARAMETERISATIONS.items():
             candidate = cls.fitting(writing)
@@ -117,4 +136,7 @@ def fit_parameterisation(
         except ValueError as error:
             reasons.append(f"; as_written: {error}")
     lengths = ", ".join(f"{side} {len(weights.chain(side))}" for side in SIDES)
-    raise ValueError(f"no parameterisation writes these weights; maps in a row: {lengths}" + "".join(reasons))
+    raise ValueError(
+        f"no parameterisation writes these weights; maps in a row: {lengths}"
+        + "".join(reasons)
+    )

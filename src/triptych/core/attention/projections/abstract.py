@@ -65,7 +65,9 @@ class LayerSizes:
         if (width := getattr(self.of, name)) is not None:
             return at_least_one(width, name)
         if self.d % self.h:
-            raise ValueError(f"num_heads {self.h} does not divide d_model {self.d}: give {name} explicitly")
+            raise ValueError(
+                f"num_heads {self.h} does not divide d_model {self.d}: give {name} explicitly"
+            )
         return self.d // self.h
 
     def variance(self, width: int) -> float:
@@ -185,10 +187,14 @@ class Parameterisation:
             elif option == "o_bias":
                 options[option] = weights.o_bias is not None
             elif option.endswith("_bias"):
-                options[option] = any(found[name][0].bias is not None for name in maps.split())
+                options[option] = any(
+                    found[name][0].bias is not None for name in maps.split()
+                )
             else:
                 link = found[maps][0]
-                options[option] = link.copies if option.startswith("num_") else link.d_out
+                options[option] = (
+                    link.copies if option.startswith("num_") else link.d_out
+                )
         return cls(**options)
 
     def skeleton(self, d_model: int, num_heads: int) -> AttentionWeights:

@@ -31,7 +31,9 @@ class HeadMap(ABC):
         """Draw the initial values."""
 
     @abstractmethod
-    def apply(self, stored: Stored, x: Float[Tensor, "batch copies length d_in"]) -> Tensor:
+    def apply(
+        self, stored: Stored, x: Float[Tensor, "batch copies length d_in"]
+    ) -> Tensor:
         """Apply the map to a stream; the result is `[batch, copies, length, d_out]`."""
 
     @abstractmethod
@@ -87,7 +89,10 @@ class ToHeads(HeadMap):
         return matrices, None if bias is None else bias.view(self.copies, -1)
 
     def initialise(self, stored: Stored) -> None:
-        _draw(_as_linear(stored), self.variance or 1 / (self.d_in + self.copies * self.d_out))
+        _draw(
+            _as_linear(stored),
+            self.variance or 1 / (self.d_in + self.copies * self.d_out),
+        )
 
     def apply(self, stored: Stored, x: Tensor) -> Tensor:
         return split_heads(_as_linear(stored)(x[:, 0]), self.copies)
@@ -128,7 +133,11 @@ class FromHeads(HeadMap):
         return _as_linear(stored)(join_heads(x))[:, None]  # type: ignore[no-any-return]
 
     def link(self, stored: Stored, like: Tensor) -> Link:
-        return Link(_as_linear(stored).weight.view(self.d_out, self.num_heads, self.d_in).permute(1, 2, 0))
+        return Link(
+            _as_linear(stored)
+            .weight.view(self.d_out, self.num_heads, self.d_in)
+            .permute(1, 2, 0)
+        )
 
 
 @final
@@ -231,9 +240,13 @@ class ConcatenatedHeads(nn.Module):
 
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__()
-        self.register_parameter("bias", nn.Parameter(torch.empty(width)) if bias else None)
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(width)) if bias else None
+        )
 
-    def forward(self, joined: Float[Tensor, "batch length width"]) -> Float[Tensor, "batch length width"]:
+    def forward(
+        self, joined: Float[Tensor, "batch length width"]
+    ) -> Float[Tensor, "batch length width"]:
         return joined if self.bias is None else joined + self.bias
 
 
@@ -283,8 +296,12 @@ class LinkMap(HeadMap):
     diagonal: bool  # True for a factor per channel instead of a matrix
     bias: bool  # True for a map with a bias
     learned: bool  # True for learned weights, False for fixed weights
-    norm: HeadNorm | None  # norm after the map, without its tensors; None without a norm
-    norm_parts: dict[str, torch.Size] = field(compare=False)  # shapes of the norm's tensors
+    norm: (
+        HeadNorm | None
+    )  # norm after the map, without its tensors; None without a norm
+    norm_parts: dict[str, torch.Size] = field(
+        compare=False
+    )  # shapes of the norm's tensors
 
     @classmethod
     def from_link(cls, link: Link) -> "LinkMap":
@@ -359,7 +376,9 @@ class StoredLink(nn.Module):
             self.weight = nn.Parameter(weight)
         else:
             self.register_buffer("weight", weight)
-        self.bias = nn.Parameter(torch.empty(kind.copies, kind.d_out)) if kind.bias else None
+        self.bias = (
+            nn.Parameter(torch.empty(kind.copies, kind.d_out)) if kind.bias else None
+        )
         # Parameters of the norm need plain names: the norm itself is a frozen record, not a module.
         for name, shape in kind.norm_parts.items():
             self.register_parameter(f"norm_{name}", nn.Parameter(torch.empty(shape)))
@@ -370,7 +389,10 @@ class StoredLink(nn.Module):
         norm = self.kind.norm
         if norm is None or not self.kind.norm_parts:
             return norm
-        return replace(norm, **{name: getattr(self, f"norm_{name}") for name in self.kind.norm_parts})
+        return replace(
+            norm,
+            **{name: getattr(self, f"norm_{name}") for name in self.kind.norm_parts},
+        )
 
     def link(self) -> Link:
         """Return the map as a link of a chain: a view unless channels pass or are left out."""
@@ -382,7 +404,9 @@ class StoredLink(nn.Module):
                 weight = F.pad(weight, (0, kind.passed, 0, kind.d_in - kind.read))
                 if kind.passed:
                     passing = torch.zeros_like(weight[0])
-                    passing[kind.read : kind.read + kind.passed, kind.written :].fill_diagonal_(1.0)
+                    passing[
+                        kind.read : kind.read + kind.passed, kind.written :
+                    ].fill_diagonal_(1.0)
                     weight = weight + passing
         return Link(weight, self.bias, self.norm, kind.learned)
 
@@ -395,8 +419,12 @@ class StoredLink(nn.Module):
             weight = weight[:, : kind.read, : kind.written].mT
         self.weight.copy_(weight)
         if self.bias is not None:
-            self.bias.copy_(torch.zeros_like(self.bias) if given.bias is None else given.bias)
-        for name, tensor in (given.norm.tensors() if given.norm is not None else {}).items():
+            self.bias.copy_(
+                torch.zeros_like(self.bias) if given.bias is None else given.bias
+            )
+        for name, tensor in (
+            given.norm.tensors() if given.norm is not None else {}
+        ).items():
             getattr(self, f"norm_{name}").copy_(tensor)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -410,7 +438,11 @@ class StoredLink(nn.Module):
             x = x.repeat_interleave(kind.copies // streams, dim=1)
         elif kind.copies < streams:
             weight = weight.repeat_interleave(streams // kind.copies, dim=0)
-            bias = None if bias is None else bias.repeat_interleave(streams // kind.copies, dim=0)
+            bias = (
+                None
+                if bias is None
+                else bias.repeat_interleave(streams // kind.copies, dim=0)
+            )
         if kind.diagonal:
             y = x * weight[:, None, :]
         else:
@@ -420,7 +452,9 @@ class StoredLink(nn.Module):
             else:
                 y = through_own_map(read, weight.mT)
             if kind.passed:
-                rest = x[..., kind.read : kind.read + kind.passed].expand(-1, y.shape[1], -1, -1)
+                rest = x[..., kind.read : kind.read + kind.passed].expand(
+                    -1, y.shape[1], -1, -1
+                )
                 y = torch.cat([y, rest], dim=-1)
         y = y if bias is None else y + bias[:, None, :]
         norm = self.norm
@@ -444,7 +478,8 @@ def join_heads(
 
 
 def through_own_map(
-    heads: Float[Tensor, "batch num_heads length d_in"], maps: Float[Tensor, "num_heads d_in d_out"]
+    heads: Float[Tensor, "batch num_heads length d_in"],
+    maps: Float[Tensor, "num_heads d_in d_out"],
 ) -> Float[Tensor, "batch num_heads length d_out"]:
     """Apply to each head its own map, `head_i W_i`, without a copy of the maps for every sentence."""
     return torch.einsum("bhnk,hkr->bhnr", heads, maps)
@@ -491,6 +526,8 @@ def _passing(link: Link) -> tuple[int, int]:
     as_it_is[rows, rows + d_out - d_in] = 1.0
     alike = (weight == as_it_is).all(dim=2).all(dim=0).tolist()
     passed = next((i for i, same in enumerate(reversed(alike)) if not same), d_in)
-    if passed in (0, d_in, d_out) or bool(weight[:, : d_in - passed, d_out - passed :].any()):
+    if passed in (0, d_in, d_out) or bool(
+        weight[:, : d_in - passed, d_out - passed :].any()
+    ):
         return read, 0
     return d_in - passed, passed

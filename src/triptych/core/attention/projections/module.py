@@ -13,7 +13,14 @@ from triptych import thresholds
 from triptych.core.algebra.cost import Route
 from triptych.core.algebra.positions import RotaryEmbedding
 from triptych.core.algebra.semantics import Semantics, same_norm_structure
-from triptych.core.algebra.weights import SIDES, AttentionWeights, Chain, Link, Side, standard_scale
+from triptych.core.algebra.weights import (
+    SIDES,
+    AttentionWeights,
+    Chain,
+    Link,
+    Side,
+    standard_scale,
+)
 from triptych.core.attention.projections.maps import (
     ConcatenatedHeads,
     HeadMap,
@@ -80,13 +87,22 @@ class Projections(nn.Module):
     @property
     def no_two_memories(self) -> str:
         """Reason against keys and values from two sequences; "" if two sequences are supported."""
-        return f"{self._name} makes keys and values of one sequence, by the same map" if self._shared else ""
+        return (
+            f"{self._name} makes keys and values of one sequence, by the same map"
+            if self._shared
+            else ""
+        )
 
     @property
     def memory_width(self) -> int:
         """Width of the input of keys and values."""
         first = next(
-            (self._maps[chain[0]] for chain in (self._chains["k"], self._chains["v"]) if chain), None
+            (
+                self._maps[chain[0]]
+                for chain in (self._chains["k"], self._chains["v"])
+                if chain
+            ),
+            None,
         )
         return first.d_in if isinstance(first, ToHeads | LinkMap) else self.d_model
 
@@ -134,7 +150,9 @@ class Projections(nn.Module):
         if value_input is key_input:
             return tuple(self._apply_chains(self._after_shared, key_input))
         keys, values = self._after_shared
-        return self._apply_chain(keys, key_input[:, None]), self._apply_chain(values, value_input[:, None])
+        return self._apply_chain(keys, key_input[:, None]), self._apply_chain(
+            values, value_input[:, None]
+        )
 
     def keys_values(self, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """Compute keys `[batch, num_key_heads, key_len, width]` and values `[batch, num_value_heads, …]`."""
@@ -179,7 +197,9 @@ class Projections(nn.Module):
     def weights(self) -> AttentionWeights:
         """Return the maps as chains of views of the parameters; shared maps and chains are one object."""
         like = next(self.parameters())
-        links = {name: own.link(self._stored(name), like) for name, own in self._maps.items()}
+        links = {
+            name: own.link(self._stored(name), like) for name, own in self._maps.items()
+        }
         # Equal chains become one tuple, so that `weights.q is weights.k` where maps are shared.
         chains: dict[tuple[str, ...], Chain] = {}
         for names in self._chains.values():
@@ -202,7 +222,9 @@ class Projections(nn.Module):
             return "expanded"
         (_, (k_read, k_written, passed)), (_, (v_read, v_written, _)) = self._ups
         maps = k_read * k_written + v_read * v_written
-        expanded = key_len * maps + query_len * key_len * (k_written + passed + v_written)
+        expanded = key_len * maps + query_len * key_len * (
+            k_written + passed + v_written
+        )
         absorbed = query_len * maps + query_len * key_len * (k_read + passed + v_read)
         return "absorbed" if absorbed < expanded else "expanded"
 
@@ -211,17 +233,26 @@ class Projections(nn.Module):
         """True if the absorbed route is exact for weights with a sum below 1: values have no bias."""
         return self._ups is None or self._matrices(self._ups[1][0])[1] is None
 
-    def absorbed(self, q: Tensor, cached: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def absorbed(
+        self, q: Tensor, cached: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of the absorbed route: attention to the cached latent itself.
 
         The key bias is left out: it adds a constant to all scores of a query.
         """
         assert self._ups is not None
-        ((name, (read, written, passed)), (_, (of_values, _, _))), (kept,) = self._ups, cached
+        ((name, (read, written, passed)), (_, (of_values, _, _))), (kept,) = (
+            self._ups,
+            cached,
+        )
         moved = through_own_map(q[..., :written], self._matrices(name)[0])
         keys = kept if read + passed == kept.shape[3] else kept[..., : read + passed]
         values = keys if of_values == keys.shape[3] else kept[..., :of_values]
-        return torch.cat([moved, q[..., written:]], dim=-1) if passed else moved, keys, values
+        return (
+            torch.cat([moved, q[..., written:]], dim=-1) if passed else moved,
+            keys,
+            values,
+        )
 
     def _maps_to_absorb(self) -> "tuple[_Up, _Up] | None":
         """Return the key map and the value map after the shared maps; None if a map cannot be absorbed."""
@@ -235,7 +266,10 @@ class Projections(nn.Module):
             if own.link(self._stored(names[0]), like).copies != self.num_heads:
                 return None
             found.append((names[0], own.channels))
-        one_stream = all(self._maps[name].link(self._stored(name), like).copies == 1 for name in self._shared)
+        one_stream = all(
+            self._maps[name].link(self._stored(name), like).copies == 1
+            for name in self._shared
+        )
         if len(found) != 2 or found[1][1][2] or not one_stream:
             return None
         return found[0], found[1]
@@ -267,11 +301,19 @@ class Projections(nn.Module):
             if own.learned:
                 own.weight.copy_(given.weight)
             elif not same_but_rounded(own.weight, given.weight):
-                raise ValueError(f"{self._name} cannot hold these weights: a fixed map differs")
+                raise ValueError(
+                    f"{self._name} cannot hold these weights: a fixed map differs"
+                )
             if own.bias is not None:
-                own.bias.copy_(torch.zeros_like(own.bias) if given.bias is None else given.bias)
+                own.bias.copy_(
+                    torch.zeros_like(own.bias) if given.bias is None else given.bias
+                )
         if mine.o_bias is not None:
-            mine.o_bias.copy_(torch.zeros_like(mine.o_bias) if weights.o_bias is None else weights.o_bias)
+            mine.o_bias.copy_(
+                torch.zeros_like(mine.o_bias)
+                if weights.o_bias is None
+                else weights.o_bias
+            )
 
     @torch.no_grad()
     def adopt(self, weights: AttentionWeights) -> None:
@@ -293,7 +335,9 @@ class Projections(nn.Module):
             stored = view if view._base is None else view._base
             module, _, name = names[id(stored)].rpartition(".")
             if numbers is None:
-                numbers = torch.zeros(view.shape, dtype=weights.dtype, device=weights.device)
+                numbers = torch.zeros(
+                    view.shape, dtype=weights.dtype, device=weights.device
+                )
             # Permute to the layout of the stored parameter, whose view the link is.
             strides = view.stride()
             order = sorted(range(view.ndim), key=strides.__getitem__, reverse=True)
@@ -309,20 +353,40 @@ class Projections(nn.Module):
             x = self._maps[name].apply(self._stored(name), x)
         return x
 
-    def _apply_chains(self, chains: Sequence[tuple[str, ...]], x: Tensor) -> list[Tensor]:
+    def _apply_chains(
+        self, chains: Sequence[tuple[str, ...]], x: Tensor
+    ) -> list[Tensor]:
         """Apply several chains to one input `[batch, length, width]`, with one product of the first maps."""
         names = [chain[0] for chain in chains if chain]
         # No := here: torch.compile would break its graph.
-        first = [own for own in [self._maps[name] for name in names] if isinstance(own, ToHeads)]
+        first = [
+            own
+            for own in [self._maps[name] for name in names]
+            if isinstance(own, ToHeads)
+        ]
         biased = {own.bias for own in first}
-        if x.device.type not in thresholds.ONE_PRODUCT_ON or len(first) < len(chains) or len(biased) > 1:
+        if (
+            x.device.type not in thresholds.ONE_PRODUCT_ON
+            or len(first) < len(chains)
+            or len(biased) > 1
+        ):
             return [self._apply_chain(chain, x[:, None]) for chain in chains]
         weight = torch.cat([self.get_parameter(f"{name}.weight") for name in names])
-        bias = torch.cat([self.get_parameter(f"{name}.bias") for name in names]) if biased == {True} else None
+        bias = (
+            torch.cat([self.get_parameter(f"{name}.bias") for name in names])
+            if biased == {True}
+            else None
+        )
         widths = [own.copies * own.d_out for own in first]
         parts = torch.split(F.linear(x, weight, bias), widths, dim=-1)
-        streams = [split_heads(part, own.copies) for part, own in zip(parts, first, strict=True)]
-        return [self._apply_chain(chain[1:], stream) for chain, stream in zip(chains, streams, strict=True)]
+        streams = [
+            split_heads(part, own.copies)
+            for part, own in zip(parts, first, strict=True)
+        ]
+        return [
+            self._apply_chain(chain[1:], stream)
+            for chain, stream in zip(chains, streams, strict=True)
+        ]
 
 
 def structural_difference(one: AttentionWeights, other: AttentionWeights) -> str:

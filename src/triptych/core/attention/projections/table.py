@@ -15,7 +15,12 @@ import torch
 
 from triptych.core.algebra.semantics import HeadGate
 from triptych.core.algebra.weights import AttentionWeights, Side, standard_scale
-from triptych.core.attention.projections.abstract import LayerSizes, Maps, Parameterisation, at_least_one
+from triptych.core.attention.projections.abstract import (
+    LayerSizes,
+    Maps,
+    Parameterisation,
+    at_least_one,
+)
 from triptych.core.attention.projections.maps import (
     ConstantFactor,
     FromHeads,
@@ -69,9 +74,7 @@ class Bilinear(Parameterisation):
         "one matrix W_i takes the place of both W^Q and W^K, so there are no queries and keys to turn: "
         "under rotary positions the form would have to change with the distance"
     )
-    no_qk_norm = (
-        "one matrix W_i takes the place of both W^Q and W^K, so there are no queries and keys to normalise"
-    )
+    no_qk_norm = "one matrix W_i takes the place of both W^Q and W^K, so there are no queries and keys to normalise"
     k = ()
     read_off: ClassVar[Mapping[str, str]] = {"d_k": "scale"}
 
@@ -82,8 +85,13 @@ class Bilinear(Parameterisation):
     o_bias: bool = False
 
     def maps(self, s: LayerSizes) -> Maps:
-        variance = s.variance(s.d_k) ** 2 * s.d_k / s.d**2  # scores vary as in `Factored`
-        return {**super().maps(s), "q_proj": ToHeads(s.d, s.d, s.h, self.q_bias, variance)}
+        variance = (
+            s.variance(s.d_k) ** 2 * s.d_k / s.d**2
+        )  # scores vary as in `Factored`
+        return {
+            **super().maps(s),
+            "q_proj": ToHeads(s.d, s.d, s.h, self.q_bias, variance),
+        }
 
 
 @final
@@ -106,7 +114,9 @@ class Stacked(_OfFourSides):
     first_bias: bool = False
 
     def maps(self, s: LayerSizes) -> Maps:
-        first = ToHeads(s.d, s.d, 1, self.first_bias, 1 / s.d)  # keeps the variance of its input
+        first = ToHeads(
+            s.d, s.d, 1, self.first_bias, 1 / s.d
+        )  # keeps the variance of its input
         return {"q_first": first, "k_first": first, "v_first": first, **super().maps(s)}
 
 
@@ -134,7 +144,10 @@ class Symmetric(Parameterisation):
     o_bias: bool = False
 
     def maps(self, s: LayerSizes) -> Maps:
-        return {"qk_proj": ToHeads(s.d, s.d_k, s.h, self.qk_bias, _tied_variance(s)), **super().maps(s)}
+        return {
+            "qk_proj": ToHeads(s.d, s.d_k, s.h, self.qk_bias, _tied_variance(s)),
+            **super().maps(s),
+        }
 
 
 @final
@@ -160,7 +173,9 @@ class Shared(Parameterisation):
         glorot = 2 / (s.d + s.h * s.d_k)
         return {
             "qkv_proj": ToHeads(s.d, s.d_k, s.h, self.qkv_bias, variance),
-            "o_proj": FromHeads(s.d_k, s.d, s.h, self.o_bias, glorot * glorot / 2 / variance),
+            "o_proj": FromHeads(
+                s.d_k, s.d, s.h, self.o_bias, glorot * glorot / 2 / variance
+            ),
         }
 
 
@@ -254,7 +269,9 @@ class _OfGroups(_OfFourSides):
         groups = at_least_one(self.num_kv_heads, "num_kv_heads")
         if s.h % (self.heads_of_map * groups):
             times = f"{self.heads_of_map} × " if self.heads_of_map > 1 else ""
-            raise ValueError(f"{times}num_kv_heads {groups} does not divide num_heads {s.h}")
+            raise ValueError(
+                f"{times}num_kv_heads {groups} does not divide num_heads {s.h}"
+            )
         # Keys and values have the same variance as in `Factored`.
         return {
             **super().maps(s),
@@ -295,7 +312,9 @@ class Differential(_OfGroups):
     heads_of_map = 2
 
     def gate(self, d_model: int, num_heads: int) -> HeadGate:
-        return HeadGate(torch.zeros(num_heads // 2, d_model), whole=(True, False) * (num_heads // 2))
+        return HeadGate(
+            torch.zeros(num_heads // 2, d_model), whole=(True, False) * (num_heads // 2)
+        )
 
 
 @final
@@ -331,7 +350,11 @@ class Latent(_OfFourSides):
     down_bias: bool = False
 
     def maps(self, s: LayerSizes) -> Maps:
-        r = 2 * s.width("d_latent") if self.d_latent is None else at_least_one(self.d_latent, "d_latent")
+        r = (
+            2 * s.width("d_latent")
+            if self.d_latent is None
+            else at_least_one(self.d_latent, "d_latent")
+        )
         # The latent has the variance of the input; keys and values vary as in `Factored`.
         return {
             "q_proj": ToHeads(s.d, s.d_k, s.h, self.q_bias),
@@ -356,9 +379,7 @@ class Collaborative(_OfFourSides):
     name = "collaborative"
     parameters_formula = "2*d*d_shared + h*d_shared + 2*h*d*d_v"
     cache_formula = "d_shared + h*d_v"
-    no_qk_norm = (
-        "heads differ by how much they make of each shared channel, and a norm would take that off again"
-    )
+    no_qk_norm = "heads differ by how much they make of each shared channel, and a norm would take that off again"
     q = ("q_proj", "mixing")
     read_off: ClassVar[Mapping[str, str]] = {"d_shared": "k_proj", "d_k": "scale"}
 
@@ -506,6 +527,12 @@ def _is_sliced(weights: AttentionWeights, side: Side) -> bool:
     width = weights.d_model // weights.num_heads
     if len(chain) != 1 or chain[0].learned:
         return False
-    fixed = Joined(weights.num_heads, width, False) if side == "o" else Slices(weights.num_heads, width)
+    fixed = (
+        Joined(weights.num_heads, width, False)
+        if side == "o"
+        else Slices(weights.num_heads, width)
+    )
     own = fixed.link(fixed.make(), chain[0].weight).weight
-    return own.shape == chain[0].weight.shape and (own.is_meta or torch.equal(own, chain[0].weight))
+    return own.shape == chain[0].weight.shape and (
+        own.is_meta or torch.equal(own, chain[0].weight)
+    )

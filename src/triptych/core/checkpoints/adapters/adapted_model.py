@@ -10,9 +10,18 @@ import torch
 from torch import Tensor
 
 from triptych.core.checkpoints.adapters.adapted_module import AdapterInMemory
-from triptych.core.checkpoints.adapters.adapter import EMBEDDINGS, HEADS, Adapter, AdapterFolder
+from triptych.core.checkpoints.adapters.adapter import (
+    EMBEDDINGS,
+    HEADS,
+    Adapter,
+    AdapterFolder,
+)
 from triptych.core.checkpoints.made_files import MadeFiles, WithAndWithout
-from triptych.core.checkpoints.written_files import TOKENIZER, WrittenFiles, tokenizer_files
+from triptych.core.checkpoints.written_files import (
+    TOKENIZER,
+    WrittenFiles,
+    tokenizer_files,
+)
 from triptych.core.storage.quantised import dequantised
 from triptych.core.storage.settings import Settings
 from triptych.core.storage.tensors import TensorFile, TensorInfo, Tensors, of_one
@@ -20,14 +29,26 @@ from triptych.errors import DataError
 from triptych.files import write_json
 from triptych.untrusted import shown
 
-_WEIGHTS = (".safetensors", ".bin", ".index.json", ".gguf", ".pt", ".pth", ".h5", ".msgpack", ".onnx")
+_WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".index.json",
+    ".gguf",
+    ".pt",
+    ".pth",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+)
 
 
 @final
 class AdaptedModel(WrittenFiles):
     """A base with adapters, merged one after another; its files are made when they are needed."""
 
-    def __init__(self, base: Any, adapters: Sequence[AdapterFolder | AdapterInMemory]) -> None:
+    def __init__(
+        self, base: Any, adapters: Sequence[AdapterFolder | AdapterInMemory]
+    ) -> None:
         self.base = base  # a `Source`, whose module imports this one
         self._adapters = adapters
         self.is_in_memory = base.is_in_memory
@@ -37,7 +58,9 @@ class AdaptedModel(WrittenFiles):
         self.record = self._merged(self.base_tensors())[1]
         made = base.found
         self.has_tokenizer = (
-            not isinstance(made, MadeFiles) or made.has_tokenizer or bool(self._own_tokenizer)
+            not isinstance(made, MadeFiles)
+            or made.has_tokenizer
+            or bool(self._own_tokenizer)
         )
 
     def require_same(self) -> None:
@@ -49,7 +72,8 @@ class AdaptedModel(WrittenFiles):
     def base_tensors(self, *, mapped: bool = False) -> Tensors:
         """Open the tensors of the base, dequantised."""
         return dequantised(
-            self.base.tensors(mapped=mapped), Settings(dict(self.base.record), self.base.where)
+            self.base.tensors(mapped=mapped),
+            Settings(dict(self.base.record), self.base.where),
         )
 
     def tensors(self, *, mapped: bool = False) -> Tensors:
@@ -90,7 +114,11 @@ class AdaptedModel(WrittenFiles):
 
 
 def _beside_weights(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if path.is_file() and not path.name.endswith(_WEIGHTS)]
+    return [
+        path
+        for path in folder.iterdir()
+        if path.is_file() and not path.name.endswith(_WEIGHTS)
+    ]
 
 
 def _copy(files: Iterable[Path], target: Path) -> None:
@@ -106,7 +134,13 @@ class _Merged(TensorFile):
         record: configuration of the model with the adapter.
     """
 
-    def __init__(self, tensors: Tensors, adapter: Adapter, record: Mapping[str, Any], base: Tensors) -> None:
+    def __init__(
+        self,
+        tensors: Tensors,
+        adapter: Adapter,
+        record: Mapping[str, Any],
+        base: Tensors,
+    ) -> None:
         self.name = tensors.name
         self._base = base  # without other adapters
         self.record = dict(record)
@@ -114,7 +148,9 @@ class _Merged(TensorFile):
         self._adapter = adapter
         self._sources: dict[str, str] = {name: name for name in tensors.infos}
         self._saved: dict[str, str] = {}
-        self._modules: dict[str, str] = {}  # modules of the adapter by the names of weights
+        self._modules: dict[
+            str, str
+        ] = {}  # modules of the adapter by the names of weights
         self._biases: dict[str, str] = {}
         self._transposed: set[str] = set()
         self._skipped = ""
@@ -151,12 +187,22 @@ class _Merged(TensorFile):
         found = self._tensors.read_part(self._sources[name], 0, range(start, stop))
         if module is None:
             return found
-        base = self._base.read_part(name, 0, range(start, stop)) if self._is_from_base(name) else found
-        return self._as_stored(name, self._adapter.factors(module).added(found, base, slice(start, stop)))
+        base = (
+            self._base.read_part(name, 0, range(start, stop))
+            if self._is_from_base(name)
+            else found
+        )
+        return self._as_stored(
+            name, self._adapter.factors(module).added(found, base, slice(start, stop))
+        )
 
     def _is_from_base(self, name: str) -> bool:
         """Return True for a map whose form before all adapters has to be read from the base."""
-        return name in self._base.infos and self._base is not self._tensors and name not in self._saved
+        return (
+            name in self._base.infos
+            and self._base is not self._tensors
+            and name not in self._saved
+        )
 
     def _unadapted(self, name: str) -> Tensor:
         if name in self._saved:
@@ -175,14 +221,26 @@ class _Merged(TensorFile):
         head = next((saved[one] for one in HEADS if one in saved), None)
         embedding = next((saved[one] for one in EMBEDDINGS if one in saved), None)
         has_head = any(_module(name) in HEADS for name in self.infos)
-        if head and embedding and torch.equal(adapter.read(head), adapter.read(embedding)):
+        if (
+            head
+            and embedding
+            and torch.equal(adapter.read(head), adapter.read(embedding))
+        ):
             self._skipped = "" if has_head else head
             return
-        if not (head or adapter.saves_untied(EMBEDDINGS) or adapter.adapts((*HEADS, *EMBEDDINGS))):
+        if not (
+            head
+            or adapter.saves_untied(EMBEDDINGS)
+            or adapter.adapts((*HEADS, *EMBEDDINGS))
+        ):
             return  # the base's own embedding is replaced, which its output layer is tied to
         tables = [name for name in self.infos if _module(name) in EMBEDDINGS]
         if not has_head and len(tables) == 1:
-            new = "embed_out.weight" if _module(tables[0]) == "embed_in" else "lm_head.weight"
+            new = (
+                "embed_out.weight"
+                if _module(tables[0]) == "embed_in"
+                else "lm_head.weight"
+            )
             self._sources[new] = tables[0]
             self.infos[new] = self.infos[tables[0]]
             if embedding and not adapter.saves_untied(EMBEDDINGS):
@@ -204,10 +262,16 @@ class _Merged(TensorFile):
         self._saved[own] = stored
         self.infos[own] = TensorInfo(before.dtype, shape, before.num_bytes)
 
-    def _resize(self, name: str, before: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    def _resize(
+        self, name: str, before: tuple[int, ...], shape: tuple[int, ...]
+    ) -> None:
         """Follow an embedding, or an output layer, with rows for other tokens."""
         tokens = self.record.get("vocab_size")
-        if len(shape) != len(before) or shape[1:] != before[1:] or tokens not in (before[0], shape[0]):
+        if (
+            len(shape) != len(before)
+            or shape[1:] != before[1:]
+            or tokens not in (before[0], shape[0])
+        ):
             raise DataError(
                 f"{self._adapter.name}: {shown(name)} has shape {[*shape]}, and that of {self.name} "
                 f"{[*before]}: it is an adapter of another model"
@@ -263,7 +327,9 @@ class _InDouble(TensorFile):
         self.name = tensors.name
         self._tensors = tensors
         self.infos = {
-            name: _plain(replace(info, dtype=torch.float64)) if info.dtype.is_floating_point else info
+            name: _plain(replace(info, dtype=torch.float64))
+            if info.dtype.is_floating_point
+            else info
             for name, info in tensors.infos.items()
         }
 

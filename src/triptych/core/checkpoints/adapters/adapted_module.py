@@ -24,7 +24,9 @@ class AdapterInMemory:
         from peft import get_peft_model_state_dict
 
         record = module.peft_config[name].to_dict()
-        tensors = get_peft_model_state_dict(module, adapter_name=name, save_embedding_layers=False)
+        tensors = get_peft_model_state_dict(
+            module, adapter_name=name, save_embedding_layers=False
+        )
         where = f"{type(module).__name__}, adapter {name}"
         self.adapter = Adapter(where, record, of_one(InMemory(where, tensors)))
         self.adapter.require_complete()
@@ -53,9 +55,16 @@ def adapters_of(module: Any) -> list[AdapterInMemory]:
     if any(part.disable_adapters for part in parts):
         return []
     active = module.active_adapters
-    return [AdapterInMemory(module, name) for name in (active() if callable(active) else active)]
+    return [
+        AdapterInMemory(module, name)
+        for name in (active() if callable(active) else active)
+    ]
 
 
 def without_adapters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the parameters of the base of a module, under the names that they have without adapters."""
-    return {_AROUND.sub("", name): tensor for name, tensor in state.items() if not _OF_ADAPTERS.search(name)}
+    return {
+        _AROUND.sub("", name): tensor
+        for name, tensor in state.items()
+        if not _OF_ADAPTERS.search(name)
+    }

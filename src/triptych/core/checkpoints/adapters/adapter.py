@@ -118,7 +118,9 @@ class Adapter:
     def saves_untied(self, names: Collection[str]) -> bool:
         """Return True if a module of one of these names is saved whole, and tied to no other module."""
         listed = self.record.get("modules_to_save") or ()
-        is_copied = any(isinstance(one, str) and one.rpartition(".")[2] in names for one in listed)
+        is_copied = any(
+            isinstance(one, str) and one.rpartition(".")[2] in names for one in listed
+        )
         return is_copied and self.record.get("ensure_weight_tying") is not True
 
     def shape_of(self, stored: str) -> tuple[int, ...]:
@@ -132,7 +134,11 @@ class Adapter:
         if "lora_embedding_A" in parts:
             # Of an embedding [tokens, width], A is [r, tokens] and B [width, r]: it is the map transposed.
             up = self.read(parts["lora_embedding_A"]).mT
-            return Factors(self.read(parts["lora_embedding_B"]).mT, up, self._scaling(module, up.shape[1]))
+            return Factors(
+                self.read(parts["lora_embedding_B"]).mT,
+                up,
+                self._scaling(module, up.shape[1]),
+            )
         down = self.read(parts["lora_A"])
         magnitude = parts.get("lora_magnitude_vector")
         return Factors(
@@ -147,13 +153,17 @@ class Adapter:
         parts = self.modules[module]
         if "lora_B.bias" not in parts:
             return None
-        return self._scaling(module, self.shape_of(parts["lora_A"])[0]) * self.read(parts["lora_B.bias"])
+        return self._scaling(module, self.shape_of(parts["lora_A"])[0]) * self.read(
+            parts["lora_B.bias"]
+        )
 
     def shape(self, module: str) -> tuple[int, int]:
         """Return [out, in] of the map of a module; an embedding's is [tokens, width]."""
         parts = self.modules[module]
         if "lora_embedding_A" in parts:
-            return self.shape_of(parts["lora_embedding_A"])[1], self.shape_of(parts["lora_embedding_B"])[0]
+            return self.shape_of(parts["lora_embedding_A"])[1], self.shape_of(
+                parts["lora_embedding_B"]
+            )[0]
         return self.shape_of(parts["lora_B"])[0], self.shape_of(parts["lora_A"])[1]
 
     def is_embedding(self, module: str) -> bool:
@@ -176,14 +186,25 @@ class Adapter:
                     f"{where} has factors of shapes {shapes}: those of a convolution are not read"
                 )
             if shapes[0][0] != shapes[1][1] or not shapes[0][0]:
-                raise DataError(f"{where} has factors of shapes {shapes}, which do not fit each other")
+                raise DataError(
+                    f"{where} has factors of shapes {shapes}, which do not fit each other"
+                )
             if "lora_magnitude_vector" in parts:
                 if self.is_embedding(module):
-                    raise DataError(f"{where}: DoRA of an embedding is not read: merge it with PEFT")
-                if math.prod(self.shape_of(parts["lora_magnitude_vector"])) != shapes[1][0]:
-                    raise DataError(f"{where}: lora_magnitude_vector does not fit {shapes[1][0]} outputs")
+                    raise DataError(
+                        f"{where}: DoRA of an embedding is not read: merge it with PEFT"
+                    )
+                if (
+                    math.prod(self.shape_of(parts["lora_magnitude_vector"]))
+                    != shapes[1][0]
+                ):
+                    raise DataError(
+                        f"{where}: lora_magnitude_vector does not fit {shapes[1][0]} outputs"
+                    )
             elif self.record.get("use_dora") is True and not self.is_embedding(module):
-                raise DataError(f"{where} has no lora_magnitude_vector, which DoRA needs: fetch it again")
+                raise DataError(
+                    f"{where} has no lora_magnitude_vector, which DoRA needs: fetch it again"
+                )
             self._scaling(module, shapes[0][0])
 
     # Enters a tensor of the file in `modules` if it is a factor, or else in `saved`.
@@ -205,11 +226,17 @@ class Adapter:
             )
         for field, what in _REFUSED.items():
             if self.record.get(field):
-                raise DataError(f"{self.name}: {field} is set: {what} is not read: {merge}")
+                raise DataError(
+                    f"{self.name}: {field} is set: {what} is not read: {merge}"
+                )
         for field, value in self.record.items():
             if field.startswith("use_") and value and field not in _FOLLOWED:
-                raise DataError(f"{self.name}: {shown(field)} is set, which is not followed: {merge}")
-        if self.record.get("ensure_weight_tying") is True and self.adapts((*HEADS, *EMBEDDINGS)):
+                raise DataError(
+                    f"{self.name}: {shown(field)} is set, which is not followed: {merge}"
+                )
+        if self.record.get("ensure_weight_tying") is True and self.adapts(
+            (*HEADS, *EMBEDDINGS)
+        ):
             raise DataError(
                 f"{self.name}: ensure_weight_tying with factors of an embedding is not read: {merge}"
             )
@@ -228,16 +255,28 @@ class Adapter:
             if self._fits(pattern, module):
                 alpha = value
                 break
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _LARGEST:
-            raise DataError(f"{self.name}: lora_alpha is {shown(alpha)}, and a number is needed")
-        return alpha / math.sqrt(rank) if self.record.get("use_rslora") is True else alpha / rank
+        if (
+            isinstance(alpha, bool)
+            or not isinstance(alpha, int | float)
+            or not abs(alpha) <= _LARGEST
+        ):
+            raise DataError(
+                f"{self.name}: lora_alpha is {shown(alpha)}, and a number is needed"
+            )
+        return (
+            alpha / math.sqrt(rank)
+            if self.record.get("use_rslora") is True
+            else alpha / rank
+        )
 
     def _fits(self, pattern: str, module: str) -> bool:
         """Match a module as PEFT does: a regular expression for its whole name, or for the end of it."""
         repeats = len(_REPEATS.findall(pattern))
         is_slow = repeats > _MOST_REPEATS or (repeats and ")" in pattern)
         if is_slow or len(pattern) > _LONGEST_PATTERN or "(?" in pattern:
-            raise DataError(f"{self.name}: alpha_pattern has {shown(pattern)}: give names of modules")
+            raise DataError(
+                f"{self.name}: alpha_pattern has {shown(pattern)}: give names of modules"
+            )
         try:
             return re.match(rf"(.*\.)?({pattern})$", module) is not None
         except re.error:
@@ -252,11 +291,17 @@ class AdapterFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.weights = next((path for name in _WEIGHTS if (path := folder / name).is_file()), None)
+        self.weights = next(
+            (path for name in _WEIGHTS if (path := folder / name).is_file()), None
+        )
         if self.weights is None:
-            raise DataError(f"{folder}: it has {CONFIGURATION}, and no {_WEIGHTS[0]}: fetch it, too")
+            raise DataError(
+                f"{folder}: it has {CONFIGURATION}, and no {_WEIGHTS[0]}: fetch it, too"
+            )
         self._stamps = Stamps([folder / CONFIGURATION, self.weights])
-        self.adapter = Adapter(str(folder), read_json(folder / CONFIGURATION), open_tensors(self.weights))
+        self.adapter = Adapter(
+            str(folder), read_json(folder / CONFIGURATION), open_tensors(self.weights)
+        )
         self.adapter.require_complete()
 
     def require_same(self) -> None:

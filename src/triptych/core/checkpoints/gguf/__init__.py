@@ -4,8 +4,12 @@
 """
 
 from triptych.core.checkpoints.gguf.gguf_model import in_transformers as in_transformers
-from triptych.core.checkpoints.gguf.metadata import find_architecture as find_architecture
-from triptych.core.checkpoints.gguf.metadata import read_configuration as read_configuration
+from triptych.core.checkpoints.gguf.metadata import (
+    find_architecture as find_architecture,
+)
+from triptych.core.checkpoints.gguf.metadata import (
+    read_configuration as read_configuration,
+)
 from triptych.core.checkpoints.gguf.metadata import written_metadata as written_metadata
 from triptych.core.checkpoints.gguf.names import name_in_gguf as name_in_gguf
 from triptych.core.checkpoints.gguf.row_orders import Heads as Heads

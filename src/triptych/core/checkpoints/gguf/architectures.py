@@ -19,9 +19,13 @@ class Architecture(Spec):
 
     name: str  # `general.architecture`
     when: str = ""  # condition over the metadata
-    types: dict[str, str]  # classes of `transformers` by model type; files are read as the first type
+    types: dict[
+        str, str
+    ]  # classes of `transformers` by model type; files are read as the first type
     prefix: str = "model."  # prefix in `transformers` of all names except the head's
-    left_out: tuple[str, ...] = ()  # ends of names of the family that these models do not use
+    left_out: tuple[
+        str, ...
+    ] = ()  # ends of names of the family that these models do not use
     fields: dict[str, str] = Field(default_factory=dict)
     derived: dict[str, str] = Field(default_factory=dict)
     config: dict[str, str] = Field(default_factory=dict)
@@ -38,7 +42,9 @@ class Architecture(Spec):
     square: bool = False  # True if all heads together are as wide as the model
     equal_heads: bool = False  # True if there are as many heads of keys as of queries
     gains_from_one: bool = False  # True if `transformers` stores gains of norms less 1
-    rope_factors: bool = False  # True if a tensor with a divisor for each rotary frequency is followed
+    rope_factors: bool = (
+        False  # True if a tensor with a divisor for each rotary frequency is followed
+    )
     windows: bool = False  # True if the metadata list the layers with a window
 
     @property
@@ -54,15 +60,24 @@ def _all() -> tuple[tuple[Architecture, ...], dict[str, str]]:
     found = []
     for entry in entries:
         if (like := entry.pop("like", None)) is not None:
-            other = next(one for one in entries if one["name"] == like and "types" in one)
+            other = next(
+                one for one in entries if one["name"] == like and "types" in one
+            )
             # An entry "like" another entry inherits all its keys except `nulls`.
-            entry = {**other, **entry, "config": {**other["config"], **entry["config"]}, "nulls": ()}
+            entry = {
+                **other,
+                **entry,
+                "config": {**other["config"], **entry["config"]},
+                "nulls": (),
+            }
         common = entry.pop("common", None)
         fields = dict(record["common"]) if common is None else dict(common)
         derived = dict(record["derived"]) if common is None else {}
         entry["fields"] = _without_empty({**fields, **entry.get("fields", {})})
         entry["derived"] = _without_empty({**derived, **entry.get("derived", {})})
-        found.append(Architecture(has_rotary="rope.freq_base" in entry["fields"], **entry))
+        found.append(
+            Architecture(has_rotary="rope.freq_base" in entry["fields"], **entry)
+        )
     return tuple(found), dict(record["defaults"])
 
 
@@ -82,7 +97,14 @@ def defaults() -> dict[str, str]:
 
 def architecture_of(name: str, metadata: Settings) -> Architecture | None:
     """Return the architecture of a file; None for an unknown architecture."""
-    return next((one for one in architectures() if one.name == name and metadata.holds(one.when)), None)
+    return next(
+        (
+            one
+            for one in architectures()
+            if one.name == name and metadata.holds(one.when)
+        ),
+        None,
+    )
 
 
 def architectures_of_type(model_type: str) -> tuple[Architecture, ...]:

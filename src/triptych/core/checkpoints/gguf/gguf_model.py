@@ -9,10 +9,18 @@ from torch import Tensor
 
 from triptych.core.checkpoints.family import Family, family_of
 from triptych.core.checkpoints.gguf.architectures import Architecture
-from triptych.core.checkpoints.gguf.metadata import find_architecture, read_configuration, unfollowed
+from triptych.core.checkpoints.gguf.metadata import (
+    find_architecture,
+    read_configuration,
+    unfollowed,
+)
 from triptych.core.checkpoints.gguf.names import expert_name, names_in_transformers
 from triptych.core.checkpoints.gguf.row_orders import Heads, Layout, layout_of
-from triptych.core.checkpoints.gguf.token_lists import Vocabulary, has_vocabulary, token_ids
+from triptych.core.checkpoints.gguf.token_lists import (
+    Vocabulary,
+    has_vocabulary,
+    token_ids,
+)
 from triptych.core.checkpoints.written_files import WrittenFiles
 from triptych.core.storage.gguf import SHARD, SUFFIX, Gguf, shards_of
 from triptych.core.storage.hub import fetch_files
@@ -23,7 +31,11 @@ from triptych.files import write_json, write_text
 from triptych.untrusted import LocalBytes, MappedBytes, Stamps, shown
 
 # Tensors of values that are fields of a configuration of `transformers`.
-_OF_POSITIONS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_OF_POSITIONS = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)
 _STACKED = "_exps."
 
 
@@ -45,9 +57,13 @@ class GgufModel(WrittenFiles):
         self.metadata = first.metadata
         self._tensors = of_several(list(self._files.values()), name)
         self.has_tokenizer = has_vocabulary(self.metadata)
-        self.architecture, settings = find_architecture(self.metadata, name, frozenset(self._tensors.infos))
+        self.architecture, settings = find_architecture(
+            self.metadata, name, frozenset(self._tensors.infos)
+        )
         shapes = {own: info.shape for own, info in self._tensors.infos.items()}
-        self.record = read_configuration(self.architecture, settings, shapes, self._vector)
+        self.record = read_configuration(
+            self.architecture, settings, shapes, self._vector
+        )
         self.record |= token_ids(self.metadata)
         if strange := unfollowed(self.architecture, settings):
             warnings.warn(
@@ -65,8 +81,12 @@ class GgufModel(WrittenFiles):
         """Open the tensors under their names in `transformers`; a tensor is unpacked when it is read."""
         self.require_same()
         files = self._files.items()
-        read = [file.through(MappedBytes(path)) if mapped else file for path, file in files]
-        return in_transformers(of_several(read, self.name), self.architecture, self.record, self.name)
+        read = [
+            file.through(MappedBytes(path)) if mapped else file for path, file in files
+        ]
+        return in_transformers(
+            of_several(read, self.name), self.architecture, self.record, self.name
+        )
 
     def write_beside(self, folder: Path) -> None:
         write_json(folder / "config.json", self.record)
@@ -86,7 +106,9 @@ def of_several(files: list[Gguf], name: str) -> Tensors:
     for file in files:
         for tensor in file.infos:
             if tensor in found:
-                raise DataError(f"{file.name}: tensor {shown(tensor)} is in another file of the model, too")
+                raise DataError(
+                    f"{file.name}: tensor {shown(tensor)} is in another file of the model, too"
+                )
             found[tensor] = file
     return Tensors(name, found)
 
@@ -94,25 +116,35 @@ def of_several(files: list[Gguf], name: str) -> Tensors:
 def _present(path: Path) -> list[Path]:
     found = list(shards_of(path))
     if missing := [one.name for one in found if not one.is_file()]:
-        raise DataError(f"{path}: of its {len(found)} files {missing[0]} is missing: fetch it, too")
+        raise DataError(
+            f"{path}: of its {len(found)} files {missing[0]} is missing: fetch it, too"
+        )
     return found
 
 
 def fetch_gguf(hub_id: str, file: str, *, offline: bool = False) -> Path:
     """Download a GGUF file from the Hub, with the further files of its model; return its path."""
-    folder = fetch_files(hub_id, [shard.name for shard in shards_of(Path(file))], offline=offline)
+    folder = fetch_files(
+        hub_id, [shard.name for shard in shards_of(Path(file))], offline=offline
+    )
     return folder / file
 
 
 def find_gguf(folder: Path) -> Path | None:
     """Return the GGUF file of a folder, or None. Raises UsageError if the folder has several models."""
-    found = sorted(path for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith("mmproj"))
+    found = sorted(
+        path for path in folder.glob(f"*{SUFFIX}") if not path.name.startswith("mmproj")
+    )
     firsts = [
-        path for path in found if (shard := SHARD.fullmatch(path.name)) is None or int(shard["number"]) == 1
+        path
+        for path in found
+        if (shard := SHARD.fullmatch(path.name)) is None or int(shard["number"]) == 1
     ]
     if len(firsts) > 1:
         names = ", ".join(shown(path.name) for path in firsts[:4])
-        raise UsageError(f"{folder}: it holds {len(firsts)} models in GGUF ({names}): give the file of one")
+        raise UsageError(
+            f"{folder}: it holds {len(firsts)} models in GGUF ({names}): give the file of one"
+        )
     return firsts[0] if firsts else None
 
 
@@ -143,7 +175,11 @@ class _Renamed(TensorFile):
         self._stored: dict[str, tuple[str, int | None, Layout]] = {}
         self.infos = {}
         heads = _heads(record)
-        layers = next(record[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in record)
+        layers = next(
+            record[key]
+            for key in ("num_hidden_layers", "n_layer", "n_layers")
+            if key in record
+        )
         stored = [own for own in tensors.infos if own not in _OF_POSITIONS]
         names = names_in_transformers(architecture, int(layers), family, stored)
         for own in stored:
@@ -157,11 +193,15 @@ class _Renamed(TensorFile):
             for there, expert, info in self._infos(own, names[own]):
                 if layout.transposed:
                     # Shapes are those in `transformers`; `read` converts the values.
-                    info = TensorInfo(info.dtype, tuple(reversed(info.shape)), info.num_bytes)
+                    info = TensorInfo(
+                        info.dtype, tuple(reversed(info.shape)), info.num_bytes
+                    )
                 self._stored[there] = own, expert, layout
                 self.infos[there] = info
 
-    def _infos(self, own: str, there: str) -> Iterator[tuple[str, int | None, TensorInfo]]:
+    def _infos(
+        self, own: str, there: str
+    ) -> Iterator[tuple[str, int | None, TensorInfo]]:
         info = self._tensors.infos[own]
         if _STACKED not in own:
             yield there, None, info
@@ -176,7 +216,11 @@ class _Renamed(TensorFile):
 
     def read(self, name: str) -> Tensor:
         own, expert, layout = self._stored[name]
-        found = self._tensors.read(own) if expert is None else self._tensors.read_part(own, 0, [expert])[0]
+        found = (
+            self._tensors.read(own)
+            if expert is None
+            else self._tensors.read_part(own, 0, [expert])[0]
+        )
         try:
             return layout.read(found)
         except RuntimeError:
@@ -189,16 +233,36 @@ class _Renamed(TensorFile):
         own, expert, layout = self._stored[name]
         if expert is None and layout.keeps_rows:
             return layout.read(
-                self._tensors.read_part(own, 0, range(start, min(stop, self.infos[name].shape[0])))
+                self._tensors.read_part(
+                    own, 0, range(start, min(stop, self.infos[name].shape[0]))
+                )
             )
         return self.read(name)[start:stop]
 
 
 def _heads(record: Mapping[str, Any]) -> Heads:
-    queries = next((record[key] for key in ("num_attention_heads", "n_head", "n_heads") if key in record), 1)
-    keys = next((record[key] for key in ("num_key_value_heads", "num_kv_heads") if key in record), None)
+    queries = next(
+        (
+            record[key]
+            for key in ("num_attention_heads", "n_head", "n_heads")
+            if key in record
+        ),
+        1,
+    )
+    keys = next(
+        (
+            record[key]
+            for key in ("num_key_value_heads", "num_kv_heads")
+            if key in record
+        ),
+        None,
+    )
     if keys is None:
         keys = 1 if record.get("multi_query") else queries
-    if not all(isinstance(count, int) and 1 <= count <= 1 << 20 for count in (queries, keys)):
-        raise DataError(f"its metadata have {shown(queries)} heads and {shown(keys)} of keys")
+    if not all(
+        isinstance(count, int) and 1 <= count <= 1 << 20 for count in (queries, keys)
+    ):
+        raise DataError(
+            f"its metadata have {shown(queries)} heads and {shown(keys)} of keys"
+        )
     return Heads(queries, keys)

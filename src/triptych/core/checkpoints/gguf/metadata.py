@@ -32,7 +32,14 @@ _HARMLESS = frozenset(
         "expert_group_used_count",
     }
 )
-_OF_SCALING = ("type", "factor", "attn_factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow")
+_OF_SCALING = (
+    "type",
+    "factor",
+    "attn_factor",
+    "original_context_length",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+)
 _FACTORS = "rope_freqs.weight"
 _LONG = "rope_factors_long.weight"
 _SHORT = "rope_factors_short.weight"
@@ -55,7 +62,9 @@ def find_architecture(
         raise DataError(
             f"{where}: it holds no model of texts, but one of the type {kind}: give the model's file"
         )
-    settings = Settings({key: _plain(value) for key, value in nested(metadata, name).items()}, where)
+    settings = Settings(
+        {key: _plain(value) for key, value in nested(metadata, name).items()}, where
+    )
     settings = settings.over(_missing(settings))
     # Conditions may depend on the tensors of the first layer.
     first = {one.split(".")[2]: True for one in tensors if one.startswith("blk.0.")}
@@ -97,7 +106,10 @@ def _missing(settings: Settings) -> dict[str, Any]:
 
 
 def read_configuration(
-    architecture: Architecture, settings: Settings, tensors: Mapping[str, tuple[int, ...]], factors: Any
+    architecture: Architecture,
+    settings: Settings,
+    tensors: Mapping[str, tuple[int, ...]],
+    factors: Any,
 ) -> dict[str, Any]:
     """Return the configuration of the model as computed by llama.cpp.
 
@@ -110,13 +122,17 @@ def read_configuration(
         "tie_word_embeddings": "output.weight" not in tensors,
     }
     if "token_embd.weight" not in tensors:
-        raise DataError(f"{settings.where}: there is no tensor token_embd.weight: it is no whole model")
+        raise DataError(
+            f"{settings.where}: there is no tensor token_embd.weight: it is no whole model"
+        )
     record["vocab_size"] = tensors["token_embd.weight"][0]
     for key, expression in architecture.fields.items():
         path = _first(expression)
         value = settings.value(key)
         if isinstance(value, list):
-            raise DataError(f"{settings.where}: {key} differs between its layers, which is not read")
+            raise DataError(
+                f"{settings.where}: {key} differs between its layers, which is not read"
+            )
         if value is not None and path[0].isalpha():
             set_entry(record, path, value)
     for path, expression in architecture.config.items():
@@ -141,14 +157,22 @@ def unfollowed(architecture: Architecture, settings: Settings) -> list[str]:
     known |= {f"rope.scaling.{name}" for name in _OF_SCALING}
     if architecture.windows:
         known.add("attention.sliding_window_pattern")
-    found = [key for key in _keys(settings.record) if key not in known and not key.startswith("there.")]
+    found = [
+        key
+        for key in _keys(settings.record)
+        if key not in known and not key.startswith("there.")
+    ]
     return [key for key in found if settings.value(key) not in (0, 0.0, False)]
 
 
 def _keys(record: Mapping[str, Any], above: str = "") -> list[str]:
     found = []
     for name, value in record.items():
-        found += _keys(value, f"{above}{name}.") if isinstance(value, dict) else [above + name]
+        found += (
+            _keys(value, f"{above}{name}.")
+            if isinstance(value, dict)
+            else [above + name]
+        )
     return found
 
 
@@ -169,7 +193,11 @@ def _read_positions(
     width = settings.count("attention.key_length")
     rotated = settings.value("rope.dimension_count")
     if architecture.rotary and rotated is not None:
-        set_entry(record, _first(architecture.rotary), settings.count("rope.dimension_count") / width)
+        set_entry(
+            record,
+            _first(architecture.rotary),
+            settings.count("rope.dimension_count") / width,
+        )
     elif rotated not in (None, width):
         raise DataError(
             f"{settings.where}: rope.dimension_count is {shown(rotated)} of {width} channels, which its "
@@ -188,7 +216,9 @@ def _read_positions(
     # Divisors for long and for short texts (LongRoPE) have precedence over the metadata's scaling.
     if _LONG in tensors and _SHORT in tensors:
         attention = settings.value("rope.scaling.attn_factor")
-        original = settings.value("rope.scaling.original_context_length | context_length")
+        original = settings.value(
+            "rope.scaling.original_context_length | context_length"
+        )
         scaling = {
             "rope_type": "longrope",
             "long_factor": factors(_LONG),
@@ -211,7 +241,9 @@ def _scaling(settings: Settings) -> dict[str, Any]:
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
-        raise DataError(f"{settings.where}: rope.scaling.type is {shown(kind)}: linear and yarn are read")
+        raise DataError(
+            f"{settings.where}: rope.scaling.type is {shown(kind)}: linear and yarn are read"
+        )
     found = {"rope_type": "yarn", "factor": factor}
     for key, name in (
         ("original_context_length", "original_max_position_embeddings"),
@@ -230,7 +262,9 @@ def _as_llama3(divisors: list[float], base: float) -> dict[str, Any]:
     them divided by `1 / ((1 − s) / F + s)`, where `s = (O / wavelength − 1) / 3`. Any of these determines O.
     """
     most = max(divisors, default=1.0)
-    waves = [2 * math.pi * base ** (pair / len(divisors)) for pair in range(len(divisors))]
+    waves = [
+        2 * math.pi * base ** (pair / len(divisors)) for pair in range(len(divisors))
+    ]
     pairs = [pair for pair in zip(waves, divisors, strict=True) if 1 < pair[1] < most]
     if most <= 1 or not pairs:
         return {}
@@ -244,7 +278,9 @@ def _as_llama3(divisors: list[float], base: float) -> dict[str, Any]:
         return float(1 / ((1 - share) / most + share))
 
     found = zip(waves, divisors, strict=True)
-    if not all(math.isclose(expected(wave), divisor, rel_tol=1e-5) for wave, divisor in found):
+    if not all(
+        math.isclose(expected(wave), divisor, rel_tol=1e-5) for wave, divisor in found
+    ):
         return {}
     return {
         "rope_type": "llama3",
@@ -280,7 +316,9 @@ def _layer_types(settings: Settings) -> list[str]:
     return ["sliding_attention" if window else "full_attention" for window in pattern]
 
 
-def _require_derived(record: dict[str, Any], architecture: Architecture, settings: Settings) -> None:
+def _require_derived(
+    record: dict[str, Any], architecture: Architecture, settings: Settings
+) -> None:
     """Check that derived keys of the metadata have the values derived from other keys."""
     made = Settings(record, settings.where)
     for key, expression in architecture.derived.items():
@@ -294,7 +332,9 @@ def _require_derived(record: dict[str, Any], architecture: Architecture, setting
             )
 
 
-def written_metadata(architecture: Architecture, settings: Settings, width: int) -> dict[str, Any]:
+def written_metadata(
+    architecture: Architecture, settings: Settings, width: int
+) -> dict[str, Any]:
     """Return the metadata of a configuration, without the architecture's name and without RoPE scaling.
 
     `width`: width of a head.

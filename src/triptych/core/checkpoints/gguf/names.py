@@ -13,7 +13,12 @@ from triptych.core.checkpoints.family import Family
 from triptych.core.checkpoints.gguf.architectures import Architecture
 
 _SUFFIXES = (".weight", ".bias")
-_WITHIN = ("transformer.", "model.language_model.", "language_model.model.", "language_model.")
+_WITHIN = (
+    "transformer.",
+    "model.language_model.",
+    "language_model.model.",
+    "language_model.",
+)
 _PREFIXES = ("model.language_model.", "model.", "transformer.", "gpt_neox.")
 # `transformers` has a tensor for each expert; GGUF files stack the experts.
 _EXPERTS = re.compile(r"(?P<start>.*\bexperts)\.(?P<end>[^.]+)")
@@ -28,7 +33,9 @@ def _table(name: str, layers: int) -> Any:
     return get_tensor_name_map(architecture, layers)
 
 
-def name_in_gguf(architecture: str, layers: int, name: str) -> tuple[str, int | None] | None:
+def name_in_gguf(
+    architecture: str, layers: int, name: str
+) -> tuple[str, int | None] | None:
     """Return the name of a tensor of `transformers` in a file, and the number of its expert, if it is one's.
 
     Returns None for a name that the table does not have.
@@ -36,7 +43,11 @@ def name_in_gguf(architecture: str, layers: int, name: str) -> tuple[str, int | 
     expert = None
     if (found := _EXPERT.fullmatch(name)) is not None:
         name = f"{found['start']}.{found['end']}"
-        name = re.sub(r"^model\.(.*)\.block_sparse_moe\.(experts\.w\d)", r"\1.feed_forward.\2", name)
+        name = re.sub(
+            r"^model\.(.*)\.block_sparse_moe\.(experts\.w\d)",
+            r"\1.feed_forward.\2",
+            name,
+        )
         expert = int(found["expert"])
     table = _table(architecture, layers)
     # Half of the names are listed with the prefix of a whole model, half without it.
@@ -61,7 +72,9 @@ def names_in_transformers(
         if name == there or left_out or not _is_of_family(bare, templates):
             continue
         # A whole name in the family file precedes the name of a submodule of a named module.
-        if own.get(there) != head and (there not in own or _numbered(bare) in templates):
+        if own.get(there) != head and (
+            there not in own or _numbered(bare) in templates
+        ):
             own[there] = bare if bare == head else f"{architecture.prefix}{bare}"
     found = {}
     for name in names:

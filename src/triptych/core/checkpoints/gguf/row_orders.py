@@ -24,7 +24,9 @@ class Layout:
     """The difference between the two ways to store a tensor."""
 
     permuted: int = 0  # number of heads with interleaved rotary channels, or 0
-    fused: Heads | None = None  # heads of a fused map that `transformers` orders by group
+    fused: Heads | None = (
+        None  # heads of a fused map that `transformers` orders by group
+    )
     transposed: bool = False
     from_one: bool = False  # True for gains, which `transformers` stores less 1
 
@@ -72,7 +74,9 @@ def _swapped(tensor: Tensor, heads: int, stored: Literal["halves", "pairs"]) -> 
     """Exchange the two orders of the rotary channels of each head: halves after each other, or pairs."""
     width = len(tensor) // heads
     shape = (heads, 2, width // 2) if stored == "halves" else (heads, width // 2, 2)
-    return tensor.reshape(*shape, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+    return (
+        tensor.reshape(*shape, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+    )
 
 
 def _by_group(tensor: Tensor, heads: Heads) -> Tensor:

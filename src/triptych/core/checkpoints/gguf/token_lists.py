@@ -44,7 +44,9 @@ class PreTokenizer(Spec):
     patterns: tuple[str, ...]
     whole: bool = False
     begins: bool = False
-    framed: bool = False  # True if texts stand between the first and the separating token
+    framed: bool = (
+        False  # True if texts stand between the first and the separating token
+    )
 
 
 @cache
@@ -73,16 +75,26 @@ class Vocabulary:
         self._metadata = metadata
         self.kind = self._value("model", str)
         tokens = self._value("tokens", list)
-        if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-            raise DataError(f"{where}: tokenizer.ggml.tokens is no list of texts: it has no tokenizer")
+        if not isinstance(tokens, list) or not all(
+            isinstance(token, str) for token in tokens
+        ):
+            raise DataError(
+                f"{where}: tokenizer.ggml.tokens is no list of texts: it has no tokenizer"
+            )
         # llama.cpp names tokens without a text, too.
-        self.tokens: list[str] = [token or f"[EMPTY_{number}]" for number, token in enumerate(tokens)]
+        self.tokens: list[str] = [
+            token or f"[EMPTY_{number}]" for number, token in enumerate(tokens)
+        ]
         types = self._value("token_type", list)
         self.types: list[int] = types if isinstance(types, list) else [1] * len(tokens)
         scores = self._value("scores", list)
-        self.scores: list[float] = scores if isinstance(scores, list) else [0.0] * len(tokens)
+        self.scores: list[float] = (
+            scores if isinstance(scores, list) else [0.0] * len(tokens)
+        )
         if len(self.types) < len(tokens) or len(self.scores) < len(tokens):
-            raise DataError(f"{where}: its {len(tokens):,} tokens have fewer types or scores; fetch it again")
+            raise DataError(
+                f"{where}: its {len(tokens):,} tokens have fewer types or scores; fetch it again"
+            )
 
     def files(self) -> dict[str, str]:
         """Return the contents of the tokenizer's files by name."""
@@ -98,7 +110,9 @@ class Vocabulary:
         template = self._metadata.get("tokenizer.chat_template")
         if isinstance(template, str):
             found["chat_template.jinja"] = template
-        found["tokenizer_config.json"] = json.dumps(settings, ensure_ascii=False, indent=2)
+        found["tokenizer_config.json"] = json.dumps(
+            settings, ensure_ascii=False, indent=2
+        )
         return found
 
     def _tokenizer(self) -> dict[str, Any]:
@@ -127,8 +141,12 @@ class Vocabulary:
                 "tokenizer with --tokenizer"
             )
         merges = self._value("merges", list)
-        if not isinstance(merges, list) or not all(isinstance(one, str) for one in merges):
-            raise DataError(f"{self.where}: tokenizer.ggml.merges is no list of texts: it has no tokenizer")
+        if not isinstance(merges, list) or not all(
+            isinstance(one, str) for one in merges
+        ):
+            raise DataError(
+                f"{self.where}: tokenizer.ggml.merges is no list of texts: it has no tokenizer"
+            )
         model = {
             "type": "BPE",
             "vocab": self._ids(),
@@ -139,11 +157,23 @@ class Vocabulary:
         }
         # The patterns split the text first; the byte level then maps bytes to characters without a pattern.
         cuts: list[dict[str, Any]] = [
-            {"type": "Split", "pattern": {"Regex": one}, "behavior": "Isolated", "invert": False}
+            {
+                "type": "Split",
+                "pattern": {"Regex": one},
+                "behavior": "Isolated",
+                "invert": False,
+            }
             for one in found.patterns
         ]
-        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-        frame = self._frame(begins=found.begins or found.framed, ends=False, separated=found.framed)
+        level = {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        }
+        frame = self._frame(
+            begins=found.begins or found.framed, ends=False, separated=found.framed
+        )
         return self._whole(
             model,
             None,
@@ -167,7 +197,9 @@ class Vocabulary:
         }
         replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
         # SentencePiece writes spaces as "▁", and puts one before the text unless the file says otherwise.
-        steps: list[dict[str, Any]] = [{"type": "Prepend", "prepend": SPACE}] if prefixed else []
+        steps: list[dict[str, Any]] = (
+            [{"type": "Prepend", "prepend": SPACE}] if prefixed else []
+        )
         normalizer = {"type": "Sequence", "normalizers": [*steps, replace]}
         back: list[dict[str, Any]] = [
             {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
@@ -177,11 +209,17 @@ class Vocabulary:
         if prefixed:
             back.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
         frame = self._frame(begins=True, ends=False)
-        return self._whole(model, normalizer, None, {"type": "Sequence", "decoders": back}, frame)
+        return self._whole(
+            model, normalizer, None, {"type": "Sequence", "decoders": back}, frame
+        )
 
     def _merges_by_scores(self, ids: Mapping[str, int]) -> Iterator[tuple[str, str]]:
         """Yield all pairs of tokens whose text is a token, by falling score."""
-        plain = [token for token in range(len(self.tokens)) if self.types[token] not in (CONTROL, _UNUSED)]
+        plain = [
+            token
+            for token in range(len(self.tokens))
+            if self.types[token] not in (CONTROL, _UNUSED)
+        ]
         for token in sorted(plain, key=lambda token: (-self.scores[token], token)):
             text = self.tokens[token]
             for cut in range(1, len(text)):
@@ -192,10 +230,15 @@ class Vocabulary:
         def as_stored(token: str, kind: int) -> str:
             if kind in (CONTROL, _UNKNOWN, _UNUSED):
                 return token
-            return token.removeprefix(SPACE) if token.startswith(SPACE) else f"##{token}"
+            return (
+                token.removeprefix(SPACE) if token.startswith(SPACE) else f"##{token}"
+            )
 
         # The tokens of texts are stored with a mark before words, and without one within words.
-        self.tokens = [as_stored(token, kind) for token, kind in zip(self.tokens, self.types, strict=False)]
+        self.tokens = [
+            as_stored(token, kind)
+            for token, kind in zip(self.tokens, self.types, strict=False)
+        ]
         unknown = self._id("unknown_token_id")
         model = {
             "type": "WordPiece",
@@ -214,12 +257,16 @@ class Vocabulary:
         }
         decoder = {"type": "WordPiece", "prefix": "##", "cleanup": True}
         frame = self._frame(begins=True, ends=False, separated=True)
-        return self._whole(model, normalizer, {"type": "BertPreTokenizer"}, decoder, frame)
+        return self._whole(
+            model, normalizer, {"type": "BertPreTokenizer"}, decoder, frame
+        )
 
     def _unigrams(self) -> dict[str, Any]:
         model = {
             "type": "Unigram",
-            "vocab": [list(pair) for pair in zip(self.tokens, self.scores, strict=False)],
+            "vocab": [
+                list(pair) for pair in zip(self.tokens, self.scores, strict=False)
+            ],
             "unk_id": self._id("unknown_token_id"),
             "byte_fallback": False,
         }
@@ -227,18 +274,39 @@ class Vocabulary:
         charsmap = self._metadata.get("tokenizer.ggml.precompiled_charsmap")
         if isinstance(charsmap, list) and charsmap:
             # Metadata have signed bytes.
-            packed = bytes(number & 255 for number in charsmap if isinstance(number, int))
-            steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(packed).decode()})
+            packed = bytes(
+                number & 255 for number in charsmap if isinstance(number, int)
+            )
+            steps.append(
+                {
+                    "type": "Precompiled",
+                    "precompiled_charsmap": base64.b64encode(packed).decode(),
+                }
+            )
         if self._flag("remove_extra_whitespaces", False):
             steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
-            steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": SPACE})
+            steps.append(
+                {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": SPACE}
+            )
         always = "always" if self._flag("add_space_prefix", True) else "never"
-        spaces = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": always, "split": True}
+        spaces = {
+            "type": "Metaspace",
+            "replacement": SPACE,
+            "prepend_scheme": always,
+            "split": True,
+        }
         normalizer = {"type": "Sequence", "normalizers": steps} if steps else None
-        return self._whole(model, normalizer, spaces, spaces, self._frame(begins=False, ends=True))
+        return self._whole(
+            model, normalizer, spaces, spaces, self._frame(begins=False, ends=True)
+        )
 
     def _whole(
-        self, model: dict[str, Any], normalizer: Any, pre_tokenizer: Any, decoder: Any, frame: Frame
+        self,
+        model: dict[str, Any],
+        normalizer: Any,
+        pre_tokenizer: Any,
+        decoder: Any,
+        frame: Frame,
     ) -> dict[str, Any]:
         return {
             "version": "1.0",
@@ -253,11 +321,20 @@ class Vocabulary:
         }
 
     def _added(self) -> Iterator[dict[str, Any]]:
-        for number, (token, kind) in enumerate(zip(self.tokens, self.types, strict=False)):
+        for number, (token, kind) in enumerate(
+            zip(self.tokens, self.types, strict=False)
+        ):
             # As in llama.cpp, the token for unknown text is found where it is spelled out.
             if kind in (CONTROL, USER_DEFINED, _UNKNOWN):
-                flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-                yield {"id": number, "content": token, "special": kind != USER_DEFINED, **flags}
+                flags = dict.fromkeys(
+                    ("single_word", "lstrip", "rstrip", "normalized"), False
+                )
+                yield {
+                    "id": number,
+                    "content": token,
+                    "special": kind != USER_DEFINED,
+                    **flags,
+                }
 
     # The tokens around a text; the arguments are llama.cpp's defaults of the kind.
     def _frame(self, *, begins: bool, ends: bool, separated: bool = False) -> Frame:
@@ -265,9 +342,15 @@ class Vocabulary:
         last = self._flag("add_eos_token", ends)
         between = self._flag("add_sep_token", separated)
         beginning = (
-            self._id("bos_token_id") if self.kind != "bert" else self._id("bos_token_id", "cls_token_id")
+            self._id("bos_token_id")
+            if self.kind != "bert"
+            else self._id("bos_token_id", "cls_token_id")
         )
-        end = self._id("seperator_token_id", "eos_token_id") if between else self._id("eos_token_id")
+        end = (
+            self._id("seperator_token_id", "eos_token_id")
+            if between
+            else self._id("eos_token_id")
+        )
         return Frame(beginning if first else None, end if last or between else None)
 
     def _framing(self, frame: Frame) -> dict[str, Any] | None:
@@ -276,16 +359,33 @@ class Vocabulary:
         named = [token for token in frame if token is not None]
 
         def special(token: int | None) -> list[dict[str, Any]]:
-            return [] if token is None else [{"SpecialToken": {"id": self.tokens[token], "type_id": 0}}]
+            return (
+                []
+                if token is None
+                else [{"SpecialToken": {"id": self.tokens[token], "type_id": 0}}]
+            )
 
-        one = [*special(frame.first), {"Sequence": {"id": "A", "type_id": 0}}, *special(frame.last)]
+        one = [
+            *special(frame.first),
+            {"Sequence": {"id": "A", "type_id": 0}},
+            *special(frame.last),
+        ]
         # The second text of a pair does not get a first token.
         two = [*one, {"Sequence": {"id": "B", "type_id": 1}}, *special(frame.last)]
         tokens = {
-            self.tokens[token]: {"id": self.tokens[token], "ids": [token], "tokens": [self.tokens[token]]}
+            self.tokens[token]: {
+                "id": self.tokens[token],
+                "ids": [token],
+                "tokens": [self.tokens[token]],
+            }
             for token in named
         }
-        return {"type": "TemplateProcessing", "single": one, "pair": two, "special_tokens": tokens}
+        return {
+            "type": "TemplateProcessing",
+            "single": one,
+            "pair": two,
+            "special_tokens": tokens,
+        }
 
     def _ids(self) -> dict[str, int]:
         # If two tokens have the same text, readers use the first.
@@ -306,7 +406,11 @@ class Vocabulary:
         """Return the id of the first named token of several keys, or None."""
         for key in keys:
             value = self._metadata.get(f"tokenizer.ggml.{key}")
-            if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self.tokens):
+            if (
+                isinstance(value, int)
+                and not isinstance(value, bool)
+                and 0 <= value < len(self.tokens)
+            ):
                 return value
         return None
 
