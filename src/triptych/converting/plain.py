@@ -63,9 +63,9 @@ def padded(weights: AttentionWeights, sizes: HeadSizes) -> AttentionWeights:
         ("k", sizes.num_kv_heads),
         ("v", sizes.num_kv_heads),
     ):
-        link = scaled.multiplied(side).repeat(
+        link = scaled.multiplied(side).repeat(  # type: ignore[arg-type]
             weights.num_heads if more_heads else heads
-        )  # type: ignore[arg-type]
+        )
         bias = (
             link.weight.new_zeros(link.copies, link.d_out)
             if link.bias is None

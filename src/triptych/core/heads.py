@@ -263,9 +263,10 @@ class Head:
         for sides, word in (("qk", _NORM_WITHIN_QK), ("v", _NORM_WITHIN_V)):
             links = [
                 *itertools.chain.from_iterable(
-                    self._outline.chain(side) for side in sides
+                    self._outline.chain(side)
+                    for side in sides  # type: ignore[arg-type]
                 )
-            ]  # type: ignore[arg-type]
+            ]
             if any(link.norm is not None for link in links):
                 found.append(word)
         return found

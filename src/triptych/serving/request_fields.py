@@ -93,9 +93,9 @@ async def _fields_of_form(
         return {"type": "http.request", "body": body, "more_body": False}
 
     try:
-        form = await Request(request.scope, replay).form(
+        form = await Request(request.scope, replay).form(  # type: ignore[arg-type]
             max_files=max_files, max_fields=_MOST_FIELDS
-        )  # type: ignore[arg-type]
+        )
     except (ValueError, LookupError):  # of another or an unknown encoding
         raise RequestError(400, "the form cannot be read: send UTF-8") from None
     values: dict[str, list[Any]] = {name: form.getlist(name) for name in form}

@@ -88,8 +88,9 @@ class Link:
         norm = self.norm
         if norm is not None:
             norm = replace(
-                norm, **{name: change(part) for name, part in norm.tensors().items()}
-            )  # type: ignore[arg-type]
+                norm,
+                **{name: change(part) for name, part in norm.tensors().items()},  # type: ignore[arg-type]
+            )
         return replace(self, weight=change(self.weight), bias=bias, norm=norm)
 
     def repeat(self, num_heads: int) -> "Link":
@@ -167,8 +168,8 @@ class Link:
             # One product with all copies of `other` side by side, instead of repeating this map.
             joined = other.weight.transpose(0, 1).flatten(1)
             weight = (
-                (self.weight[0] @ joined).unflatten(1, (copies, -1)).transpose(0, 1)
-            )  # type: ignore[no-untyped-call]
+                (self.weight[0] @ joined).unflatten(1, (copies, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
+            )
             bias = (
                 None
                 if self.bias is None
@@ -199,10 +200,10 @@ class Link:
             # Batch and length in one dimension: otherwise every map would be copied for each text.
             rows = x.transpose(0, 1).flatten(1, 2)
             y = (
-                _apply_weight(rows, self.weight)
+                _apply_weight(rows, self.weight)  # type: ignore[no-untyped-call]
                 .unflatten(1, (x.shape[0], x.shape[2]))
                 .transpose(0, 1)
-            )  # type: ignore[no-untyped-call]
+            )
         y = y if self.bias is None else y + self.bias[:, None, :]
         return y if self.norm is None else self.norm(y)
 

@@ -92,8 +92,8 @@ def alternating(dim: int) -> TensorMap:
     return TensorMap(
         lambda parts: [
             part.contiguous()
-            for part in parts[0].unflatten(dim, (-1, 2)).unbind(dim + 1)
-        ],  # type: ignore[no-untyped-call]
+            for part in parts[0].unflatten(dim, (-1, 2)).unbind(dim + 1)  # type: ignore[no-untyped-call]
+        ],
         lambda parts: [torch.stack([*parts], dim + 1).flatten(dim, dim + 1)],
     )
 
@@ -149,8 +149,9 @@ def head_rows(*copies: int) -> TensorMap:
 
     def read(parts: Parts) -> Parts:
         apart = (
-            part.unflatten(0, (n, -1)) for n, part in zip(copies, parts, strict=True)
-        )  # type: ignore[no-untyped-call]
+            part.unflatten(0, (n, -1))
+            for n, part in zip(copies, parts, strict=True)  # type: ignore[no-untyped-call]
+        )
         return [part.transpose(1, -1) for part in apart]
 
     return TensorMap(

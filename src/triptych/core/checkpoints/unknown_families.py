@@ -78,7 +78,10 @@ def refuse_unknown(settings: Settings, tensors: Tensors, name: str) -> Never:
     )
     seen = [f"{module} ({', '.join(maps)})" for module, maps in draft.modules.items()]
     looks = shown("; ".join(seen) or "nothing")
-    describe = "describe it in a family file, which --verbose begins (triptych inspect --family my.toml, family=)"
+    describe = (
+        "describe it in a family file, which --verbose begins "
+        "(triptych inspect --family my.toml, family=)"
+    )
     if settings.value("model_type") is None:
         what = "model_type" if settings.record else "config.json"
         fitting = model_types_of_tensors(tensors)

@@ -170,9 +170,9 @@ def _of_attention(
                 continue
             side = name.removeprefix(pair.a.attention_name(place)).split(".")[1]
             heads, heads_after = (
-                weights.chain(side)[0].copies
-                if side in ("q", "k", "v") and weights.chain(side)
-                else 0  # type: ignore[arg-type]
+                weights.chain(side)[0].copies  # type: ignore[arg-type]
+                if side in ("q", "k", "v") and weights.chain(side)  # type: ignore[arg-type]
+                else 0
                 for weights in (old, new)
             )
             yield _Compared(

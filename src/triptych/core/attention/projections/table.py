@@ -74,7 +74,10 @@ class Bilinear(Parameterisation):
         "one matrix W_i takes the place of both W^Q and W^K, so there are no queries and keys to turn: "
         "under rotary positions the form would have to change with the distance"
     )
-    no_qk_norm = "one matrix W_i takes the place of both W^Q and W^K, so there are no queries and keys to normalise"
+    no_qk_norm = (
+        "one matrix W_i takes the place of both W^Q and W^K, "
+        "so there are no queries and keys to normalise"
+    )
     k = ()
     read_off: ClassVar[Mapping[str, str]] = {"d_k": "scale"}
 
@@ -379,7 +382,10 @@ class Collaborative(_OfFourSides):
     name = "collaborative"
     parameters_formula = "2*d*d_shared + h*d_shared + 2*h*d*d_v"
     cache_formula = "d_shared + h*d_v"
-    no_qk_norm = "heads differ by how much they make of each shared channel, and a norm would take that off again"
+    no_qk_norm = (
+        "heads differ by how much they make of each shared channel, "
+        "and a norm would take that off again"
+    )
     q = ("q_proj", "mixing")
     read_off: ClassVar[Mapping[str, str]] = {"d_shared": "k_proj", "d_k": "scale"}
 
