@@ -192,7 +192,8 @@ def written(model: Model, path: Path, text: str | list[int]) -> str:
     if mask_id is not None:
         (mask,) = model.reader.tokenizer.pieces([mask_id])
         first, _, rest = text.partition(" ")
-        return f"“{printed(model.fill(f'{first} {mask} {rest}').text)}”"
+        (best, *_), *_ = model.fill(f"{first} {mask} {rest}")
+        return f"“{printed(best.text)}”"
     return "no head for it"
 
 
