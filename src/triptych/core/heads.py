@@ -263,8 +263,8 @@ class Head:
         for sides, word in (("qk", _NORM_WITHIN_QK), ("v", _NORM_WITHIN_V)):
             links = [
                 *itertools.chain.from_iterable(
-                    self._outline.chain(side)
-                    for side in sides  # type: ignore[arg-type]
+                    self._outline.chain(side)  # type: ignore[arg-type]
+                    for side in sides
                 )
             ]
             if any(link.norm is not None for link in links):

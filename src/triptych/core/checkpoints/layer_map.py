@@ -149,8 +149,8 @@ def head_rows(*copies: int) -> TensorMap:
 
     def read(parts: Parts) -> Parts:
         apart = (
-            part.unflatten(0, (n, -1))
-            for n, part in zip(copies, parts, strict=True)  # type: ignore[no-untyped-call]
+            part.unflatten(0, (n, -1))  # type: ignore[no-untyped-call]
+            for n, part in zip(copies, parts, strict=True)
         )
         return [part.transpose(1, -1) for part in apart]
 

@@ -151,8 +151,8 @@ class FormMetric(Metric):
         """Return the channels of highest energy of every group."""
         groups = self.num_groups
         mine, seen = (
-            part.unflatten(0, (groups, -1))
-            for part in self._roots(self.prior)  # type: ignore[no-untyped-call]
+            part.unflatten(0, (groups, -1))  # type: ignore[no-untyped-call]
+            for part in self._roots(self.prior)
         )
         members = mine.shape[1]
         return joint_basis(
