@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Never, final
 
 from triptych.core.checkpoints.model_types import (
@@ -305,10 +306,9 @@ class _Draft:
         ]
         lines = [
             "To run the model, too, complete these lines without the leading #. ModelSpec lists the fields.",
-            *(
-                line
+            *chain.from_iterable(
+                self._model(name, stack)
                 for name, stack in zip(names, ordered, strict=True)
-                for line in self._model(name, stack)
             ),
         ]
         return (

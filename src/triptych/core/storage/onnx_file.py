@@ -11,7 +11,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -223,9 +223,9 @@ class OnnxFile(TensorFile):
                 return [int(size) for size in to_array(node.attribute[0].t).flatten()]
             case "Concat":
                 return [
-                    size
-                    for part in node.input
-                    for size in (self._constant_shape(part) or [-1])
+                    *chain.from_iterable(
+                        self._constant_shape(part) or [-1] for part in node.input
+                    )
                 ]
             case "Unsqueeze":
                 return self._constant_shape(node.input[0])

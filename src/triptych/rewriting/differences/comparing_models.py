@@ -1,5 +1,6 @@
 """The comparison of two models, from the cheapest test to the search for rewrites."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -151,7 +152,10 @@ class _WholeComparison:
             for stack, found in blocks.items()
             if found is None
         ]
-        widths = [made.d_model for side in self.pair for made in side.stacks.values()]
+        stacks = itertools.chain.from_iterable(
+            side.stacks.values() for side in self.pair
+        )
+        widths = [made.d_model for made in stacks]
         if len({*widths}) > 1:
             depths.append(f"widths are {widths[0]} and {widths[-1]}")
         if depths:
@@ -161,7 +165,9 @@ class _WholeComparison:
             {stack: found for stack, found in blocks.items() if found is not None}
         ):
             parts.append(part)
-        settings += [setting for part in parts for setting in part.found.settings]
+        settings += [
+            *itertools.chain.from_iterable(part.found.settings for part in parts)
+        ]
         reasons = [*self._unread(notes), *self._not_compared]
         return _judged(self.pair, parts, settings, reasons, notes)
 

@@ -204,11 +204,12 @@ class CheckpointSide(Side):
         self.pad_id = found.pad_id
         self._checkpoint = checkpoint
         self._map = found
-        self._entries = {
-            ours: (parts, number)
-            for parts in found.tensors.entries
-            for number, ours in enumerate(parts)
-        }
+        # Where each tensor of ours is among those that are stored as one.
+        self._entries = dict[str, tuple[tuple[str, ...], int]]()
+        for parts in found.tensors.entries:
+            self._entries |= {
+                ours: (parts, number) for number, ours in enumerate(parts)
+            }
 
     @property
     def source(self) -> AttentionSource:

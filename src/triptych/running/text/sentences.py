@@ -75,8 +75,9 @@ def split_sentences(text: str) -> list[str]:
     }
     more = {
         found.end()
-        for pattern in (_MORE_ENDS, _WORDS_ENDING)
-        for found in pattern.finditer(text)
+        for found in chain.from_iterable(
+            pattern.finditer(text) for pattern in (_MORE_ENDS, _WORDS_ENDING)
+        )
     }
     ends = sorted({*known, *more, *_clause_ends(text), len(text)})
     parts = list[str]()

@@ -158,7 +158,7 @@ def viewer_data(
     kinds = chain.from_iterable(text["kinds"] for text in fixed)
     room = limit_bytes - _FOR_THE_REST - sum(len(kind["overviews"]) for kind in kinds)
     layers = chain.from_iterable(
-        kind.layers for text in page.texts for kind in text.kinds
+        kind.layers for kind in chain.from_iterable(text.kinds for text in page.texts)
     )
     heads = [*chain.from_iterable(layer.heads for layer in layers)]
     packed = _pack_maps(
