@@ -84,7 +84,7 @@ def _are_equal(one: Any, other: Any, name: str) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _in_single(number: float) -> float:
+def _in_single(number: float | int) -> float:
     """Return a number as stored in float32, as by GGUF files."""
     try:
         return float(struct.unpack("f", struct.pack("f", number))[0])
