@@ -11,6 +11,11 @@ class Answer(NamedTuple):
     out: str
     err: str
 
+    @property
+    def said(self) -> list[str]:
+        """The lines of standard error, but for the one that names the engine of a translation."""
+        return [line for line in self.err.splitlines() if not line.startswith("triptych: engine auto: ")]
+
 
 Command = Callable[..., Answer]
 

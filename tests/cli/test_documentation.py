@@ -36,7 +36,8 @@ OF_GPT2 = (
 THAT_TRAIN = ("start/your-text", "tutorials/translator", "tutorials/own-attention")
 OF_THE_DEMO = ("../README", "start/translate", "start/head")
 # Pages that run on tiny models under the names in them.
-ON_TINY = ("how-to/family", "reference/columns", "reference/exact")
+# how-to/family is run in docs/test_own_model.py.
+ON_TINY = ("reference/columns", "reference/exact")
 ON_TINY_SLOW = (
     *("how-to/attend", "how-to/explore", "how-to/generating", "how-to/heads", "reference/rewriting"),
     *("how-to/converting", "how-to/engines", "how-to/several-processes", "how-to/students"),
@@ -73,11 +74,10 @@ def test_the_ways_to_write_a_head_are_those_there_are() -> None:
     assert named == list(PARAMETERISATIONS)
 
 
-def test_readme_has_at_most_130_lines_and_names_pages_that_are_there() -> None:
+def test_readme_names_pages_that_are_there() -> None:
     text = README.read_text()
-    assert len(text.splitlines()) <= 130
     linked = re.findall(r"\]\(((?!https?:)[^)#]+)", text)
-    assert len(linked) > 20
+    assert len(linked) > 10
     assert [name for name in linked if not (ROOT / name).exists()] == []
 
 

@@ -57,8 +57,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def fault(answer: Answer) -> str:
     """What is wrong with an answer; "" if it is a result, or one line and the exit code of an error."""
-    said = [line for line in answer.err.splitlines() if line.startswith(("triptych: ", "Error: "))]
-    said = [line for line in said if not line.startswith(("triptych: warning: ", "triptych: engine auto: "))]
+    said = [line for line in answer.said if line.startswith(("triptych: ", "Error: "))]
+    said = [line for line in said if not line.startswith("triptych: warning: ")]
     if "\x1b" in answer.out + answer.err:
         return f"an escape: {answer.out + answer.err!r}"
     if "Traceback" in answer.err or answer.code not in (0, 1, 2):
