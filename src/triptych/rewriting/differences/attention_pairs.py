@@ -211,7 +211,7 @@ def _plain_norm(
 
 
 def _orders_of_channels(weights: AttentionWeights) -> tuple[int, ...] | None:
-    """Return the channels of queries, rotary pairs first; None without rotary positions."""
+    """Return the channels of queries, starting with rotary pairs; None without rotary positions."""
     rotary = weights.semantics.rotary
     if rotary is None:
         return None
@@ -434,7 +434,7 @@ class _Comparison:
 
     @cached_property
     def rounds(self) -> dict[str, Tensor]:
-        """Rows rounded by a rewrite, by side: all other rows have to be equal to the bit."""
+        """Rows rounded by a rewrite, per chain (q, k, v, o): all other rows have to be equal to the bit."""
         one, other = self.views
         found: dict[str, Tensor] = {}
         for side in HEAD_SIDES:

@@ -2,7 +2,7 @@
 
 Two factorisations L_a R_aᵀ and L_b R_bᵀ of one form differ by a basis G: L_a G = L_b and R_b Gᵀ = R_a. These
 equations are linear in G. Conversely, whatever G satisfies them, the forms are equal: L_a R_aᵀ = L_a G R_bᵀ =
-L_b R_bᵀ. So the equations alone prove a solution.
+L_b R_bᵀ. So the equations alone verify a basis.
 """
 
 from typing import NamedTuple

@@ -70,7 +70,7 @@ def _permutation(part: Part, words: str) -> ChainStep:
 
 
 def inverse(order: list[int]) -> list[int]:
-    """Return the inverse of a permutation: for each head of B, its head in A."""
+    """Return the inverse of a permutation: the head in A of each head of B."""
     found = [0] * len(order)
     for head, partner in enumerate(order):
         found[partner] = head

@@ -51,7 +51,7 @@ def compare(
     also: Opened | None = None,
     progress: Progress = untold,
 ) -> Difference:
-    """Compare two models: prove that they compute one function, or find the parts where they differ.
+    """Compare two models: prove that their functions are equal, or find the parts where they differ.
 
     Only the algebra of their weights proves equal functions.
 

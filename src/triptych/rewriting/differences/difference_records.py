@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
-# Verdicts, strongest first.
+# Verdicts in descending order of strength.
 Verdict = Literal["same bytes", "same numbers", "same function", "near", "different"]
 VERDICTS: tuple[Verdict, ...] = (
     "same bytes",

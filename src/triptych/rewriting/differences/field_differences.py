@@ -35,9 +35,7 @@ def different_fields(
         return
     if is_dataclass(one) and type(one) is type(other):
         for field in fields(one):
-            if (
-                field.name not in known and field.compare
-            ):  # caches are not compared
+            if field.name not in known and field.compare:  # caches are not compared
                 yield from different_fields(
                     getattr(one, field.name),
                     getattr(other, field.name),

@@ -16,8 +16,8 @@ _ROWS_AT_A_TIME = 1024
 def form_signature(form: Factors, planes: int = 0) -> Tensor:
     """Return basis-independent values of each form, `[heads, values]`.
 
-    The values are Xᵀ L Rᵀ Y for random X and Y. Under rotary positions, each pair of the first
-    2 · `planes` channels contributes separate values.
+    The values are Xᵀ L Rᵀ Y for random X and Y. Each pair of the first 2 · `planes` channels, rotated by
+    position, contributes separate values.
     """
     left = _probes(form.left.shape[1], 0).mT @ form.left.numbers
     right = _probes(form.right.shape[1], 1).mT @ form.right.numbers
@@ -44,7 +44,7 @@ def _probes(rows: int, number: int) -> Tensor:
 
 
 def row_signature(rows: Tensor, number: int) -> Tensor:
-    """Return a few random projections of each row, divided by their root mean square."""
+    """Return a few random projections of each row, divided by the root mean square of their norms."""
     found = rows @ _probes(rows.shape[-1], number)
     size = (
         found.square()
@@ -64,7 +64,7 @@ class Match(NamedTuple):
 
 
 def match(a: Tensor, b: Tensor) -> Match:
-    """Match each row of A with at most one row of B, nearest pairs first; equal rows keep their order.
+    """Match each row of A with at most one row of B in order of distance; equal rows keep their index.
 
     Rows of A without a partner have the partner −1.
     """
