@@ -130,10 +130,11 @@ def _languages() -> dict[str, tuple[str, str, tuple[str, ...]]]:
 @cache
 def _shortest() -> dict[str, str]:
     """Return the shortest code of each code."""
-    others = {
-        other: code for code, (_, _, others) in _languages().items() for other in others
-    }
-    return others | {code: code for code in _languages()}
+    languages = _languages()
+    shortest = dict[str, str]()
+    for code, (_, _, others) in languages.items():
+        shortest |= dict.fromkeys(others, code)
+    return shortest | {code: code for code in languages}
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, final
 
@@ -151,7 +152,8 @@ class _WholeComparison:
             for stack, found in blocks.items()
             if found is None
         ]
-        widths = [made.d_model for side in self.pair for made in side.stacks.values()]
+        stacks = chain.from_iterable(side.stacks.values() for side in self.pair)
+        widths = [made.d_model for made in stacks]
         if len({*widths}) > 1:
             depths.append(f"widths are {widths[0]} and {widths[-1]}")
         if depths:
@@ -161,7 +163,7 @@ class _WholeComparison:
             {stack: found for stack, found in blocks.items() if found is not None}
         ):
             parts.append(part)
-        settings += [setting for part in parts for setting in part.found.settings]
+        settings += chain.from_iterable(part.found.settings for part in parts)
         reasons = [*self._unread(notes), *self._not_compared]
         return _judged(self.pair, parts, settings, reasons, notes)
 
@@ -284,9 +286,8 @@ def _judged(
         verdict = "near"
     for setting in in_short(settings):
         reasons.append(f"{setting.name} is {setting.a} in A and {setting.b} in B")
-    reasons += [
-        f"{part.name}: {reason}" for part in parts for reason in part.found.reasons
-    ]
+    for part in parts:
+        reasons += [f"{part.name}: {reason}" for reason in part.found.reasons]
     if reasons and verdict != "different":
         verdict = "near"
     is_same = verdict == "same function"

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple, final
 
 import torch
@@ -69,9 +70,7 @@ class FeedForwardView:
 
 # Names of the tensors of units; any other tensor has to be equal.
 _OF_UNITS = frozenset(
-    f"{part}.{kind}"
-    for part in ("inner", "gate", "outer")
-    for kind in ("weight", "bias")
+    map(".".join, product(("inner", "gate", "outer"), ("weight", "bias")))
 )
 
 

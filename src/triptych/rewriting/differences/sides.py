@@ -204,11 +204,10 @@ class CheckpointSide(Side):
         self.pad_id = found.pad_id
         self._checkpoint = checkpoint
         self._map = found
-        self._entries = {
-            ours: (parts, number)
-            for parts in found.tensors.entries
-            for number, ours in enumerate(parts)
-        }
+        self._entries = dict[str, tuple[tuple[str, ...], int]]()
+        for parts in found.tensors.entries:
+            for number, ours in enumerate(parts):
+                self._entries[ours] = parts, number
 
     @property
     def source(self) -> AttentionSource:

@@ -157,9 +157,8 @@ def viewer_data(
     # Overviews are always included; the remaining bytes are for the weights.
     kinds = chain.from_iterable(text["kinds"] for text in fixed)
     room = limit_bytes - _FOR_THE_REST - sum(len(kind["overviews"]) for kind in kinds)
-    layers = chain.from_iterable(
-        kind.layers for text in page.texts for kind in text.kinds
-    )
+    stacks = chain.from_iterable(text.kinds for text in page.texts)
+    layers = chain.from_iterable(stack.layers for stack in stacks)
     heads = [*chain.from_iterable(layer.heads for layer in layers)]
     packed = _pack_maps(
         [head.map for head in heads], room, partial(progress, "packing heads")
