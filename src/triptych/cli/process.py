@@ -46,8 +46,8 @@ def limit_spinning() -> None:
 
     A waiting thread spins so that the next parallel region begins at once, by default for milliseconds. Next
     to another busy process it then occupies the processor that the thread it waits for needs, and training
-    falls to a twentieth of its speed. The cost of 10,000 rounds is not measurable on a quiet machine. Sleeping
-    at once (`OMP_WAIT_POLICY=PASSIVE`) is better next to busy processes and costs 5 to 35 % on a quiet machine
+    falls to a twentieth of its speed. 10,000 rounds have no measurable cost on a quiet machine. Sleeping at
+    once (`OMP_WAIT_POLICY=PASSIVE`) is better next to busy processes and costs 5 to 35 % on a quiet machine
     (docs/contributing/log/). OpenMP runtimes other than GNU's ignore the variable.
     """
     if not any(name in os.environ for name in _DECIDED_BY):

@@ -72,7 +72,7 @@ class StepRecord(FrozenRecord):
         rewrite: its name.
         tier: bit-exact, rounding-exact (equal in exact arithmetic) or bounded.
         checked: the checked preconditions.
-        before: the cost of the layer's maps before the step, without padding; `after`: the cost afterwards.
+        before: the cost of the layer's maps before the step, without padding; `after`: after it.
         choice: the rewrite's decision, with its figures.
         notes: other facts that a reader must know.
         bound: the largest Frobenius norm by which a form of a head moves; 0 if exact.
@@ -142,8 +142,8 @@ class LayerRecord(FrozenRecord):
         module: its name in the checkpoint.
         layers: numbers of the layers of the model that share these weights; left out of the file for a
             layer without shared weights.
-        steps: the completed and the refused steps.
-        heads: previous numbers of its heads, in their present order; None if their order is
+        steps: the steps that were done or refused.
+        heads: previous numbers of its heads, in their present order; None if all numbers are
             unchanged.
         measured: errors on the probes; None if the layer did not change.
         measured_on_text: errors on inputs of the original layer at some positions of the comparison text;
@@ -199,7 +199,7 @@ class NormRecord(FrozenRecord):
     Attributes:
         module: its name in the checkpoint, or "none" if it is unknown.
         maps: the modules outside the attention with its weight and bias absorbed.
-        steps: the completed and the refused steps: fold_other_norms, and fold_norm if an attention layer
+        steps: the steps that were done or refused: fold_other_norms, and fold_norm if an attention layer
             reads it too.
         measured: errors of the outputs of these maps together; None without a change.
     """
@@ -260,7 +260,7 @@ class Certificate(FrozenRecord):
         layers: one entry per attention layer.
         norms: norms read by maps outside the attention, if a step concerned them; otherwise left out.
         before: cost of the original attention layers; `after`: cost of the written layers with padding.
-        unpadded: cost of the new maps without padding, with separate widths per layer; None for a file
+        unpadded: cost of the new maps without padding, each layer with widths of its own; None for a file
             without padding.
         tensors: every tensor read or written.
         files: sha256 of the other written files.

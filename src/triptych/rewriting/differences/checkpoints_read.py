@@ -42,7 +42,7 @@ _Where = tuple[str, Literal["self", "causal", "cross"], tuple[int, ...]]
 def compare_read(
     pair: Pair, progress: Progress
 ) -> tuple[list[Part], list[SettingDifference], list[str]]:
-    """Return the parts, differing settings and further reasons of two checkpoints without running them."""
+    """Return the parts, differing settings and further reasons of two readable checkpoints, not runnable."""
     one, other = pair
     if not isinstance(one, ReadSide) or not isinstance(other, ReadSide):
         only = one if isinstance(one, ReadSide) else other

@@ -133,7 +133,7 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 @final
 class _WholeComparison:
-    """The comparison of two models of known architectures."""
+    """The comparison of two runnable models."""
 
     def __init__(self, pair: Pair, progress: Progress) -> None:
         self.pair = pair

@@ -58,7 +58,7 @@ class Side(ABC):
         record: configuration, as in `config.json`; empty for a module of this library.
         stored: tensors of the files by their stored names; None for a module of this library.
         pad_id: padding token of an encoder-decoder, masked in attention.
-        architecture: architecture of the model; None for a checkpoint of an unknown architecture.
+        architecture: architecture of the model; None if it cannot be run.
         why_no_architecture: reason why it cannot be run; "" if it can.
     """
 
@@ -125,7 +125,7 @@ class Side(ABC):
 
     @property
     def places(self) -> tuple[AttentionPlace, ...]:
-        """Attention layers of a model of known architecture, in block order."""
+        """Attention layers of a runnable model, in block order."""
         found = list[AttentionPlace]()
         for stack, made in self.stacks.items():
             for number, block in enumerate(made.blocks):
@@ -194,7 +194,7 @@ def as_matrix(weight: Tensor, *, is_output: bool) -> Tensor:
 
 @final
 class CheckpointSide(Side):
-    """A checkpoint of a known architecture."""
+    """A runnable checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, found: ModelMap[Any]) -> None:
         self.name = checkpoint.name
