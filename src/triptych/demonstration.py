@@ -42,7 +42,7 @@ from triptych.training.progress import Display, LineDisplay
 _REPORT = "report.html"
 # Subfolder of a finished demo in which a new demo is made.
 _NEXT = ".next"
-# Seed of the test sentences, from the test part of the corpus, which is not used in training.
+# Seed of the test sentences, from the test part of the corpus (unused in training).
 _TEST_SEED = 1
 _NUM_MISTAKES_SHOWN = 10
 # Index of the example with the largest change of word order: a final verb and "halb vier".

@@ -15,7 +15,7 @@ _LONGEST_LINE = 1500
 
 
 class TriptychError(Exception):
-    """Base class of errors that a user can correct. The message names the fault, its place and a remedy.
+    """Base class of errors that a user can correct. The message names the fault, its location and a remedy.
 
     Args:
         message: message; a very long line is cut in the middle, and control characters are escaped.
@@ -60,7 +60,7 @@ class EngineNote(UserWarning):
 
 
 class SourceNote(UserWarning):
-    """A note that bytes of a model were read without a hash check."""
+    """A note about reading bytes of a model without a hash check."""
 
 
 class GenerationNote(UserWarning):

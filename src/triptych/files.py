@@ -263,7 +263,7 @@ def _remove_if_left(folder: Path) -> None:
 
 
 def _lock_folder(folder: Path, *, wait: bool) -> int | None:
-    """Lock a folder and return the handle that keeps the lock; None if the folder cannot be locked."""
+    """Lock a folder and return the handle of the lock; None if the folder cannot be locked."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:

@@ -1,6 +1,6 @@
-"""Names of other libraries, and what to write here instead: the answer to a first guess.
+"""Names of other libraries with their equivalents in this library, for error messages about unknown names.
 
-Names are those of TransformerLens, nnsight, transformers, bertviz and torch.
+The names belong to TransformerLens, nnsight, transformers, bertviz and torch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

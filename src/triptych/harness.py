@@ -134,7 +134,7 @@ class HarnessModel(LM):  # type: ignore[misc]
 
 
 def _generation_options(given: dict[str, Any]) -> GenerationOptions:
-    """Convert the harness's options, which have the names of `transformers`."""
+    """Convert the harness's options, named as in `transformers`."""
     # Filters apply only if tokens are drawn.
     until = given.get("until") or ()
     temperature = (

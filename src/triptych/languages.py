@@ -1,8 +1,8 @@
 """Codes of languages, and their names: `de`, `pt-BR`, `zh-Hans`, NLLB's `eng_Latn`, mBART's `de_DE`.
 
 A code has a language of ISO 639, and may have a script of ISO 15924 and a region of ISO 3166. `languages.tsv`
-has the languages by their shortest codes, each with its usual script, its English name and its other codes.
-The names are those of Unicode's CLDR.
+lists the languages by their shortest codes, with usual script, English name and alternative codes.
+The names follow Unicode's CLDR.
 """
 
 import re
@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-# Names of scripts besides the usual one of a language.
+# Names of the scripts.
 _SCRIPTS = {
     **{
         "Arab": "Arabic",
@@ -34,7 +34,7 @@ _SCRIPTS = {
         "Tibt": "Tibetan",
     },
 }
-# Regions with translators of their own.
+# Names of the regions with separate translators.
 _REGIONS = {
     **{
         "AR": "Argentina",
@@ -79,9 +79,9 @@ _REGIONS_OF = {
     "zh": "CN HK MO SG TW",
 }
 _SCRIPT_IN = {"CN": "Hans", "SG": "Hans", "HK": "Hant", "MO": "Hant", "TW": "Hant"}
-# Codes of LibreTranslate that are none of ISO's.
+# LibreTranslate's codes outside ISO 639.
 _OTHERS = {"pb": "pt-BR", "zt": "zh-Hant"}
-_SEVERAL_SCRIPTS = {"zh"}  # whose usual script is named, too
+_SEVERAL_SCRIPTS = {"zh"}  # languages whose English name includes the script
 _PARTS = re.compile(
     r"([a-z]{2,3})(?:[-_]([a-z]{4}))?(?:[-_]([a-z]{2}|\d{3}))?", re.IGNORECASE
 )
@@ -93,7 +93,7 @@ class Language(NamedTuple):
 
     Attributes:
         language: shortest code of ISO 639.
-        script: script; the usual one if the code has none.
+        script: script; the usual script of the language if the code does not name a script.
         region: region, or None. Chinese regions stand for scripts.
     """
 
@@ -130,15 +130,16 @@ def _languages() -> dict[str, tuple[str, str, tuple[str, ...]]]:
 @cache
 def _shortest() -> dict[str, str]:
     """Return the shortest code of each code."""
-    others = {
-        other: code for code, (_, _, others) in _languages().items() for other in others
-    }
-    return others | {code: code for code in _languages()}
+    languages = _languages()
+    shortest = dict[str, str]()
+    for code, (_, _, others) in languages.items():
+        shortest |= dict.fromkeys(others, code)
+    return shortest | {code: code for code in languages}
 
 
 @cache
 def find_language(code: str) -> Language | None:
-    """Return the language of a code in any case, with `-` or `_`; None if the code is none."""
+    """Return the language of a code in any case, with `-` or `_`; None if the code is unknown."""
     found = _PARTS.fullmatch(_OTHERS.get(code.lower(), code))
     if found is None or (language := _shortest().get(found[1].lower())) is None:
         return None
@@ -150,12 +151,12 @@ def find_language(code: str) -> Language | None:
     if region not in _REGIONS or (
         region == language.upper() and not _is_usual(language, region)
     ):
-        region = ""  # of de_DE, en_XX and ja_JP
+        region = ""  # de_DE, en_XX and ja_JP are only languages
     return Language(language, script or _languages()[language][0], region or None)
 
 
 def closeness(code: str, offered: str) -> int:
-    """Return how well an offered code fits a wanted one: 3 as written, 2 as a language, 1 roughly, 0 not."""
+    """Return how well an offered code fits a wanted code: 3 as written, 2 as a language, 1 roughly, 0 not."""
     if code == offered:
         return 3
     wanted = find_language(code)
@@ -166,7 +167,7 @@ def closeness(code: str, offered: str) -> int:
 
 
 def require_known(codes: tuple[str, str] | None) -> tuple[str, str] | None:
-    """Return the codes; raise `ValueError` for one that is none."""
+    """Return the codes; raise `ValueError` for an unknown code."""
     if unknown := next(
         (code for code in codes or () if find_language(code) is None), None
     ):
@@ -177,7 +178,7 @@ def require_known(codes: tuple[str, str] | None) -> tuple[str, str] | None:
 
 
 def name_of(code: str) -> str:
-    """Return the English name of a code's language; the code itself if it is none."""
+    """Return the English name of a code's language; the code itself if it is unknown."""
     language = find_language(code)
     return code if language is None else language.name
 
@@ -191,7 +192,7 @@ def languages_in(name: str) -> tuple[str, str] | None:
     ending = re.sub(r"^.*(?:[./]|opus-mt[-_])", "", name, flags=re.IGNORECASE)
     parts = re.split(r"([-_])", ending)
     words = parts[::2]
-    # The longest codes that the name ends in, the target first.
+    # Try the longest codes at the end of the name first.
     for source_length in range(_MOST_PARTS, 0, -1):
         for target_length in range(_MOST_PARTS, 0, -1):
             start = len(words) - source_length - target_length

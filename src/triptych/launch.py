@@ -51,7 +51,8 @@ def num_restarts() -> int:
 def speaks(error: BaseException | None = None) -> bool:
     """Return True if this process reports to the user.
 
-    That is the first process, and, for an error that is not an `ElsewhereError`, the first of each machine.
+    The first process reports. Errors other than `ElsewhereError` are also reported by the first process of
+    every machine.
     """
     if num_launched() == 1 or os.environ["RANK"] == "0":
         return True

@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 # Activations of a head.
 Activation = Literal["q", "k", "v", "scores", "weights", "z"]
-# Tokenizers of BLEU in sacreBLEU; those of ja-mecab and ko-mecab are libraries.
+# Tokenizers of BLEU in sacreBLEU; ja-mecab and ko-mecab need libraries.
 BleuTokenizer = Literal["13a", "intl", "zh", "ja-mecab", "ko-mecab", "char", "none"]
 # Replacements of a head's output.
 By = Literal["zero", "mean", "resample"]
@@ -51,8 +51,8 @@ _WORDS = {
 def check_choices(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a verb to refuse an argument outside the words of its `Literal`, and to explain unknown names.
 
-    The decorated verb raises `UsageError` for such a word, and `TypeError`, as Python does, for a keyword
-    argument that it does not have.
+    The decorated verb raises `UsageError` for such a word, and `TypeError`, like Python, for an unknown
+    keyword argument.
     """
     # If an annotation also allows objects, only strings are checked.
     parameters = signature(function).parameters

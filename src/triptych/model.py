@@ -136,8 +136,8 @@ def load(
             merged in their order. The folder of an adapter as `source` is opened with the base that it names.
 
     Raises:
-        UsageError: nothing of that name here, or something that is not a model.
-        DataError: nothing of that name on the Hub, or no way there.
+        UsageError: an unknown local name, or a source without a model.
+        DataError: an unknown name on the Hub, or a failed download.
     """
     from triptych.running.opened_source import open_source
 
@@ -213,12 +213,12 @@ class Model:
 
     @property
     def d_model(self) -> int:
-        """The width of the residual stream, as the first layer reads it."""
+        """The width of the residual stream before the first layer."""
         return self.layers[0].d_model
 
     @property
     def config(self) -> Mapping[str, object]:
-        """The fields of `config.json`; none for a module of this library."""
+        """The fields of `config.json`; empty for a module of this library."""
         return MappingProxyType(self._opened.source.record)
 
     @property
@@ -233,10 +233,10 @@ class Model:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer: `encode`, `decode`, `pieces`; of a translator, that of the source.
+        """The tokenizer: `encode`, `decode`, `pieces`. A translator has the tokenizer of the source here.
 
         Raises:
-            TriptychError: the model has no tokenizer, or cannot be run; the message has the reason.
+            TriptychError: the tokenizer is missing, or the model cannot be run; the message has the reason.
         """
         return self._opened.to_run.source_tokenizer
 
@@ -257,7 +257,7 @@ class Model:
         """The layers of the encoder; `decoder` and `cross` are the other stacks.
 
         Raises:
-            UsageError: there is none.
+            UsageError: the model does not have an encoder.
         """
         return self._opened.stack("encoder")
 
@@ -284,7 +284,7 @@ class Model:
         """A layer by its name (`3`, `"decoder.3"`), a head by both (`model[3, 2]`, `model["3.2"]`).
 
         Raises:
-            UsageError: an unknown place, or several places; the message lists them.
+            UsageError: an unknown or an ambiguous name; the message lists the names.
         """
         return self._opened.find(place)
 
@@ -340,7 +340,7 @@ class Model:
         )
 
     def adapter_effects(self) -> AdapterEffects | None:
-        """What adapters change in W_QK and W_OV of every head; None for a model without adapters."""
+        """Changes of W_QK and W_OV of every head by adapters; None for a model without adapters."""
         from triptych.seeing.adapter_effects import adapter_effects
 
         return adapter_effects(self._opened)
@@ -452,7 +452,7 @@ class Model:
             off at the limit); a list for several; an iterator with `stream`.
 
         Raises:
-            UsageError: the model does not translate, or options that do not go together.
+            UsageError: the model does not translate, or incompatible options.
         """
         from triptych.converting.engine_verbs import translate_with
 
@@ -672,7 +672,7 @@ class Model:
             an iterator of strings with `stream`.
 
         Raises:
-            UsageError: the model continues no text, or options that do not go together.
+            UsageError: the model does not continue texts, or incompatible options.
         """
         from triptych.converting.engine_verbs import Asked, generate
 
@@ -797,7 +797,7 @@ class Model:
             The loss in nats per token with its interval, or BLEU and chrF with theirs.
 
         Raises:
-            UsageError: the model does not do it, or options that do not go together.
+            UsageError: the model does not predict or translate, or incompatible options.
             DataError: the text is empty.
         """
         from triptych.converting.engine_verbs import evaluate
@@ -892,8 +892,8 @@ class Model:
                 as plain "text".
 
         Raises:
-            UsageError: a text past the model's positions, an empty one where no token begins a text, or
-                something that the model does not do.
+            UsageError: a text past the model's positions, an empty text where no token begins a text, or
+                an option unsupported by the model.
         """
         from triptych.seeing.attending import attend
 
@@ -994,7 +994,7 @@ class Model:
                 as plain "text".
 
         Raises:
-            UsageError: a text past the model's positions, or an empty one where no token begins a text.
+            UsageError: a text past the model's positions, or an empty text where no token begins a text.
         """
         from triptych.running.run import run_given
 
@@ -1100,7 +1100,7 @@ class Model:
             scale: factor of the vector.
 
         Raises:
-            UsageError: an unknown place, or the vector has another width.
+            UsageError: an unknown block, or the vector has another width.
         """
         from triptych.running.changing import steer
 
@@ -1159,11 +1159,11 @@ class Model:
         *,
         progress: Progress = untold,
     ) -> Sweep:
-        """Patch every head in turn from a run on clean text into a run on corrupted text.
+        """Patch each head separately from a run on clean text into a run on corrupted text.
 
         Args:
             clean: a text, or several.
-            corrupted: as many texts, with as many tokens as the clean texts.
+            corrupted: corrupted versions of the clean texts, with equal numbers of tokens.
             metric: function from a run to a number.
             what: the patched activation.
             progress: called for each layer with its first head, the number of finished heads, and all
@@ -1253,7 +1253,7 @@ class Model:
 
         Raises:
             UsageError: a run of triptych, a change not expressible by weights, or `transformers` is missing.
-            DataError: one of the libraries does not run the model.
+            DataError: this library or `transformers` does not run the model.
         """
         from triptych.rewriting.opened_models import check_opened
 

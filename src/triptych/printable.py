@@ -34,7 +34,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def shown_fields(name: str, values: Mapping[str, Any]) -> str:
-    """Format a record in at most 8 lines, with shapes for tensors and without fields that are None."""
+    """Format a record in at most 8 lines, with shapes for tensors and without None fields."""
     words = [
         name,
         *(

@@ -108,7 +108,7 @@ def _validation_texts(
 ) -> tuple[list[tuple[str, str]], tuple[str, ...]]:
     """Return the first validation texts as pairs of input and reference, and messages about their absence.
 
-    The reference is the translation, or the text that follows the input.
+    The reference is the translation, or the continuation of the input.
     """
     try:
         samples = islice(task_of(recipe).validation_samples(Path()), _NUM_SAMPLES)

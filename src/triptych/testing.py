@@ -19,7 +19,7 @@ def assert_same_function(
 ) -> None:
     """Assert that two models compute the same function for every input.
 
-    The message of a failure is the verdict, where the models part, and the kind of change.
+    The message of a failure has the verdict, the first differing part, and the kind of change.
 
     Args:
         a: a `Model`, or whatever `triptych.load` takes.

@@ -75,7 +75,7 @@ class Ahead(Iterator[Item]):
         raise StopIteration if item is None else item
 
     def close(self, *, waits: bool = True) -> None:
-        """Stop the thread after its current item; with `waits`, wait for that item."""
+        """Stop the thread after its current item; wait for it if `waits`."""
         self._is_over = True
         self._room.release()
         if waits:

@@ -13,7 +13,7 @@ TORCH = "2.13.0+cpu"
 # Attention on CPUs (`core/attention/routes.py`).
 # Maximum number of keys for which batched products are faster than the fused kernel, forward and backward
 # together. If d_k ≠ d_v, they are at least as fast in the forward pass alone, too, since the kernel needs
-# padded copies. In bfloat16 they are faster up to 2,048 keys if malloc keeps freed memory, but then most of
+# padding. In bfloat16 they are faster up to 2,048 keys if malloc keeps freed memory, but then most of
 # a layer's memory is attention weights.
 MAX_KEYS_WRITTEN_OUT = {torch.bfloat16: 512}
 MAX_KEYS_WRITTEN_OUT_OTHERWISE = 128
@@ -43,7 +43,7 @@ SCORES_AT_A_TIME = 1 << 22
 # Number of rows for which the layout of packed weights is chosen; other row counts use the same layout.
 PACKED_ROWS = 32
 # Maximum number of multiplications of a product in the comparison of row counts
-# (`running/decoding/row_counts.py`), which takes a thread 20 to 60 ms. Row counts beyond are split.
+# (`running/decoding/row_counts.py`): 20 to 60 ms of a thread. Row counts beyond are split.
 COMPARED_PRODUCTS = 1 << 31
 # Packed weights are a copy, so weights are packed only if they take at most this share of the memory.
 SHARE_PACKED = 0.125
@@ -52,13 +52,13 @@ SHARE_PACKED = 0.125
 BYTES_GIVEN_BACK = 1 << 26
 # Minimum share of finished texts to remove them from a batch: the caches of the other texts are then copied.
 SHARE_DONE = 0.2
-# Minimum number of new beam rows that start another batch. Each of its steps reads the weights once more
+# Minimum number of new beam rows that start another batch. Every step of that batch reads the weights again
 # (4.3 ms for a small translator), but in a joint batch every new text reads the slots of the longest text.
 ROWS_APART = 48
 # Minimum number of weights for several threads in a server. Steps of smaller models are slower with two
 # threads than with one (7 million: 6.5 ms against 3.8; 35 million: 11 to 18 against 14).
 WEIGHTS_WORTH_THREADS = 1 << 24
-# Minimum number of waiting sentences to start workers, which takes seconds.
+# Minimum number of waiting sentences to start workers (the start takes seconds).
 SENTENCES_WORTH_A_WORKER = 100
 
 # Training.

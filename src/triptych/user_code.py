@@ -1,7 +1,7 @@
 """Files with user-defined classes, such as a parameterisation of attention, named as `FILE.py:CLASS`.
 
 A file is executed only if a person names it: in a recipe for training, in a study, or with `--code`. A run
-stores the file's name and SHA-256 but not its text, so opening a run never executes code that came with the
+stores the file's name and SHA-256 but not its text, so opening a run never executes code from the
 run. A file is registered by its name without the folder, until another file of the same name is registered.
 
 `use_code` registers a file and reads it. The file is executed when `find_class` first needs a class of it,
@@ -105,7 +105,7 @@ def is_in_file(name: str) -> bool:
 
 
 def find_class(name: str, base: ClassT, key: str) -> ClassT:
-    """Return the class `FILE.py:CLASS`, which must derive from `base`, and set its `name`.
+    """Return the class `FILE.py:CLASS`, a subclass of `base`, and set its `name`.
 
     `key` is the key of the recipe, for messages.
     """
@@ -159,7 +159,7 @@ def require_digests(wanted: Mapping[str, object]) -> None:
     A file with another digest raises `UsageError`. Unless it was executed before, for another purpose, it is
     unregistered, and the file registered before by the same name is restored.
     """
-    # Files that are not registered are refused later, by `find_class`.
+    # Unregistered files are refused later, by `find_class`.
     for name, sha256 in wanted.items():
         given = _FILES.get(name)
         if given is None or given.sha256 == sha256:

@@ -40,7 +40,7 @@ def test_a_recipe_for_pairs_is_trained_as_it_is_and_its_run_has_its_name(
     answer = triptych("train", "my mine.toml", *FEW_STEPS)
     assert answer.code == 0, answer.err
     assert "left out of the recipe" not in answer.err  # every size is written down
-    assert package.load("runs/my-mine").translate("Vier.").source == "Vier."
+    assert package.load("runs/my mine").translate("Vier.").source == "Vier."
 
 
 def test_a_recipe_for_a_text_is_one_of_a_language_model(triptych: Command) -> None:

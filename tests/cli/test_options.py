@@ -74,7 +74,7 @@ FAST = [
     Scenario(
         "attend gpt2 'two <end> young men'",
         "--file lines.txt --ids 1,2 --literal --target a --max-new-tokens 2 --max-tokens 4 --heads 0.1 "
-        "--all --top 1 --writes 2 --steps 0.1:3 --over lines.txt --documents line --over-targets lines.txt "
+        "--top 1 --writes 2 --steps 0.1:3 --over lines.txt --documents line --over-targets lines.txt "
         "--worth zero --explain --context 5 --tokens 6 --npz out.npz --csv out.csv --html out.html "
         "--svg out.svg --device nowhere "
         "--adapter nowhere --dtype bfloat16 --languages de,en --strict --without 0.1 --json",

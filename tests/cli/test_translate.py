@@ -93,7 +93,9 @@ def test_an_empty_line_has_one_translation_among_n_best_and_in_json(
     assert lines[0] == "1 |||  ||| 0.0000"
     assert [line.split(" ||| ")[0] for line in lines] == ["1", "2", "2"]
     record = json.loads(triptych("translate", small_run, "--json", stdin=b"\n").out)
-    assert record["candidates"] == [{"text": "", "score": 0.0, "log_prob": 0.0, "tokens": []}]
+    assert record["candidates"] == [
+        {"text": "", "score": 0.0, "log_prob": 0.0, "finish": "stop", "tokens": []}
+    ]
 
 
 def test_more_translations_than_the_beam_given_holds_is_a_usage_error(

@@ -239,7 +239,7 @@ def _write_files(
     outputs: Sequence[Path | None],
     behaviour: OverText | None,
 ) -> None:
-    """Write the files that are wanted; the page says of heads what they do, where that was measured."""
+    """Write the requested files; the page describes the behaviour of heads, if it was measured."""
     npz, csv, html, svg = outputs
     if svg is not None and len(saved) > 1:
         raise UsageError(
@@ -264,7 +264,7 @@ def _print_weights(
     *,
     as_json: bool,
 ) -> None:
-    """Print the weights as JSON, or which files are written, or the strongest looks of some or all heads."""
+    """Print the weights as JSON, or the paths of written files, or the largest weights of heads."""
     if as_json:
         for one in saved:
             for piece in json_pieces(one):

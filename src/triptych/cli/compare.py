@@ -101,12 +101,12 @@ def _stage_state(stage: str, progress: StudyProgress) -> str:
 
 
 def live_table(stage: str, progress: StudyProgress, metric: str) -> Table:
-    """A row for each variant: what its runs have reached so far."""
+    """Return a table of the progress of the runs, with a row per variant."""
     columns = ["variant", "runs", "in progress"]
     judged = stage in (
         "runs",
         "rewrites",
-    )  # a sweep's mean over learning rates says nothing
+    )  # a sweep's mean over learning rates is not meaningful
     if judged:
         columns.insert(2, f"mean {tables.title(metric)}")
     table = Table(

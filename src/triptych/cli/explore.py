@@ -106,7 +106,7 @@ def explore(
 def _held_out(
     model: Model, text: Path | None, targets: Path | None
 ) -> HeldOutText | None:
-    """Return the given text, or the one that a run was validated on; None without one."""
+    """Return the given text, or a run's validation text; None without a text."""
     if text is not None:
         return HeldOutText(model.reader, text, targets)
     folder = Path(model.name)

@@ -1,4 +1,4 @@
-"""What is said of errors and warnings: one line of each."""
+"""Messages for errors and warnings, in one line."""
 
 import errno
 import os
@@ -55,7 +55,7 @@ def flush_output() -> None:
 
 
 def as_triptych_error(error: BaseException) -> TriptychError:
-    """What the command says of an error that is none of `TriptychError`."""
+    """Return the `TriptychError` that the command reports for another error."""
     if (of_system := system_error(error)) is not None:
         return _of_system(of_system)
     text = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
@@ -76,7 +76,7 @@ def _of_system(error: OSError) -> TriptychError:
 
 
 def _write_error_report(error: BaseException) -> str:
-    """Write a file for a report; what is to be sent along."""
+    """Write a file for a report; return a description of the information to attach."""
     lines = [
         f"triptych {version('triptych')}, Python {platform.python_version()}, {platform.platform()}",
         *(f"{name} {version(name)}" for name in ("torch", "safetensors", "tokenizers")),
@@ -105,19 +105,19 @@ def print_error(error: TriptychError) -> None:
 
 
 def is_given(*spellings: str) -> bool:
-    """Whether a switch that every command has is on the command line."""
+    """Return True if a switch common to all commands is on the command line."""
     return not set(spellings).isdisjoint(sys.argv[1:])
 
 
 def say(message: str) -> None:
-    """Print a message to standard error; where nobody reads it, nothing else is lost."""
+    """Print a message to standard error; ignore a closed stream."""
     with suppress(OSError, ValueError):
         print(printable(message, lines=True), file=sys.stderr, flush=True)
 
 
 @contextmanager
 def warnings_as_lines() -> Iterator[None]:
-    """While entered, our warnings and notes are lines of their own, each printed once."""
+    """While entered, print every distinct warning and note of this library once, on a separate line."""
     with warnings.catch_warnings():
         as_before = warnings.showwarning
         shown = set[str]()
@@ -127,7 +127,7 @@ def warnings_as_lines() -> Iterator[None]:
         ) -> None:
             if not issubclass(category, _SHOWN):
                 as_before(message, category, *where, **how)
-            elif str(message) not in shown:  # it may come from several places
+            elif str(message) not in shown:  # several callers may issue it
                 shown.add(str(message))
                 kind = "warning: " if issubclass(category, ConfigurationWarning) else ""
                 say(f"triptych: {kind}{message}")

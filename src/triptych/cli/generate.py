@@ -21,7 +21,7 @@ from triptych.running.opening import TextIds
 from triptych.running.text import Text, iterate_file
 from triptych.seeing.attending import attend_tokens, head_records
 
-# Prompts of a file that are read and continued before the first are printed.
+# Number of prompts of a file per batch; a batch is printed at its end.
 _PROMPTS_AT_A_TIME = 256
 
 
@@ -97,7 +97,7 @@ def generate(
 def _prompts(
     prompt: str | None, file: Path | None, ids: list[int] | None
 ) -> Iterator[Text]:
-    """The prompts: one of the command line or standard input, or the lines of a file."""
+    """Yield the prompt of the command line or standard input, or the lines of a file."""
     if [prompt, file, ids].count(None) != 2:
         raise UsageError(
             "give either a prompt (- for standard input), --file with prompts, or --ids"
@@ -110,7 +110,7 @@ def _prompts(
 def _in_batches(
     model: Model, prompts: Iterator[Text], generating: Options
 ) -> Iterator[tuple[Text, list[Continuation]]]:
-    """Each prompt with its continuations, in their order."""
+    """Yield each prompt with its continuations in order."""
     while batch := list(islice(prompts, _PROMPTS_AT_A_TIME)):
         found = model.generate(batch, **generating)
         lists = [[one] for one in found] if generating["num_samples"] == 1 else found

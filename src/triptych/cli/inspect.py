@@ -30,7 +30,7 @@ from triptych.seeing.reports import (
 )
 from triptych.training.processes import do_each, launched
 
-# The first columns that `--csv` writes, in this release and others.
+# The first columns of the output of `--csv`, in all releases.
 _CSV_START = b"checkpoint,stack,layer,kind,head,module,"
 
 
@@ -130,7 +130,7 @@ def inspect(
 
 
 def _with_distinct_names(found: Sequence[Inspection]) -> list[Inspection]:
-    """Checkpoints of the same name have numbers from the second on."""
+    """Append a number to the name of the second and further checkpoints of one name."""
     seen = Counter[str]()
     numbered = []
     for one in found:

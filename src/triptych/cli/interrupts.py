@@ -16,7 +16,7 @@ _STDERR = 2
 def end_interrupted(
     number: int = signal.SIGINT, frame: FrameType | None = None
 ) -> NoReturn:
-    """End this process at once: no traceback, and no clean-up of the interpreter, which takes a second."""
+    """End this process at once, without a traceback and without the interpreter's clean-up of a second."""
     if speaks():
         os.write(
             _STDERR, (b"\n" if os.isatty(_STDERR) else b"") + b"triptych: interrupted\n"
@@ -28,8 +28,8 @@ def end_interrupted(
 def cleaned_up() -> Iterator[None]:
     """While entered, the first Ctrl-C raises KeyboardInterrupt, so that no file is left half-written.
 
-    Then the process ends, whatever has become of the exception: an import that it cuts off may raise an error
-    of its own. A second Ctrl-C ends it at once. Where `end_interrupted` is not the handler, nothing changes.
+    Then the process ends, even if the exception was replaced: an interrupted import may raise another error.
+    A second Ctrl-C ends it at once. Another handler than `end_interrupted` stays in use.
     """
     if signal.getsignal(signal.SIGINT) is not end_interrupted:
         yield

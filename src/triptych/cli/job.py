@@ -29,7 +29,7 @@ def main() -> int:
 
 
 def _end_with(parent: int) -> None:
-    """Save and end when the study is gone: killed, it cannot tell, and the next one goes on with this run."""
+    """Save and end after the study has ended: a killed study sends no signal; the next resumes this run."""
     while os.getppid() == parent:
         time.sleep(1)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -18,7 +18,7 @@ from triptych.cli.verbs import add_verb
 from triptych.errors import TriptychError, UsageError
 from triptych.launch import end_now, num_launched, speaks
 
-# Each is a function of the module of its name, in this room.
+# Names of the commands: the function `cli.NAME.NAME` implements a command.
 COMMANDS = (
     *(
         "demo",
@@ -48,7 +48,7 @@ COMMANDS = (
     "explore",
 )
 _ABOUT = "Train, run, inspect and rewrite Transformers, with the attention matrices of every head at hand."
-# What typer raises for a command line that it does not understand; it does not export the class.
+# Typer's exception for an invalid command line; typer does not export the class.
 _Refusal: Any = next(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
 )
@@ -74,7 +74,7 @@ def main(
 
 
 def application(arguments: Sequence[str]) -> typer.Typer:
-    """The command with the subcommand that is named, or with all."""
+    """Return the command with the named subcommand, or with all subcommands."""
     app = typer.Typer(
         name="triptych",
         help=_ABOUT,
@@ -106,7 +106,7 @@ def run() -> None:
 
 def _run_command_line() -> None:
     open_streams()
-    limit_spinning()  # nothing has imported torch yet
+    limit_spinning()  # before torch is imported
     try:
         try:
             with warnings_as_lines():

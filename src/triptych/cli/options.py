@@ -1,4 +1,4 @@
-"""What several commands do with their options."""
+"""Helpers of several commands for their options."""
 
 import math
 import re
@@ -43,7 +43,7 @@ def token_ids(ids: str | None) -> list[int] | None:
 
 
 def refuse_options(options: Mapping[str, Any], why: str) -> None:
-    """Raise where one of these is given."""
+    """Raise if any of these options is given."""
     if found := [
         name for name, value in options.items() if value not in (None, False, ())
     ]:
@@ -68,7 +68,7 @@ def translating_engine(opening: Options, own: Mapping[str, Any]) -> Options:
 def check_attention(
     heads: Sequence[str], page: Path | None, engine: str | None, *, as_json: bool
 ) -> None:
-    """Attention weights come from our own engine, and are printed as JSON."""
+    """Require this library's engine and JSON output for attention weights."""
     if (heads or page) and engine not in (None, "triptych"):
         raise UsageError(
             f"--attention goes with --engine triptych: {engine} gives no attention weights"
@@ -78,12 +78,12 @@ def check_attention(
 
 
 def number_of_workers(given: int | None) -> int:
-    """The given number of workers, or one for each core that this process shares with no other rank."""
+    """Return the given number of workers, or by default this rank's share of the cores."""
     return max(num_cores() // num_on_machine(), 1) if given is None else given
 
 
 def numbers(text: str | None, option: str) -> Sequence[int] | None:
-    """`0,3` and `0-5` as numbers; None for None."""
+    """Parse `0,3` and `0-5` as integers; return None for None."""
     if text is None:
         return None
     found: list[int] = []
@@ -100,7 +100,7 @@ def numbers(text: str | None, option: str) -> Sequence[int] | None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can have it: what is infinite or no number as text."""
+    """Convert a value for JSON: infinity and NaN become text."""
     match value:
         case dict():
             return {name: plain(own) for name, own in value.items()}

@@ -14,13 +14,13 @@ from triptych.files import cache_folder, file_hash, leads_to, write_text
 class Output(NamedTuple):
     """A file to write."""
 
-    path: Path | None  # as it was given; None if it is not wanted
-    # whether a file that is there is one that the command wrote, which may be written anew
+    path: Path | None  # given path; None without this output
+    # returns True if the command wrote an existing file, so that it may be overwritten
     is_own: Callable[[Path], bool]
 
 
 def begins_with(start: bytes) -> Callable[[Path], bool]:
-    """Whether a file begins with these bytes."""
+    """Return a test of whether a file begins with these bytes."""
 
     def begins(path: Path) -> bool:
         with path.open("rb") as file:
@@ -30,7 +30,7 @@ def begins_with(start: bytes) -> Callable[[Path], bool]:
 
 
 def remember(path: Path) -> None:
-    """Note what a file of plain text holds now, so that the next command may replace it."""
+    """Store the hash of a plain text file, so that the next command may replace it."""
     if path.is_file():
         with suppress(OSError):
             (note := _note(path)).parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def remember(path: Path) -> None:
 
 
 def is_remembered(path: Path) -> bool:
-    """Whether a file is to the byte what a command of ours wrote there."""
+    """Return True if a file is unchanged since a command of ours wrote it."""
     try:
         return _note(path).read_text(encoding="utf-8") == file_hash(path)
     except OSError:
@@ -56,7 +56,7 @@ def _note(path: Path) -> Path:
 def require_free(
     outputs: Sequence[Output], read: Sequence[Path], *, force: bool
 ) -> None:
-    """Check that outputs can be written and replace neither each other, an input nor a user's file."""
+    """Check that outputs are writable and do not replace each other, an input or a user's file."""
     inputs = [leads_to(path) for path in read]
     taken: set[Path] = set()
     for path, is_own in outputs:

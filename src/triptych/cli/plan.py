@@ -56,7 +56,7 @@ def plan(
 
 
 def _setting(plan: TrainingPlan) -> list[str]:
-    """What is planned, and for what."""
+    """Describe the recipe, the cluster and the memory of a plan."""
     cluster = plan.cluster
     recipe = plan.recipe
     machines = (

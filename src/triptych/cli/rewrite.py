@@ -122,7 +122,7 @@ def rewrite(
 def _steps_of_options(
     exact: bool, do: Sequence[str], cut: dict[str, Any], *, on_text: bool
 ) -> Sequence[Rewrite | str | Path]:
-    """What is named with --do, in that order, and the truncation; "exact" for all exact rewrites."""
+    """Return the rewrites of --do, in that order, and the truncation; "exact" for all exact rewrites."""
     steps = [read_rewrite(step) for step in do if step != "exact"]
     if cut:
         criterion = "centred" if on_text else "free"
@@ -237,7 +237,7 @@ def _savings_table(title: str, before: Cost, after: Cost) -> Table:
     ):
         one = getattr(before, name)
         other = getattr(after, name)
-        if one or other:  # encoders cache nothing
+        if one or other:  # encoders do not cache
             table.add_row(
                 what, f"{one:,}", f"{other:,}", f"{other / one:.1%}" if one else ""
             )

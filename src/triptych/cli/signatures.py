@@ -1,9 +1,9 @@
-"""Signatures and docstrings of functions as they are written, read without importing them.
+"""Signatures and docstrings of functions, parsed from source without importing it.
 
-`triptych translate --help` comes from the function `translate` of `cli/translate.py` and from the functions
-of the library that it names: `search: Annotated[Options, "Search", Model.translate, "beam_size alpha"]` takes
+`triptych translate --help` is built from `translate` in `cli/translate.py` and from library functions:
+`search: Annotated[Options, "Search", Model.translate, "beam_size alpha"]` takes
 these two parameters of `Model.translate`, with their types, defaults and sentences, under the heading
-"Search". Nothing that imports torch is imported for that.
+"Search". This never imports torch.
 """
 
 import ast
@@ -19,14 +19,14 @@ from typing import Any, Literal, NamedTuple, get_origin
 
 import triptych
 
-# What a verb gets for a group of parameters: their values by name, to be passed on.
+# A verb's argument for a group of parameters: their values by name, to be passed on.
 Options = dict[str, Any]
 
 REQUIRED = object()
 
 
 class Quantity(float):
-    """A number that is given with a unit, such as 80GB."""
+    """A number given with a unit, such as 80GB."""
 
 
 _SIMPLE: dict[str, Any] = {
@@ -50,10 +50,10 @@ class Parameter:
         kind: the type of a value: str, int, float, Quantity, bool, Path, a Literal, or a list or tuple of
             them.
         default: its value if it is not given; `REQUIRED` if it must be.
-        positional: whether it is given by its place.
-        about: what the docstring says of it; "" if nothing.
-        section: the heading that it is found under.
-        group: the parameter of the verb that collects it; None if it is the verb's own.
+        positional: True for a positional argument.
+        about: its description in the docstring; "" if absent.
+        section: its heading in the help.
+        group: the parameter of the verb for its group; None if it is a parameter of the verb itself.
     """
 
     name: str
@@ -66,13 +66,13 @@ class Parameter:
 
 
 class FunctionText(NamedTuple):
-    """What a function says of itself, as it is written."""
+    """The docstring and the parameters of a function, parsed from source."""
 
     text: str  # its docstring up to the first section
     examples: tuple[str, ...]  # the lines of the section "Examples"
     parameters: tuple[
         Parameter, ...
-    ]  # in the order of the signature, groups taken apart
+    ]  # parameters in the order of the signature, groups taken apart
 
 
 def read_function(module: str, name: str) -> FunctionText:
@@ -108,7 +108,7 @@ def _taken(
     names: str,
     documented: dict[str, tuple[str, str]],
 ) -> Iterator[Parameter]:
-    """Parameters of another function; what the verb itself says of one counts more."""
+    """Yield parameters of another function; descriptions in the verb's docstring have precedence."""
     owner, _, rest = ast.unparse(function).partition(".")
     if owner == "triptych":
         owner = rest
@@ -145,7 +145,7 @@ def _tree(module: str) -> ast.Module:
 
 
 def _definition(module: str, name: str) -> tuple[str, ast.FunctionDef | ast.ClassDef]:
-    """A function, a class, or a method of one, which may be a base's; with the module that it is in."""
+    """Find a function, a class or a (possibly inherited) method; return its module and its definition."""
     owner, _, method = name.rpartition(".")
     body = _tree(module).body
     if owner:
@@ -157,7 +157,7 @@ def _definition(module: str, name: str) -> tuple[str, ast.FunctionDef | ast.Clas
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == method
     ]
     if named:
-        return module, named[-1]  # after its overloads
+        return module, named[-1]  # the definition follows its overloads
     assert isinstance(found, ast.ClassDef)
     where, base = _where_defined(module, ast.unparse(found.bases[0]))
     return _definition(where, f"{base}.{method}")
@@ -166,7 +166,7 @@ def _definition(module: str, name: str) -> tuple[str, ast.FunctionDef | ast.Clas
 def _where_defined(module: str, name: str) -> tuple[str, str]:
     """The module of ours where a name is defined, and its name there."""
     body = _tree(module).body
-    # What is imported for types alone stands in an `if TYPE_CHECKING`.
+    # Imports for types alone are inside `if TYPE_CHECKING`.
     for node in [
         *body,
         *chain.from_iterable(block.body for block in body if isinstance(block, ast.If)),
@@ -185,7 +185,7 @@ def _where_defined(module: str, name: str) -> tuple[str, str]:
 def _arguments_of(
     node: ast.FunctionDef | ast.ClassDef,
 ) -> Iterator[tuple[str, ast.expr | None, ast.expr | None, bool]]:
-    """Each with its type, its default, and whether it is given by its place; of a record its fields."""
+    """Yield name, type, default and `is_positional` of parameters, or of the fields of a record."""
     if isinstance(node, ast.ClassDef):
         for field in node.body:
             if isinstance(field, ast.AnnAssign):
@@ -202,7 +202,7 @@ def _arguments_of(
 
 
 def _kind(module: str, annotation: ast.expr) -> Any:
-    """The type of a value that a command line can give; `object` where there is none."""
+    """Return the type of a value on the command line; `object` if it cannot be given there."""
     members = [kind for kind in _members(module, annotation) if kind is not object]
     return next(
         (kind for kind in members if kind is Path), members[0] if members else object
@@ -236,7 +236,7 @@ def _members(module: str, node: ast.expr) -> Iterator[Any]:
 
 
 def _value(default: ast.expr) -> Any:
-    """What a default is worth; None where it is not a literal, as that of `progress`."""
+    """Evaluate a default; return None if it is not a literal, like the default of `progress`."""
     try:
         if isinstance(default, ast.Call) and ast.unparse(default.func) == "Path":
             return Path(*map(ast.literal_eval, default.args))
@@ -246,7 +246,7 @@ def _value(default: ast.expr) -> Any:
 
 
 def _sections(docstring: str) -> tuple[str, dict[str, list[str]]]:
-    """The text before the first section, and the lines of each."""
+    """Return the text before the first section, and the lines of every section by title."""
     text = list[str]()
     sections = dict[str, list[str]]()
     into = text
@@ -264,7 +264,7 @@ def _sections(docstring: str) -> tuple[str, dict[str, list[str]]]:
 
 
 def _items(lines: list[str]) -> dict[str, str]:
-    """What is said of each name, as a sentence."""
+    """Return the descriptions in a section of a docstring by name."""
     found = dict[str, list[str]]()
     name = ""
     for line in lines:
@@ -284,6 +284,6 @@ def _as_sentence(said: str) -> str:
 
 
 def is_list(kind: Any) -> bool:
-    """Whether a parameter takes several values."""
+    """Return True if a parameter takes several values."""
     assert not isinstance(kind, UnionType)
     return get_origin(kind) is list

@@ -36,7 +36,7 @@ _FILE_NAME = re.compile(r"[^\s]*(?:/[^\s]*[^\s.!?/]|[^\s.]\.[a-z0-9]{1,7})")
 
 @final
 class Terminal(Console):
-    """A console of rich that shows text as it is: no markup, and control characters as escapes."""
+    """A console of rich for plain text: markup is not interpreted, and control characters become escapes."""
 
     def __init__(
         self, *, stderr: bool = False, soft_wrap: bool = False, quiet: bool = False
@@ -63,7 +63,7 @@ class Terminal(Console):
 
 
 def write_output(text: str) -> None:
-    """Write text to standard output at once, in UTF-8. On a terminal, control characters become escapes."""
+    """Write text to standard output at once, in UTF-8. Control characters become escapes on a terminal."""
     if sys.stdout.isatty():
         text = printable(text, lines=True)
     sys.stdout.buffer.write(text.encode(errors="backslashreplace"))
@@ -76,7 +76,7 @@ def print_json(record: Any, *, indent: int | None = None) -> None:
 
 
 def json_text(record: Any, *, indent: int | None = None) -> str:
-    """A record as JSON, which has no number for what is infinite or not a number."""
+    """Return a record as JSON; raise `DataError` for infinity and NaN, unknown to JSON."""
     try:
         return json.dumps(record, ensure_ascii=False, allow_nan=False, indent=indent)
     except ValueError:
@@ -86,26 +86,24 @@ def json_text(record: Any, *, indent: int | None = None) -> str:
 
 
 def standard_input() -> BufferedIOBase:
-    """Standard input, opened anew.
+    """Return standard input, opened anew.
 
-    A thread that reads ahead may still hold the lock of a stream when the process ends, and Python aborts if
+    A thread reading ahead may still own the lock of a stream when the process ends, and Python aborts if
     that stream is `sys.stdin`.
     """
     if sys.stdin is None:
         raise UsageError("standard input is closed: give the text, or a file with it")
     try:
         return os.fdopen(os.dup(sys.stdin.fileno()), "rb")
-    except OSError:  # replaced by something that is not a file, as in a notebook
+    except OSError:  # not a file, for example in a notebook
         return cast(BufferedIOBase, sys.stdin.buffer)
 
 
 def read_text(given: str, what: str) -> str:
-    """A text of the command line; for "-" all of standard input, without the end of its last line."""
+    """Return a text of the command line; "-" reads all of standard input, without the last line end."""
     try:
         if given != "-":
-            return (
-                given.encode().decode()
-            )  # bytes that are not UTF-8 came as surrogates
+            return given.encode().decode()  # invalid UTF-8 was decoded to surrogates
         content = standard_input().read(LONGEST_TEXT + 1)
         if len(content) > LONGEST_TEXT:
             raise UsageError(
@@ -119,9 +117,9 @@ def read_text(given: str, what: str) -> str:
 
 
 def text_or_file(given: str, what: str) -> str | Path:
-    """The file of a name that is given, if there is one; otherwise the text itself, "-" included.
+    """Return the path of an existing file, or otherwise the text itself, "-" included.
 
-    A word that looks like the name of a file is refused where there is none.
+    A word with the form of a file name is refused if the file does not exist.
     """
     with suppress(OSError, ValueError):  # longer than a name may be
         if (path := Path(given)).exists() and not path.is_dir():
@@ -137,9 +135,9 @@ def text_or_file(given: str, what: str) -> str | Path:
 def progress_bar(
     text: str, first: str = "", *, of_bytes: bool = True
 ) -> Iterator[Callable[..., None]]:
-    """Show a bar inside the block; call what it gives with what is done now, how far, and of how much.
+    """Show a bar inside the block; yield a function of the current action, the amount done and the total.
 
-    It is on standard error, where that is a terminal; of several processes the first has one.
+    Only the first process shows a bar, on standard error, if it is a terminal.
     """
     middle = [DownloadColumn()] if of_bytes else []
     columns = (
@@ -159,8 +157,8 @@ def progress_bar(
 
 
 def training_display() -> "Display":
-    """What a person sees of a run: a bar on a terminal, lines elsewhere, nothing with --quiet."""
-    # Most commands train nothing: without this import they begin 0.3 seconds sooner.
+    """Return the display of a run: a bar on a terminal, lines elsewhere, a silent display with --quiet."""
+    # Most commands do not train: without this import they begin 0.3 seconds sooner.
     from triptych.training.progress import SilentDisplay, display_for
 
     return (
@@ -178,14 +176,14 @@ def print_table(table: Table, console: Console) -> None:
 
 
 def print_written(paths: Iterable[Path | None], console: Console) -> None:
-    """Say which files were written."""
+    """Print the paths of the written files."""
     for path in paths:
         if path is not None:
             console.print(f"written: {path}")
 
 
 def print_whole(table: Table, console: Console) -> None:
-    """Print a table, no number cut off: a narrow terminal gets the columns in parts, a file has the room."""
+    """Print a table without truncation: a narrow terminal gets the columns in parts, a file all at once."""
     rendered = render_table(table)
     width = console.measure(
         rendered, options=console.options.update(max_width=1000)

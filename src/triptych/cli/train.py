@@ -65,7 +65,7 @@ def train(
 
 
 def report_training(summary: Summary, folder: Path, *, as_json: bool) -> None:
-    """Say how a run ended and how to use it; an interrupted one ends the command with the signal's code."""
+    """Report the end of a run and its use; an interrupted run ends the command with the signal's code."""
     outcome = summary.outcome
     if not speaks():
         raise typer.Exit(

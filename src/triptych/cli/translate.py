@@ -30,7 +30,7 @@ _FIRST_LINES = 16
 _LINES_AT_A_TIME = 512
 # Sentences whose attention a page shows.
 _MOST_VIEWED = 20
-# From a translation and the number of its line to the lines that are printed.
+# Converts a translation and its line number to output lines.
 Renderer = Callable[[Translation, int], list[str]]
 
 
@@ -221,7 +221,7 @@ def _json_renderer(model: Model, wanted: Sequence[str]) -> Renderer:
 
 
 def _as_they_come(lines: Iterable[str]) -> Iterator[list[str]]:
-    """Group lines into batches without waiting: what has arrived by now, up to a limit.
+    """Group lines into batches without waiting: all lines available by now, up to a limit.
 
     Someone typing gets each line translated at once, and a file is translated in large batches. An error in
     the input comes after the lines before it.

@@ -26,7 +26,7 @@ from triptych.cli.signatures import (
 from triptych.errors import UsageError
 from triptych.user_code import of_ended, use_code
 
-# Options that are not spelled as their parameters are.
+# Options with another spelling than their parameters.
 _SPELLED = {
     "alpha": ("--alpha",),
     "as_json": ("--json",),
@@ -44,7 +44,7 @@ _SPELLED = {
     "targets": ("--over-targets",),
     "verbose": ("--verbose", "-v"),
 }
-# What every command that has one of these says of it, unless its own docstring does.
+# Default help texts of parameters, by name; a description in a command's docstring has precedence.
 _ABOUT = {
     "code": "Python file with the attention class that the run or recipe names. It is executed.",
     "as_json": "Print the result as JSON.",
@@ -66,7 +66,7 @@ _LAST = "Options"
 
 
 class _Command(TyperCommand):
-    """A command whose options have headings."""
+    """A command with options grouped under headings."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
@@ -87,7 +87,7 @@ class _Command(TyperCommand):
 
 
 def spelled(name: str) -> tuple[str, ...]:
-    """How the option of a parameter is written."""
+    """Return the spellings of a parameter's option."""
     return _SPELLED.get(name, (f"--{name.strip('_').replace('_', '-')}",))
 
 
@@ -107,7 +107,7 @@ def read_quantity(text: str, option: str) -> float:
 
 
 def read_verb(name: str) -> FunctionText:
-    """A verb as it is written: the function of the module of its name, in this room."""
+    """Read the source of a verb: the function of the same name in `triptych.cli`."""
     return read_function(f"triptych.cli.{name}", name)
 
 
@@ -122,13 +122,11 @@ def add_verb(app: typer.Typer, name: str) -> None:
         del (
             given["quiet"],
             given["verbose"],
-        )  # `is_given` looks for them, in whatever line is to be printed
+        )  # read from the command line by `is_given`
         for path in given.pop("code") or ():
             use_code(path)
         carry_out = import_module(f"triptych.cli.{name}").__dict__[name]
-        if (
-            not gc.isenabled()
-        ):  # a process of its own: what is imported stays to its end
+        if not gc.isenabled():  # a separate process: imported modules stay to its end
             gc.freeze()
             gc.enable()
         with cleaned_up():
@@ -156,7 +154,7 @@ def add_verb(app: typer.Typer, name: str) -> None:
 
 
 def _arguments_by_group(verb: FunctionText, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the verb's function: its own, and a dictionary for each group."""
+    """Return the arguments of the verb's function: direct parameters, and a dictionary per group."""
     found = dict[str, Any]()
     for parameter in verb.parameters:
         value = given[parameter.name]
@@ -171,7 +169,7 @@ def _arguments_by_group(verb: FunctionText, given: Mapping[str, Any]) -> dict[st
 def _typer_parameter(parameter: Parameter) -> Given:
     default = None if is_list(parameter.kind) else parameter.default
     if parameter.kind is Quantity and default is not REQUIRED:
-        default = f"{default:g}"  # which is read as what is given is
+        default = f"{default:g}"  # parsed like a given value
     return Given(
         parameter.name,
         Given.KEYWORD_ONLY,
@@ -190,18 +188,18 @@ def _annotation(parameter: Parameter) -> Any:
         return Annotated[kind, typer.Argument(metavar=metavar, help=about)]
     names = spelled(parameter.name)
     if parameter.kind is bool:
-        # A default of None is somebody else's choice, such as the recipe's: both words may be said.
+        # A default of None defers to another choice, such as the recipe's: allow --x and --no-x.
         kind = bool if parameter.default is not None else bool | None
         if parameter.default is not False:
             names = (f"{names[0]}/--no-{names[0].removeprefix('--')}",)
     section = _SECTIONS.get(parameter.name, parameter.section)
-    # One value, of an option that is given again for the next.
+    # The value of a repeatable option.
     one = (
         f"<{get_args(parameter.kind)[0].__name__.lower()}>"
         if is_list(parameter.kind)
         else None
     )
-    if parameter.kind is Quantity:  # its sentence says the default
+    if parameter.kind is Quantity:  # the default is in its help text
         read = partial(read_quantity, option=names[0])
         option = typer.Option(
             *names,

@@ -413,7 +413,7 @@ def _seal(record: dict[str, Any]) -> str:
     plain = json.dumps(
         record, sort_keys=True, separators=(",", ":"), ensure_ascii=False
     )
-    # JSON can spell half of a surrogate pair, which is invalid in UTF-8; our writer never produces it.
+    # JSON can spell a lone surrogate, invalid in UTF-8; our writer never produces it.
     return hashlib.sha256(plain.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -446,7 +446,7 @@ def read_certificate(path: Path) -> Certificate:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise DataError(f"{path}: {where}: {first['msg']}") from None
-    # Entries unknown to the writing version are omitted on both sides.
+    # Entries unknown to the writing version are omitted from either record.
     if found.model_dump(mode="json", exclude_unset=True) != record:
         raise DataError(
             f"{path}: it does not read back as it was written: it was edited"
@@ -566,7 +566,7 @@ def _said_costs(what: str, before: Cost, after: Cost) -> str:
 
 
 def renumbered(layers: Sequence[LayerRecord]) -> str:
-    """Describe the renumbered heads; "" if all numbers are unchanged."""
+    """Describe the renumbered heads; "" if their order is unchanged."""
     moved = [layer for layer in layers if layer.heads is not None]
     if not moved:
         return ""

@@ -99,7 +99,7 @@ _SAME = 1e-6
 _SAME_RATIO = 0.5
 # Relative tolerance of the original's inputs, recomputed in float32.
 _SAME_INPUTS = 1e-3
-# Exact steps that move or remove biases, that is, rows of the forms.
+# Exact steps that move or remove biases (rows of the forms).
 _MOVE_FORMS = ("drop_key_bias", "fold_value_bias")
 
 
@@ -209,7 +209,7 @@ def check_layers_on_text(pair: CheckpointPair, inputs: Mapping[str, Seen]) -> Cl
     for layer in pair.layers():
         certified = layer.measured_on_text
         given = inputs.get(pair.before[layer.module].name)
-        # A changed layer has both inputs and certified figures, or lacks both.
+        # A changed layer has inputs if and only if it has certified figures.
         if layer.measured is not None and (certified is None) != (given is None):
             wrong.append(
                 f"{layer.module}: inputs or what was measured on them are missing"

@@ -331,7 +331,7 @@ def _file_differences(
         yield f"{CONFIG} is other than the original's with what was set"
     left_out, copied = names_beside(original)
     yield from _left_out_differences(certificate, left_out)
-    # Configuration and index differ from the original's on purpose, so they have checks of their own.
+    # Configuration and index differ from the original's on purpose, so they have separate checks.
     index = {SAFETENSORS_INDEX} & certificate.files.keys()
     expected = {*copied, *index, CONFIG} - {CERTIFICATE, MODEL_CARD, INPUTS}
     found = certificate.files.keys() - {INPUTS}

@@ -225,7 +225,7 @@ def _neutralise(norms: Sequence[nn.Module]) -> None:
     for norm in norms:
         assert isinstance(
             norm, nn.LayerNorm | nn.RMSNorm | OffsetNorm
-        )  # norms that maps can absorb
+        )  # norms with an absorbable weight
         if norm.weight is not None:
             norm.weight.fill_(
                 1.0 - norm.offset if isinstance(norm, OffsetNorm) else 1.0

@@ -45,7 +45,7 @@ class Rounding(NamedTuple):
     """Effect of rounding on an output, relative to its norm.
 
     Attributes:
-        of_weights: effect of moving each changed value by half a unit in its last place, at random.
+        of_weights: effect of moving each changed value by half a unit in the last digit, at random.
         in_dtype: error of the original in the checkpoint's dtype.
         of_measuring: rounding of the measurement in float64, for float64 weights.
     """

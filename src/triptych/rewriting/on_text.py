@@ -71,7 +71,7 @@ def compare_outputs(
 
 
 def largest_difference(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference of two outputs; infinite if an entry is NaN in only one of them."""
+    """Return the largest difference of two outputs; infinite if an entry is NaN in only one output."""
     one = one.double()
     other = other.double()
     same = (one == other) | (one.isnan() & other.isnan())

@@ -53,7 +53,7 @@ def outcome(found: EndToEnd) -> Outcome:
         return "no change"
     if size < SMALL_NATS:
         return "below 0.01 nats"
-    # A size that is no number is no small one.
+    # NaN counts as large.
     return "noticeable" if size < RUINED_NATS else "ruined"
 
 

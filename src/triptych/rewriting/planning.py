@@ -370,7 +370,7 @@ class Rewriting:
 def _other_numbers(
     kept: tuple[int, ...] | None, before: int, written: int
 ) -> tuple[int, ...] | None:
-    """Return the former number of each head of a written layer; None if all numbers are unchanged.
+    """Return the former number of each head of a written layer; None if their order is unchanged.
 
     Formats of fixed sizes keep the remaining heads at their old positions.
     """

@@ -1,8 +1,8 @@
 """The effect of rounding alone on the output of a layer or of a whole model.
 
 An exact rewrite computes the same function. The remaining difference is rounding, of the stored weights and
-of the arithmetic. Its size depends on the model, so it is measured: every weight moves by half a unit in its
-last place, up or down at random, and the output is compared with the unmoved model's output.
+of the arithmetic. Its size depends on the model, so it is measured: every weight moves by half a unit in the
+last digit, up or down at random, and the output is compared with the unmoved model's output.
 """
 
 import math
@@ -42,7 +42,7 @@ class RoundingJudgement(NamedTuple):
 
     @property
     def is_rounding(self) -> bool:
-        """Whether rounding explains the difference."""
+        """True if rounding explains the difference."""
         return self.moved <= MOST_TIMES * self.by_rounding
 
 

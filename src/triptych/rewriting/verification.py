@@ -72,12 +72,12 @@ def verify(
         against: the original, local or on the Hub. Default: the folder that the certificate names, if it
             exists. Without it, fewer claims are checked.
         text: the text that the models were compared on. They are compared on it again.
-        family: a family file that describes both checkpoints.
+        family: a family file for the two checkpoints.
         calibration: the calibration text of the rewrite. The steps that used it are repeated.
 
     Raises:
         DataError: the certificate was changed after it was written, or a text is not UTF-8.
-        UsageError: there is no certificate; `text` is given without an original, does not exist, or is not
+        UsageError: the certificate is missing; `text` is given without an original, does not exist, or is not
             the text that the models were compared on; the original cannot be run on it; the same for
             `calibration`.
     """
@@ -169,7 +169,7 @@ def _claims_not_tried(certificate: Certificate, reason: str) -> Iterator[Claim]:
 
 
 def _unchecked_claims(certificate: Certificate, words: bool) -> Iterator[Claim]:
-    """Yield the entries of a certificate that checkpoints cannot confirm."""
+    """Yield the entries of a certificate beyond confirmation by checkpoints."""
     yield as_stated("tool", shown(certificate.tool))
     yield as_stated("source, as it was named", shown(certificate.source))
     if not words:

@@ -1,4 +1,4 @@
-"""What adapters do to every head: the changes of W_QK and W_OV."""
+"""Effects of adapters on every head: the changes of W_QK and W_OV."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class FormChange:
 @final
 @dataclass(frozen=True, eq=False)
 class AdapterEffects:
-    """What adapters do to every head, in W_QK and W_OV.
+    """Effects of adapters on W_QK and W_OV of every head.
 
     Forms are products of the maps: rotations by position, norms of heads and biases are left out.
 
@@ -59,7 +59,7 @@ class AdapterEffects:
     _ov: tuple[FormChange, ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one record per head: of both forms the rank, the norm, and its ratio to the base's norm."""
+        """Return one record per head: rank, norm and relative norm of the change of each form."""
         found: list[dict[str, Any]] = [{"head": head} for head in self.heads]
         for form, changes in (("qk", self._qk), ("ov", self._ov)):
             for row, values in zip(found, _values(changes), strict=True):
@@ -71,23 +71,23 @@ class AdapterEffects:
         return {"adapters": [*self.adapters], "heads": self.rows()}
 
     def top(self, count: int = 10) -> list[dict[str, Any]]:
-        """Return the rows of the heads that are changed most: by the larger of both ratios."""
+        """Return the rows of the most changed heads, sorted by the larger ratio of their two forms."""
         return sorted(
             self.rows(), key=lambda row: -max(row["qk_ratio"], row["ov_ratio"])
         )[:count]
 
     @check_choices
     def directions(self, head: str, form: FormName = "ov") -> ThinSVD:
-        """Decompose the change of a head's form: what it reads (U), how strongly (S), what it writes (Vh).
+        """Decompose the change of a head's form: input directions (U), strengths (S), output directions (Vh).
 
-        For "qk", U are directions of queries and Vh of keys. Only as many are returned as the rank.
+        For "qk", U are directions of queries and Vh of keys. The number of directions is the rank.
 
         Args:
             head: name of the head, such as `3.2`.
             form: "qk" or "ov".
 
         Raises:
-            UsageError: there is no such head, or no such form.
+            UsageError: an unknown head, or an unknown form.
         """
         if head not in self.heads:
             raise UsageError(
@@ -105,7 +105,7 @@ class AdapterEffects:
         raise AssertionError("every head is in a layer")
 
     def table(self, count: int = _SHOWN) -> Table:
-        """Return the heads that are changed most as a table."""
+        """Return the most changed heads as a table."""
         shown = self.top(count)
         all_heads = len(self.heads)
         of = (
@@ -167,7 +167,7 @@ def adapter_effects(opened: Opened) -> AdapterEffects | None:
         return None
     checkpoint = opened.unchanged.attention
     assert isinstance(checkpoint, Checkpoint)
-    # In float64: maps that are rounded to the dtype of the files would hide the rank of a small change.
+    # Compute in float64: rounding the maps to the dtype of the files would hide the rank of a small change.
     base = checkpoint.with_tensors(pair.base)
     adapted = checkpoint.with_tensors(pair.adapted)
     heads = list[str]()

@@ -113,7 +113,7 @@ class Difference:
                 f"--within {within}: a KL divergence is a number of nats from 0 on"
             )
         needed = _REQUIRED[require]
-        # A stronger verdict needs no bound: equal functions have a KL divergence of 0.
+        # Stronger verdicts pass without a bound: equal functions have a KL divergence of 0.
         if not holds(self.verdict, needed):
             first = f", first in {self.first}" if self.first else ""
             return f"the verdict is {self.verdict}{first}; required is {needed}"
@@ -345,7 +345,7 @@ def _page(found: Difference) -> str:
         (sign, verdict, sum(part.verdict == verdict for part in found.parts))
         for verdict, sign in _SIGNS.items()
     ]
-    # Words are made here, so that the template has no logic.
+    # Make the words here to keep logic out of the template.
     chain = [step_in_words(step) for step in found.chain]
     tables = [_parts_table(found.parts)]
     if found.settings:

@@ -1,9 +1,9 @@
 """All measures of the heads of one attention layer, without forming a d × d matrix.
 
 Each map is factored as W = Q R with orthonormal columns in Q. Measures of the forms and of pairs of maps then
-need only the small triangles R and the small products Q_aᵀ Q_b. Both come from products W_aᵀ W_b in float64,
-a few heads at a time, for weights of at most float32 precision; for more precise weights, and for maps close
-to losing rank, from a QR decomposition of each map.
+need only the small triangles R and the small products Q_aᵀ Q_b. Weights of at most float32 precision need
+only products W_aᵀ W_b in float64, a few heads at a time. More precise weights, and maps close to losing rank,
+need a QR decomposition of each map.
 
 Positions limit the measures of attention. Rotary embeddings rotate pairs of channels by the distance of key
 and query, so W_Q W_Kᵀ is the form of tokens at distance 0 only. For rotary heads, energies of the rotary
@@ -50,7 +50,7 @@ class RotaryPairs:
     second: tuple[int, ...]
     slow: tuple[
         bool, ...
-    ]  # whether a pair rotates by less than a radian over the longest text
+    ]  # True for pairs rotated by less than a radian over the longest text
     factor: float = 1.0  # additional factor of these channels in queries and keys
 
     @classmethod
@@ -76,7 +76,7 @@ class HeadMeasures:
     ov: Spectrum  # spectrum of W_OV
     similarity: dict[
         MapPair, MapSimilarity | None
-    ]  # of the maps to queries, keys and values
+    ]  # similarity of the maps to queries, keys and values
     norms: dict[Side, Float[Tensor, " heads"]]  # Frobenius norm of each map
     symmetry: (
         Float[Tensor, " heads"] | None
@@ -105,7 +105,7 @@ def measure_heads(
     rotary_pairs: RotaryPairs | None = None,
     num_removed: int = 0,
 ) -> HeadMeasures:
-    """Measure every head of a layer, in chunks on each of torch's threads.
+    """Measure every head of a layer, in chunks on all torch threads.
 
     `num_removed` directions of the input are absent from the maps (`centring`); chance levels count the
     remaining directions.
@@ -340,7 +340,7 @@ def _chunks(weights: AttentionWeights) -> Iterator[_Chunk]:
     heads = weights.num_heads
     largest = max(chain[0].d_in * chain[-1].d_out for chain in chains.values())
     count = max(1, _NUMBERS_AT_A_TIME // largest)
-    # As many heads as fit the memory limit, with the copies used by them.
+    # Read as many heads as fit the memory limit, with their maps.
     for start in range(0, heads, count):
         read = {
             side: [
@@ -373,7 +373,7 @@ def _float64_maps(weights: AttentionWeights, side: Side) -> Chain:
 
 
 def _used(link: Link, first: int, last: int, copies: int) -> Link:
-    """Return the part of a link used by the copies `first` to `last` of its chain's product."""
+    """Return the part of a link used by the maps `first` to `last` of its chain's product."""
     if link.copies == 1:
         return Link(link.weight)
     if link.copies == copies:
@@ -386,7 +386,7 @@ def _used(link: Link, first: int, last: int, copies: int) -> Link:
 def _products(
     maps: dict[Side, Tensor], places: dict[Side, list[int]], one: Side, other: Side
 ) -> Tensor:
-    """Compute W_oneᵀ W_other of every head; heads sharing both copies share the product."""
+    """Compute W_oneᵀ W_other of every head; heads sharing their maps share the product."""
     pairs = list(zip(places[one], places[other], strict=True))
     products = {
         (i, j): maps[one][i].mT @ maps[other][j] for i, j in dict.fromkeys(pairs)
@@ -428,7 +428,7 @@ def _full_span(triangle: Tensor, square: Tensor) -> Span:
 
 
 def _alive(square: Tensor) -> Tensor:
-    """Return a mask `[copies, 1, 1]` of non-zero maps."""
+    """Return a mask `[maps, 1, 1]` of non-zero maps."""
     return _squared_norms(square)[:, None, None] > 0
 
 

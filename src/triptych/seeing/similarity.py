@@ -43,7 +43,7 @@ class MapSimilarity(NamedTuple):
     def excess(self) -> Float[Tensor, " heads"]:
         """Overlap above chance, relative to the largest possible overlap above chance.
 
-        0 is chance and 1 the same subspace, for all sizes. In contrast, the largest `times_chance` depends on
+        0 is chance and 1 the same subspace, for all sizes. But the largest `times_chance` depends on
         the sizes: it is the width of the input divided by the width of the larger map. NaN for a map reading
         the whole input.
         """
@@ -62,7 +62,7 @@ class Span(NamedTuple):
 
     @property
     def is_full(self) -> bool:
-        """Whether the columns of Q span the column space of the map."""
+        """True if the columns of Q span the column space of the map."""
         return bool((self.rank == self.basis.shape[-2]).all())
 
 

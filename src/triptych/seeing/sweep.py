@@ -21,7 +21,7 @@ from triptych.running.text import (
     refuse_file_name,
 )
 
-# Tokens of a batch, which has a copy of the text for each head: inputs of all layers are in memory at once.
+# Tokens of a batch, with a copy of the text for each head: inputs of all layers are in memory at once.
 _TOKENS_AT_A_TIME = 2048
 
 
@@ -170,9 +170,9 @@ def _patched_runs(
     corrupted: Run,
     what: Activation,
 ) -> Iterator[Run]:
-    """Yield the run on the corrupted text with each of a layer's heads patched from the clean run.
+    """Yield the run on the corrupted text for every head of a layer, patched from the clean run.
 
-    A run is that of `patch(opened, head, clean, what)`. Heads are patched in copies of one batch.
+    A run is the run of `patch(opened, head, clean, what)`. Heads are patched in rows of one batch.
     """
     at_a_time = max(1, _TOKENS_AT_A_TIME // len(corrupted.ids))
     for start in range(0, len(heads), at_a_time):

@@ -1,4 +1,4 @@
-"""Maps of a layer as they act on the plain normalised stream: with norms, scales and biases in one place."""
+"""Maps of a layer on the plain normalised stream, with norms, scales and biases folded in."""
 
 import math
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from triptych.rewriting.differences.turning import Turn
 @final
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What the maps of a sub-layer read: `gain ∘ n + shift`, where n is a plain normalised stream.
+    """The input of a sub-layer's maps: `gain ∘ n + shift`, where n is a plain normalised stream.
 
     Attributes:
         gain: gain of the norm before the sub-layer, in float64; None for 1.
         shift: shift of the norm; None for 0.
         centred: True if the entries of n sum to 0.
-        turn: another basis of the stream that the maps are compared in.
+        turn: basis of the stream in which the maps are compared.
     """
 
     gain: Tensor | None = None
@@ -52,7 +52,7 @@ def rounded_rows(one: Reading, other: Reading, rows: int) -> Tensor:
 def unfolded_rows(one: Tensor, other: Tensor, rounded: Tensor) -> bool:
     """Return True if the norms of two maps differ in a channel and the rows that read it do not.
 
-    `one`, `other`: the maps as they are stored, with biases as last rows, `[copies, rows + 1, width]`.
+    `one`, `other`: stored maps with biases as last rows, `[copies, rows + 1, width]`.
     """
     if one.shape != other.shape:
         return False

@@ -1,4 +1,4 @@
-"""One attention layer of A against the layer of B in the same place."""
+"""Comparison of an attention layer of A with its counterpart in B."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -66,12 +66,12 @@ _NORMS = ("q_norm", "k_norm", "v_norm")
 @final
 @dataclass(frozen=True, eq=False)
 class LayerView:
-    """An attention layer with what it reads.
+    """An attention layer with its inputs.
 
     Attributes:
         weights: maps and semantics, without the norm before the layer.
-        x: what queries read, and keys and values, unless they read a memory.
-        memory: what keys and values of a cross-attention read.
+        x: input of queries; also of keys and values, unless they read a memory.
+        memory: input of keys and values in cross-attention.
         scale: factor of the output.
     """
 
@@ -86,7 +86,7 @@ class LayerView:
 
     @cached_property
     def still(self) -> AttentionWeights:
-        """The layer without dropout, as it is run."""
+        """The layer without dropout."""
         return replace(self.weights, semantics=self.semantics)
 
     @cached_property
@@ -94,7 +94,7 @@ class LayerView:
         return cut_at_norms(self.still)
 
     def read_by(self, side: HeadSide) -> Reading:
-        """Return what the first map of a chain reads."""
+        """Return the input of the first map of a chain."""
         is_memory = side != "q" and self.weights.semantics.kind == "cross"
         return self.memory if is_memory else self.x
 
@@ -109,13 +109,13 @@ class LayerView:
         return Reading(found.weight[0], None if found.bias is None else found.bias[0])
 
     def after_norms(self, side: HeadSide) -> Chain:
-        """Return the maps after the last norm of a chain, as they are stored."""
+        """Return the stored maps after the last norm of a chain."""
         return self.still.chain(side)[len(self.cut.before[side]) :]
 
 
 @dataclass
 class LayerFindings:
-    """What was found about a layer: reasons against its sameness, and rewrites by their keys."""
+    """Findings about a layer: reasons against its sameness, and rewrites by their keys."""
 
     reasons: list[str] = field(default_factory=list)
     settings: list[SettingDifference] = field(default_factory=list)
@@ -132,7 +132,7 @@ class LayerFindings:
 
 
 def same_numbers(a: LayerView, b: LayerView) -> bool:
-    """Return True if two layers have equal numbers, in the same places, and one meaning."""
+    """Return True if two layers have equal tensors and equal semantics."""
     one = a.still
     other = b.still
     if not (a.x.same_as(b.x) and a.memory.same_as(b.memory) and a.scale == b.scale):
@@ -169,7 +169,7 @@ def _equal_chains(one: Chain, other: Chain) -> bool:
 
 
 def equal_numbers(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have the same numbers, whatever their dtypes."""
+    """Return True if two tensors have equal values, whatever their dtypes."""
     if one.shape != other.shape:
         return False
     return (
@@ -211,7 +211,7 @@ def _plain_norm(
 
 
 def _orders_of_channels(weights: AttentionWeights) -> tuple[int, ...] | None:
-    """Return the channels of queries with those of rotary pairs first; None without rotary positions."""
+    """Return the channels of queries, starting with rotary pairs; None without rotary positions."""
     rotary = weights.semantics.rotary
     if rotary is None:
         return None
@@ -240,7 +240,7 @@ def _different_semantics(
     name: str,
     known: frozenset[str] = frozenset(),
 ) -> list[SettingDifference]:
-    """Return differing fields, without those of `known`; layouts of rotary pairs are compared as pairs."""
+    """Return differing fields except `known` fields; layouts of rotary pairs are compared as pairs."""
     found = [*different_fields(one, other, name, {*_NORMS, "rotary", *known})]
     at = f"{name}." if name else ""
     if "rotary" not in known:
@@ -271,7 +271,7 @@ def _norm_of_heads(norm: HeadNorm | None, own: "_Heads", width: int) -> HeadNorm
 
 
 class _Sides(NamedTuple):
-    """The layers of A and B, each with what it was found to compute."""
+    """The layers of A and B with the forms of their heads."""
 
     a: "_Heads"
     b: "_Heads"
@@ -279,7 +279,7 @@ class _Sides(NamedTuple):
 
 @final
 class _Heads:
-    """The forms of the heads of one layer, with norms, scales and biases in one place."""
+    """The forms of the heads of one layer, with norms, scales and biases folded in."""
 
     def __init__(
         self, view: LayerView, order: tuple[int, ...] | None, dtype: torch.dtype
@@ -322,7 +322,7 @@ class _Heads:
         return Factors(left[self.kept], self.out().mT[self.kept])
 
     def o_bias(self, *, with_values: bool, centre: bool) -> Rounded:
-        """Return the bias of the output, with what value biases add to it."""
+        """Return the bias of the output, with the value biases folded in if `with_values`."""
         weights = self.weights
         d_out = weights.o[-1].d_out if weights.o else weights.d_model
         stored = weights.o_bias
@@ -342,7 +342,7 @@ class _Heads:
 
 
 def compare_attention(a: LayerView, b: LayerView, name: str) -> LayerFindings:
-    """Find the rewrites that lead from one layer to another, or the reasons why none was found."""
+    """Find the rewrites that lead from one layer to another, or the reasons against them."""
     return _Comparison(a, b, name).findings()
 
 
@@ -354,7 +354,7 @@ class _Comparison:
         self.name = name
         self.found = LayerFindings()
         self.orders = _orders_of_channels(a.still), _orders_of_channels(b.still)
-        # Numbers of one dtype, rounded to a coarser one, are not the same numbers.
+        # Values rounded to a coarser dtype differ from the original values.
         dtype = finer(a.weights.dtype, b.weights.dtype)
         self.a = _Heads(a, self.orders[0], dtype)
         self.b = _Heads(b, self.orders[1], dtype)
@@ -380,7 +380,7 @@ class _Comparison:
         return self.found
 
     def _sizes(self, heads: _Heads) -> tuple[int, ...]:
-        """Return the widths that no rewrite changes: of what is read and written."""
+        """Return the widths of the inputs and of the output: rewrites never change them."""
         weights = heads.weights
         read = (
             chain[0].d_in if chain else weights.d_model
@@ -388,7 +388,7 @@ class _Comparison:
         )
         return (*read, weights.o[-1].d_out if weights.o else weights.d_model)
 
-    # What a basis may be.
+    # Bases allowed inside a head.
 
     @cached_property
     def freedom_qk(self) -> Freedom:
@@ -434,7 +434,7 @@ class _Comparison:
 
     @cached_property
     def rounds(self) -> dict[str, Tensor]:
-        """For each side, the rows that a rewrite rounded: others have to be equal to the bit."""
+        """Rows rounded by a rewrite, per chain (q, k, v, o): all other rows have to be equal to the bit."""
         one, other = self.views
         found: dict[str, Tensor] = {}
         for side in HEAD_SIDES:
@@ -455,7 +455,7 @@ class _Comparison:
         return any(view.x.turn is not None for view in self.views)
 
     def _require_folded(self) -> None:
-        """Require that maps changed wherever the norm before them did."""
+        """Require changed maps wherever the norm before them changed."""
         one, other = self.views
         for side in HEAD_SIDES:
             stored = [
@@ -497,7 +497,7 @@ class _Comparison:
                 )
 
     def _compare_before_norms(self) -> None:
-        """Compare the maps before norms within chains: their channels have no other basis."""
+        """Compare the maps before norms within chains: a norm fixes the basis of their channels."""
         for side in HEAD_SIDES:
             chains = [view.cut.before[side] for view in self.views]
             if len(chains[0]) != len(chains[1]):
@@ -592,7 +592,7 @@ class _Comparison:
         self._record_heads(forms, same)
 
     def _match(self) -> None:
-        """Order the heads of B as those of A, by what no basis changes."""
+        """Order the heads of B like the heads of A, by invariants under a change of basis."""
         signatures = []
         for own in self.pair:
             qk, ov = self._forms(own, centre=False)
@@ -640,7 +640,7 @@ class _Comparison:
         if a.left.shape == b.left.shape:
             alike = check_identity(a, b).explained.tolist()
             for head in (head for head in range(count) if alike[head]):
-                # Numbers that no rewrite rounded have to be equal.
+                # Values not rounded by a rewrite have to be equal.
                 same[head] = all(
                     bool(
                         (
@@ -851,7 +851,7 @@ def _there(value: object) -> str:
 
 
 def _without_gain(norm: HeadNorm | None) -> HeadNorm | None:
-    """Return a norm without weight and bias, which the next map takes up."""
+    """Return a norm without weight and bias, after they were folded into the next map."""
     return norm and replace(norm, weight=None, bias=None, offset=0.0)
 
 

@@ -2,7 +2,7 @@
 
 Two factorisations L_a R_aᵀ and L_b R_bᵀ of one form differ by a basis G: L_a G = L_b and R_b Gᵀ = R_a. These
 equations are linear in G. Conversely, whatever G satisfies them, the forms are equal: L_a R_aᵀ = L_a G R_bᵀ =
-L_b R_bᵀ. So a basis that was found is checked by the equations alone.
+L_b R_bᵀ. So the equations alone verify a basis.
 """
 
 from typing import NamedTuple
@@ -18,14 +18,14 @@ _TINY = torch.finfo(torch.float64).tiny
 
 
 class Factors(NamedTuple):
-    """Forms of heads by their factors, `[heads, rows, width]` each: left rightᵀ."""
+    """Factors of the forms of heads, left rightᵀ, of shape `[heads, rows, width]`."""
 
     left: Rounded
     right: Rounded
 
 
 class FoundBasis(NamedTuple):
-    """Bases of heads, and how far the factors are from what they lead to."""
+    """Bases of heads, with the distances of the rewritten factors of A from the factors of B."""
 
     basis: Tensor  # `[heads, width of a, width of b]`
     left: Tensor  # largest excess of each head's left factor over rounding, `[heads]`; at most 1 if explained
@@ -33,7 +33,7 @@ class FoundBasis(NamedTuple):
 
     @property
     def explained(self) -> Tensor:
-        """True for heads whose factors are the same up to rounding."""
+        """True for heads with equal factors up to rounding."""
         return (self.left <= 1) & (self.right <= 1)
 
 
@@ -111,7 +111,7 @@ def check_identity(a: Factors, b: Factors) -> FoundBasis:
 def _excess(one: Rounded, basis: Tensor, other: Rounded) -> Tensor:
     """Return the largest excess of L G over rounding, for each head."""
     led = one.through(basis)
-    # The basis was solved from rounded numbers: where a row weighs much, its own rounding moved the basis.
+    # The basis was solved from rounded values: the rounding of a row with high leverage moved the basis.
     leverage = _leverage(one.numbers)[..., None]
     mean = (led.squares + other.squares).mean(dim=-2, keepdim=True)
     return excess(led, other, leverage * mean).amax(dim=(-2, -1))

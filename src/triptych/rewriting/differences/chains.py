@@ -1,4 +1,4 @@
-"""The chain of exact rewrites that leads from A to B, from what was found in the parts."""
+"""The chain of exact rewrites from A to B, assembled from the findings in the parts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,7 +27,7 @@ _WORDS: Mapping[str, str] = {
     "experts": "experts are in another order",
     "repeat_kv_heads": "key and value heads are repeated or merged",
 }
-# Steps that are rewrites with the same meaning for all layers.
+# Rewrites with the same options for all layers.
 _PLAIN_REWRITES = frozenset(
     {"fold_norm", "fold_other_norms", "drop_key_bias", "fold_value_bias", "prune_heads"}
 )
@@ -39,7 +39,7 @@ def words_of(steps: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def chain_of(parts: list[Part]) -> tuple[ChainStep, ...]:
-    """Return the rewrites of all parts in the order of a recipe, with the layers that they change."""
+    """Return the rewrites of all parts in the order of a recipe, with their layers."""
     found = []
     for key, words in _WORDS.items():
         own = [part for part in parts if key in part.found.steps]
@@ -70,7 +70,7 @@ def _permutation(part: Part, words: str) -> ChainStep:
 
 
 def inverse(order: list[int]) -> list[int]:
-    """Return for each head of B the head of A that it is."""
+    """Return the inverse of a permutation: the head in A of each head of B."""
     found = [0] * len(order)
     for head, partner in enumerate(order):
         found[partner] = head

@@ -1,7 +1,7 @@
 """The comparison of checkpoints whose attention can be read, and that cannot be run.
 
-Attention layers are compared as in other models, and norms with the maps that are known to read them. All
-else, the configuration included, has to be equal, since it is not known what it does.
+Attention layers are compared as in other models, and norms together with the known maps after them. All
+else, the configuration included, has to be equal, since its effect is unknown.
 """
 
 from typing import Literal
@@ -31,18 +31,18 @@ from triptych.rewriting.differences.parts import Part
 from triptych.rewriting.differences.rounded import Rounded, finer, is_same
 from triptych.rewriting.differences.sides import Pair, ReadSide
 
-# Entries of a configuration that say nothing about what a model computes.
+# Entries of a configuration without an effect on the computation.
 OF_NO_EFFECT = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 )
-# A layer of the model: its stack, its kind and its numbers.
+# A layer of the model: its stack, its kind and the numbers of its uses.
 _Where = tuple[str, Literal["self", "causal", "cross"], tuple[int, ...]]
 
 
 def compare_read(
     pair: Pair, progress: Progress
 ) -> tuple[list[Part], list[SettingDifference], list[str]]:
-    """Return the parts, differing settings and further reasons of two checkpoints that are only read."""
+    """Return the parts, differing settings and further reasons of two readable checkpoints, not runnable."""
     one, other = pair
     if not isinstance(one, ReadSide) or not isinstance(other, ReadSide):
         only = one if isinstance(one, ReadSide) else other
@@ -178,7 +178,7 @@ class _ReadComparison:
         return is_same(read[0], read[1], rounded[:, None])
 
     def rest(self) -> Part:
-        """Compare all tensors that no other part compared."""
+        """Compare all tensors outside the parts compared before."""
         part = Part("all other tensors", "other")
         one, other = self.pair
         names = [
@@ -207,7 +207,7 @@ class _ReadComparison:
 
 
 def _foldable(checkpoint: Checkpoint) -> dict[str, NormSite]:
-    """Return the norms, by module, of which all readers are known maps."""
+    """Return the norms before known maps only, by module."""
     return {
         site.module: site
         for site in norm_sites(checkpoint)

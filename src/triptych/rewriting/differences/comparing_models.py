@@ -1,8 +1,8 @@
 """The comparison of two models, from the cheapest test to the search for rewrites."""
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, final
 
@@ -38,7 +38,7 @@ from triptych.rewriting.differences.sides import (
 )
 from triptych.running.opened_source import Opened
 
-# Parts whose difference is larger than this share of their size have nothing to do with one another.
+# Parts are unrelated if their relative difference is larger than this.
 _UNRELATED = 0.9
 _MOST_NAMED = 4
 _TOKENIZERS = "tokenizers are not compared"
@@ -52,9 +52,9 @@ def compare(
     also: Opened | None = None,
     progress: Progress = untold,
 ) -> Difference:
-    """Compare two models: whether they compute one function, and where they part if they do not.
+    """Compare two models: prove that their functions are equal, or find the parts where they differ.
 
-    Only the algebra of their weights decides that functions are the same.
+    Only the algebra of their weights proves equal functions.
 
     `text`: a text to measure the difference of the predictions on, if the functions differ. `also`: a third
     model, C, for mixtures of A and C.
@@ -100,7 +100,7 @@ def _compare_sides(pair: Pair, progress: Progress) -> Difference:
 
 
 def _have_same_bytes(pair: Pair, progress: Progress) -> bool:
-    """Return True if both have the same tensors, to the bit, under the same names."""
+    """Return True if the models have the same tensors, to the bit, under the same names."""
     infos = pair.a.stored_infos
     if infos != pair.b.stored_infos:
         return False
@@ -133,7 +133,7 @@ def _are_alike(one: Any, other: Any) -> bool:
 
 @final
 class _WholeComparison:
-    """The comparison of two models that can be run."""
+    """The comparison of two runnable models."""
 
     def __init__(self, pair: Pair, progress: Progress) -> None:
         self.pair = pair
@@ -152,9 +152,7 @@ class _WholeComparison:
             for stack, found in blocks.items()
             if found is None
         ]
-        stacks = itertools.chain.from_iterable(
-            side.stacks.values() for side in self.pair
-        )
+        stacks = chain.from_iterable(side.stacks.values() for side in self.pair)
         widths = [made.d_model for made in stacks]
         if len({*widths}) > 1:
             depths.append(f"widths are {widths[0]} and {widths[-1]}")
@@ -165,9 +163,7 @@ class _WholeComparison:
             {stack: found for stack, found in blocks.items() if found is not None}
         ):
             parts.append(part)
-        settings += [
-            *itertools.chain.from_iterable(part.found.settings for part in parts)
-        ]
+        settings += chain.from_iterable(part.found.settings for part in parts)
         reasons = [*self._unread(notes), *self._not_compared]
         return _judged(self.pair, parts, settings, reasons, notes)
 
@@ -184,10 +180,10 @@ class _WholeComparison:
             notes=(_TOKENIZERS,),
         )
 
-    # What is compared with what.
+    # Pairs of blocks and their architectures.
 
     def _blocks(self, stack: StackName) -> list[BlockPair] | None:
-        """Pair the blocks of a stack, without those that add nothing; None if their numbers differ."""
+        """Pair the blocks of a stack, except blocks with zero output; None if the depths differ."""
         made = [side.stacks[stack] for side in self.pair]
         counts = [len(own.blocks) for own in made]
         if counts[0] == counts[1]:
@@ -221,7 +217,7 @@ class _WholeComparison:
     def _plain(
         self, side: Side, blocks: dict[StackName, list[BlockPair] | None], number: int
     ) -> AnyArchitecture:
-        """Return the plain architecture of a side with the blocks that have a counterpart."""
+        """Return the plain architecture of a model, restricted to blocks with a counterpart."""
 
         def kept(
             stack: StackName, made: LanguageModelArchitecture
@@ -259,7 +255,7 @@ class _WholeComparison:
             ]
 
     def _unread(self, notes: list[str]) -> list[str]:
-        """Compare tensors of the files that no part of the models reads."""
+        """Compare the tensors of the files outside the models."""
         one, other = self.pair
         found = []
         there = {*other.beside}
@@ -290,9 +286,8 @@ def _judged(
         verdict = "near"
     for setting in in_short(settings):
         reasons.append(f"{setting.name} is {setting.a} in A and {setting.b} in B")
-    reasons += [
-        f"{part.name}: {reason}" for part in parts for reason in part.found.reasons
-    ]
+    for part in parts:
+        reasons += [f"{part.name}: {reason}" for reason in part.found.reasons]
     if reasons and verdict != "different":
         verdict = "near"
     is_same = verdict == "same function"
@@ -309,7 +304,7 @@ def _judged(
 
 
 def _adds_nothing(side: Side, stack: StackName, number: int) -> bool:
-    """Return True if a block leaves the stream as it is: outputs of its sub-layers are 0."""
+    """Return True if a block leaves the stream unchanged: outputs of its sub-layers are 0."""
     made = side.stacks[stack]
     block = made.blocks[number]
     is_plain = not (
@@ -362,7 +357,7 @@ def _as_difference(part: Part) -> PartDifference:
 
 
 def _are_unrelated(parts: list[Part]) -> bool:
-    """Return True if parts have other sizes, or most of the parts have nothing to do with one another."""
+    """Return True if any part has another size, or at least half of the layers are unrelated."""
     if any(part.found.has_other_sizes for part in parts):
         return True
     layers = [part for part in parts if part.kind in ("attention", "feed-forward")]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
-# From the strongest to the weakest.
+# Verdicts in descending order of strength.
 Verdict = Literal["same bytes", "same numbers", "same function", "near", "different"]
 VERDICTS: tuple[Verdict, ...] = (
     "same bytes",
@@ -17,12 +17,12 @@ PartKind = Literal["embeddings", "attention", "feed-forward", "head", "other"]
 
 
 def weakest(verdicts: "tuple[Verdict, ...] | list[Verdict]") -> Verdict:
-    """Return the weakest of some verdicts; "same bytes" of none."""
+    """Return the weakest of some verdicts; "same bytes" if `verdicts` is empty."""
     return max(verdicts, key=VERDICTS.index, default="same bytes")
 
 
 def holds(verdict: Verdict, required: Verdict) -> bool:
-    """Return True if a verdict says at least what is required."""
+    """Return True if a verdict is at least as strong as the required verdict."""
     return VERDICTS.index(verdict) <= VERDICTS.index(required)
 
 
@@ -32,9 +32,9 @@ class ChainStep:
     """One exact rewrite on the way from A to B.
 
     Attributes:
-        words: what the step does.
+        words: description of the step.
         recipe: the step of a recipe of `triptych rewrite`; None if no rewrite does it.
-        layers: names of the layers that it changes; empty for the whole model.
+        layers: names of the changed layers; empty for the whole model.
         inverse: True if the rewrite leads from B to A.
     """
 
@@ -47,11 +47,11 @@ class ChainStep:
 @final
 @dataclass(frozen=True)
 class HeadDifference:
-    """A head of A and the head of B that it was compared with.
+    """A head of A and its counterpart in B.
 
     Attributes:
         head: number in A.
-        other: number in B; None if B has no such head.
+        other: number in B; None without a counterpart.
         verdict: verdict on this head.
         qk: size of the difference of W_QK relative to that of A's; None if not measured.
         ov: likewise of W_OV.
@@ -67,7 +67,7 @@ class HeadDifference:
 @final
 @dataclass(frozen=True)
 class PartDifference:
-    """What was found in one part of the models.
+    """The findings in one part of the models.
 
     Attributes:
         name: the part, such as "embeddings", "3 attention", "encoder.3 feed-forward", "cross.3 attention" or
@@ -77,7 +77,7 @@ class PartDifference:
         layer: name of the layer, such as "3" or "encoder.3"; "" outside layers.
         steps: words for the rewrites that lead from A to B.
         reasons: reasons why the part is not the same; empty if it is.
-        relative: size of the difference relative to A's numbers, after the best match; None if not measured.
+        relative: norm of the difference relative to A's norm, after the best match; None if not measured.
         heads: heads of an attention layer, in A's order.
         bounds: bounds of the effect of the difference, by name ("scores", "output").
     """
@@ -96,7 +96,7 @@ class PartDifference:
 @final
 @dataclass(frozen=True)
 class SettingDifference:
-    """A field that changes the computation and differs, such as "blocks.3.attention.norm.eps".
+    """A differing field with an effect on the computation, such as "blocks.3.attention.norm.eps".
 
     Attributes:
         name: field of the architecture or of a layer's semantics.
@@ -118,7 +118,7 @@ class Change:
         kind: short name of the kind, such as "merged LoRA".
         evidence: a sentence with figures.
         where: names of parts, tensors or settings; empty for the whole model.
-        heads: effect on W_QK and W_OV of heads, relative; by head name such as "3.2".
+        heads: relative effect on W_QK and W_OV of each head, keyed by head name such as "3.2".
     """
 
     kind: str
@@ -130,7 +130,7 @@ class Change:
 @final
 @dataclass(frozen=True)
 class TextDifference:
-    """How far two models are apart on a text.
+    """Differences of the predictions of two models on a text.
 
     Attributes:
         tokens: number of predicted tokens.
@@ -138,7 +138,7 @@ class TextDifference:
         loss_a: mean loss of A in nats per token.
         loss_change: mean loss of B minus that of A, with a 95 % interval.
         worst_logit: largest difference of a logit.
-        first_layer: first layer whose output differs by more than rounding; "" if none does.
+        first_layer: first layer whose output differs by more than rounding; "" if all agree.
         first_head: first head of it, such as "3.2"; "" if unknown.
     """
 
@@ -160,9 +160,9 @@ class Difference:
         a: name of A.
         b: name of B.
         verdict: "same bytes", "same numbers", "same function", "near" or "different".
-        parts: what was found in every part, in order of the model.
+        parts: findings in every part, in order of the model.
         chain: exact rewrites that lead from A to B; empty unless the verdict is "same function".
-        reasons: sentences on why the verdict is no stronger one.
+        reasons: sentences on why the verdict is not stronger.
         settings: fields of the configurations that change the computation and differ.
         changes: named kinds of change.
         text: the difference on a text; None without a text or for models of one function.
@@ -182,7 +182,7 @@ class Difference:
 
     @property
     def first(self) -> str:
-        """Name of the first part that is not the same; "" if all are."""
+        """Name of the first differing part; "" if all parts are the same."""
         return next(
             (part.name for part in self.parts if part.verdict in ("near", "different")),
             "",

@@ -1,4 +1,4 @@
-"""One feed-forward layer of A against that of B in the same place."""
+"""Comparison of a feed-forward layer of A with its counterpart in B."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from triptych.rewriting.differences.attention_pairs import LayerFindings, equal_
 from triptych.rewriting.differences.matching import match, row_signature
 from triptych.rewriting.differences.rounded import Rounded, excess, finer, is_same
 
-# Activations f with f(0) = 0: a unit without an input adds nothing.
+# Activations f with f(0) = 0: the output of a unit without an input is 0.
 _ZERO_AT_ZERO = frozenset(
     {"relu", "gelu", "gelu_tanh", "gelu_sigmoid", "swish", "relu_squared", "tanh"}
 )
@@ -30,12 +30,12 @@ _TINY = torch.finfo(torch.float64).tiny
 @final
 @dataclass(frozen=True, eq=False)
 class FeedForwardView:
-    """A feed-forward layer: its tensors by the names of its modules, and what it reads.
+    """A feed-forward layer: its tensors by the names of its modules, and its input.
 
     Attributes:
         config: configuration.
         tensors: stored tensors, such as `inner.weight`, in their dtypes.
-        read: what the inner maps read.
+        read: input of the inner maps.
         scale: factor of the output.
     """
 
@@ -75,7 +75,7 @@ _OF_UNITS = frozenset(
 
 
 def same_numbers(a: FeedForwardView, b: FeedForwardView) -> bool:
-    """Return True if two layers have equal numbers, in the same places."""
+    """Return True if two layers have equal tensors."""
     if not a.read.same_as(b.read) or a.scale != b.scale:
         return False
     return not different_tensors(a.tensors, b.tensors)
@@ -98,7 +98,7 @@ def different_tensors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> list[
 
 
 def compare_feed_forward(a: FeedForwardView, b: FeedForwardView) -> LayerFindings:
-    """Find the rewrites that lead from one layer to another, or the reasons why none was found."""
+    """Find the rewrites that lead from one layer to another, or the reasons against them."""
     found = LayerFindings()
     if isinstance(a.config, ExpertsConfig) and isinstance(b.config, ExpertsConfig):
         _compare_experts(a, b, found)
@@ -224,7 +224,7 @@ def _take_over(own: LayerFindings, found: LayerFindings, where: str) -> None:
 
 
 def dtype_of(a: FeedForwardView, b: FeedForwardView) -> torch.dtype:
-    """Return the dtype of the numbers of two layers: the finer one, if they differ."""
+    """Return the finer dtype of the tensors of two layers."""
     dtypes = [next(iter(view.tensors.values())).dtype for view in (a, b)]
     return finer(dtypes[0], dtypes[1])
 
@@ -234,7 +234,7 @@ class _Unit(NamedTuple):
 
     inner: Rounded  # maps to the values of units, with their biases as last entries
     gate: Rounded | None
-    outer: Rounded  # what units add to the output
+    outer: Rounded  # maps from units to the output
 
 
 @final
@@ -344,7 +344,7 @@ class _Units:
         return unfolded_rows(stored[0], stored[1], rounded)
 
     def _active(self, units: _Unit) -> _Unit:
-        """Leave out units that add nothing."""
+        """Leave out units with zero output."""
         adds = units.outer.numbers.any(dim=1)
         is_linear = units.gate is not None and not self.config.offset
         if is_linear or (
@@ -353,7 +353,7 @@ class _Units:
             adds = adds & units.inner.numbers.any(dim=1)
         if bool(adds.all()):
             return units
-        # With sparsity, the mean over all channels counts, whatever they add.
+        # A sparse activation depends on the mean over all channels, so all channels stay.
         if self.config.sparsity:
             return units
         self.found.steps["drop_units"] = True
@@ -361,7 +361,7 @@ class _Units:
 
     @property
     def _scales(self) -> bool:
-        """True if a unit's inner map may be multiplied by a number that its outer map is divided by."""
+        """True if scaling a unit's inner map by c and its outer map by 1 / c keeps the function."""
         if self.config.gated:
             return self.config.offset == 0 and self.config.limit is None
         return self.config.activation == "relu"
@@ -405,7 +405,7 @@ class _Units:
 
     def _scaled_units(self, one: _Unit, other: _Unit, open_units: Tensor) -> Tensor:
         """Return for each unit whether a factor between its maps leads from A to B."""
-        # As for a head of width 1: the inner map times c, the outer map divided by c.
+        # A unit is like a head of width 1: multiply its inner map by c, divide its outer map by c.
         inner = _weights_of_rows(one.inner, other.inner)
         outer = _weights_of_rows(one.outer, other.outer)
         fitting = inner * (one.inner.numbers * other.inner.numbers).sum(1)
@@ -416,7 +416,7 @@ class _Units:
         factor = (fitting / sizes.clamp(min=_TINY))[:, None]
         same = excess(one.inner.times(factor), other.inner).amax(1) <= 1
         same &= excess(other.outer.times(factor), one.outer).amax(1) <= 1
-        # A factor of 1 up to rounding is no rewrite.
+        # A factor of 1 up to rounding does not count as a rewrite.
         is_one = excess(one.inner, other.inner).amax(1) <= 1
         is_one &= excess(one.outer, other.outer).amax(1) <= 1
         same &= open_units & ~is_one
@@ -474,7 +474,7 @@ def _chosen(units: _Unit, order: list[int]) -> _Unit:
 
 
 def _relative(one: _Unit, other: _Unit) -> float:
-    """Return the size of the differences of all maps relative to those of A."""
+    """Return the norm of the differences of all maps relative to the maps of A."""
     pairs = [(one.inner, other.inner), (one.outer, other.outer)]
     if one.gate is not None and other.gate is not None:
         pairs.append((one.gate, other.gate))

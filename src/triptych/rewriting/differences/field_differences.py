@@ -1,4 +1,4 @@
-"""Differences between the records that say what a model computes besides its weights."""
+"""Differences between configuration records: the computation of a model apart from its weights."""
 
 import struct
 from collections.abc import Collection, Iterator, Mapping
@@ -20,24 +20,22 @@ from triptych.core.models import (
 from triptych.rewriting.differences.difference_records import SettingDifference
 from triptych.rewriting.differences.sides import AnyArchitecture
 
-# Rotary frequencies that are computed from factors stored in float32 differ by this part of them.
+# Relative error of rotary frequencies computed from factors stored in float32.
 _SAME_FREQUENCY = 2.0**-23
 
 
 def different_fields(
     one: Any, other: Any, name: str, known: Collection[str] = ()
 ) -> Iterator[SettingDifference]:
-    """Yield the fields in which two values differ, down to numbers and tensors.
+    """Yield the fields in which two values differ, recursively down to scalars and tensors.
 
-    Every field counts but those in `known`, so that a new field of a record is always compared.
+    Every field except `known` fields counts, so that a new field of a record is always compared.
     """
     if one is other:
         return
     if is_dataclass(one) and type(one) is type(other):
         for field in fields(one):
-            if (
-                field.name not in known and field.compare
-            ):  # caches are no part of a comparison
+            if field.name not in known and field.compare:  # caches are not compared
                 yield from different_fields(
                     getattr(one, field.name),
                     getattr(other, field.name),
@@ -104,9 +102,9 @@ def _in_words(value: Any) -> str:
 
 
 def plain_architecture(made: AnyArchitecture) -> AnyArchitecture:
-    """Return an architecture without what its tensors tell, or what moves into them.
+    """Return an architecture without the fields compared through its tensors.
 
-    Sizes, the presence of weights and biases, tied tables and factors are compared with the tensors.
+    These are sizes, the presence of weights and biases, tied tables and factors.
     """
     if isinstance(made, EncoderDecoderArchitecture):
         return EncoderDecoderArchitecture(

@@ -49,7 +49,7 @@ _MOST_WAYS = 3
 _FEW = 0.01  # share of the entries of a tensor
 # Fields with the number of layers.
 _OF_LAYERS = ("blocks", "encoder.blocks", "decoder.blocks")
-# Last parts of the names of fields that hold tensors of the files, or numbers of single heads.
+# Last parts of the names of fields for stored tensors, or for parameters of single heads.
 _LEARNED = ("weight", "bias", "sinks", "slopes")
 _BLOCK = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.")
 
@@ -310,7 +310,7 @@ def _quantised(one: _Compared) -> _Reason:
     grid = on_grid(one.before, one.after, one.after.dtype)
     of = ""
     if grid is None and one.before.ndim == 2:
-        # Files of some families hold transposed matrices.
+        # Files of some families contain transposed matrices.
         grid = on_grid(one.before.mT, one.after.mT, one.after.dtype)
         of = " of the transposed matrix"
     return (

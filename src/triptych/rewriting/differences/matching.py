@@ -1,4 +1,4 @@
-"""Matching of heads, hidden units and experts by numbers that no basis changes."""
+"""Matching of heads, hidden units and experts by invariants under a change of basis."""
 
 from typing import NamedTuple
 
@@ -14,10 +14,10 @@ _ROWS_AT_A_TIME = 1024
 
 
 def form_signature(form: Factors, planes: int = 0) -> Tensor:
-    """Return numbers of each form that are the same in every basis, `[heads, numbers]`.
+    """Return basis-independent values of each form, `[heads, values]`.
 
-    The numbers are Xᵀ L Rᵀ Y for random X and Y. Under rotary positions, each pair of the first
-    2 · `planes` channels has numbers of its own.
+    The values are Xᵀ L Rᵀ Y for random X and Y. Each pair of the first 2 · `planes` channels, rotated by
+    position, contributes separate values.
     """
     left = _probes(form.left.shape[1], 0).mT @ form.left.numbers
     right = _probes(form.right.shape[1], 1).mT @ form.right.numbers
@@ -44,7 +44,7 @@ def _probes(rows: int, number: int) -> Tensor:
 
 
 def row_signature(rows: Tensor, number: int) -> Tensor:
-    """Return a few numbers for each row, relative to their mean size."""
+    """Return a few random projections of each row, divided by the root mean square of their norms."""
     found = rows @ _probes(rows.shape[-1], number)
     size = (
         found.square()
@@ -57,14 +57,14 @@ def row_signature(rows: Tensor, number: int) -> Tensor:
 
 
 class Match(NamedTuple):
-    """For each one of A, its partner in B; and how far they are apart, relative to the size of all."""
+    """Partners in B of the rows of A, and the distances of partners relative to the size of all rows."""
 
     partners: list[int]
     distances: list[float]
 
 
 def match(a: Tensor, b: Tensor) -> Match:
-    """Match rows of A with rows of B, each at most once, the nearest first; equal numbers stay in place.
+    """Match each row of A with at most one row of B in order of distance; equal rows keep their index.
 
     Rows of A without a partner have the partner −1.
     """
@@ -76,7 +76,7 @@ def match(a: Tensor, b: Tensor) -> Match:
         nearest.append(least.indices)
         near.append(least.values)
     partners: list[int] = torch.cat(nearest).tolist()
-    # Of equal rows, each stays in its place if it can.
+    # Equal rows keep their index where possible.
     for own in range(min(len(a), len(b))):
         if partners[own] != own and torch.equal(a[own], b[own]):
             partners[own] = own
@@ -86,11 +86,11 @@ def match(a: Tensor, b: Tensor) -> Match:
 
 
 def _one_by_one(a: Tensor, b: Tensor) -> Match:
-    """Match the pairs of least distance first; rows may have several equal ones."""
+    """Match the pairs of least distance first, where several rows share one nearest row."""
     distances = torch.cdist(a, b)
     count = min(len(a), len(b))
     size = distances.amax().clamp(min=torch.finfo(torch.float64).tiny)
-    # Among pairs of nearly equal distance, the same place comes first.
+    # Among pairs of nearly equal distance, prefer equal indices.
     place = 1e-9 * (torch.arange(len(a))[:, None] != torch.arange(len(b))[None])
     order = (distances / size + place).flatten().argsort(stable=True).tolist()
     partners = [-1] * len(a)

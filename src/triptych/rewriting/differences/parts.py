@@ -93,7 +93,7 @@ def is_foldable(block: BlockConfig, frame: SublayerConfig) -> bool:
 
 @final
 class StackComparison:
-    """The comparison of one stack of A with that of B, part by part."""
+    """Comparison of one stack of A and B by parts."""
 
     def __init__(self, pair: Pair, stack: StackName, blocks: list[BlockPair]) -> None:
         self.pair = pair
@@ -105,10 +105,10 @@ class StackComparison:
         self._compared = (
             set[str](),
             set[str](),
-        )  # names of tensors that were compared, of A and of B
+        )  # names of compared tensors of A and of B
 
     def _find_turn(self) -> Turn | None:
-        """Return another basis of the stream, if the embeddings differ by one."""
+        """Return another basis of the stream, if the embeddings differ by a change of basis."""
         if len(self.pair.a.stacks) > 1 or not all(map(allows_turn, self.made)):
             return None
         tables = [own.read(own.table_names[self.stack]) for own in self.pair]
@@ -129,7 +129,7 @@ class StackComparison:
         yield self._head()
 
     def not_compared(self) -> list[str]:
-        """Return the tensors that no part compared, but for those of blocks without a counterpart."""
+        """Return the tensors outside the compared parts, except tensors of blocks without a counterpart."""
         found = []
         dropped = [
             {
@@ -389,7 +389,7 @@ class StackComparison:
         return part
 
     def _compare_head(self, readings: list[Reading], found: LayerFindings) -> bool:
-        """Compare the map to logits; return True if its numbers are equal."""
+        """Compare the map to logits; return True if its values are equal."""
         tables = []
         maps = []
         for side, (own, made, prefix) in enumerate(self.sides):
@@ -464,7 +464,7 @@ def _compare_tables(
     found: LayerFindings,
     what: str,
 ) -> bool:
-    """Compare tables of tokens with their factors; return True if their numbers are equal."""
+    """Compare tables of tokens with their factors; return True if their values are equal."""
     (table_a, scale_a), (table_b, scale_b) = one, other
     if table_a.shape[1] != table_b.shape[1]:
         found.differ_in_size(
@@ -519,7 +519,7 @@ def _are_padded(one: Tensor, other: Tensor, found: LayerFindings, what: str) -> 
 def _compare_outputs(
     tables: list[_Table], readings: list[Reading], found: LayerFindings
 ) -> bool:
-    """Compare the output tables; return True if their numbers are equal."""
+    """Compare the output tables; return True if their values are equal."""
     one, other = tables
     if one.weight.shape[1] != other.weight.shape[1]:
         found.differ_in_size(

@@ -18,7 +18,7 @@ from triptych.rewriting.on_text import largest_difference
 from triptych.running.opened_source import Opened
 from triptych.running.opening import TextReader, Window
 
-# Tokens of a text that are compared at most.
+# Maximal number of compared tokens of a text.
 _MOST_TOKENS = 8192
 # Outputs of a layer that differ by more than this many units of their dtype are not rounding.
 _MOST_UNITS = 64
@@ -99,7 +99,7 @@ def _add(sums: _Sums, window: Window, one: Tensor, other: Tensor) -> None:
 
 
 def _first_layer(a: Opened, one: TextReader, other: TextReader, window: Window) -> str:
-    """Return the name of the first attention layer whose outputs differ by more than rounding, or ""."""
+    """Return the name of the first attention layer with a difference beyond rounding, or ""."""
     source = a.attention
     names = {
         place.site.name: name
@@ -120,7 +120,7 @@ def _first_layer(a: Opened, one: TextReader, other: TextReader, window: Window) 
 
 
 def _first_head(layer: str, parts: tuple[PartDifference, ...]) -> str:
-    """Return the first head of a layer whose weights differ, such as "3.2", or ""."""
+    """Return the first head of a layer with differing weights, such as "3.2", or ""."""
     for part in parts:
         if layer and part.kind == "attention" and part.layer == layer:
             off = [

@@ -1,7 +1,7 @@
-"""Numbers of a file in float64, with the size of their rounding, taken through exact rewrites.
+"""Values of a file in float64, with the size of their rounding, propagated through exact rewrites.
 
-A rewritten number was rounded once, to the dtype of its file. Two numbers that exact rewrites lead to are the
-same if they differ by no more than such roundings explain.
+A rewritten value was rounded once, to the dtype of its file. Two rewritten values are the same if such
+roundings explain their difference.
 """
 
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ _EPS = torch.finfo(torch.float64).eps
 @final
 @dataclass(frozen=True, eq=False)
 class Rounded:
-    """Numbers, and the squares of half a unit in their last places.
+    """Values with the squares of their rounding errors.
 
     Attributes:
-        numbers: numbers in float64.
-        squares: for each number, the sum of squares of the half units that rounding may have moved it by.
+        numbers: values in float64.
+        squares: sum of squares of the possible rounding errors of each value: half a unit in the last digit.
     """
 
     numbers: Tensor
@@ -30,7 +30,7 @@ class Rounded:
 
     @classmethod
     def stored(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> "Rounded":
-        """Read a stored tensor; `dtype` is that of its rounding, by default its own."""
+        """Read a stored tensor, rounded to `dtype`; by default the dtype of the tensor."""
         numbers = tensor.double()
         dtype = tensor.dtype if dtype is None else dtype
         if not dtype.is_floating_point:
@@ -110,7 +110,7 @@ def stacked(parts: "list[Rounded]", dim: int) -> Rounded:
 
 
 def excess(one: Rounded, other: Rounded, further: Tensor | float = 0.0) -> Tensor:
-    """Return the differences of entries, in units of what rounding explains: at most 1 if it does.
+    """Return the differences of entries, in units of the allowed rounding error: at most 1 if explained.
 
     `further`: squares of further errors, broadcast. The arithmetic of float64 counts as an error, too.
     """
@@ -122,16 +122,16 @@ def excess(one: Rounded, other: Rounded, further: Tensor | float = 0.0) -> Tenso
     )
     squares = one.squares + other.squares + further
     allowed = MOST_TIMES * (squares + (4 * _EPS * scale) ** 2).sqrt()
-    # Equal infinities have no difference; NaN is never explained.
+    # Equal infinities count as equal; NaN is never explained.
     ratio = difference / allowed.clamp(min=torch.finfo(torch.float64).tiny)
     ratio = torch.where(one.numbers == other.numbers, 0.0, ratio)
     return ratio.nan_to_num(nan=torch.inf)
 
 
 def is_same(one: Rounded, other: Rounded, rounded: Tensor | bool) -> bool:
-    """Return True if numbers are equal, or explained by rounding where rewrites rounded them.
+    """Return True if values are equal, or explained by rounding where rewrites rounded them.
 
-    `rounded`: where that is, broadcast.
+    `rounded`: mask of rounded values, broadcast.
     """
     if one.shape != other.shape:
         return False

@@ -1,8 +1,8 @@
 """The two models of a comparison: their parts under common names, read on demand.
 
 Families, fused or split tensors, layouts of rotary pairs in files, shards and formats differ between two
-checkpoints of one model. Both are read through their family files, so that a part has one name on both sides:
-that of this library's modules, such as `blocks.3.feed_forward.inner.weight`.
+checkpoints of one model. Models are read through their family files, so that a part has one name in either
+model: the name in this library's modules, such as `blocks.3.feed_forward.inner.weight`.
 """
 
 from abc import ABC, abstractmethod
@@ -29,7 +29,7 @@ from triptych.running.opened_source import Opened
 
 AnyArchitecture = LanguageModelArchitecture | EncoderDecoderArchitecture
 StackName = Literal["encoder", "decoder"]
-# Last parts of the names of stored tensors that are constants of their class.
+# Last parts of the names of stored constants.
 _CONSTANTS = frozenset(
     {
         "inv_freq",
@@ -43,22 +43,22 @@ _CONSTANTS = frozenset(
 
 
 class AttentionPlace(NamedTuple):
-    """An attention layer by the block that it is in."""
+    """The position of an attention layer: its stack, its block and its kind."""
 
     stack: StackName
-    block: int  # number of the block among those with separate weights
+    block: int  # number among the blocks with separate weights
     is_cross: bool = False
 
 
 class Side(ABC):
-    """One of two models that are compared.
+    """A model in a comparison of two.
 
     Attributes:
-        name: path or name as given.
+        name: given path or name.
         record: configuration, as in `config.json`; empty for a module of this library.
         stored: tensors of the files by their stored names; None for a module of this library.
         pad_id: padding token of an encoder-decoder, masked in attention.
-        architecture: architecture of the model; None for a checkpoint that can be read, and not run.
+        architecture: architecture of the model; None if it cannot be run.
         why_no_architecture: reason why it cannot be run; "" if it can.
     """
 
@@ -72,12 +72,12 @@ class Side(ABC):
     @property
     @abstractmethod
     def source(self) -> AttentionSource:
-        """The attention layers as they are read elsewhere."""
+        """The attention layers of the model."""
 
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """Common names of all tensors outside attention; without a tied table."""
+        """Common names of all tensors outside attention, except a tied table."""
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
@@ -93,7 +93,7 @@ class Side(ABC):
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """Stored tensors that no part of the model reads, without constants."""
+        """Stored tensors outside the model, except constants."""
         return ()
 
     @property
@@ -125,7 +125,7 @@ class Side(ABC):
 
     @property
     def places(self) -> tuple[AttentionPlace, ...]:
-        """The attention layers of a model that can be run, block by block."""
+        """Attention layers of a runnable model, in block order."""
         found = list[AttentionPlace]()
         for stack, made in self.stacks.items():
             for number, block in enumerate(made.blocks):
@@ -186,7 +186,7 @@ class Side(ABC):
 
 
 def as_matrix(weight: Tensor, *, is_output: bool) -> Tensor:
-    """Return a map of all heads as `[out, in]`; a diagonal map stays as it is."""
+    """Return a map of all heads as `[out, in]`; a diagonal map is returned unchanged."""
     if weight.ndim == 2:
         return weight
     return weight.flatten(0, 1).mT if is_output else weight.mT.flatten(0, 1)
@@ -194,7 +194,7 @@ def as_matrix(weight: Tensor, *, is_output: bool) -> Tensor:
 
 @final
 class CheckpointSide(Side):
-    """A checkpoint that can be run."""
+    """A runnable checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, found: ModelMap[Any]) -> None:
         self.name = checkpoint.name
@@ -204,12 +204,11 @@ class CheckpointSide(Side):
         self.pad_id = found.pad_id
         self._checkpoint = checkpoint
         self._map = found
-        # Where each tensor of ours is among those that are stored as one.
+        # The stored tensors, and the number among them, of each tensor of ours.
         self._entries = dict[str, tuple[tuple[str, ...], int]]()
         for parts in found.tensors.entries:
-            self._entries |= {
-                ours: (parts, number) for number, ours in enumerate(parts)
-            }
+            for number, ours in enumerate(parts):
+                self._entries[ours] = parts, number
 
     @property
     def source(self) -> AttentionSource:
@@ -374,20 +373,20 @@ def _infos(tensors: Tensors) -> dict[str, tuple[object, ...]]:
 
 @final
 class Pair(NamedTuple):
-    """The two sides of a comparison."""
+    """Two models to compare."""
 
     a: Side
     b: Side
 
     @property
     def common(self) -> tuple[str, ...]:
-        """Common names of the tensors outside attention that both sides have, in A's order."""
+        """Common names of the tensors outside attention in A and B, in A's order."""
         there = {*self.b.names}
         return tuple(name for name in self.a.names if name in there)
 
     @property
     def places(self) -> tuple[AttentionPlace, ...]:
-        """Attention layers that both sides have, in A's order."""
+        """Attention layers of A with a counterpart in B, in A's order."""
         there = {*self.b.places}
         return tuple(place for place in self.a.places if place in there)
 

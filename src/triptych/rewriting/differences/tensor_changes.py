@@ -177,12 +177,12 @@ def _groups(matrix: Tensor, group: int | None) -> Tensor:
 def _even_grid(groups: Tensor, group: int | None, stored: torch.dtype) -> Grid | None:
     if groups.shape[1] < _GROUPS[-1]:
         return None
-    # A few groups are tried first: without a grid, they all fail.
+    # Try a few groups first: they all fail if the values are not on a grid.
     few = groups[:: len(groups) // _FEW_GROUPS + 1]
     if all(_levels(row, stored) is None for row in few):
         return None
     fitting = [found for row in groups if (found := _levels(row, stored)) is not None]
-    # Groups of coarse dtypes can have an unclear step; with a wrong group size, nearly all groups fail.
+    # Groups of coarse dtypes can have an unclear step; nearly all groups fail if the group size is wrong.
     if len(fitting) < _MOST_GROUPS * len(groups):
         return None
     count = max(found.levels for found in fitting)
@@ -350,7 +350,7 @@ def _range(matrix: Tensor, count: int) -> Tensor:
 class Pruned:
     """Entries that became zero, while all others stayed."""
 
-    share: float  # of all entries
+    share: float  # fraction of all entries
     structure: str  # "rows", "columns", "2 of 4", or "" for single entries
 
 
@@ -396,7 +396,7 @@ def mixture(
         return None
     first, second, made = (one.double().flatten() for one in (before, third, after))
     gram = torch.stack([first.dot(first), first.dot(second), second.dot(second)])
-    # Least squares of two unknowns; parallel tensors have no single answer.
+    # Least squares of two unknowns; the solution is not unique for parallel tensors.
     determinant = float(gram[0] * gram[2] - gram[1].square())
     if determinant <= 1e-14 * float(gram[0] * gram[2]):
         return None

@@ -1,7 +1,7 @@
 """Another orthogonal basis of the residual stream, found from the embeddings (QuaRot, SpinQuant).
 
-An RMSNorm without a gain commutes with an orthogonal matrix R: if maps that read the stream take up its
-transpose and maps that write to the stream take up R, the function is the same.
+An RMSNorm without a gain commutes with an orthogonal matrix R: folding its transpose into the maps that read
+the stream, and R into the maps that write to the stream, keeps the function.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Turn:
     errors: Tensor
 
     def read(self, weight: Rounded) -> Rounded:
-        """Return maps `[copies, d_model, width]` as they act on the stream of B."""
+        """Return maps `[maps, d_model, width]` in the basis of the stream of B."""
         squares = self.matrix.square().mT @ weight.squares
         squares = squares + (self.errors[:, None] * weight.numbers.square()).sum(
             dim=-2, keepdim=True
@@ -44,7 +44,7 @@ class Turn:
         return Rounded(self.matrix.mT @ weight.numbers, squares)
 
     def written(self, numbers: Rounded) -> Rounded:
-        """Return what is written to the stream, `[..., d_model]`, as B writes it."""
+        """Return an output to the stream, `[..., d_model]`, in the basis of the stream of B."""
         squares = numbers.squares @ self.matrix.square()
         squares = squares + (numbers.numbers.square() * self.errors).sum(
             dim=-1, keepdim=True
@@ -53,7 +53,7 @@ class Turn:
 
 
 def find_turn(one: Tensor, other: Tensor) -> Turn | None:
-    """Return the orthogonal matrix that leads from one table of embeddings to another; None without one."""
+    """Return the orthogonal matrix between two tables of embeddings; None if they differ otherwise."""
     if one.shape != other.shape or one.shape[0] < one.shape[1]:
         return None
     dtype = finer(one.dtype, other.dtype)
@@ -77,7 +77,7 @@ def find_turn(one: Tensor, other: Tensor) -> Turn | None:
 
 
 def allows_turn(made: LanguageModelArchitecture) -> bool:
-    """Return True if everything that reads or writes the stream of a model is a map or a plain RMSNorm."""
+    """Return True if all readers and writers of the stream of a model are maps or plain RMSNorms."""
     own = made.embeddings
     head = made.head
     embeds = (

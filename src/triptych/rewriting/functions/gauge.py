@@ -185,8 +185,8 @@ def _completed(
     """Return G and its inverse transpose, completed for the biases.
 
     Where the rank of the form is below the number of channels, the basis is not a complete gauge, and a bias
-    may act through omitted channels. Biases are rows of the maps for an additional input, always 1: the
-    missing part of the form with these rows has at most as much rank as there are spare channels.
+    may act through omitted channels. Biases are rows of the maps for an additional input, always 1: the rank
+    of the missing part of the form with these rows is at most the number of spare channels.
     """
     r = own.shape[-1]
     basis = basis.resize(r)

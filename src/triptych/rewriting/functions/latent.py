@@ -4,7 +4,7 @@ DeepSeek's layer normalises the latent, y W^D / rms(y W^D). It also has one rota
 rotated keys are concatenated into this key, with the frequency of each pair of channels unchanged. The norm
 of a small latent is nearly constant: √(mean c² + ε) ≈ √ε.
 
-Source: DeepSeek-AI 2024, arXiv 2405.04434; from grouped heads: Meng et al. 2025, arXiv 2502.07864.
+Source: DeepSeek-AI 2024, arXiv 2405.04434; Meng et al. 2025, arXiv 2502.07864 (conversion of grouped heads).
 """
 
 import math

@@ -138,7 +138,7 @@ def truncate(
             worst = float(moved.form.max())
             most = int(metric.basis().rank.max())
         cuts.append(Cut(metric.said.cut, tuple(ranks[form]), most, worst, shares))
-        # After centring, the output bias contains the lost part of the value bias, if value biases pass
+        # Centring moves the lost part of the value bias into the output bias, if value biases pass
         # unweighted.
         in_output = change.output is not None and not VALUE_BIAS_PASSES.why_not(weights)
         counted = moved.form if in_output else moved.whole
@@ -175,8 +175,8 @@ def measure_energies(
     """Compute the energy of each channel of the best basis of a form per group of heads: descending, float64.
 
     The sum of omitted energies is the loss of a rank: out of Σ_i ‖W_QK,i‖² (‖W_OV,i‖²) without moments, out
-    of the mean square scores q kᵀ (outputs) on the text with moments. For heads sharing a value head, the
-    outputs assume equal mixing by all heads. Energies of rotary heads are of keys alone, or of rotary pairs.
+    of the mean square scores q kᵀ (outputs) on the text with moments. Outputs of heads sharing a value head
+    assume equal mixing by all heads. Energies of rotary heads are of keys alone, or of rotary pairs.
     """
     return _choose_metric(
         weights.to(torch.float64), form, moments, centred, rotary, longest

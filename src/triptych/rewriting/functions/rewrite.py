@@ -26,7 +26,7 @@ class LayerToRewrite:
         longest_text: maximum positions of the model.
         moments: moments of the current layer over the calibration text; None without a text.
         others: other known readers of its norm, or None.
-        numbers: layer numbers, within the stack, of all layers with these weights.
+        numbers: layer number, within the stack, of every layer with these weights.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Rewrite(BaseModel, ABC):
     Attributes:
         name: name in recipes, on the command line and in certificates.
         tier: exactness, in words.
-        requires: requirements on the layer, or on a layer named by the options. A rewrite without any leaves
-            the layer's input and the queries, keys and values of every head as they are.
+        requires: requirements on the layer, or on a layer named by the options. A rewrite without
+            requirements keeps the layer's input and the queries, keys and values of every head.
         besides: further refusals, in words: depending on its options or on other layers.
         place: position in the order of rewrites.
-        why_here: reason why rewrites of a later place cannot precede it.
-        resizes: whether tensors may change shape.
+        why_here: reason why rewrites later in this order cannot precede it.
+        resizes: True if tensors may change shape.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -100,7 +100,7 @@ class Rewrite(BaseModel, ABC):
 
 
 class LayerRewrite(Rewrite):
-    """A rewrite of attention layers, each by itself."""
+    """A rewrite of single attention layers."""
 
     @abstractmethod
     def apply(self, layer: LayerToRewrite) -> Rewritten: ...

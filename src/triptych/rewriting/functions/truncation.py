@@ -146,7 +146,7 @@ class Truncate(LayerRewrite):
     def _ranks_that_keep(
         self, energy: float, layer: LayerToRewrite, form: Form, spectrum: Tensor
     ) -> list[int]:
-        """Return the lowest rank of each group at which all its heads keep a share of their energy."""
+        """Return the lowest rank of each group to keep a share of the energy of all its heads."""
         low = allocate(list(spectrum), [1.0] * len(spectrum), energy=energy)
         high = [spectrum.shape[1]] * len(spectrum)
         first = True
@@ -220,7 +220,7 @@ class Truncate(LayerRewrite):
         )
 
     def _ranks(self, layer: LayerToRewrite, form: Form) -> list[int]:
-        """Return one rank per group of heads; for rotary pairs, a number of pairs."""
+        """Return one rank per group of heads, in pairs of channels for rotary pairs."""
         copies = _num_groups(layer.weights, form)
         if self.rank is None:
             return list(self.ranks.get(layer.name, {}).get(form, ())) or [1] * copies

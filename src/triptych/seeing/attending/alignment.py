@@ -29,7 +29,7 @@ class Word(NamedTuple):
 def words_of(pieces: Sequence[str], special: Sequence[bool]) -> tuple[Word, ...]:
     """Group readable tokens into words; special tokens do not belong to words.
 
-    A word begins at a token that starts with a space ("▁"). Punctuation forms separate words, and so does
+    A word begins at a token with an initial space ("▁"). Punctuation forms separate words, and so does
     every token of a script without spaces between words.
     """
     found = list[Word]()
@@ -88,7 +88,7 @@ def _members(
 
 
 def _moved(words: Sequence[Word], before: Sequence[Word]) -> list[Word]:
-    """Move the tokens of words behind those of the words before them."""
+    """Move the tokens of words behind the tokens of the preceding words."""
     start = before[-1].stop if before else 0
     return [
         word._replace(start=start + word.start, stop=start + word.stop)

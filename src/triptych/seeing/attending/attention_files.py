@@ -101,7 +101,7 @@ def _pieces_of_head(record: Mapping[str, Any]) -> Iterator[str]:
 def head_records(
     parts: Sequence[Part], first: int = 0, rows: Sequence[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield one record per head for JSON: its place, the tokens of rows and columns, and the weights."""
+    """Yield one record per head for JSON: its name, the tokens of rows and columns, and the weights."""
     for part in parts:
         tokens = part.stack.queries[first:] if rows is None else rows
         for head in part.heads:
@@ -184,8 +184,8 @@ def write_npz(texts: Sequence[Saved], path: Path) -> None:
 
     Every layer has `KIND.LAYER`, `[heads, queries, keys]` in float32, and `KIND.LAYER.heads`, the numbers of
     the heads; with `top` instead `KIND.LAYER.keys` and `KIND.LAYER.weights`, `[heads, queries, top]`, and
-    `KIND.LAYER.left_out`. Also `tokens`, `ids`, `num_generated`, `KIND.rows` and `KIND.columns`. With several
-    texts, every name begins with the number of the text, as in `2/tokens`.
+    `KIND.LAYER.left_out`. Also `tokens`, `ids`, `num_generated`, `KIND.rows` and `KIND.columns`. If there are
+    several texts, every name begins with the number of the text, as in `2/tokens`.
     """
     for saved in texts:
         saved.require_moderate()

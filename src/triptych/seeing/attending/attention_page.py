@@ -147,8 +147,8 @@ def viewer_data(
 ) -> dict[str, Any]:
     """Return the data of `seeing/reports/viewer.html`, for a page of about `limit_bytes` characters.
 
-    If all weights are too many, every row of every head keeps its k largest weights, with the largest k that
-    fits.
+    If all weights are too many, every row of every head keeps its k largest weights, with the largest
+    possible k.
     """
     fixed: list[dict[str, Any]] = [
         {"title": text.title, "kinds": [*map(_pack_kind, text.kinds)]}
@@ -157,9 +157,8 @@ def viewer_data(
     # Overviews are always included; the remaining bytes are for the weights.
     kinds = chain.from_iterable(text["kinds"] for text in fixed)
     room = limit_bytes - _FOR_THE_REST - sum(len(kind["overviews"]) for kind in kinds)
-    layers = chain.from_iterable(
-        kind.layers for kind in chain.from_iterable(text.kinds for text in page.texts)
-    )
+    stacks = chain.from_iterable(text.kinds for text in page.texts)
+    layers = chain.from_iterable(stack.layers for stack in stacks)
     heads = [*chain.from_iterable(layer.heads for layer in layers)]
     packed = _pack_maps(
         [head.map for head in heads], room, partial(progress, "packing heads")
@@ -171,7 +170,7 @@ def _pack_maps(
     maps: list[HeadWeights], room: int, progress: Callable[[int, int], None]
 ) -> list[dict[str, Any]]:
     whole = sum(of.num_queries * of.num_keys for of in maps if of.keys is None)
-    # Random digits compress to 1.5 bytes each, and base64 adds a third of the size.
+    # A random digit compresses to 1.5 bytes, and base64 adds a third of the size.
     k = None if whole < room else _MOST_KEPT
     # Estimate the number of rows from a few maps, then pack all maps.
     few = maps[:: max(1, len(maps) // _NUM_TRIED)]

@@ -299,7 +299,7 @@ class LayerFigures:
                 }
                 if figure.even is not None:
                     row[f"{name}_even"] = figure.even
-            # JSON cannot represent non-finite numbers.
+            # JSON cannot represent non-finite values.
             missing = [
                 name
                 for name, value in row.items()

@@ -466,7 +466,7 @@ class LayerOutputs:
         self._text = text
 
     def calls(self, kind: str) -> list[int]:
-        """Return the places in `made` of the attention layers of a stack."""
+        """Return the indices in `made` of the attention layers of a stack."""
         model = self._reader.model
         own = {id(site.layer) for site in attention_sites(model) if site.stack == kind}
         return [

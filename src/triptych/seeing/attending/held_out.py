@@ -79,9 +79,9 @@ class HeldOutText:
 
         Args:
             reader: reader of the model.
-            text: a text, its file, or several documents. For a translator, the sentences, or their file with
+            text: a text, its file, or several documents; a translator needs the sentences, or their file with
                 one sentence per line.
-            targets: translations for a translator, line by line.
+            targets: translations of the lines, for a translator.
             context: tokens per window. Default: a run's context, or the model's positions; at most 256.
             most_tokens: maximum number of tokens to read. Default: 16,384.
 

@@ -89,10 +89,10 @@ class Looks(Sequence[Look]):
 
 
 class HeadLooks(NamedTuple):
-    """What one head looks at."""
+    """The largest attention weights of one head."""
 
     first: float  # mean weight on the first token
-    nats: float  # information of the token that looks about the token looked at, see `Telling`
+    nats: float  # mutual information of query and key, see `Telling`
     looks: list[Look]  # largest weights, in descending order
 
 
@@ -109,7 +109,7 @@ def strongest_looks(part: Part, count: int, layer: str = "") -> list[HeadLooks]:
     best: list[list[tuple[float, int, int]]] = [[] for _ in range(num_heads)]
     # Only a block of the weights is in memory.
     for block in part.layer.blocks(part.heads):
-        # The caller of `blocks` owns what it yields, so the weights that are left out are zeroed in place.
+        # The caller of `blocks` owns its blocks, so zero the omitted weights in the block itself.
         others = block.weights
         first += others[:, :, 0].double().sum(dim=1).cpu()
         if stack.kind != "cross":
@@ -151,7 +151,7 @@ def strongest_looks(part: Part, count: int, layer: str = "") -> list[HeadLooks]:
 
 
 def most_telling(parts: Sequence[Part], count: int) -> list[Part]:
-    """Return the `count` heads that tell most (`Telling`), in descending order, each as a part of its own."""
+    """Return the `count` heads of largest mutual information (`Telling`), in descending order, as parts."""
     found = [
         (own.nats, Part(part.stack, part.layer, (head,)))
         for part in parts

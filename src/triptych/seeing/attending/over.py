@@ -78,7 +78,7 @@ class OverText:
     worth: Worth | None = None
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one flat record per head: its place, its name, then every figure with its interval."""
+        """Return one flat record per head: its position, its name, then every figure with its interval."""
         rows = [*chain.from_iterable(layer.rows() for layer in self.layers)]
         columns = dict.fromkeys(chain.from_iterable(rows))
         return [{name: row.get(name) for name in columns} for row in rows]

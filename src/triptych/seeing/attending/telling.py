@@ -1,4 +1,4 @@
-"""The heads that tell most: those whose looks depend on the token that looks."""
+"""Heads with the largest mutual information between query and attended key."""
 
 from typing import final
 
@@ -11,13 +11,13 @@ from torch import Tensor
 class Telling:
     """The mutual information of query and key of every head, from weights added in blocks of queries.
 
-    It is 0 if all tokens attend to the same keys, and larger the more the query decides where the head looks.
+    It is 0 if all tokens attend to the same keys, and grows with the influence of the query on the weights.
     Leave out weights on the query's own token before they are added.
     """
 
     def __init__(self) -> None:
         # With the weights w, their sums r by row and c by column, and the whole sum t, the information is
-        # Σ w log(w t / (r c)) / n for n queries. Each logarithm of the fraction has a sum of its own.
+        # Σ w log(w t / (r c)) / n for n queries. Each logarithm of the fraction has a separate sum.
         self._rows = 0
         self._inner: Tensor | float = 0.0
         self._columns: Tensor | float = 0.0

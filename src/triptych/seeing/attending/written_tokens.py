@@ -88,8 +88,8 @@ class TokenWriter:
     """The outputs of a model's heads for each attended token of a text, decoded to tokens.
 
     The output is `y W_V W_O` for the input y of the token, without biases, decoded through a norm after the
-    layer, if any, the last norm and the output table; for an encoder without an output table, through its
-    embedding table.
+    layer, if any, the last norm and the output table. Encoders without an output table use the embedding
+    table.
     """
 
     def __init__(self, reader: Reader, count: int = NEAREST) -> None:

@@ -48,14 +48,14 @@ class CostSpec:
         d_shared: number of channels that 'collaborative' shares.
         biases: give every map a bias.
         length: sequence length in training and prefill, in tokens.
-        context: context length of a decoding step, in tokens, including the new one.
+        context: context length of a decoding step, in tokens, including the new token.
         batch: batch size.
         dtype: type of weights, activations and cache: fp32, bf16 or fp16.
-        parameterisations: which to look at.
+        parameterisations: names of the parameterisations to count.
 
     Raises:
-        ValueError: a size below 1, heads that do not divide d_model where a width depends on it, a size
-            that none of the parameterisations has, or a name there is not.
+        ValueError: a size below 1, a number of heads that should divide d_model but doesn't, a size unused by
+            all parameterisations, or an unknown name.
     """
 
     d_model: int = 512

@@ -93,7 +93,7 @@ def inspect(
 def _chosen_sites(
     checkpoint: AttentionSource, layers: Collection[int] | None
 ) -> list[Site]:
-    """Return the layers selected by their numbers, in every stack."""
+    """Return the layers selected by number, in every stack."""
     if layers is None:
         return [*checkpoint.sites]
     if not layers:

@@ -63,7 +63,7 @@ class InspectedLayer:
     # numbers of rotating pairs and of pairs too slow to rotate; None without a rotation, or if it was ignored
     rotary_pairs: tuple[int, int] | None
     caveats: tuple[str, ...]  # parts of the layer outside W_QK and W_OV
-    # one value per head by measure; None if the measure does not apply. Condition numbers may be infinite.
+    # one value per head by measure; None if the measure does not apply. A condition number may be infinite.
     figures: dict[str, list[float | None]]
     spectra: dict[
         str, list[list[float]]

@@ -77,7 +77,7 @@ def _of_form(form: str, title: str, group: str) -> Iterator[Measure]:
             "σ₁ over the smallest singular value; infinite where the numerical rank is not full.",
         ),
     ):
-        # Rotary heads have energies of pairs in place of singular values.
+        # Rotary heads have energies of pairs instead of singular values.
         if form == "qk":
             meaning += " Of rotary heads: of the rotary pairs, σ² being their energies."
         yield Measure(f"{form}_{name}", f"{what} of {title}", meaning, group)

@@ -28,7 +28,7 @@ from triptych.seeing.reports.html import short_name
 from triptych.seeing.reports.records import Table
 from triptych.seeing.reports.rows import write_csv
 
-# Minimum absolute cosine of the forms of near-copies.
+# Minimum absolute cosine of the forms of nearly equal heads.
 NEAR = 0.9
 _PAIRS = {"qk": "W_Q and W_K", "qv": "W_Q and W_V", "kv": "W_K and W_V"}
 _RARE = 0.001
@@ -64,12 +64,12 @@ class Inspection:
         family: family of the checkpoint.
         known_by: evidence for the family.
         layers: measured layers.
-        ignores_rotary: whether figures of rotary heads describe W_Q W_Kᵀ without the rotation.
+        ignores_rotary: True if figures of rotary heads describe W_Q W_Kᵀ without the rotation.
         num_tensors: number of tensors; tensors in `left_over` do not belong to attention.
         seconds: duration of the measurement.
         copies: nearly equal heads, in descending order of similarity.
-        more_copies: whether more near-copies may exist than were computed.
-        unread: recognised attention tensors that were not read, with the reason.
+        more_copies: True if further nearly equal heads may exist.
+        unread: recognised but unread attention tensors, with the reason.
         others: description of attention layers and other layers; "" if all layers are attention.
         absent: stacks in the configuration missing from the file.
         warnings: sentences on ignored fields of the configuration, and on layers read but not run.

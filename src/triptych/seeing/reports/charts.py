@@ -38,7 +38,7 @@ _LOOK: Spec = {
         "legend": {"labelFontSize": 12, "symbolOpacity": 1, **_LABELS},
     },
 }
-# With more points, marks only thicken the line.
+# Marks of more points only thicken the line.
 _MAX_MARKED_POINTS = 40
 
 

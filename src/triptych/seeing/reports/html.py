@@ -71,7 +71,8 @@ def write_picture(chart: Plot, path: Path) -> bool:
         "background": "white",
         "title": chart.title,
     }
-    # The colours of a page are variables of its style, light colours first; a picture uses the light colours.
+    # The colours of a page are variables of its style. Light colours precede dark colours; a picture uses the
+    # light colours.
     light = dict(
         re.findall(r"(--[\w-]+): (#\w+)", _resource("page.css").partition("}")[0])
     )
@@ -175,7 +176,7 @@ def _embedded(data: object) -> Markup:
 def _drawing_script() -> str:
     """Return Vega, Vega-Lite, vega-embed and our own lines of code as one ES module.
 
-    The libraries come with vl-convert: the page does not need a network.
+    The libraries are part of vl-convert: the page does not need a network.
     """
     import vl_convert
 

@@ -1,4 +1,4 @@
-"""Rows of plain values as CSV and Parquet; `pyarrow` comes with the extra `[parquet]`."""
+"""Rows of plain values as CSV and Parquet; Parquet needs `pyarrow`, in the extra `[parquet]`."""
 
 import csv
 import io
