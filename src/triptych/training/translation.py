@@ -281,7 +281,7 @@ def with_tokenizers_of(
 
 @dataclass(frozen=True)
 class _Start:
-    """Translator that a run goes on with, and the recipe with its model, tokenizers and search settings."""
+    """Translator to continue from, and the recipe with its model, tokenizers and search settings."""
 
     name: str
     model: EncoderDecoder
@@ -290,7 +290,7 @@ class _Start:
 
     @classmethod
     def read(cls, recipe: Recipe, base: Path, folder: Path | None) -> "_Start":
-        """Open the translator of a new recipe, or of the folder of a run that has begun."""
+        """Open the translator of a new recipe, or of a started run's folder."""
         given = recipe.training.checkpoint
         assert given is not None
         if folder is not None:

@@ -121,7 +121,7 @@ class PassCost:
     flops: int  # operations of matrix products: a multiplication and an addition count as two
     diagonal_flops: int  # multiplications by diagonal maps, not included in `flops`
     weight_numbers: int  # parameters of the maps in use, biases included
-    moved_numbers: int  # values besides `weight_numbers` read from and written to memory, each tensor once
+    moved_numbers: int  # memory traffic besides `weight_numbers` in values; each tensor counts once
     kept_numbers: (
         int  # values stored for the backward pass in training, each tensor once
     )

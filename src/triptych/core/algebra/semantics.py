@@ -137,7 +137,7 @@ class HeadNorm:
         return replace(self, **parts)
 
     def _apply(self, x: Tensor) -> Tensor:
-        """Normalise all channels of x, with the gain unless `turned`."""
+        """Normalise all channels of x; a late gain is left out."""
         wide = torch.promote_types(x.dtype, torch.float32)
         plain = self.turned or self.weight is None
         weight = self._for_heads_of(x, None if plain else self.gain(wide))
@@ -600,8 +600,8 @@ def _select_heads_of(part: Any, order: list[int]) -> Any:
     )
 
 
-# Fields with separate parameters per head, and the side whose heads these are. All code that selects or
-# reorders heads follows this table.
+# Fields with separate parameters per head, and the heads (of q, k or v) in question. The table applies
+# wherever heads are selected or reordered.
 HEADS_OF: Mapping[str, HeadSide] = {
     "q_norm": "q",
     "k_norm": "k",

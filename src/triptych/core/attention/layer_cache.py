@@ -81,7 +81,7 @@ class LayerCache(AttentionCache):
 
 @final
 class DecoderCache:
-    """The caches of a whole decoder: for every layer a cache of target tokens and a cache of the memory."""
+    """The caches of a whole decoder: every layer has a cache of target tokens and a cache of the memory."""
 
     def __init__(
         self, num_layers: int, new: Callable[[], AttentionCache] = LayerCache
@@ -92,7 +92,7 @@ class DecoderCache:
         ]  # keys and values of the tokens before
         self.memory = [
             LayerCache() for _ in range(num_layers)
-        ]  # of the encoder's output
+        ]  # caches of the encoder's output
 
     @property
     def length(self) -> int:

@@ -90,8 +90,8 @@ class TokenPositions(NamedTuple):
     ) -> "tuple[TokenPositions, tuple[Tensor, ...]]":
         """Append tokens to a cache, with their positions where the cache has to store them.
 
-        Return the positions of all keys and all entries. Raise ValueError if the cache stores positions and
-        these tokens have none, or the reverse.
+        Return the positions of all keys and all entries. Raise ValueError unless the cache and these tokens
+        agree on having positions.
         """
         given = self.given
         keeps = given is not None and given.sharing is None

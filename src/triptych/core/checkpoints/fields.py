@@ -84,7 +84,7 @@ def of_attention(path: str) -> bool:
 def not_followed(
     family: Family, spec: AttentionSpec, settings: Settings
 ) -> Iterator[str]:
-    """Yield a sentence for each kind of fields that are set and have no effect on the attention.
+    """Yield a sentence for each kind of set fields without effect on the attention.
 
     These are fields ignored by `transformers`, unknown to its class, or not read by the family.
     """

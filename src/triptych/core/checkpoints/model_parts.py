@@ -66,7 +66,7 @@ class Entries:
 
     def add(
         self, ours: tuple[str, ...], stored: Named
-    ) -> None:  # as `enter`, with conversions
+    ) -> None:  # enter stored tensors with conversions
         for name in stored.names:
             if name not in self.tensors.infos:
                 raise DataError(

@@ -39,7 +39,7 @@ from triptych.untrusted import Stamps, read_json, shown
 _PAIR = "encoder-decoder"
 # Words between the names of a base and of its adapters.
 WITH_ADAPTERS = " with "
-# The translator that comes with the package, and its name.
+# The translator included in the package, and its name.
 DEMO = "demo"
 _DEMO_FOLDER = Path(__file__).parents[2] / "demo_model"
 
@@ -460,7 +460,7 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
 
 
 def _of_module(module: nn.Module, tokenizer: Path | None) -> Source:
-    """Return a module in memory as a source: of this library, of `transformers`, or any other."""
+    """Return a module in memory as a source, whether from this library, `transformers` or another library."""
     # Sources in files do not need the modules of this library.
     from triptych.core.checkpoints.adapters.adapted_module import (
         adapters_of,

@@ -313,7 +313,7 @@ class Place:
         return f"{self.site.module}.{name}"
 
     def beside(self, name: str, **numbers: int) -> str:
-        """Return the full name outside the attention's module; `numbers` fill its other placeholders."""
+        """Return the full name outside the attention's module; keywords fill further placeholders."""
         layer = self.layer + self.spec.first
         return self.prefix + name.format(layer=layer, inner=self.inner, **numbers)
 

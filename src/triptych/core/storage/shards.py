@@ -223,7 +223,7 @@ def _copy(
     info = shard.infos[name]
     # A replaced tensor is read, too, since its hash is part of the result.
     read = _new_digest(info.dtype, info.shape)
-    source = shard.location(name)  # for a copy in the kernel
+    source = shard.location(name)  # enables a copy in the kernel
     done = 0
     for block in shard.blocks(name):
         read.update(block)

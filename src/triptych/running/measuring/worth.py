@@ -240,7 +240,7 @@ def _expected(
     run_seconds: float,
     loss_seconds: float,
 ) -> float:
-    """Return the expected time without each head of a layer, from those of a run and of its losses."""
+    """Estimate the time of measuring a layer's heads, from the seconds of a run and of its losses."""
     # Blocks before the layer are not run again; a change in the encoder affects the whole decoder.
     num_blocks = len(blocks_of(model, site.stack))
     is_memory = isinstance(model, EncoderDecoder) and site.stack == "encoder"

@@ -31,7 +31,7 @@ _WINDOW = 4096
 # Ends that the library does not know: marks in front of a digit ("。2020年"), and those of Khmer.
 _MORE_ENDS = re.compile(r"[。！？](?=\d)|[!?।॥؟۔]\s+(?=\d)|[។៕]\s+(?=\S)")
 # Words that the library takes for abbreviations; in front of a number they are ("no. 5", "Art. 3"), and in
-# front of a capitalised word they are none.
+# front of a capitalised word they are not.
 _WORDS_ENDING = re.compile(
     r"(?<![^\s(\"“«„])(?:[Nn]o|[Oo]k|[Aa]rt|me|may|ill|fed|fig|ark|id|la)\.[\"”»“)]*\s+"
     r"(?=[\"“«„(¿¡]?(?:I\s|[A-ZÄÖÜÉ][\w’']))(?![\"“«„(¿¡]?\w\d)"
@@ -164,7 +164,7 @@ def graphemes(text: str) -> list[str]:
 
 
 def spans_of_words(text: str) -> list[tuple[int, int]]:
-    """Return the ranges of a text's words; in scripts without spaces between words, of its characters."""
+    """Return the ranges of a text's words; scripts without spaces between words are split into characters."""
     found = list[tuple[int, int]]()
     for word in re.finditer(r"\S+", text):
         start = word.start()
@@ -208,7 +208,7 @@ def cut_to_fit(text: str, fits: Callable[[str], bool], level: int = 0) -> list[s
     return [*chain.from_iterable(cut_to_fit(part, fits, level + 1) for part in joined)]
 
 
-# Characters that show nothing, besides spaces, control and format characters: fillers of Hangul, vowels of
+# Invisible characters besides spaces, control and format characters: fillers of Hangul, vowels of
 # Khmer, selectors of variants, the empty pattern of Braille.
 _SHOWS_NOTHING = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"

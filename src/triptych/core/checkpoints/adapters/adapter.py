@@ -116,7 +116,7 @@ class Adapter:
         return any(module.rpartition(".")[2] in names for module in self.modules)
 
     def saves_untied(self, names: Collection[str]) -> bool:
-        """Return True if a module of one of these names is saved whole, and tied to no other module."""
+        """Return True if a module with a name in `names` is saved whole, without weight tying."""
         listed = self.record.get("modules_to_save") or ()
         is_copied = any(
             isinstance(one, str) and one.rpartition(".")[2] in names for one in listed
