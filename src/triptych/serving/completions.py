@@ -51,7 +51,7 @@ class _Wanted(NamedTuple):
 
 
 async def list_models(server: Server, request: Request) -> Response:
-    """The models that are served."""
+    """Answer with the served models."""
     data = [
         {
             "id": name,

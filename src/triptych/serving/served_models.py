@@ -339,7 +339,7 @@ class Scoring(JobOfEach):
 @final
 @dataclass(frozen=True)
 class Aligning(JobOfEach):
-    """Word alignment of a line's sentences and their translations; None if one is too long for the model."""
+    """Word alignment of sentences and their translations; None if a sentence exceeds the model's limit."""
 
     def of(self, given: Sequence[tuple[str, str]]) -> AlignedWords | None:
         try:

@@ -66,7 +66,7 @@ class TrainingBatch(Protocol):
     def num_target_tokens(self) -> int: ...
 
     def pinned(self) -> "TrainingBatch":
-        """Copy the batch to page-locked memory, which allows asynchronous transfers to a GPU."""
+        """Copy the batch to page-locked memory for asynchronous transfers to a GPU."""
 
 
 ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel)

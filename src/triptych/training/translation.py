@@ -438,7 +438,7 @@ def _train_tokenizers(
         purpose="translator",
         cache_folder=cache,
     )
-    # A joint tokenizer has one file, which is then the first and the last.
+    # A joint tokenizer has one file: the first and the last entry are the same.
     pieces = [ByteLevelTokenizer.from_json(one, "the tokenizer") for one in found]
     return TokenizerPair(pieces[0], pieces[-1])
 
@@ -494,7 +494,7 @@ def _scorer(recipe: Recipe, tokenizers: TokenizerPair, valid: ParallelCorpus) ->
 def _fingerprints(
     recipe: Recipe, texts: _Texts, tokenizers: TokenizerPair, teacher: _Teacher | None
 ) -> dict[str, str]:
-    """Return hashes of the inputs that must be unchanged when the run resumes, by their description."""
+    """Return hashes of the inputs required unchanged on resuming, by their description."""
     ids = list[bytes]()
     for side in (texts.train.source, texts.train.target):
         ids += [side.ids.tobytes(), side.offsets.tobytes()]

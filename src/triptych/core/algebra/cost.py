@@ -125,7 +125,9 @@ class PassCost:
     kept_numbers: (
         int  # values stored for the backward pass in training, each tensor once
     )
-    pair_numbers: int  # attention weights of all heads and pairs, stored as well where they are materialised
+    pair_numbers: (
+        int  # attention weights of all heads and pairs, also stored if materialised
+    )
 
 
 def pass_cost(
@@ -257,7 +259,7 @@ class _Pass:
         width = link.d_in if transposed and not link.diagonal else link.d_out
         if (
             not link.learned and not link.diagonal
-        ):  # a choice of channels: nothing is computed
+        ):  # a choice of channels costs no operations
             return _Value(value.key, value.tokens, streams, width)
         key = (*value.key, id(link), transposed, value.tokens)
         if key not in self.numbers and value.tokens:

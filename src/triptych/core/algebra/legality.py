@@ -26,7 +26,7 @@ class Trait(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Need:
-    """A requirement of a rewrite: the absence of some traits, and of everything that it does not know.
+    """A requirement of a rewrite: the absence of refused traits and of unlisted fields.
 
     Refusals, a column of the table of rewrites and the checks listed in certificates are derived from it.
 
@@ -161,8 +161,8 @@ TRAITS: dict[str, Trait] = {
 # 1 and mixed values reach W_O unweighted ("sums"); keys and values may be computed from one latent
 # ("latent"); `fold_norm` knows everything that reads the layer's input ("input").
 Property = Literal["products", "shifts", "values", "sums", "latent", "input"]
-# Properties that each field of `Semantics` breaks. Where only some values of a field break one (gates of
-# channels, biases that read queries and keys), a trait refuses them.
+# Properties that each field of `Semantics` breaks. Where only some values of a field break a property (gates
+# of channels, biases that read queries and keys), a trait refuses the values.
 BREAKS: Mapping[str, tuple[Property, ...]] = {
     "scale": (),
     "kind": (),
@@ -184,7 +184,7 @@ BREAKS: Mapping[str, tuple[Property, ...]] = {
 
 
 def _keeping(*properties: Property) -> frozenset[str]:
-    """Return the fields that break none of some properties."""
+    """Return the fields compatible with all given properties."""
     return frozenset(
         field for field, broken in BREAKS.items() if not set(properties) & set(broken)
     )
@@ -429,7 +429,7 @@ def sharing_sides(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
 
 
 def separate(chain: Chain) -> Chain:
-    """Clone the maps of a chain, so that they are no longer shared."""
+    """Clone the maps of a chain to undo sharing."""
     return tuple(
         replace(
             link,

@@ -22,7 +22,7 @@ from triptych.core.algebra.positions import (
 
 Kind = Literal["self", "causal", "cross"]
 HeadSide = Literal["q", "k", "v"]
-# Maps the number of copies of a map, each for as many consecutive heads, to the copies to keep, in order.
+# Maps the number of heads or groups with separate maps to the indices to keep, in order.
 CopiesLeft = Callable[[int], Sequence[int]]
 
 
@@ -111,7 +111,7 @@ class HeadNorm:
         return {name: part for name, part in parts.items() if part is not None}
 
     def select_copies(self, left: CopiesLeft, copies: int, width: int) -> "HeadNorm":
-        """Select heads with their separate parameters, out of `copies` heads of a width."""
+        """Select heads with their separate parameters from heads of a given width."""
 
         def select(own: Tensor) -> Tensor:
             each = (
@@ -415,7 +415,7 @@ class Semantics:
     dropout: float = 0.0  # current dropout probability of attention weights
     gate: HeadGate | None = None  # factors of the outputs of heads
     scores: Scores | None = (
-        None  # scores in place of scaled products of queries and keys
+        None  # scores that replace scaled products of queries and keys
     )
 
     @property
@@ -508,7 +508,7 @@ class Semantics:
     ) -> "Semantics":
         """Select heads with their separate parameters.
 
-        `sides` has the number and the width of queries, keys and values.
+        `sides` maps queries, keys and values to their number and width.
         """
         found: dict[str, Any] = {}
         for name, part in self._parts_of_heads().items():

@@ -34,7 +34,7 @@ HEAD_SIDES: tuple[HeadSide, ...] = ("q", "k", "v")
 @final
 @dataclass(frozen=True, eq=False)
 class Link:
-    """An affine map `x ↦ x W + b`: one for all heads, or a copy for each head or group of heads."""
+    """An affine map `x ↦ x W + b` for all heads, or a separate map for each head or group of heads."""
 
     weight: Float[
         Tensor, "copies *matrix"
@@ -104,9 +104,9 @@ class Link:
         )
 
     def select_copies(self, left: CopiesLeft) -> "Link":
-        """Select copies in a given order, with their norms.
+        """Select heads or groups in a given order, with their norms.
 
-        A fixed map becomes a learned map if copies are left out or moved.
+        A fixed map becomes a learned map if heads are left out or moved.
         """
         if self.copies == 1:
             return self
@@ -165,7 +165,7 @@ class Link:
             other = replace(norm_map, bias=None).then(other)
         copies = math.lcm(self.copies, other.copies)
         if self.copies == 1 and not (self.diagonal or other.diagonal):
-            # One product with all copies of `other` side by side, instead of repeating this map.
+            # One product with all maps of `other` concatenated, instead of repeating this map.
             joined = other.weight.transpose(0, 1).flatten(1)
             weight = (
                 (self.weight[0] @ joined).unflatten(1, (copies, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
@@ -248,7 +248,7 @@ class AttentionWeights:
         "pre"  # position of the norm around the layer
     )
     other_norm_readers: str = (
-        ""  # readers of the norm's output besides this layer; "" if there are none
+        ""  # readers of the norm's output besides this layer; "" by default
     )
     bias_slots: frozenset[str] = frozenset(
         SIDES
@@ -496,8 +496,8 @@ class AttentionWeights:
     def select_copies(self, left: CopiesLeft, num_heads: int) -> "AttentionWeights":
         """Select `num_heads` heads of the layer in a given order, with their separate parameters.
 
-        `left` returns the copies to select, in order, for a number of copies. For a map with one copy per
-        head, these are the heads.
+        `left` returns the indices to select, in order, for a number of separate maps. For a map per head,
+        these are the heads.
         """
         semantics = self.semantics.select_copies(left, self.num_heads, self._head_sides)
         return self.each_link(

@@ -110,7 +110,7 @@ class DecoderCache:
 
 # In a traced graph the lengths are symbols, not ints.
 def _with_room(entry: Tensor, length: Any, room: Any) -> Tensor:
-    """Copy the first `length` tokens of an entry into a tensor for `room` tokens."""
+    """Copy the first `length` tokens of an entry into a tensor of the new length."""
     if length == room == entry.shape[2]:
         return entry
     batch, heads, _, width = entry.shape

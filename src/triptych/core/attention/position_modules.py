@@ -21,7 +21,7 @@ SinusoidalLayout = Literal["halves", "interleaved", "tensor2tensor"]
 
 
 class PositionIds(NamedTuple):
-    """Explicit positions of tokens, in place of consecutive positions."""
+    """Explicit positions of tokens, instead of consecutive positions."""
 
     # position of every token: `[length]`, `[1]` for one position of all tokens, or `[batch, length]` if the
     # rows of a batch differ, as under padding on the left

@@ -143,9 +143,9 @@ def queries_and_gates(heads: int) -> TensorMap:
 
 
 def head_rows(*copies: int) -> TensorMap:
-    """Return the map of weights to `[copies, d_in, width]`, and of biases to `[copies, width]`.
+    """Return the map of weights to `[heads, d_in, width]`, and of biases to `[heads, width]`.
 
-    `copies`: number of heads or key-value heads of each tensor, `[copies · width, d_in]` or a bias.
+    `copies`: number of heads or key-value heads of each tensor, `[heads · width, d_in]` or a bias.
     """
 
     def read(parts: Parts) -> Parts:
@@ -174,7 +174,7 @@ class LayerMap:
     """The map between a layer's stored tensors and the tensors of this library, by name.
 
     Tensors of this library:
-        q, k, v         maps `[copies, d_in, width]`, and q.bias, … `[copies, width]`; no v if keys are values
+        q, k, v         maps `[heads, d_in, width]`, and q.bias, … `[heads, width]`; no v if keys are values
         o               map `[heads, width, d_out]`, and o.bias `[d_out]`
         norm            gain of the input norm, and norm.bias, its shift
         q_norm, k_norm  gain of the norms of queries and keys, and q_norm.bias, k_norm.bias

@@ -148,7 +148,7 @@ _OF_XIELU = (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
 
 
 def class_name(settings: Settings) -> str:
-    """Return the name of a checkpoint's class in `transformers`; "" if its configuration has none."""
+    """Return the name of a checkpoint's class in `transformers`; "" if the configuration omits it."""
     named = settings.outermost.value("architectures")
     return str(named[0]) if isinstance(named, list) and named else ""
 

@@ -52,7 +52,7 @@ class ModuleOfTransformers(WrittenFiles):
             )
 
     def tensors(self, *, mapped: bool = False) -> Tensors:
-        """Return the parameters under the names of their files, without copies."""
+        """Return the parameters under the names of their files, without copying."""
         try:
             from transformers.core_model_loading import revert_weight_conversion
             from transformers.modeling_utils import remove_tied_weights_from_state_dict

@@ -238,7 +238,7 @@ def tokenizer_folder(tokenizer: Any) -> Path | None:
         raise UsageError(
             f"tokenizer: a {type(tokenizer).__name__} is none: give the folder of one, or one of transformers"
         )
-    # The folder has no owner, unlike that of a model in memory, so it is removed at exit.
+    # The folder lacks an owner, unlike the folder of a model in memory, so it is removed at exit.
     folder = Path(mkdtemp(prefix="triptych-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     tokenizer.save_pretrained(folder)

@@ -25,7 +25,7 @@ TOKENIZER = (
     "tokenizer.model",
     "spiece.model",
 )
-# One of these is a whole tokenizer, or the largest part of one.
+# Any of these files is a tokenizer, or the largest part of a tokenizer.
 _VOCABULARIES = (
     "tokenizer.json",
     "vocab.json",

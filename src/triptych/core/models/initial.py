@@ -122,7 +122,7 @@ class DeferredInit(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # Record the fill instead of running it; any other in-place change of a parameter would be lost.
+        # Record the fill instead of running it; all further in-place changes of a parameter would be lost.
         options = dict(kwargs or {})
         fill = _Fill.of(func, args, options)
         if fill is None or id(fill.parameter) not in self._held:

@@ -120,7 +120,7 @@ def write_config(model: AnyModel, folder: Path) -> None:
         "dtype": str(table.dtype).removeprefix("torch."),
         "model": described,
     }
-    # Parameters that training leaves as they are, such as pretrained word vectors.
+    # Parameters frozen in training, such as pretrained word vectors.
     parameters = stored_parameters(model)
     if frozen := [
         name for name, parameter in parameters.items() if not parameter.requires_grad

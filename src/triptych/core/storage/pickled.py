@@ -84,9 +84,7 @@ def _load(path: Path) -> Any:
     try:
         require_regular(path)
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # warnings on pickles that are refused below
+            warnings.simplefilter("ignore")  # warnings on pickles refused below
             is_archive = zipfile.is_zipfile(path)
             if is_archive and _is_program(path):
                 raise DataError(

@@ -104,7 +104,7 @@ def sentence_samples(
 
 @final
 class SentenceSamples(DecodingBatch[SentenceSample]):
-    """Batch of sampled translations, one row per translation."""
+    """Batch of sampled translations with one row per translation."""
 
     kind: DrawKind
 

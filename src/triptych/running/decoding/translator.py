@@ -84,7 +84,7 @@ class Translation:
 
 
 class _Cut(NamedTuple):
-    """A line cut into sentences, and each of them into the pieces that are translated."""
+    """A line cut into sentences, and the sentences cut into pieces for translation."""
 
     line: str
     sentences: Spaced

@@ -12,7 +12,7 @@ UNSPACED = (
 )
 _UNSPACED = re.compile(f"[{UNSPACED}]")
 INCOMPLETE = "\ufffd"  # replacement for the bytes of an incomplete character
-_INSIDE = "\u0300"  # mark that replaces the later bytes of a character
+_INSIDE = "\u0300"  # replacement for the later bytes of a character
 _LEAST_LATER = (
     0x80  # bytes of UTF-8: later bytes of a character, and first bytes of several
 )
@@ -31,7 +31,7 @@ def begins_inside(raw: bytes) -> bool:
 
 
 def first_character(raw: bytes) -> str:
-    """Return the first character of a token; an incomplete character is completed by a guess."""
+    """Return the first character of a token; for incomplete bytes, a possible character."""
     if begins_inside(raw):
         return _INSIDE
     character = raw.decode("utf-8", errors="replace")[:1]

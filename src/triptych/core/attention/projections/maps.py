@@ -433,7 +433,7 @@ class StoredLink(nn.Module):
         streams = x.shape[1]
         weight = self.weight
         bias = self.bias
-        # Repeat streams or copies to the larger count; the product below broadcasts a single stream.
+        # Repeat streams or maps to the larger count; the product below broadcasts a single stream.
         if 1 < streams < kind.copies:
             x = x.repeat_interleave(kind.copies // streams, dim=1)
         elif kind.copies < streams:
@@ -512,7 +512,7 @@ def _as_parameter(stored: Stored) -> nn.Parameter:
 
 
 def _passing(link: Link) -> tuple[int, int]:
-    """Return the numbers `read` and `passed` of a link's channels; see `LinkMap`."""
+    """Return the counts `read` and `passed` of a link's channels; see `LinkMap`."""
     d_in = link.d_in
     d_out = link.d_out
     if link.diagonal or not link.learned:

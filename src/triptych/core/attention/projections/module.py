@@ -348,7 +348,7 @@ class Projections(nn.Module):
         return getattr(self, name, None)
 
     def _apply_chain(self, names: tuple[str, ...], x: Tensor) -> Tensor:
-        """Apply maps one after another to a stream `[batch, heads, length, width]`."""
+        """Apply maps one after another to a stream `[batch, copies, length, width]`."""
         for name in names:
             x = self._maps[name].apply(self._stored(name), x)
         return x
