@@ -51,7 +51,7 @@ class _Wanted(NamedTuple):
 
 
 async def list_models(server: Server, request: Request) -> Response:
-    """Answer with the served models."""
+    """The models that are served."""
     data = [
         {
             "id": name,

@@ -28,7 +28,7 @@ from triptych.serving.server import Server
 async def embed(server: Server, request: Request) -> Response:
     """Vectors of texts by an encoder: `input` (texts or token ids), `encoding_format` (float or base64).
 
-    A vector is the mean of the last layer over all tokens, special tokens included, divided by its length.
+    A vector is the mean of the last layer over the tokens, those at the ends included, divided by its length.
     """
     fields = await server.fields(request)
     check_fields(fields, EMBEDDINGS)

@@ -276,7 +276,7 @@ class Explorer:
         }
 
     def compare(self, changes: tuple[str, ...], parts: int) -> dict[str, Any]:
-        """Measure the effect of changes on the validation loss, once all `parts` are computed.
+        """Measure the effect of changes on the held-out loss, once all `parts` are computed.
 
         All parts can need more time than a request has. Parts are cached, so that a caller can request one
         more part at a time.

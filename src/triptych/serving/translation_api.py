@@ -259,7 +259,7 @@ async def answer_download(server: Server, request: Request) -> Response:
 
 
 async def answer_languages(server: Server, request: Request) -> Response:
-    """Answer with the source languages and their targets."""
+    """The languages that are translated, each with its targets."""
     targets: dict[str, list[str]] = {}
     for model in _translators(server):
         assert model.languages is not None
@@ -281,7 +281,7 @@ async def answer_languages(server: Server, request: Request) -> Response:
 
 
 async def answer_detect(server: Server, request: Request) -> Response:
-    """Answer with the language of a text, among the source languages."""
+    """The language of a text, among those that are translated."""
     fields = await server.fields(request)
     texts = _texts(fields)
     server.check_texts(texts)

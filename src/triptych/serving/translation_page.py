@@ -33,7 +33,7 @@ async def page(server: Server, request: Request) -> Response:
 
 
 async def models(server: Server, request: Request) -> Response:
-    """Features of the page: the models, their layers and their heads."""
+    """What the page can show: the models, their layers and their heads."""
     await server.fields(request)
     found = []
     for served in server.models.values():

@@ -60,7 +60,7 @@ class Gptq(Packed):
     bits: int
     group: int
     zero_offset: int
-    symmetric: bool  # whether the configuration declares symmetric quantisation
+    symmetric: bool  # True if the configuration declares symmetric quantisation
     method = "GPTQ"
 
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:

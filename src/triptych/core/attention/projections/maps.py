@@ -111,7 +111,7 @@ class FromHeads(HeadMap):
         d_in: width of each head.
         d_out: width of the model.
         num_heads: number of input heads. A layer of more heads sums consecutive heads first.
-        bias: True for a map with a bias, which is added once and is not part of the link.
+        bias: True for a map with a bias, added once and not part of the link.
         variance: variance of the initial weights; Glorot's variance if None.
     """
 
@@ -257,7 +257,7 @@ class Joined(HeadMap):
 
     num_heads: int  # number of heads
     width: int  # width of each slice
-    bias: bool  # True for an output with a bias, which is added once and is not part of the link
+    bias: bool  # True for an output with a bias, added once and not part of the link
 
     def make(self) -> ConcatenatedHeads:
         return ConcatenatedHeads(self.num_heads * self.width, self.bias)

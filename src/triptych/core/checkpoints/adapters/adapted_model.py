@@ -321,7 +321,7 @@ class _Merged(TensorFile):
 
 @final
 class _InDouble(TensorFile):
-    """The tensors of a model in float64: what is merged into them is not rounded to their dtype."""
+    """The tensors of a model in float64, so that merged values are not rounded to the model's dtype."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.name = tensors.name

@@ -270,8 +270,7 @@ class Adapter:
         )
 
     def _fits(self, pattern: str, module: str) -> bool:
-        """Match a module by the rule of PEFT: a regular expression for its whole name, or for the end of
-        it."""
+        """Match a module by PEFT's rule: a regular expression for its whole name or the name's end."""
         repeats = len(_REPEATS.findall(pattern))
         is_slow = repeats > _MOST_REPEATS or (repeats and ")" in pattern)
         if is_slow or len(pattern) > _LONGEST_PATTERN or "(?" in pattern:
