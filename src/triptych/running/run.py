@@ -381,12 +381,12 @@ def tapped_runs(
             of_row[call.site.name] = (
                 replace(kept, site=site._replace(layer=layer)) if tapped else kept
             )
-        residuals = {
-            # Blocks that did not run again have the streams of the run before.
-            name: (*own[: len(own) - len(new)], *(stream[one] for stream in new))
-            for name, own in before.residuals.items()
-            for new in [after.residuals.get(name, ())]
-        }
+        residuals = dict[str, tuple[Tensor, ...]]()
+        for name, own in before.residuals.items():
+            # Blocks that did not run again keep the streams of the run before.
+            new = after.residuals.get(name, ())
+            kept_streams = own[: len(own) - len(new)]
+            residuals[name] = (*kept_streams, *(stream[one] for stream in new))
         recording = Recording(
             (run._text,), after.hidden[one], (*of_row.values(),), residuals
         )

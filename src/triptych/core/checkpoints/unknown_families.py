@@ -305,12 +305,9 @@ class _Draft:
         ]
         lines = [
             "To run the model, too, complete these lines without the leading #. ModelSpec lists the fields.",
-            *(
-                line
-                for name, stack in zip(names, ordered, strict=True)
-                for line in self._model(name, stack)
-            ),
         ]
+        for name, stack in zip(names, ordered, strict=True):
+            lines += self._model(name, stack)
         return (
             ["\n".join([f"# {line}".rstrip() for line in lines]) + "\n"]
             if stacks

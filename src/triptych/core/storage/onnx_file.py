@@ -206,7 +206,10 @@ class OnnxFile(TensorFile):
 
     @cached_property
     def _makers(self) -> dict[str, Any]:
-        return {name: node for node in self._graph.node for name in node.output}
+        found = dict[str, Any]()
+        for node in self._graph.node:
+            found.update(dict.fromkeys(node.output, node))
+        return found
 
     def _constant_shape(self, name: str) -> list[int]:
         """Return the sizes of a shape, with -1 for input-dependent sizes."""
@@ -222,11 +225,10 @@ class OnnxFile(TensorFile):
 
                 return [int(size) for size in to_array(node.attribute[0].t).flatten()]
             case "Concat":
-                return [
-                    size
-                    for part in node.input
-                    for size in (self._constant_shape(part) or [-1])
-                ]
+                sizes = list[int]()
+                for part in node.input:
+                    sizes += self._constant_shape(part) or [-1]
+                return sizes
             case "Unsqueeze":
                 return self._constant_shape(node.input[0])
         return []

@@ -73,11 +73,8 @@ def split_sentences(text: str) -> list[str]:
         for end in found_by[0]
         if text[end : end + 1].islower() and _matches(_ENDS_SMALL, text, end)
     }
-    more = {
-        found.end()
-        for pattern in (_MORE_ENDS, _WORDS_ENDING)
-        for found in pattern.finditer(text)
-    }
+    found = chain(_MORE_ENDS.finditer(text), _WORDS_ENDING.finditer(text))
+    more = {match.end() for match in found}
     ends = sorted({*known, *more, *_clause_ends(text), len(text)})
     parts = list[str]()
     start = 0
