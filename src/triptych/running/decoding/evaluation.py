@@ -17,8 +17,8 @@ from triptych.running.decoding_options import SearchOptions
 from triptych.running.text.given import as_lines
 from triptych.running.text.scripts import UNSPACED
 
-# Letters of languages with a special BLEU tokenizer. Kana are Japanese, Chinese characters are Chinese or
-# Japanese, and the last set is Thai and further languages without spaces.
+# Letters of languages with a special BLEU tokenizer: kana (Japanese), Chinese characters (Chinese or
+# Japanese), and all scripts without spaces, such as Thai.
 _KANA = re.compile("[\u3041-\u30fa\u31f0-\u31ff\uff66-\uff9f]")
 _CHINESE = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 _UNSPACED = re.compile(f"[{UNSPACED}]")

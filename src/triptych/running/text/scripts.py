@@ -31,7 +31,7 @@ def begins_inside(raw: bytes) -> bool:
 
 
 def first_character(raw: bytes) -> str:
-    """Return the first character of a token; for incomplete bytes, a possible character."""
+    """Return the first character of a token; for incomplete bytes, a possible character or a stand-in."""
     if begins_inside(raw):
         return _INSIDE
     character = raw.decode("utf-8", errors="replace")[:1]

@@ -197,7 +197,7 @@ def _train_pieces(
 def _cut_words(text: str) -> Iterator[str]:
     """Cut words of unnatural length: each merge of a trainer reads the whole word.
 
-    DNA, for example, is a single word: training on 2 MB took a minute.
+    A DNA sequence, for example, is a single word: training on 2 MB took a minute.
     """
     start = 0
     if len(text) > _LONGEST_WORD:
