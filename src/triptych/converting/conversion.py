@@ -153,7 +153,7 @@ def _write_format(
 def _write_ours(run: Reader, folder: Path) -> WrittenModel:
     run.save(folder)
     (folder / "README.md").write_text(_run_readme(run.folder), encoding="utf-8")
-    # Compare bit for bit: the format is the model's own, so that nothing may be rounded.
+    # Compare bit for bit: the format is triptych's, so that values must not be rounded.
     again = dict(read_model(folder).named_parameters())
     tokenizers = TokenizerPair.load(folder)
     same = all(

@@ -187,7 +187,7 @@ def evaluate(
 
 
 def _refuse_given(with_what: str, **options: Any) -> None:
-    """Raise UsageError if an option is given without the option that it depends on."""
+    """Raise UsageError if an option is given without its required option."""
     if found := next(
         (name for name, value in options.items() if value is not None), None
     ):

@@ -340,7 +340,7 @@ class _Planned(TensorFile):
                     f"tensor {name} has no place in {architecture.name} of llama.cpp"
                 )
             there, expert = found
-            # llama.cpp uses the table of tokens if a file has no output table.
+            # llama.cpp uses the table of tokens if the output table is missing.
             if there == "output.weight" and head is not None and head.tied:
                 continue
             held = self._parts.setdefault(there, {})

@@ -88,7 +88,7 @@ class DecoderGraph(nn.Module):
     def forward(
         self, tgt_ids: Tensor, mask: Tensor, own: list[Tensor], memory: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        """Compute a step of one or more tokens for each row."""
+        """Compute a step of at least one token per row."""
         # Positions and additive mask follow from the cache's symbolic length.
         before = own[0].shape[2]
         length = tgt_ids.shape[1]

@@ -19,7 +19,7 @@ TOLERANCES = {
     torch.bfloat16: 1e-1,
 }
 
-# Texts that are hard for tokenizers.
+# Difficult texts for tokenizers.
 _SAMPLES = (
     "Zwei junge Männer sind im Freien.",
     "A little girl, 3 years old, isn't afraid: it costs $12.50 (or 10%)!",
@@ -37,7 +37,7 @@ _SPELLED_OUT = ("an <eos> in the <bos> middle<pad>", "</s> <unk>")
 @final
 @dataclass(frozen=True)
 class ConversionCheck:
-    """A check of a converted model. If a check fails, nothing is written."""
+    """A check of a converted model. If a check fails, the conversion is abandoned."""
 
     what: str  # description of the check
     tried: bool  # False if the check could not be run

@@ -5,7 +5,7 @@ layer (`AttentionWeights`) and its computation besides the maps (`Semantics`). `
 (`MultiHeadAttention`), with any parameterisation. `models/` builds Transformers of attention layers
 (`LanguageModel`, `EncoderDecoder`). `storage/` reads tensors from files, and `checkpoints/` reads the model
 families of other libraries: a `Source` has files, a `Checkpoint` their layers. `heads.py` has `Layer` and
-`Head`, and `places.py` their names. Start with `algebra/forms.py`.
+`Head`, and `places.py` defines their names. Start with `algebra/forms.py`.
 
 Interface: `algebra.centring`, `algebra.cost`, `algebra.forms`, `algebra.function`, `algebra.legality`,
 `algebra.norm_folding`, `algebra.positions`, `algebra.resampling`, `algebra.rewritten`, `algebra.semantics`,

@@ -239,7 +239,7 @@ class Head:
 
     @property
     def W_QK(self) -> Float[Tensor, "d_model d_memory"]:
-        """The matrix of `qk`, W_Q W_Kᵀ; of rotary heads at distance 0.
+        """The matrix of `qk`, W_Q W_Kᵀ; for rotary heads, the matrix at distance 0 is returned.
 
         Raises:
             UsageError: the scores are not a bilinear form; see `qk`.

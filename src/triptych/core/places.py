@@ -1,4 +1,4 @@
-"""Names of places in a model: a layer `3`, `encoder.3` or `cross.3`, a head `3.2`, a pattern `*.2`."""
+"""Names of layers and heads: a layer `3`, `encoder.3` or `cross.3`, a head `3.2`, a pattern `*.2`."""
 
 import re
 from collections.abc import Sequence
@@ -114,7 +114,7 @@ class PlaceNames:
     def heads(
         self, places: str | Sequence[str], counts: Sequence[int]
     ) -> dict[int, tuple[int, ...]]:
-        """Find the heads of places and patterns, by the index of their layer."""
+        """Find the heads of names and patterns, by the index of their layer."""
         given = (
             re.split(r"[,\s]+", places.strip())
             if isinstance(places, str)
@@ -197,7 +197,7 @@ class PlaceNames:
 
 
 def _range_of_names(names: Sequence[str]) -> str:
-    """Write the names of one stack as "0 to 11", or as a list if the numbers have gaps."""
+    """Write the names of one stack as "0 to 11", or as a list if the range has gaps."""
     first, last = (int(name.rpartition(".")[2]) for name in (names[0], names[-1]))
     if len(names) == 1 or last - first != len(names) - 1:
         return ", ".join(names)

@@ -343,10 +343,10 @@ def run_texts(
 def tapped_runs(
     opened: Opened, run: Run, number: int, taps: Sequence[Tap]
 ) -> Iterator[Run]:
-    """Yield the run of the same text under each of several taps of a layer, by number in model order.
+    """Yield a run of the same text for each tap of a layer, given by its number in model order.
 
-    `run` is a run of `opened` on one text alone. The taps act on copies of the text in one batch, which runs
-    from this layer on: earlier layers compute what they did before.
+    `run` is a run of `opened` on one text alone. The text is repeated in one batch, a row per tap, and runs
+    from this layer; outputs of earlier layers do not change.
     """
     reader = opened.reader.with_model(sharing_copy(opened.reader.model))
     model = reader.model
@@ -371,7 +371,7 @@ def tapped_runs(
         after = reader.run(texts, residuals=True)
     for row, tap in enumerate(taps):
         one = slice(row, row + 1)
-        # A shallow copy of the layer has the same parameters, and a tap of its own.
+        # A shallow copy of the layer shares the parameters and has a separate tap.
         layer = copy.copy(site.layer)
         layer.tap = tap
         of_row = dict(run._calls)
@@ -381,12 +381,12 @@ def tapped_runs(
             of_row[call.site.name] = (
                 replace(kept, site=site._replace(layer=layer)) if tapped else kept
             )
-        residuals = {
-            # Blocks that did not run again have the streams of the run before.
-            name: (*own[: len(own) - len(new)], *(stream[one] for stream in new))
-            for name, own in before.residuals.items()
-            for new in [after.residuals.get(name, ())]
-        }
+        residuals = dict[str, tuple[Tensor, ...]]()
+        for name, own in before.residuals.items():
+            # Blocks that did not run again keep the streams of the run before.
+            new = after.residuals.get(name, ())
+            kept_streams = own[: len(own) - len(new)]
+            residuals[name] = (*kept_streams, *(stream[one] for stream in new))
         recording = Recording(
             (run._text,), after.hidden[one], (*of_row.values(),), residuals
         )

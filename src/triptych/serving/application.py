@@ -38,7 +38,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # Time for a client to read the end of an answer, or an answer without computation.
 _SECONDS_TO_SEND = 10.0
 # Paths without a key.
-# A translated file has an address that nobody guesses.
+# A translated file has an unguessable address.
 _OPEN = frozenset(
     {"/", "/health", "/frontend/settings", "/spec", "/download_file/{token}"}
 )

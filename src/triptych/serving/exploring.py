@@ -524,7 +524,8 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
         reader.source_tokenizer if half == "encoder" else reader.tokenizer
         for half in halves
     ]
-    # One table for both sides is converted and measured once: it may be the largest tensor of the model.
+    # A table shared by encoder and decoder is converted and measured once: it may be the largest tensor of
+    # the model.
     stacks = reader.model.stacks.items()
     by_half = {
         str(half): of.embeddings.table.weight.float()

@@ -48,7 +48,7 @@ _INLINE = frozenset({
 })  # fmt: skip
 
 
-# Words that are tried for an element that no word is in.
+# Words tried for an element without a word.
 _MOST_TRIED = 8
 _CHARACTER = re.compile(r"\r\n|.", re.DOTALL)
 
@@ -78,7 +78,7 @@ class TextRun:
     def html(self, translation: str, words: AlignedWords | None) -> str:
         """Insert the elements into the translation: each word is in the elements of its source word.
 
-        An element may be opened several times; none is lost. Without aligned words, relative positions
+        An element may be opened several times; all are kept. If words are not aligned, relative positions
         decide: a word two thirds through the translation gets the elements two thirds through the text.
         """
         num_elements = len(self.elements)
@@ -109,7 +109,7 @@ class TextRun:
     def _stacks(
         self, words: AlignedWords, spans: Sequence[tuple[int, int]]
     ) -> list[tuple[int, ...]]:
-        """Return the elements around each word of the translation, whose ranges are given."""
+        """Return the elements around each word of the translation, given the words' ranges."""
         # A word takes the elements of the source word with the largest attention weight; punctuation marks
         # are neither source words nor target words here.
         sources = _spans(self.text, words.source)
@@ -139,7 +139,7 @@ class TextRun:
         return found
 
     def _words_of(self, number: int, spans: Sequence[tuple[int, int]]) -> list[int]:
-        """Return the words with a part of an element; the nearest one if none is found in the text."""
+        """Return the words that overlap an element, or the nearest word if the element contains no word."""
         of = self.elements[number]
         shared = [min(stop, of.stop) - max(start, of.start) for start, stop in spans]
         return [place for place, length in enumerate(shared) if length > 0] or [
@@ -149,9 +149,9 @@ class TextRun:
     def _place_missing(
         self, stacks: list[tuple[int, ...]], candidates: Callable[[int], Sequence[int]]
     ) -> None:
-        """Put every element that no word is in around a word: one of its candidates, best first.
+        """Put every element without a word around the best of its candidate words.
 
-        Stacks without a word are added for elements that are more than the words.
+        Surplus elements get stacks without a word.
         """
         kept = Counter(chain.from_iterable(stacks))
         outer = self._outer_elements()
@@ -160,7 +160,7 @@ class TextRun:
                 continue
             stack = (*outer[number], number)
             places = candidates(number)
-            # Preferred is a word that is not the only one in another element.
+            # A word is preferred if all its other elements keep another word.
             free = (
                 place
                 for place in places
@@ -174,7 +174,9 @@ class TextRun:
                     *(of for of in stack if of not in stacks[place]),
                 )
             if len(stack) > MOST_NESTED:
-                stacks.append((*outer[number], number))  # without text, at the end
+                stacks.append(
+                    (*outer[number], number)
+                )  # surplus elements follow the text
                 continue
             kept.subtract(stacks[place])
             stacks[place] = stack

@@ -30,7 +30,7 @@ def write_page(
     """Write the page of one text as a self-contained HTML file.
 
     The file has all attention weights, one row of every head, every row of the most informative head, the
-    matrices of every head, and the what-ifs of this head one by one, with their loss on the held-out text.
+    matrices of every head, and the separate what-ifs of this head, with their loss on the held-out text.
     """
     name = Path(model.name).name
     recorded = _Recording(

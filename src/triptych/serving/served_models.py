@@ -66,8 +66,8 @@ class ServedModel:
         name: name in requests.
         model: loaded model, renamed to its name in requests.
         can: abilities of the model.
-        languages: codes of source and target of a translator: those that its name ends in, or the model's
-            own; None if neither is known.
+        languages: codes of source and target of a translator: the ending of its name, or the model's
+            languages; None if unknown.
         queue: queue of items.
         worker: worker of the queue.
         desk: queue of questions about the model itself, separate so that texts do not wait for them.
@@ -339,7 +339,7 @@ class Scoring(JobOfEach):
 @final
 @dataclass(frozen=True)
 class Aligning(JobOfEach):
-    """Word alignment of a line's sentences and their translations; None if one is too long for the model."""
+    """Word alignment of sentences and their translations; None if a sentence exceeds the model's limit."""
 
     def of(self, given: Sequence[tuple[str, str]]) -> AlignedWords | None:
         try:

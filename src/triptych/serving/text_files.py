@@ -37,7 +37,7 @@ class TextFile(ABC):
 
     @staticmethod
     def read(name: str, content: bytes) -> "TextFile":
-        """Read a file by the ending of its name; raise `RequestError` for others, and for invalid text."""
+        """Read a file by its name's ending; raise `RequestError` for unknown endings and invalid text."""
         path = PurePath(name)
         kind = _KINDS.get(path.suffix.lower())
         if kind is None:
@@ -75,7 +75,7 @@ class _WholeFile(TextFile):
 
 
 class _Spoken(NamedTuple):
-    """Lines of a subtitle that are translated as one text."""
+    """Lines of a subtitle, translated as one text."""
 
     before: str  # position on the picture
     lines: list[str]
@@ -171,7 +171,7 @@ class KeptFile(NamedTuple):
 
 @final
 class KeptFiles:
-    """Translated files in memory, each for ten minutes, or until newer files need their room."""
+    """Translated files in memory: a file expires after ten minutes, or when newer files exceed the limit."""
 
     def __init__(self) -> None:
         self._files = OrderedDict[str, tuple[float, KeptFile]]()

@@ -41,7 +41,7 @@ async def answer_translate(server: Server, request: Request) -> Response:
 async def translate_texts(
     server: Server, request: Request, fields: Fields, texts: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """Translate texts as the fields ask for; returns the parts of the answer, each with a value per text."""
+    """Translate texts as the fields ask for; returns the parts of the answer; a part has a value per text."""
     source = _language(fields, "source")
     target = _language(fields, "target")
     server.check_texts(texts)
@@ -78,7 +78,7 @@ async def translate_texts(
 
 
 class _Wanted(NamedTuple):
-    """What a request wants of each translation."""
+    """Options of a request for each translation."""
 
     is_html: bool
     alternatives: int
@@ -263,7 +263,7 @@ async def answer_languages(server: Server, request: Request) -> Response:
     targets: dict[str, list[str]] = {}
     for model in _translators(server):
         assert model.languages is not None
-        # A language that names of several models write differently has the code of the first.
+        # If models name a language differently, it has the code of the first model.
         source, target = (
             next((code for code in targets if closeness(one, code) > 1), one)
             for one in model.languages
@@ -370,7 +370,7 @@ def _translators(server: Server) -> list[ServedModel]:
 
 
 def _translator_of(server: Server, source: str, target: str) -> ServedModel:
-    """Return the translator whose languages are nearest to two codes."""
+    """Return the translator with languages nearest to two codes."""
 
     def fit(model: ServedModel) -> tuple[int, int]:
         assert model.languages is not None

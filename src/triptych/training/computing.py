@@ -144,7 +144,7 @@ class Computing(ABC):
         yield self.objective.model if self._world.is_first else None
 
     def gathered(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole tensors on the CPU in the first process, {} in the others; all processes call it."""
+        """Return whole tensors on the CPU in the first process, else {}; all processes have to call it."""
         found: dict[str, Tensor] = {}
         for name, value in named.items():
             whole = self._whole(value.detach())
@@ -220,7 +220,7 @@ def rows_of_rank(
 ) -> tuple[Int64[np.ndarray, "part"], bool]:
     """Return a process's rows of a batch, every `size`-th row, and whether they count.
 
-    A process without a row gets the first row, which does not count.
+    A process without a row gets the first row, and the result is ignored.
     """
     if size == 1:
         return indices, True

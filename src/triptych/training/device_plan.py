@@ -57,8 +57,8 @@ _WORTH = 1.02
 # Length of a text for which training chooses the largest values of missing keys.
 _LONG_TEXT = 10**12
 # Number of reads and writes of each byte by operations other than matrix products: the layers' saved
-# tensors (forward, backward), the logits, a device's float32 parameters, and, with several processes, all
-# float32 parameters, which are gathered and summed. Fitted to steps of 48 sizes (docs/contributing/log/).
+# tensors (forward, backward), the logits, a device's float32 parameters, and, with several processes, the
+# gathering and summing of all float32 parameters. Fitted to steps of 48 sizes (docs/contributing/log/).
 _PASSES_FORWARD = 12
 _PASSES_BACKWARD = 18
 _PASSES_OF_LOGITS = 27
@@ -206,7 +206,7 @@ class _Layer(NamedTuple):
         int  # bytes of the largest gradients of activations during the backward pass
     )
     flops: int  # operations of the forward pass
-    again_flops: int  # operations of a recomputation, which stops before the last map
+    again_flops: int  # operations of a recomputation up to the last map
     backward_flops: int  # operations of the backward pass
     cached: int  # values cached for one text during decoding
 
@@ -325,7 +325,7 @@ class Step:
         kv_heads = max((link.copies for link in weights.k), default=1)
         # All layers share the encoder's output: it is counted elsewhere.
         numbers = cost.kept_numbers - (length * self.d_model if is_cross else 0)
-        if semantics.qk_norm:  # two float32 copies of queries and keys
+        if semantics.qk_norm:  # queries and keys twice in float32
             numbers += 2 * (4 // e) * length * d_k * (heads + kv_heads)
         if semantics.gate is not None:
             numbers += length * heads * d_v

@@ -226,7 +226,7 @@ def _translate(
 
 
 def _whole_texts(line: Translation) -> list[str]:
-    """Return the translations of a line that were not cut off at the limit of their length."""
+    """Return the translations of a line that end before the limit of their length."""
     # Different tokens may decode to the same text.
     return list(
         dict.fromkeys(one.text for one in line.candidates if one.finish == "stop")

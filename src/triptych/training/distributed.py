@@ -52,7 +52,7 @@ def spread(
 def mesh_shape(
     kind: Kind, size: int, num_nodes: int, shard_size: int | None = None
 ) -> tuple[int, int]:
-    """Return the shape of the device mesh: number of replicas of the model, and shards of each."""
+    """Return the shape of the device mesh: number of replicas of the model, and shards per replica."""
     if kind == "fsdp":
         return 1, size
     shards = shard_size or (2 if num_nodes == 1 else size // num_nodes)

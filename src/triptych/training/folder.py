@@ -88,7 +88,7 @@ class Prepared:
     objective: Callable[[], Objective[Any, Any]]
     # Writes the first files of the run into a folder: configuration, and tokenizers or checkpoint.
     begin: Callable[[AnyModel, Path], None]
-    # Hashes of all inputs that must be unchanged when the run resumes, by their description.
+    # Hashes of the inputs required unchanged on resuming, by their description.
     fingerprints: Callable[[], dict[str, str]]
     publish: Publish = publish_weights  # writes `model.safetensors`
     # Initial word vectors by parameter name.

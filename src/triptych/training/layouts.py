@@ -102,7 +102,7 @@ class PlannedLayout:
     """Predicted cost of a layout for each process and step; sizes in bytes."""
 
     layout: LayoutSettings
-    parameters: int  # parameters, with the blocks' bfloat16 copy if there is one
+    parameters: int  # parameters, with the blocks' bfloat16 copy if present
     gradients: int  # gradients at the end of the step
     optimizer: int  # moments of the optimizer
     activations: int  # activations kept for the backward pass, and parameters gathered for the whole step

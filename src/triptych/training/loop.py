@@ -494,7 +494,7 @@ class Trainer:
             self._states.finish()
 
     def _finish(self, display: Display) -> TrainingResult:
-        """Load and publish the better of two models: the best checkpoint, or the average of the last ones."""
+        """Load and publish the better of two models: the best checkpoint or the average of checkpoints."""
         counters = self.counters
         paths = [
             checkpoint_path(self.state_folder, step) for step in counters.checkpoints

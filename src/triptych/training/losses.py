@@ -126,7 +126,7 @@ def _capped_loss(
 
 
 def computing_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which products of `x` are computed: autocast's if enabled, else `x.dtype`."""
+    """Return the dtype for products of `x`: autocast's if enabled, else `x.dtype`."""
     device = x.device.type
     return (
         torch.get_autocast_dtype(device)

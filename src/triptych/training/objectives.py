@@ -52,7 +52,7 @@ class Score(NamedTuple):
 
 
 def judge(figures: Mapping[str, float], metric: Metric) -> Score:
-    """Return the score of a validation: BLEU or chrF if BLEU is no noise, else minus the loss."""
+    """Return the score of a validation: BLEU or chrF if BLEU is above noise level, else minus the loss."""
     if metric != "loss" and figures["valid_bleu_low"] > LEAST_BLEU:
         return Score(metric, figures[f"valid_{metric}"])
     return Score("loss", -figures["valid_loss"])
@@ -66,7 +66,7 @@ class TrainingBatch(Protocol):
     def num_target_tokens(self) -> int: ...
 
     def pinned(self) -> "TrainingBatch":
-        """Copy the batch to page-locked memory, which allows asynchronous transfers to a GPU."""
+        """Copy the batch to page-locked memory for asynchronous transfers to a GPU."""
 
 
 ModelT = TypeVar("ModelT", EncoderDecoder, LanguageModel)

@@ -279,7 +279,7 @@ def do_each(items: Sequence[str], work: Callable[[str], T], world: World) -> lis
 def launched(
     device: str, timeout_minutes: float = _MINUTES_OF_A_WEEK
 ) -> Iterator[World]:
-    """Join the processes of `torchrun` inside the block; yield a single process if there is no launcher."""
+    """Join the processes of `torchrun` inside the block; yield a single process without a launcher."""
     if num_launched() == 1:
         yield World()
         return

@@ -123,7 +123,7 @@ class LineDisplay(Display):
 
 @final
 class SilentDisplay(Display):
-    """Display that prints nothing."""
+    """Silent display."""
 
     def update(self, moment: Moment) -> None: ...
 
@@ -132,7 +132,7 @@ class SilentDisplay(Display):
 
 @final
 class LoggedDisplay(Display):
-    """Display that forwards to another display, and appends lines with date and time to a file."""
+    """Display that forwards to a second display, and appends lines with date and time to a file."""
 
     def __init__(self, path: Path, shown: Display, every_seconds: float = 10.0) -> None:
         self._path = path

@@ -52,7 +52,7 @@ class ShardedStates:
         self._number = world.on_first(
             lambda: max([*(int(name) for name in names if name.isdigit()), 0])
         )
-        # Collectives of the saving thread overlap with those of training: they need a separate group.
+        # Collectives of the saving thread overlap with training collectives, and need a separate group.
         self._group = dist.new_group(backend="gloo")
         self._saving: tuple[Future[Any], Path, str, Callable[[], None]] | None = None
 
@@ -128,7 +128,7 @@ class ShardedStates:
 def read_sharded_state(
     path: Path, model: AnyModel, optimizer: Optimizer, world: World
 ) -> None:
-    """Load a state in shards into a model and its optimizer; their layout may differ from the saved one."""
+    """Load a sharded state into a model and its optimizer; their layout may differ from the saved layout."""
     reader = HuggingFaceStorageReader(str(path))
     try:
         held = reader.read_metadata().state_dict_metadata

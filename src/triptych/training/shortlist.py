@@ -31,7 +31,7 @@ def write_shortlist(
     frequent: int,
     display: Display | None,
 ) -> Coverage:
-    """Learn a shortlist from two files of parallel lines, or from a run's training text if none are given."""
+    """Learn a shortlist from two files of parallel lines, or from a run's training text by default."""
     tokenizers = opened.tokenizers
     if (source is None) != (target is None):
         raise UsageError(

@@ -281,7 +281,7 @@ def with_tokenizers_of(
 
 @dataclass(frozen=True)
 class _Start:
-    """Translator that a run goes on with, and the recipe with its model, tokenizers and search settings."""
+    """Translator to continue from, and the recipe with its model, tokenizers and search settings."""
 
     name: str
     model: EncoderDecoder
@@ -290,7 +290,7 @@ class _Start:
 
     @classmethod
     def read(cls, recipe: Recipe, base: Path, folder: Path | None) -> "_Start":
-        """Open the translator of a new recipe, or of the folder of a run that has begun."""
+        """Open the translator of a new recipe, or of a started run's folder."""
         given = recipe.training.checkpoint
         assert given is not None
         if folder is not None:
@@ -438,7 +438,7 @@ def _train_tokenizers(
         purpose="translator",
         cache_folder=cache,
     )
-    # A joint tokenizer has one file, which is then the first and the last.
+    # A joint tokenizer has one file: the first and the last entry are the same.
     pieces = [ByteLevelTokenizer.from_json(one, "the tokenizer") for one in found]
     return TokenizerPair(pieces[0], pieces[-1])
 
@@ -494,7 +494,7 @@ def _scorer(recipe: Recipe, tokenizers: TokenizerPair, valid: ParallelCorpus) ->
 def _fingerprints(
     recipe: Recipe, texts: _Texts, tokenizers: TokenizerPair, teacher: _Teacher | None
 ) -> dict[str, str]:
-    """Return hashes of the inputs that must be unchanged when the run resumes, by their description."""
+    """Return hashes of the inputs required unchanged on resuming, by their description."""
     ids = list[bytes]()
     for side in (texts.train.source, texts.train.target):
         ids += [side.ids.tobytes(), side.offsets.tobytes()]

@@ -38,7 +38,7 @@ def centred(
     *,
     keys: bool = True,
 ) -> AttentionWeights:
-    """Project out of the maps the directions that LayerNorms around the layer remove, in at least float32.
+    """Project the null directions of adjacent LayerNorms out of the maps, in at least float32.
 
     Queries, keys and values read the output of `norm`; in cross-attention, keys and values read the
     output of `memory_norm`. If `keys` is False, keys and values are computed from another layer's input, and

@@ -121,11 +121,13 @@ class PassCost:
     flops: int  # operations of matrix products: a multiplication and an addition count as two
     diagonal_flops: int  # multiplications by diagonal maps, not included in `flops`
     weight_numbers: int  # parameters of the maps in use, biases included
-    moved_numbers: int  # values besides `weight_numbers` read from and written to memory, each tensor once
+    moved_numbers: int  # memory traffic besides `weight_numbers` in values; each tensor counts once
     kept_numbers: (
         int  # values stored for the backward pass in training, each tensor once
     )
-    pair_numbers: int  # attention weights of all heads and pairs, stored as well where they are materialised
+    pair_numbers: (
+        int  # attention weights of all heads and pairs, also stored if materialised
+    )
 
 
 def pass_cost(
@@ -257,7 +259,7 @@ class _Pass:
         width = link.d_in if transposed and not link.diagonal else link.d_out
         if (
             not link.learned and not link.diagonal
-        ):  # a choice of channels: nothing is computed
+        ):  # a choice of channels costs no operations
             return _Value(value.key, value.tokens, streams, width)
         key = (*value.key, id(link), transposed, value.tokens)
         if key not in self.numbers and value.tokens:

@@ -26,7 +26,7 @@ class Trait(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Need:
-    """A requirement of a rewrite: the absence of some traits, and of everything that it does not know.
+    """A requirement of a rewrite: the absence of refused traits and of unlisted fields.
 
     Refusals, a column of the table of rewrites and the checks listed in certificates are derived from it.
 
@@ -161,8 +161,8 @@ TRAITS: dict[str, Trait] = {
 # 1 and mixed values reach W_O unweighted ("sums"); keys and values may be computed from one latent
 # ("latent"); `fold_norm` knows everything that reads the layer's input ("input").
 Property = Literal["products", "shifts", "values", "sums", "latent", "input"]
-# Properties that each field of `Semantics` breaks. Where only some values of a field break one (gates of
-# channels, biases that read queries and keys), a trait refuses them.
+# Properties that each field of `Semantics` breaks. Where only some values of a field break a property (gates
+# of channels, biases that read queries and keys), a trait refuses the values.
 BREAKS: Mapping[str, tuple[Property, ...]] = {
     "scale": (),
     "kind": (),
@@ -184,7 +184,7 @@ BREAKS: Mapping[str, tuple[Property, ...]] = {
 
 
 def _keeping(*properties: Property) -> frozenset[str]:
-    """Return the fields that break none of some properties."""
+    """Return the fields compatible with all given properties."""
     return frozenset(
         field for field, broken in BREAKS.items() if not set(properties) & set(broken)
     )
@@ -349,9 +349,9 @@ def require_one_each(
     most: int,
     why: str,
 ) -> list[int]:
-    """Return a number for each of `heads` key or value heads; a single number is for all heads.
+    """Return one number per key or value head (`heads` in total); a single number applies to all heads.
 
-    Refuse another count of numbers, and numbers outside 1 to `most`; `why` explains the limit.
+    Refuse a list of the wrong length, and values outside 1 to `most`; `why` explains the limit.
     """
     numbers = list(given) if isinstance(given, Sequence) else [given] * heads
     if len(numbers) != heads:
@@ -407,7 +407,7 @@ def require_nothing_between(
 def require_last_map(name: str, side: Side, chain: Chain) -> None:
     """Refuse to change the channels of a chain unless its last map can absorb the change.
 
-    A last map of q, k or v that is a learned matrix absorbs it. In any other chain the change reaches an
+    A learned matrix at the end of q, k or v absorbs it. In any other chain the change reaches an
     earlier map, and must not pass a norm.
     """
     if side == "o" or not chain or not chain[-1].learned or chain[-1].diagonal:
@@ -420,7 +420,7 @@ def share_a_map(one: Chain, other: Chain) -> bool:
 
 
 def sharing_sides(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
-    """Return the sides among q, k and v, other than `side`, whose chains share a map with its chain."""
+    """Return the further chains among q, k and v with a map in common with the given chain."""
     return tuple(
         other
         for other in INPUT_SIDES
@@ -429,7 +429,7 @@ def sharing_sides(weights: AttentionWeights, side: Side) -> tuple[Side, ...]:
 
 
 def separate(chain: Chain) -> Chain:
-    """Clone the maps of a chain, so that they are no longer shared."""
+    """Clone the maps of a chain to undo sharing."""
     return tuple(
         replace(
             link,

@@ -22,7 +22,7 @@ from triptych.core.algebra.positions import (
 
 Kind = Literal["self", "causal", "cross"]
 HeadSide = Literal["q", "k", "v"]
-# Maps the number of copies of a map, each for as many consecutive heads, to the copies to keep, in order.
+# Maps the number of heads or groups with separate maps to the indices to keep, in order.
 CopiesLeft = Callable[[int], Sequence[int]]
 
 
@@ -111,7 +111,7 @@ class HeadNorm:
         return {name: part for name, part in parts.items() if part is not None}
 
     def select_copies(self, left: CopiesLeft, copies: int, width: int) -> "HeadNorm":
-        """Select heads with their separate parameters, out of `copies` heads of a width."""
+        """Select heads with their separate parameters from heads of a given width."""
 
         def select(own: Tensor) -> Tensor:
             each = (
@@ -137,7 +137,7 @@ class HeadNorm:
         return replace(self, **parts)
 
     def _apply(self, x: Tensor) -> Tensor:
-        """Normalise all channels of x, with the gain unless `turned`."""
+        """Normalise all channels of x; a late gain is left out."""
         wide = torch.promote_types(x.dtype, torch.float32)
         plain = self.turned or self.weight is None
         weight = self._for_heads_of(x, None if plain else self.gain(wide))
@@ -415,7 +415,7 @@ class Semantics:
     dropout: float = 0.0  # current dropout probability of attention weights
     gate: HeadGate | None = None  # factors of the outputs of heads
     scores: Scores | None = (
-        None  # scores in place of scaled products of queries and keys
+        None  # scores that replace scaled products of queries and keys
     )
 
     @property
@@ -508,7 +508,7 @@ class Semantics:
     ) -> "Semantics":
         """Select heads with their separate parameters.
 
-        `sides` has the number and the width of queries, keys and values.
+        `sides` maps queries, keys and values to their number and width.
         """
         found: dict[str, Any] = {}
         for name, part in self._parts_of_heads().items():
@@ -600,8 +600,8 @@ def _select_heads_of(part: Any, order: list[int]) -> Any:
     )
 
 
-# Fields with separate parameters per head, and the side whose heads these are. All code that selects or
-# reorders heads follows this table.
+# Fields with separate parameters per head, and the heads (of q, k or v) in question. The table applies
+# wherever heads are selected or reordered.
 HEADS_OF: Mapping[str, HeadSide] = {
     "q_norm": "q",
     "k_norm": "k",

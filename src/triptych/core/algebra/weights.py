@@ -34,7 +34,7 @@ HEAD_SIDES: tuple[HeadSide, ...] = ("q", "k", "v")
 @final
 @dataclass(frozen=True, eq=False)
 class Link:
-    """An affine map `x ↦ x W + b`: one for all heads, or a copy for each head or group of heads."""
+    """An affine map `x ↦ x W + b` for all heads, or a separate map for each head or group of heads."""
 
     weight: Float[
         Tensor, "copies *matrix"
@@ -77,7 +77,7 @@ class Link:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of all copies for one token, biases left out; 0 for a fixed matrix."""
+        """Floating-point operations of all heads for one token, biases left out; 0 for a fixed matrix."""
         if self.diagonal:
             return self.weight.numel()
         return 2 * self.weight.numel() if self.learned else 0
@@ -94,7 +94,7 @@ class Link:
         return replace(self, weight=change(self.weight), bias=bias, norm=norm)
 
     def repeat(self, num_heads: int) -> "Link":
-        """Repeat each copy for consecutive heads, `num_heads` in total, a multiple of `copies`."""
+        """Repeat each map for consecutive heads, up to `num_heads`, a multiple of the current number."""
         times = num_heads // self.copies
         if times == 1:
             return self
@@ -104,9 +104,9 @@ class Link:
         )
 
     def select_copies(self, left: CopiesLeft) -> "Link":
-        """Select copies in a given order, with their norms.
+        """Select heads or groups in a given order, with their norms.
 
-        A fixed map becomes a learned map if copies are left out or moved.
+        A fixed map becomes a learned map if heads are left out or moved.
         """
         if self.copies == 1:
             return self
@@ -165,7 +165,7 @@ class Link:
             other = replace(norm_map, bias=None).then(other)
         copies = math.lcm(self.copies, other.copies)
         if self.copies == 1 and not (self.diagonal or other.diagonal):
-            # One product with all copies of `other` side by side, instead of repeating this map.
+            # One product with all maps of `other` concatenated, instead of repeating this map.
             joined = other.weight.transpose(0, 1).flatten(1)
             weight = (
                 (self.weight[0] @ joined).unflatten(1, (copies, -1)).transpose(0, 1)  # type: ignore[no-untyped-call]
@@ -248,11 +248,11 @@ class AttentionWeights:
         "pre"  # position of the norm around the layer
     )
     other_norm_readers: str = (
-        ""  # readers of the norm's output besides this layer; "" if there are none
+        ""  # readers of the norm's output besides this layer; "" by default
     )
     bias_slots: frozenset[str] = frozenset(
         SIDES
-    )  # sides whose maps can have a bias in the target format
+    )  # chains with biases in the target format
 
     def __repr__(self) -> str:
         maps = {
@@ -293,7 +293,7 @@ class AttentionWeights:
                     yield link
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield every tensor of maps and norms, those of shared maps once."""
+        """Yield every tensor of maps and norms; shared tensors are yielded once."""
         # The tensors of `semantics` are left out: their dtype may differ (ALiBi's slopes are float64).
         for link in self.links():
             yield link.weight
@@ -333,7 +333,7 @@ class AttentionWeights:
         )
 
     def copies(self, side: Side) -> int:
-        """Return the largest number of copies of a map of the chain; 1 for an empty chain.
+        """Return the largest number of separate maps in a link of the chain; 1 for an empty chain.
 
         For queries, keys and values this is the number of heads, or of groups, with separate maps.
         """
@@ -351,12 +351,12 @@ class AttentionWeights:
 
     @property
     def num_key_heads(self) -> int:
-        """Number of key heads: 1, one for each group of query heads, or one for each query head."""
+        """Number of key heads: 1, the number of groups of query heads, or the number of query heads."""
         return self.copies("k")
 
     @property
     def num_value_heads(self) -> int:
-        """Number of value heads: 1, one for each group of query heads, or one for each query head."""
+        """Number of value heads: 1, the number of groups of query heads, or the number of query heads."""
         return self.copies("v")
 
     def multiplied(self, side: Side) -> Link:
@@ -445,7 +445,7 @@ class AttentionWeights:
         return BilinearForm(exact.W_V, exact.W_O.mT)
 
     def _for_products(self, *sides: Side) -> "AttentionWeights":
-        """Convert all maps to at least float32 if one of these chains has several maps to multiply."""
+        """Convert all maps to at least float32 if a product of several maps is needed for these chains."""
         if all(len(self.chain(side)) < 2 for side in sides):
             return self
         return self.mapped(at_least_float32)
@@ -496,8 +496,8 @@ class AttentionWeights:
     def select_copies(self, left: CopiesLeft, num_heads: int) -> "AttentionWeights":
         """Select `num_heads` heads of the layer in a given order, with their separate parameters.
 
-        `left` returns the copies to select, in order, for a number of copies. For a map with one copy per
-        head, these are the heads.
+        `left` returns the indices to select, in order, for a number of separate maps. For a map per head,
+        these are the heads.
         """
         semantics = self.semantics.select_copies(left, self.num_heads, self._head_sides)
         return self.each_link(

@@ -761,7 +761,7 @@ class MultiHeadAttention(nn.Module):
         positions: PositionIds | None,
         lent: Kept | None,
     ) -> tuple[Tensor, TokenPositions, tuple[Tensor, ...]]:
-        """Project; return queries, positions, and keys and values in cached form, with those of the cache."""
+        """Project; return queries, positions, and all keys and values, cached and new, in cached form."""
         # KV-sharing layers use the keys and values of another layer of the same call.
         if lent is not None:
             return self.projections.queries(x), *lent

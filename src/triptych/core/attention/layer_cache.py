@@ -81,7 +81,7 @@ class LayerCache(AttentionCache):
 
 @final
 class DecoderCache:
-    """The caches of a whole decoder: for every layer a cache of target tokens and a cache of the memory."""
+    """The caches of a whole decoder: every layer has a cache of target tokens and a cache of the memory."""
 
     def __init__(
         self, num_layers: int, new: Callable[[], AttentionCache] = LayerCache
@@ -92,7 +92,7 @@ class DecoderCache:
         ]  # keys and values of the tokens before
         self.memory = [
             LayerCache() for _ in range(num_layers)
-        ]  # of the encoder's output
+        ]  # caches of the encoder's output
 
     @property
     def length(self) -> int:
@@ -110,7 +110,7 @@ class DecoderCache:
 
 # In a traced graph the lengths are symbols, not ints.
 def _with_room(entry: Tensor, length: Any, room: Any) -> Tensor:
-    """Copy the first `length` tokens of an entry into a tensor for `room` tokens."""
+    """Copy the first `length` tokens of an entry into a tensor of the new length."""
     if length == room == entry.shape[2]:
         return entry
     batch, heads, _, width = entry.shape

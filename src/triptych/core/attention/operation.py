@@ -150,7 +150,7 @@ def explain_inputs(given: Inputs, need_weights: bool, path: Path) -> Explanation
     kernel: Kernel = "batched products"
     if not plan.is_written_out:
         tensors, options = _prepare(plan, given)
-        # torch has no public function for the kernel that it would choose.
+        # torch lacks a public function for its choice of kernel.
         choice = torch._fused_sdp_choice(*tensors, **options)
         kernel = _KERNELS.get(choice, "the device's own")
     return Explanation(plan.path, plan.heads, kernel, reason(plan, kernel, given))

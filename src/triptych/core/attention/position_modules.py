@@ -21,7 +21,7 @@ SinusoidalLayout = Literal["halves", "interleaved", "tensor2tensor"]
 
 
 class PositionIds(NamedTuple):
-    """Explicit positions of tokens, in place of consecutive positions."""
+    """Explicit positions of tokens, instead of consecutive positions."""
 
     # position of every token: `[length]`, `[1]` for one position of all tokens, or `[batch, length]` if the
     # rows of a batch differ, as under padding on the left
@@ -90,8 +90,8 @@ class TokenPositions(NamedTuple):
     ) -> "tuple[TokenPositions, tuple[Tensor, ...]]":
         """Append tokens to a cache, with their positions where the cache has to store them.
 
-        Return the positions of all keys and all entries. Raise ValueError if the cache stores positions and
-        these tokens have none, or the reverse.
+        Return the positions of all keys and all entries. Raise ValueError unless the cache and these tokens
+        agree on having positions.
         """
         given = self.given
         keeps = given is not None and given.sharing is None

@@ -124,7 +124,7 @@ class QueriesAndKeys:
             yield WeightBlock(rows, part._weights(rows))
 
     def _select_heads(self, heads: Sequence[int]) -> "QueriesAndKeys":
-        """Select query heads, each with a key head of its own, so that any choice of heads is valid."""
+        """Select query heads and repeat shared key heads, so that any choice of heads is valid."""
         chosen = list(heads)
         shared = self.num_heads // self.k.shape[1]
         mask = self.mask

@@ -89,7 +89,7 @@ class Inputs(NamedTuple):
     def common_heads(self) -> int:
         """Number of heads to which key heads and value heads are repeated.
 
-        This is the larger of their numbers, or the number of query heads if the smaller does not divide it.
+        This is the larger count, or the number of query heads if the smaller count does not divide it.
         """
         counts = self.k.shape[1], self.v.shape[1]
         fewer = min(counts)
@@ -335,7 +335,7 @@ def _copied(given: Inputs) -> int:
 
 
 def _max_keys(dtype: torch.dtype) -> int:
-    """Return the number of keys up to which products written out are faster on a CPU."""
+    """Return the largest number of keys at which explicit products are faster on a CPU."""
     return thresholds.MAX_KEYS_WRITTEN_OUT.get(
         dtype, thresholds.MAX_KEYS_WRITTEN_OUT_OTHERWISE
     )

@@ -129,7 +129,7 @@ class Tap(Protocol):
 def norm(
     x: Tensor, side: HeadSide, semantics: Semantics, token_positions: TokenPositions
 ) -> Tensor:
-    """Normalise queries, keys or values, each by its own norm."""
+    """Apply the norm of queries, keys or values."""
     own = {"q": semantics.q_norm, "k": semantics.k_norm, "v": semantics.v_norm}[side]
     return x if own is None else own(x)
 
@@ -208,7 +208,7 @@ FROM_ROTATION = SIDE_STEPS[SIDE_STEPS.index(ROTATE) :]
 
 
 def steps_on(side: HeadSide, semantics: Semantics) -> tuple[SideStep, ...]:
-    """Return the steps that change one side, queries, keys or values, of a layer."""
+    """Return the steps applied to the queries, keys or values of a layer."""
     return tuple(
         step
         for step in SIDE_STEPS
@@ -279,7 +279,7 @@ def scale(scores: Tensor, given: Inputs) -> Tensor:
 
 
 def scaled_products(q: Tensor, given: Inputs) -> Tensor:
-    """Compute scaled products by scaling the queries, which are smaller than the scores."""
+    """Compute scaled products. Scaling the queries is cheaper than scaling the larger scores."""
     return products(
         q if given.semantics.scores is not None else q * given.semantics.scale, given
     )
@@ -460,7 +460,7 @@ def visible_keys(
 
 
 def slice_broadcast(x: Tensor, ranges: tuple[slice, ...]) -> Tensor:
-    """Slice a tensor that broadcasts to four dimensions by a range for each; dimensions of 1 stay."""
+    """Slice a tensor, broadcast to four dimensions, by four ranges; dimensions of 1 stay."""
     own = ranges[len(ranges) - x.dim() :]
     return x[
         tuple(

@@ -103,7 +103,7 @@ class Checkpoint(AttentionSource):
         return None if lender is None else lender.site
 
     def holding(self, tensors: Mapping[str, Tensor]) -> "Checkpoint":
-        """Return the checkpoint with tensors in memory in place of stored tensors of the same names."""
+        """Return the checkpoint with stored tensors replaced by tensors in memory of the same names."""
         return self.with_tensors(self.tensors.holding(tensors))
 
     def with_tensors(self, tensors: Tensors) -> "Checkpoint":

@@ -84,7 +84,7 @@ def of_attention(path: str) -> bool:
 def not_followed(
     family: Family, spec: AttentionSpec, settings: Settings
 ) -> Iterator[str]:
-    """Yield a sentence for each kind of fields that are set and have no effect on the attention.
+    """Yield a sentence for each kind of set fields without effect on the attention.
 
     These are fields ignored by `transformers`, unknown to its class, or not read by the family.
     """
@@ -151,7 +151,7 @@ def unknown_to_class(family: Family, settings: Settings) -> list[str]:
 
 
 def not_understood_of_model(family: Family, settings: Settings) -> list[str]:
-    """Return the set fields that may change a model's output and are not read by its family."""
+    """Return the set fields with a possible effect on a model's output that its family does not read."""
     harmless = {*_NAMES["harmless_to_models"]}
     if family.model is not None:
         harmless |= {*family.model.harmless}

@@ -451,7 +451,7 @@ def reject(reason: str, advice: str = "") -> NoReturn:
 
 
 def _spread(link: Link, indices: Tensor, copies: int) -> Link:
-    """Put the heads of a link at `indices` of `copies` heads; other heads are zero maps."""
+    """Scatter the heads of a link to `indices` of a wider link; all other heads are zero maps."""
 
     def spread(part: Tensor) -> Tensor:
         whole = part.new_zeros(copies, *part.shape[1:])

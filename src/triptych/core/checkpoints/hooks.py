@@ -31,7 +31,7 @@ class Hook(ABC):
     def bias(
         self, place: Place, tensors: Tensors, take: Take, q: Link, k: Link, scale: float
     ) -> ScoreBias | None:
-        """Return the bias that positions add to the scores, from the last maps of queries and keys."""
+        """Return the positional bias of the scores, from the last maps of queries and keys."""
         return None
 
 

@@ -71,7 +71,7 @@ def _pass_rotated(up: Tensor, turned: int) -> Tensor:
 
 
 def is_latent(weights: AttentionWeights) -> bool:
-    """Return True if keys and values come from one latent and one rotary key, like those of `read_latent`."""
+    """Return True if one latent and one rotary key give keys and values, in the form of `read_latent`."""
     k = weights.k
     v = weights.v
     q = weights.q

@@ -120,7 +120,8 @@ def split_rows(layout: FusedLayout, sizes: MapSizes) -> TensorMap:
     )
 
 
-# Splits rows of equal blocks, each with a share of every part; returns the parts, collected from all blocks.
+# Splits rows of equal blocks that contain a share of every part; returns the parts, collected from all
+# blocks.
 def _from_blocks(rows: Tensor, blocks: int, *counts: int) -> Parts:
     of_blocks = rows.reshape(blocks, sum(counts) // blocks, *rows.shape[1:])
     split = torch.split(of_blocks, [count // blocks for count in counts], dim=1)
@@ -142,9 +143,9 @@ def queries_and_gates(heads: int) -> TensorMap:
 
 
 def head_rows(*copies: int) -> TensorMap:
-    """Return the map of weights to `[copies, d_in, width]`, and of biases to `[copies, width]`.
+    """Return the map of weights to `[heads, d_in, width]`, and of biases to `[heads, width]`.
 
-    `copies`: number of heads or key-value heads of each tensor, `[copies · width, d_in]` or a bias.
+    `copies`: number of heads or key-value heads of each tensor, `[heads · width, d_in]` or a bias.
     """
 
     def read(parts: Parts) -> Parts:
@@ -173,7 +174,7 @@ class LayerMap:
     """The map between a layer's stored tensors and the tensors of this library, by name.
 
     Tensors of this library:
-        q, k, v         maps `[copies, d_in, width]`, and q.bias, … `[copies, width]`; no v if keys are values
+        q, k, v         maps `[heads, d_in, width]`, and q.bias, … `[heads, width]`; no v if keys are values
         o               map `[heads, width, d_out]`, and o.bias `[d_out]`
         norm            gain of the input norm, and norm.bias, its shift
         q_norm, k_norm  gain of the norms of queries and keys, and q_norm.bias, k_norm.bias
@@ -187,7 +188,7 @@ class LayerMap:
     ]  # stored tensors, by names of tensors of this library
 
     @property
-    def names(self) -> set[str]:  # of the stored tensors
+    def names(self) -> set[str]:  # names of stored tensors
         return {*chain.from_iterable(stored.names for stored in self.entries.values())}
 
     @property
@@ -215,7 +216,7 @@ class LayerMap:
 def layer_map(
     place: Place, tensors: Tensors, sizes: MapSizes | None = None
 ) -> LayerMap:
-    """Return the map of a layer's tensors; its sizes are those of the configuration if None."""
+    """Return the map of a layer's tensors; `sizes` default to the sizes in the configuration."""
     sizes = place.sizes if sizes is None else sizes
     spec = place.spec
     read = _latent_maps if spec.latent else _fused_maps if spec.qkv else _separate_maps

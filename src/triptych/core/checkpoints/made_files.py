@@ -19,7 +19,7 @@ class MadeFiles(ABC):
     """A model in another form: its files are written to a temporary folder when they are needed."""
 
     has_tokenizer: bool
-    is_in_memory: bool = False  # True if there are no files that could be replaced
+    is_in_memory: bool = False  # True if the model does not depend on files
     path: Path | None = None  # file of the model; None for a module in memory
 
     @abstractmethod

@@ -66,7 +66,7 @@ class Entries:
 
     def add(
         self, ours: tuple[str, ...], stored: Named
-    ) -> None:  # as `enter`, with conversions
+    ) -> None:  # enter stored tensors with conversions
         for name in stored.names:
             if name not in self.tensors.infos:
                 raise DataError(
@@ -148,7 +148,7 @@ _OF_XIELU = (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
 
 
 def class_name(settings: Settings) -> str:
-    """Return the name of a checkpoint's class in `transformers`; "" if its configuration has none."""
+    """Return the name of a checkpoint's class in `transformers`; "" if the configuration omits it."""
     named = settings.outermost.value("architectures")
     return str(named[0]) if isinstance(named, list) and named else ""
 

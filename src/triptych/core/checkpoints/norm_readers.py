@@ -100,7 +100,7 @@ def norm_sites(checkpoint: Checkpoint) -> tuple[NormSite, ...]:
                     tensors = {
                         *chain.from_iterable(reader.tensors for reader in readers)
                     }
-                    # Folding into a map with a second input norm, or one of attention, would be wrong.
+                    # Folding into a map with a second input norm, or into an attention map, would be wrong.
                     if twice := sorted(tensors & taken):
                         readers = ()
                         refused = f"{twice[0]} belongs to attention, or reads another norm as well"

@@ -52,7 +52,7 @@ class ModuleOfTransformers(WrittenFiles):
             )
 
     def tensors(self, *, mapped: bool = False) -> Tensors:
-        """Return the parameters under the names of their files, without copies."""
+        """Return the parameters under the names of their files, without copying."""
         try:
             from transformers.core_model_loading import revert_weight_conversion
             from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -84,7 +84,7 @@ class ModuleOfTransformers(WrittenFiles):
 
 @final
 class AnyModule(WrittenFiles):
-    """A module in memory whose tensors a family file names, or with layers of `torch.nn`.
+    """A module in memory, with tensors named by a family file or with layers of `torch.nn`.
 
     Attributes:
         record: sizes of its layers of `torch.nn`, and the plain values of its `config`.
@@ -106,7 +106,7 @@ class AnyModule(WrittenFiles):
             raise DataError(_changed(self._module))
 
     def tensors(self, *, mapped: bool = False) -> Tensors:
-        """Return the parameters and buffers under their names, without copies."""
+        """Return the parameters and buffers under their names, without copying."""
         self.require_same()
         state = {
             name: tensor
@@ -125,7 +125,7 @@ class AnyModule(WrittenFiles):
             (folder / path.name).write_bytes(path.read_bytes())
 
 
-# Layers of `torch.nn` with attention: whole stacks first, so that a stack is not read as one of its layers.
+# Layers of `torch.nn` with attention: whole stacks come first, so that a stack is not read as a single layer.
 _STACKS = (nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
 _LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
@@ -182,7 +182,7 @@ def _sizes(module: Any) -> dict[str, Any]:
 
 
 def _require_plain(module: nn.MultiheadAttention) -> None:
-    """Check that an attention of `torch.nn` has no keys and values besides those of its inputs."""
+    """Check that an attention of `torch.nn` computes all keys and values from its inputs."""
     if module.bias_k is not None or module.add_zero_attn:
         raise DataError(
             "MultiheadAttention: it adds a key and a value of its own (add_bias_kv, add_zero_attn), which is "

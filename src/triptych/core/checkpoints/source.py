@@ -39,7 +39,7 @@ from triptych.untrusted import Stamps, read_json, shown
 _PAIR = "encoder-decoder"
 # Words between the names of a base and of its adapters.
 WITH_ADAPTERS = " with "
-# The translator that comes with the package, and its name.
+# The translator included in the package, and its name.
 DEMO = "demo"
 _DEMO_FOLDER = Path(__file__).parents[2] / "demo_model"
 
@@ -238,7 +238,7 @@ def tokenizer_folder(tokenizer: Any) -> Path | None:
         raise UsageError(
             f"tokenizer: a {type(tokenizer).__name__} is none: give the folder of one, or one of transformers"
         )
-    # The folder has no owner, unlike that of a model in memory, so it is removed at exit.
+    # The folder lacks an owner, unlike the folder of a model in memory, so it is removed at exit.
     folder = Path(mkdtemp(prefix="triptych-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     tokenizer.save_pretrained(folder)
@@ -460,7 +460,7 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
 
 
 def _of_module(module: nn.Module, tokenizer: Path | None) -> Source:
-    """Return a module in memory as a source: of this library, of `transformers`, or any other."""
+    """Return a module in memory as a source, whether from this library, `transformers` or another library."""
     # Sources in files do not need the modules of this library.
     from triptych.core.checkpoints.adapters.adapted_module import (
         adapters_of,

@@ -263,9 +263,7 @@ class AttentionSpec(Spec):
     defaults: dict[str, dict[str, Any]] = Field(default_factory=dict)
     needs: Expression = ""  # required field without a default
     layers: Expression = "num_hidden_layers"  # number of layers
-    first: int = (
-        0  # number of the first layer in names; in conditions, layers count from 0
-    )
+    first: int = 0  # number of the first layer in names; conditions always count from 0
     inner: Expression = "1"  # number of consecutive attention layers within a layer
     # token mixer of each layer in words: 'attention' or another; all layers have attention if empty
     mixers: tuple[Choice, ...] = ()

@@ -131,14 +131,14 @@ class LayerPlace(NamedTuple):
 
 
 def in_ranges(numbers: Sequence[int]) -> str:
-    """Format sorted numbers as words: "0 to 3, 6 and 9"."""
+    """Format sorted integers as words: "0 to 3, 6 and 9"."""
     found = list[list[int]]()
     for number in numbers:
         if found and number == found[-1][-1] + 1:
             found[-1].append(number)
         else:
             found.append([number])
-    # Two consecutive numbers are listed: "6 and 7" is shorter than "6 to 7".
+    # Two consecutive integers are listed: "6 and 7" is shorter than "6 to 7".
     words: list[str] = []
     for own in found:
         words += [f"{own[0]} to {own[-1]}"] if len(own) > 2 else map(str, own)
@@ -217,7 +217,7 @@ class AttentionSource(ABC):
         return None
 
     def read_map(self, site: Site, side: Side, head: int) -> Link | None:
-        """Read the map of one head; return None if that takes the whole layer."""
+        """Read the map of one head; return None if the whole layer is required."""
         return None
 
     @abstractmethod
@@ -234,7 +234,7 @@ class AttentionSource(ABC):
 
     @abstractmethod
     def broken(self, layer: AttentionLayer) -> Mapping[str, int]:
-        """Return the number of entries that are not finite, for every tensor of a layer with such entries."""
+        """Return the number of non-finite entries, for every tensor of a layer with such entries."""
 
 
 @final
@@ -273,7 +273,7 @@ class Place:
         return self.settings.holds(condition, self.layer)
 
     def value(self, expression: str) -> Any:
-        """Evaluate an expression; return None if it has no value."""
+        """Evaluate an expression; return None if the value is missing."""
         return self.settings.value(expression, self.layer)
 
     def count(self, expression: str) -> int:
@@ -313,7 +313,7 @@ class Place:
         return f"{self.site.module}.{name}"
 
     def beside(self, name: str, **numbers: int) -> str:
-        """Return the full name outside the attention's module; `numbers` fill its other placeholders."""
+        """Return the full name outside the attention's module; keywords fill further placeholders."""
         layer = self.layer + self.spec.first
         return self.prefix + name.format(layer=layer, inner=self.inner, **numbers)
 
@@ -328,7 +328,7 @@ class Place:
 
     @property
     def norm_module(self) -> str:
-        """The full name of the pre-norm, which may be folded into the maps; "" without a pre-norm."""
+        """The full name of the pre-norm, a candidate for folding; "" without a pre-norm."""
         norm = self.norm
         return self.beside(norm.at) if norm and norm.at and norm.place == "pre" else ""
 

@@ -151,7 +151,7 @@ def read_attention_layer(
 
 
 def _set_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Set parameters and buffers of a model without copying, in every module that shares them."""
+    """Set parameters and buffers of a model without copying, in all sharing modules."""
     # Several modules may share a parameter: replace it by identity.
     instead: dict[int, Tensor] = {}
     for name, tensor in tensors.items():

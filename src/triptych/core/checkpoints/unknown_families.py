@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Never, final
 
 from triptych.core.checkpoints.model_types import (
@@ -16,7 +15,7 @@ from triptych.core.storage.tensors import Tensors
 from triptych.errors import DataError
 from triptych.untrusted import shown
 
-# Words of the names of maps that do not tell one map from another.
+# Words common to the names of different maps.
 _FILLERS = {
     "proj",
     "projection",
@@ -224,7 +223,7 @@ class _Draft:
     def _kind_of(self, module: str) -> str:
         if _OF_CROSS.search(module.partition("{layer}")[2] or module):
             return "cross"
-        # Of two stacks, the encoder sees the whole of its text and the decoder only what precedes.
+        # If there are two stacks, the encoder is bidirectional and the decoder is causal.
         stacks = {self._stack_of(one) for one in self.modules}
         return (
             {"encoder": "self", "decoder": "causal"}[self._stack_of(module)]
@@ -233,7 +232,7 @@ class _Draft:
         )
 
     def _attention_table(self, module: str, maps: list[str]) -> str:
-        # Fields of the configuration come first; numbers of the file replace those that it lacks.
+        # Fields of the configuration take precedence; sizes of tensors replace missing fields.
         heads = self._field("heads")
         numbers = self.layers.get(module.partition("{layer}")[0], range(1))
         told: dict[str, object] = {
@@ -279,7 +278,7 @@ class _Draft:
         )
 
     def _is_transposed(self, module: str, maps: list[str]) -> bool:
-        """Return True if a fused map is stored `[in, out]`: its longer side is that of its outputs."""
+        """Return True if a fused map is stored `[in, out]`: it has more outputs than inputs."""
         fused = next((name for name in maps if _side_of(name) == "qkv"), None)
         shape = self.kinds.get(f"{module}.{fused}.weight", [])
         return len(shape) == 2 and shape[0] < shape[1]
@@ -306,11 +305,9 @@ class _Draft:
         ]
         lines = [
             "To run the model, too, complete these lines without the leading #. ModelSpec lists the fields.",
-            *chain.from_iterable(
-                self._model(name, stack)
-                for name, stack in zip(names, ordered, strict=True)
-            ),
         ]
+        for name, stack in zip(names, ordered, strict=True):
+            lines += self._model(name, stack)
         return (
             ["\n".join([f"# {line}".rstrip() for line in lines]) + "\n"]
             if stacks

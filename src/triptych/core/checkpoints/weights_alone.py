@@ -14,7 +14,7 @@ from triptych.files import write_json
 from triptych.untrusted import Stamps, read_json
 
 _CONFIG = "config.json"
-# Activations by the operation of ONNX that they consist of.
+# Activations by their characteristic ONNX operation.
 _ACTIVATIONS = {"Erf": "gelu", "Gelu": "gelu", "Relu": "relu"}
 _LIKE_BERT = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
 
@@ -84,7 +84,7 @@ class WeightsAlone(WrittenFiles):
 
 
 def _folder_with_config(path: Path) -> Path:
-    """Return the folder of the other files of a model in ONNX, which may be that above its folder `onnx`."""
+    """Return the folder of an ONNX model's other files: the file's folder, or the folder above `onnx`."""
     folder = path.parent
     above = folder.parent
     is_below = (
@@ -115,7 +115,7 @@ def _of_graph(file: OnnxFile) -> dict[str, Any]:
             f"{file.name}: there is no config.json, and the graph does not tell all sizes of the model: put "
             "the config.json of the checkpoint that it was exported from next to it"
         )
-    # Sizes are those of tensors, except for heads: their width is a constant of the graph.
+    # Shapes of tensors give all sizes except the width of heads, a constant of the graph.
     sizes = {name: info.shape for name, info in file.infos.items()}
 
     def shape_of(end: str) -> tuple[int, ...]:

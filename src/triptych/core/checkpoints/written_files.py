@@ -25,7 +25,7 @@ TOKENIZER = (
     "tokenizer.model",
     "spiece.model",
 )
-# One of these is a whole tokenizer, or the largest part of one.
+# Any of these files is a tokenizer, or the largest part of a tokenizer.
 _VOCABULARIES = (
     "tokenizer.json",
     "vocab.json",
@@ -36,7 +36,7 @@ _VOCABULARIES = (
 
 
 class WrittenFiles(MadeFiles, ABC):
-    """A model whose files are a configuration, a tokenizer, and its tensors as they are read."""
+    """A model written to a folder as a configuration, a tokenizer and unchanged tensors."""
 
     @abstractmethod
     def write_beside(self, folder: Path) -> None:
@@ -59,7 +59,7 @@ class WrittenFiles(MadeFiles, ABC):
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """Return the files of the tokenizer in a folder; they are none without a vocabulary."""
+    """Return the files of the tokenizer in a folder; an empty list without a vocabulary."""
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         return []
     return [path for name in TOKENIZER if (path := folder / name).is_file()]

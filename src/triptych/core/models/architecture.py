@@ -225,7 +225,7 @@ class MaskedTokens:
     """
 
     token: int  # id of the mask token
-    padding: int  # id of the padding token, which does not count as a token of the text
+    padding: int  # id of the padding token, not counted as a token of the text
     trained: float = 0.15 * 0.8  # share of masked tokens in training
 
 

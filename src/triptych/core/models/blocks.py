@@ -234,7 +234,7 @@ class Block(nn.Module):
         memory_cache: AttentionCache | None = None,
         **options: Any,
     ) -> Float[Tensor, "batch length *streams d_model"]:
-        """Apply the block to the stream, or to several streams; `options` are those of `_computed`.
+        """Apply the block to the stream, or to several streams; `options` are passed to `_computed`.
 
         In decoding, several hypotheses may share the memory of a sentence: the rows of `x` are then a
         multiple of the rows of the memory, with rows of a sentence next to each other, and the hypotheses of

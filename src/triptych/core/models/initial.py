@@ -21,7 +21,7 @@ _RANDOM = (
 _CONSTANT = (nn.init.constant_, Tensor.zero_, Tensor.fill_, Tensor.copy_)
 
 
-# A recorded call of `function` that fills a whole parameter.
+# Recorded call of `function` to fill a whole parameter.
 class _Fill(NamedTuple):
     parameter: nn.Parameter
     function: Callable[..., Any]
@@ -102,7 +102,8 @@ class DeferredInit(TorchFunctionMode):
             torch.get_rng_state(), self._random
         ), "numbers were drawn that no parameter holds"
 
-    # Hook of torch: registers a parameter on "meta" instead of the given one, and keeps its values.
+    # Hook of torch: registers a parameter on "meta" instead of the given parameter, and keeps the given
+    # values.
     def _registered(
         self, module: nn.Module, name: str, parameter: nn.Parameter | None
     ) -> nn.Parameter | None:
@@ -121,7 +122,7 @@ class DeferredInit(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        # Record the fill instead of running it; any other in-place change of a parameter would be lost.
+        # Record the fill instead of running it; all further in-place changes of a parameter would be lost.
         options = dict(kwargs or {})
         fill = _Fill.of(func, args, options)
         if fill is None or id(fill.parameter) not in self._held:
@@ -149,7 +150,7 @@ class DeferredInit(TorchFunctionMode):
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield name and value of each parameter, with the same values as without deferral.
 
-        With `seed_by_name`, random values depend on this seed and the parameter's name only.
+        If `seed_by_name` is given, random values depend on this seed and the parameter's name only.
         """
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         return self._drawn(names, seed_by_name)

@@ -67,7 +67,7 @@ def describe_model(
 ) -> dict[str, Any]:
     """Return a model as data: its architecture, attention layers and limits.
 
-    `instead`: layers to describe in the place of the model's, by the identity (`id`) of the model's layers.
+    `instead`: replacements of layers, by the identity (`id`) of the model's layers.
     """
     instead = instead or {}
     record: dict[str, Any] = {

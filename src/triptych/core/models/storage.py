@@ -31,7 +31,7 @@ _FORMAT = 2
 _READ = (1, 2)
 _ENCODER_DECODER = "encoder-decoder"
 _WEIGHTS = "model.safetensors"
-# Types that have all values of a type.
+# Types with a superset of the values of a type.
 _WIDER = {
     torch.float16: (torch.float32, torch.float64),
     torch.bfloat16: (torch.float32, torch.float64),
@@ -120,7 +120,7 @@ def write_config(model: AnyModel, folder: Path) -> None:
         "dtype": str(table.dtype).removeprefix("torch."),
         "model": described,
     }
-    # Parameters that training leaves as they are, such as pretrained word vectors.
+    # Parameters frozen in training, such as pretrained word vectors.
     parameters = stored_parameters(model)
     if frozen := [
         name for name, parameter in parameters.items() if not parameter.requires_grad
@@ -151,7 +151,7 @@ def read_config(
 ) -> AnyModel:
     """Build a model from a folder's `config.json`, in its dtype (float32 by default), with fresh weights.
 
-    `held` are the shapes of the stored tensors, compared with the model before memory is allocated.
+    The stored tensors' shapes are compared with the model before memory is allocated.
     """
     path = folder / "config.json"
     try:
@@ -326,10 +326,10 @@ def load_tensors(
     *,
     adopted: bool = False,
 ) -> None:
-    """Copy named tensors into a model, or make them its own; names, shapes and dtypes must match exactly.
+    """Copy named tensors into a model, or adopt the tensors; names, shapes and dtypes must match exactly.
 
-    `part_of(parameter, whole)` returns what a sharded parameter holds of the whole tensor. `adopted`: use the
-    tensors themselves instead of copies.
+    `part_of(parameter, whole)` returns the local shard of a whole tensor for a sharded parameter. `adopted`:
+    use the tensors themselves instead of copying their values.
     """
     # Check everything first, so that an error leaves the model unchanged.
     _require_fit(model, _shapes(tensors), origin)
@@ -386,7 +386,7 @@ def read_own_model(folder: Path, *, mapped: bool = False) -> AnyModel:
 def _widened(
     tensors: dict[str, torch.Tensor], model: nn.Module
 ) -> dict[str, torch.Tensor]:
-    """Return tensors of a narrower type in the type of the model's parameters, which has all their values."""
+    """Return tensors of a narrower type, converted without loss to the type of the model's parameters."""
     wanted = {name: parameter.dtype for name, parameter in _stored(model).items()}
     return {
         name: tensor.to(wanted[name])

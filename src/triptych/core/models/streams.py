@@ -75,7 +75,7 @@ class BlockStreams(nn.Module):
         self.right = nn.Linear(config.rank, d_model, bias=False)
         self.low_rank_norm = nn.RMSNorm(d_model, config.eps)
 
-    # Coefficients between −1 and 1, one for each stream.
+    # Coefficients of the streams, between −1 and 1.
     def _routed(
         self, x: Float[Tensor, "batch length d_model"]
     ) -> Float[Tensor, "batch length streams"]:

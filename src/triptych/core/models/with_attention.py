@@ -37,7 +37,7 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
         )
     layers: dict[
         int, MultiHeadAttention
-    ] = {}  # new layers, by the identity of the layer that they replace
+    ] = {}  # new layers, by the identity of the replaced layer
     for name, weights in changed.items():
         read = weights.d_model
         has = sites[name].layer.d_model
@@ -47,7 +47,7 @@ def with_attention(model: ModelT, changed: Mapping[str, AttentionWeights]) -> Mo
             )
         require_held(model, name, weights)
         layer = _rewritten_layer(sites[name], weights)
-        # Uses of a repeated block may be modules of their own with the same parameters.
+        # Uses of a repeated block may be separate modules with the same parameters.
         own = set(sites[name].layer.parameters())
         for other in sites.values():
             if set(other.layer.parameters()) == own:
@@ -112,7 +112,7 @@ def require_held(model: AnyModel, name: str, weights: AttentionWeights) -> None:
 def _copy_tensors(
     model: nn.Module, new: nn.Module, layers: Mapping[int, MultiHeadAttention]
 ) -> None:
-    """Copy all tensors of a model into a new model, those of replaced layers from the new layers."""
+    """Copy all tensors into a new model; the new layers supply the tensors of replaced layers."""
     tensors = model.state_dict()
     trained = {
         name: parameter.requires_grad for name, parameter in model.named_parameters()
@@ -127,7 +127,7 @@ def _copy_tensors(
             if not name.startswith(below)
         }
         tensors |= {below + name: tensor for name, tensor in layer.state_dict().items()}
-        # A new map may be made of several: it is trained if one of them was.
+        # A new map may be made of several: it is trained if any of the old maps was trained.
         is_trained = any(parameter.requires_grad for parameter in module.parameters())
         trained |= {below + name: is_trained for name, _ in layer.named_parameters()}
     new.load_state_dict(tensors)

@@ -222,7 +222,7 @@ class _Header:
     def _locate(
         self, found: list[tuple[str, StoredType, tuple[int, ...], int]]
     ) -> None:
-        """Find the bytes of every tensor, and check that they lie in the file and do not overlap."""
+        """Find the bytes of every tensor, and check for ranges outside the file and overlaps."""
         alignment = self.metadata.get("general.alignment", _ALIGNMENT)
         powers = (
             isinstance(alignment, int)

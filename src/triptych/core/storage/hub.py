@@ -538,7 +538,7 @@ def _in_time(
     on_received: Callable[[int], object] = lambda count: None,
 ) -> T:
     """Return the result of a request; raise DataError if it is too slow."""
-    # A socket's timeout does not end an answer that arrives byte by byte. A hanging thread is abandoned.
+    # A socket's timeout does not end an answer arriving byte by byte. A hanging thread is abandoned.
     transfer = _Transfer(on_received)
     future = Future[T]()
 

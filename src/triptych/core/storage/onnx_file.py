@@ -1,8 +1,8 @@
-"""Tensors of a model in ONNX: its initialisers, under the names that they had in PyTorch.
+"""Tensors of a model in ONNX: its initialisers, under their names in PyTorch.
 
-Exporters of PyTorch keep the names of most parameters. Transposed matrices get numbers for names; the
+Exporters of PyTorch keep the names of most parameters. Transposed matrices have numeric names; the
 module of such a matrix follows from the bias added after it, from the scopes in a node's metadata, or from
-the node's name. Only names and numbers are read: nothing of the graph is run.
+the node's name. Names and values are read; the graph is not run.
 
 Source: the format at github.com/onnx/onnx (`onnx.proto`).
 """
@@ -11,7 +11,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -46,7 +46,7 @@ _DTYPES = {
 }
 _EXTERNAL = 1
 _SCOPES = "pkg.torch.onnx.name_scopes"
-# Operations with matrices that are not plain numbers, or several maps in one.
+# Operations with quantised matrices, or with several maps in one operation.
 _UNREAD = {
     **dict.fromkeys(
         (
@@ -83,7 +83,7 @@ class OnnxFile(TensorFile):
         require_extra("onnx", "onnx", what="a model in ONNX")
         self.name = str(path)
         self._folder = path.parent
-        # The graph stays in memory, large tensors mostly in files of their own.
+        # The graph stays in memory; large tensors are mostly in separate files.
         self._graph = _graph(path)
         self._initialisers = {one.name: one for one in self._graph.initializer}
         self._refuse_unread()
@@ -165,7 +165,7 @@ class OnnxFile(TensorFile):
             or f"{module}.weight" in self._initialisers
         ):
             return
-        # A table that several modules share has the name of one of them.
+        # A table shared by several modules is stored under the name of a single module.
         if is_table or _is_anonymous(stored):
             lies_turned = any(one.name == "transB" and one.i for one in node.attribute)
             yield (
@@ -206,11 +206,14 @@ class OnnxFile(TensorFile):
 
     @cached_property
     def _makers(self) -> dict[str, Any]:
-        return {name: node for node in self._graph.node for name in node.output}
+        found = dict[str, Any]()
+        for node in self._graph.node:
+            found.update(dict.fromkeys(node.output, node))
+        return found
 
     def _constant_shape(self, name: str) -> list[int]:
-        """Return the sizes of a shape, with -1 for those that depend on the input."""
-        # Only sizes that exporters write as constants are followed.
+        """Return the sizes of a shape, with -1 for input-dependent sizes."""
+        # Only constant sizes are followed.
         if name in self._initialisers:
             return [int(size) for size in self._numbers(name).flatten()]
         node = self._makers.get(name)
@@ -222,11 +225,10 @@ class OnnxFile(TensorFile):
 
                 return [int(size) for size in to_array(node.attribute[0].t).flatten()]
             case "Concat":
-                return [
-                    *chain.from_iterable(
-                        self._constant_shape(part) or [-1] for part in node.input
-                    )
-                ]
+                sizes = list[int]()
+                for part in node.input:
+                    sizes += self._constant_shape(part) or [-1]
+                return sizes
             case "Unsqueeze":
                 return self._constant_shape(node.input[0])
         return []
@@ -247,7 +249,7 @@ class OnnxFile(TensorFile):
         return TensorInfo(dtype, shape, count * dtype.itemsize)
 
     def _numbers(self, name: str) -> Tensor:
-        # Numbers are in another file, in bytes, or in a list of the field for their type.
+        # Values are stored in another file, in bytes, or in a list of the field for their type.
         stored = self._initialisers[name]
         info = self._info(name)
         if stored.data_location == _EXTERNAL:

@@ -104,7 +104,7 @@ class Nvfp4(Packed):
     module: str
     parts: tuple[str, ...]
     shape: tuple[int, int]
-    is_divided: bool  # whether the scale of all divides
+    is_divided: bool  # True if values are divided by the tensor's scale
     method = "NVFP4"
 
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
@@ -126,7 +126,7 @@ class Tabled(Packed):
     parts: tuple[str, ...]
     shape: tuple[int, int]
     block: int
-    nested_block: int | None  # size of blocks of scales that are quantised themselves
+    nested_block: int | None  # block size of quantised scales; None for plain scales
     nested_offset: float
     method = "bitsandbytes in 4 bits"
 
@@ -169,7 +169,7 @@ class Affine(Packed):
 @final
 @dataclass(frozen=True)
 class OfRows(Packed):
-    """quanto in 8 bits: numbers times a scale for each row."""
+    """quanto in 8 bits: values times a scale for each row."""
 
     module: str
     parts: tuple[str, ...]
@@ -200,7 +200,7 @@ def _groups(columns: int, count: int) -> Tensor:
 
 
 def _spread(scales: Tensor, block: int, count: int) -> Tensor:
-    """Repeat the scale of each block for its numbers."""
+    """Repeat the scale of each block for its entries."""
     if len(scales) != ceil(count / block):
         raise ValueError(
             f"there are {len(scales)} scales, and {count} numbers in blocks of {block}"
@@ -227,7 +227,7 @@ def find_packed(name: str, tensors: Tensors, settings: Settings) -> Packed | Non
             (*parts, *_of_activations(module, tensors)),
             (info.shape[0], info.shape[1]),
         )
-    # The dtype tells formats with the same names apart.
+    # The dtype distinguishes formats with the same names.
     module, _, last = name.rpartition(".")
     match last:
         case "weight_packed" if info.dtype == torch.uint8:

@@ -65,7 +65,7 @@ class Pickled(TensorFile):
 
     Attributes:
         record: sizes of the model, if the file has them next to the weights.
-        left_out: names of further weights, such as averages of those that are read.
+        left_out: names of unread weights, such as averages of the weights.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,9 +84,7 @@ def _load(path: Path) -> Any:
     try:
         require_regular(path)
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # warnings on pickles that are refused below
+            warnings.simplefilter("ignore")  # warnings on pickles refused below
             is_archive = zipfile.is_zipfile(path)
             if is_archive and _is_program(path):
                 raise DataError(
@@ -119,7 +117,7 @@ def _is_program(path: Path) -> bool:
 
 
 def _weights_in(found: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return the record of tensors within the usual records around it, and the names of further ones."""
+    """Return the record of tensors inside the usual outer records, and the names of unread weights."""
     left_out = list[str]()
     for _ in range(_DEEPEST):
         if not isinstance(found, dict) or any(
@@ -143,7 +141,7 @@ def _has_tensors(record: Mapping[Any, Any]) -> bool:
 
 
 def _sizes_in(found: Any) -> dict[str, Any]:
-    """Return the record of sizes next to the weights; it is empty if there is none."""
+    """Return the record of sizes next to the weights, or an empty record."""
     if not isinstance(found, dict):
         return {}
     records = (found[name] for name in _SIZES if isinstance(found.get(name), dict))

@@ -60,7 +60,7 @@ class Gptq(Packed):
     bits: int
     group: int
     zero_offset: int
-    symmetric: bool  # whether the configuration declares symmetric quantisation
+    symmetric: bool  # True if the configuration declares symmetric quantisation
     method = "GPTQ"
 
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
@@ -271,7 +271,7 @@ def _refuse_by_name(
 
 
 def _said(known: str, method: object) -> str:
-    """Return the method known by its tensors, with the configuration's name for it if that differs."""
+    """Return the method known by its tensors, with the configuration's name if different."""
     same = not isinstance(method, str) or method.lower() in known.lower()
     return known if same else f"{known} (quant_method {shown(method)})"
 
@@ -347,7 +347,8 @@ def _block(
 ) -> tuple[int, int] | None:
     """Return the size of blocks with one scale; None for a scale for each row, or for the matrix."""
     found = tensors.infos[scale].shape
-    # Compare shapes, not numbers of scales: blocks of b × b are as many as rows if there are b² columns.
+    # Compare shapes, not counts of scales: the number of b × b blocks equals the number of rows for b²
+    # columns.
     if prod(found) == 1 or found in ((shape[0],), (shape[0], 1)):
         return None
     block = settings.value("quantization_config.weight_block_size")

@@ -117,7 +117,7 @@ class _PickledShard:
                     "torch.", ""
                 )
             )
-        # The order of safetensors' writer, which aligns every tensor to the size of its entries.
+        # The order follows safetensors' writer: every tensor is aligned to the size of its entries.
         ordered = sorted(infos, key=lambda name: (-infos[name].dtype.itemsize, name))
         self.infos = {name: infos[name] for name in ordered}
 
@@ -131,7 +131,7 @@ class _PickledShard:
         return None
 
     def close(self) -> None:
-        """Do nothing: the mapping is closed with the object."""
+        """Leave the mapping to the object's destruction."""
 
 
 _Shard = _SafetensorsShard | _PickledShard
@@ -223,7 +223,7 @@ def _copy(
     info = shard.infos[name]
     # A replaced tensor is read, too, since its hash is part of the result.
     read = _new_digest(info.dtype, info.shape)
-    source = shard.location(name)  # for a copy in the kernel
+    source = shard.location(name)  # enables a copy in the kernel
     done = 0
     for block in shard.blocks(name):
         read.update(block)

@@ -156,7 +156,7 @@ class Safetensors(TensorFile):
 
 @final
 class InMemory(TensorFile):
-    """Tensors in memory, optionally in place of tensors of a file."""
+    """Tensors in memory, which may replace tensors of a file."""
 
     def __init__(
         self, name: str, tensors: Mapping[str, Tensor], file: TensorFile | None = None

@@ -148,7 +148,7 @@ def what_is(path: Path) -> str:
 
 
 def onnx_in(folder: Path) -> Path | None:
-    """Return the file of a model in ONNX in a folder; None without one, or with several."""
+    """Return the file of a model in ONNX in a folder; None unless the folder has exactly one such file."""
     found = [*_matching(folder, ("model.onnx", "onnx/model.onnx"))]
     found = found or [*_matching(folder, ("*.onnx", "onnx/*.onnx"))]
     return found[0] if len(found) == 1 else None

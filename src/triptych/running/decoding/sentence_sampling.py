@@ -1,4 +1,4 @@
-"""Translations drawn from the probabilities of an encoder-decoder, token by token."""
+"""Sampling of translations from an encoder-decoder."""
 
 import math
 from collections.abc import Sequence
@@ -104,7 +104,7 @@ def sentence_samples(
 
 @final
 class SentenceSamples(DecodingBatch[SentenceSample]):
-    """Batch of drawn translations, with a row for each."""
+    """Batch of sampled translations with one row per translation."""
 
     kind: DrawKind
 

@@ -238,7 +238,7 @@ class TextGenerator:
         chat: bool = False,
         special_tokens: SpecialTokens = "tokens",
     ) -> Iterator[str]:
-        """Continue a prompt and yield the text in parts as it is generated."""
+        """Continue a prompt and yield the text in parts during generation."""
         if options.beam_size > 1 or options.num_samples > 1:
             raise ValueError("one sample without a beam comes token by token")
         ids = self.encode(prompt, chat=chat, special_tokens=special_tokens)

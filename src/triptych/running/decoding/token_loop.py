@@ -117,7 +117,7 @@ class DecodingBatch(ABC, Generic[TextT]):
                 self.cache = cache
             self.logits = logits
             self.texts = [*self.texts, *new]
-        # Texts end between steps where nobody waits for them; a batch without texts has nothing to choose.
+        # Cancelled texts end between steps; an empty batch chooses no tokens.
         return self.choose() if self.texts else []
 
     def _drop_done(self, *, always: bool) -> None:

@@ -84,7 +84,7 @@ class Translation:
 
 
 class _Cut(NamedTuple):
-    """A line cut into sentences, and each of them into the pieces that are translated."""
+    """A line cut into sentences, and the sentences cut into pieces for translation."""
 
     line: str
     sentences: Spaced
@@ -170,9 +170,9 @@ class Translator:
     def translate(self, lines: str | Iterable[str]) -> Translation | list[Translation]:
         """Translate a line, or several lines in their order.
 
-        The sentences of a line are translated one by one and joined as they were, unless the options say
-        otherwise. A sentence longer than `max_source_tokens` is cut, between clauses where possible, without
-        losing any part.
+        The sentences of a line are translated one by one and joined with their original spacing, unless the
+        options differ. A sentence longer than `max_source_tokens` is cut, between clauses where possible,
+        without losing any part.
         """
         found = list(self.translate_stream([as_lines(lines)]))
         return found[0] if isinstance(lines, str) else found

@@ -136,7 +136,7 @@ def read_stacks(
     reader: Reader, texts: Sequence[TextIds], max_tokens: int | None = None
 ) -> list[tuple[StackAttention, ...]]:
     """Read the attention on texts, batched by similar length; return the stacks of every text."""
-    # Batches arrive in order of length; `places` has the index of every text.
+    # Batches arrive in order of length, with the index of every text.
     found: dict[int, tuple[StackAttention, ...]] = {}
     for places, recording in reader.record(texts, max_tokens):
         for row, place in enumerate(places):

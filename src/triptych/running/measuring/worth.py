@@ -53,7 +53,7 @@ from triptych.running.text.tokenizers import Tokenizer
 
 # Every token is run once per head of the model.
 MOST_TOKENS_OF_WORTH = 1 << 13
-# Tokens of a batch, including the copies of its rows for each head.
+# Tokens of a batch, including the repeated rows for each head.
 _TOKENS_AT_A_TIME = 1 << 13
 _LOGITS_AT_A_TIME = 1 << 25
 
@@ -138,7 +138,7 @@ def measure_worth(
     together: Sequence[Sequence[str]] | None = None,
     expect: Callable[[float], None] = lambda seconds: None,
 ) -> Worth:
-    """Measure the loss of a model on a text without each of its heads.
+    """Measure the loss of a model on a text with a single head left out, for all heads.
 
     `expect` is called once, before the first head is left out, with the expected time in seconds.
 
@@ -240,7 +240,7 @@ def _expected(
     run_seconds: float,
     loss_seconds: float,
 ) -> float:
-    """Return the expected time without each head of a layer, from those of a run and of its losses."""
+    """Estimate the time of measuring a layer's heads, from the seconds of a run and of its losses."""
     # Blocks before the layer are not run again; a change in the encoder affects the whole decoder.
     num_blocks = len(blocks_of(model, site.stack))
     is_memory = isinstance(model, EncoderDecoder) and site.stack == "encoder"
@@ -435,7 +435,7 @@ def _heads_left_out(
         (z,) = given
         num_heads = z.shape[
             1
-        ]  # also the number of copies, one after the other along the first dimension
+        ]  # also the number of repetitions along the first dimension
         parts = z.clone().view(num_heads, -1, *z.shape[1:])
         other = other.expand(parts.shape[1:])
         for head in range(num_heads):

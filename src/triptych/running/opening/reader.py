@@ -353,7 +353,7 @@ class Reader(TextReader):
 
     @property
     def labels(self) -> tuple[str, ...] | None:
-        """The names of the classes that a task's head tells apart; None for other models."""
+        """The names of the classes of a task head; None for other models."""
         task = self.last_stack.task
         return None if task is None else task.config.labels
 
@@ -510,7 +510,7 @@ class Reader(TextReader):
     def text_logits(
         self, hidden: Float[Tensor, "length d_model"], ids: Sequence[int]
     ) -> Float[Tensor, "*length outputs"]:
-        """Compute the logits of a whole text, by the head of a task if the model has one."""
+        """Compute the logits of a whole text, by the task head if present."""
         task = self.last_stack.task
         if task is None:
             return self.logits(hidden)

@@ -9,7 +9,7 @@ from triptych.running.opening.layer_calls import Recording
 
 
 def begins_anywhere(model: AnyModel) -> bool:
-    """Return True if every block reads nothing but the stream before it, so that a run can begin at any."""
+    """Return True if every block reads only the preceding stream, so that a run can begin at any block."""
     return not isinstance(model, LanguageModel) or all(
         block.keys is None and block.input is None
         for block in model.architecture.blocks
@@ -19,7 +19,7 @@ def begins_anywhere(model: AnyModel) -> bool:
 def run_from(
     model: AnyModel, run: Recording, site: AttentionSite, times: int
 ) -> Float[Tensor, "repeated length d_model"]:
-    """Run the blocks from a site on, on `times` copies of a batch; return the stream after the final norm.
+    """Run the blocks from a site on a batch repeated `times` times; return the stream after the final norm.
 
     Copy number c of row r is row `c * rows + r`. `run` is the recording of the batch, with residual streams.
     A change in the encoder changes the whole decoder.

@@ -137,7 +137,7 @@ class TransformersReader(TextReader):
         return result
 
     def _given(self, window: Window) -> dict[str, Tensor]:
-        """Return the arguments of a call of the model; a text is the only one of its choices."""
+        """Return the arguments of a call of the model; multiple choice gets the text as its only choice."""
         if type(self.model).__name__.endswith("MultipleChoice"):
             return {name: ids[None] for name, ids in window.inputs.items()}
         return dict(window.inputs)

@@ -100,19 +100,17 @@ class Masking:
         word_of = np.cumsum(~joins) - 1
         sizes = np.bincount(word_of, weights=is_ordinary).astype(np.int64)
         order = generator.permutation(np.flatnonzero(sizes))
-        # Add words in random order up to the number of targets that is nearest to the wanted one.
+        # Add words in random order until the number of targets is nearest to `wanted`.
         middles = np.cumsum(sizes[order]) - sizes[order] / 2
         middles[0] = 0
         return np.asarray(np.isin(word_of, order[middles < wanted]) & is_ordinary)
 
 
 class _Joints(NamedTuple):
-    """Masks over the vocabulary: how tokens join their neighbours to words."""
+    """Masks over the vocabulary: rules for joining tokens to words."""
 
     is_ordinary: Bool[np.ndarray, "vocab"]  # not special
-    goes_on: Bool[
-        np.ndarray, "vocab"
-    ]  # begins inside a character: with a mark, or a byte of it
+    goes_on: Bool[np.ndarray, "vocab"]  # begins inside a character (mark or later byte)
     # begins inside a character, and contains the start of another: its word ends with it, since such tokens
     # may follow each other for a whole text
     spans: Bool[np.ndarray, "vocab"]

@@ -224,7 +224,7 @@ class PretrainedTokenizer(Tokenizer):
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template; None without one, or with several and no default."""
+        """The default chat template; None if it is missing."""
         return self._record.chat_templates.get("default")
 
     @property

@@ -11,8 +11,8 @@ UNSPACED = (
     "\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003fffd"
 )
 _UNSPACED = re.compile(f"[{UNSPACED}]")
-INCOMPLETE = "\ufffd"  # what stands for the bytes of an incomplete character
-_INSIDE = "\u0300"  # a mark, in the place of the later bytes of a character
+INCOMPLETE = "\ufffd"  # replacement for the bytes of an incomplete character
+_INSIDE = "\u0300"  # replacement for the later bytes of a character
 _LEAST_LATER = (
     0x80  # bytes of UTF-8: later bytes of a character, and first bytes of several
 )
@@ -26,18 +26,18 @@ def is_unspaced(char: str) -> bool:
 
 
 def begins_inside(raw: bytes) -> bool:
-    """Return True for a token that begins with a later byte of a character."""
+    """Return True if a token begins with a later byte of a character."""
     return raw[:1] != b"" and _LEAST_LATER <= raw[0] < _LEAST_LEAD
 
 
 def first_character(raw: bytes) -> str:
-    """Return the first character of a token; of the bytes of an incomplete one, what it may be."""
+    """Return the first character of a token; for incomplete bytes, a possible character or a stand-in."""
     if begins_inside(raw):
         return _INSIDE
     character = raw.decode("utf-8", errors="replace")[:1]
     if character != INCOMPLETE:
         return character
-    # An incomplete character that may be of a script without spaces is taken for one: its word ends sooner.
+    # A possible character of a script without spaces is assumed to be such a character: its word ends sooner.
     longer = (
         raw[:3] + bytes([byte]) + b"\x80\x80"
         for byte in range(_LEAST_LATER, _LEAST_LEAD)

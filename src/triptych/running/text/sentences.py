@@ -15,15 +15,15 @@ from tokenizers import Regex, pre_tokenizers
 
 from triptych.running.text.scripts import is_unspaced
 
-# A text without any of these, or with no word behind them, has one sentence: marks that end sentences, line
-# breaks, and spaces between letters of Thai or Lao.
+# A text without a possible end, or without a word behind it, is a single sentence. Ends are marks of
+# sentences, line breaks, and spaces between letters of Thai or Lao.
 _MAY_END = re.compile(
     r"[.!?…‼⁇-⁉。！？｡．؟۔।॥։՜՞။៕។፧።༎\n\r\u2028\u2029]"
     r"|[\u0e01-\u0e4e]\s+(?=[\u0e01-\u0e4e])|[\u0e81-\u0ecd]\s+(?=[\u0e81-\u0ecd])"
 )
 _WORD = re.compile(r"\w")
-# The language of a text is not asked for. An end that one of these languages takes for an abbreviation or a
-# date is none: "Mr. Smith", "am 3. Mai"; in Cyrillic "А. С. Пушкин".
+# The language of a text is not asked for. Abbreviations and dates of these languages are not ends: "Mr.
+# Smith", "am 3. Mai"; in Cyrillic "А. С. Пушкин".
 _LANGUAGES = ("en", "de")
 _CYRILLIC = re.compile(r"[\u0400-\u04ff]")
 # Characters that the library reads at once: its time grows with the square of a text of open quotation marks.
@@ -31,7 +31,7 @@ _WINDOW = 4096
 # Ends that the library does not know: marks in front of a digit ("。2020年"), and those of Khmer.
 _MORE_ENDS = re.compile(r"[。！？](?=\d)|[!?।॥؟۔]\s+(?=\d)|[។៕]\s+(?=\S)")
 # Words that the library takes for abbreviations; in front of a number they are ("no. 5", "Art. 3"), and in
-# front of a capitalised word they are none.
+# front of a capitalised word they are not.
 _WORDS_ENDING = re.compile(
     r"(?<![^\s(\"“«„])(?:[Nn]o|[Oo]k|[Aa]rt|me|may|ill|fed|fig|ark|id|la)\.[\"”»“)]*\s+"
     r"(?=[\"“«„(¿¡]?(?:I\s|[A-ZÄÖÜÉ][\w’']))(?![\"“«„(¿¡]?\w\d)"
@@ -50,8 +50,8 @@ _GOES_ON = re.compile(
     r"(?:^|[\s(«„“\"])(?:M|MM|Mme|Mmes|Mlle|Mgr|Sra|Srta|Dña|डॉ|पं|श्री|प्रो|د|أ|م)\.\s*$"
     r"|(?:^|\s)(?:[AaIi]m|[Dd](?:er|ie|as|em|en|es)|[Zz]u[mr]|[Vv]om|[Bb]eim)\s\d{1,3}\.\s*$"
 )
-# Ends in front of a small letter, where the library knows none in German: of words that are no German
-# abbreviations, for people who write everything small.
+# Ends in front of a small letter, for writers without capitals; the library ignores them in German. German
+# abbreviations are left out.
 _ENDS_SMALL = re.compile(
     r"[!?]\s*$|(?:^|[\W\d])(?!inkl|exkl|evtl|zzgl|abzgl|allg|bspw|einschl|ggfs|verh)[^\W\d_]{4,}\.\s*$"
 )
@@ -61,7 +61,7 @@ _CLOSING = "」』”»）"
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a text behind each of its sentences, in any language."""
+    """Split a text behind every sentence, in any language."""
     may_end = _MAY_END.search(text)
     if may_end is None or _WORD.search(text, may_end.end()) is None:
         return [text]
@@ -73,12 +73,8 @@ def split_sentences(text: str) -> list[str]:
         for end in found_by[0]
         if text[end : end + 1].islower() and _matches(_ENDS_SMALL, text, end)
     }
-    more = {
-        found.end()
-        for found in chain.from_iterable(
-            pattern.finditer(text) for pattern in (_MORE_ENDS, _WORDS_ENDING)
-        )
-    }
+    found = chain(_MORE_ENDS.finditer(text), _WORDS_ENDING.finditer(text))
+    more = {match.end() for match in found}
     ends = sorted({*known, *more, *_clause_ends(text), len(text)})
     parts = list[str]()
     start = 0
@@ -98,7 +94,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def _ends(text: str, language: str) -> Iterator[int]:
-    """Yield the library's ends of sentences; the last part of a window is read again with the next one."""
+    """Yield the library's ends of sentences; the last part of a window is read again with the next window."""
     start = 0
     while start < len(text):
         window = text[start : start + _WINDOW]
@@ -165,7 +161,7 @@ def graphemes(text: str) -> list[str]:
 
 
 def spans_of_words(text: str) -> list[tuple[int, int]]:
-    """Return the ranges of a text's words; in scripts without spaces between words, of its characters."""
+    """Return the ranges of a text's words; scripts without spaces between words are split into characters."""
     found = list[tuple[int, int]]()
     for word in re.finditer(r"\S+", text):
         start = word.start()
@@ -209,7 +205,7 @@ def cut_to_fit(text: str, fits: Callable[[str], bool], level: int = 0) -> list[s
     return [*chain.from_iterable(cut_to_fit(part, fits, level + 1) for part in joined)]
 
 
-# Characters that show nothing, besides spaces, control and format characters: fillers of Hangul, vowels of
+# Invisible characters besides spaces, control and format characters: fillers of Hangul, vowels of
 # Khmer, selectors of variants, the empty pattern of Braille.
 _SHOWS_NOTHING = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180d\u2800\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"

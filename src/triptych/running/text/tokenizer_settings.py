@@ -106,7 +106,7 @@ class TokenizerSettings:
         if config and config.get("model_type") is None:
             config = dict(
                 find_source(folder).record
-            )  # with the model type that its tensors tell
+            )  # the tensors determine its model type
         model_type = config.get("model_type")
         return cls(
             record=record,

@@ -240,7 +240,7 @@ def read_parallel(
     base: Path = Path(),
 ) -> ParallelCorpus:
     """Read a corpus; drop and count the pairs with an empty or too long sentence."""
-    # Line numbers count dropped pairs too.
+    # Line indices include dropped pairs.
     name, pairs = _find_pairs(spec, base)
     sources: list[str] = []
     targets: list[str] = []

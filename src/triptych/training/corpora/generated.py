@@ -70,7 +70,7 @@ def part_of(source: str) -> str:
 
 
 def example_pairs() -> list[TextPair]:
-    """Return a few fixed test pairs, one for each difficulty of this corpus."""
+    """Return a few fixed test pairs, a pair per difficulty of this corpus."""
     return [*pairs_of("examples")]
 
 

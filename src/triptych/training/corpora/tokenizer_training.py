@@ -35,7 +35,7 @@ _MASK = "<mask>"
 _UNK = "<unk>"
 _SPECIAL = [_PAD, _EOS, _MASK]
 _LONGEST_WORD = 1000
-# Words as they are before training: letters, digits, other marks, or white space.
+# Words before training: letters, digits, other marks, or white space.
 _LONG_WORD = re.compile(
     "|".join(
         f"{one}{{{_LONGEST_WORD}}}(?={one})"
@@ -195,9 +195,9 @@ def _train_pieces(
 
 
 def _cut_words(text: str) -> Iterator[str]:
-    """Cut words far longer than those of any language: each merge of a trainer reads the whole word.
+    """Cut words of unnatural length: each merge of a trainer reads the whole word.
 
-    A text such as DNA is one word. With 2 MB of it, training took a minute.
+    A DNA sequence, for example, is a single word: training on 2 MB took a minute.
     """
     start = 0
     if len(text) > _LONGEST_WORD:

@@ -1,6 +1,6 @@
 """Studies: variants of a recipe, trained over several seeds and compared with chance.
 
-A `Study` (`study.py`, TOML) becomes jobs (`study_job.py`), run side by side and resumable
+A `Study` (`study.py`, TOML) becomes jobs (`study_job.py`), run in parallel and resumable
 (`parallel_runs.py`); `comparing.py` and `statistics.py` make tests and intervals of their results,
 `tables.py` and `study_pages.py` show them; `compute_budget.py` keeps variants at equal size. Start with
 `study.py`.

@@ -314,7 +314,7 @@ def _timed(
         )
         for one in variants
     }
-    # One at a time: runs side by side slow each other.
+    # Run sequentially: parallel runs slow each other.
     runner.run("timing", list(planned.values()), workers=1, must=True)
     rates = {name: _steps_a_second(one) for name, one in planned.items()}
     baseline = next(one for one in variants if one.name == study.baseline_name).recipe

@@ -157,7 +157,7 @@ def paired_p_value(differences: Sequence[float]) -> float:
 
 
 def exact_p_value(differences: Sequence[float]) -> float:
-    """Return p of a two-sided sign-flip test that differences are symmetric about 0; NaN for fewer than two.
+    """Return p of a two-sided sign-flip test of symmetry about 0; NaN for fewer than two differences.
 
     p is the share of all 2ⁿ sign flips with a sum at least as far from 0. It is at least 2/2ⁿ. For more than
     40 differences p is approximate: 65,536 flips are drawn, the same flips in every call.

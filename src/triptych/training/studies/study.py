@@ -194,7 +194,7 @@ class Study(_Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Study":
-        # Errors of keys that are valid one by one, but not together.
+        # Errors of keys valid separately but not together.
         if len(self.variants) < 2:
             raise ValueError("a study compares two variants or more")
         for name in self.variants:

@@ -183,7 +183,7 @@ def _measure_model(job: StudyJob) -> dict[str, Any]:
 
 
 def _validation_figures(folder: Path) -> dict[str, float]:
-    """Return the figures with the lower loss: the best validation's, or those of the averaged checkpoints."""
+    """Return the figures with the lower loss, of the best validation or the averaged checkpoints."""
     records = read_metrics(folder / "metrics.jsonl")
     (last,) = [r for r in records if "average_valid_loss" in r][-1:]
     validations = [r for r in records if "valid_loss" in r]

@@ -286,7 +286,7 @@ def curves_csv(outcome: Outcome) -> str:
 
 def history(folder: Path, flops: float | None = None) -> list[dict[str, float]]:
     """Return every validation of a run, with the steps, tokens, seconds and operations before it."""
-    # Tokens and seconds come from the last line of metrics before the validation.
+    # The last line of metrics before the validation gives tokens and seconds.
     try:
         records = read_metrics(folder / "metrics.jsonl")
     except (OSError, TriptychError):

@@ -99,7 +99,8 @@ def fit_parameterisation(
 ) -> tuple[AttentionWeights, Parameterisation]:
     """Return given weights, with maps repeated if necessary, and a parameterisation of their structure.
 
-    `own` is tried first, and `AsWritten` last, unless `named`. Raise ValueError if none fits.
+    `own` is tried first, and `AsWritten` last, unless `named`. Raise ValueError if every parameterisation
+    fails.
     """
     if own is not None and not structural_difference(
         own.skeleton(weights.d_model, weights.num_heads), weights

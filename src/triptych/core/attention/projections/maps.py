@@ -111,7 +111,7 @@ class FromHeads(HeadMap):
         d_in: width of each head.
         d_out: width of the model.
         num_heads: number of input heads. A layer of more heads sums consecutive heads first.
-        bias: True for a map with a bias, which is added once and is not part of the link.
+        bias: True for a map with a bias, added once and not part of the link.
         variance: variance of the initial weights; Glorot's variance if None.
     """
 
@@ -257,7 +257,7 @@ class Joined(HeadMap):
 
     num_heads: int  # number of heads
     width: int  # width of each slice
-    bias: bool  # True for an output with a bias, which is added once and is not part of the link
+    bias: bool  # True for an output with a bias, added once and not part of the link
 
     def make(self) -> ConcatenatedHeads:
         return ConcatenatedHeads(self.num_heads * self.width, self.bias)
@@ -433,7 +433,7 @@ class StoredLink(nn.Module):
         streams = x.shape[1]
         weight = self.weight
         bias = self.bias
-        # Repeat streams or copies to the larger count; the product below broadcasts a single stream.
+        # Repeat streams or maps to the larger count; the product below broadcasts a single stream.
         if 1 < streams < kind.copies:
             x = x.repeat_interleave(kind.copies // streams, dim=1)
         elif kind.copies < streams:
@@ -512,7 +512,7 @@ def _as_parameter(stored: Stored) -> nn.Parameter:
 
 
 def _passing(link: Link) -> tuple[int, int]:
-    """Return the numbers `read` and `passed` of a link's channels; see `LinkMap`."""
+    """Return the counts `read` and `passed` of a link's channels; see `LinkMap`."""
     d_in = link.d_in
     d_out = link.d_out
     if link.diagonal or not link.learned:

@@ -230,7 +230,7 @@ class Projections(nn.Module):
 
     @property
     def is_absorbed_exact_below_one(self) -> bool:
-        """True if the absorbed route is exact for weights with a sum below 1: values have no bias."""
+        """True if the absorbed route is exact for weights with a sum below 1: value maps must lack a bias."""
         return self._ups is None or self._matrices(self._ups[1][0])[1] is None
 
     def absorbed(
@@ -348,7 +348,7 @@ class Projections(nn.Module):
         return getattr(self, name, None)
 
     def _apply_chain(self, names: tuple[str, ...], x: Tensor) -> Tensor:
-        """Apply maps one after the other to a stream `[batch, copies, length, width]`."""
+        """Apply maps one after another to a stream `[batch, copies, length, width]`."""
         for name in names:
             x = self._maps[name].apply(self._stored(name), x)
         return x

@@ -171,7 +171,7 @@ class Shared(Parameterisation):
     o_bias: bool = False
 
     def maps(self, s: LayerSizes) -> Maps:
-        # W_O compensates for W_i, which is drawn smaller than Glorot's.
+        # W_O compensates for W_i, drawn smaller than by Glorot's rule.
         variance = _tied_variance(s)
         glorot = 2 / (s.d + s.h * s.d_k)
         return {

@@ -64,7 +64,7 @@ class AdaptedModel(WrittenFiles):
         )
 
     def require_same(self) -> None:
-        """Check that base and adapters are those that were opened."""
+        """Check that base and adapters are unchanged since they were opened."""
         self.base.require_same()
         for one in self._adapters:
             one.require_same()
@@ -77,7 +77,7 @@ class AdaptedModel(WrittenFiles):
         )
 
     def tensors(self, *, mapped: bool = False) -> Tensors:
-        """Open the tensors of the base with what the adapters add."""
+        """Open the tensors of the base with merged adapters."""
         self.require_same()
         return self._merged(self.base_tensors(mapped=mapped))[0]
 
@@ -91,7 +91,7 @@ class AdaptedModel(WrittenFiles):
         """Return the tensors and the configuration with all adapters."""
         base = tensors
         record = {**self.base.record}
-        record.pop("quantization_config", None)  # merged tensors are plain numbers
+        record.pop("quantization_config", None)  # merged tensors are not quantised
         for adapter in self.adapters:
             merged = _Merged(tensors, adapter, record, base)
             record = merged.record
@@ -108,7 +108,7 @@ class AdaptedModel(WrittenFiles):
 
     @property
     def _own_tokenizer(self) -> list[Path]:
-        """Files of the tokenizer in the last folder that has one."""
+        """Files of the tokenizer in the last folder with a tokenizer."""
         found = (tokenizer_files(folder) for folder in reversed(self.folders))
         return next((files for files in found if files), [])
 
@@ -128,7 +128,7 @@ def _copy(files: Iterable[Path], target: Path) -> None:
 
 @final
 class _Merged(TensorFile):
-    """The tensors of a model with what one adapter adds.
+    """The tensors of a model with an adapter merged.
 
     Attributes:
         record: configuration of the model with the adapter.
@@ -161,7 +161,7 @@ class _Merged(TensorFile):
                 self._replace(name, stored)
         for module in adapter.modules:
             self._adapt(module)
-        # What is read is made of several tensors, and written as plain numbers.
+        # A merged tensor depends on several stored tensors, and is not quantised.
         self.infos = {name: _plain(info) for name, info in self.infos.items()}
 
     def read(self, name: str) -> Tensor:
@@ -213,7 +213,7 @@ class _Merged(TensorFile):
         return tensor.to(self.infos[name].dtype).contiguous()
 
     def _untie(self) -> None:
-        """Give the output layer numbers of its own where the adapter changes it, or the embedding, alone."""
+        """Untie the output layer if the adapter changes the output layer or the embedding alone."""
         if self.record.get("tie_word_embeddings") is False:
             return
         adapter = self._adapter
@@ -233,7 +233,7 @@ class _Merged(TensorFile):
             or adapter.saves_untied(EMBEDDINGS)
             or adapter.adapts((*HEADS, *EMBEDDINGS))
         ):
-            return  # the base's own embedding is replaced, which its output layer is tied to
+            return  # the tied output layer shares the replaced embedding
         tables = [name for name in self.infos if _module(name) in EMBEDDINGS]
         if not has_head and len(tables) == 1:
             new = (
@@ -321,7 +321,7 @@ class _Merged(TensorFile):
 
 @final
 class _InDouble(TensorFile):
-    """The tensors of a model in float64: what is merged into them is not rounded to their dtype."""
+    """The tensors of a model in float64, so that merged values are not rounded to the model's dtype."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.name = tensors.name

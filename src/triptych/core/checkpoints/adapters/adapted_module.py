@@ -1,4 +1,4 @@
-"""Models in memory with adapters of PEFT that are not merged."""
+"""Models in memory with unmerged adapters of PEFT."""
 
 import re
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class AdapterInMemory:
         self.adapter.require_complete()
 
     def require_same(self) -> None:
-        """Do nothing: the base is the module with the adapter's parameters, and compares all of them."""
+        """Return at once: the base, the module with the adapter's parameters, compares all parameters."""
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -62,7 +62,7 @@ def adapters_of(module: Any) -> list[AdapterInMemory]:
 
 
 def without_adapters(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters of the base of a module, under the names that they have without adapters."""
+    """Return the parameters of a module's base, under their names without adapters."""
     return {
         _AROUND.sub("", name): tensor
         for name, tensor in state.items()

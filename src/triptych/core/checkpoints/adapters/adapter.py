@@ -33,7 +33,7 @@ _FACTOR = re.compile(
     r"(?:\.(?!weight$|bias$)[^.]+)?(?:\.(?P<of>weight|bias))?"
 )
 _SAVED = re.compile(r"\.modules_to_save(?:\.default)?(?=\.)|\.base_layer(?=\.)")
-# Starting points that are subtracted from the base model, which is another one then.
+# Initialisations that do not change the base model.
 _PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 _FOLLOWED = ("use_rslora", "use_dora")
 _REFUSED = {
@@ -45,7 +45,7 @@ _REFUSED = {
     "monteclora_config": "factors that are drawn at random (MonteCLoRA)",
     "kasa_config": "another decomposition than B A (KaSA)",
 }
-# Patterns are not trusted: the time of one with repeated groups, or many repetitions, has no bound.
+# Patterns are not trusted: the time of a pattern with repeated groups or many repetitions is unbounded.
 _REPEATS = re.compile(r"[*+{?]")
 _MOST_REPEATS = 2
 _LONGEST_PATTERN = 200
@@ -55,7 +55,7 @@ _LARGEST = 1e6
 @final
 @dataclass(frozen=True)
 class Factors:
-    """What an adapter adds to one map, in the orientation of `torch.nn.Linear`."""
+    """Factors of an adapter for one map, in the orientation of `torch.nn.Linear`."""
 
     down: Tensor  # A, [r, in]
     up: Tensor  # B, [out, r]
@@ -63,7 +63,7 @@ class Factors:
     magnitude: Tensor | None = None  # m of DoRA, [out]
 
     def added(self, weight: Tensor, base: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Return a map, or some of its rows, with what the adapter adds; computed in at least float32.
+        """Return a map, or some of its rows, with the adapter merged; computed in at least float32.
 
         `base`: the map before other adapters were merged, whose lengths DoRA takes.
         """
@@ -85,7 +85,7 @@ class Adapter:
         name: path for messages.
         record: `adapter_config.json`.
         modules: names of the modules with factors, with the names of their tensors by part.
-        saved: names of tensors that replace those of the base, with their names in the file.
+        saved: names of replaced tensors of the base, mapped to their names in the file.
     """
 
     def __init__(self, name: str, record: Mapping[str, Any], tensors: Tensors) -> None:
@@ -102,7 +102,7 @@ class Adapter:
 
     @property
     def base(self) -> str | None:
-        """Path or name on the Hub of the base, as the configuration has it."""
+        """Path or name on the Hub of the base, as stored in the configuration."""
         found = self.record.get("base_model_name_or_path")
         return found if isinstance(found, str) and found else None
 
@@ -112,11 +112,11 @@ class Adapter:
         return self.record.get("fan_in_fan_out") is True
 
     def adapts(self, names: Collection[str]) -> bool:
-        """Return True if a module of one of these names has factors."""
+        """Return True if a module with a name in `names` has factors."""
         return any(module.rpartition(".")[2] in names for module in self.modules)
 
     def saves_untied(self, names: Collection[str]) -> bool:
-        """Return True if a module of one of these names is saved whole, and tied to no other module."""
+        """Return True if a module with a name in `names` is saved whole, without weight tying."""
         listed = self.record.get("modules_to_save") or ()
         is_copied = any(
             isinstance(one, str) and one.rpartition(".")[2] in names for one in listed
@@ -149,7 +149,7 @@ class Adapter:
         )
 
     def bias(self, module: str) -> Tensor | None:
-        """Read what is added to the bias of a module; None if nothing is."""
+        """Read the change of a module's bias; None if the bias is unchanged."""
         parts = self.modules[module]
         if "lora_B.bias" not in parts:
             return None
@@ -217,7 +217,7 @@ class Adapter:
             self.saved[_SAVED.sub("", name)] = stored
 
     def _refuse(self) -> None:
-        """Refuse what is no sum of a base and low-rank maps."""
+        """Refuse adapters except sums of a base and low-rank maps."""
         method = self.record.get("peft_type")
         merge = "merge it with PEFT (merge_and_unload, save_pretrained), and give that folder"
         if method != "LORA":
@@ -270,7 +270,7 @@ class Adapter:
         )
 
     def _fits(self, pattern: str, module: str) -> bool:
-        """Match a module as PEFT does: a regular expression for its whole name, or for the end of it."""
+        """Match a module by PEFT's rule: a regular expression for its whole name or the name's end."""
         repeats = len(_REPEATS.findall(pattern))
         is_slow = repeats > _MOST_REPEATS or (repeats and ")" in pattern)
         if is_slow or len(pattern) > _LONGEST_PATTERN or "(?" in pattern:

@@ -30,7 +30,7 @@ from triptych.extras import require_extra
 from triptych.files import write_json, write_text
 from triptych.untrusted import LocalBytes, MappedBytes, Stamps, shown
 
-# Tensors of values that are fields of a configuration of `transformers`.
+# Tensors of values stored as configuration fields in `transformers`.
 _OF_POSITIONS = (
     "rope_freqs.weight",
     "rope_factors_long.weight",
@@ -192,7 +192,7 @@ class _Renamed(TensorFile):
             layout = layout_of(architecture, own, heads)
             for there, expert, info in self._infos(own, names[own]):
                 if layout.transposed:
-                    # Shapes are those in `transformers`; `read` converts the values.
+                    # Shapes follow `transformers`; `read` converts the values.
                     info = TensorInfo(
                         info.dtype, tuple(reversed(info.shape)), info.num_bytes
                     )

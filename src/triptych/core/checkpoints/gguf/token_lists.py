@@ -105,7 +105,7 @@ class Vocabulary:
         for name, key in NAMED.items():
             if (token := self._id(key)) is not None:
                 settings[name] = self.tokens[token]
-        # The files are those of `transformers`, so that one reader serves both formats.
+        # The files follow `transformers`, so that one reader serves both formats.
         found = {"tokenizer.json": json.dumps(self._tokenizer(), ensure_ascii=False)}
         template = self._metadata.get("tokenizer.chat_template")
         if isinstance(template, str):
