@@ -15,7 +15,7 @@ from triptych.training.corpora.generated import generate_pairs
 # Modules of the extras, and what the core needed once.
 EXTRAS = (
     *("vl_convert", "altair", "num2words", "babel", "pyarrow", "datasets", "tensorboard", "sentencepiece"),
-    *("transformers", "ctranslate2", "gguf", "onnx", "onnxscript", "onnxruntime"),
+    *("transformers", "gguf", "onnx", "onnxscript", "onnxruntime"),
     *("starlette", "uvicorn", "python_multipart", "prometheus_client", "turbohtml"),
 )
 # Runs commands one after the other, and says after each with which code it ended.

@@ -19,7 +19,6 @@ from triptych.converting.plain import plain_model
 from triptych.core.attention import PARAMETERISATIONS
 from triptych.core.models import EncoderDecoder, ModelConfig, find_config
 from triptych.errors import DataError, UsageError
-from triptych.literals import TargetFormat
 from triptych.running.decoding import SearchOptions, Translator
 from triptych.running.opening import Reader, open_reader, open_translator
 from triptych.running.opening.run_folder import DecodingConfig
