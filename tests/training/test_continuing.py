@@ -207,6 +207,3 @@ def test_the_command_puts_a_checkpoint_in_the_place_of_a_recipes_model(tmp_path:
     found = read_recipe(recipe, ["seed=7"], "gpt2")
     assert isinstance(found, ContinuedRecipe)
     assert (found.model.checkpoint, found.model.context, found.seed) == ("gpt2", 64, 7)
-    recipe.write_text('[data.train]\nsource = "a"\n')
-    with pytest.raises(UsageError, match="leave out --from"):
-        read_recipe(recipe, (), "gpt2")
