@@ -215,7 +215,8 @@ def test_the_best_is_chosen_by_loss_while_bleu_is_noise_and_the_card_says_so(tmp
     assert losses[counters.best_step] == min(losses.values())
     assert summary.figures()["best_by"] == "loss"
     card = (whole / "README.md").read_text()
-    assert "Best validation, chosen by loss (BLEU decides once the 95 % interval of BLEU lies above 5): " in card
+    why = "(BLEU decides once the 95 % interval of BLEU lies above 5)"
+    assert f"Best validation, chosen by loss {why}: " in card
     runs.train(resolve(tree), stopped, SignalAt(_VALIDATE_EVERY + 1, signal.SIGTERM))
     assert runs.resume(stopped, (), LineDisplay()).outcome.counters.best_by == "loss"
     assert_same_run(stopped, whole)

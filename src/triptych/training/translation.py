@@ -240,7 +240,7 @@ class TranslationTask(Task[Recipe]):
     def card(self, outcome: TrainingResult, best: str) -> CardWords:
         by = outcome.counters.best_by
         is_noise = self.recipe.validation.metric != "loss" and by == "loss"
-        metric = self.recipe.validation.metric
+        metric = {"bleu": "BLEU", "chrf": "chrF"}.get(self.recipe.validation.metric)
         noise = f" ({metric} decides once the 95 % interval of BLEU lies above {LEAST_BLEU:g})"
         why = noise if is_noise else ""
         model = self.recipe.model
