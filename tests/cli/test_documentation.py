@@ -31,12 +31,11 @@ README, ATTENTION = ROOT / "README.md", DOCS / "reference/parameterisations.md"
 # Pages of the small GPT-2 of ../shared, whose outputs are compared; and those that train, whose outputs vary.
 OF_GPT2 = (
     *("start/your-checkpoint", "start/exact", "tutorials/inside-gpt2", "tutorials/smaller"),
-    *("index", "how-to/ablate", "how-to/rank"),
+    *("how-to/ablate", "how-to/rank"),
 )
 THAT_TRAIN = ("start/your-text", "tutorials/translator", "tutorials/own-attention")
-OF_THE_DEMO = ("../README", "start/translate", "start/head")
+OF_THE_DEMO = ("start/translate",)
 # Pages that run on tiny models under the names in them.
-# how-to/family is run in docs/test_own_model.py.
 ON_TINY = ("reference/columns", "reference/exact")
 ON_TINY_SLOW = (
     *("how-to/attend", "how-to/explore", "how-to/generating", "how-to/heads", "reference/rewriting"),
@@ -45,6 +44,8 @@ ON_TINY_SLOW = (
 )
 # Pages whose blocks other tests run.
 ELSEWHERE = (
+    *("../README", "index", "start/head"),  # tests/docs/test_first_screen.py
+    "how-to/family",  # tests/docs/test_own_model.py
     *("how-to/planning", "how-to/serving", "how-to/timing"),  # below
     *("reference/parameterisations", "tutorials/by-hand"),  # below
     *("reference/model", "how-to/own-attention"),  # tests/face/test_page.py, tests/test_own_attention.py
