@@ -200,9 +200,29 @@ def write_bytes(path: Path, content: bytes) -> None:
     write_atomically(path, write)
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a folder; other processes see either the whole folder or none."""
+    # `NewFolder` removes this name, too, if this process is killed now.
+    leaving = path.with_name(f".{path.name}.partial-removed")
+    path.rename(leaving)
+    shutil.rmtree(leaving, ignore_errors=True)
+
+
+def find_cache_folder() -> Path | None:
+    """Return the cache folder: `triptych` in $XDG_CACHE_HOME, or in ~/.cache; None without a home folder."""
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named) / "triptych"
+    try:
+        return Path.home() / ".cache" / "triptych"
+    except RuntimeError:  # a user that the system does not know, as in containers
+        return None
+
+
 def cache_folder() -> Path:
-    """Return the cache folder: `triptych` in $XDG_CACHE_HOME, or in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "triptych"
+    """Return the cache folder (`find_cache_folder`); raise `UsageError` without a home folder."""
+    if (found := find_cache_folder()) is None:
+        raise UsageError("there is no home folder: set XDG_CACHE_HOME to a folder")
+    return found
 
 
 def leads_to(path: Path) -> Path:

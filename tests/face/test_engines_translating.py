@@ -1,5 +1,7 @@
 """CTranslate2 in the place of our own search: the same hypotheses, scores and options."""
 
+import errno
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -12,6 +14,7 @@ from triptych.converting import engines as cache
 from triptych.converting.engines import CTranslate2Searcher
 from triptych.core.models import EncoderDecoder, ModelConfig
 from triptych.errors import DataError, EngineNote, UsageError
+from triptych.files import cache_folder
 from triptych.literals import Precision, Stop
 from triptych.running.decoding import SearchOptions, Translation, Translator
 from triptych.running.opening import Reader
@@ -98,16 +101,60 @@ def test_hypotheses_and_scores_are_those_of_our_own_search(run: Reader, options:
 def test_a_model_is_converted_once_and_another_one_apart(run: Reader) -> None:
     options = SearchOptions(beam_size=1)
     both(run, options)
-    (first,) = cache.cache_folder().iterdir()
+    (first,) = cache_folder().iterdir()
     changed = first.stat().st_mtime_ns
     both(run, options)
-    assert [*cache.cache_folder().iterdir()] == [first]
+    assert [*cache_folder().iterdir()] == [first]
     assert first.stat().st_mtime_ns == changed
     with torch.no_grad():
         run.model.head.output.weight[7] += 1
     both(run, options)
     both(run, SearchOptions(beam_size=1, max_extra_tokens=9))  # other positions
-    assert len([*cache.cache_folder().iterdir()]) == 3
+    assert len([*cache_folder().iterdir()]) == 3
+
+
+def test_of_the_models_of_one_configuration_only_the_newest_stay_in_the_cache(run: Reader) -> None:
+    options = SearchOptions(beam_size=1)
+    both(run, SearchOptions(beam_size=1, max_extra_tokens=9))  # another configuration
+    (other,) = cache_folder().iterdir()
+    os.utime(other, (0, 0))
+    for age in range(6, 0, -1):
+        with torch.no_grad():
+            run.model.head.output.weight[7] += 1
+        before = {*cache_folder().iterdir()}
+        both(run, options)
+        (new,) = {*cache_folder().iterdir()} - before
+        os.utime(new, (1e9 - age, 1e9 - age))
+    found = {folder: folder.stat().st_mtime for folder in cache_folder().iterdir()}
+    assert sorted(found.values()) == [0, 1e9 - 4, 1e9 - 3, 1e9 - 2, 1e9 - 1]
+    assert found[other] == 0
+
+
+def test_without_a_home_folder_or_with_a_full_disk_a_model_translates(
+    run: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def has_no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    options = SearchOptions(beam_size=1)
+    with monkeypatch.context() as patched:
+        patched.delenv("XDG_CACHE_HOME")
+        patched.setattr(Path, "home", has_no_home)
+        ours, theirs = both(run, options)
+        with pytest.raises(UsageError, match="there is no home folder: set XDG_CACHE_HOME"):
+            cache_folder()
+    assert [t.text for t in ours] == [t.text for t in theirs]
+    monkeypatch.setattr(cache, "require_recipe", lambda _: None)  # `run` is no folder
+    monkeypatch.setattr(cache, "write_folder", fails)
+    with pytest.warns(EngineNote, match="engine auto: triptych translates: .*No space left"):
+        translator = cache.make_translator(run, cache.Options("cpu", engine="auto"), beam_size=1)
+    assert translator.engine == "triptych"
+    assert translator.translate(LINES) == cache.make_translator(
+        run, cache.Options("cpu"), beam_size=1
+    ).translate(LINES)
 
 
 def test_without_a_place_for_the_cache_nothing_is_left_behind(
@@ -125,7 +172,7 @@ def test_without_a_place_for_the_cache_nothing_is_left_behind(
 def test_a_damaged_cache_is_one_line_that_names_it(run: Reader) -> None:
     options = SearchOptions(beam_size=1)
     both(run, options)
-    (folder,) = cache.cache_folder().iterdir()
+    (folder,) = cache_folder().iterdir()
     (folder / "model.bin").write_bytes(b"half")
     with pytest.raises(DataError, match=f"{folder} cannot be read by CTranslate2"):
         CTranslate2Searcher(run, options, "fp32", 1, "cpu")
@@ -151,7 +198,7 @@ def test_a_model_that_does_not_fit_is_refused_with_its_reason(tokenizers: Tokeni
     run = Reader("a run", Path("a run"), model, tokenizers, decoding=DecodingConfig())
     with pytest.raises(UsageError, match="'alibi', and CTranslate2 has no positions inside attention"):
         CTranslate2Searcher(run, SearchOptions(beam_size=1), "fp32", 1, "cpu")
-    assert not cache.cache_folder().exists() or not [*cache.cache_folder().iterdir()]
+    assert not cache_folder().exists() or not [*cache_folder().iterdir()]
 
 
 @pytest.mark.skipif(not MARIAN.is_dir(), reason="needs ../shared/checkpoints/marian-multi30k")

@@ -9,7 +9,6 @@ Source: github.com/OpenNMT/CTranslate2, version 4.8.
 
 import contextlib
 import hashlib
-import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,7 +36,7 @@ from triptych.core.models import (
     require_lengths,
 )
 from triptych.errors import DataError, EngineNote, TriptychError, UsageError
-from triptych.files import cache_folder, write_folder
+from triptych.files import find_cache_folder, remove_folder, write_folder
 from triptych.literals import EngineName, Precision, SpecialTokens, Stop
 from triptych.running.changing import is_patched
 from triptych.running.decoding import (
@@ -69,6 +68,7 @@ from triptych.running.opening import Reader
 from triptych.running.options import Options, require_ctranslate2
 
 _BATCH_TOKENS = 2048
+_MOST_KEPT = 4  # converted models of one configuration in the cache folder
 _COMPUTE_TYPES: dict[Precision, str] = {
     "fp32": "float32",
     "bf16": "bfloat16",
@@ -112,14 +112,9 @@ def _converted(name: str, write: Callable[[Path], object]) -> Iterator[Path]:
 
     The folder stays in the cache folder. If the cache folder cannot be written, a temporary folder is used.
     """
-    place = cache_folder() / name
-    with contextlib.suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-    if not place.is_dir() and os.access(place.parent, os.W_OK):
-        with contextlib.suppress(FileExistsError):  # another process was faster
-            write_folder(place, write)
-    if place.is_dir():
-        yield place
+    kept = _in_cache(name, write)
+    if kept is not None:
+        yield kept
         return
     with tempfile.TemporaryDirectory(prefix="triptych-") as temporary:
         place = Path(temporary, "model")
@@ -127,10 +122,37 @@ def _converted(name: str, write: Callable[[Path], object]) -> Iterator[Path]:
         yield place
 
 
+def _in_cache(name: str, write: Callable[[Path], object]) -> Path | None:
+    """Return the folder of a converted model in the cache folder; None if it cannot be written there."""
+    folder = find_cache_folder()
+    if folder is None:
+        return None
+    place = folder / name
+    if not place.is_dir():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_folder(place, write)
+        except FileExistsError:  # another process was faster, or a file is in the way
+            pass
+        except OSError:  # no permission, or a full disk
+            return None
+        with contextlib.suppress(OSError):  # another process removes them, too
+            _remove_older(place)
+    return place if place.is_dir() else None
+
+
+def _remove_older(place: Path) -> None:
+    """Remove the oldest conversions of models with the configuration of a new one."""
+    alike = place.parent.glob(f"{place.name.rpartition('-')[0]}-*")
+    newest = sorted(alike, key=lambda folder: folder.stat().st_mtime, reverse=True)
+    for folder in newest[_MOST_KEPT:]:
+        remove_folder(folder)
+
+
 def _load_converted(
     name: str,
     model: nn.Module,
-    texts: Iterable[str],
+    texts: Sequence[str],
     write: Callable[[Path], object],
     precision: Precision,
     device: str,
@@ -138,17 +160,21 @@ def _load_converted(
 ) -> Any:
     """Build CTranslate2's class `name` for a model, converting the model unless it is in the cache folder.
 
-    The cache key is a hash of all weights and of `texts`. `threads` are the number of threads for batches,
-    ignored on a GPU, and the number of threads for each product.
+    The name in the cache folder ends in two hashes: of `texts` (configuration and tokenizers), and of all
+    weights and `texts`. `threads` are the number of threads for batches, ignored on a GPU, and the number of
+    threads for each product.
     """
     require_ctranslate2()
     import ctranslate2
 
     place, index = _find_place(device)
     kind = _compute_type(precision, place)
-    with _converted(
-        f"ctranslate2-{ctranslate2.__version__}-{hash_of(model, texts)}", write
-    ) as folder:
+    joined = "\n".join(texts).encode("utf-8", "surrogatepass")
+    configuration = hashlib.sha256(joined).hexdigest()[:16]
+    own_name = (
+        f"ctranslate2-{ctranslate2.__version__}-{configuration}-{hash_of(model, texts)}"
+    )
+    with _converted(own_name, write) as folder:
         try:
             return getattr(ctranslate2, name)(
                 str(folder),
@@ -527,7 +553,7 @@ def make_translator(
             _require_fit_for_auto(options, glossary, search.get("num_best", 1))
             found = made("ctranslate2")
             note = "CTranslate2 translates: it is faster on CPUs (--engine triptych searches without it)"
-        except TriptychError as error:
+        except (TriptychError, OSError) as error:  # OSError: no place to convert to
             found = made("triptych")
             note = f"triptych translates: {error}"
         warnings.warn(f"engine auto: {note}", EngineNote, stacklevel=3)
