@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from checkpoints.test_families import made
-from checkpoints.tiny_models import TINY, a_sixth
+from checkpoints.tiny_models import TINY
 from triptych.core.checkpoints import checkpoint as opening
 from triptych.core.checkpoints import reading
 from triptych.core.checkpoints import stored_positions as positions
@@ -69,8 +69,8 @@ def without(record: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", a_sixth(0))
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("name", TINY)
 def test_a_field_that_is_left_out_is_what_the_class_makes_it(name: str, tmp_path: Path) -> None:
     made(name, tmp_path)
     of_class = TINY[name].config

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints.oracle import has_experts
-from checkpoints.tiny_models import TINY, Tiny, a_sixth, most
+from checkpoints.tiny_models import TINY, Tiny, most
 from triptych.core.algebra.cost import writing_cost
 from triptych.core.algebra.function import run_layer
 from triptych.core.algebra.weights import SIDES
@@ -260,7 +260,8 @@ def test_what_is_read_of_a_layer_is_written_as_it_was_to_the_bit(
             assert torch.equal(tensor, checkpoint.tensors.read(of)), of
 
 
-@pytest.mark.parametrize("name", a_sixth(1))
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", TINY)
 def test_the_map_of_one_head_is_that_of_its_layer_and_an_outline_has_its_shapes(
     name: str, folder_of: Callable[[str], Path]
 ) -> None:

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from sampling import one_in
-
 transformers = pytest.importorskip("transformers")
 
 
@@ -857,11 +855,6 @@ _VARIANTS = {
     "blenderbot-small",
     "siglip2, vision",
 }
-
-
-def a_sixth(first: int) -> list[Any]:
-    """Names of tiny models as parameters, every sixth in every run and the others in the slow run alone."""
-    return one_in(6, TINY, first)
 
 
 def most(names: Iterable[str] = TINY) -> list[Any]:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from checkpoints.tiny_marian import CONFIG, write_marian
-from sampling import one_in
 from triptych.converting import hugging_face
 from triptych.converting.conversion import Conversion, convert
 from triptych.converting.plain import plain_model
@@ -155,8 +154,8 @@ def test_gates_of_pairs_are_refused() -> None:
         plain_model(make_model({"projections": "differential"}), "it")
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("norm", one_in(2, ["post", "pre"]))
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize("site", FITTING.values(), ids=FITTING)
 def test_heads_written_plainly_compute_the_same(site: dict[str, Any], norm: str) -> None:
     model = make_model(site, norm=norm).double()
@@ -209,7 +208,8 @@ def test_wide_heads_of_low_rank_fit_exactly(dtype: torch.dtype, allowed: float) 
         assert difference(plain.model(src, tgt_in), model(src, tgt_in)) < allowed
 
 
-@pytest.mark.parametrize("name", one_in(3, MODELS))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", MODELS)
 def test_transformers_computes_the_same_and_searches_the_same(
     name: str, joint: TokenizerPair, tmp_path: Path
 ) -> None:

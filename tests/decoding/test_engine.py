@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from decoding.plain_search import plain_search, search
-from sampling import one_in
 from triptych.core.attention.projections import PARAMETERISATIONS
 from triptych.core.models import (
     AttentionConfig,
@@ -103,7 +102,8 @@ def test_every_parameterisation_is_searched_as_by_its_modules(
     assert_alike(*both(model, pad(SOURCES), options))
 
 
-@pytest.mark.parametrize("projections", one_in(3, ["grouped", "factored", "stacked"]))
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("projections", ["grouped", "factored", "stacked"])
 @pytest.mark.parametrize("positions", ["none", "learned", "rotary", "alibi"])
 def test_positions_are_where_they_belong(positions: str, projections: str) -> None:
     options = SearchOptions(beam_size=3, max_extra_tokens=25)  # past the first room of the cache
@@ -173,11 +173,12 @@ def test_int8_is_for_cpus() -> None:
 # Steps that are always the same work, as a GPU replays them
 
 
-@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("beam_size", [1, 4])
 @pytest.mark.parametrize(
     ("projections", "positions"),
     [
-        *one_in(3, ((name, "sinusoidal") for name in sorted(PARAMETERISATIONS))),
+        *((name, "sinusoidal") for name in sorted(PARAMETERISATIONS)),
         ("factored", "learned"),
         ("grouped", "rotary"),
         ("grouped", "alibi"),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from sampling import one_in
 from text.test_chat import BLOCKS, CHATML, CONVERSATIONS, HEADERS, INSTRUCTION, THINKING, WIDE
 from text.test_pretrained import CORPUS, byte_level
 from text.test_tokenizer_classes import whole_albert, whole_spelled, whole_t5
@@ -88,7 +87,8 @@ def test_a_conversation_has_the_ids_of_transformers(name: str, tmp_path: Path) -
         assert ours.chat_ids(harmless) == wanted
 
 
-@pytest.mark.parametrize("name", one_in(2, TEMPLATES))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_no_message_writes_a_special_token(name: str, tmp_path: Path) -> None:
     ours = of_bytes(tmp_path, TEMPLATES[name])
     roles = ("user", "assistant", "user")
@@ -113,9 +113,10 @@ def test_no_message_writes_a_special_token(name: str, tmp_path: Path) -> None:
             ours.chat_ids([{"role": "im_end", "content": "x"}])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", [whole_t5, whole_albert, whole_spelled])
-@pytest.mark.parametrize("scheme", one_in(3, ["first", "always", None]))
+@pytest.mark.parametrize("scheme", ["first", "always", None])
 def test_text_between_special_tokens_is_cut_as_in_a_whole_text(
     make: Callable[[Path], None], scheme: str | None, tmp_path: Path
 ) -> None:

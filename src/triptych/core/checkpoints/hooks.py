@@ -97,6 +97,8 @@ class DeBERTa(Hook):
         if spec.kind != "disentangled":
             return None
         parts = _parts(place)
+        if not parts:
+            return None
         longest = _above_0(place, "max_relative_positions") or place.count(
             "max_position_embeddings"
         )
