@@ -18,7 +18,7 @@ import triptych
 from small_checkpoints import llama
 from triptych.core.storage.onnx_file import OnnxFile
 from triptych.core.storage.pickled import Pickled
-from triptych.errors import ConfigurationWarning, TriptychError
+from triptych.errors import ConfigurationWarning, DataError, TriptychError
 
 D, HEADS = 16, 4
 IDS = [3, 1, 4, 1, 5]
@@ -172,7 +172,9 @@ def test_a_config_beside_the_file_or_above_its_folder_is_used(
         assert (triptych.load(place).run(IDS).logits - expected).abs().max() < 1e-5
 
 
-def write_graph(path: Path, *, kind: str = "MatMul", location: str = "", length: int = 24) -> Tensor:
+def write_graph(
+    path: Path, *, kind: str = "MatMul", domain: str = "", location: str = "", length: int = 24
+) -> Tensor:
     """A graph with one matrix, which its exporter named by a number; `location`: file with its numbers."""
     matrix = torch.arange(6.0).reshape(2, 3)
     stored = helper.make_tensor("val_3", TensorProto.FLOAT, [2, 3], matrix.numpy().tobytes(), raw=True)
@@ -182,7 +184,7 @@ def write_graph(path: Path, *, kind: str = "MatMul", location: str = "", length:
         for key, value in (("location", location), ("offset", "8"), ("length", str(length))):
             stored.external_data.add(key=key, value=value)
         (path.parent / "w.data").write_bytes(b"\0" * 8 + matrix.numpy().tobytes())
-    node = helper.make_node(kind, ["x", "val_3"], ["y"], name="node_linear")
+    node = helper.make_node(kind, ["x", "val_3"], ["y"], name="node_linear", domain=domain)
     node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value="['', 'net', 'net.up', 'linear']")
     graph = helper.make_graph([node], "g", [], [], [stored])
     onnx.save(helper.make_model(graph), path)
@@ -201,7 +203,10 @@ def test_a_matrix_without_a_bias_is_named_by_its_scopes(location: str, tmp_path:
     ("options", "said"),
     [
         ({"kind": "MatMulInteger"}, "quantised"),
-        ({"kind": "Attention"}, "the optimiser of ONNX Runtime has merged its operations"),
+        (
+            {"kind": "Attention", "domain": "com.microsoft"},
+            "the optimiser of ONNX Runtime has merged its operations",
+        ),
         ({"location": "../w.data"}, "outside of its folder"),
         ({"location": "w.data", "length": 4000}, "its bytes are not in"),
     ],
@@ -212,6 +217,73 @@ def test_what_is_not_read_of_onnx_is_refused_in_a_line(
     write_graph(tmp_path / "m.onnx", **options)
     with pytest.raises(TriptychError, match=said):
         OnnxFile(tmp_path / "m.onnx").read("net.up.weight")
+
+
+def of_shape(sizes: list[int], **more: Any) -> TensorProto:
+    return TensorProto(name="net.up.weight", dims=sizes, data_type=TensorProto.FLOAT, **more)
+
+
+DAMAGED: Mapping[str, tuple[list[Any], list[TensorProto], str]] = {
+    "more numbers than bytes": ([], [of_shape([1 << 40, 1 << 40])], "0 bytes, where its shape takes 4,8"),
+    "fewer numbers than bytes": (
+        [],
+        [of_shape([2], raw_data=bytes(12))],
+        "12 bytes, where its shape takes 8",
+    ),
+    "a list without its end": ([], [of_shape([3], float_data=[1.0])], "4 bytes, where its shape takes 12"),
+    "a size below 0": ([], [of_shape([-2, -2])], r"shape \[-2, -2\] is not a valid shape"),
+    "no inputs": ([helper.make_node("Identity", [], ["a.b"])], [], "an operation Identity has 0 inputs"),
+    "one input": ([helper.make_node("MatMul", ["x"], ["y"])], [], "an operation MatMul has 1 inputs"),
+    "no outputs": ([helper.make_node("Gemm", ["x", "y"], [])], [], "2 inputs and 0 outputs"),
+}
+
+
+@pytest.mark.parametrize("fault", DAMAGED)
+def test_a_damaged_file_of_onnx_is_refused_when_it_is_opened(fault: str, tmp_path: Path) -> None:
+    nodes, tensors, said = DAMAGED[fault]
+    onnx.save(helper.make_model(helper.make_graph(nodes, "g", [], [], tensors)), tmp_path / "m.onnx")
+    with pytest.raises(DataError, match=said):
+        OnnxFile(tmp_path / "m.onnx")
+
+
+def of_heads(path: Path, shape: list[Any], name: str = "") -> int | None:
+    """The width of heads in a graph that reshapes queries before its softmax."""
+    nodes = [
+        helper.make_node("Softmax", ["scores"], ["mixed"], name=name),
+        helper.make_node("MatMul", ["queries", "keys"], ["scores"], name=name),
+        helper.make_node("Reshape", ["x", "shape"], ["queries"], name=name),
+        *shape,
+    ]
+    onnx.save(helper.make_model(helper.make_graph(nodes, "g", [], [])), path)
+    return OnnxFile(path).head_width
+
+
+def constant(name: str, **more: Any) -> Any:
+    four = TensorProto(name=name, dims=[4], data_type=TensorProto.INT64, **more)
+    return helper.make_node("Constant", [], [name], value=four)
+
+
+@pytest.mark.parametrize("name", ["", "a node"])
+def test_the_width_of_heads_is_found_among_nodes_without_names(name: str, tmp_path: Path) -> None:
+    sizes = constant("shape", int64_data=[1, 5, 2, 8])
+    assert of_heads(tmp_path / "m.onnx", [sizes], name) == 8
+
+
+def test_shapes_that_name_themselves_or_double_are_no_shapes(tmp_path: Path) -> None:
+    itself = [helper.make_node("Concat", ["shape"], ["shape"])]
+    assert of_heads(tmp_path / "m.onnx", itself) is None
+    doubled = [helper.make_node("Concat", [f"{i}", f"{i}"], [f"{i + 1}"]) for i in range(60)]
+    doubled[-1].output[0] = "shape"
+    assert of_heads(tmp_path / "m.onnx", doubled) is None
+
+
+def test_a_constant_outside_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(bytes(32))
+    (tmp_path / "folder").mkdir()
+    outside = constant("shape", data_location=TensorProto.EXTERNAL)
+    outside.attribute[0].t.external_data.add(key="location", value="../secret")
+    with pytest.raises(DataError, match=r"tensor shape is in \.\./secret, outside of its folder"):
+        of_heads(tmp_path / "folder" / "m.onnx", [outside])
 
 
 def test_a_damaged_file_of_onnx_is_refused(tmp_path: Path) -> None:

@@ -69,6 +69,31 @@ def test_what_holds_is_said_claim_by_claim(
     assert card(certificate).splitlines()[2] == f"**{certificate.outcome}**"
 
 
+def test_a_card_of_an_older_version_holds_and_a_changed_figure_in_it_does_not(
+    triptych: Command, rewritten: Path, place: Path
+) -> None:
+    certificate = read_certificate(rewritten / "out")
+    heading, _, *paragraphs = card(certificate).split("\n\n")
+    older = "\n\n".join([heading, *paragraphs])
+    for now, then in (
+        ("another function; the first line says how far from the first", "another function, near the first"),
+        (
+            "Without them, each layer with widths of its own, the attention would have",
+            "As a run of triptych, where each layer has its own widths, the attention would have",
+        ),
+    ):
+        assert now in older
+        older = older.replace(now, then)
+    readme = place / "out" / "README.md"
+    readme.write_text(f"# A model\n\n{older}", encoding="utf-8")
+    assert triptych("verify", place / "out").code == 0
+    readme.write_text(older.replace("of its size", "of twice its size"), encoding="utf-8")
+    checks = json.loads(triptych("verify", place / "out", "--json").out)["checks"]
+    assert [(one["claim"], one["found"]) for one in checks if one["held"] is False] == [
+        ("other files as written", "README.md does not say what the certificate does")
+    ]
+
+
 def test_the_certificate_itself_may_be_named(triptych: Command, rewritten: Path) -> None:
     answer = triptych("verify", rewritten / "out" / "certificate.json", "--json")
     assert answer.code == 0, answer.out

@@ -476,10 +476,22 @@ def card(certificate: Certificate, folder: str = "path/to/this/folder") -> str:
     return "\n\n".join(paragraphs) + "\n"
 
 
+def former_card(certificate: Certificate) -> str:
+    """Return the section as versions before the outcome's line wrote it: older checkpoints still have it."""
+    found = card(certificate).replace(f"\n\n{_said_outcome(certificate)}", "", 1)
+    for now, before in _FORMER_WORDS.items():
+        found = found.replace(now, before, 1)
+    return found
+
+
+def _said_outcome(certificate: Certificate) -> str:
+    return printable(f"**{certificate.outcome}**")
+
+
 def _card_paragraphs(certificate: Certificate, folder: str) -> Iterator[list[str]]:
     """Yield the lines of each paragraph."""
     yield [CARD_HEADING]
-    yield [f"**{certificate.outcome}**"]
+    yield [_said_outcome(certificate)]
     maps = [
         *chain.from_iterable(
             norm.maps for norm in certificate.norms if norm.measured is not None
@@ -553,6 +565,13 @@ UNPADDED = (
     "This format has fixed shapes: what the new maps do not need is filled with zeros. Without "
     "them, each layer with widths of its own, the attention would have"
 )
+_FORMER_WORDS = {
+    _MEANING["bounded"]: "another function, near the first",
+    UNPADDED: (
+        "This format has fixed shapes: what the new maps do not need is filled with zeros. As a run of "
+        "triptych, where each layer has its own widths, the attention would have"
+    ),
+}
 
 
 def _said_costs(what: str, before: Cost, after: Cost) -> str:

@@ -27,6 +27,7 @@ from triptych.rewriting.certificate import (
     Certificate,
     EndToEnd,
     card,
+    former_card,
     read_certificate,
 )
 from triptych.rewriting.checking import (
@@ -258,7 +259,8 @@ def check_files(certificate: Certificate, folder: Path) -> Claim:
         if readme.is_file()
         else ""
     )
-    if card(certificate).strip() not in text:
+    sections = (card(certificate), former_card(certificate))
+    if not any(section.strip() in text for section in sections):
         wrong.append(f"{MODEL_CARD} does not say what the certificate does")
     return as_claim("other files as written", wrong, f"{len(certificate.files)} files")
 

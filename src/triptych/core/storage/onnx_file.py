@@ -7,11 +7,12 @@ the node's name. Names and values are read; the graph is not run.
 Source: the format at github.com/onnx/onnx (`onnx.proto`).
 """
 
-import ast
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from triptych.core.storage.tensor_file import (
     TensorFile,
     TensorInfo,
+    is_possible_shape,
     require_printable_name,
 )
 from triptych.errors import DataError
@@ -28,7 +30,6 @@ from triptych.extras import require_extra
 from triptych.untrusted import (
     LocalBytes,
     Stamps,
-    require_regular,
     shown,
     stays_in_folder,
 )
@@ -46,6 +47,22 @@ _DTYPES = {
 }
 _EXTERNAL = 1
 _SCOPES = "pkg.torch.onnx.name_scopes"
+_QUOTED = re.compile(r"'([^']*)'")
+# The least inputs and outputs of operations that are followed.
+_LEAST = {
+    "Identity": (1, 1),
+    "MatMul": (2, 1),
+    "Gemm": (2, 1),
+    "Gather": (2, 1),
+    "Reshape": (2, 1),
+    "Softmax": (1, 1),
+    "Unsqueeze": (1, 1),
+}
+# A shape has no more sizes than this.
+_MOST_SIZES = 16
+# Fields with values of tensors that have no bytes.
+_FIELDS = ("float_data", "int32_data", "int64_data", "double_data")
+_OF_RUNTIME = "com.microsoft"
 # Operations with quantised matrices, or with several maps in one operation.
 _UNREAD = {
     **dict.fromkeys(
@@ -87,15 +104,19 @@ class OnnxFile(TensorFile):
         self._graph = _graph(path)
         self._initialisers = {one.name: one for one in self._graph.initializer}
         self._refuse_unread()
+        self._require_connected()
         self._places = dict(self._named())
         self.infos = {}
         for name, (stored, is_transposed) in self._places.items():
             require_printable_name(name, self.name)
-            info = self._info(stored)
+            info = self._info(self._initialisers[stored])
             shape = info.shape[::-1] if is_transposed else info.shape
             self.infos[name] = TensorInfo(info.dtype, shape, info.num_bytes)
         self.paths = [path, *dict.fromkeys(self._external_files())]
         self._stamps = Stamps(self.paths)
+        # Shapes are not trusted: each must fit the bytes that are there.
+        for stored, _ in self._places.values():
+            self._require_filled(self._initialisers[stored])
 
     def require_same(self) -> None:
         """Check that the files are unchanged since they were opened."""
@@ -103,7 +124,7 @@ class OnnxFile(TensorFile):
 
     def read(self, name: str) -> Tensor:
         stored, is_transposed = self._places[name]
-        found = self._numbers(stored)
+        found = self._numbers(self._initialisers[stored])
         return found.mT.contiguous() if is_transposed else found
 
     @property
@@ -115,13 +136,14 @@ class OnnxFile(TensorFile):
         if softmax is None:
             return None
         # Breadth first, so that the nearest reshaping of queries or keys to heads is found.
-        waiting = list(softmax.input)
+        waiting = deque(softmax.input)
         seen = set[str]()
         while waiting:
-            node = self._makers.get(waiting.pop(0))
-            if node is None or node.name in seen:
+            name = waiting.popleft()
+            node = self._makers.get(name)
+            if node is None or name in seen:
                 continue
-            seen.add(node.name)
+            seen.add(name)
             if node.op_type == "Reshape":
                 shape = self._constant_shape(node.input[1])
                 if len(shape) == 4 and shape[-1] > 0:
@@ -213,65 +235,91 @@ class OnnxFile(TensorFile):
 
     def _constant_shape(self, name: str) -> list[int]:
         """Return the sizes of a shape, with -1 for input-dependent sizes."""
-        # Only constant sizes are followed.
-        if name in self._initialisers:
-            return [int(size) for size in self._numbers(name).flatten()]
         node = self._makers.get(name)
-        if node is None:
-            return []
-        match node.op_type:
-            case "Constant":
-                from onnx.numpy_helper import to_array
+        if node is None or node.op_type != "Concat":
+            return self._constant(name)
+        sizes = list[int]()
+        for part in node.input:
+            sizes += self._constant(part) or [-1]
+        return sizes
 
-                return [int(size) for size in to_array(node.attribute[0].t).flatten()]
-            case "Concat":
-                sizes = list[int]()
-                for part in node.input:
-                    sizes += self._constant_shape(part) or [-1]
-                return sizes
-            case "Unsqueeze":
-                return self._constant_shape(node.input[0])
-        return []
+    def _constant(self, name: str) -> list[int]:
+        """Return the integers of a constant, perhaps behind an `Unsqueeze`; none for other tensors."""
+        node = self._makers.get(name)
+        if node is not None and node.op_type == "Unsqueeze":
+            name = node.input[0]
+            node = self._makers.get(name)
+        stored = self._initialisers.get(name)
+        if node is not None and node.op_type == "Constant":
+            stored = next(
+                (one.t for one in node.attribute if one.name == "value"), None
+            )
+        if stored is None:
+            return []
+        info = self._info(stored)
+        if info.dtype != torch.int64 or prod(info.shape) > _MOST_SIZES:
+            return []
+        return [int(size) for size in self._numbers(stored).flatten()]
 
     # Numbers.
 
-    def _info(self, name: str) -> TensorInfo:
-        stored = self._initialisers[name]
+    def _where(self, stored: Any) -> str:
+        return f"{self.name}, tensor {shown(stored.name)}"
+
+    def _info(self, stored: Any) -> TensorInfo:
         dtype = _DTYPES.get(stored.data_type)
         if dtype is None:
             raise DataError(
-                f"{self.name}, tensor {shown(name)}: its type {stored.data_type} is not supported"
+                f"{self._where(stored)}: its type {stored.data_type} is not supported"
             )
         shape = tuple(stored.dims)
-        count = 1
-        for size in shape:
-            count *= size
-        return TensorInfo(dtype, shape, count * dtype.itemsize)
+        if not is_possible_shape(shape):
+            raise DataError(
+                f"{self._where(stored)}: shape {shown([*shape])} is not a valid shape"
+            )
+        return TensorInfo(dtype, shape, prod(shape) * dtype.itemsize)
 
-    def _numbers(self, name: str) -> Tensor:
-        # Values are stored in another file, in bytes, or in a list of the field for their type.
-        stored = self._initialisers[name]
-        info = self._info(name)
+    def _require_filled(self, stored: Any) -> None:
+        """Check that a tensor has the values that its shape takes."""
+        info = self._info(stored)
         if stored.data_location == _EXTERNAL:
-            content: Any = self._external(name, info.num_bytes)
+            self._external(stored, info.num_bytes)
+            return
+        held = len(stored.raw_data)
+        if not held:
+            values = max(len(getattr(stored, field)) for field in _FIELDS)
+            held = values * info.dtype.itemsize
+        if held != info.num_bytes:
+            raise DataError(
+                f"{self._where(stored)}: {held:,} bytes, where its shape takes {info.num_bytes:,}: the file "
+                "is damaged"
+            )
+
+    def _numbers(self, stored: Any) -> Tensor:
+        # Values are stored in another file, in bytes, or in a list of the field for their type.
+        self._require_filled(stored)
+        info = self._info(stored)
+        if not info.num_bytes:
+            return torch.empty(info.shape, dtype=info.dtype)
+        if stored.data_location == _EXTERNAL:
+            file, start = self._external(stored, info.num_bytes)
+            content: Any = file.read(start, info.num_bytes)
         elif stored.raw_data:
             content = bytearray(stored.raw_data)
         else:
             from onnx.numpy_helper import to_array
 
-            return torch.from_numpy(to_array(stored).copy())
-        if len(content) != info.num_bytes:
-            raise DataError(
-                f"{self.name}, tensor {shown(name)}: {len(content):,} bytes, where its shape takes "
-                f"{info.num_bytes:,}: the file is damaged"
-            )
-        if not info.num_bytes:
-            return torch.empty(info.shape, dtype=info.dtype)
+            found = to_array(stored)
+            # torch does not know NumPy's bfloat16.
+            if info.dtype == torch.bfloat16:
+                found = found.astype("float32")
+            return torch.from_numpy(found.copy()).to(info.dtype)
         return torch.frombuffer(content, dtype=info.dtype).reshape(info.shape)
 
-    def _external(self, name: str, num_bytes: int) -> bytearray | memoryview:
+    def _external(self, stored: Any, num_bytes: int) -> tuple[LocalBytes, int]:
+        """Return the file with a tensor's bytes, and their offset."""
         # Offset and length are text, and not trusted.
-        path, entries = self._external_place(name)
+        path, entries = self._external_place(stored)
         file = LocalBytes(path)
         try:
             start = int(entries.get("offset", 0))
@@ -280,27 +328,41 @@ class OnnxFile(TensorFile):
             start, length = -1, 0
         if start < 0 or length != num_bytes or start + length > file.size:
             raise DataError(
-                f"{self.name}, tensor {shown(name)}: its bytes are not in {path}: fetch the file again"
+                f"{self._where(stored)}: its bytes are not in {path}: fetch the file again"
             )
-        return file.read(start, length)
+        return file, start
 
-    def _external_place(self, name: str) -> tuple[Path, Mapping[str, str]]:
-        entries = {one.key: one.value for one in self._initialisers[name].external_data}
+    def _external_place(self, stored: Any) -> tuple[Path, Mapping[str, str]]:
+        entries = {one.key: one.value for one in stored.external_data}
         location = entries.get("location", "")
         if not stays_in_folder(location):
             raise DataError(
-                f"{self.name}: tensor {shown(name)} is in {shown(location)}, outside of its folder"
+                f"{self._where(stored)} is in {shown(location)}, outside of its folder"
             )
         return self._folder / location, entries
 
     def _external_files(self) -> Iterator[Path]:
-        for stored, _ in self._places.values():
-            if self._initialisers[stored].data_location == _EXTERNAL:
+        for name, _ in self._places.values():
+            stored = self._initialisers[name]
+            if stored.data_location == _EXTERNAL:
                 yield self._external_place(stored)[0]
+
+    def _require_connected(self) -> None:
+        """Check that the operations that are followed have inputs and outputs."""
+        for node in self._graph.node:
+            inputs, outputs = _LEAST.get(node.op_type, (0, 0))
+            if len(node.input) < inputs or len(node.output) < outputs:
+                raise DataError(
+                    f"{self.name}: an operation {node.op_type} has {len(node.input)} inputs and "
+                    f"{len(node.output)} outputs: the file is damaged"
+                )
 
     def _refuse_unread(self) -> None:
         for node in self._graph.node:
-            if why := _UNREAD.get(node.op_type):
+            # An operation `Attention` of ONNX itself leaves the maps to operations of their own.
+            is_of_onnx = node.op_type == "Attention" and node.domain != _OF_RUNTIME
+            why = None if is_of_onnx else _UNREAD.get(node.op_type)
+            if why is not None:
                 raise DataError(
                     f"{self.name}: {why} (operation {node.op_type}): give the file that it was made of, or "
                     "the checkpoint"
@@ -311,7 +373,7 @@ def _graph(path: Path) -> Any:
     import onnx
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-    require_regular(path)
+    LocalBytes(path)  # refuses pipes and devices
     try:
         return onnx.load(path, load_external_data=False).graph
     except DecodeError as error:
@@ -327,16 +389,8 @@ def _is_anonymous(name: str) -> bool:
 
 def _last_scope(scopes: str) -> str:
     """Return the module in the scopes of a node, such as "['', 'm', 'm.q_proj', 'linear']"."""
-    try:
-        found = ast.literal_eval(scopes) if scopes else []
-    except (SyntaxError, ValueError):
-        return ""
-    are_names = (
-        isinstance(found, list)
-        and len(found) > 1
-        and all(isinstance(one, str) for one in found)
-    )
-    return found[-2] if are_names else ""
+    names = _QUOTED.findall(scopes)
+    return str(names[-2]) if len(names) > 1 else ""
 
 
 def _module_in_path(name: str) -> str:

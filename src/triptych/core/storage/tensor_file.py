@@ -1,6 +1,7 @@
 """The interface of files with named tensors."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -9,6 +10,10 @@ from torch import Tensor
 
 from triptych.errors import DataError
 from triptych.untrusted import shown
+
+# Limits below torch's limits, and above the sizes in checkpoints.
+_MOST_DIMENSIONS = 16
+_LONGEST_SIDE = 1 << 48
 
 
 @final
@@ -19,6 +24,13 @@ class TensorInfo:
     dtype: torch.dtype  # dtype of the entries
     shape: tuple[int, ...]
     num_bytes: int  # bytes in the file
+
+
+def is_possible_shape(shape: Sequence[int]) -> bool:
+    """Return True if a shape in a file can be that of a tensor."""
+    return len(shape) <= _MOST_DIMENSIONS and all(
+        0 <= size <= _LONGEST_SIDE for size in shape
+    )
 
 
 def info_of(tensor: Tensor) -> TensorInfo:

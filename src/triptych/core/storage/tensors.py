@@ -20,7 +20,11 @@ from torch import Tensor
 from triptych.core.storage.pickled import Pickled
 from triptych.core.storage.tensor_file import TensorFile as TensorFile
 from triptych.core.storage.tensor_file import TensorInfo as TensorInfo
-from triptych.core.storage.tensor_file import info_of, require_printable_name
+from triptych.core.storage.tensor_file import (
+    info_of,
+    is_possible_shape,
+    require_printable_name,
+)
 from triptych.core.storage.unreadable import what_is
 from triptych.errors import DataError
 from triptych.untrusted import (
@@ -54,9 +58,6 @@ STORED_DTYPES: dict[str, torch.dtype] = {
 }
 # The limit of the format's own reader.
 _LONGEST_HEADER = 100_000_000
-# Limits below torch's limits, and above the sizes in checkpoints.
-_MOST_DIMENSIONS = 16
-_LONGEST_SIDE = 1 << 48
 SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 PICKLED = "pytorch_model.bin"
@@ -124,7 +125,7 @@ class Safetensors(TensorFile):
             raise DataError(
                 f"{where}: data_offsets {shown(offsets)} are not a start and an end"
             )
-        if len(shape) > _MOST_DIMENSIONS or any(n > _LONGEST_SIDE for n in shape):
+        if not is_possible_shape(shape):
             raise DataError(f"{where}: shape {shown(shape)} is not a valid shape")
         dtype = STORED_DTYPES[label]
         needed = prod(shape) * dtype.itemsize
