@@ -1,5 +1,6 @@
 """A run interrupted in any way and resumed ends in the same weights, to the last bit."""
 
+import hashlib
 import itertools
 import json
 import math
@@ -27,7 +28,9 @@ from triptych.training import Recipe, read_recipe, resolve, runs
 from triptych.training.corpora.generated import generate_pairs
 from triptych.training.metrics import read_metrics
 from triptych.training.progress import LineDisplay
+from triptych.training.recipe import MaskingSpec
 from triptych.training.runs import prepare
+from triptych.training.sections import LanguageValidationConfig
 from triptych.training.state import Counters, read_counters, save_or_explain
 
 _STEPS = 12
@@ -198,6 +201,26 @@ def test_resuming_with_another_way_to_validate_is_refused(tmp_path: Path) -> Non
     (folder / "recipe.toml").write_text(recipe.replace("max_sentences = 3", "max_sentences = 4"))
     with pytest.raises(TriptychError, match=r"changed since the run began: how it is validated"):
         runs.resume(folder, (), LineDisplay())
+
+
+def test_a_new_field_leaves_fingerprints_of_runs_begun_before_as_they_are() -> None:
+    """Bytes that version 0.9 hashed: a field that joins a section goes into its `later_fields`."""
+    recipe = resolve(tiny_recipe(100, 12, validation={"every_steps": 4, "max_sentences": 3}))
+    validation = recipe.validation
+    assert validation.to_fingerprint(excluded={"every_steps"}) == (
+        b'{"metric":"loss","bleu":false,"max_sentences":3,"beam_size":1}'
+    )
+    chosen = validation.model_copy(update={"bleu_tokenize": "zh"})
+    assert b'"bleu_tokenize":"zh"' in chosen.to_fingerprint()
+    assert recipe.decoding.model_dump_json(include={"alpha", "max_extra_tokens"}) == (
+        '{"alpha":0.6,"max_extra_tokens":50}'
+    )
+    assert LanguageValidationConfig().to_fingerprint() == (
+        b'{"every_steps":500,"sample_tokens":0,"sample_prompt":""}'
+    )
+    assert MaskingSpec().model_dump_json() == '{"share":0.15,"masked":0.8,"random":0.1,"whole_words":false}'
+    model = recipe.model.model_dump_json().encode()
+    assert hashlib.sha256(model).hexdigest()[:16] == "4c8a17d90de713b6"
 
 
 def test_the_best_is_chosen_by_loss_while_bleu_is_noise_and_the_card_says_so(tmp_path: Path) -> None:

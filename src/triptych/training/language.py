@@ -249,8 +249,8 @@ def prepared_text(
     def fingerprints() -> dict[str, str]:
         both = [part.encode() for part in text.fingerprints()]
         judged = [
-            part.model_dump_json().encode()
-            for part in (recipe.masking, recipe.validation)
+            recipe.masking.model_dump_json().encode(),
+            recipe.validation.to_fingerprint(),
         ]
         return hash_parts(
             {

@@ -173,6 +173,8 @@ class ValidationConfig(Section):
         beam_size: 1 is greedy.
     """
 
+    later_fields = frozenset({"bleu_tokenize"})
+
     every_steps: int = Field(1000, ge=1)
     metric: Metric = "bleu"
     bleu: bool = True

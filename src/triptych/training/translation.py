@@ -506,7 +506,7 @@ def _fingerprints(
         for tokenizer in (tokenizers.source, tokenizers.target)
     ]
     judged = [
-        recipe.validation.model_dump_json(exclude={"every_steps"}).encode(),
+        recipe.validation.to_fingerprint(excluded={"every_steps"}),
         recipe.decoding.model_dump_json(include={"alpha", "max_extra_tokens"}).encode(),
         str(recipe.data.max_sentence_tokens).encode(),
     ]

@@ -5,8 +5,9 @@ separate target tokenizer), `recipe.toml`, `metrics.jsonl`, `README.md` and `sta
 whole recipe. A converted model has `decoding.toml` with the recipe's table `decoding`.
 """
 
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -24,6 +25,19 @@ class Section(BaseModel):
     """A table of a recipe: immutable, and without unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    # Fields added by a later version. A fingerprint has them only where they are set, so that runs of earlier
+    # versions resume.
+    later_fields: ClassVar[frozenset[str]] = frozenset()
+
+    def to_fingerprint(self, excluded: Collection[str] = ()) -> bytes:
+        """Return the fields as JSON for the fingerprint of a run."""
+        fields = type(self).model_fields
+        unset = {
+            name
+            for name in self.later_fields
+            if getattr(self, name) == fields[name].default
+        }
+        return self.model_dump_json(exclude={*excluded, *unset}).encode()
 
 
 @final
