@@ -147,6 +147,7 @@ def test_decoding_continues_as_the_plain_formula_does(run: Path) -> None:
     assert continued.text == opened.tokenizer.decode([ids[prompt:]])[0]
 
 
+@pytest.mark.slow
 def test_translators_search_in_other_processes_with_it(place: Path) -> None:
     user_code.use_code("mine.py")
     site = {"projections": "mine.py:TurnedValues"}

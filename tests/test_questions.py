@@ -25,6 +25,7 @@ def assert_all_shown(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert [line for line in one.shown.splitlines() if line.split() not in lines] == [], one.printed
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_code_and_the_commands_print_what_is_shown(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_all_shown(page, monkeypatch)

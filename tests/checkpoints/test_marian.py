@@ -295,6 +295,7 @@ def test_sentencepiece_models_are_written_as_they_were_read(tmp_path: Path) -> N
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_commands_and_load_take_such_a_folder(tmp_path: Path) -> None:
     write_marian(tmp_path, dtype=torch.float32)
     run = open_translator(tmp_path, device="cpu")

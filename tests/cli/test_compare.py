@@ -15,6 +15,7 @@ pytest.importorskip("scipy")
 pytest.importorskip("vl_convert")
 
 
+@pytest.mark.slow
 def test_a_study_gives_tables_files_and_json(triptych: Command, place: Path, stand_in: Path) -> None:
     answer = triptych("compare", "study.toml")
     assert answer.code == 0, answer.err

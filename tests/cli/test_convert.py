@@ -12,6 +12,7 @@ from triptych.training import read_recipe
 SENTENCES = b"Das Buch kostet drei Euro.\n\nEs ist halb vier.\nHeute ist Montag.\nVier.\n"
 
 
+@pytest.mark.slow
 def test_a_run_for_transformers_is_translated_by_us_as_the_run_is(
     triptych: Command, small_run: Path, tmp_path: Path
 ) -> None:

@@ -2,6 +2,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from command import Command
 from tiny_recipe import FAST_DEMO
 from triptych import demonstration
@@ -23,6 +25,7 @@ def test_the_figures_are_fit_for_a_machine(shown: demonstration.Demonstration) -
     assert figures["sentences"] == 20
 
 
+@pytest.mark.slow
 def test_a_finished_demo_is_replaced_by_the_next(shown: demonstration.Demonstration, tmp_path: Path) -> None:
     folder = shutil.copytree(shown.report.parent, tmp_path / "demo")
     (folder / "mine.txt").write_text("keep")

@@ -173,6 +173,7 @@ def test_what_does_not_go_together_is_refused(
     assert not Path("new").exists()
 
 
+@pytest.mark.slow
 def test_a_student_of_probabilities_has_its_teachers_tokenizers_and_comes_close_to_it(
     triptych: Command, small_run: Path
 ) -> None:

@@ -41,6 +41,7 @@ def test_commands_translate_with_all_models(triptych: Command, small_run: Path, 
     assert triptych("translate", small_run, "--ensemble", other_run, "--workers", "2", stdin=text) == answer
 
 
+@pytest.mark.slow
 def test_a_teacher_of_several_is_known_by_all_of_them(
     triptych: Command, small_run: Path, other_run: Path
 ) -> None:

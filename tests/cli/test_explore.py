@@ -247,6 +247,7 @@ def test_a_what_if_is_measured_on_a_held_out_text_part_by_part(
     assert (missing.status, "--held-out FILE" in missing.body["error"]["message"]) == (400, True)
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_on_its_validation_text(triptych: Command, small_run: Path, tmp_path: Path) -> None:
     text, page = ["explore", small_run, "--text", "twelve"], tmp_path / "page.html"
     done = triptych(*text, "--html", page)

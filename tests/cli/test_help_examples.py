@@ -78,7 +78,7 @@ def prepare(name: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             runs.train(recipe, Path(folder), LineDisplay())
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name != "compare"])
 def test_the_examples_of_a_command_run_in_their_order(
     name: str, home: Path, triptych: Command, monkeypatch: pytest.MonkeyPatch

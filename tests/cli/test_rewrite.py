@@ -524,6 +524,7 @@ def test_a_run_is_compared_and_calibrated_on_pairs(
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_a_marian_translator_stays_one(triptych: Command, tmp_path: Path) -> None:
     source, out, pairs = tmp_path / "source", tmp_path / "out", tmp_path / "pairs.tsv"
     source.mkdir()

@@ -710,7 +710,8 @@ def test_a_port_that_is_taken_is_said_in_one_line(triptych: Command, small_run: 
     assert f"cannot listen at 127.0.0.1:{port} (Address already in use)" in found.err
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
 def test_told_to_stop_it_ends_what_runs_and_then_itself(small_run: Path, workers: int) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

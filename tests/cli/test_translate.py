@@ -172,6 +172,7 @@ def test_a_failed_translation_leaves_no_output_file(
     assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_quietly(small_run: Path, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("Heute ist Montag.\n" * 2000)
     options = "--beam 1 --engine triptych"

@@ -249,11 +249,12 @@ def killed_after(count: int) -> Callable[..., None]:
     return move
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stand_in"),
     [
-        pytest.param("write_report", killed, id="before its report", marks=pytest.mark.slow),
-        pytest.param("move_files", killed, id="before it takes the place", marks=pytest.mark.slow),
+        pytest.param("write_report", killed, id="before its report"),
+        pytest.param("move_files", killed, id="before it takes the place"),
         pytest.param("move_files", killed_after(4), id="while it takes the place"),
     ],
 )

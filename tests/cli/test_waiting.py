@@ -31,6 +31,7 @@ def spin_count(code: str) -> str:
     return found[1]
 
 
+@pytest.mark.slow
 def test_waiting_threads_of_the_command_spin_only_briefly() -> None:
     assert spin_count(_COMMAND) == "10000"
 
@@ -45,5 +46,6 @@ def test_what_the_user_decided_stands(variable: str, monkeypatch: pytest.MonkeyP
     assert dict(os.environ) == before
 
 
+@pytest.mark.slow
 def test_the_library_leaves_it_alone() -> None:
     assert spin_count(_LIBRARY) != "10000"

@@ -487,6 +487,7 @@ def test_onnx_refuses_scores_that_are_no_products_by_layer(joint: TokenizerPair,
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MARIAN.is_dir(), reason="needs ../shared/checkpoints/marian-multi30k")
 def test_a_trained_checkpoint_goes_there_and_back_and_translates_the_same(tmp_path: Path) -> None:
     convert(open_reader(MARIAN, "cpu"), tmp_path / "ours", "triptych")

@@ -45,7 +45,6 @@ WAYS = {
 GROUPED = {"projections": "grouped", "num_kv_heads": 2}
 GATED = {"gated": True, "activation": "swish", "d_ff": 88, "norm_kind": "rms"}
 # Of trained models in every run what once failed; the small models have every precision.
-TRAINED = [p if p == "int8" else pytest.param(p, marks=pytest.mark.slow) for p in PRECISIONS]
 MODELS: dict[str, dict[str, Any]] = {
     "learned": {"positions": {"scheme": "learned", "max_tokens": 256}, "num_heads": 4},
     "grouped": {"positions": {"scheme": "rotary"}, "num_heads": 8, "attention": GROUPED},
@@ -312,10 +311,11 @@ def test_many_sentences_that_join_are_a_batch_of_their_own() -> None:
     assert [text.best for text in texts] == [text.best for text in alone]  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no trained checkpoints here")
-@pytest.mark.parametrize("way", ["greedy", pytest.param("sampled", marks=pytest.mark.slow), "beam"])
-@pytest.mark.parametrize("precision", TRAINED)
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama-gqa", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["greedy", "sampled", "beam"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["gpt2", "llama-gqa"])
 def test_a_trained_language_model_continues_a_text_as_if_it_were_alone(
     name: str, precision: Precision, way: str
 ) -> None:
@@ -326,9 +326,10 @@ def test_a_trained_language_model_continues_a_text_as_if_it_were_alone(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CHECKPOINTS.is_dir(), reason="no trained checkpoints here")
-@pytest.mark.parametrize("beam_size", [pytest.param(1, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("precision", TRAINED)
+@pytest.mark.parametrize("beam_size", [1, 4])
+@pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_trained_translator_translates_a_sentence_as_if_it_were_alone(
     precision: Precision, beam_size: int
 ) -> None:

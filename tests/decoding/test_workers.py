@@ -91,6 +91,7 @@ def test_workers_are_started_when_there_is_enough_to_do(
     three.close()
 
 
+@pytest.mark.slow
 def test_changed_weights_reach_the_workers(translator: Translator) -> None:
     translator.start_workers()
     before = [one.text for one in translator.translate(LINES)]
@@ -117,6 +118,7 @@ def test_a_worker_that_is_killed_is_made_up_for(translator: Translator) -> None:
     translator.close()
 
 
+@pytest.mark.slow
 def test_a_stream_left_early_leaves_no_process(translator: Translator) -> None:
     translator.start_workers()
     pool = decoder_of(translator)._pool

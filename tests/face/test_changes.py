@@ -47,6 +47,7 @@ def close(one: Tensor, other: Tensor) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=1e-6 * float(other.abs().max().clamp(min=1)))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_ablating_each_head_is_zeroing_its_rows_of_the_output_map() -> None:
     gpt2 = load(CHECKPOINTS / "gpt2", device="cpu", dtype="float64")

@@ -201,6 +201,7 @@ def test_a_model_that_does_not_fit_is_refused_with_its_reason(tokenizers: Tokeni
     assert not cache_folder().exists() or not [*cache_folder().iterdir()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MARIAN.is_dir(), reason="needs ../shared/checkpoints/marian-multi30k")
 def test_a_trained_checkpoint_translates_as_our_own_engine_does() -> None:
     lines = (MULTI30K / "test_2016_flickr.en").read_text(encoding="utf-8").splitlines()[:20]

@@ -47,8 +47,6 @@ KINDS: dict[str, dict[str, str]] = {
     "deepseek_v3": dict.fromkeys(("ov_singular_values", *_COMPOSITION), "a norm within the map of values"),
     "falcon, groups": _ROTARY,
 }
-# Scripts do with them what they do with others: in the slow run alone.
-REPEATED = ("llama", "t5", "falcon, groups")
 TRAINED = ("gpt2", "llama-gqa", "marian-multi30k")
 
 
@@ -92,10 +90,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return folder
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in REPEATED else ()) for kind in KINDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_scripts_run_on_every_kind_of_model_or_say_in_one_line_why_not(
     kind: str, folder_of: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

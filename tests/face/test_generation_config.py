@@ -49,6 +49,7 @@ def plain(folder: Path) -> list[int]:
     return list(with_settings(folder).generate(TEXT, max_new_tokens=LONG).ids)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_greedy_texts_are_those_of_transformers_with_the_same_file(folder: Path) -> None:
     g = plain(folder)

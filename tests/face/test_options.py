@@ -192,7 +192,7 @@ def outcome(call: Callable[[], Any]) -> Any:
         return "refused"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_an_option_changes_what_comes_out_or_is_refused(case: Case, tmp_path: Path) -> None:
     method = getattr(model_of(case.model), case.method)
@@ -212,7 +212,7 @@ def test_heads_that_a_command_switches_off_are_off() -> None:
     assert not torch.equal(whole, less)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", OPENINGS, ids=str)
 def test_an_option_of_load_changes_what_is_read_or_is_refused(case: Case) -> None:
     def opened(**options: Any) -> Any:

@@ -96,6 +96,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("source", SOURCES)
 def test_writing_into_a_matrix_raises_and_changes_neither_what_is_read_nor_what_runs(
@@ -207,6 +208,7 @@ def gone(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("change", [written_anew, replaced, in_another_order, other_settings, gone])
 def test_a_folder_that_changes_while_it_is_open_is_noticed(

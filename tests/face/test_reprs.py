@@ -49,6 +49,7 @@ def test_reprs_are_a_few_lines_of_shapes_and_have_a_table(model: Model) -> None:
 REACHED = 3
 
 
+@pytest.mark.slow
 def test_nothing_that_is_reached_from_a_model_prints_more_than_eight_lines(model: Model) -> None:
     """Whatever attributes and lists of results lead to, by `repr` and by `print`."""
     torch.manual_seed(0)

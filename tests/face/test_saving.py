@@ -72,7 +72,7 @@ def theirs(name: str, folder: Path, model: Model) -> Tensor:
     return other(**given).logits[0]
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "edit", "layer"), CASES)
 def test_transformers_gives_the_logits_of_a_changed_model_that_was_saved(

@@ -107,6 +107,7 @@ def test_every_use_is_a_layer_that_says_whose_weights_it_has(tiny: Any, shape: s
         assert torch.allclose(ours.attend(TEXT)[number], expected[0], atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_change_is_of_the_layers_that_it_names(tiny: Any, shape: str) -> None:
     ours, theirs = tiny[shape]
@@ -143,6 +144,7 @@ def test_a_direction_enters_the_stream_once(tiny: Any) -> None:
     assert torch.allclose(ours.steer("residual.5", vector).run(TEXT).logits, expected, atol=2e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shape", ["one group", "both"])
 def test_a_patch_of_a_run_into_itself_changes_nothing(tiny: Any, shape: str) -> None:
     ours, _ = tiny[shape]

@@ -16,6 +16,7 @@ from triptych.model import Model, load
 from triptych.running.text import chat
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="processes and memory are looked at in /proc")
 def test_honest_clients_get_their_answers_during_an_attack(
     small_run: Path, language_model: Model, tmp_path: Path

@@ -90,6 +90,7 @@ def test_a_header_without_a_key_is_no_key(locked: Served, header: str, status: i
     assert locked.ask("/v1/models", Authorization=header).status == status
 
 
+@pytest.mark.slow
 def test_connections_that_send_no_request_are_closed(locked: Served) -> None:
     with ExitStack() as stack:
         for sent in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"):

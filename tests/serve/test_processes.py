@@ -94,6 +94,7 @@ def text_of(events: list[dict[str, object]]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_what_another_process_refuses_is_refused_as_here(served: Served, folder: Path) -> None:
     wait_for_two(served)
     fields = {"model": "gpt", "prompt": ["The cat"] * 8, "max_tokens": 0, "echo": True, "logprobs": 2}
@@ -133,6 +134,7 @@ def test_a_signal_to_all_processes_ends_none_but_the_first(served: Served) -> No
     assert process_of(served).pid == pid
 
 
+@pytest.mark.slow
 def test_few_places_to_wait_are_few_for_all_processes_together(folder: Path) -> None:
     fields = {**STREAM, "prompt": ["The cat", "a"]}
     models = {"gpt": load(folder)}
@@ -144,6 +146,7 @@ def test_few_places_to_wait_are_few_for_all_processes_together(folder: Path) -> 
         assert process_of(served).pid == pid
 
 
+@pytest.mark.slow
 def test_a_server_that_is_told_to_stop_while_it_opens_its_models_anew_ends(folder: Path) -> None:
     with ServedCommand(f"gpt={folder}", "--workers", 2) as served:
         served.process.send_signal(signal.SIGHUP)

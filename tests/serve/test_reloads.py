@@ -67,6 +67,7 @@ def test_a_reload_is_refused_while_a_stream_goes_on_on_the_models_before_the_las
         assert served.ask("/admin/reload", {}, **KEY).status == 200
 
 
+@pytest.mark.slow
 def test_signals_that_come_during_a_reload_are_one_more_reload(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,6 +96,7 @@ def test_the_byte_of_every_character_of_the_alphabet_is_known() -> None:
     assert sorted(BYTE_OF.values()) == list(range(256))
 
 
+@pytest.mark.slow
 def test_another_process_trains_the_same_tokenizers() -> None:
     program = (
         "import json\n"

@@ -32,6 +32,7 @@ def test_the_ranks_rows_together_are_the_batch(size: int, num_rows: int) -> None
     assert all(len(rows) for rows, _ in parts)
 
 
+@pytest.mark.slow
 def test_two_ranks_make_the_gradients_of_one_process_and_states_in_shards_that_every_layout_reads(
     tmp_path: Path,
 ) -> None:

@@ -418,6 +418,7 @@ def test_resuming_a_finished_run_changes_nothing(tmp_path: Path) -> None:
             assert path.read_bytes() == content, f"{name}: {path.name} changed"
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_step_resumes_from_any_folder(
     uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -464,6 +465,7 @@ def test_the_average_is_the_mean_of_the_last_checkpoints(uninterrupted: Path) ->
     assert is_mean == (-chosen >= (counters.best_score or 0))
 
 
+@pytest.mark.slow
 def test_accumulated_batches_learn_like_one_large_batch(tmp_path: Path) -> None:
     """Without dropout, how the tokens of an update are cut into batches must not matter."""
     losses = []
