@@ -1,6 +1,5 @@
 """Layers and heads of a model: their matrices, forms and other parts."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +13,7 @@ from triptych.core.algebra.centring import centred
 from triptych.core.algebra.forms import BilinearForm, at_least_float32
 from triptych.core.algebra.norm_folding import fold_norm
 from triptych.core.algebra.positions import RotaryEmbedding
+from triptych.core.algebra.semantics import HeadSide
 from triptych.core.algebra.weights import SIDES, AttentionWeights, Link, Norm, Side
 from triptych.core.checkpoints.stored_layers import AttentionSource, Site
 from triptych.core.places import head_of
@@ -260,16 +260,14 @@ class Head:
     def between(self) -> list[str]:
         """Parts of the computation besides the maps, in words, such as rotary positions or QK-norm."""
         found = self._outline.semantics.beyond(("scale", "kind", "dropout"))
-        for sides, word in (("qk", _NORM_WITHIN_QK), ("v", _NORM_WITHIN_V)):
-            links = [
-                *itertools.chain.from_iterable(
-                    self._outline.chain(side)  # type: ignore[arg-type]
-                    for side in sides
-                )
-            ]
-            if any(link.norm is not None for link in links):
-                found.append(word)
+        if self._has_norm_within("q") or self._has_norm_within("k"):
+            found.append(_NORM_WITHIN_QK)
+        if self._has_norm_within("v"):
+            found.append(_NORM_WITHIN_V)
         return found
+
+    def _has_norm_within(self, side: HeadSide) -> bool:
+        return any(link.norm is not None for link in self._outline.chain(side))
 
     @property
     def group(self) -> tuple[int, ...]:
@@ -358,11 +356,9 @@ _SIDES: tuple[Side, ...] = ("q", "k", "v")
 _NORM_WITHIN_QK = "a norm within the map of queries or keys"
 _NORM_WITHIN_V = "a norm within the map of values"
 _BREAKS_QK = (
-    *(
-        "QK-norm",
-        "clipped queries, keys and values",
-        "scores that are no product of queries and keys",
-    ),
+    "QK-norm",
+    "clipped queries, keys and values",
+    "scores that are no product of queries and keys",
     _NORM_WITHIN_QK,
 )
 _BREAKS_OV = ("clipped queries, keys and values", "a norm of values", _NORM_WITHIN_V)
