@@ -29,12 +29,11 @@ DOCS, SHARED = ROOT / "docs", ROOT.parent / "shared"
 README, ATTENTION = ROOT / "README.md", DOCS / "reference/parameterisations.md"
 
 # Pages of the small GPT-2 of ../shared, whose outputs are compared; and those that train, whose outputs vary.
-OF_GPT2 = (
-    *("start/your-checkpoint", "start/exact", "tutorials/inside-gpt2", "tutorials/smaller"),
-    *("how-to/ablate", "how-to/rank"),
-)
+OF_GPT2 = (*("tutorials/inside-gpt2", "tutorials/smaller", "how-to/ablate", "how-to/rank"),)
 THAT_TRAIN = ("start/your-text", "tutorials/translator", "tutorials/own-attention")
 OF_THE_DEMO = ("start/translate",)
+# Pages of the translator that comes with the package, whose outputs are compared.
+OF_THE_PACKAGE = ("start/your-checkpoint", "start/exact")
 # Pages that run on tiny models under the names in them.
 ON_TINY = ("reference/columns", "reference/exact")
 ON_TINY_SLOW = (
@@ -56,7 +55,7 @@ ELSEWHERE = (
 
 
 def test_every_block_of_a_page_is_run_by_one_test_or_says_why_not() -> None:
-    run = [*OF_GPT2, *THAT_TRAIN, *OF_THE_DEMO, *ON_TINY, *ON_TINY_SLOW, *ELSEWHERE]
+    run = [*OF_GPT2, *THAT_TRAIN, *OF_THE_DEMO, *OF_THE_PACKAGE, *ON_TINY, *ON_TINY_SLOW, *ELSEWHERE]
     pages = [page for name in run for page in DOCS.glob(f"{name}.md".replace("**.md", "**/*.md"))]
     pages += [README]
     assert len({*pages}) == len(pages)
@@ -101,6 +100,17 @@ def test_a_head_by_hand_is_what_the_page_shows() -> None:
 @pytest.mark.parametrize("name", OF_THE_DEMO)
 def test_the_pages_that_use_the_demo_run(name: str) -> None:
     assert list(run_blocks(DOCS / f"{name}.md"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_THE_PACKAGE)
+def test_the_pages_of_the_model_of_the_package_print_what_they_show(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    for ran in run_blocks(DOCS / f"{name}.md"):
+        assert_shown(ran, name)
 
 
 @pytest.mark.slow
