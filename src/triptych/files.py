@@ -201,7 +201,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder; other processes see either the whole folder or none."""
+    """Remove a folder; other processes see the whole folder, or it is missing."""
     # `NewFolder` removes this name, too, if this process is killed now.
     leaving = path.with_name(f".{path.name}.partial-removed")
     path.rename(leaving)

@@ -58,9 +58,9 @@ _LEAST = {
     "Softmax": (1, 1),
     "Unsqueeze": (1, 1),
 }
-# A shape has no more sizes than this.
+# The most sizes of a shape.
 _MOST_SIZES = 16
-# Fields with values of tensors that have no bytes.
+# Fields with the values of tensors without bytes.
 _FIELDS = ("float_data", "int32_data", "int64_data", "double_data")
 _OF_RUNTIME = "com.microsoft"
 # Operations with quantised matrices, or with several maps in one operation.
@@ -244,7 +244,7 @@ class OnnxFile(TensorFile):
         return sizes
 
     def _constant(self, name: str) -> list[int]:
-        """Return the integers of a constant, perhaps behind an `Unsqueeze`; none for other tensors."""
+        """Return the integers of a constant, perhaps behind an `Unsqueeze`; an empty list for other tensors."""
         node = self._makers.get(name)
         if node is not None and node.op_type == "Unsqueeze":
             name = node.input[0]
