@@ -244,7 +244,7 @@ class OnnxFile(TensorFile):
         return sizes
 
     def _constant(self, name: str) -> list[int]:
-        """Return the integers of a constant, perhaps behind an `Unsqueeze`; an empty list for other tensors."""
+        """Return the integers of a constant, perhaps behind `Unsqueeze`; an empty list for other tensors."""
         node = self._makers.get(name)
         if node is not None and node.op_type == "Unsqueeze":
             name = node.input[0]
