@@ -316,6 +316,21 @@ def test_a_residual_stream_in_another_basis_is_the_same_function(llama: Path, tm
     assert difference(llama, changed(folder, tmp_path / "c", change)).verdict == "near"
 
 
+def flat(tensors: Tensors) -> Tensors:
+    """Embeddings that leave one direction of the stream all but undetermined."""
+    name = "model.embed_tokens.weight"
+    table = tensors[name].double()
+    direction = torch.nn.functional.normalize(torch.randn(24, generator=torch.Generator().manual_seed(4)).double(), dim=0)
+    return {**tensors, name: (table - 0.9999 * torch.outer(table @ direction, direction)).float()}
+
+
+def test_a_basis_that_the_embeddings_leave_undetermined_proves_nothing(llama: Path, tmp_path: Path) -> None:
+    before = changed(llama, tmp_path / "a", flat)
+    after = changed(before, tmp_path / "b", turned)
+    missed = changed(after, tmp_path / "c", moved("model.layers.1.self_attn.v_proj.weight", 256))
+    assert difference(before, missed).verdict == "near"
+
+
 def test_models_are_compared_on_a_text_where_they_are_near(llama: Path, tmp_path: Path) -> None:
     change = moved("model.layers.1.self_attn.v_proj.weight", 1 << 22)
     folder = changed(llama, tmp_path / "b", change)
