@@ -331,6 +331,27 @@ def test_a_basis_that_the_embeddings_leave_undetermined_proves_nothing(llama: Pa
     assert difference(before, missed).verdict == "near"
 
 
+def with_further_rows(rows: Tensor) -> Callable[[Tensors], Tensors]:
+    def change(tensors: Tensors) -> Tensors:
+        tables = ("model.embed_tokens.weight", "lm_head.weight")
+        return {**tensors, **{name: torch.cat([tensors[name], rows]) for name in tables}}
+
+    return change
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_of_padding_are_named_and_tokens_are_no_padding(count: int, llama: Path, tmp_path: Path) -> None:
+    row = torch.linspace(-1, 1, 24)[None]
+    found = {}
+    for number, rows in enumerate((torch.zeros(count, 24), row.expand(count, -1), torch.cat([row, -row]))):
+        grown = changed(llama, tmp_path / f"tensors {number}", with_further_rows(rows))
+        found[number] = difference(llama, configured(grown, tmp_path / f"{number}", vocab_size=40 + len(rows)))
+    assert found[0].verdict == "same numbers"
+    assert any(f"{count} rows of padding, whose logits are not compared" in note for note in found[0].notes)
+    assert (found[1].verdict in SAME) == (count > 1)
+    assert found[2].verdict not in SAME
+
+
 def test_models_are_compared_on_a_text_where_they_are_near(llama: Path, tmp_path: Path) -> None:
     change = moved("model.layers.1.self_attn.v_proj.weight", 1 << 22)
     folder = changed(llama, tmp_path / "b", change)
