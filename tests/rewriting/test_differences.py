@@ -352,6 +352,29 @@ def test_rows_of_padding_are_named_and_tokens_are_no_padding(count: int, llama: 
     assert found[2].verdict not in SAME
 
 
+def with_a_head_of_constants(tensors: Tensors) -> Tensors:
+    """The values of one head of a GPT-2 are its biases alone."""
+    name = "transformer.h.0.attn.c_attn.weight"
+    own = tensors[name].clone()
+    own[:, 48:54] = 0.0
+    return {**tensors, name: own}
+
+
+def with_another_output_of_it(tensors: Tensors) -> Tensors:
+    name = "transformer.h.0.attn.c_proj.weight"
+    own = tensors[name].clone()
+    own[:6] *= 1.5
+    return {**tensors, name: own}
+
+
+def test_a_head_whose_values_are_biases_adds_a_constant(gpt2: Path, tmp_path: Path) -> None:
+    before = changed(gpt2, tmp_path / "a", with_a_head_of_constants)
+    after = changed(before, tmp_path / "b", with_another_output_of_it)
+    found = difference(before, after)
+    assert found.verdict == "near"
+    assert any("bias" in reason for reason in found.reasons)
+
+
 def test_models_are_compared_on_a_text_where_they_are_near(llama: Path, tmp_path: Path) -> None:
     change = moved("model.layers.1.self_attn.v_proj.weight", 1 << 22)
     folder = changed(llama, tmp_path / "b", change)

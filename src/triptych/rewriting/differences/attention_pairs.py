@@ -815,7 +815,11 @@ class _Comparison:
         values = [
             own.map("v", centre=False).bias.numbers[own.kept] for own in self.pair
         ]
-        return values[0].shape == values[1].shape and torch.equal(*values)
+        return (
+            values[0].shape == values[1].shape
+            and torch.equal(*values)
+            and torch.equal(*map(_constant_of_dropped_heads, self.pair))
+        )
 
     def _note_steps(self) -> None:
         steps = self.found.steps
@@ -844,6 +848,13 @@ class _Comparison:
         ]
         if lengths[0] != lengths[1]:
             steps["fold"] = lengths
+
+
+def _constant_of_dropped_heads(own: _Heads) -> Tensor:
+    """Return what heads without weights of values still add to the output: their value biases through W_O."""
+    dropped = [*{*range(own.weights.num_heads)} - {*own.kept}]
+    values = own.map("v", centre=False).bias.numbers[dropped]
+    return (values[:, None] @ own.out().numbers[dropped]).sum(dim=0)
 
 
 def _there(value: object) -> str:
