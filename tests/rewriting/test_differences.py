@@ -92,6 +92,20 @@ def moved(name: str, ulps: float) -> Callable[[Tensors], Tensors]:
     return change
 
 
+def one_entry(*parts: str) -> Callable[[Tensors], Tensors]:
+    """Move the entry of one channel of some tensors by a unit, in one row of matrices."""
+
+    def change(tensors: Tensors) -> Tensors:
+        found = dict(tensors)
+        for name in (name for name in tensors if any(part in name for part in parts)):
+            own = found[name] = tensors[name].clone()
+            entry = own[3] if own.ndim == 1 else own[2, 3]
+            entry.copy_(torch.nextafter(entry, torch.tensor(float("inf"))))
+        return found
+
+    return change
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made("llama", tmp_path_factory.mktemp("llama"))
@@ -100,6 +114,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made("gpt2", tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with factors, in bfloat16, whose rounding hides small changes of them."""
+    folder = tmp_path_factory.mktemp("granite")
+    tensors = {
+        name: tensor.bfloat16() for name, tensor in load_file(made("granite", folder) / WEIGHTS).items()
+    }
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    return folder
 
 
 def test_a_copy_has_the_same_bytes(llama: Path) -> None:
@@ -213,6 +238,24 @@ NEAR_MISSES: dict[str, tuple[str, str, Callable[[Tensors], Tensors]]] = {
     "an entry of a feed-forward map by one unit": ("gpt2", "", moved("transformer.h.1.mlp.c_fc.weight", 1)),
     "a gain by one unit": ("llama", "", moved("model.layers.1.input_layernorm.weight", 1)),
     "a last gain by one unit": ("llama", "", moved("model.norm.weight", 1)),
+    "a shift before attention by one unit": ("gpt2", "", moved("transformer.h.0.ln_1.bias", 1)),
+    "a shift before a feed-forward map by one unit": ("gpt2", "", moved("transformer.h.0.ln_2.bias", 1)),
+    "a last shift by one unit": ("gpt2", "", moved("transformer.ln_f.bias", 1)),
+    # A basis or a factor near 1 would take up a part of these.
+    "an entry of W_Q by three units": ("gpt2", "", moved("transformer.h.0.attn.c_attn.weight", 3)),
+    "an entry of W_V by three units": ("llama", "", moved("model.layers.1.self_attn.v_proj.weight", 3)),
+    "an entry of W_O by four units": ("llama", "", moved("model.layers.1.self_attn.o_proj.weight", 4)),
+    "an entry of an inner map by four units": ("llama", "", moved("model.layers.1.mlp.up_proj.weight", 4)),
+    "an entry of an outer map by three units": ("llama", "", moved("model.layers.1.mlp.down_proj.weight", 3)),
+    "a gain and an entry of its maps": (
+        *("llama", ""),
+        one_entry("1.input_layernorm.", "1.self_attn.q_", "1.self_attn.k_", "1.self_attn.v_"),
+    ),
+    "a gain and an entry of an inner map": (
+        *("llama", ""),
+        one_entry("1.post_attention_layernorm.", "1.mlp.up_", "1.mlp.gate_"),
+    ),
+    "a last gain and an entry of the table": ("llama", "", one_entry("model.norm.", "lm_head.")),
     "an embedding by one unit": ("llama", "", moved("model.embed_tokens.weight", 1)),
     "W_V after all exact rewrites": ("gpt2", "all", moved("transformer.h.1.attn.c_attn.weight", 64)),
     "W_K after all exact rewrites": ("llama", "all", moved("model.layers.0.self_attn.k_proj.weight", 64)),
@@ -275,6 +318,19 @@ def test_the_same_weights_with_another_configuration_are_near(
     assert any(field in setting.name for setting in found.settings), found.settings
 
 
+@pytest.mark.parametrize("factor", [1 + 2.0**-22, 1.003])
+@pytest.mark.parametrize(
+    "field", ["embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"]
+)
+def test_a_factor_that_no_map_has_taken_up_is_near(
+    field: str, factor: float, granite: Path, tmp_path: Path
+) -> None:
+    given = json.loads((granite / "config.json").read_text())[field]
+    found = difference(granite, configured(granite, tmp_path / "b", **{field: factor * given}))
+    assert found.verdict == "near"
+    assert any("taken it up" in reason for reason in found.reasons), found.reasons
+
+
 def test_models_of_other_depths_or_unrelated_weights_are_different(llama: Path, tmp_path: Path) -> None:
     deeper = TINY["llama"].configured(num_hidden_layers=3)
     transformers.LlamaForCausalLM(deeper).save_pretrained(tmp_path / "deeper")
@@ -320,7 +376,9 @@ def flat(tensors: Tensors) -> Tensors:
     """Embeddings that leave one direction of the stream all but undetermined."""
     name = "model.embed_tokens.weight"
     table = tensors[name].double()
-    direction = torch.nn.functional.normalize(torch.randn(24, generator=torch.Generator().manual_seed(4)).double(), dim=0)
+    direction = torch.nn.functional.normalize(
+        torch.randn(24, generator=torch.Generator().manual_seed(4)).double(), dim=0
+    )
     return {**tensors, name: (table - 0.9999 * torch.outer(table @ direction, direction)).float()}
 
 
@@ -345,7 +403,9 @@ def test_rows_of_padding_are_named_and_tokens_are_no_padding(count: int, llama: 
     found = {}
     for number, rows in enumerate((torch.zeros(count, 24), row.expand(count, -1), torch.cat([row, -row]))):
         grown = changed(llama, tmp_path / f"tensors {number}", with_further_rows(rows))
-        found[number] = difference(llama, configured(grown, tmp_path / f"{number}", vocab_size=40 + len(rows)))
+        found[number] = difference(
+            llama, configured(grown, tmp_path / f"{number}", vocab_size=40 + len(rows))
+        )
     assert found[0].verdict == "same numbers"
     assert any(f"{count} rows of padding, whose logits are not compared" in note for note in found[0].notes)
     assert (found[1].verdict in SAME) == (count > 1)

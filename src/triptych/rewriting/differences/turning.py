@@ -55,9 +55,7 @@ class Turn:
         """Return an output to the stream, `[..., d_model]`, in the basis of the stream of B."""
         squares = numbers.squares @ self.matrix.square()
         along = (numbers.numbers @ self.axes).square()
-        squares = (
-            squares + along @ self.errors @ (self.axes.mT @ self.matrix).square()
-        )
+        squares = squares + along @ self.errors @ (self.axes.mT @ self.matrix).square()
         return Rounded(numbers.numbers @ self.matrix, squares)
 
 
