@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints.tiny_models import TINY, transformers
+from rewriting.test_plans import own_run
 from small_checkpoints import with_words
 from triptych.core.checkpoints.stored_models import load_language_model
 from triptych.errors import TriptychError
@@ -329,6 +330,28 @@ def test_a_factor_that_no_map_has_taken_up_is_near(
     found = difference(granite, configured(granite, tmp_path / "b", **{field: factor * given}))
     assert found.verdict == "near"
     assert any("taken it up" in reason for reason in found.reasons), found.reasons
+
+
+def test_an_entry_of_one_of_two_maps_in_a_row_is_near(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    assert own_run(tmp_path / "a", "stacked", "pre", "sinusoidal")
+    change = moved("encoder.0.self_attention.projections.q_first.weight", 1)
+    assert difference(tmp_path / "a", changed(tmp_path / "a", tmp_path / "b", change)).verdict == "near"
+
+
+def without_a_head(tensors: Tensors) -> Tensors:
+    name = "transformer.h.0.attn.c_proj.weight"
+    own = tensors[name].clone()
+    own[6:12] = 0.0
+    return {**tensors, name: own}
+
+
+def test_a_head_that_is_off_is_named_and_the_model_is_near(gpt2: Path, tmp_path: Path) -> None:
+    found = difference(gpt2, changed(gpt2, tmp_path / "b", without_a_head))
+    assert found.verdict == "near"
+    heads = {head.head: head for head in found.parts[1].heads}
+    assert (heads[1].other, heads[1].verdict) == (None, "near")
+    assert {heads[head].verdict for head in (0, 2, 3)} == {"same function"}
 
 
 def test_models_of_other_depths_or_unrelated_weights_are_different(llama: Path, tmp_path: Path) -> None:

@@ -81,11 +81,11 @@ def outputs(name: str, folder: Path) -> Tensor | None:
         torch.manual_seed(1)
         if name in runs.RUNS and runs.RUNS[name].kind != "pairs":
             # Every token, the special ones too.
-            found = model(input_ids=torch.cat([torch.randperm(40), torch.arange(8)]).view(4, 12))
-        elif name in runs.RUNS:
+            ids = torch.cat([torch.randperm(40), torch.arange(8)]).view(4, 12)
+            return runs.outputs(model(input_ids=ids)).flatten()
+        if name in runs.RUNS:
             return runs.outputs(runs.theirs(model, *runs.read_by(name))).flatten()
-        else:
-            found = model(**inputs(model))
+        found = model(**inputs(model))
         kept = [part for part in found.to_tuple() if isinstance(part, Tensor) and part.is_floating_point()]
         return torch.cat([part.double().flatten() for part in kept])
 
@@ -258,6 +258,8 @@ def false_sames_of_settings(name: str, place: Path) -> tuple[int, list[str]]:
     wrong = []
     count = 0
     for field, value in fields(record):
+        if name == "youtu" and field == ("pad_token_id",):  # `transformers` makes zeros of its row
+            continue
         for other in other_values(value):
             (after / "config.json").write_text(json.dumps(with_value(record, field, other)))
             try:

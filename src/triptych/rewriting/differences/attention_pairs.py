@@ -23,7 +23,13 @@ from triptych.core.algebra.semantics import (
     HeadSide,
     Semantics,
 )
-from triptych.core.algebra.weights import HEAD_SIDES, SIDES, AttentionWeights, Chain
+from triptych.core.algebra.weights import (
+    HEAD_SIDES,
+    SIDES,
+    AttentionWeights,
+    Chain,
+    Side,
+)
 from triptych.rewriting.differences.affine_maps import (
     PLAIN,
     AffineMap,
@@ -382,11 +388,7 @@ class _Comparison:
         self._compare_semantics()
         self._compare_before_norms()
         self._drop_zero_heads()
-        if len(self.a.kept) != len(self.b.kept):
-            self.found.differ_in_size(
-                f"{len(self.a.kept)} heads of A and {len(self.b.kept)} of B add something to the output"
-            )
-            return self.found
+        self._keep_heads_with_partners()
         self._compare_heads()
         self._compare_output_bias()
         self._note_steps()
@@ -451,16 +453,30 @@ class _Comparison:
         one, other = self.views
         found: dict[str, Tensor] = {}
         for side in HEAD_SIDES:
-            lengths = {len(own.weights.chain(side)) for own in self.pair}
             rows = self._sizes(self.a)[HEAD_SIDES.index(side)]
             by_norm = rounded_rows(one.read_last(side), other.read_last(side), rows)
             is_scaled = side == "q" and self.a.scale != self.b.scale
-            found[side] = by_norm | (is_scaled or lengths != {1})
-        lengths = {len(own.weights.o) for own in self.pair}
-        found["o"] = torch.tensor(
-            [one.scale != other.scale or lengths != {1} or self.is_turned]
-        )
+            found[side] = by_norm | (is_scaled or self._are_other_factors(side))
+        is_scaled = one.scale != other.scale or self.is_turned
+        found["o"] = torch.tensor([is_scaled or self._are_other_factors("o")])
         return found
+
+    def _are_other_factors(self, side: Side) -> bool:
+        """Return True if the maps of a chain were multiplied, split, or have another basis between them.
+
+        Such rewrites change most entries of two maps at least.
+        """
+        chains = [own.weights.chain(side) for own in self.pair]
+        if len(chains[0]) != len(chains[1]):
+            return True
+        changed = 0
+        for links in zip(*chains, strict=True):
+            weights = [
+                link.repeat(own.weights.num_heads).weight[own.kept]
+                for link, own in zip(links, self.pair, strict=True)
+            ]
+            changed += _most_differ(weights[0], weights[1])
+        return changed > 1
 
     @property
     def is_turned(self) -> bool:
@@ -595,6 +611,27 @@ class _Comparison:
                 self.b.weights.num_heads,
             )
 
+    def _keep_heads_with_partners(self) -> None:
+        """Leave out heads without a counterpart, where one model has more heads than the other."""
+        counts = len(self.a.kept), len(self.b.kept)
+        if counts[0] == counts[1]:
+            return
+        self.found.reasons.append(
+            f"{counts[0]} heads of A and {counts[1]} of B add something to the output"
+        )
+        signatures = self._signatures()
+        if signatures[0].shape[1] != signatures[1].shape[1] or not all(counts):
+            self.found.has_other_sizes = True
+            return
+        partners = match(*signatures).partners
+        pairs = [pair for pair in enumerate(partners) if pair[1] != -1]
+        alone = {*range(counts[0])} - {own for own, _ in pairs}
+        self.found.heads += [
+            HeadDifference(self.a.kept[own], None, "near") for own in sorted(alone)
+        ]
+        self.a.kept = [self.a.kept[own] for own, _ in pairs]
+        self.b.kept = [self.b.kept[partner] for _, partner in pairs]
+
     @property
     def _all_kept_equal(self) -> bool:
         return len(self.a.kept) == len(self.b.kept)
@@ -630,13 +667,7 @@ class _Comparison:
 
     def _match(self) -> None:
         """Order the heads of B like the heads of A, by invariants under a change of basis."""
-        signatures = []
-        for own in self.pair:
-            qk, ov = self._forms(own, centre=False)
-            planes = self.planes if qk.left.shape[-1] >= 2 * self.planes else 0
-            signatures.append(
-                torch.cat([form_signature(qk, planes), form_signature(ov)], dim=1)
-            )
+        signatures = self._signatures()
         if signatures[0].shape[1] != signatures[1].shape[1]:
             return
         order = match(*signatures).partners
@@ -644,6 +675,17 @@ class _Comparison:
         if moved != self.b.kept:
             self.found.steps["permute_heads"] = moved
         self.b.kept = moved
+
+    def _signatures(self) -> list[Tensor]:
+        """Return invariants of the heads of A and of B under a change of basis, `[heads, values]`."""
+        found = []
+        for own in self.pair:
+            qk, ov = self._forms(own, centre=False)
+            planes = self.planes if qk.left.shape[-1] >= 2 * self.planes else 0
+            found.append(
+                torch.cat([form_signature(qk, planes), form_signature(ov)], dim=1)
+            )
+        return found
 
     def _verdicts(
         self,
@@ -874,8 +916,14 @@ class _Comparison:
         if self.a.scale != self.b.scale and self.moves_scale:
             steps["scale"] = (self.a.scale, self.b.scale)
         if self.drops_key_bias:
-            biases = [own.map("k", centre=False).bias.numbers for own in self.pair]
-            if [bool(bias.any()) for bias in biases] in ([True, False], [False, True]):
+            stored = [
+                bool(self._stored(own, "k").bias.numbers.any()) for own in self.pair
+            ]
+            effective = [
+                own.map("k", centre=False).select(own.kept).bias for own in self.pair
+            ]
+            is_moved = "basis qk" not in steps and not is_same(*effective, rounded=True)
+            if stored[0] != stored[1] or is_moved:
                 steps["drop_key_bias"] = True
         copies = [
             (own.weights.copies("k"), own.weights.copies("v")) for own in self.pair
