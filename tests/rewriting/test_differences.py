@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints.tiny_models import TINY, transformers
+from rewriting.test_plans import own_run
 from small_checkpoints import with_words
 from triptych.core.checkpoints.stored_models import load_language_model
 from triptych.errors import TriptychError
@@ -92,6 +93,20 @@ def moved(name: str, ulps: float) -> Callable[[Tensors], Tensors]:
     return change
 
 
+def one_entry(*parts: str) -> Callable[[Tensors], Tensors]:
+    """Move the entry of one channel of some tensors by a unit, in one row of matrices."""
+
+    def change(tensors: Tensors) -> Tensors:
+        found = dict(tensors)
+        for name in (name for name in tensors if any(part in name for part in parts)):
+            own = found[name] = tensors[name].clone()
+            entry = own[3] if own.ndim == 1 else own[2, 3]
+            entry.copy_(torch.nextafter(entry, torch.tensor(float("inf"))))
+        return found
+
+    return change
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made("llama", tmp_path_factory.mktemp("llama"))
@@ -100,6 +115,17 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made("gpt2", tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with factors, in bfloat16, whose rounding hides small changes of them."""
+    folder = tmp_path_factory.mktemp("granite")
+    tensors = {
+        name: tensor.bfloat16() for name, tensor in load_file(made("granite", folder) / WEIGHTS).items()
+    }
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    return folder
 
 
 def test_a_copy_has_the_same_bytes(llama: Path) -> None:
@@ -213,6 +239,24 @@ NEAR_MISSES: dict[str, tuple[str, str, Callable[[Tensors], Tensors]]] = {
     "an entry of a feed-forward map by one unit": ("gpt2", "", moved("transformer.h.1.mlp.c_fc.weight", 1)),
     "a gain by one unit": ("llama", "", moved("model.layers.1.input_layernorm.weight", 1)),
     "a last gain by one unit": ("llama", "", moved("model.norm.weight", 1)),
+    "a shift before attention by one unit": ("gpt2", "", moved("transformer.h.0.ln_1.bias", 1)),
+    "a shift before a feed-forward map by one unit": ("gpt2", "", moved("transformer.h.0.ln_2.bias", 1)),
+    "a last shift by one unit": ("gpt2", "", moved("transformer.ln_f.bias", 1)),
+    # A basis or a factor near 1 would take up a part of these.
+    "an entry of W_Q by three units": ("gpt2", "", moved("transformer.h.0.attn.c_attn.weight", 3)),
+    "an entry of W_V by three units": ("llama", "", moved("model.layers.1.self_attn.v_proj.weight", 3)),
+    "an entry of W_O by four units": ("llama", "", moved("model.layers.1.self_attn.o_proj.weight", 4)),
+    "an entry of an inner map by four units": ("llama", "", moved("model.layers.1.mlp.up_proj.weight", 4)),
+    "an entry of an outer map by three units": ("llama", "", moved("model.layers.1.mlp.down_proj.weight", 3)),
+    "a gain and an entry of its maps": (
+        *("llama", ""),
+        one_entry("1.input_layernorm.", "1.self_attn.q_", "1.self_attn.k_", "1.self_attn.v_"),
+    ),
+    "a gain and an entry of an inner map": (
+        *("llama", ""),
+        one_entry("1.post_attention_layernorm.", "1.mlp.up_", "1.mlp.gate_"),
+    ),
+    "a last gain and an entry of the table": ("llama", "", one_entry("model.norm.", "lm_head.")),
     "an embedding by one unit": ("llama", "", moved("model.embed_tokens.weight", 1)),
     "W_V after all exact rewrites": ("gpt2", "all", moved("transformer.h.1.attn.c_attn.weight", 64)),
     "W_K after all exact rewrites": ("llama", "all", moved("model.layers.0.self_attn.k_proj.weight", 64)),
@@ -275,6 +319,41 @@ def test_the_same_weights_with_another_configuration_are_near(
     assert any(field in setting.name for setting in found.settings), found.settings
 
 
+@pytest.mark.parametrize("factor", [1 + 2.0**-22, 1.003])
+@pytest.mark.parametrize(
+    "field", ["embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"]
+)
+def test_a_factor_that_no_map_has_taken_up_is_near(
+    field: str, factor: float, granite: Path, tmp_path: Path
+) -> None:
+    given = json.loads((granite / "config.json").read_text())[field]
+    found = difference(granite, configured(granite, tmp_path / "b", **{field: factor * given}))
+    assert found.verdict == "near"
+    assert any("taken it up" in reason for reason in found.reasons), found.reasons
+
+
+def test_an_entry_of_one_of_two_maps_in_a_row_is_near(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    assert own_run(tmp_path / "a", "stacked", "pre", "sinusoidal")
+    change = moved("encoder.0.self_attention.projections.q_first.weight", 1)
+    assert difference(tmp_path / "a", changed(tmp_path / "a", tmp_path / "b", change)).verdict == "near"
+
+
+def without_a_head(tensors: Tensors) -> Tensors:
+    name = "transformer.h.0.attn.c_proj.weight"
+    own = tensors[name].clone()
+    own[6:12] = 0.0
+    return {**tensors, name: own}
+
+
+def test_a_head_that_is_off_is_named_and_the_model_is_near(gpt2: Path, tmp_path: Path) -> None:
+    found = difference(gpt2, changed(gpt2, tmp_path / "b", without_a_head))
+    assert found.verdict == "near"
+    heads = {head.head: head for head in found.parts[1].heads}
+    assert (heads[1].other, heads[1].verdict) == (None, "near")
+    assert {heads[head].verdict for head in (0, 2, 3)} == {"same function"}
+
+
 def test_models_of_other_depths_or_unrelated_weights_are_different(llama: Path, tmp_path: Path) -> None:
     deeper = TINY["llama"].configured(num_hidden_layers=3)
     transformers.LlamaForCausalLM(deeper).save_pretrained(tmp_path / "deeper")
@@ -314,6 +393,69 @@ def test_a_residual_stream_in_another_basis_is_the_same_function(llama: Path, tm
     assert any("residual stream" in step.words for step in found.chain)
     change = moved("model.layers.1.self_attn.v_proj.weight", 256)
     assert difference(llama, changed(folder, tmp_path / "c", change)).verdict == "near"
+
+
+def flat(tensors: Tensors) -> Tensors:
+    """Embeddings that leave one direction of the stream all but undetermined."""
+    name = "model.embed_tokens.weight"
+    table = tensors[name].double()
+    direction = torch.nn.functional.normalize(
+        torch.randn(24, generator=torch.Generator().manual_seed(4)).double(), dim=0
+    )
+    return {**tensors, name: (table - 0.9999 * torch.outer(table @ direction, direction)).float()}
+
+
+def test_a_basis_that_the_embeddings_leave_undetermined_proves_nothing(llama: Path, tmp_path: Path) -> None:
+    before = changed(llama, tmp_path / "a", flat)
+    after = changed(before, tmp_path / "b", turned)
+    missed = changed(after, tmp_path / "c", moved("model.layers.1.self_attn.v_proj.weight", 256))
+    assert difference(before, missed).verdict == "near"
+
+
+def with_further_rows(rows: Tensor) -> Callable[[Tensors], Tensors]:
+    def change(tensors: Tensors) -> Tensors:
+        tables = ("model.embed_tokens.weight", "lm_head.weight")
+        return {**tensors, **{name: torch.cat([tensors[name], rows]) for name in tables}}
+
+    return change
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_of_padding_are_named_and_tokens_are_no_padding(count: int, llama: Path, tmp_path: Path) -> None:
+    row = torch.linspace(-1, 1, 24)[None]
+    found = {}
+    for number, rows in enumerate((torch.zeros(count, 24), row.expand(count, -1), torch.cat([row, -row]))):
+        grown = changed(llama, tmp_path / f"tensors {number}", with_further_rows(rows))
+        found[number] = difference(
+            llama, configured(grown, tmp_path / f"{number}", vocab_size=40 + len(rows))
+        )
+    assert found[0].verdict == "same numbers"
+    assert any(f"{count} rows of padding, whose logits are not compared" in note for note in found[0].notes)
+    assert (found[1].verdict in SAME) == (count > 1)
+    assert found[2].verdict not in SAME
+
+
+def with_a_head_of_constants(tensors: Tensors) -> Tensors:
+    """The values of one head of a GPT-2 are its biases alone."""
+    name = "transformer.h.0.attn.c_attn.weight"
+    own = tensors[name].clone()
+    own[:, 48:54] = 0.0
+    return {**tensors, name: own}
+
+
+def with_another_output_of_it(tensors: Tensors) -> Tensors:
+    name = "transformer.h.0.attn.c_proj.weight"
+    own = tensors[name].clone()
+    own[:6] *= 1.5
+    return {**tensors, name: own}
+
+
+def test_a_head_whose_values_are_biases_adds_a_constant(gpt2: Path, tmp_path: Path) -> None:
+    before = changed(gpt2, tmp_path / "a", with_a_head_of_constants)
+    after = changed(before, tmp_path / "b", with_another_output_of_it)
+    found = difference(before, after)
+    assert found.verdict == "near"
+    assert any("bias" in reason for reason in found.reasons)
 
 
 def test_models_are_compared_on_a_text_where_they_are_near(llama: Path, tmp_path: Path) -> None:

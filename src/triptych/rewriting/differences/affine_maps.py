@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.algebra.weights import AttentionWeights, Chain, Link
-from triptych.rewriting.differences.rounded import Rounded, stacked
+from triptych.rewriting.differences.rounded import Rounded, left_alone, stacked
 from triptych.rewriting.differences.turning import Turn
 
 
@@ -49,16 +49,18 @@ def rounded_rows(one: Reading, other: Reading, rows: int) -> Tensor:
     return torch.cat([gains[0] != gains[1], has_other_shift])
 
 
-def unfolded_rows(one: Tensor, other: Tensor, rounded: Tensor) -> bool:
-    """Return True if the norms of two maps differ in a channel and the rows that read it do not.
+def unfolded_rows(
+    one: "AffineMap", other: "AffineMap", readings: tuple[Reading, Reading]
+) -> Tensor:
+    """Return for each row of a map and for its bias whether it ignores a difference of norms, `[rows + 1]`.
 
-    `one`, `other`: stored maps with biases as last rows, `[copies, rows + 1, width]`.
+    `one`, `other`: stored maps of A and B. `readings`: the norms before them.
     """
-    if one.shape != other.shape:
-        return False
-    is_equal = (one == other).all(dim=-1).all(dim=0)
-    is_used = one.any(dim=-1).any(dim=0)
-    return bool((is_equal & is_used & rounded)[:-1].any())
+    stored = one.rows().numbers, other.rows().numbers
+    if stored[0].shape != stored[1].shape:
+        return torch.zeros(stored[0].shape[-2], dtype=torch.bool)
+    now, kept = (one.reading(replace(read, turn=None)).rows() for read in readings)
+    return left_alone(*stored, now, kept)
 
 
 def _same(one: Tensor | None, other: Tensor | None, default: float) -> bool:
@@ -93,6 +95,9 @@ class AffineMap(NamedTuple):
             if factor == 1
             else AffineMap(self.weight.times(factor), self.bias.times(factor))
         )
+
+    def select(self, copies: Sequence[int]) -> "AffineMap":
+        return AffineMap(self.weight[copies], self.bias[copies])
 
     def repeat(self, copies: int) -> "AffineMap":
         times = copies // len(self.weight.numbers)

@@ -23,7 +23,13 @@ from triptych.core.algebra.semantics import (
     HeadSide,
     Semantics,
 )
-from triptych.core.algebra.weights import HEAD_SIDES, SIDES, AttentionWeights, Chain
+from triptych.core.algebra.weights import (
+    HEAD_SIDES,
+    SIDES,
+    AttentionWeights,
+    Chain,
+    Side,
+)
 from triptych.rewriting.differences.affine_maps import (
     PLAIN,
     AffineMap,
@@ -46,9 +52,18 @@ from triptych.rewriting.differences.difference_records import (
     HeadDifference,
     SettingDifference,
 )
-from triptych.rewriting.differences.field_differences import different_fields
+from triptych.rewriting.differences.field_differences import (
+    different_fields,
+    same_number,
+)
 from triptych.rewriting.differences.matching import form_signature, match
-from triptych.rewriting.differences.rounded import Rounded, finer, is_same
+from triptych.rewriting.differences.rounded import (
+    Rounded,
+    are_few,
+    factor_left_alone,
+    finer,
+    is_same,
+)
 
 # A value bias is a bias of the output wherever rows of weights sum to 1; a slot for it is not needed here.
 _VALUE_BIAS = replace(
@@ -287,8 +302,10 @@ class _Heads:
         self.view = view
         self.dtype = dtype
         behind = view.cut.behind
+        self.order = order
         self.weights = _in_pairs(behind, order)
         self.kept = [*range(self.weights.num_heads)]
+        self.scale = self.weights.scale
 
     def map(self, side: Literal["q", "k", "v"], *, centre: bool) -> AffineMap:
         """Return the maps of all heads as they act on the plain stream, or on a norm within the chain."""
@@ -309,7 +326,7 @@ class _Heads:
     def qk(self, *, centre: bool, scaled: bool, key_bias: bool) -> Factors:
         query = self.map("q", centre=centre)
         if scaled:
-            query = query.times(self.weights.semantics.scale)
+            query = query.times(self.scale)
         key = self.map("k", centre=centre)
         return Factors(
             query.rows()[self.kept],
@@ -360,6 +377,8 @@ class _Comparison:
         self.b = _Heads(b, self.orders[1], dtype)
         self.pair = _Sides(self.a, self.b)
         self.views = a, b
+        if same_number(self.a.scale, self.b.scale):
+            self.b.scale = self.a.scale
 
     def findings(self) -> LayerFindings:
         sizes = self._sizes(self.a), self._sizes(self.b)
@@ -369,11 +388,7 @@ class _Comparison:
         self._compare_semantics()
         self._compare_before_norms()
         self._drop_zero_heads()
-        if len(self.a.kept) != len(self.b.kept):
-            self.found.differ_in_size(
-                f"{len(self.a.kept)} heads of A and {len(self.b.kept)} of B add something to the output"
-            )
-            return self.found
+        self._keep_heads_with_partners()
         self._compare_heads()
         self._compare_output_bias()
         self._note_steps()
@@ -438,16 +453,30 @@ class _Comparison:
         one, other = self.views
         found: dict[str, Tensor] = {}
         for side in HEAD_SIDES:
-            lengths = {len(own.weights.chain(side)) for own in self.pair}
             rows = self._sizes(self.a)[HEAD_SIDES.index(side)]
             by_norm = rounded_rows(one.read_last(side), other.read_last(side), rows)
-            is_scaled = side == "q" and self.a.weights.scale != self.b.weights.scale
-            found[side] = by_norm | (is_scaled or lengths != {1})
-        lengths = {len(own.weights.o) for own in self.pair}
-        found["o"] = torch.tensor(
-            [one.scale != other.scale or lengths != {1} or self.is_turned]
-        )
+            is_scaled = side == "q" and self.a.scale != self.b.scale
+            found[side] = by_norm | (is_scaled or self._are_other_factors(side))
+        is_scaled = one.scale != other.scale or self.is_turned
+        found["o"] = torch.tensor([is_scaled or self._are_other_factors("o")])
         return found
+
+    def _are_other_factors(self, side: Side) -> bool:
+        """Return True if the maps of a chain were multiplied, split, or have another basis between them.
+
+        Such rewrites change most entries of two maps at least.
+        """
+        chains = [own.weights.chain(side) for own in self.pair]
+        if len(chains[0]) != len(chains[1]):
+            return True
+        changed = 0
+        for links in zip(*chains, strict=True):
+            weights = [
+                link.repeat(own.weights.num_heads).weight[own.kept]
+                for link, own in zip(links, self.pair, strict=True)
+            ]
+            changed += _most_differ(weights[0], weights[1])
+        return changed > 1
 
     @property
     def is_turned(self) -> bool:
@@ -455,26 +484,50 @@ class _Comparison:
         return any(view.x.turn is not None for view in self.views)
 
     def _require_folded(self) -> None:
-        """Require changed maps wherever the norm before them changed."""
+        """Require changed maps wherever the norm before them or their factor changed."""
         one, other = self.views
+        stored: dict[HeadSide, list[AffineMap]] = {}
         for side in HEAD_SIDES:
-            stored = [
-                chain_map(own.view.after_norms(side), own.weights.d_model, own.dtype)
-                for own in self.pair
-            ]
-            rows = [
-                own.repeat(heads.weights.num_heads).rows().numbers[heads.kept]
-                for own, heads in zip(stored, self.pair, strict=True)
-            ]
-            if rows[0].shape[1] != self._sizes(self.a)[HEAD_SIDES.index(side)] + 1:
+            maps = [self._stored(own, side) for own in self.pair]
+            stored[side] = maps
+            if maps[0].weight.shape[1] != self._sizes(self.a)[HEAD_SIDES.index(side)]:
                 continue
-            rounded = rounded_rows(
-                one.read_last(side), other.read_last(side), rows[0].shape[1] - 1
+            rows = unfolded_rows(
+                maps[0], maps[1], (one.read_last(side), other.read_last(side))
             )
-            if unfolded_rows(rows[0], rows[1], rounded):
+            # A shift is not in biases that are dropped, or folded into the bias of the output.
+            passes = {"q": False, "k": self.drops_key_bias, "v": self.moves_value_bias}
+            if bool((rows[:-1] if passes[side] else rows).any()):
                 self.found.reasons.append(
                     f"the norm before {side} differs, and {side} has not taken it up"
                 )
+        scales = self.a.scale, self.b.scale
+        if self.moves_scale and all(
+            factor_left_alone(*(own.weight for own in stored[side]), scales)
+            for side in ("q", "k")
+        ):
+            self.found.reasons.append(
+                f"the scale is {scales[0]:g} and {scales[1]:g}, and no map has taken it up"
+            )
+        outputs = [
+            chain_map(own.weights.o, own.weights.d_model, own.dtype)
+            .repeat(own.weights.num_heads)
+            .weight[own.kept]
+            for own in self.pair
+        ]
+        if factor_left_alone(outputs[0], outputs[1], (one.scale, other.scale)):
+            self.found.reasons.append(
+                f"the factor of the output is {one.scale:g} and {other.scale:g}, "
+                "and the output map has not taken it up"
+            )
+
+    def _stored(self, own: _Heads, side: HeadSide) -> AffineMap:
+        """Return the maps of the kept heads after the last norm of a chain, as stored."""
+        chain = own.view.after_norms(side)
+        if own.order is not None and side != "v" and chain:
+            chain = with_channels(chain, own.order)
+        found = chain_map(chain, own.weights.d_model, own.dtype)
+        return found.repeat(own.weights.num_heads).select(own.kept)
 
     # The meaning besides the maps.
 
@@ -558,6 +611,27 @@ class _Comparison:
                 self.b.weights.num_heads,
             )
 
+    def _keep_heads_with_partners(self) -> None:
+        """Leave out heads without a counterpart, where one model has more heads than the other."""
+        counts = len(self.a.kept), len(self.b.kept)
+        if counts[0] == counts[1]:
+            return
+        self.found.reasons.append(
+            f"{counts[0]} heads of A and {counts[1]} of B add something to the output"
+        )
+        signatures = self._signatures()
+        if signatures[0].shape[1] != signatures[1].shape[1] or not all(counts):
+            self.found.has_other_sizes = True
+            return
+        partners = match(*signatures).partners
+        pairs = [pair for pair in enumerate(partners) if pair[1] != -1]
+        alone = {*range(counts[0])} - {own for own, _ in pairs}
+        self.found.heads += [
+            HeadDifference(self.a.kept[own], None, "near") for own in sorted(alone)
+        ]
+        self.a.kept = [self.a.kept[own] for own, _ in pairs]
+        self.b.kept = [self.b.kept[partner] for _, partner in pairs]
+
     @property
     def _all_kept_equal(self) -> bool:
         return len(self.a.kept) == len(self.b.kept)
@@ -585,7 +659,7 @@ class _Comparison:
                 self._forms(self.b, centre=True),
             )
             again, _ = self._verdicts(centred_forms, is_centred=True)
-            if all(again):
+            if all(again) and not _are_few_entries(*forms):
                 same = again
                 self.found.steps["centre"] = True
         self._compare_parts_of_heads(same)
@@ -593,13 +667,7 @@ class _Comparison:
 
     def _match(self) -> None:
         """Order the heads of B like the heads of A, by invariants under a change of basis."""
-        signatures = []
-        for own in self.pair:
-            qk, ov = self._forms(own, centre=False)
-            planes = self.planes if qk.left.shape[-1] >= 2 * self.planes else 0
-            signatures.append(
-                torch.cat([form_signature(qk, planes), form_signature(ov)], dim=1)
-            )
+        signatures = self._signatures()
         if signatures[0].shape[1] != signatures[1].shape[1]:
             return
         order = match(*signatures).partners
@@ -607,6 +675,17 @@ class _Comparison:
         if moved != self.b.kept:
             self.found.steps["permute_heads"] = moved
         self.b.kept = moved
+
+    def _signatures(self) -> list[Tensor]:
+        """Return invariants of the heads of A and of B under a change of basis, `[heads, values]`."""
+        found = []
+        for own in self.pair:
+            qk, ov = self._forms(own, centre=False)
+            planes = self.planes if qk.left.shape[-1] >= 2 * self.planes else 0
+            found.append(
+                torch.cat([form_signature(qk, planes), form_signature(ov)], dim=1)
+            )
+        return found
 
     def _verdicts(
         self,
@@ -671,8 +750,10 @@ class _Comparison:
         if freedom == "planes":
             if a.left.shape != b.left.shape:
                 return torch.zeros(len(a.left.numbers), dtype=torch.bool)
-            return check_basis(a, b, solve_planes(a, b, self.planes)).explained
-        explained = check_basis(a, b, solve_basis(a, b)).explained
+            found = check_basis(a, b, solve_planes(a, b, self.planes))
+            return found.explained & found.is_another
+        found = check_basis(a, b, solve_basis(a, b))
+        explained = found.explained & found.is_another
         if a.left.shape[-1] != b.left.shape[-1] and not bool(explained.all()):
             # A factor of lower rank than its width: the basis leads the other way.
             explained = explained | check_basis(b, a, solve_basis(b, a)).explained
@@ -803,8 +884,9 @@ class _Comparison:
             return
         # Value biases add up to a bias of the output, whatever the basis of the values is.
         totals = [own.o_bias(with_values=True, centre=False) for own in self.pair]
-        is_moved = not torch.equal(plain[0].numbers, plain[1].numbers)
-        of_norm = bool(self.rounds["v"][-1])
+        is_moved = _most_differ(plain[0].numbers, plain[1].numbers)
+        values = [self._stored(own, "v").bias.numbers for own in self.pair]
+        of_norm = bool(self.rounds["v"][-1]) and _most_differ(*values)
         rounds = is_moved or is_scaled or of_norm or "basis ov" in self.found.steps
         if not is_same(totals[0], totals[1], rounds):
             self.found.reasons.append("the biases of values or of the output differ")
@@ -815,7 +897,11 @@ class _Comparison:
         values = [
             own.map("v", centre=False).bias.numbers[own.kept] for own in self.pair
         ]
-        return values[0].shape == values[1].shape and torch.equal(*values)
+        return (
+            values[0].shape == values[1].shape
+            and torch.equal(*values)
+            and torch.equal(*map(_constant_of_dropped_heads, self.pair))
+        )
 
     def _note_steps(self) -> None:
         steps = self.found.steps
@@ -827,11 +913,17 @@ class _Comparison:
             )
             steps |= {} if same_gains else {"fold_norm": True}
             steps |= {"turn": True} if self.is_turned else {}
-        if self.a.weights.scale != self.b.weights.scale and self.moves_scale:
-            steps["scale"] = (self.a.weights.scale, self.b.weights.scale)
+        if self.a.scale != self.b.scale and self.moves_scale:
+            steps["scale"] = (self.a.scale, self.b.scale)
         if self.drops_key_bias:
-            biases = [own.map("k", centre=False).bias.numbers for own in self.pair]
-            if [bool(bias.any()) for bias in biases] in ([True, False], [False, True]):
+            stored = [
+                bool(self._stored(own, "k").bias.numbers.any()) for own in self.pair
+            ]
+            effective = [
+                own.map("k", centre=False).select(own.kept).bias for own in self.pair
+            ]
+            is_moved = "basis qk" not in steps and not is_same(*effective, rounded=True)
+            if stored[0] != stored[1] or is_moved:
                 steps["drop_key_bias"] = True
         copies = [
             (own.weights.copies("k"), own.weights.copies("v")) for own in self.pair
@@ -844,6 +936,35 @@ class _Comparison:
         ]
         if lengths[0] != lengths[1]:
             steps["fold"] = lengths
+
+
+def _most_differ(one: Tensor, other: Tensor) -> bool:
+    return one.shape != other.shape or (
+        not torch.equal(one, other) and not are_few(one, other)
+    )
+
+
+def _constant_of_dropped_heads(own: _Heads) -> Tensor:
+    """Return what heads without weights of values still add to the output: their value biases through W_O."""
+    dropped = [*{*range(own.weights.num_heads)} - {*own.kept}]
+    values = own.map("v", centre=False).bias.numbers[dropped]
+    return (values[:, None] @ own.out().numbers[dropped]).sum(dim=0)
+
+
+def _are_few_entries(
+    one: tuple[Factors, Factors], other: tuple[Factors, Factors]
+) -> bool:
+    """Return True if any map of the inputs differs in a few entries only."""
+    maps = [
+        (mine.numbers[:, :-1], theirs.numbers[:, :-1])
+        for (qk, ov), (qk_b, ov_b) in [(one, other)]
+        for mine, theirs in (
+            (qk.left, qk_b.left),
+            (qk.right, qk_b.right),
+            (ov.left, ov_b.left),
+        )
+    ]
+    return any(are_few(mine, theirs) for mine, theirs in maps)
 
 
 def _there(value: object) -> str:

@@ -14,6 +14,8 @@ from triptych.rewriting.differences.rounded import Rounded, excess
 
 # Steps of refinement of a solution, since normal equations square the condition of the factors.
 _REFINEMENTS = 2
+# Least change of a factor by another basis, in units of its rounding.
+CLEAR = 16
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -30,6 +32,9 @@ class FoundBasis(NamedTuple):
     basis: Tensor  # `[heads, width of a, width of b]`
     left: Tensor  # largest excess of each head's left factor over rounding, `[heads]`; at most 1 if explained
     right: Tensor
+    is_another: (
+        Tensor  # False for heads whose basis is that of A but for rounding, `[heads]`
+    )
 
     @property
     def explained(self) -> Tensor:
@@ -96,7 +101,20 @@ def check_basis(a: Factors, b: Factors, basis: Tensor) -> FoundBasis:
     """Check bases: L_a G = L_b and R_b Gᵀ = R_a, up to the rounding of the factors."""
     left = _excess(a.left, basis, b.left)
     right = _excess(b.right, basis.mT, a.right)
-    return FoundBasis(basis, left, right)
+    # A basis near that of A would take up single entries that differ.
+    is_another = torch.tensor([True]).expand(len(basis))
+    if basis.shape[-2] == basis.shape[-1]:
+        change = basis - torch.eye(basis.shape[-1], dtype=basis.dtype)
+        is_another = _is_moved(a.left, b.left, change) | _is_moved(
+            b.right, a.right, change.mT
+        )
+    return FoundBasis(basis, left, right, is_another)
+
+
+def _is_moved(one: Rounded, other: Rounded, change: Tensor) -> Tensor:
+    """Return for each head whether a change of basis moves a factor by clearly more than rounding."""
+    moved = (one.numbers @ change).square().sum(dim=(-2, -1))
+    return moved > CLEAR**2 * (one.squares + other.squares).sum(dim=(-2, -1))
 
 
 def check_identity(a: Factors, b: Factors) -> FoundBasis:
@@ -105,7 +123,7 @@ def check_identity(a: Factors, b: Factors) -> FoundBasis:
     basis = torch.eye(width, dtype=torch.float64).expand(len(a.left.numbers), -1, -1)
     left = excess(a.left, b.left).amax(dim=(-2, -1))
     right = excess(a.right, b.right).amax(dim=(-2, -1))
-    return FoundBasis(basis, left, right)
+    return FoundBasis(basis, left, right, torch.tensor([False]).expand(len(basis)))
 
 
 def _excess(one: Rounded, basis: Tensor, other: Rounded) -> Tensor:

@@ -23,6 +23,7 @@ from triptych.rewriting.differences.affine_maps import (
 from triptych.rewriting.differences.attention_pairs import (
     LayerView,
     compare_attention,
+    equal_numbers,
     same_numbers,
 )
 from triptych.rewriting.differences.difference_records import SettingDifference
@@ -169,7 +170,7 @@ class _ReadComparison:
             )
             maps.append(AffineMap(Rounded.stored(copies, dtype).mT, of_bias))
         rounded = rounded_rows(readings[0], readings[1], weight_a.shape[-1])
-        if unfolded_rows(maps[0].rows().numbers, maps[1].rows().numbers, rounded):
+        if bool(unfolded_rows(maps[0], maps[1], (readings[0], readings[1])).any()):
             return False
         read = [
             own.reading(reading).rows()
@@ -187,7 +188,7 @@ class _ReadComparison:
         ]
         there = {*names[0]} & {*names[1]}
         for name in dict.fromkeys((*names[0], *names[1])):
-            if name not in there or not torch.equal(
+            if name not in there or not equal_numbers(
                 one.read_stored(name), other.read_stored(name)
             ):
                 part.found.reasons.append(f"{name} differs")

@@ -164,6 +164,7 @@ class _WholeComparison:
         ):
             parts.append(part)
         settings += chain.from_iterable(part.found.settings for part in parts)
+        notes += _of_padding(parts)
         reasons = [*self._unread(notes), *self._not_compared]
         return _judged(self.pair, parts, settings, reasons, notes)
 
@@ -269,6 +270,16 @@ class _WholeComparison:
                 some = ", ".join(sorted(names)[:_MOST_NAMED])
                 notes.append(f"{side} alone has {some}: not part of what was compared")
         return found
+
+
+def _of_padding(parts: list[Part]) -> list[str]:
+    """Return a note on the logits that one model has alone."""
+    counts = [part.found.steps.get("padding", 0) for part in parts]
+    if not any(counts):
+        return []
+    return [
+        f"vocabularies differ by {max(counts):,} rows of padding, whose logits are not compared"
+    ]
 
 
 def _judged(

@@ -17,8 +17,17 @@ from triptych.rewriting.differences.affine_maps import (
     unfolded_rows,
 )
 from triptych.rewriting.differences.attention_pairs import LayerFindings, equal_numbers
+from triptych.rewriting.differences.bases import CLEAR
 from triptych.rewriting.differences.matching import match, row_signature
-from triptych.rewriting.differences.rounded import Rounded, excess, finer, is_same
+from triptych.rewriting.differences.rounded import (
+    Rounded,
+    are_few,
+    excess,
+    factor_left_alone,
+    finer,
+    is_same,
+    stacked,
+)
 
 # Activations f with f(0) = 0: the output of a unit without an input is 0.
 _ZERO_AT_ZERO = frozenset(
@@ -136,7 +145,8 @@ def _compare_experts(
     if order != [*range(one.num_experts)]:
         found.steps["experts"] = order
     rounds = rounded_rows(a.read, b.read, a.tensors["router.weight"].shape[1])[:, None]
-    routed = [_router(view, dtype_of(a, b)) for view in (a, b)]
+    dtype = dtype_of(a, b, "router.weight")
+    routed = [_router(view, dtype) for view in (a, b)]
     router_b = Rounded(routed[1].numbers[..., order], routed[1].squares[..., order])
     if not is_same(routed[0], router_b, rounds):
         found.reasons.append("the router differs")
@@ -154,7 +164,7 @@ def _compare_experts(
     gates = [view.tensors.get("shared_gate") for view in (a, b)]
     if gates[0] is not None and gates[1] is not None:
         mapped = [
-            affine(Rounded.stored(gate, dtype_of(a, b)).mT, None)
+            affine(Rounded.stored(gate, dtype_of(a, b, "shared_gate")).mT, None)
             .reading(view.read)
             .rows()
             for gate, view in zip(gates, (a, b), strict=True)
@@ -223,10 +233,10 @@ def _take_over(own: LayerFindings, found: LayerFindings, where: str) -> None:
         found.relative = max(found.relative or 0.0, own.relative)
 
 
-def dtype_of(a: FeedForwardView, b: FeedForwardView) -> torch.dtype:
-    """Return the finer dtype of the tensors of two layers."""
-    dtypes = [next(iter(view.tensors.values())).dtype for view in (a, b)]
-    return finer(dtypes[0], dtypes[1])
+def dtype_of(a: FeedForwardView, b: FeedForwardView, name: str) -> torch.dtype:
+    """Return the finer dtype of a tensor of two layers, of which one may lack it."""
+    dtypes = [view.tensors[name].dtype for view in (a, b) if name in view.tensors]
+    return finer(dtypes[0], dtypes[-1])
 
 
 class _Unit(NamedTuple):
@@ -247,7 +257,6 @@ class _Units:
         self.a = a
         self.b = b
         self.found = found
-        self.dtype = dtype_of(a, b)
         assert isinstance(a.config, FeedForwardConfig)
         self.config = a.config
 
@@ -286,6 +295,14 @@ class _Units:
             self.found.reasons.append(
                 "the norm before it differs, and its maps have not taken it up"
             )
+        scales = self.a.scale, self.b.scale
+        if scales[0] != scales[1] and factor_left_alone(
+            *self._stored_outer(partners), scales
+        ):
+            self.found.reasons.append(
+                f"the factor of the output is {scales[0]:g} and {scales[1]:g}, "
+                "and the outer map has not taken it up"
+            )
         same = self._same_units(one, other, is_centred=False)
         if not bool(same.all()) and self.a.read.centred and self.b.read.centred:
             # Whatever moved by rounding alone was not rewritten.
@@ -297,7 +314,11 @@ class _Units:
             again = self._same_units(
                 centred_units[0], _chosen(centred_units[1], partners), is_centred=True
             )
-            if bool((again & ~only_rounded).all()):
+            maps = [(one.inner.numbers[:, :-1], other.inner.numbers[:, :-1])]
+            if one.gate is not None and other.gate is not None:
+                maps.append((one.gate.numbers[:, :-1], other.gate.numbers[:, :-1]))
+            is_whole = not any(are_few(mine, theirs) for mine, theirs in maps)
+            if is_whole and bool((again & ~only_rounded).all()):
                 same = again
                 self.found.steps["centre"] = True
         if not bool(same.all()):
@@ -308,40 +329,47 @@ class _Units:
             self.found.relative = _relative(one, other)
 
     def _units(self, view: FeedForwardView, *, centre: bool) -> _Unit:
-        outer = Rounded.stored(view.tensors["outer.weight"], self.dtype).mT.times(
-            view.scale
-        )
+        outer = self._stored(view, "outer.weight").mT.times(view.scale)
         outer = outer if view.read.turn is None else view.read.turn.written(outer)
         gate = (
             self._rows(view, "gate", centre) if "gate.weight" in view.tensors else None
         )
         return _Unit(self._rows(view, "inner", centre), gate, outer)
 
+    def _stored(self, view: FeedForwardView, name: str) -> Rounded:
+        return Rounded.stored(view.tensors[name], dtype_of(self.a, self.b, name))
+
     def _rows(self, view: FeedForwardView, part: str, centre: bool) -> Rounded:
-        bias = view.tensors.get(f"{part}.bias")
+        bias = f"{part}.bias"
         own = affine(
-            Rounded.stored(view.tensors[f"{part}.weight"], self.dtype).mT,
-            None if bias is None else Rounded.stored(bias, self.dtype),
+            self._stored(view, f"{part}.weight").mT,
+            self._stored(view, bias) if bias in view.tensors else None,
         )
         rows = own.reading(view.read, centre=centre).rows()
         return rows.reshape(*rows.shape[1:]).mT
 
     def _is_unfolded(self, partners: list[int]) -> bool:
         """Return True if the norms differ in a channel, and the maps that read it do not."""
-        rows = self.a.tensors["inner.weight"].shape[1]
-        rounded = rounded_rows(self.a.read, self.b.read, rows)
-        if not bool(rounded.any()):
+        if self.a.read.same_as(self.b.read):
             return False
-        stored = []
+        maps = []
         for view in (self.a, self.b):
             units = self._active(self._units(replace(view, read=PLAIN), centre=False))
             units = units if view is self.a else _chosen(units, partners)
-            maps = [
-                units.inner.numbers,
-                *([] if units.gate is None else [units.gate.numbers]),
-            ]
-            stored.append(torch.cat(maps).mT[None])
-        return unfolded_rows(stored[0], stored[1], rounded)
+            own = [units.inner, *([] if units.gate is None else [units.gate])]
+            rows = stacked(own, 0).mT
+            maps.append(affine(rows[:-1], rows[-1]))
+        return bool(unfolded_rows(maps[0], maps[1], (self.a.read, self.b.read)).any())
+
+    def _stored_outer(self, partners: list[int]) -> tuple[Rounded, Rounded]:
+        """Return the outer maps without factors."""
+        one, other = (
+            self._active(
+                self._units(replace(view, read=PLAIN, scale=1.0), centre=False)
+            )
+            for view in (self.a, self.b)
+        )
+        return one.outer, other.outer[partners]
 
     def _active(self, units: _Unit) -> _Unit:
         """Leave out units with zero output."""
@@ -416,10 +444,10 @@ class _Units:
         factor = (fitting / sizes.clamp(min=_TINY))[:, None]
         same = excess(one.inner.times(factor), other.inner).amax(1) <= 1
         same &= excess(other.outer.times(factor), one.outer).amax(1) <= 1
-        # A factor of 1 up to rounding does not count as a rewrite.
-        is_one = excess(one.inner, other.inner).amax(1) <= 1
-        is_one &= excess(one.outer, other.outer).amax(1) <= 1
-        same &= open_units & ~is_one
+        # A factor near 1 does not count as a rewrite: it would take up single entries that differ.
+        moved = (one.inner.numbers * (factor - 1)).square().sum(1)
+        rounding = (one.inner.squares + other.inner.squares).sum(1)
+        same &= open_units & (moved > CLEAR**2 * rounding)
         if not self.config.gated:
             same &= factor[:, 0] > 0
         if bool(same.any()):
@@ -429,12 +457,11 @@ class _Units:
     def _compare_out_bias(self) -> None:
         biases = []
         for view in (self.a, self.b):
-            stored = view.tensors.get("outer.bias")
             width = view.tensors["outer.weight"].shape[0]
             own = (
-                Rounded.exact(torch.zeros(width))
-                if stored is None
-                else Rounded.stored(stored, self.dtype)
+                self._stored(view, "outer.bias")
+                if "outer.bias" in view.tensors
+                else Rounded.exact(torch.zeros(width))
             )
             own = own.times(view.scale)
             biases.append(

@@ -78,8 +78,13 @@ def _are_equal(one: Any, other: Any, name: str) -> bool:
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, int | float) and isinstance(other, int | float):
-        return one == other or _in_single(one) == _in_single(other)
+        return same_number(one, other)
     return type(one) is type(other) and bool(one == other)
+
+
+def same_number(one: float | int, other: float | int) -> bool:
+    """Return True if two numbers are equal in single precision, in which some files store them."""
+    return one == other or _in_single(one) == _in_single(other)
 
 
 def _in_single(number: float | int) -> float:

@@ -21,6 +21,7 @@ from triptych.rewriting.differences.affine_maps import (
     Reading,
     affine,
     rounded_rows,
+    unfolded_rows,
 )
 from triptych.rewriting.differences.attention_pairs import (
     LayerFindings,
@@ -33,8 +34,15 @@ from triptych.rewriting.differences.feed_forward_pairs import (
     FeedForwardView,
     compare_feed_forward,
 )
-from triptych.rewriting.differences.field_differences import takes_scale
-from triptych.rewriting.differences.rounded import Rounded, excess, finer, is_same
+from triptych.rewriting.differences.field_differences import same_number, takes_scale
+from triptych.rewriting.differences.rounded import (
+    Rounded,
+    excess,
+    factor_left_alone,
+    finer,
+    is_same,
+    left_alone,
+)
 from triptych.rewriting.differences.sides import AttentionPlace, Pair, Side, StackName
 from triptych.rewriting.differences.turning import Turn, allows_turn, find_turn
 
@@ -190,12 +198,14 @@ class StackComparison:
         if frame_a.out_norm is not None and not out_a.same_as(out_b):
             found.reasons.append("the norm after it differs")
         scales = frame_a.scale, frame_b.scale
-        if frame_a.out_norm is not None and scales[0] != scales[1]:
+        if frame_a.out_norm is not None and not same_number(*scales):
             found.reasons.append(
                 f"its factor is {scales[0]:g} and {scales[1]:g}, after a norm"
             )
         if frame_a.out_norm is not None:
             scales = 1.0, 1.0
+        if same_number(*scales):
+            scales = scales[0], scales[0]
         if (folds_a and folds_b) or self.turn is not None:
             return (norm_a, scales[0]), (norm_b, scales[1])
         if not norm_a.same_as(norm_b):
@@ -407,15 +417,22 @@ class StackComparison:
         through_map = "map.weight" in maps[0] and "map.weight" in maps[1]
         has_same_norm = alike
         if through_map and not alike:
+            stored = _maps_before_tables(maps)
             mapped = [
-                _affine_of(own.pop("map.weight"), own.pop("map.bias", None), reading)
-                for own, reading in zip(maps, readings, strict=True)
+                own.reading(reading)
+                for own, reading in zip(stored, readings, strict=True)
             ]
             rounds = rounded_rows(readings[0], readings[1], mapped[0].weight.shape[1])[
                 :, None
             ]
             if not is_same(mapped[0].rows(), mapped[1].rows(), rounds):
                 found.reasons.append("the map before the output table differs")
+            if bool(
+                unfolded_rows(stored[0], stored[1], (readings[0], readings[1])).any()
+            ):
+                found.reasons.append(
+                    "the last norm differs, and the map before the output table has not taken it up"
+                )
             found.steps["fold_other_norms"] = True
         found.reasons += [
             f"head.{name} differs"
@@ -453,9 +470,18 @@ def _different(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[s
     ]
 
 
-def _affine_of(weight: Tensor, bias: Tensor | None, reading: Reading) -> AffineMap:
-    rounded = None if bias is None else Rounded.stored(bias)
-    return affine(Rounded.stored(weight).mT, rounded).reading(reading)
+def _maps_before_tables(tensors: list[dict[str, Tensor]]) -> list[AffineMap]:
+    """Take the maps before the output tables out of the tensors of two heads."""
+    weights = [own.pop("map.weight") for own in tensors]
+    biases = [own.pop("map.bias", None) for own in tensors]
+    dtype = finer(weights[0].dtype, weights[1].dtype)
+    return [
+        affine(
+            Rounded.stored(weight, dtype).mT,
+            None if bias is None else Rounded.stored(bias, dtype),
+        )
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
 
 
 def _compare_tables(
@@ -466,6 +492,8 @@ def _compare_tables(
 ) -> bool:
     """Compare tables of tokens with their factors; return True if their values are equal."""
     (table_a, scale_a), (table_b, scale_b) = one, other
+    if same_number(scale_a, scale_b):
+        scale_b = scale_a
     if table_a.shape[1] != table_b.shape[1]:
         found.differ_in_size(
             f"{what} are {table_a.shape[1]} and {table_b.shape[1]} wide"
@@ -479,12 +507,14 @@ def _compare_tables(
     dtype = finer(table_a.dtype, table_b.dtype)
     worst = 0.0
     size = 0.0
+    is_left_alone = False
     for start in range(0, count, _ROWS_AT_A_TIME):
         stop = min(start + _ROWS_AT_A_TIME, count)
-        rows = [
-            Rounded.stored(table[start:stop], dtype).times(scale)
-            for table, scale in ((table_a, scale_a), (table_b, scale_b))
+        stored = [
+            Rounded.stored(table[start:stop], dtype) for table in (table_a, table_b)
         ]
+        is_left_alone |= factor_left_alone(stored[0], stored[1], (scale_a, scale_b))
+        rows = [stored[0].times(scale_a), stored[1].times(scale_b)]
         size += float(rows[0].numbers.square().sum())
         worst = (
             max(worst, float(excess(rows[0], rows[1]).max()))
@@ -498,18 +528,27 @@ def _compare_tables(
     if scale_a == scale_b or worst > 1:
         found.reasons.append(f"{what} differ")
         return False
+    if is_left_alone:
+        found.reasons.append(
+            f"the factor of {what} is {scale_a:g} and {scale_b:g}, and the table has not taken it up"
+        )
+        return False
     found.steps["scale"] = (scale_a, scale_b)
     found.relative = None
     return False
 
 
 def _are_padded(one: Tensor, other: Tensor, found: LayerFindings, what: str) -> bool:
-    """Return True if one table has at most padding besides the rows of the other."""
+    """Return True if one table has at most padding besides the rows of the other.
+
+    Padding has zeros, or several equal rows: a single row with other numbers is that of a token.
+    """
     if len(one) == len(other):
         return True
     longer = one if len(one) > len(other) else other
     further = longer[min(len(one), len(other)) :]
-    if bool((further == further[:1]).all()):
+    are_equal = len(further) > 1 and bool((further == further[:1]).all())
+    if are_equal or not bool(further.any()):
         found.steps["padding"] = abs(len(one) - len(other))
         return True
     found.differ_in_size(f"{what} have {len(one):,} and {len(other):,} rows")
@@ -521,6 +560,11 @@ def _compare_outputs(
 ) -> bool:
     """Compare the output tables; return True if their values are equal."""
     one, other = tables
+    if same_number(one.scale, other.scale):
+        other = other._replace(scale=one.scale)
+    if same_number(one.bias_scale, other.bias_scale):
+        other = other._replace(bias_scale=one.bias_scale)
+    tables = [one, other]
     if one.weight.shape[1] != other.weight.shape[1]:
         found.differ_in_size(
             f"its tables are {one.weight.shape[1]} and {other.weight.shape[1]} wide"
@@ -543,7 +587,7 @@ def _compare_outputs(
     width = one.weight.shape[1]
     rounds = rounded_rows(readings[0], readings[1], width) | is_scaled
     explained = True
-    is_moved = torch.zeros(width, dtype=torch.bool)
+    is_left_alone = False
     for start in range(0, count, _ROWS_AT_A_TIME):
         stop = min(start + _ROWS_AT_A_TIME, count)
         rows = [
@@ -551,21 +595,41 @@ def _compare_outputs(
             for own, reading in zip(tables, readings, strict=True)
         ]
         explained = explained and is_same(rows[0], rows[1], rounds[:, None])
-        stored = [own.weight[start:stop].double() for own in tables]
-        is_moved |= (stored[0] != stored[1]).any(dim=0)
+        stored = [
+            _output_rows(
+                own._replace(scale=1.0, bias_scale=1.0), start, stop, PLAIN, dtype
+            )
+            for own in tables
+        ]
+        # What the values of A would give in B.
+        kept = _output_rows(
+            other._replace(weight=one.weight, bias=one.bias),
+            start,
+            stop,
+            _unturned(readings[1]),
+            dtype,
+        )
+        now = _output_rows(one, start, stop, _unturned(readings[0]), dtype)
+        is_left_alone |= bool(
+            left_alone(stored[0].numbers, stored[1].numbers, now, kept).any()
+        )
     if not explained:
         found.reasons.append("the output table differs")
     if any(reading.turn is not None for reading in readings):
         found.steps["turn"] = True
     elif not alike:
         found.steps["fold_other_norms"] = True
-        if bool((rounds[:-1] & ~is_moved).any()) and not is_scaled:
-            found.reasons.append(
-                "the last norm differs, and the output table has not taken it up"
-            )
+    if is_left_alone:
+        found.reasons.append(
+            "the last norm or the factor of logits differs, and the output table has not taken it up"
+        )
     if is_scaled:
         found.steps["scale"] = (one.scale, other.scale)
     return False
+
+
+def _unturned(reading: Reading) -> Reading:
+    return replace(reading, turn=None)
 
 
 def _output_rows(
@@ -574,5 +638,6 @@ def _output_rows(
     weight = Rounded.stored(own.weight[start:stop], dtype).mT.times(own.scale)
     bias = None
     if own.bias is not None:
-        bias = Rounded.stored(own.bias[start:stop], dtype).times(own.bias_scale)
+        of_bias = finer(dtype, own.bias.dtype)
+        bias = Rounded.stored(own.bias[start:stop], of_bias).times(own.bias_scale)
     return affine(weight, bias).reading(reading).rows()

@@ -115,11 +115,8 @@ def excess(one: Rounded, other: Rounded, further: Tensor | float = 0.0) -> Tenso
     `further`: squares of further errors, broadcast. The arithmetic of float64 counts as an error, too.
     """
     difference = (one.numbers - other.numbers).abs()
-    scale = (
-        torch.maximum(one.numbers.abs().amax(), other.numbers.abs().amax())
-        if one.numbers.numel()
-        else 0
-    )
+    sizes = torch.maximum(one.numbers.abs(), other.numbers.abs())
+    scale = sizes.where(sizes.isfinite(), 0.0).amax() if sizes.numel() else 0.0
     squares = one.squares + other.squares + further
     allowed = MOST_TIMES * (squares + (4 * _EPS * scale) ** 2).sqrt()
     # Equal infinities count as equal; NaN is never explained.
@@ -139,6 +136,40 @@ def is_same(one: Rounded, other: Rounded, rounded: Tensor | bool) -> bool:
     if bool(equal.all()):
         return True
     return bool((equal | rounded).all()) and float(excess(one, other).max()) <= 1
+
+
+def left_alone(one: Tensor, other: Tensor, now: Rounded, kept: Rounded) -> Tensor:
+    """Return for each row of a map whether its stored values ignore a change of what they are multiplied by.
+
+    `one`, `other`: stored values of A and B, `[..., rows, width]`. `now`: effective values of A, with norms
+    and factors folded in. `kept`: effective values in B if A's values were stored there. Stored values of a
+    row have to differ in most entries where these two differ by more than rounding. A change below the
+    rounding of a whole row counts as ignored, since nothing shows that it was folded.
+    """
+    moved = now.numbers != kept.numbers
+    must = moved & ((now.numbers - kept.numbers).square() > kept.squares)
+    done = must & (one != other)
+    dims = [place for place in range(moved.ndim) if place != moved.ndim - 2]
+    return moved.any(dim=dims) & (2 * done.sum(dim=dims) <= must.sum(dim=dims))
+
+
+def factor_left_alone(
+    one: Rounded, other: Rounded, factors: tuple[float, float]
+) -> bool:
+    """Return True if the stored values of A and B ignore the difference of the factors of their maps."""
+    if factors[0] == factors[1] or one.shape != other.shape:
+        return False
+    now, kept = (one.reshape(1, -1).times(factor) for factor in factors)
+    stored = one.numbers.reshape(1, -1), other.numbers.reshape(1, -1)
+    return bool(left_alone(*stored, now, kept).any())
+
+
+def are_few(one: Tensor, other: Tensor) -> bool:
+    """Return True if some entries differ, but at most half of them: rewrites of whole maps change most."""
+    if one.shape != other.shape:
+        return False
+    differ = one != other
+    return bool(differ.any()) and 2 * int(differ.sum()) <= differ.numel()
 
 
 def finer(one: torch.dtype, other: torch.dtype) -> torch.dtype:

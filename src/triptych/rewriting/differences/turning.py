@@ -20,6 +20,8 @@ from triptych.rewriting.differences.rounded import Rounded, excess, finer
 
 # Least entry of R − 1 for another basis.
 _LEAST_TURN = 0.01
+# Largest error of R, in units of the rounding of the embeddings, with which other maps are still compared.
+_MOST_UNCERTAIN = 16
 
 
 @final
@@ -27,28 +29,33 @@ _LEAST_TURN = 0.01
 class Turn:
     """An orthogonal matrix R from the stream of A to that of B.
 
+    Rounding of the embeddings left errors in R. R stays orthogonal, so an error is a small rotation in the
+    planes of two axes of the embeddings.
+
     Attributes:
         matrix: R, `[d_model, d_model]`.
-        errors: squares of the errors that rounding of the embeddings left in each row of R, `[d_model]`.
+        axes: principal axes of the embeddings of A, a column each, `[d_model, d_model]`.
+        errors: squares of the errors of the angle between each two axes, `[d_model, d_model]`.
     """
 
     matrix: Tensor
+    axes: Tensor
     errors: Tensor
 
     def read(self, weight: Rounded) -> Rounded:
         """Return maps `[maps, d_model, width]` in the basis of the stream of B."""
         squares = self.matrix.square().mT @ weight.squares
-        squares = squares + (self.errors[:, None] * weight.numbers.square()).sum(
-            dim=-2, keepdim=True
+        along = (self.axes.mT @ weight.numbers).square()
+        squares = squares + (self.axes.mT @ self.matrix).square().mT @ (
+            self.errors @ along
         )
         return Rounded(self.matrix.mT @ weight.numbers, squares)
 
     def written(self, numbers: Rounded) -> Rounded:
         """Return an output to the stream, `[..., d_model]`, in the basis of the stream of B."""
         squares = numbers.squares @ self.matrix.square()
-        squares = squares + (numbers.numbers.square() * self.errors).sum(
-            dim=-1, keepdim=True
-        )
+        along = (numbers.numbers @ self.axes).square()
+        squares = squares + along @ self.errors @ (self.axes.mT @ self.matrix).square()
         return Rounded(numbers.numbers @ self.matrix, squares)
 
 
@@ -66,12 +73,15 @@ def find_turn(one: Tensor, other: Tensor) -> Turn | None:
         < _LEAST_TURN
     ):
         return None
-    gram = rows[0].numbers.mT @ rows[0].numbers
-    inverse, info = torch.linalg.inv_ex(gram)
-    if int(info) or not bool(inverse.isfinite().all()):
-        return None
+    sizes, axes = torch.linalg.eigh(rows[0].numbers.mT @ rows[0].numbers)
+    sizes = sizes.clamp(min=torch.finfo(torch.float64).tiny)
     mean = float((rows[0].squares + rows[1].squares).mean())
-    turn = Turn(matrix, mean * inverse.diagonal().clamp(min=0))
+    # Least squares of a rotation: the longer one of two axes holds both.
+    errors = mean / (sizes[:, None] + sizes)
+    errors.fill_diagonal_(0)
+    if float(errors.max()) > (_MOST_UNCERTAIN * torch.finfo(dtype).eps / 2) ** 2:
+        return None
+    turn = Turn(matrix, axes, errors)
     is_led = float(excess(turn.written(rows[0]), rows[1]).max()) <= 1
     return turn if is_led else None
 
