@@ -361,11 +361,23 @@ def test_eight_bits_of_quanto(tmp_path: Path) -> None:
 
 
 # Formulas of the formats, entry by entry, on shapes at their edges.
-def as_words(numbers: Tensor, bits: int) -> Tensor:
-    """Rows of numbers in words of 32 bits, the lowest bits first; the last word may have room left."""
-    per_word = 32 // bits
-    room = -numbers.shape[1] % per_word
-    return packed(torch.nn.functional.pad(numbers, (0, room)), bits)
+def as_words(numbers: Tensor, bits: int, *, is_dense: bool = True) -> Tensor:
+    """Rows of numbers in words of 32 bits, the lowest bits first; the last word may have room left.
+
+    Older files have room in every word if 32 is no multiple of the bits.
+    """
+    each = bits if is_dense else 32 / (32 // bits)
+    words = []
+    for row in numbers.tolist():
+        places = [
+            int(place * each) if is_dense else 32 * (place // (32 // bits)) + place % (32 // bits) * bits
+            for place in range(len(row))
+        ]
+        whole = sum(number << place for number, place in zip(row, places, strict=True))
+        count = -(-(places[-1] + bits) // 32)
+        words.append([whole >> 32 * word & 0xFFFFFFFF for word in range(count)])
+    found = torch.tensor(words)
+    return torch.where(found >= 1 << 31, found - (1 << 32), found).to(torch.int32)
 
 
 def weight_of(shape: tuple[int, int], entry: Any) -> Tensor:
@@ -382,11 +394,13 @@ def quarters(*shape: int) -> Tensor:
     return torch.randint(1, 64, shape) / 4
 
 
-@pytest.mark.parametrize("bits", [3, 4, 8])
+DENSE = [(bits, True, shape) for bits in (3, 4, 6, 8) for shape in ODD]
+
+
+@pytest.mark.parametrize(("bits", "is_dense", "shape"), [*DENSE, (3, False, (1, 64)), (3, False, (64, 64))])
 @pytest.mark.parametrize("has_zeros", [False, True])
-@pytest.mark.parametrize("shape", ODD)
 def test_packed_integers_on_odd_shapes(
-    tmp_path: Path, shape: tuple[int, int], has_zeros: bool, bits: int
+    tmp_path: Path, shape: tuple[int, int], has_zeros: bool, bits: int, is_dense: bool
 ) -> None:
     """A row that fills no whole words, rows whose zeros fill none, a scale for each row or of 16 columns."""
     rows, columns = shape
@@ -394,25 +408,24 @@ def test_packed_integers_on_odd_shapes(
     half = 1 << (bits - 1)
     numbers = torch.randint(-half, half, shape)
     scale = quarters(rows, columns // size)
-    zeros = torch.randint(-half, half, scale.shape) if has_zeros else torch.zeros_like(scale)
+    zeros = torch.randint(-half, half, scale.shape) * has_zeros
     tensors = {
-        "a.weight_packed": as_words(numbers + half, bits),
+        "a.weight_packed": as_words(numbers + half, bits, is_dense=is_dense),
         "a.weight_scale": scale,
         "a.weight_shape": torch.tensor(shape),
         **beside(),
     }
     if has_zeros:
-        tensors["a.weight_zero_point"] = as_words((zeros + half).mT.contiguous(), bits).mT.contiguous()
+        words_of_zeros = as_words((zeros + half).mT, bits, is_dense=is_dense)
+        tensors["a.weight_zero_point"] = words_of_zeros.mT.contiguous()
     config = of_compressed_tensors(bits)
     config["config_groups"]["group_0"]["weights"]["group_size"] = size
-    expected = weight_of(
-        shape,
-        lambda row, column: (
-            (numbers - zeros[:, [c // size for c in range(columns)]])[row, column]
-            * scale[row, column // size]
-        ),
-    )
-    assert torch.equal(unpacked(tmp_path, tensors, config, shape), expected)
+
+    def entry(row: int, column: int) -> Tensor:
+        group = column // size
+        return (numbers[row, column] - zeros[row, group]) * scale[row, group]
+
+    assert torch.equal(unpacked(tmp_path, tensors, config, shape), weight_of(shape, entry))
 
 
 def test_a_zero_of_the_whole_matrix_is_not_packed(tmp_path: Path) -> None:

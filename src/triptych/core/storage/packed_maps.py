@@ -82,10 +82,10 @@ class Integers(Packed):
         zeros = more.pop(0) if self.has_zeros else None
         order = more.pop(0) if self.has_order else None
         if self.bits is not None:
-            numbers = _signed(numbers, self.bits)[:, :columns]
+            numbers = _signed(numbers, self.bits, columns)
             # Packed along the rows, unless there is one for the whole matrix.
             if zeros is not None and zeros.dtype == torch.int32:
-                zeros = _signed(zeros.mT, self.bits).mT[:rows]
+                zeros = _signed(zeros.mT, self.bits, rows).mT
         count = scale.reshape(-1, scale.shape[-1]).shape[1]
         # The library divides a row by the count of its scales; the configuration has to agree.
         if count > 1 and self.groups and columns / count not in self.groups:
@@ -196,8 +196,25 @@ def unpacked(packed: Tensor, bits: int) -> Tensor:
     return numbers.flatten(-2)
 
 
-def _signed(packed: Tensor, bits: int) -> Tensor:
-    return unpacked(packed, bits) - (1 << (bits - 1))
+def _dense(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Unpack int32 `[n, m]` to integers `[n, count]` without unused bits: some lie in two words."""
+    first = torch.arange(count) * bits
+    word = first // 32
+    words = torch.nn.functional.pad(packed.long() & 0xFFFFFFFF, (0, 1))
+    both = words[..., word] | words[..., word + 1] << 32
+    return (both >> first % 32) & ((1 << bits) - 1)
+
+
+def _words(bits: int, count: int) -> tuple[int, int]:
+    """Return the words of a packed row, without unused bits, and with whole integers in every word."""
+    return ceil(count * bits / 32), ceil(count / (32 // bits))
+
+
+def _signed(packed: Tensor, bits: int, count: int) -> Tensor:
+    # Versions of the library differ in 3, 5, 6 and 7 bits, and the number of words tells them apart.
+    is_dense = packed.shape[-1] == _words(bits, count)[0]
+    numbers = _dense(packed, bits, count) if is_dense else unpacked(packed, bits)
+    return numbers[..., :count] - (1 << (bits - 1))
 
 
 def _groups(columns: int, count: int) -> Tensor:
@@ -284,9 +301,7 @@ def _packed_integers(
     said = [
         bits
         for bits in of_weights("num_bits", settings)
-        if isinstance(bits, int)
-        and 1 < bits <= 8
-        and ceil(sizes[1] / (32 // bits)) == words
+        if isinstance(bits, int) and 1 < bits <= 8 and words in _words(bits, sizes[1])
     ]
     if not said:
         raise DataError(
