@@ -31,7 +31,9 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _LARGEST_GROUP = 1 << 30
 # Ways to unpack with `transformers` and the library of a method, by words in the method's name.
 _UNPACKED_BY = {
-    "bitsandbytes": "AutoModelForCausalLM.from_pretrained(FOLDER).dequantize().save_pretrained(NEW)",
+    # Without the last argument, transformers 5.23 tries to quantise again, and fails.
+    "bitsandbytes": "AutoModelForCausalLM.from_pretrained(FOLDER).dequantize().save_pretrained(NEW, "
+    "save_original_format=False)",
     "compressed-tensors": "AutoModelForCausalLM.from_pretrained(FOLDER, "
     "quantization_config=CompressedTensorsConfig(dequantize=True)).save_pretrained(NEW)",
 }
