@@ -14,7 +14,7 @@ xllamacpp = pytest.importorskip("xllamacpp", reason="it comes with the extra [de
 class LlamaCpp:
     """A model in llama.cpp, with float32 in its cache and plain kernels."""
 
-    def __init__(self, path: Path, context: int = 64) -> None:
+    def __init__(self, path: Path, context: int = 64, *, embeds: bool = False) -> None:
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
         params.n_ctx = context
@@ -27,6 +27,9 @@ class LlamaCpp:
         params.warmup = params.ui = params.fit_params = False
         params.no_extra_bufts = True
         params.verbosity = -1
+        if embeds:
+            params.embedding = True
+            params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_NONE
         self._server = xllamacpp.Server(params)
 
     def _post(self, path: str, **body: Any) -> dict[str, Any]:
@@ -41,6 +44,11 @@ class LlamaCpp:
         """The token ids of a text; special tokens that it spells are read as tokens."""
         found = self._post("/tokenize", content=text, add_special=special, parse_special=True)
         return list(found["tokens"])
+
+    def hidden(self, ids: Sequence[int]) -> list[list[float]]:
+        """The last hidden state of every token."""
+        found: Any = self._post("/embedding", content=list(ids))
+        return list(found[0]["embedding"])
 
     def next_tokens(self, ids: Sequence[int], count: int) -> list[int]:
         """The most probable tokens after these, up to one that ends the text."""

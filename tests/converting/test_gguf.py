@@ -66,7 +66,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"use_bias": False},
     "hunyuan_v1_dense": {"rope_parameters": _PLAIN_ROPE},
 }
-IN_EVERY_RUN = ("llama 3", "mixtral", "gemma2", "falcon, groups", "gpt2")
+_STRETCHED: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+_STRETCHED |= {"original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 0.7}
+_IN_GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
+FAMILIES |= {
+    "deepseek_v2": {},
+    "deepseek_v2, stretched": {"rope_parameters": _STRETCHED},
+    "deepseek_v3": _IN_GROUPS,
+    "deepseek_v3, stretched": {"rope_parameters": _STRETCHED},
+}
+IN_EVERY_RUN = ("llama 3", "mixtral", "gemma2", "falcon, groups", "gpt2", "deepseek_v3")
 ALL = [
     pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow, id=name) for name in FAMILIES
 ]
@@ -158,6 +167,99 @@ def test_a_family_is_read_as_it_was_written_and_runs_in_llama_cpp(
     assert_same_in_llama_cpp(model, file, _TOLERANCE)
 
 
+# Encoders with the changes to the tiny model without which llama.cpp has no place for it.
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "roberta": {},
+    "distilbert": {},
+    "electra": {"embedding_size": 24},
+    "nomic_bert": {"head_dim": 6},
+    "jina_embeddings_v3": {},
+}
+
+
+def word_pieces(folder: Path, *, lowercase: bool = True) -> None:
+    """A tokenizer as of BERT."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    letters = "abcdefghijklmnopqrstuvwxyzäéö"
+    words = ["the", "cat", "sat", "##s", "##ing", "Hello", "hello", ",", ".", "!", "世", "界", "1", "##2"]
+    vocab = [*special, *letters, *(f"##{letter}" for letter in letters), *words]
+    inner = tokenizers.Tokenizer(
+        models.WordPiece({token: place for place, token in enumerate(vocab)}, unk_token="[UNK]")
+    )
+    inner.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    inner.decoder = decoders.WordPiece()
+    inner.add_special_tokens(special)
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", [("[CLS]", 2), ("[SEP]", 3)]
+    )
+    inner.save(str(folder / "tokenizer.json"))
+    names = ("pad", "unk", "cls", "sep", "mask")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{f"{name}_token": token for name, token in zip(names, special, strict=True)},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@torch.no_grad()
+def hidden(model: triptych.Model, ids: Any) -> torch.Tensor:
+    return model._opened.to_run.language_model.hidden(torch.tensor([ids]))[0]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_is_read_as_it_was_written_and_has_the_states_of_llama_cpp(
+    name: str, tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "folder", tokenizer, name, **ENCODERS[name])
+    word_pieces(folder)
+    model = triptych.load(folder, device="cpu")
+    file = tmp_path / "tiny.gguf"
+    model.convert(file, "gguf")
+    again = triptych.load(file, device="cpu")
+    own = hidden(model, _IDS)
+    torch.testing.assert_close(hidden(again, _IDS), own, rtol=0, atol=1e-5)
+    theirs = torch.tensor(LlamaCpp(file, embeds=True).hidden(_IDS))
+    torch.testing.assert_close(theirs, own, rtol=0, atol=_TOLERANCE)
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_word_pieces_have_the_ids_of_llama_cpp(
+    lowercase: bool, tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "folder", tokenizer, "bert")
+    word_pieces(folder, lowercase=lowercase)
+    file = tmp_path / "x.gguf"
+    model = triptych.load(folder, device="cpu")
+    model.convert(file, "gguf")
+    again = triptych.load(file, device="cpu")._opened.to_run.tokenizer
+    theirs = LlamaCpp(file, embeds=True)
+    for text in ("the cats, sitting!", "Hello 世界 12", " two  spaces", "xyz QRS", "Zwei Männer [MASK]"):
+        for special in (True, False):
+            (own,) = model._opened.to_run.tokenizer.encode([text], add_special=special, parse_special=True)
+            (found,) = again.encode([text], add_special=special, parse_special=True)
+            assert found == own
+            assert theirs.ids(text, special=special) == own
+
+
+def test_the_head_of_an_encoder_is_left_out_and_that_is_said(
+    tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    settings = TINY["bert"].configured(vocab_size=_ROWS)
+    transformers.BertForMaskedLM(settings).save_pretrained(tmp_path / "folder")
+    tokenizer.save_files(tmp_path / "folder")
+    model = triptych.load(tmp_path / "folder", device="cpu")
+    done = model.convert(tmp_path / "x.gguf", "gguf")
+    assert any(
+        "its head is left out: llama.cpp computes the last hidden states" in one for one in done.folded
+    )
+    again = triptych.load(tmp_path / "x.gguf", device="cpu")
+    torch.testing.assert_close(hidden(again, _IDS), hidden(model, _IDS), rtol=0, atol=1e-6)
+    assert "fill" not in again.can
+
+
 @pytest.mark.parametrize("quantization", ["float16", "int8"])
 def test_a_file_of_narrow_numbers_is_read_as_llama_cpp_reads_it(
     quantization: Any, tokenizer: PretrainedTokenizer, tmp_path: Path
@@ -225,7 +327,13 @@ def test_a_rewritten_checkpoint_runs_in_llama_cpp(
         ("qwen3_moe", {}, "qwen3moe of llama.cpp has no place"),
         ("olmoe", {}, "4 heads of queries and 2 of keys"),
         ("gptj", {}, "models of the type gptj are not written in GGUF; these are: .*llama"),
-        ("bert", {}, "type bert are not written"),
+        ("electra", {"embedding_size": 12}, "bert of llama.cpp has no place for it"),
+        (
+            "deepseek_v2",
+            {**_IN_GROUPS, "topk_method": "group_limited_greedy"},
+            "no place for it: groups of experts have the score",
+        ),
+        ("deepseek_v3, halves", {}, "deepseek2 of llama.cpp has no place for it"),
     ],
 )
 def test_a_model_that_llama_cpp_computes_otherwise_is_refused_before_anything_is_written(
