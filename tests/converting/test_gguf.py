@@ -13,13 +13,13 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 import triptych
 from checkpoints.tiny_models import TINY
 from hub_server import in_place_of_the_hub
-from llama_cpp import LlamaCpp
+from llama_cpp import LlamaCpp, translated
 from triptych.core.checkpoints.gguf.architectures import architectures
 from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.core.models.storage import write_model
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.rewriting.functions.merging import MergeKVHeads
-from triptych.running.text import PretrainedTokenizer
+from triptych.running.text import PretrainedTokenizer, load_tokenizer
 from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -175,6 +175,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "electra": {"embedding_size": 24},
     "nomic_bert": {"head_dim": 6},
     "jina_embeddings_v3": {},
+    "eurobert": {},
 }
 
 
@@ -260,6 +261,61 @@ def test_the_head_of_an_encoder_is_left_out_and_that_is_said(
     assert "fill" not in again.can
 
 
+def unigrams(folder: Path) -> None:
+    """A tokenizer as of T5."""
+    space = "▁"
+    special = ["<pad>", "</s>", "<unk>"]
+    words = [space, f"{space}the", "cat", f"{space}c", "at", "ing", *"abcdefghijklmnopqrstuvwxyz,.!éö"]
+    scores = [-2.0 - 0.1 * place for place in range(len(words))]
+    pieces = [*((token, 0.0) for token in special), *zip(words, scores, strict=True)]
+    inner = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=2))
+    inner.normalizer = normalizers.Sequence([normalizers.Replace(tokenizers.Regex(" {2,}"), space)])
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(replacement=space, prepend_scheme="always")
+    inner.decoder = decoders.Metaspace(replacement=space, prepend_scheme="always")
+    inner.add_special_tokens(special)
+    inner.post_processor = tokenizers.processors.TemplateProcessing("$A </s>", None, [("</s>", 1)])
+    inner.save(str(folder / "tokenizer.json"))
+    names = dict(zip(("pad_token", "eos_token", "unk_token"), special, strict=True))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("t5", {}),
+        pytest.param(
+            "t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}, marks=pytest.mark.slow
+        ),
+        pytest.param("mt5", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_an_encoder_with_a_decoder_is_read_as_it_was_written_and_has_the_logits_of_llama_cpp(
+    name: str, changes: dict[str, Any], tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "folder", tokenizer, name, d_kv=8, **changes)
+    unigrams(folder)
+    model = triptych.load(folder, device="cpu")
+    file = tmp_path / "tiny.gguf"
+    model.convert(file, "gguf")
+    again = triptych.load(file, device="cpu")
+    before, after = (one._opened.attention.tensors for one in (model, again))
+    assert {*after.infos} - {*before.infos} <= {"lm_head.weight"}
+    assert all(torch.equal(before.read(one), after.read(one)) for one in before.infos if one in after.infos)
+    source, target = [*_IDS, 1], [0, 7, 80, 31]
+    with torch.no_grad():
+        theirs = getattr(transformers, TINY[name].model).from_pretrained(folder).eval()
+        expected = theirs(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([target])).logits
+        found = again._opened.to_run.encoder_decoder(torch.tensor([source]), torch.tensor([target]))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    texts = ("the cat, eating", "  two  spaces", "Zwei Männer!")
+    logits, ids = translated(file, source, target, texts)
+    # The cache of keys and values has half precision there.
+    torch.testing.assert_close(torch.tensor(logits), expected[0, -1], rtol=0, atol=_TOLERANCE)
+    for place in (folder, again._opened.files.tokenizer_folder):
+        assert ids == load_tokenizer(place).encode(texts, add_special=True)
+
+
 @pytest.mark.parametrize("quantization", ["float16", "int8"])
 def test_a_file_of_narrow_numbers_is_read_as_llama_cpp_reads_it(
     quantization: Any, tokenizer: PretrainedTokenizer, tmp_path: Path
@@ -333,6 +389,12 @@ def test_a_rewritten_checkpoint_runs_in_llama_cpp(
             {**_IN_GROUPS, "topk_method": "group_limited_greedy"},
             "no place for it: groups of experts have the score",
         ),
+        (
+            "t5",
+            {"num_decoder_layers": 3},
+            "no place for it: it opens no decoder with more layers than its enc",
+        ),
+        ("t5", {"feed_forward_proj": "gated-silu"}, "t5 of llama.cpp has no place for it"),
         ("deepseek_v3, halves", {}, "deepseek2 of llama.cpp has no place for it"),
     ],
 )

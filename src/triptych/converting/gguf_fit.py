@@ -110,19 +110,23 @@ def _from_first_position(model: Checkpoint) -> tuple[Checkpoint, list[str]]:
 
 
 def _untied(model: Checkpoint) -> tuple[Checkpoint, list[str]]:
-    """Return a model whose logits have no factor: it is multiplied into a table of their own."""
+    """Return a model with an output table of its own, with the factor of its logits multiplied into it.
+
+    A file without that table is read as a tied model whose logits have the factor.
+    """
     found = any_map(model)
     head = written_part(found.architecture).head
-    factor = 1.0 if head is None else head.scale * head.input_scale
-    if head is None or not head.tied or factor == 1.0:
+    if head is None or not head.tied:
         return model, []
+    factor = head.scale * head.input_scale
     spec = model.family.model
     assert spec is not None
     table = model.tensors.read(_table_of(found)).float() * factor
     record = {**model.settings.record, "tie_word_embeddings": False}
+    record.pop("scale_decoder_outputs", None)
     name = f"{spec.head.at}.weight"
     tensors = model.tensors.replacing({name}, InMemory(model.name, {name: table}))
-    note = f"the output table is the embedding times {factor:.3g}, which llama.cpp leaves out of a tied table"
+    note = f"the output table is the embedding times {factor:.3g}: llama.cpp has no factor of logits here"
     return _checkpoint(model, record, tensors), [note]
 
 

@@ -58,7 +58,7 @@ from triptych.extras import require_extra
 from triptych.files import write_atomically
 from triptych.literals import Quantization
 from triptych.running.opened_source import Opened
-from triptych.running.text import PretrainedTokenizer
+from triptych.running.text import PretrainedTokenizer, load_tokenizer
 from triptych.untrusted import LocalBytes, shown
 
 # Names of types in a file, with their codes in `general.file_type`.
@@ -236,8 +236,15 @@ def _description(model: Checkpoint, architecture: Architecture) -> _Described:
         ]
         metadata["attention.sliding_window_pattern"] = windows
     metadata = {key: _typed(key, value) for key, value in metadata.items()}
-    planned = _Planned(model, architecture, heads, int(metadata["block_count"]), extra)
+    if metadata.get("decoder_block_count", 0) > metadata["block_count"]:
+        raise UsageError("it opens no decoder with more layers than its encoder")
+    layers = max(
+        int(metadata.get(key, 0)) for key in ("block_count", "decoder_block_count")
+    )
+    planned = _Planned(model, architecture, heads, layers, extra)
     tensors = of_one(planned)
+    # llama.cpp asks for it in files without a tokenizer.
+    metadata["vocab_size"] = tensors.infos["token_embd.weight"].shape[0]
     whole = {"general.architecture": architecture.name}
     whole |= {f"{architecture.name}.{key}": value for key, value in metadata.items()}
     # From here on, the description is read like the metadata of a file.
@@ -422,7 +429,8 @@ class _Planned(TensorFile):
         copies = found.copies
         used = found.tensors.names
         for site in found.sites:
-            used |= LayerReader(model.place(site), model.tensors).map.names
+            reader = LayerReader(model.place(site), model.tensors)
+            used |= {*reader.map.names, *reader.names_beside()}
         yield from (
             name for name in self._tensors.infos if name in used and name not in copies
         )
@@ -468,6 +476,9 @@ def _tokens(
             ("no tokenizer is written: the model has none",),
             (),
         )
+    if source.to_run.translates and source.source.module is None:
+        # The tokenizer of source and target, without the frames of either.
+        tokenizer = load_tokenizer(source.files.tokenizer_folder)
     if not isinstance(tokenizer, PretrainedTokenizer):
         raise UsageError(f"{source.name}: its tokenizer is none of a language model")
     written = write_tokens(tokenizer, rows, source.to_run.end_ids, source.name)
