@@ -132,8 +132,9 @@ def load(
             mean of the probabilities of all. Only translation uses them.
         code: file with the classes named in a run, such as your own parameterisation. It is executed, and
             must equal the file used in training. Files in a run are never executed.
-        adapter: the folder of an adapter of PEFT (LoRA), merged into the model as it is read; or several,
-            merged in their order. The folder of an adapter as `source` is opened with the base that it names.
+        adapter: an adapter of PEFT (LoRA), as a folder or a name on the Hub, merged into the model as it is
+            read; or several, merged in their order. An adapter as `source` is opened with the base that it
+            names.
 
     Raises:
         UsageError: an unknown local name, or a source without a model.

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints.runs import some
+from hub_server import in_place_of_the_hub
 from triptych import TriptychError, load, verify
 from triptych.errors import ConfigurationWarning
 
@@ -351,3 +352,84 @@ def test_heads_that_an_adapter_leaves_alone_have_no_rank(tmp_path: Path) -> None
     with pytest.raises(TriptychError, match=r"there is no head 7\.0"):
         effects.directions("7.0")
     assert load(tmp_path / "base").adapter_effects() is None
+
+
+def test_directions_are_decoded_to_the_tokens_that_they_read_and_write(tmp_path: Path) -> None:
+    """A change of rank 1 of W_OV, and of W_QK, whose directions are known."""
+    model = llama()
+    adapter = adapt(tmp_path, model, target_modules=["q_proj", "o_proj"], r=1, layers_to_transform=[1])
+    opened = load(tmp_path / "base", adapter=adapter)
+    effects = opened.adapter_effects()
+    assert effects is not None
+    theirs = as_peft_has_it(type(model), tmp_path).base_model.model
+    layer = theirs.model.layers[1]
+    with torch.no_grad():
+        table = theirs.model.embed_tokens.weight
+        read = layer.input_layernorm(table).double()
+        found = effects.directions("1.0", "ov")
+        (direction,) = effects.tokens("1.0", "ov", count=4)
+        assert direction.strength == pytest.approx(float(found.S[0]))
+        along = read @ found.U[:, 0]
+        assert direction.reads == tuple(map(str, along.topk(4).indices.tolist()))
+        assert direction.opposite_reads == tuple(map(str, (-along).topk(4).indices.tolist()))
+        # The output table sees what is written after the last norm, which keeps the order of the logits.
+        raised = theirs.lm_head(theirs.model.norm(found.Vh[0].float()))
+        assert direction.writes == tuple(map(str, raised.topk(4).indices.tolist()))
+        assert direction.opposite_writes == tuple(map(str, (-raised).topk(4).indices.tolist()))
+        queries, keys = effects.directions("1.0", "qk")[::2]
+        (direction,) = effects.tokens("1.0", "qk", count=4)
+        assert direction.reads == tuple(map(str, (read @ queries[:, 0]).topk(4).indices.tolist()))
+        assert direction.writes == tuple(map(str, (read @ keys[0]).topk(4).indices.tolist()))
+    assert effects.tokens("0.0") == ()
+    assert {one["head"] for one in effects.decoded(2)} == {"1.0", "1.1"}
+    assert effects.token_table() is not None
+    with pytest.raises(TriptychError, match="at least 1"):
+        effects.tokens("1.0", count=0)
+
+
+def test_an_adapter_and_its_base_are_found_by_their_names_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = llama()
+    adapter = adapt(tmp_path, model, target_modules=["q_proj"])
+    wanted = load(tmp_path / "base", adapter=adapter).run(IDS).logits
+    cache = tmp_path / "cache"
+    with in_place_of_the_hub(adapter, cache, monkeypatch):
+        found = load(tmp_path / "base", adapter="someone/model")
+        assert torch.equal(found.run(IDS).logits, wanted)
+        assert found.name == f"{tmp_path / 'base'} with someone/model"
+        effects = found.adapter_effects()
+        assert effects is not None
+        assert effects.adapters == ("someone/model",)
+        # The adapter alone, whose base is a folder.
+        with pytest.warns(ConfigurationWarning, match="someone/model is an adapter: read with its base"):
+            assert torch.equal(load("someone/model").run(IDS).logits, wanted)
+        with pytest.raises(TriptychError, match="someone/nothing: no such path, and no such repository"):
+            load(tmp_path / "base", adapter="someone/nothing")
+    # From the cache, without the Hub.
+    offline = load(tmp_path / "base", adapter="someone/model", offline=True)
+    assert torch.equal(offline.run(IDS).logits, wanted)
+    change(adapter, base_model_name_or_path="someone/model")
+    with in_place_of_the_hub(tmp_path / "base", tmp_path / "other", monkeypatch):
+        with pytest.warns(ConfigurationWarning, match="read with its base, someone/model"):
+            assert torch.equal(load(adapter).run(IDS).logits, wanted)
+        with pytest.raises(TriptychError, match=r"there is no adapter_config\.json in it"):
+            load(tmp_path / "base", adapter="someone/model")
+    with pytest.warns(ConfigurationWarning, match="read with its base, someone/model"):
+        assert torch.equal(load(adapter, offline=True).run(IDS).logits, wanted)
+
+
+def test_an_adapter_is_merged_into_a_gguf_file(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    adapter = adapt(tmp_path, llama(), target_modules=["q_proj", "down_proj"])
+    load(tmp_path / "base").convert(tmp_path / "base.gguf", "gguf")
+    opened = load(tmp_path / "base.gguf", adapter=adapter)
+    wanted = load(tmp_path / "base", adapter=adapter).run(IDS).logits
+    assert (opened.run(IDS).logits - wanted).abs().max() < TOLERANCE
+    opened.save(tmp_path / "merged")
+    assert (load(tmp_path / "merged").run(IDS).logits - wanted).abs().max() < TOLERANCE
+    opened.convert(tmp_path / "merged.gguf", "gguf")
+    assert (load(tmp_path / "merged.gguf").run(IDS).logits - wanted).abs().max() < TOLERANCE
+    effects = opened.adapter_effects()
+    assert effects is not None
+    assert {row["qk_rank"] for row in effects.rows()} == {2}

@@ -13,13 +13,13 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 import triptych
 from checkpoints.tiny_models import TINY
 from hub_server import in_place_of_the_hub
-from llama_cpp import LlamaCpp
+from llama_cpp import LlamaCpp, translated
 from triptych.core.checkpoints.gguf.architectures import architectures
 from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.core.models.storage import write_model
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.rewriting.functions.merging import MergeKVHeads
-from triptych.running.text import PretrainedTokenizer
+from triptych.running.text import PretrainedTokenizer, load_tokenizer
 from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizer
 
 gguf = pytest.importorskip("gguf")
@@ -66,7 +66,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5": {"use_bias": False},
     "hunyuan_v1_dense": {"rope_parameters": _PLAIN_ROPE},
 }
-IN_EVERY_RUN = ("llama 3", "mixtral", "gemma2", "falcon, groups", "gpt2")
+_STRETCHED: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
+_STRETCHED |= {"original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 0.7}
+_IN_GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
+FAMILIES |= {
+    "deepseek_v2": {},
+    "deepseek_v2, stretched": {"rope_parameters": _STRETCHED},
+    "deepseek_v3": _IN_GROUPS,
+    "deepseek_v3, stretched": {"rope_parameters": _STRETCHED},
+}
+IN_EVERY_RUN = ("llama 3", "mixtral", "gemma2", "falcon, groups", "gpt2", "deepseek_v3")
 ALL = [
     pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow, id=name) for name in FAMILIES
 ]
@@ -158,6 +167,155 @@ def test_a_family_is_read_as_it_was_written_and_runs_in_llama_cpp(
     assert_same_in_llama_cpp(model, file, _TOLERANCE)
 
 
+# Encoders with the changes to the tiny model without which llama.cpp has no place for it.
+ENCODERS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "roberta": {},
+    "distilbert": {},
+    "electra": {"embedding_size": 24},
+    "nomic_bert": {"head_dim": 6},
+    "jina_embeddings_v3": {},
+    "eurobert": {},
+}
+
+
+def word_pieces(folder: Path, *, lowercase: bool = True) -> None:
+    """A tokenizer as of BERT."""
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    letters = "abcdefghijklmnopqrstuvwxyzäéö"
+    words = ["the", "cat", "sat", "##s", "##ing", "Hello", "hello", ",", ".", "!", "世", "界", "1", "##2"]
+    vocab = [*special, *letters, *(f"##{letter}" for letter in letters), *words]
+    inner = tokenizers.Tokenizer(
+        models.WordPiece({token: place for place, token in enumerate(vocab)}, unk_token="[UNK]")
+    )
+    inner.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    inner.decoder = decoders.WordPiece()
+    inner.add_special_tokens(special)
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", [("[CLS]", 2), ("[SEP]", 3)]
+    )
+    inner.save(str(folder / "tokenizer.json"))
+    names = ("pad", "unk", "cls", "sep", "mask")
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{f"{name}_token": token for name, token in zip(names, special, strict=True)},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@torch.no_grad()
+def hidden(model: triptych.Model, ids: Any) -> torch.Tensor:
+    return model._opened.to_run.language_model.hidden(torch.tensor([ids]))[0]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_an_encoder_is_read_as_it_was_written_and_has_the_states_of_llama_cpp(
+    name: str, tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "folder", tokenizer, name, **ENCODERS[name])
+    word_pieces(folder)
+    model = triptych.load(folder, device="cpu")
+    file = tmp_path / "tiny.gguf"
+    model.convert(file, "gguf")
+    again = triptych.load(file, device="cpu")
+    own = hidden(model, _IDS)
+    torch.testing.assert_close(hidden(again, _IDS), own, rtol=0, atol=1e-5)
+    theirs = torch.tensor(LlamaCpp(file, embeds=True).hidden(_IDS))
+    torch.testing.assert_close(theirs, own, rtol=0, atol=_TOLERANCE)
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_word_pieces_have_the_ids_of_llama_cpp(
+    lowercase: bool, tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "folder", tokenizer, "bert")
+    word_pieces(folder, lowercase=lowercase)
+    file = tmp_path / "x.gguf"
+    model = triptych.load(folder, device="cpu")
+    model.convert(file, "gguf")
+    again = triptych.load(file, device="cpu")._opened.to_run.tokenizer
+    theirs = LlamaCpp(file, embeds=True)
+    for text in ("the cats, sitting!", "Hello 世界 12", " two  spaces", "xyz QRS", "Zwei Männer [MASK]"):
+        for special in (True, False):
+            (own,) = model._opened.to_run.tokenizer.encode([text], add_special=special, parse_special=True)
+            (found,) = again.encode([text], add_special=special, parse_special=True)
+            assert found == own
+            assert theirs.ids(text, special=special) == own
+
+
+def test_the_head_of_an_encoder_is_left_out_and_that_is_said(
+    tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    settings = TINY["bert"].configured(vocab_size=_ROWS)
+    transformers.BertForMaskedLM(settings).save_pretrained(tmp_path / "folder")
+    tokenizer.save_files(tmp_path / "folder")
+    model = triptych.load(tmp_path / "folder", device="cpu")
+    done = model.convert(tmp_path / "x.gguf", "gguf")
+    assert any(
+        "its head is left out: llama.cpp computes the last hidden states" in one for one in done.folded
+    )
+    again = triptych.load(tmp_path / "x.gguf", device="cpu")
+    torch.testing.assert_close(hidden(again, _IDS), hidden(model, _IDS), rtol=0, atol=1e-6)
+    assert "fill" not in again.can
+
+
+def unigrams(folder: Path) -> None:
+    """A tokenizer as of T5."""
+    space = "▁"
+    special = ["<pad>", "</s>", "<unk>"]
+    words = [space, f"{space}the", "cat", f"{space}c", "at", "ing", *"abcdefghijklmnopqrstuvwxyz,.!éö"]
+    scores = [-2.0 - 0.1 * place for place in range(len(words))]
+    pieces = [*((token, 0.0) for token in special), *zip(words, scores, strict=True)]
+    inner = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=2))
+    inner.normalizer = normalizers.Sequence([normalizers.Replace(tokenizers.Regex(" {2,}"), space)])
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(replacement=space, prepend_scheme="always")
+    inner.decoder = decoders.Metaspace(replacement=space, prepend_scheme="always")
+    inner.add_special_tokens(special)
+    inner.post_processor = tokenizers.processors.TemplateProcessing("$A </s>", None, [("</s>", 1)])
+    inner.save(str(folder / "tokenizer.json"))
+    names = dict(zip(("pad_token", "eos_token", "unk_token"), special, strict=True))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("t5", {}),
+        pytest.param(
+            "t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}, marks=pytest.mark.slow
+        ),
+        pytest.param("mt5", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_an_encoder_with_a_decoder_is_read_as_it_was_written_and_has_the_logits_of_llama_cpp(
+    name: str, changes: dict[str, Any], tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "folder", tokenizer, name, d_kv=8, **changes)
+    unigrams(folder)
+    model = triptych.load(folder, device="cpu")
+    file = tmp_path / "tiny.gguf"
+    model.convert(file, "gguf")
+    again = triptych.load(file, device="cpu")
+    before, after = (one._opened.attention.tensors for one in (model, again))
+    assert {*after.infos} - {*before.infos} <= {"lm_head.weight"}
+    assert all(torch.equal(before.read(one), after.read(one)) for one in before.infos if one in after.infos)
+    source, target = [*_IDS, 1], [0, 7, 80, 31]
+    with torch.no_grad():
+        theirs = getattr(transformers, TINY[name].model).from_pretrained(folder).eval()
+        expected = theirs(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([target])).logits
+        found = again._opened.to_run.encoder_decoder(torch.tensor([source]), torch.tensor([target]))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    texts = ("the cat, eating", "  two  spaces", "Zwei Männer!")
+    logits, ids = translated(file, source, target, texts)
+    # The cache of keys and values has half precision there.
+    torch.testing.assert_close(torch.tensor(logits), expected[0, -1], rtol=0, atol=_TOLERANCE)
+    for place in (folder, again._opened.files.tokenizer_folder):
+        assert ids == load_tokenizer(place).encode(texts, add_special=True)
+
+
 @pytest.mark.parametrize("quantization", ["float16", "int8"])
 def test_a_file_of_narrow_numbers_is_read_as_llama_cpp_reads_it(
     quantization: Any, tokenizer: PretrainedTokenizer, tmp_path: Path
@@ -225,7 +383,19 @@ def test_a_rewritten_checkpoint_runs_in_llama_cpp(
         ("qwen3_moe", {}, "qwen3moe of llama.cpp has no place"),
         ("olmoe", {}, "4 heads of queries and 2 of keys"),
         ("gptj", {}, "models of the type gptj are not written in GGUF; these are: .*llama"),
-        ("bert", {}, "type bert are not written"),
+        ("electra", {"embedding_size": 12}, "bert of llama.cpp has no place for it"),
+        (
+            "deepseek_v2",
+            {**_IN_GROUPS, "topk_method": "group_limited_greedy"},
+            "no place for it: groups of experts have the score",
+        ),
+        (
+            "t5",
+            {"num_decoder_layers": 3},
+            "no place for it: it opens no decoder with more layers than its enc",
+        ),
+        ("t5", {"feed_forward_proj": "gated-silu"}, "t5 of llama.cpp has no place for it"),
+        ("deepseek_v3, halves", {}, "deepseek2 of llama.cpp has no place for it"),
     ],
 )
 def test_a_model_that_llama_cpp_computes_otherwise_is_refused_before_anything_is_written(

@@ -208,3 +208,128 @@ def test_a_large_tensor_is_unpacked_in_pieces(
     monkeypatch.setattr(gguf, "dequantize", counted)
     assert torch.equal(Gguf(LocalBytes(path)).read("a"), whole)
     assert seen == [10] * 6 + [4]
+
+
+def _half(block: bytes, at: int) -> np.float32:
+    return np.float32(np.frombuffer(block, "<f2", 1, at)[0])
+
+
+def _nibbles(block: bytes, at: int, count: int) -> list[int]:
+    """Four bits each: the lower halves of all bytes, then the upper ones."""
+    found = block[at : at + count]
+    return [byte & 15 for byte in found] + [byte >> 4 for byte in found]
+
+
+def _q4_0(block: bytes) -> list[np.float32]:
+    return [(code - 8) * _half(block, 0) for code in _nibbles(block, 2, 16)]
+
+
+def _q4_1(block: bytes) -> list[np.float32]:
+    return [code * _half(block, 0) + _half(block, 2) for code in _nibbles(block, 4, 16)]
+
+
+def _fifth_bits(block: bytes, at: int) -> list[int]:
+    return [int.from_bytes(block[at : at + 4], "little") >> place & 1 for place in range(32)]
+
+
+def _q5_0(block: bytes) -> list[np.float32]:
+    codes = zip(_nibbles(block, 6, 16), _fifth_bits(block, 2), strict=True)
+    return [((code | high << 4) - 16) * _half(block, 0) for code, high in codes]
+
+
+def _q5_1(block: bytes) -> list[np.float32]:
+    codes = zip(_nibbles(block, 8, 16), _fifth_bits(block, 4), strict=True)
+    return [(code | high << 4) * _half(block, 0) + _half(block, 2) for code, high in codes]
+
+
+def _q8_0(block: bytes) -> list[np.float32]:
+    return [np.float32(code) * _half(block, 0) for code in np.frombuffer(block, "i1", 32, 2)]
+
+
+def _q2_k(block: bytes) -> list[np.float32]:
+    """256 numbers in 16 groups: 4 bits of scale and of minimum each, 2 bits of each number."""
+    scale, least = _half(block, 80), _half(block, 82)
+    found = []
+    for place in range(256):
+        half, shift, byte = place // 128, place % 128 // 32, place % 32
+        code = block[16 + 32 * half + byte] >> 2 * shift & 3
+        of_group = block[place // 16]
+        found.append(scale * np.float32(of_group & 15) * code - least * np.float32(of_group >> 4))
+    return found
+
+
+def _six_bits(block: bytes, at: int, group: int) -> tuple[int, int]:
+    """The scale and the minimum of one of eight groups, in 12 bytes."""
+    packed = block[at : at + 12]
+    if group < 4:
+        return packed[group] & 63, packed[group + 4] & 63
+    low, high = packed[group + 4], (packed[group - 4] >> 6, packed[group] >> 6)
+    return low & 15 | high[0] << 4, low >> 4 | high[1] << 4
+
+
+def _q4_k(block: bytes, codes: int = 16, more: int | None = None) -> list[np.float32]:
+    """256 numbers in 8 groups of 32; two groups share 32 bytes."""
+    found = []
+    for place in range(256):
+        group, byte = place // 32, place % 32
+        scale, least = _six_bits(block, 4, group)
+        code = block[codes + 32 * (group // 2) + byte] >> 4 * (group % 2) & 15
+        if more is not None:
+            code |= (block[more + byte] >> group & 1) << 4
+        found.append(_half(block, 0) * np.float32(scale) * code - _half(block, 2) * np.float32(least))
+    return found
+
+
+def _q5_k(block: bytes) -> list[np.float32]:
+    return _q4_k(block, codes=48, more=16)
+
+
+def _q6_k(block: bytes) -> list[np.float32]:
+    """256 numbers in 16 groups with a scale of 8 bits; 4 lower and 2 upper bits of each number."""
+    found = []
+    for place in range(256):
+        half, quarter, byte = place // 128, place % 128 // 32, place % 32
+        low = block[64 * half + 32 * (quarter % 2) + byte] >> 4 * (quarter // 2) & 15
+        high = block[128 + 32 * half + byte] >> 2 * quarter & 3
+        scale = np.float32(np.frombuffer(block, "i1", 16, 192)[place // 16])
+        found.append(_half(block, 208) * scale * ((low | high << 4) - 32))
+    return found
+
+
+# The blocks of ggml-common.h and the formulas of ggml-quants.c in github.com/ggml-org/ggml.
+_FORMULAS = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q2_K": _q2_k,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
+# Places of the two-byte floats of a block: random bytes there would be infinite or no numbers.
+_HALVES = {
+    **{"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,)},
+    **{"Q2_K": (80, 82), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
+}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", _FORMULAS)
+def test_blocks_are_unpacked_by_the_formulas_of_ggml(
+    kind: str, rows: int, written: Callable[..., Path]
+) -> None:
+    block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    random = np.random.default_rng(rows)
+    blocks = random.integers(0, 256, (rows, 3, size), dtype=np.uint8)
+    for at in _HALVES[kind]:
+        halves = random.standard_normal((rows, 3, 1)).astype("<f2")
+        blocks[:, :, at : at + 2] = halves.view(np.uint8)
+    file = Gguf(LocalBytes(written(a=(blocks.reshape(rows, -1), kind))))
+    expected = [[_FORMULAS[kind](one.tobytes()) for one in row] for row in blocks]
+    found = file.read("a")
+    assert found.shape == (rows, 3 * block)
+    torch.testing.assert_close(
+        found, torch.from_numpy(np.array(expected, dtype=np.float32).reshape(rows, -1)), rtol=1e-6, atol=1e-6
+    )

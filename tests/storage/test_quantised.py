@@ -19,11 +19,16 @@ from triptych.errors import DataError
 D_OUT, D_IN, GROUP = 16, 64, 32
 
 
-def unpacked(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Tensor:
+def unpacked(
+    folder: Path,
+    tensors: dict[str, Tensor],
+    config: dict[str, Any],
+    shape: tuple[int, int] = (D_OUT, D_IN),
+) -> Tensor:
     save_file(tensors, folder / "model.safetensors")
     found = dequantised(open_tensors(folder), Settings({"quantization_config": config}, "config.json"))
     assert set(found.infos) == {"a.weight", "norm.weight"}
-    assert found.infos["a.weight"].shape == (D_OUT, D_IN)
+    assert found.infos["a.weight"].shape == shape
     assert torch.equal(found.read("norm.weight"), tensors["norm.weight"])
     return found.read("a.weight")
 
@@ -355,6 +360,215 @@ def test_eight_bits_of_quanto(tmp_path: Path) -> None:
     assert torch.equal(unpacked(tmp_path, tensors, {"quant_method": "quanto"}), weight.float() * scale)
 
 
+# Formulas of the formats, entry by entry, on shapes at their edges.
+def as_words(numbers: Tensor, bits: int, *, is_dense: bool = True) -> Tensor:
+    """Rows of numbers in words of 32 bits, the lowest bits first; the last word may have room left.
+
+    Older files have room in every word if 32 is no multiple of the bits.
+    """
+    each = bits if is_dense else 32 / (32 // bits)
+    words = []
+    for row in numbers.tolist():
+        places = [
+            int(place * each) if is_dense else 32 * (place // (32 // bits)) + place % (32 // bits) * bits
+            for place in range(len(row))
+        ]
+        whole = sum(number << place for number, place in zip(row, places, strict=True))
+        count = -(-(places[-1] + bits) // 32)
+        words.append([whole >> 32 * word & 0xFFFFFFFF for word in range(count)])
+    found = torch.tensor(words)
+    return torch.where(found >= 1 << 31, found - (1 << 32), found).to(torch.int32)
+
+
+def weight_of(shape: tuple[int, int], entry: Any) -> Tensor:
+    rows = [[float(entry(row, column)) for column in range(shape[1])] for row in range(shape[0])]
+    return torch.tensor(rows)
+
+
+ODD = [(1, 48), (5, 48), (1, 13), (5, 13)]
+IN_WHOLE_GROUPS = [(1, 48), (5, 48)]
+
+
+def quarters(*shape: int) -> Tensor:
+    """Random scales whose products with small integers have no rounding in float32."""
+    return torch.randint(1, 64, shape) / 4
+
+
+DENSE = [(bits, True, shape) for bits in (3, 4, 6, 8) for shape in ODD]
+
+
+@pytest.mark.parametrize(("bits", "is_dense", "shape"), [*DENSE, (3, False, (1, 64)), (3, False, (64, 64))])
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_packed_integers_on_odd_shapes(
+    tmp_path: Path, shape: tuple[int, int], has_zeros: bool, bits: int, is_dense: bool
+) -> None:
+    """A row that fills no whole words, rows whose zeros fill none, a scale for each row or of 16 columns."""
+    rows, columns = shape
+    size = 16 if columns % 16 == 0 else columns
+    half = 1 << (bits - 1)
+    numbers = torch.randint(-half, half, shape)
+    scale = quarters(rows, columns // size)
+    zeros = torch.randint(-half, half, scale.shape) * has_zeros
+    tensors = {
+        "a.weight_packed": as_words(numbers + half, bits, is_dense=is_dense),
+        "a.weight_scale": scale,
+        "a.weight_shape": torch.tensor(shape),
+        **beside(),
+    }
+    if has_zeros:
+        words_of_zeros = as_words((zeros + half).mT, bits, is_dense=is_dense)
+        tensors["a.weight_zero_point"] = words_of_zeros.mT.contiguous()
+    config = of_compressed_tensors(bits)
+    config["config_groups"]["group_0"]["weights"]["group_size"] = size
+
+    def entry(row: int, column: int) -> Tensor:
+        group = column // size
+        return (numbers[row, column] - zeros[row, group]) * scale[row, group]
+
+    assert torch.equal(unpacked(tmp_path, tensors, config, shape), weight_of(shape, entry))
+
+
+def test_a_zero_of_the_whole_matrix_is_not_packed(tmp_path: Path) -> None:
+    numbers = torch.randint(-8, 8, (5, 13))
+    tensors = {
+        "a.weight_packed": as_words(numbers + 8, 4),
+        "a.weight_scale": torch.tensor([0.5]),
+        "a.weight_zero_point": torch.tensor([-3], dtype=torch.int8),
+        "a.weight_shape": torch.tensor([5, 13]),
+        **beside(),
+    }
+    assert torch.equal(unpacked(tmp_path, tensors, of_compressed_tensors(4), (5, 13)), (numbers + 3) * 0.5)
+
+
+def test_groups_that_do_not_divide_the_width_are_none_of_compressed_tensors(tmp_path: Path) -> None:
+    """The library refuses to write them; 48 columns in 2 groups are not read as groups of 24."""
+    tensors = {
+        "a.weight_packed": as_words(torch.zeros(4, 48, dtype=torch.long), 4),
+        "a.weight_scale": torch.ones(4, 2),
+        "a.weight_shape": torch.tensor([4, 48]),
+        **beside(),
+    }
+    with pytest.raises(DataError, match="48 columns have 2 scales a row, and group_size is 32"):
+        unpacked(tmp_path, tensors, of_compressed_tensors(4), (4, 48))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_float8_of_compressed_tensors_in_blocks(tmp_path: Path, rows: int) -> None:
+    weight, scale = torch.randn(rows, 40).to(torch.float8_e4m3fn), quarters((rows + 3) // 4, 3)
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [4, 16]}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
+    tensors = {"a.weight": weight, "a.weight_scale": scale, **beside()}
+    expected = weight_of(
+        (rows, 40), lambda row, column: weight[row, column].float() * scale[row // 4, column // 16]
+    )
+    assert torch.equal(unpacked(tmp_path, tensors, config, (rows, 40)), expected)
+
+
+@pytest.mark.parametrize("shape", ODD)
+def test_eight_bits_of_several_formats_on_odd_shapes(tmp_path: Path, shape: tuple[int, int]) -> None:
+    rows = shape[0]
+    weight, scale = torch.randint(-128, 128, shape, dtype=torch.int8), quarters(rows)
+    expected = weight_of(shape, lambda row, column: weight[row, column] * scale[row])
+    of_quanto = {"a.weight._data": weight, "a.weight._scale": scale[:, None], **beside()}
+    assert torch.equal(unpacked(tmp_path, of_quanto, {}, shape), expected)
+    of_bitsandbytes = {"a.weight": weight, "a.SCB": scale * 127, **beside()}
+    assert torch.allclose(unpacked(tmp_path, of_bitsandbytes, {}, shape), expected, rtol=1e-6)
+    for scales in (scale[:, None], scale[:1]):
+        each = scales.expand(rows, 1)
+        of_fp8 = {"a.weight": weight.to(torch.float8_e4m3fn), "a.weight_scale": scales.clone(), **beside()}
+        found = unpacked(tmp_path, of_fp8, {"quant_method": "fp8"}, shape)
+        assert torch.equal(found, weight.to(torch.float8_e4m3fn).float() * each)
+
+
+@pytest.mark.parametrize("shape", ODD)
+@pytest.mark.parametrize("block", [16, 64])
+def test_four_bits_of_bitsandbytes_on_odd_shapes(tmp_path: Path, shape: tuple[int, int], block: int) -> None:
+    """Blocks run over the ends of rows, the last one may be shorter, and an odd count leaves half a byte."""
+    count = shape[0] * shape[1]
+    table, codes = torch.randn(16), torch.randint(0, 16, (count,))
+    largest = torch.rand(-(-count // block))
+    even = torch.nn.functional.pad(codes, (0, count % 2))
+    record = {"quant_type": "fp4", "blocksize": block, "dtype": "float16", "shape": list(shape)}
+    tensors = {
+        "a.weight": (even[::2] << 4 | even[1::2]).to(torch.uint8)[:, None],
+        "a.weight.absmax": largest,
+        "a.weight.quant_map": table,
+        "a.weight.quant_state.bitsandbytes__fp4": encoded(record),
+        **beside(),
+    }
+
+    def entry(row: int, column: int) -> Tensor:
+        place = row * shape[1] + column
+        return table[codes[place]] * largest[place // block]
+
+    assert torch.equal(unpacked(tmp_path, tensors, {}, shape), weight_of(shape, entry))
+
+
+@pytest.mark.parametrize("shape", IN_WHOLE_GROUPS)
+def test_nvfp4_on_odd_shapes(tmp_path: Path, shape: tuple[int, int]) -> None:
+    """E2M1: the sign, two bits of exponent with a bias of 1, and a bit of mantissa."""
+    codes = torch.randint(0, 16, shape)
+    scale = (torch.rand(shape[0], shape[1] // 16) * 3 + 0.5).to(torch.float8_e4m3fn)
+    tensors = {
+        "a.weight": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),
+        "a.weight_scale": scale,
+        "a.weight_scale_2": torch.tensor(0.5),
+        **beside(),
+    }
+
+    def entry(row: int, column: int) -> float:
+        code = int(codes[row, column])
+        exponent, mantissa = code >> 1 & 3, code & 1
+        value = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2 ** (exponent - 1)
+        return (-1) ** (code >> 3) * value * float(scale[row, column // 16]) * 0.5
+
+    assert torch.equal(unpacked(tmp_path, tensors, {}, shape), weight_of(shape, entry))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_mlx_on_odd_shapes(tmp_path: Path, rows: int, bits: int) -> None:
+    numbers = torch.randint(0, 1 << bits, (rows, 96))
+    scales, offsets = quarters(rows, 3), quarters(rows, 3)
+    tensors = {
+        "a.weight": packed(numbers, bits).view(torch.uint32),
+        "a.scales": scales,
+        "a.biases": offsets,
+        **beside(),
+    }
+
+    def entry(row: int, column: int) -> Tensor:
+        group = column // GROUP
+        return numbers[row, column] * scales[row, group] + offsets[row, group]
+
+    found = unpacked(tmp_path, tensors, {"group_size": GROUP, "bits": bits}, (rows, 96))
+    assert torch.equal(found, weight_of((rows, 96), entry))
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("group", [GROUP, 64, -1])
+def test_a_last_group_may_be_smaller(tmp_path: Path, method: str, group: int) -> None:
+    """80 inputs in groups of 32 or 64; −1 is one group of all."""
+    d_in, d_out = 80, 8
+    size = d_in if group < 0 else group
+    count = -(-d_in // size)
+    numbers, zeros = torch.randint(0, 16, (d_in, d_out)), torch.randint(1, 16, (count, d_out))
+    scales = quarters(count, d_out).half()
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    if method == "gptq":
+        parts = packed(numbers.T.contiguous(), 4).T.contiguous(), packed(zeros - 1, 4)
+    else:
+        parts = packed(numbers, 4, order), packed(zeros, 4, order)
+    tensors = {"a.qweight": parts[0], "a.qzeros": parts[1], "a.scales": scales, **beside()}
+
+    def entry(row: int, column: int) -> Tensor:
+        return (numbers[column, row] - zeros[column // size, row]) * scales[column // size, row].float()
+
+    config = {"quant_method": method, "bits": 4, "group_size": group}
+    found = unpacked(tmp_path, tensors, config, (d_out, d_in))
+    assert torch.equal(found, weight_of((d_out, d_in), entry))
+
+
 def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     parts = {"a.qweight": words(8, 16), "a.qzeros": words(2, 2), "a.scales": torch.ones(2, 16)}
     config = {"quant_method": "aqlm", "bits": 4, "group_size": 32}
@@ -383,6 +597,20 @@ def test_what_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     narrow = torch.zeros(16, 64).to(torch.float8_e4m3fn)
     scales = {"a.weight": narrow, "a.weight_scale_inv": torch.ones(3, 5)}
     assert "no scales of [16, 64]" in refused(tmp_path, scales, {"weight_block_size": [8, 16]})
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("a.W_q", "by HQQ, which is not read: use the checkpoint before quantisation$"),
+        ("a.codebooks", "by AQLM, which is not read: use the checkpoint before quantisation$"),
+        ("a.weight_packed", r"CompressedTensorsConfig\(dequantize=True\)\)\.save_pretrained\(NEW\)$"),
+        ("a.weight.quant_state.x", r"\.dequantize\(\)\.save_pretrained\(NEW, save_original_format=False\)$"),
+    ],
+)
+def test_a_refusal_names_a_way_only_where_the_library_has_one(tmp_path: Path, part: str, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        unpacked(tmp_path, {part: torch.zeros(4, 4), **beside()}, {})
 
 
 def test_without_anything_quantised_the_tensors_are_what_they_were(tmp_path: Path) -> None:

@@ -51,8 +51,8 @@ def inspect(
     """Measure the attention weights of a checkpoint, head by head.
 
     Reports spectra and ranks of W_QK and W_OV, the similarity of W_Q, W_K and W_V compared with chance,
-    symmetry and copying; with --adapter also what the adapter changes in W_QK and W_OV. The model is not run:
-    `triptych attend --over` measures what heads do on a text.
+    symmetry and copying; with --adapter also what the adapter changes in W_QK and W_OV, as numbers and as
+    tokens. The model is not run: `triptych attend --over` measures what heads do on a text.
 
     Files:
         html: Write an HTML page to this file.
@@ -102,7 +102,7 @@ def inspect(
             write_parquet(rows, parquet, [measure.name for measure in MEASURES])
         if as_json:
             records = [
-                inspection.record() | ({} if own is None else {"adapter": own.record()})
+                inspection.record() | ({} if own is None else {"adapter": _record(own)})
                 for inspection, own in zip(found, effects, strict=True)
             ]
             print_json(records[0] if len(records) == 1 else records)
@@ -111,8 +111,10 @@ def inspect(
         for inspection, own in zip(found, effects, strict=True):
             lines, tables = inspection.shown()
             console.print("\n".join(lines))
-            for table in [*tables, *([] if own is None else [own.table()])]:
-                console.print(render_table(table))
+            of_adapter = [] if own is None else [own.table(), own.token_table()]
+            for table in [*tables, *of_adapter]:
+                if table is not None:
+                    console.print(render_table(table))
         if len(found) > 1:
             console.print(render_table(side_by_side(*found)))
         print_written((html, csv, parquet), console)
@@ -127,6 +129,10 @@ def inspect(
         world.on_first(lambda: require_free(outputs, read, force=force))
         found = do_each(names, measure, world)
         world.on_first(lambda: show(found))
+
+
+def _record(effects: AdapterEffects) -> dict[str, Any]:
+    return effects.record() | {"decoded": effects.decoded()}
 
 
 def _with_distinct_names(found: Sequence[Inspection]) -> list[Inspection]:

@@ -1,4 +1,4 @@
-"""Differences between a model and what llama.cpp would compute from its GGUF file."""
+"""Models in forms that llama.cpp has, and differences to what it would compute from a GGUF file."""
 
 import math
 from collections.abc import Iterator
@@ -10,27 +10,152 @@ from torch import Tensor
 
 from triptych.core.algebra.semantics import Semantics
 from triptych.core.checkpoints.checkpoint import Checkpoint
-from triptych.core.checkpoints.model_map import model_map
+from triptych.core.checkpoints.gguf.architectures import Architecture
+from triptych.core.checkpoints.model_map import (
+    ModelMap,
+    encoder_decoder_map,
+    model_map,
+)
 from triptych.core.checkpoints.stored_layers import Site
+from triptych.core.models.architecture import (
+    EncoderDecoderArchitecture,
+    LanguageModelArchitecture,
+)
+from triptych.core.storage import InMemory, Settings
 
 # Fields that change no output, or only where texts are read again from their beginning.
 _LEFT_OUT = frozenset({"dropout", "reads_again", "structure"})
 _WINDOW = "window"
 
 
+def any_map(
+    model: Checkpoint,
+) -> ModelMap[LanguageModelArchitecture] | ModelMap[EncoderDecoderArchitecture]:
+    """Return the map of a language model, or of an encoder and a decoder."""
+    spec = model.family.model
+    if spec is not None and spec.encoder is not None:
+        return encoder_decoder_map(model)
+    return model_map(model)
+
+
+def written_part(
+    architecture: LanguageModelArchitecture | EncoderDecoderArchitecture,
+) -> LanguageModelArchitecture:
+    """Return the part that predicts tokens."""
+    if isinstance(architecture, EncoderDecoderArchitecture):
+        return architecture.decoder
+    return architecture
+
+
+def fit_to(
+    model: Checkpoint, architecture: Architecture
+) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Return the same model in the form that llama.cpp computes, and what was changed or left out."""
+    notes: list[str] = []
+    if not architecture.has_head:
+        model, of_head = _without_head(model, architecture)
+        notes += of_head
+        model, of_positions = _from_first_position(model)
+        notes += of_positions
+    if architecture.unscaled_logits:
+        model, of_logits = _untied(model)
+        notes += of_logits
+    return model, tuple(notes)
+
+
+def _without_head(
+    model: Checkpoint, architecture: Architecture
+) -> tuple[Checkpoint, list[str]]:
+    """Return an encoder without the tensors that read its last hidden states."""
+    found = any_map(model)
+    heads = ("head.", "task.")
+    of_head = {
+        name
+        for parts, stored in found.tensors.entries.items()
+        if all(part.startswith(heads) for part in parts)
+        for name in stored.names
+    }
+    of_head |= {*found.unread}
+    kept = model.tensors.replacing(of_head, InMemory(model.name, {}))
+    kind = str(model.settings.value("model_type"))
+    record = {**model.settings.record, "architectures": [architecture.types[kind]]}
+    notes = (
+        ["its head is left out: llama.cpp computes the last hidden states alone"]
+        if of_head
+        else []
+    )
+    return _checkpoint(model, record, kept), notes
+
+
+def _from_first_position(model: Checkpoint) -> tuple[Checkpoint, list[str]]:
+    """Return an encoder whose table of positions begins with that of the first token, as BERT's does."""
+    found = any_map(model)
+    embeddings = written_part(found.architecture).embeddings
+    offset = embeddings.position_offset
+    if not offset:
+        return model, []
+    stored = found.tensors.entries["embeddings.positions.weight",]
+    (name,) = stored.names
+    table = model.tensors.read(name)[offset:].clone()
+    record = {
+        **model.settings.record,
+        "model_type": "bert",
+        "max_position_embeddings": len(table),
+    }
+    tensors = model.tensors.replacing({name}, InMemory(model.name, {name: table}))
+    note = (
+        f"positions are rows {offset:,} and on of their table: padding is not counted"
+    )
+    return _checkpoint(model, record, tensors), [note]
+
+
+def _untied(model: Checkpoint) -> tuple[Checkpoint, list[str]]:
+    """Return a model with an output table of its own, with the factor of its logits multiplied into it.
+
+    A file without that table is read as a tied model whose logits have the factor.
+    """
+    found = any_map(model)
+    head = written_part(found.architecture).head
+    if head is None or not head.tied:
+        return model, []
+    factor = head.scale * head.input_scale
+    spec = model.family.model
+    assert spec is not None
+    table = model.tensors.read(_table_of(found)).float() * factor
+    record = {**model.settings.record, "tie_word_embeddings": False}
+    record.pop("scale_decoder_outputs", None)
+    name = f"{spec.head.at}.weight"
+    tensors = model.tensors.replacing({name}, InMemory(model.name, {name: table}))
+    note = f"the output table is the embedding times {factor:.3g}: llama.cpp has no factor of logits here"
+    return _checkpoint(model, record, tensors), [note]
+
+
+def _table_of(found: ModelMap[Any]) -> str:
+    name = next(
+        stored.names
+        for parts, stored in found.tensors.entries.items()
+        if parts[0].endswith("embeddings.table.weight")
+    )
+    return next(iter(name))
+
+
+def _checkpoint(model: Checkpoint, record: dict[str, Any], tensors: Any) -> Checkpoint:
+    settings = Settings(record, model.settings.where)
+    return Checkpoint(model.name, model.family, settings, tensors)
+
+
 def differences(model: Checkpoint, written: Checkpoint) -> list[str]:
     """Return what differs between two checkpoints besides the numbers of their maps, in words."""
     found = list(
-        _compare(
-            model_map(model).architecture, model_map(written).architecture, "model"
-        )
+        _compare(any_map(model).architecture, any_map(written).architecture, "model")
     )
     own = _by_place(model)
     other = _by_place(written)
     for place, site in own.items():
         one = _of_any_length(model.outline(site).weights.semantics)
         two = _of_any_length(written.outline(other[place]).weights.semantics)
-        found += _compare(one, two, f"attention of layer {place[1]}")
+        stack = "" if len({one for one, _ in own}) == 1 else f" of the {place[0]}"
+        found += _compare(one, two, f"attention of layer {place[1]}{stack}")
     return found
 
 
@@ -61,11 +186,14 @@ def windows_only(model: Checkpoint, found: list[str]) -> int | None:
 
 
 def _by_place(checkpoint: Checkpoint) -> dict[tuple[str, int], Site]:
-    stack = checkpoint.family.model.stack if checkpoint.family.model is not None else ""
+    spec = checkpoint.family.model
+    stacks = set[str]() if spec is None else {spec.stack}
+    if spec is not None and spec.encoder is not None:
+        stacks.add(spec.encoder.stack)
     return {
-        (site.stack, site.layer): site
+        (site.named_stack, site.layer): site
         for site in checkpoint.sites
-        if site.stack == stack
+        if site.stack in stacks
     }
 
 

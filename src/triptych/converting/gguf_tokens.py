@@ -3,6 +3,7 @@
 The metadata are read back with `token_lists`, the reader of GGUF files, and must give the tokenizer's ids.
 """
 
+import base64
 import json
 import tempfile
 import unicodedata
@@ -25,6 +26,8 @@ from triptych.errors import DataError, UsageError
 from triptych.files import write_text
 from triptych.running.text import PretrainedTokenizer, load_tokenizer
 
+# Normalisation of characters as SentencePiece compiles it; bytes in a file.
+CHARSMAP = "tokenizer.ggml.precompiled_charsmap"
 _NORMAL = 1
 _UNKNOWN = 2
 _UNUSED = 5
@@ -80,9 +83,17 @@ class _Tokens:
         self.notes: tuple[str, ...] = ()
 
     def metadata(self, end_ids: tuple[int, ...]) -> dict[str, Any]:
-        if self._model.get("type") != "BPE":
-            raise self._refused(f"its model is {self._model.get('type')}")
-        found = self._byte_level() if self._is_byte_level() else self._by_scores()
+        match self._model.get("type"):
+            case "BPE":
+                found = (
+                    self._byte_level() if self._is_byte_level() else self._by_scores()
+                )
+            case "WordPiece":
+                found = self._word_pieces()
+            case "Unigram":
+                found = self._unigrams()
+            case other:
+                raise self._refused(f"its model is {other}")
         found |= self._named(end_ids)
         if (template := self._tokenizer.chat_template) is not None:
             found["tokenizer.chat_template"] = template
@@ -98,7 +109,13 @@ class _Tokens:
 
     def _tokens(self) -> tuple[list[str], list[int]]:
         """Return the text and the type of every row of the embedding table."""
-        texts = {token: text for text, token in self._model["vocab"].items()}
+        vocab = self._model["vocab"]
+        # Unigrams are a list of pieces with their scores.
+        texts = (
+            {token: text for text, token in vocab.items()}
+            if isinstance(vocab, dict)
+            else {token: text for token, (text, _) in enumerate(vocab)}
+        )
         kinds = dict.fromkeys(texts, _NORMAL)
         for entry in self._record.get("added_tokens") or ():
             texts[entry["id"]] = entry["content"]
@@ -220,6 +237,67 @@ class _Tokens:
             "tokenizer.ggml.scores": scores,
             "tokenizer.ggml.token_type": types,
             "tokenizer.ggml.add_space_prefix": prefixed,
+        }
+
+    def _word_pieces(self) -> dict[str, Any]:
+        normalizer = self._record.get("normalizer") or {}
+        cuts = (self._record.get("pre_tokenizer") or {}).get("type")
+        if normalizer.get("type") != "BertNormalizer" or cuts != "BertPreTokenizer":
+            raise self._refused(
+                f"its WordPiece is not that of BERT, but cuts texts by {cuts}"
+            )
+        tokens, types = self._tokens()
+        within = self._model.get("continuing_subword_prefix", "##")
+        lowercase = bool(normalizer.get("lowercase"))
+        stripped = normalizer.get("strip_accents")
+        # llama.cpp marks the beginnings of words, and not the pieces within them.
+        return {
+            "tokenizer.ggml.model": "bert",
+            "tokenizer.ggml.pre": "default",
+            "tokenizer.ggml.tokens": [
+                token
+                if kind in (CONTROL, _UNUSED)
+                else token.removeprefix(within)
+                if token.startswith(within)
+                else f"{SPACE}{token}"
+                for token, kind in zip(tokens, types, strict=True)
+            ],
+            "tokenizer.ggml.token_type": types,
+            "tokenizer.ggml.normalizer.lowercase": lowercase,
+            "tokenizer.ggml.normalizer.strip_accents": lowercase
+            if stripped is None
+            else bool(stripped),
+        }
+
+    def _unigrams(self) -> dict[str, Any]:
+        tokens, types = self._tokens()
+        unknown = self._model.get("unk_id")
+        if unknown is not None:
+            types[unknown] = _UNKNOWN
+        scores = [float(score) for _, score in self._model["vocab"]]
+        steps = self._record.get("normalizer") or {}
+        steps = steps.get("normalizers", [steps])
+        charsmap = next(
+            (
+                one["precompiled_charsmap"]
+                for one in steps
+                if one.get("type") == "Precompiled"
+            ),
+            "",
+        )
+        spaces = json.dumps(self._record.get("pre_tokenizer"))
+        return {
+            "tokenizer.ggml.model": "t5",
+            "tokenizer.ggml.pre": "default",
+            "tokenizer.ggml.tokens": tokens,
+            "tokenizer.ggml.scores": scores + [0.0] * (len(tokens) - len(scores)),
+            "tokenizer.ggml.token_type": types,
+            "tokenizer.ggml.add_space_prefix": '"prepend_scheme": "never"'
+            not in spaces,
+            "tokenizer.ggml.remove_extra_whitespaces": any(
+                one.get("type") in ("Strip", "Replace") for one in steps
+            ),
+            **({CHARSMAP: [*base64.b64decode(charsmap)]} if charsmap else {}),
         }
 
     def _named(self, end_ids: tuple[int, ...]) -> dict[str, Any]:

@@ -8,15 +8,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from triptych.converting import target_formats as formats
-from triptych.converting.gguf_fit import differences, windows_only
-from triptych.converting.gguf_tokens import write_tokens
+from triptych.converting.gguf_fit import (
+    any_map,
+    differences,
+    fit_to,
+    windows_only,
+    written_part,
+)
+from triptych.converting.gguf_tokens import CHARSMAP, write_tokens
 from triptych.converting.output_checks import ConversionCheck, WrittenModel
 from triptych.core.algebra.forms import are_finite
 from triptych.core.checkpoints.checkpoint import Checkpoint, LayerReader
@@ -29,6 +35,7 @@ from triptych.core.checkpoints.gguf import (
     layout_of,
     name_in_gguf,
     read_configuration,
+    split_latents,
     written_metadata,
 )
 from triptych.core.checkpoints.gguf.architectures import (
@@ -36,7 +43,6 @@ from triptych.core.checkpoints.gguf.architectures import (
     architectures,
     architectures_of_type,
 )
-from triptych.core.checkpoints.model_map import model_map
 from triptych.core.storage import (
     SUFFIX,
     Gguf,
@@ -52,7 +58,7 @@ from triptych.extras import require_extra
 from triptych.files import write_atomically
 from triptych.literals import Quantization
 from triptych.running.opened_source import Opened
-from triptych.running.text import PretrainedTokenizer
+from triptych.running.text import PretrainedTokenizer, load_tokenizer
 from triptych.untrusted import LocalBytes, shown
 
 # Names of types in a file, with their codes in `general.file_type`.
@@ -63,7 +69,10 @@ _TYPES: dict[Quantization, tuple[str, int]] = {
 }
 _BLOCK = 32  # numbers of a block of Q8_0
 # Maps that llama.cpp multiplies in float32 whatever the file's type.
-_KEPT_WIDE = ("ffn_gate_inp.weight", "position_embd.weight", "rope_freqs.weight")
+_KEPT_WIDE = (
+    *("ffn_gate_inp.weight", "position_embd.weight", "rope_freqs.weight"),
+    *("token_types.weight", "attn_rel_b.weight"),
+)
 _FLOATS = (
     *(
         "freq_base",
@@ -74,8 +83,9 @@ _FLOATS = (
         "clamp_kqv",
         "max_alibi_bias",
     ),
-    *("beta_fast", "beta_slow"),
+    *("beta_fast", "beta_slow", "log_multiplier"),
 )
+_LATENT = ".kv_b_proj.weight"
 _FACTORS = "rope_freqs.weight"
 _LONG = "rope_factors_long.weight"
 _SHORT = "rope_factors_short.weight"
@@ -112,6 +122,7 @@ def write_gguf(
             f"{described.architecture.name}.{key}": value
             for key, value in described.metadata.items()
         },
+        **_token_types(described),
         "general.file_type": number,
         "general.quantization_version": 2,
         **tokens[0],
@@ -129,6 +140,15 @@ def write_gguf(
     )
     folded = (*done, *notes, *tokens[1])
     return WrittenModel(described.architecture.name, parameters, folded, tuple(checks))
+
+
+def _token_types(described: _Described) -> dict[str, int]:
+    """Return the number of types of tokens, which llama.cpp asks of encoders."""
+    if described.architecture.has_head:
+        return {}
+    types = described.tensors.infos.get("token_types.weight")
+    count = 1 if types is None else types.shape[0]
+    return {"tokenizer.ggml.token_type_count": count}
 
 
 def _as_checkpoint(source: Opened) -> tuple[Checkpoint, tuple[str, ...]]:
@@ -154,7 +174,7 @@ def _as_checkpoint(source: Opened) -> tuple[Checkpoint, tuple[str, ...]]:
 def _describe(model: Checkpoint) -> tuple[_Described, tuple[str, ...]]:
     """Describe a file of which llama.cpp computes the model; raise UsageError if it cannot."""
     model_type = str(model.settings.value("model_type"))
-    candidates = architectures_of_type(model_type)
+    candidates = [one for one in architectures_of_type(model_type) if not one.unlike]
     if not candidates:
         known = ", ".join(
             sorted({*chain.from_iterable(one.types for one in architectures())})
@@ -163,24 +183,25 @@ def _describe(model: Checkpoint) -> tuple[_Described, tuple[str, ...]]:
             f"{model.name}: models of the type {shown(model_type)} are not written in GGUF; these are: "
             f"{known}"
         )
-    model_map(model)  # raises the reason why a model cannot be run
+    any_map(model)  # raises the reason why a model cannot be run
     reasons: list[str] = []
     for architecture in candidates:
         try:
-            described = _description(model, architecture)
-            found = differences(model, described.again)
+            fitted, notes = fit_to(model, architecture)
+            described = _description(fitted, architecture)
+            found = differences(fitted, described.again)
         except TriptychError as error:
             reasons.append(str(error))
             continue
         if not found:
-            return described, ()
-        if (window := windows_only(model, found)) is not None:
+            return described, notes
+        if (window := windows_only(fitted, found)) is not None:
             longest = model.settings.value(architecture.fields["context_length"])
             described = replace(
                 described, metadata={**described.metadata, "context_length": window}
             )
             note = f"context {window:,} of {longest:,} tokens: {architecture.name} of llama.cpp has no window"
-            return described, (note,)
+            return described, (*notes, note)
         reasons.append(f"{'; '.join(found[:4])}{' …' if len(found) > 4 else ''}")
     said = " / ".join(dict.fromkeys(reasons))
     raise UsageError(
@@ -201,7 +222,10 @@ def _description(model: Checkpoint, architecture: Architecture) -> _Described:
     if architecture.equal_heads and heads.queries != heads.keys:
         raise UsageError(f"{heads.queries} heads of queries and {heads.keys} of keys")
     metadata = written_metadata(architecture, place.settings, width)
-    metadata["attention.head_count_kv"] = heads.keys
+    # Absorbed into the queries, the maps of keys leave one latent for all heads.
+    metadata["attention.head_count_kv"] = (
+        1 if architecture.split_latents else heads.keys
+    )
     extra: dict[str, Tensor] = {}
     if architecture.has_rotary:
         _add_scaling(model, architecture, place.settings, metadata, extra)
@@ -212,12 +236,21 @@ def _description(model: Checkpoint, architecture: Architecture) -> _Described:
         ]
         metadata["attention.sliding_window_pattern"] = windows
     metadata = {key: _typed(key, value) for key, value in metadata.items()}
-    planned = _Planned(model, architecture, heads, int(metadata["block_count"]), extra)
+    if metadata.get("decoder_block_count", 0) > metadata["block_count"]:
+        raise UsageError("it opens no decoder with more layers than its encoder")
+    layers = max(
+        int(metadata.get(key, 0)) for key in ("block_count", "decoder_block_count")
+    )
+    planned = _Planned(model, architecture, heads, layers, extra)
     tensors = of_one(planned)
+    # llama.cpp asks for it in files without a tokenizer.
+    metadata["vocab_size"] = tensors.infos["token_embd.weight"].shape[0]
     whole = {"general.architecture": architecture.name}
     whole |= {f"{architecture.name}.{key}": value for key, value in metadata.items()}
     # From here on, the description is read like the metadata of a file.
     as_read, settings = find_architecture(whole, model.name, frozenset(tensors.infos))
+    if as_read.unlike:
+        raise UsageError(as_read.unlike)
     shapes = {name: info.shape for name, info in tensors.infos.items()}
 
     def vector(name: str) -> list[float]:
@@ -280,6 +313,9 @@ def _add_scaling(
             original = record.get("original_max_position_embeddings")
             if original:
                 metadata["rope.scaling.original_context_length"] = int(original)
+            if record.get("mscale_all_dim"):
+                log_factor = 0.1 * float(record["mscale_all_dim"])
+                metadata["rope.scaling.yarn_log_multiplier"] = log_factor
     elif architecture.name == "phi3" and record.get("long_factor"):
         extra[_LONG] = torch.tensor(record["long_factor"], dtype=torch.float32)
         extra[_SHORT] = torch.tensor(record["short_factor"], dtype=torch.float32)
@@ -315,6 +351,16 @@ def _typed(key: str, value: Any) -> Any:
     return value
 
 
+class _Latent(NamedTuple):
+    """A tensor that is a part of the map from the latent of keys and values."""
+
+    name: str  # stored map
+    info: TensorInfo
+    heads: int
+    of_keys: int  # width of the keys of a head
+    place: int  # 0 for keys, 1 for values
+
+
 @final
 class _Planned(TensorFile):
     """The tensors of a GGUF file, made from the tensors of a checkpoint when they are read."""
@@ -332,8 +378,12 @@ class _Planned(TensorFile):
         self._extra = extra
         self._parts: dict[str, dict[int | None, str]] = {}
         self._layouts: dict[str, Layout] = {}
-        head = model_map(model).architecture.head
+        self._latents: dict[str, _Latent] = {}
+        head = written_part(any_map(model).architecture).head
         for name in self._stored(model):
+            if architecture.split_latents and name.endswith(_LATENT):
+                self._split(name, heads.queries, model)
+                continue
             found = name_in_gguf(architecture.name, layers, name)
             if found is None:
                 raise UsageError(
@@ -351,18 +401,36 @@ class _Planned(TensorFile):
             held[expert] = name
             self._layouts[there] = layout_of(architecture, there, heads)
         self.infos = {name: self._info(name) for name in self._parts}
+        self.infos |= {name: latent.info for name, latent in self._latents.items()}
         for name, tensor in extra.items():
             self.infos[name] = TensorInfo(
                 tensor.dtype, tuple(tensor.shape), tensor.nbytes
             )
 
+    def _split(self, name: str, heads: int, model: Checkpoint) -> None:
+        """Enter the map from the latent of keys and values as two tensors."""
+        layer = name.split("layers.")[1].partition(".")[0]
+        info = self._tensors.infos[name]
+        of_keys = model.settings.count("qk_nope_head_dim | 128")
+        of_values = info.shape[0] // heads - of_keys
+        rank = info.shape[1]
+        for end, shape, place in (
+            ("attn_k_b", (heads, rank, of_keys), 0),
+            ("attn_v_b", (heads, of_values, rank), 1),
+        ):
+            size = info.num_bytes // info.shape[0] * shape[0] * shape[2 - place]
+            self._latents[f"blk.{layer}.{end}.weight"] = _Latent(
+                name, TensorInfo(info.dtype, shape, size), heads, of_keys, place
+            )
+
     def _stored(self, model: Checkpoint) -> Iterator[str]:
         """Yield the tensors that the model uses."""
-        found = model_map(model)
+        found = any_map(model)
         copies = found.copies
         used = found.tensors.names
         for site in found.sites:
-            used |= LayerReader(model.place(site), model.tensors).map.names
+            reader = LayerReader(model.place(site), model.tensors)
+            used |= {*reader.map.names, *reader.names_beside()}
         yield from (
             name for name in self._tensors.infos if name in used and name not in copies
         )
@@ -382,6 +450,9 @@ class _Planned(TensorFile):
     def read(self, name: str) -> Tensor:
         if name in self._extra:
             return self._extra[name]
+        if (latent := self._latents.get(name)) is not None:
+            whole = self._tensors.read(latent.name)
+            return split_latents(whole, latent.heads, latent.of_keys)[latent.place]
         parts = self._parts[name]
         layout = self._layouts[name]
         if None in parts:
@@ -405,6 +476,9 @@ def _tokens(
             ("no tokenizer is written: the model has none",),
             (),
         )
+    if source.to_run.translates and source.source.module is None:
+        # The tokenizer of source and target, without the frames of either.
+        tokenizer = load_tokenizer(source.files.tokenizer_folder)
     if not isinstance(tokenizer, PretrainedTokenizer):
         raise UsageError(f"{source.name}: its tokenizer is none of a language model")
     written = write_tokens(tokenizer, rows, source.to_run.end_ids, source.name)
@@ -463,7 +537,7 @@ def _add(writer: Any, key: str, value: Any) -> None:
         case str():
             writer.add_string(key, value)
         case list():
-            writer.add_array(key, value)
+            writer.add_array(key, bytes(value) if key == CHARSMAP else value)
 
 
 def _num_bytes(shape: tuple[int, ...], kind: str) -> int:

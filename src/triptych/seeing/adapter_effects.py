@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, final
 
 from jaxtyping import Float, Int
@@ -12,12 +13,17 @@ from triptych.core.checkpoints.checkpoint import Checkpoint
 from triptych.core.heads import Layer
 from triptych.errors import UsageError
 from triptych.literals import FormName, check_choices
+from triptych.printable import shortened
 from triptych.running.opened_source import Opened
+from triptych.seeing.direction_tokens import DirectionDecoder, DirectionTokens
 from triptych.seeing.reports.records import Table
 
 # Smaller shares of the largest singular value of the base's form are rounding in float64.
 _NO_CHANGE = 1e-12
 _SHOWN = 10
+_TOKENS = 5
+_TOKENS_OF_A_CELL = 3
+_token = partial(shortened, most=14)
 
 
 @final
@@ -57,6 +63,7 @@ class AdapterEffects:
     heads: tuple[str, ...]
     _qk: tuple[FormChange, ...]
     _ov: tuple[FormChange, ...]
+    _opened: Opened
 
     def rows(self) -> list[dict[str, Any]]:
         """Return one record per head: rank, norm and relative norm of the change of each form."""
@@ -89,20 +96,118 @@ class AdapterEffects:
         Raises:
             UsageError: an unknown head, or an unknown form.
         """
+        layer, number = self._place(head)
+        change = (self._qk if form == "qk" else self._ov)[layer]
+        found = BilinearForm(change.change.left[number], change.change.right[number])
+        rank = int(change.rank[number])
+        svd = found.svd()
+        return ThinSVD(svd.U[:, :rank], svd.S[:rank], svd.Vh[:rank])
+
+    @check_choices
+    def tokens(
+        self, head: str, form: FormName = "ov", *, most: int = 1, count: int = _TOKENS
+    ) -> tuple[DirectionTokens, ...]:
+        """Decode the strongest directions of the change of a head's form to tokens.
+
+        Directions that are read are compared with the embedding of every token, alone at the beginning of a
+        text, after the norm before the layer. Directions that are written pass the last norm and the output
+        table. The model is opened to run for that, with the adapters.
+
+        Args:
+            head: name of the head, such as `3.2`.
+            form: "qk" or "ov".
+            most: number of directions; a change has no more of them than its rank.
+            count: number of tokens for each side of a direction.
+
+        Raises:
+            UsageError: an unknown head, an unknown form, or numbers below 1.
+            DataError: the model cannot be run.
+        """
+        if most < 1 or count < 1:
+            raise UsageError(
+                f"{most} directions of {count} tokens: at least 1 of each is needed"
+            )
+        layer, _ = self._place(head)
+        found = self.directions(head, form)
+        inputs = found.U[:, :most]
+        outputs = found.Vh[:most]
+        decoder = self._decoder
+        reads = decoder.read(layer, inputs, memory=form == "ov")
+        writes = (
+            decoder.written(layer, outputs)
+            if form == "ov"
+            else decoder.read(layer, outputs.mT, memory=True)
+        )
+        sides = [
+            decoder.names(
+                products if sign > 0 or products is None else -products, count
+            )
+            for sign in (1, -1)
+            for products in (reads, writes)
+        ]
+        return tuple(
+            DirectionTokens(
+                float(strength), *(side[place] if side else () for side in sides)
+            )
+            for place, strength in enumerate(found.S[:most])
+        )
+
+    @cached_property
+    def _decoder(self) -> DirectionDecoder:
+        return DirectionDecoder(self._opened)
+
+    def _place(self, head: str) -> tuple[int, int]:
+        """Return the number of a head's layer, and of the head in it."""
         if head not in self.heads:
             raise UsageError(
                 f"there is no head {head}: heads are {self.heads[0]} to {self.heads[-1]}"
             )
         number = self.heads.index(head)
-        for layer in self._qk if form == "qk" else self._ov:
-            if number < len(layer.rank):
-                found = BilinearForm(
-                    layer.change.left[number], layer.change.right[number]
-                ).svd()
-                rank = int(layer.rank[number])
-                return ThinSVD(found.U[:, :rank], found.S[:rank], found.Vh[:rank])
-            number -= len(layer.rank)
+        for layer, change in enumerate(self._qk):
+            if number < len(change.rank):
+                return layer, number
+            number -= len(change.rank)
         raise AssertionError("every head is in a layer")
+
+    def decoded(self, count: int = _SHOWN) -> list[dict[str, Any]]:
+        """Return the strongest direction of both forms as records, for the most changed heads.
+
+        Returns an empty list for a model that cannot be run.
+        """
+        if self._opened.why_not_run:
+            return []
+        return [
+            {"head": row["head"], "form": form, **found.record()}
+            for row in self.top(count)
+            for form in ("qk", "ov")
+            for found in self.tokens(row["head"], form)
+        ]
+
+    def token_table(self, count: int = _SHOWN) -> Table | None:
+        """Return the strongest directions of the most changed heads, as tokens; None without any."""
+        found = self.decoded(count)
+        if not found:
+            return None
+        rows = [
+            (
+                one["head"],
+                f"ΔW_{one['form'].upper()}",
+                f"{one['strength']:.3g}",
+                *(
+                    "  ".join(map(_token, one[side][:_TOKENS_OF_A_CELL]))
+                    for side in ("reads", "writes")
+                ),
+            )
+            for one in found
+        ]
+        return Table(
+            "The strongest direction of each change, as tokens",
+            ("head", "form", "strength", "reads (queries)", "writes (keys)"),
+            tuple(rows),
+            caption="Of ΔW_OV: tokens that are read, and tokens that are written. Of ΔW_QK: tokens of "
+            "queries, and of keys. The signs of both sides may be changed together.",
+            numeric=(2,),
+        )
 
     def table(self, count: int = _SHOWN) -> Table:
         """Return the most changed heads as a table."""
@@ -188,7 +293,9 @@ def adapter_effects(opened: Opened) -> AdapterEffects | None:
                 BilinearForm(after.W_V, after.W_O.mT),
             )
         )
-    return AdapterEffects(pair.names, tuple(heads), tuple(qk), tuple(ov))
+    return AdapterEffects(
+        pair.names, tuple(heads), tuple(qk), tuple(ov), opened.unchanged
+    )
 
 
 def _change(before: BilinearForm, after: BilinearForm) -> FormChange:

@@ -15,6 +15,7 @@ from torch import nn
 from triptych.core.checkpoints.adapters.adapter import (
     CONFIGURATION,
     AdapterFolder,
+    adapter_on_hub,
     adapters_below,
     is_adapter,
 )
@@ -24,7 +25,13 @@ from triptych.core.checkpoints.model_types import (
     model_type_of_class,
     model_types_of_tensors,
 )
-from triptych.core.storage.hub import Repository, gguf_on_hub, is_hub_id, open_hub
+from triptych.core.storage.hub import (
+    NoConfigurationError,
+    Repository,
+    gguf_on_hub,
+    is_hub_id,
+    open_hub,
+)
 from triptych.core.storage.tensors import (
     INDEX_AND_WHOLE,
     SAFETENSORS,
@@ -58,7 +65,7 @@ class Source:
         strict: true if fields of the configuration without effect are an error instead of a warning.
         notes: sentences on assumptions about the configuration.
         base: for a model with adapters, the model without them.
-        adapters: folders of the adapters.
+        adapters: the adapters.
     """
 
     def __init__(
@@ -77,7 +84,7 @@ class Source:
         self.strict = False
         self.notes: tuple[str, ...] = ()
         self.base: Source | None = None
-        self.adapters: tuple[Path, ...] = ()
+        self.adapters: tuple[AdapterFolder, ...] = ()
         # Stamps of the files, to refuse files replaced after this point.
         self._stamps = Stamps(self._weight_files())
 
@@ -126,7 +133,8 @@ class Source:
         """Return the source found again at the same path or name on the Hub, with the same options."""
         path = self.found.path if isinstance(self.found, MadeFiles) else self.found
         if self.base is not None:
-            found = adapted(self.base.reopened(), self.adapters, self.name)
+            again = [AdapterFolder(one.folder, one.name) for one in self.adapters]
+            found = adapted(self.base.reopened(), again, self.name)
         elif isinstance(path, Path):
             found = _find(path, None, offline=False)
         else:
@@ -260,7 +268,7 @@ def find_source(
     `tokenizer`: tokenizer of `transformers`, or a tokenizer's folder. `offline`: use only cached files of the
     Hub. `family`: family to read the checkpoint with, instead of the family of its `model_type`. `strict`:
     raise an error for fields of the configuration without effect instead of a warning. `adapters`: folders of
-    adapters of PEFT, which are merged into the model in their order.
+    adapters of PEFT, or their names on the Hub; they are merged into the model in their order.
 
     Raises UsageError if the source or the tokenizer does not exist, or is of another type. Raises DataError
     if the Hub cannot be reached or lacks the repository, or the configuration cannot be read.
@@ -272,7 +280,7 @@ def find_source(
     if adapters:
         found = adapted(
             found,
-            [Path(one) for one in adapters],
+            [_adapter(one, offline) for one in adapters],
             f"{found.name}{WITH_ADAPTERS}{', '.join(map(str, adapters))}",
         )
     is_unnamed = (
@@ -326,19 +334,31 @@ def _has_weights(folder: Path) -> bool:
     )
 
 
-def adapted(base: Source, folders: Sequence[Path], name: str) -> Source:
+def adapted(base: Source, adapters: Sequence[AdapterFolder], name: str) -> Source:
     """Return a model with adapters of PEFT merged into it."""
     if base.module is not None or base.is_own:
         raise UsageError(
             f"{base.name} is a model of triptych, and adapters of PEFT are for those of transformers"
         )
-    for folder in folders:
-        if not is_adapter(folder):
-            raise UsageError(f"{folder}: {_no_adapter(folder)}")
-    found = _with_adapters(base, [AdapterFolder(folder) for folder in folders], name)
+    found = _with_adapters(base, adapters, name)
     found.base = base
-    found.adapters = tuple(folders)
+    found.adapters = tuple(adapters)
     return found
+
+
+def _adapter(given: str | Path, offline: bool) -> AdapterFolder:
+    """Open an adapter by its folder, or by its name on the Hub; an existing folder takes precedence."""
+    folder = Path(given)
+    if not folder.exists() and _may_be_adapter_on_hub(name := folder.as_posix()):
+        return adapter_on_hub(name, offline=offline)
+    if not is_adapter(folder):
+        raise UsageError(f"{folder}: {_no_adapter(folder)}")
+    return AdapterFolder(folder)
+
+
+def _may_be_adapter_on_hub(name: str) -> bool:
+    # Models of the early Hub have names without an owner; adapters came later.
+    return "/" in name and is_hub_id(name)
 
 
 def _with_adapters(base: Source, adapters: Sequence[Any], name: str) -> Source:
@@ -359,17 +379,18 @@ def _no_adapter(folder: Path) -> str:  # words for messages
     )
 
 
-def _with_its_base(folder: Path, offline: bool) -> Source:
-    adapter = AdapterFolder(folder).adapter
+def _with_its_base(opened_adapter: AdapterFolder, offline: bool) -> Source:
+    adapter = opened_adapter.adapter
+    name = opened_adapter.name
     base = adapter.base
     if base is None:
         raise UsageError(
-            f"{folder}: an adapter whose {CONFIGURATION} names no base model: give it, and this folder as "
+            f"{name}: an adapter whose {CONFIGURATION} names no base model: give it, and this folder as "
             "the adapter (--adapter, adapter=)"
         )
     if Path(base).is_dir() and is_adapter(Path(base)) and not _has_weights(Path(base)):
         raise UsageError(
-            f"{folder}: its base {shown(base)} is an adapter, too: give the base and both adapters"
+            f"{name}: its base {shown(base)} is an adapter, too: give the base and both adapters"
         )
     revision = adapter.record.get("revision")
     if (
@@ -383,13 +404,13 @@ def _with_its_base(folder: Path, offline: bool) -> Source:
         opened = _find(base, None, offline)
     except TriptychError as error:
         raise type(error)(
-            f"{folder} is an adapter of {shown(base)}, which its {CONFIGURATION} names: {error}; give the "
+            f"{name} is an adapter of {shown(base)}, which its {CONFIGURATION} names: {error}; give the "
             "base on this machine, and this folder as the adapter (--adapter, adapter=)"
         ) from None
-    found = adapted(opened, [folder], str(folder))
+    found = adapted(opened, [opened_adapter], name)
     found.notes = (
         *opened.notes,
-        f"{folder} is an adapter: read with its base, {shown(base)}",
+        f"{name} is an adapter: read with its base, {shown(base)}",
     )
     return found
 
@@ -435,15 +456,14 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
                 f"{name}: there is no such file or folder{near_path(path)}, and it is no name on the Hub "
                 "(owner/name)"
             )
-        repository = open_hub(name, offline=offline)
-        return Source(name, repository.record, f"{name}/config.json", repository)
+        return _on_hub(name, offline)
     if (file := _gguf_at(path)) is not None:
         return _of_gguf(name, file)
     folder = (
         path.parent if path.is_file() and path.name.startswith("adapter_") else path
     )
     if is_adapter(folder) and not _has_weights(folder):
-        return _with_its_base(folder, offline)
+        return _with_its_base(AdapterFolder(folder), offline)
     if (alone := _weights_alone(path)) is not None:
         return alone
     # A tensor file is read with the configuration next to it.
@@ -457,6 +477,21 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
             f"{path} is not a run folder, nor one in Hugging Face's format: it has no config.json; {told}"
         )
     return Source(name, read_json(config), str(config), path)
+
+
+def _on_hub(name: str, offline: bool) -> Source:
+    """Open a checkpoint on the Hub, or an adapter there with the base that it names."""
+    try:
+        repository = open_hub(name, offline=offline)
+    except NoConfigurationError as missing:
+        if not _may_be_adapter_on_hub(name):
+            raise
+        try:
+            adapter = adapter_on_hub(name, offline=offline)
+        except NoConfigurationError:
+            raise missing from None
+        return _with_its_base(adapter, offline)
+    return Source(name, repository.record, f"{name}/config.json", repository)
 
 
 def _of_module(module: nn.Module, tokenizer: Path | None) -> Source:

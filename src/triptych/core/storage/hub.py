@@ -136,17 +136,26 @@ def fetch_files(
     files: Sequence[str],
     endpoint: str | None = None,
     *,
+    if_there: Sequence[str] = (),
     offline: bool = False,
 ) -> Path:
-    """Download the files of a model in GGUF; return their folder in the cache."""
+    """Download files of a model in GGUF, or of an adapter; return their folder in the cache.
+
+    `files`: names of files; the first is also the one that such a repository has instead of `config.json`.
+    `if_there`: further files, which may be missing.
+    """
     parts = _parts(hub_id)
     assert parts is not None, hub_id
     repository = Repository(
-        *parts, endpoint, offline or constants.HF_HUB_OFFLINE, gguf=files[0]
+        *parts, endpoint, offline or constants.HF_HUB_OFFLINE, first=files[0]
     )
     for file in files:
         if repository.download(file) is None:
             raise DataError(f"{hub_id} has no {shown(file)}: its page lists its files")
+    known = if_there if repository.offline else repository.files()
+    for file in if_there:
+        if file in known:
+            repository.download(file)
     return repository.folder
 
 
@@ -163,6 +172,11 @@ def _parts(hub_id: str) -> tuple[str, str | None] | None:
 
 
 @final
+class NoConfigurationError(DataError):
+    """A repository without the file that a model, or an adapter, begins with."""
+
+
+@final
 class Repository:
     """One commit of a repository."""
 
@@ -172,12 +186,12 @@ class Repository:
         revision: str | None,
         endpoint: str | None,
         offline: bool,
-        gguf: str | None = None,
+        first: str | None = None,
     ) -> None:
-        """Find the commit, and read the configuration unless the model is in a GGUF file."""
+        """Find the commit, and read the configuration unless another file is given as the `first`."""
         self.name = name
         self.endpoint = endpoint
-        self._gguf = gguf
+        self._first = first
         self.offline = offline
         self._cache = Path(
             constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model")
@@ -186,8 +200,8 @@ class Repository:
             self._stored_commit(revision) if offline else self._commit(revision)
         )
         self.folder = self._cache / "snapshots" / self.revision
-        config = None if gguf else self.download("config.json")
-        if config is None and gguf is None:
+        config = None if first else self.download("config.json")
+        if config is None and first is None:
             raise self._no_file()
         self.record = {} if config is None else read_json(config)
 
@@ -298,7 +312,7 @@ class Repository:
 
     def _commit(self, revision: str | None) -> str:
         """Return the commit of a revision, and store it for offline use."""
-        found = self._find_file(self._gguf or "config.json", revision)
+        found = self._find_file(self._first or "config.json", revision)
         if found is None:
             raise self._no_file()
         (_, commit), wanted = found, revision or constants.DEFAULT_REVISION
@@ -310,12 +324,12 @@ class Repository:
                     write_bytes(kept, commit.encode())
         return commit
 
-    def _no_file(self) -> DataError:
-        if self._gguf is not None:
-            return DataError(
-                f"{self.name}: there is no {shown(self._gguf)} in it: its page lists its files"
+    def _no_file(self) -> NoConfigurationError:
+        if self._first is not None:
+            return NoConfigurationError(
+                f"{self.name}: there is no {shown(self._first)} in it: its page lists its files"
             )
-        return DataError(
+        return NoConfigurationError(
             f"{self.name}: there is no config.json, which has the number of heads; a model in GGUF is named "
             f"by its file, {self.name}/FILE.gguf"
         )

@@ -73,6 +73,7 @@ class Integers(Packed):
     bits: int | None  # bits of a packed integer; None for int8
     has_zeros: bool
     has_order: bool
+    groups: tuple[int, ...]  # sizes of groups in the configuration
     method = "compressed-tensors"
 
     def unpack(self, parts: tuple[Tensor, ...]) -> Tensor:
@@ -81,10 +82,17 @@ class Integers(Packed):
         zeros = more.pop(0) if self.has_zeros else None
         order = more.pop(0) if self.has_order else None
         if self.bits is not None:
-            numbers = _signed(numbers, self.bits)[:, :columns]
-            if zeros is not None:  # packed along the rows
-                zeros = _signed(zeros.mT, self.bits).mT[:rows]
-        groups = _groups(columns, scale.reshape(-1, scale.shape[-1]).shape[1])
+            numbers = _signed(numbers, self.bits, columns)
+            # Packed along the rows, unless there is one for the whole matrix.
+            if zeros is not None and zeros.dtype == torch.int32:
+                zeros = _signed(zeros.mT, self.bits, rows).mT
+        count = scale.reshape(-1, scale.shape[-1]).shape[1]
+        # The library divides a row by the count of its scales; the configuration has to agree.
+        if count > 1 and self.groups and columns / count not in self.groups:
+            raise ValueError(
+                f"{columns} columns have {count} scales a row, and group_size is {self.groups[0]}"
+            )
+        groups = _groups(columns, count)
         if order is not None and bool((order >= 0).all()):
             groups = order.long()
         scales = scale.float().reshape(-1, scale.shape[-1])[:, groups]
@@ -188,8 +196,25 @@ def unpacked(packed: Tensor, bits: int) -> Tensor:
     return numbers.flatten(-2)
 
 
-def _signed(packed: Tensor, bits: int) -> Tensor:
-    return unpacked(packed, bits) - (1 << (bits - 1))
+def _dense(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Unpack int32 `[n, m]` to integers `[n, count]` without unused bits: some lie in two words."""
+    first = torch.arange(count) * bits
+    word = first // 32
+    words = torch.nn.functional.pad(packed.long() & 0xFFFFFFFF, (0, 1))
+    both = words[..., word] | words[..., word + 1] << 32
+    return (both >> first % 32) & ((1 << bits) - 1)
+
+
+def _words(bits: int, count: int) -> tuple[int, int]:
+    """Return the words of a packed row, without unused bits, and with whole integers in every word."""
+    return ceil(count * bits / 32), ceil(count / (32 // bits))
+
+
+def _signed(packed: Tensor, bits: int, count: int) -> Tensor:
+    # Versions of the library differ in 3, 5, 6 and 7 bits, and the number of words tells them apart.
+    is_dense = packed.shape[-1] == _words(bits, count)[0]
+    numbers = _dense(packed, bits, count) if is_dense else unpacked(packed, bits)
+    return numbers[..., :count] - (1 << (bits - 1))
 
 
 def _groups(columns: int, count: int) -> Tensor:
@@ -243,9 +268,8 @@ def find_packed(name: str, tensors: Tensors, settings: Settings) -> Packed | Non
         case "weight" if info.dtype == torch.uint32 and f"{module}.scales" in infos:
             return _affine(module, name, tensors, settings)
         case "weight" if info.dtype == torch.int8 and _has_groups(module, tensors):
-            return _integers(
-                module, name, (info.shape[0], info.shape[1]), None, tensors
-            )
+            shape = info.shape[0], info.shape[1]
+            return _integers(module, name, shape, None, tensors, settings)
     return None
 
 
@@ -275,27 +299,34 @@ def _packed_integers(
         )
     # The number of bits is that of the configuration with which the packed columns are as many as stored.
     said = [
-        bits for bits in _bits_of(settings) if ceil(sizes[1] / (32 // bits)) == words
+        bits
+        for bits in of_weights("num_bits", settings)
+        if isinstance(bits, int) and 1 < bits <= 8 and words in _words(bits, sizes[1])
     ]
     if not said:
         raise DataError(
             f"{tensors.name}, tensor {name}: {words} words a row hold no {sizes[1]} numbers of num_bits in "
             "quantization_config"
         )
-    return _integers(module, name, (rows, int(sizes[1])), said[0], tensors)
+    return _integers(module, name, (rows, int(sizes[1])), said[0], tensors, settings)
 
 
-def _bits_of(settings: Settings) -> Iterator[int]:
+def of_weights(key: str, settings: Settings) -> Iterator[Any]:
+    """Yield the values of a key of compressed-tensors' schemes for weights."""
     groups = settings.value("quantization_config.config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
-        bits = weights.get("num_bits") if isinstance(weights, dict) else None
-        if isinstance(bits, int) and 1 < bits <= 8:
-            yield bits
+        if isinstance(weights, dict) and weights.get(key) is not None:
+            yield weights[key]
 
 
 def _integers(
-    module: str, name: str, shape: tuple[int, int], bits: int | None, tensors: Tensors
+    module: str,
+    name: str,
+    shape: tuple[int, int],
+    bits: int | None,
+    tensors: Tensors,
+    settings: Settings,
 ) -> Packed | None:
     scale, zeros, order = (
         f"{module}.{part}"
@@ -306,7 +337,10 @@ def _integers(
     named = [one for one in (zeros, order) if one in tensors.infos]
     beside = [f"{module}.weight_shape"] if bits is not None else []
     parts = (name, scale, *named, *beside, *_of_activations(module, tensors))
-    return Integers(module, parts, shape, bits, zeros in named, order in named)
+    groups = tuple(
+        size for size in of_weights("group_size", settings) if _is_size(size)
+    )
+    return Integers(module, parts, shape, bits, zeros in named, order in named, groups)
 
 
 def _nvfp4(module: str, name: str, whole: str, tensors: Tensors) -> Packed | None:

@@ -13,7 +13,12 @@ from typing import final
 import torch
 from torch import Tensor
 
-from triptych.core.storage.packed_maps import Packed, find_packed, unpacked
+from triptych.core.storage.packed_maps import (
+    Packed,
+    find_packed,
+    of_weights,
+    unpacked,
+)
 from triptych.core.storage.settings import Settings
 from triptych.core.storage.tensors import TensorFile, TensorInfo, Tensors
 from triptych.core.storage.unreadable import quantisation_of
@@ -24,6 +29,14 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Nibbles of AWQ's eight columns within 32 bits.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _LARGEST_GROUP = 1 << 30
+# Ways to unpack with `transformers` and the library of a method, by words in the method's name.
+_UNPACKED_BY = {
+    # Without the last argument, transformers 5.23 tries to quantise again, and fails.
+    "bitsandbytes": "AutoModelForCausalLM.from_pretrained(FOLDER).dequantize().save_pretrained(NEW, "
+    "save_original_format=False)",
+    "compressed-tensors": "AutoModelForCausalLM.from_pretrained(FOLDER, "
+    "quantization_config=CompressedTensorsConfig(dequantize=True)).save_pretrained(NEW)",
+}
 _NUMBERS_AT_A_TIME = 1 << 20
 
 
@@ -277,10 +290,11 @@ def _said(known: str, method: object) -> str:
 
 
 def _unread(tensors: Tensors, what: str, how: str) -> str:  # words for messages
+    found = next((way for method, way in _UNPACKED_BY.items() if method in how), None)
+    way = "" if found is None else f", or where its library runs, transformers: {found}"
     return (
         f"{tensors.name}: {what} is quantised by {how}, which is not read: use the checkpoint before "
-        "quantisation, or where its library runs, transformers: "
-        "AutoModelForCausalLM.from_pretrained(FOLDER).dequantize().save_pretrained(NEW)"
+        f"quantisation{way}"
     )
 
 
@@ -352,6 +366,8 @@ def _block(
     if prod(found) == 1 or found in ((shape[0],), (shape[0], 1)):
         return None
     block = settings.value("quantization_config.weight_block_size")
+    if block is None:
+        block = next(of_weights("block_structure", settings), None)
     is_block = (
         isinstance(block, list)
         and len(block) == 2

@@ -18,6 +18,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from triptych.core.checkpoints.written_files import TOKENIZER
+from triptych.core.storage.hub import fetch_files
 from triptych.core.storage.tensors import Tensors, open_tensors
 from triptych.errors import DataError
 from triptych.untrusted import Stamps, read_json, shown
@@ -287,10 +289,14 @@ class Adapter:
 
 @final
 class AdapterFolder:
-    """A folder with `adapter_config.json`, and the tensors next to it."""
+    """A folder with `adapter_config.json`, and the tensors next to it.
 
-    def __init__(self, folder: Path) -> None:
+    `name`: the adapter's name on the Hub, for messages; "" for a folder of the user.
+    """
+
+    def __init__(self, folder: Path, name: str = "") -> None:
         self.folder = folder
+        self.name = name or str(folder)
         self.weights = next(
             (path for name in _WEIGHTS if (path := folder / name).is_file()), None
         )
@@ -300,12 +306,26 @@ class AdapterFolder:
             )
         self._stamps = Stamps([folder / CONFIGURATION, self.weights])
         self.adapter = Adapter(
-            str(folder), read_json(folder / CONFIGURATION), open_tensors(self.weights)
+            self.name, read_json(folder / CONFIGURATION), open_tensors(self.weights)
         )
         self.adapter.require_complete()
 
     def require_same(self) -> None:
         self._stamps.require_same()
+
+
+def adapter_on_hub(hub_id: str, *, offline: bool = False) -> AdapterFolder:
+    """Fetch an adapter from the Hub, with its tokenizer if it has one.
+
+    Raises NoConfigurationError if the repository is not one of an adapter.
+    """
+    folder = fetch_files(
+        hub_id,
+        (CONFIGURATION, _WEIGHTS[0]),
+        if_there=TOKENIZER,
+        offline=offline,
+    )
+    return AdapterFolder(folder, hub_id)
 
 
 def is_adapter(folder: Path) -> bool:

@@ -31,6 +31,7 @@ class Architecture(Spec):
     config: dict[str, str] = Field(default_factory=dict)
     nulls: tuple[str, ...] = ()
     there: dict[str, str] = Field(default_factory=dict)
+    rows: dict[str, str] = Field(default_factory=dict)
     rotary: str = ""  # "" if all channels are rotated, or without rotary positions
     has_rotary: bool = True
     # True if rotary channels i and i + n/2 of queries and keys are stored as neighbours
@@ -46,6 +47,13 @@ class Architecture(Spec):
         False  # True if a tensor with a divisor for each rotary frequency is followed
     )
     windows: bool = False  # True if the metadata list the layers with a window
+    has_head: bool = True  # False if llama.cpp computes the last hidden states alone
+    # True if the map from the latent of keys and values is two tensors, of keys and of values
+    split_latents: bool = False
+    # True if llama.cpp does not divide the logits of a tied table by a root
+    unscaled_logits: bool = False
+    # What llama.cpp computes of such files instead of the model that they are made of; they are read only
+    unlike: str = ""
 
     @property
     def model_type(self) -> str:
@@ -58,10 +66,12 @@ def _all() -> tuple[tuple[Architecture, ...], dict[str, str]]:
     record = tomllib.loads(_FILE.read_text(encoding="utf-8"))
     entries: list[dict[str, Any]] = record["architecture"]
     found = []
-    for entry in entries:
+    for number, entry in enumerate(entries):
         if (like := entry.pop("like", None)) is not None:
             other = next(
-                one for one in entries if one["name"] == like and "types" in one
+                one
+                for one in entries[number:]
+                if one["name"] == like and "types" in one
             )
             # An entry "like" another entry inherits all its keys except `nulls`.
             entry = {

@@ -1,7 +1,7 @@
 """A GGUF file as a checkpoint: its configuration, tokenizer and tensors in the format of `transformers`."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -15,7 +15,12 @@ from triptych.core.checkpoints.gguf.metadata import (
     unfollowed,
 )
 from triptych.core.checkpoints.gguf.names import expert_name, names_in_transformers
-from triptych.core.checkpoints.gguf.row_orders import Heads, Layout, layout_of
+from triptych.core.checkpoints.gguf.row_orders import (
+    Heads,
+    Layout,
+    joined_latents,
+    layout_of,
+)
 from triptych.core.checkpoints.gguf.token_lists import (
     Vocabulary,
     has_vocabulary,
@@ -37,6 +42,18 @@ _OF_POSITIONS = (
     "rope_factors_short.weight",
 )
 _STACKED = "_exps."
+# The map from the latent of keys and values in two tensors, and as one of `transformers`.
+_KEYS = "attn_k_b."
+_VALUES = "attn_v_b."
+
+
+_LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_decoder_layers",
+)
 
 
 @final
@@ -175,12 +192,11 @@ class _Renamed(TensorFile):
         self._stored: dict[str, tuple[str, int | None, Layout]] = {}
         self.infos = {}
         heads = _heads(record)
-        layers = next(
-            record[key]
-            for key in ("num_hidden_layers", "n_layer", "n_layers")
-            if key in record
-        )
+        layers = max(record[key] for key in _LAYERS if key in record)
         stored = [own for own in tensors.infos if own not in _OF_POSITIONS]
+        self._joined: dict[str, tuple[str, str]] = {}
+        if architecture.split_latents:
+            stored = list(self._join(stored))
         names = names_in_transformers(architecture, int(layers), family, stored)
         for own in stored:
             if own not in names:
@@ -199,6 +215,30 @@ class _Renamed(TensorFile):
                 self._stored[there] = own, expert, layout
                 self.infos[there] = info
 
+    def _join(self, stored: Iterable[str]) -> Iterator[str]:
+        """Enter the pairs of tensors that are one in `transformers`; yield the names of all other tensors."""
+        for own in stored:
+            if _VALUES in own:
+                continue
+            values = own.replace(_KEYS, _VALUES)
+            if _KEYS not in own or values not in self._tensors.infos:
+                yield own
+                continue
+            layer = own.split(".")[1]
+            name = f"model.layers.{layer}.self_attn.kv_b_proj.weight"
+            keys, of_values = (self._tensors.infos[one] for one in (own, values))
+            if len(keys.shape) != 3 or len(of_values.shape) != 3:
+                raise DataError(
+                    f"{self.name}: tensors {own} and {values} have no dimension of heads"
+                )
+            heads, rank, width = keys.shape
+            self._joined[name] = own, values
+            self.infos[name] = TensorInfo(
+                keys.dtype,
+                (heads * (width + of_values.shape[1]), rank),
+                keys.num_bytes + of_values.num_bytes,
+            )
+
     def _infos(
         self, own: str, there: str
     ) -> Iterator[tuple[str, int | None, TensorInfo]]:
@@ -215,6 +255,9 @@ class _Renamed(TensorFile):
             )
 
     def read(self, name: str) -> Tensor:
+        if name in self._joined:
+            keys, values = (self._tensors.read(own) for own in self._joined[name])
+            return joined_latents(keys, values)
         own, expert, layout = self._stored[name]
         found = (
             self._tensors.read(own)
@@ -230,6 +273,8 @@ class _Renamed(TensorFile):
             ) from None
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        if name in self._joined:
+            return self.read(name)[start:stop]
         own, expert, layout = self._stored[name]
         if expert is None and layout.keeps_rows:
             return layout.read(
@@ -244,7 +289,7 @@ def _heads(record: Mapping[str, Any]) -> Heads:
     queries = next(
         (
             record[key]
-            for key in ("num_attention_heads", "n_head", "n_heads")
+            for key in ("num_attention_heads", "n_head", "n_heads", "num_heads")
             if key in record
         ),
         1,

@@ -39,6 +39,7 @@ _OF_SCALING = (
     "original_context_length",
     "yarn_beta_fast",
     "yarn_beta_slow",
+    "yarn_log_multiplier",
 )
 _FACTORS = "rope_freqs.weight"
 _LONG = "rope_factors_long.weight"
@@ -66,8 +67,12 @@ def find_architecture(
         {key: _plain(value) for key, value in nested(metadata, name).items()}, where
     )
     settings = settings.over(_missing(settings))
-    # Conditions may depend on the tensors of the first layer.
-    first = {one.split(".")[2]: True for one in tensors if one.startswith("blk.0.")}
+    # Conditions may depend on the tensors of the first layer, in any stack.
+    first = {
+        rest.partition(".")[0]: True
+        for one in tensors
+        if (rest := one.partition("blk.0.")[2])
+    }
     settings = settings.over({"there": first})
     found = architecture_of(name, settings)
     if found is None:
@@ -141,9 +146,11 @@ def read_configuration(
             set_entry(record, path, value)
     # Without an entry, `transformers` would use another value than null.
     for path in architecture.nulls:
-        set_entry(record, path, None)
+        record.setdefault(path, None)
     for path, name in architecture.there.items():
         set_entry(record, path, f"blk.0.{name}" in tensors)
+    for path, name in architecture.rows.items():
+        set_entry(record, path, tensors[name][0] if name in tensors else 0)
     _read_positions(record, architecture, settings, tensors, factors)
     if architecture.windows:
         record["layer_types"] = _layer_types(settings)
@@ -198,7 +205,10 @@ def _read_positions(
             _first(architecture.rotary),
             settings.count("rope.dimension_count") / width,
         )
-    elif rotated not in (None, width):
+    elif (
+        rotated not in (None, width)
+        and "rope.dimension_count" not in architecture.fields
+    ):
         raise DataError(
             f"{settings.where}: rope.dimension_count is {shown(rotated)} of {width} channels, which its "
             "architecture does not do"
@@ -252,6 +262,9 @@ def _scaling(settings: Settings) -> dict[str, Any]:
     ):
         if (value := settings.value(f"rope.scaling.{key}")) is not None:
             found[name] = value
+    # llama.cpp multiplies scores by this factor of the logarithm, and leaves rotations at their length.
+    if (log_factor := settings.value("rope.scaling.yarn_log_multiplier")) is not None:
+        found["mscale"] = found["mscale_all_dim"] = round(10 * log_factor, 6)
     return found
 
 
@@ -344,7 +357,7 @@ def written_metadata(
         value = settings.value(expression)
         if value is not None:
             found[key] = value
-    if architecture.has_rotary:
+    if architecture.has_rotary and "rope.dimension_count" not in found:
         share = settings.number(architecture.rotary) if architecture.rotary else 1.0
         found["rope.dimension_count"] = int(share * width)
     return found

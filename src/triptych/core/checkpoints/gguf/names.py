@@ -18,11 +18,20 @@ _WITHIN = (
     "model.language_model.",
     "language_model.model.",
     "language_model.",
+    "bert.",
+    "roberta.",
+    "distilbert.",
+    "electra.",
 )
 _PREFIXES = ("model.language_model.", "model.", "transformer.", "gpt_neox.")
 # `transformers` has a tensor for each expert; GGUF files stack the experts.
 _EXPERTS = re.compile(r"(?P<start>.*\bexperts)\.(?P<end>[^.]+)")
 _EXPERT = re.compile(r"(?P<start>.*\bexperts)\.(?P<expert>\d+)\.(?P<end>.+)")
+# Fields of family files whose words may be names of modules of other models.
+_NO_NAMES = ("stack", "kind")
+# The table lists this vector as the bias of a module.
+_CORRECTION = "e_score_correction_bias"
+_AS_BIAS = "e_score_correction.bias"
 
 
 @cache
@@ -49,6 +58,7 @@ def name_in_gguf(
             name,
         )
         expert = int(found["expert"])
+    name = name.replace(_CORRECTION, _AS_BIAS)
     table = _table(architecture, layers)
     # Half of the names are listed with the prefix of a whole model, half without it.
     for own in (name, *(name.removeprefix(prefix) for prefix in _WITHIN)):
@@ -80,7 +90,7 @@ def names_in_transformers(
     for name in names:
         base, _, suffix = name.rpartition(".")
         if base in own and f".{suffix}" in _SUFFIXES:
-            found[name] = f"{own[base]}.{suffix}"
+            found[name] = f"{own[base]}.{suffix}".replace(_AS_BIAS, _CORRECTION)
     return found
 
 
@@ -104,21 +114,33 @@ def _templates(family: Family) -> frozenset[str]:
     def collect(held: Any) -> None:
         match held:
             case str():
-                found.add(held.replace("{layer}", "#").replace(".{expert}", ""))
+                name = held.replace(_CORRECTION, _AS_BIAS)
+                name = name.replace("{layer}", "#").replace(".{expert}", "")
+                # Some fields name a tensor, and some its module.
+                found.update({_numbered(name), _numbered(_module(name))})
             case dict():
-                for one in held.values():
-                    collect(one)
+                for field, one in held.items():
+                    if field not in _NO_NAMES:
+                        collect(one)
             case list() | tuple():
                 for one in held:
                     collect(one)
 
     assert family.model is not None
+    # A file has the stacks of the text model only.
+    stacks = {family.model.stack}
+    if family.model.encoder is not None:
+        stacks.add(family.model.encoder.stack)
     for spec in family.attention:
-        # A file has the stack of the text model only.
-        if spec.stack == family.model.stack:
+        if spec.stack in stacks:
             collect(spec.model_dump())
     collect(family.model.model_dump())
     return frozenset(found)
+
+
+def _module(name: str) -> str:
+    suffix = next((one for one in _SUFFIXES if name.endswith(one)), "")
+    return name.removesuffix(suffix)
 
 
 def _numbered(name: str) -> str:

@@ -70,6 +70,20 @@ def layout_of(architecture: Architecture, name: str, heads: Heads) -> Layout:
     )
 
 
+def joined_latents(keys: Tensor, values: Tensor) -> Tensor:
+    """Return the map from a latent to keys and values of every head, `[heads · (width_k + width_v), rank]`.
+
+    `keys`: `[heads, rank, width_k]`, as applied to queries. `values`: `[heads, width_v, rank]`.
+    """
+    return torch.cat([keys.mT, values], dim=1).flatten(0, 1)
+
+
+def split_latents(whole: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor]:
+    """Undo `joined_latents`; `width` is that of the keys."""
+    apart = whole.reshape(heads, -1, whole.shape[1])
+    return apart[:, :width].mT.contiguous(), apart[:, width:].contiguous()
+
+
 def _swapped(tensor: Tensor, heads: int, stored: Literal["halves", "pairs"]) -> Tensor:
     """Exchange the two orders of the rotary channels of each head: halves after each other, or pairs."""
     width = len(tensor) // heads
