@@ -112,14 +112,12 @@ def output_factors(
     weight = head.output.weight
     if head.config.scale != 1.0:
         features = features * head.config.scale
-    if head.output.bias is None:
-        return features, weight
-    # The bias becomes one more column of the weight.
-    scaled = torch.full_like(features[:, :1], head.config.scale)
-    return (
-        torch.cat([features, scaled], dim=1),
-        torch.cat([weight, head.output.bias[:, None]], dim=1),
-    )
+    if head.output.bias is not None:
+        # The bias becomes one more column of the weight.
+        scaled = torch.full_like(features[:, :1], head.config.scale)
+        features = torch.cat([features, scaled], dim=1)
+        weight = torch.cat([weight, head.output.bias[:, None]], dim=1)
+    return features, weight
 
 
 def _capped_loss(
