@@ -70,7 +70,7 @@ def test_filters_that_leave_no_pair_are_an_error() -> None:
 class Identifier:
     """A detector that knows languages by a letter of the text, and is unsure of short texts."""
 
-    nb_classes = ("de", "en")
+    labels = ("de", "en")
 
     def classify(self, text: str) -> tuple[str, float]:
         return "de" if "ä" in text else "en", 0.99 if len(text) > 5 else 0.5
@@ -100,7 +100,7 @@ def test_the_detector_is_made_of_the_library(monkeypatch: pytest.MonkeyPatch) ->
 
     class Library:
         @staticmethod
-        def from_pickled_model(path: str, *, norm_probs: bool) -> Identifier:
+        def from_model_file(path: str, *, norm_probs: bool) -> Identifier:
             made.append((path, norm_probs))
             return Identifier()
 
