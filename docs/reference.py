@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -24,6 +24,7 @@ from triptych.core.attention import PARAMETERISATIONS, HeadMap
 from triptych.core.checkpoints.family import Family, families
 from triptych.core.models import PRESETS, ModelConfig
 from triptych.seeing.inspection.measures import MEASURES
+from triptych.training.corpora.corpora import CorpusSpec
 from triptych.training.new import meanings_of
 from triptych.training.recipe import LanguageRecipe, Recipe
 from triptych.training.sections import ContinuedModelConfig
@@ -101,14 +102,16 @@ def _keys(model: type[BaseModel], path: str) -> Iterator[str]:
     for inner, below in sections:
         if below in _SHOWN_ONCE:
             like = "data.train" if below.startswith("data") else "model.encoder.attention"
-            yield f"### `[{below}]`\n\nThe keys of `[{like}]`.\n"
+            without = ", without `weight`" if inner is CorpusSpec else ""
+            yield f"### `[{below}]`\n\nThe keys of `[{like}]`{without}.\n"
         else:
             yield from _keys(inner, below)
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
     kinds = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-    models = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    bare = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds]
+    models = [kind for kind in bare if isinstance(kind, type) and issubclass(kind, BaseModel)]
     return models[0] if models else None
 
 

@@ -24,6 +24,7 @@ OPTIONAL = {
     "num2words",
     "onnx",
     "onnxruntime",
+    "py3langid",
     "pandas",
     "peft",
     "pyarrow",

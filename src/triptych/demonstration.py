@@ -229,7 +229,7 @@ def _require_demo(recipe: Recipe, folder: Path) -> None:
         and found.name == recipe.name
         and None
         not in (
-            found.data.train.generated,
+            *(corpus.generated for corpus in found.data.corpora),
             found.data.valid and found.data.valid.generated,
         )
     ):

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import Annotated, get_args, get_origin
 
 import pytest
 import typer
@@ -46,6 +46,7 @@ def test_the_columns_are_those_there_are_with_the_figures_of_a_trained_encoder()
 def _leaves(model: type[BaseModel]) -> Iterator[str]:
     for name, field in model.model_fields.items():
         kinds = [field.annotation, *get_args(field.annotation)]
+        kinds = [get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds]
         sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
         if sections and get_origin(field.annotation) is not dict:
             yield from _leaves(sections[0])

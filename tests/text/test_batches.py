@@ -1,3 +1,6 @@
+from collections import Counter
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -171,3 +174,55 @@ def test_a_pair_past_the_budget_is_refused_with_its_line_and_both_numbers() -> N
 
 def test_a_pair_that_fills_the_budget_alone_is_kept() -> None:
     assert as_lists(make_batches([(29, 1)]).plan(0)) == [[0]]
+
+
+def weighted(weights: list[float], **options: int) -> TokenBatches:
+    corpus = replace(make_corpus([MANY[i % 200] for i in range(len(weights))]), weights=np.array(weights))
+    return TokenBatches(
+        corpus, **{"max_tokens": 30, "seed": 0, "pad_id": 0, "bos_id": 1, "eos_id": 2} | options
+    )
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.01, 0.25, 0.5, 1.0, 1.5, 3.0]), min_size=1, max_size=60),
+    epoch=st.integers(0, 5),
+)
+@settings(deadline=None)
+def test_an_epoch_reads_each_pair_as_often_as_its_weight_says(weights: list[float], epoch: int) -> None:
+    drawn = Counter(index for batch in weighted(weights).plan(epoch) for index in batch.tolist())
+    assert drawn
+    for index, weight in enumerate(weights):
+        least = int(weight)
+        assert least <= drawn[index] <= least + 1 + (sum(weights) < 1)
+    for weight in {*weights}:
+        of_weight = [index for index, one in enumerate(weights) if one == weight]
+        number = sum(drawn[index] for index in of_weight)
+        assert abs(number - weight * len(of_weight)) <= 1
+
+
+def test_a_fraction_is_drawn_anew_in_each_epoch_and_reaches_every_pair() -> None:
+    batches = weighted([0.25] * 40 + [1.0] * 40)
+    epochs = [[index for batch in batches.plan(epoch) for index in batch.tolist()] for epoch in range(60)]
+    assert epochs[3] == [index for batch in batches.plan(3) for index in batch.tolist()]
+    assert epochs[3] != epochs[4]
+    assert {len(epoch) for epoch in epochs} <= {49, 50, 51}
+    times = Counter(index for epoch in epochs for index in epoch)
+    assert all(times[index] == 60 for index in range(40, 80))
+    assert all(5 <= times[index] <= 28 for index in range(40))
+    assert batches.num_target_tokens == round(
+        sum(weight * (MANY[i][1] + 1) for i, weight in enumerate([0.25] * 40 + [1.0] * 40))
+    )
+
+
+def test_pieces_of_an_epoch_are_those_of_its_batches() -> None:
+    usual = make_corpus(MANY)
+    epochs = [make_corpus([(src + epoch, tgt) for src, tgt in MANY]) for epoch in range(4)]
+    batches = TokenBatches(
+        usual, max_tokens=30, seed=0, pad_id=0, bos_id=1, eos_id=2, of_epoch=epochs.__getitem__
+    )
+    for epoch in (3, 0, 2, 3):
+        plain = TokenBatches(epochs[epoch], max_tokens=30, seed=0, pad_id=0, bos_id=1, eos_id=2)
+        for ours, theirs in zip(batches.plan(epoch), plain.plan(epoch), strict=True):
+            assert torch.equal(batches.collate(ours).src, plain.collate(theirs).src)
+            assert batches.collate(ours).line_numbers == plain.collate(theirs).line_numbers
+        assert batches.padding_waste(epoch) == plain.padding_waste(epoch)

@@ -35,7 +35,7 @@ def _write(path: Path) -> None:
 
 
 def test_there_is_a_sample_for_every_way_to_give_a_corpus() -> None:
-    assert {*SAMPLES} == {"two-files", "tsv", "jsonl", "parquet", "hub", "generated"}
+    assert {*SAMPLES} == {"two-files", "tsv", "jsonl", "parquet", "hub", "generated", "several"}
     assert isinstance(resolve(tomllib.loads(PLAIN)), LanguageRecipe)
 
 
@@ -58,7 +58,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_a_sample_reads_the_text_that_it_names(name: str, tmp_path: Path, hub: list[object]) -> None:
     (tmp_path / "recipe.toml").write_text(SAMPLES[name].replace("60000", "600"))
     data = read_recipe(tmp_path / "recipe.toml").data
-    for spec in (data.train, data.valid):
+    for spec in (*data.corpora, data.valid):
         for path in (spec.source, spec.target, spec.file):
             if path is not None:
                 _write(tmp_path / path)
@@ -67,7 +67,7 @@ def test_a_sample_reads_the_text_that_it_names(name: str, tmp_path: Path, hub: l
             assert list(zip(corpus.target, corpus.source, strict=True)) == PAIRS
         else:
             assert len(corpus) == spec.generated
-    wanted = [(spec.hub, spec.config_name, spec.split) for spec in (data.train, data.valid) if spec.hub]
+    wanted = [(spec.hub, spec.config_name, spec.split) for spec in (*data.corpora, data.valid) if spec.hub]
     assert hub == wanted
 
 

@@ -39,7 +39,7 @@ def train(
         resume: Continue the run in this folder.
         force: Use a folder that has other files. Files with the names of a run's are replaced.
         checkpoint: Go on with this model. A language model: a folder in Hugging Face's format, or a name on
-            the Hub. A translator: a run, or a Marian checkpoint.
+            the Hub. A translator: the same, or a run.
         overrides: Override a recipe key: section.key=value. May be repeated.
 
     Examples:

@@ -78,24 +78,27 @@ def fit_training(
     num_tokens: int,
     device: str,
     steps_per_epoch: Callable[[Recipe], int],
+    d_model: int | None = None,
 ) -> Recipe:
-    """Choose the model and the schedule of a translator."""
+    """Choose the model and the schedule of a translator; `d_model` is of a model that exists."""
     # The number of steps comes last: it depends on the batches.
     recipe = _settled(recipe, device)
     limits = _limits(device)
-    preset = next(name for least, name in limits.presets if num_tokens >= least)
-    model = {**PRESETS[preset].model_dump(exclude_none=True), "norm": "pre"}
+    if d_model is None:
+        preset = next(name for least, name in limits.presets if num_tokens >= least)
+        model = {**PRESETS[preset].model_dump(exclude_none=True), "norm": "pre"}
+        recipe = recipe.filled({"model": model})
     goes_on = recipe.training.checkpoint is not None
     passes = _FEWEST_PASSES if goes_on else _passes(num_tokens)
     total = min(passes * num_tokens, limits.total_tokens)
     batch = max(
         _batch_tokens(total, limits), recipe.data.max_sentence_tokens + 1
     )  # a batch holds its longest sentence
-    recipe = recipe.filled({"model": model, "training": {"batch_tokens": batch}})
+    recipe = recipe.filled({"training": {"batch_tokens": batch}})
     of_epoch = steps_per_epoch(recipe)
     recipe, steps = _with_steps(recipe, of_epoch * total / num_tokens, of_epoch)
     if "warmup_steps" not in recipe.training.model_fields_set:
-        schedule = _schedule(steps, recipe.model.d_model)
+        schedule = _schedule(steps, d_model or recipe.model.d_model)
         if goes_on:
             schedule["learning_rate"] = float(
                 f"{schedule['learning_rate'] / _GENTLER_TRANSLATING:.2g}"

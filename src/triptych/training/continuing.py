@@ -7,8 +7,9 @@ The run folder is a checkpoint of the same family in float32: `transformers` rea
 import json
 import shutil
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import TypeVar, final
 
 import torch
 
@@ -20,7 +21,13 @@ from triptych.core.checkpoints.stored_models import (
     tie_shared,
     why_not_written,
 )
-from triptych.core.models import AnyModel, LanguageModel, find_device, write_weights
+from triptych.core.models import (
+    AnyModel,
+    EncoderDecoder,
+    LanguageModel,
+    find_device,
+    write_weights,
+)
 from triptych.core.storage import (
     CERTIFICATE,
     CONFIG,
@@ -45,6 +52,53 @@ _TOKENIZER_JSON = "tokenizer.json"
 _NOT_TAKEN = {*RUN_FILES["."], CERTIFICATE} - {_TOKENIZER_JSON}
 _DTYPE = ("dtype", "torch_dtype")
 
+ModelT = TypeVar("ModelT", LanguageModel, EncoderDecoder)
+
+
+@final
+@dataclass(frozen=True)
+class CopiedCheckpoint:
+    """A checkpoint of another library that a run copies into its folder, in float32."""
+
+    checkpoint: Checkpoint
+    config: str  # `config.json` of the run's folder
+    files: Path  # folder of its other files
+
+    @classmethod
+    def open(cls, source: Source, path: Path, *, is_new: bool) -> "CopiedCheckpoint":
+        """Open the checkpoint of a new run, or the copy in the folder of a started run."""
+        files = source.settings_folder
+        checkpoint = _open_quietly(path if path.is_file() else files)
+        if not is_new:
+            config = read_limited(files / CONFIG, LONGEST_JSON).decode()
+            return cls(checkpoint, config, files)
+        if why := why_not_written(checkpoint):
+            raise DataError(f"{source.name} cannot be trained further: {why}")
+        record = read_json(files / CONFIG)
+        wide = {key: "float32" for key in _DTYPE if key in record}
+        config = json.dumps({**record, **wide}, indent=2) + "\n"
+        return cls(checkpoint, config, files)
+
+    def begin(self, model: AnyModel, folder: Path) -> None:
+        """Copy the checkpoint into the folder of a new run."""
+        del model
+        _copy_beside(self.files, folder)
+        write_text(folder / CONFIG, self.config)
+        tensors = self.checkpoint.tensors
+        stored = {name: tensors.read(name) for name in tensors.infos}
+        wide = {
+            name: t.float() if t.is_floating_point() else t
+            for name, t in stored.items()
+        }
+        write_weights(wide, folder / SAFETENSORS)
+
+    def trainable(self, model: ModelT) -> ModelT:
+        """Return the checkpoint's model with its shared tables tied."""
+        for parameter in model.parameters():  # some are mapped from a file
+            parameter.data = parameter.data.contiguous()
+        tie_shared(model, self.checkpoint)
+        return model
+
 
 @final
 class ContinuedTask(TextTask[ContinuedRecipe]):
@@ -63,11 +117,9 @@ class ContinuedTask(TextTask[ContinuedRecipe]):
         tokenizer = load_tokenizer(files, vocab_size=read.vocab_size)
         if folder is None:
             _require_task(recipe, source.name, read)
-        checkpoint = _open_quietly(path if path.is_file() else files)
+        copied = CopiedCheckpoint.open(source, path, is_new=folder is None)
         if folder is None:
-            if why := why_not_written(checkpoint):
-                raise DataError(f"{source.name} cannot be trained further: {why}")
-            family = checkpoint.family.name
+            family = copied.checkpoint.family.name
             display.say(
                 f"going on with {source.name}: {family}, {tokenizer.vocab_size:,} tokens"
             )
@@ -77,42 +129,12 @@ class ContinuedTask(TextTask[ContinuedRecipe]):
             recipe = _fit_recipe(
                 recipe, source.name, read, shards[0].num_tokens, display
             )
-            record = read_json(files / CONFIG)
-            config = (
-                json.dumps(
-                    {**record, **{key: "float32" for key in _DTYPE if key in record}},
-                    indent=2,
-                )
-                + "\n"
-            )
-        else:
-            config = read_limited(folder / CONFIG, LONGEST_JSON).decode()
-
-        def begin(model: AnyModel, folder: Path) -> None:
-            del model
-            _copy_beside(files, folder)
-            write_text(folder / CONFIG, config)
-            stored = {
-                name: checkpoint.tensors.read(name) for name in checkpoint.tensors.infos
-            }
-            wide = {
-                name: t.float() if t.is_floating_point() else t
-                for name, t in stored.items()
-            }
-            write_weights(wide, folder / SAFETENSORS)
-
-        def model() -> LanguageModel:
-            for parameter in read.parameters():  # some are mapped from a file
-                parameter.data = parameter.data.contiguous()
-            tie_shared(read, checkpoint)
-            return read
-
         return prepared_text(
             *(recipe, self.prediction.masks, text, tokenizer, shards),
-            model,
-            begin,
-            config,
-            publish=_publish,
+            lambda: copied.trainable(read),
+            copied.begin,
+            copied.config,
+            publish=publish_tensors,
             from_checkpoint=True,
         )
 
@@ -172,9 +194,8 @@ def copy_checkpoint(folder: Path, target: Path) -> None:
         shutil.copyfile(folder / name, target / name)
 
 
-def _publish(model: AnyModel, path: Path) -> None:
+def publish_tensors(model: AnyModel, path: Path) -> None:
     """Write a model's weights into a run's folder, under the tensor names of its family."""
-    assert isinstance(model, LanguageModel)
     checkpoint = _open_quietly(path.parent)
     tensors = {name: checkpoint.tensors.read(name) for name in checkpoint.tensors.infos}
     save_or_explain(

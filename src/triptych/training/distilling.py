@@ -88,6 +88,10 @@ def distil_text(
         raise UsageError(
             f"teacher_weight is {teacher_weight}: it is a share, from 0 to 1"
         )
+    if any(corpus.weight != 1 for corpus in recipe.data.corpora):
+        raise UsageError(
+            "a teacher translates every corpus once: leave out data.train.weight"
+        )
     if teacher_weight and len(teacher.models) > 1:
         raise UsageError(
             "a student learns the probabilities of one teacher: leave out ensemble or teacher_weight"

@@ -78,19 +78,10 @@ def head_loss(
     label_smoothing: float = 0.0,
 ) -> Loss:
     """Compute the loss of a language model's logits without allocating all of them at a time."""
-    features = head.features(x)
-    weight = head.output.weight
-    config = head.config
-    if config.scale != 1.0:
-        features = features * config.scale
-    if head.output.bias is not None:
-        # The bias becomes one more column of the weight.
-        scaled = torch.full_like(features[:, :1], config.scale)
-        features = torch.cat([features, scaled], dim=1)
-        weight = torch.cat([weight, head.output.bias[:, None]], dim=1)
-    if config.soft_cap is None:
+    features, weight = output_factors(head, x)
+    if head.config.soft_cap is None:
         return output_loss(features, weight, targets, label_smoothing)
-    cap = config.soft_cap
+    cap = head.config.soft_cap
     parts = []
     # Checkpointing computes the logits of a chunk again in the backward pass.
     for rows in chunks(features, weight):
@@ -111,6 +102,22 @@ def head_loss(
         torch.stack(sums).sum() for sums in zip(*parts, strict=True)
     )
     return Loss(smoothed, likelihood.detach())
+
+
+def output_factors(
+    head: LanguageModelHead, x: Float[Tensor, "tokens d_model"]
+) -> tuple[Float[Tensor, "tokens width"], Float[Tensor, "vocab width"]]:
+    """Return features and a weight with the logits as their product, scale and bias included."""
+    features = head.features(x)
+    weight = head.output.weight
+    if head.config.scale != 1.0:
+        features = features * head.config.scale
+    if head.output.bias is not None:
+        # The bias becomes one more column of the weight.
+        scaled = torch.full_like(features[:, :1], head.config.scale)
+        features = torch.cat([features, scaled], dim=1)
+        weight = torch.cat([weight, head.output.bias[:, None]], dim=1)
+    return features, weight
 
 
 def _capped_loss(

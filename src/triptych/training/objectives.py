@@ -21,6 +21,7 @@ from triptych.training.corpora.pair_batches import Batch, TokenBatches
 from triptych.training.losses import (
     Loss,
     head_loss,
+    output_factors,
     output_loss,
     rdrop_loss,
     teacher_loss,
@@ -212,7 +213,6 @@ class TranslationObjective(Objective[EncoderDecoder, Batch]):
         teacher: EncoderDecoder | None,
     ) -> Loss:
         device = model.decoder.embeddings.table.weight.device
-        weight = model.head.output.weight
         src, tgt_in, tgt_out = (
             side.to(device, non_blocking=True)
             for side in (batch.src, batch.tgt_in, batch.tgt_out)
@@ -223,7 +223,10 @@ class TranslationObjective(Objective[EncoderDecoder, Batch]):
         if rdrop:  # one batch holds both passes: every row has a dropout mask
             src = src.repeat(2, 1)
             tgt_in = tgt_in.repeat(2, 1)
-        x = model.decode(tgt_in, model.encode(src), model.memory_mask(src))
+        hidden = model.decode(tgt_in, model.encode(src), model.memory_mask(src))
+        passes = hidden.chunk(2) if rdrop else (hidden,)
+        factors = [output_factors(model.head, x[real]) for x in passes]
+        features, weight = factors[0]
         if teacher is not None:
             with torch.no_grad():
                 of_teacher = teacher.decode(
@@ -232,7 +235,7 @@ class TranslationObjective(Objective[EncoderDecoder, Batch]):
             head = teacher.head
             share = self.config.teacher_weight
             return teacher_loss(
-                x[real],
+                features,
                 weight,
                 said,
                 label_smoothing,
@@ -240,11 +243,9 @@ class TranslationObjective(Objective[EncoderDecoder, Batch]):
                 share,
             )
         if not rdrop:
-            return output_loss(x[real], weight, said, label_smoothing)
-        first, second = x.chunk(2)
-        return rdrop_loss(
-            first[real], second[real], weight, said, label_smoothing, rdrop
-        )
+            return output_loss(features, weight, said, label_smoothing)
+        second, _ = factors[1]
+        return rdrop_loss(features, second, weight, said, label_smoothing, rdrop)
 
     def timed_part(
         self, indices: Int64[np.ndarray, "batch"], tokens: int

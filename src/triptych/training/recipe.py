@@ -10,7 +10,7 @@ import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar, final, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, final, get_args
 
 import tomli_w
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -26,6 +26,8 @@ from triptych.running.text import MaskingSpec, record_ending
 from triptych.toml import read_toml
 from triptych.training.corpora.tokenizer_training import TokenizerSpec
 from triptych.training.sections import (
+    ONE_CORPUS,
+    SEVERAL_CORPORA,
     ContinuedModelConfig,
     DataConfig,
     LanguageDataConfig,
@@ -153,10 +155,14 @@ class _AnyRecipe(Section):
 
     def to_toml(self) -> str:
         """Return the resolved recipe with every default written down."""
-        left_out = None if self.code else {"code"}
         return tomli_w.dumps(
-            self.model_dump(mode="json", exclude_none=True, exclude=left_out)
+            self.model_dump(mode="json", exclude_none=True, exclude=self._left_out)
         )
+
+    @property
+    def _left_out(self) -> set[str]:
+        """Keys at the top that a file leaves out."""
+        return set() if self.code else {"code"}
 
 
 class Recipe(_AnyRecipe):
@@ -189,6 +195,17 @@ class Recipe(_AnyRecipe):
     def num_vocabularies(self) -> int:
         """The number of vocabularies, 1 or 2."""
         return 1 if self.tokenizer.joint else 2
+
+    @property
+    def is_copied(self) -> bool:
+        """True if the run is a copy of a checkpoint, with its model and tokenizer, in its format."""
+        given = {"model", "tokenizer"} & self.model_fields_set
+        return self.training.checkpoint is not None and not given
+
+    @property
+    def _left_out(self) -> set[str]:
+        copied = {"model", "tokenizer"} if self.is_copied else set()
+        return super()._left_out | copied
 
     @model_validator(mode="after")
     def _embeddings_fit_tokenizer(self) -> "Recipe":
@@ -244,6 +261,10 @@ class Recipe(_AnyRecipe):
 
     @model_validator(mode="after")
     def _begins_in_one_way(self) -> "Recipe":
+        if self.training.languages is not None and self.training.checkpoint is None:
+            raise ValueError(
+                "training.languages is for a checkpoint of several languages: leave it out"
+            )
         if self.training.checkpoint is not None:
             if self.training.teacher is not None:
                 raise ValueError(
@@ -253,6 +274,14 @@ class Recipe(_AnyRecipe):
                 raise ValueError(
                     "initial_values is for fresh weights: training.checkpoint has its own"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _languages_are_named(self) -> "Recipe":
+        if self.data.drop_other_languages and self.decoding.languages is None:
+            raise ValueError(
+                "data.drop_other_languages compares with decoding.languages: name them, as in ['de', 'en']"
+            )
         return self
 
     @model_validator(mode="after")
@@ -517,10 +546,11 @@ def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def explain_invalid(error: ValidationError, kind: type[BaseModel]) -> str:
     """Describe the first error by the path of its key, with the nearest known key for an unknown key."""
     first = error.errors()[0]
-    path = ".".join(str(part) for part in first["loc"])
+    tags = (ONE_CORPUS, SEVERAL_CORPORA)
+    keys = [str(part) for part in first["loc"] if part not in tags]
+    path = ".".join(keys)
     if first["type"] == "extra_forbidden":
-        known = _known_keys(kind, [str(part) for part in first["loc"][:-1]])
-        return f"unknown key {path}{_suggest(str(first['loc'][-1]), known)}"
+        return f"unknown key {path}{_suggest(keys[-1], _known_keys(kind, keys[:-1]))}"
     if first["type"] == "unknown_option":
         path = ".".join([path, first["ctx"]["key"]])
         return (
@@ -541,11 +571,17 @@ def explain_invalid(error: ValidationError, kind: type[BaseModel]) -> str:
 def _known_keys(kind: type[BaseModel], path: list[str]) -> list[str]:
     section: Any = kind
     for part in path:
-        section = section.model_fields[part].annotation
-        if get_origin(section) is not None:  # an optional section
-            section = next(one for one in get_args(section) if one is not type(None))
+        if not part.isdigit():  # a number is of an item of a list
+            section = _section_in(section.model_fields[part].annotation)
     keys = list(section.model_fields)
     return [*keys, "preset"] if kind is Recipe and path == ["model"] else keys
+
+
+def _section_in(annotation: Any) -> Any:
+    """Return the section of an annotation, such as of an optional section or a list of sections."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
 def _suggest(word: str, known: list[str]) -> str:

@@ -1,37 +1,78 @@
 """The tables of a recipe, with the meanings and defaults of their keys."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from triptych.literals import BleuTokenizer
 from triptych.running.opening import Section
 from triptych.running.text import LanguageCorpusSpec
-from triptych.training.corpora.corpora import CorpusSpec
+from triptych.training.corpora.corpora import CorpusSpec, TrainingCorpusSpec
+
+# Tags of the two forms of a training text; error messages leave them out.
+ONE_CORPUS = "<table>"
+SEVERAL_CORPORA = "<list>"
 
 # Criteria of the best model of a translator.
 Metric = Literal["bleu", "chrf", "loss"]
+
+
+def _form_of(text: Any) -> str:
+    return SEVERAL_CORPORA if isinstance(text, list | tuple) else ONE_CORPUS
+
+
+TrainingText = Annotated[
+    Annotated[TrainingCorpusSpec, Tag(ONE_CORPUS)]
+    | Annotated[
+        tuple[TrainingCorpusSpec, ...], Field(min_length=1), Tag(SEVERAL_CORPORA)
+    ],
+    Discriminator(_form_of),
+]
 
 
 class DataConfig(Section):
     """The text.
 
     Attributes:
-        train: training text; the tokenizer is trained on it alone.
+        train: training text, a corpus or a list of corpora with weights (`[[data.train]]`); the tokenizer is
+            trained on it alone.
         valid: validation text during training. The default is a part of `train`.
         valid_share: share of the pairs of `train` that validate if `valid` is not given, 2,000 at most;
             pairs with the same source stay together.
         max_sentence_tokens: training pairs with a longer side are skipped and counted.
         max_line_chars: longer lines are skipped before tokenizing and counted.
+        max_length_ratio: training pairs with one side more than this many times as long as the other, in
+            characters, are skipped and counted.
+        drop_duplicates: skip and count training pairs that repeat an earlier pair.
+        drop_validation: skip and count training pairs whose source is in `valid`.
+        drop_other_languages: skip and count training pairs with a side that is certainly in another language
+            than `decoding.languages`; py3langid finds the language (`pip install 'triptych[languages]'`).
         cache: folder for tokenized text, shared by runs; none if empty.
     """
 
-    train: CorpusSpec
+    train: TrainingText
     valid: CorpusSpec | None = None
     valid_share: float = Field(0.05, gt=0, lt=1)
     max_sentence_tokens: int = Field(256, ge=2)
     max_line_chars: int = Field(10_000, ge=1)
+    max_length_ratio: float | None = Field(None, ge=1)
+    drop_duplicates: bool = False
+    drop_validation: bool = False
+    drop_other_languages: bool = False
     cache: str = ".cache/triptych"
+
+    @property
+    def corpora(self) -> tuple[TrainingCorpusSpec, ...]:
+        """The corpora of the training text."""
+        return self.train if isinstance(self.train, tuple) else (self.train,)
+
+    @model_validator(mode="after")
+    def _has_a_validation_text(self) -> "DataConfig":
+        if self.drop_validation and self.valid is None:
+            raise ValueError(
+                "drop_validation needs valid: without it, no validation source is in the training text"
+            )
+        return self
 
 
 class OptimisationConfig(Section):
@@ -136,11 +177,16 @@ class TrainingConfig(OptimisationConfig):
     4,000, and learning_rate, schedule ("linear") and clip_norm (1) are chosen with it.
 
     Attributes:
-        checkpoint: a translator to go on with (`--from`): a run, a Marian checkpoint, or a name on the Hub.
-            Weights, tokenizers, `[model]` and the missing keys of `[decoding]` are its own; the learning rate
-            that training chooses is a tenth of that for fresh weights.
+        checkpoint: a translator to go on with (`--from`): a run, a folder in Hugging Face's format, or a name
+            on the Hub. Weights, tokenizers, `[model]` and the missing keys of `[decoding]` are its own; the
+            learning rate that training chooses is a tenth of that for fresh weights. With another library's
+            checkpoint, except Marian's, a recipe has neither `[model]` nor `[tokenizer]`.
+        languages: for a checkpoint of several languages (mBART, NLLB): source and target, as its tokenizer
+            names them ("de_DE").
         batch_tokens: maximum of padded source tokens, and of padded target tokens, in a batch.
         label_smoothing: probability spread evenly over all tokens.
+        bpe_dropout: probability with which a merge of byte-pair encoding is left out, so that each pass reads
+            other pieces of the training text; 0 is off, 0.1 is usual. For tokenizers of kind "bpe".
         rdrop: weight of R-Drop; 0 is off. Every batch runs through the model twice with different dropout,
             and the divergence of the two outputs is penalised. For little text; takes twice the time.
         rdrop_after: the update after which R-Drop starts.
@@ -151,8 +197,10 @@ class TrainingConfig(OptimisationConfig):
     """
 
     checkpoint: str | None = None
+    languages: tuple[str, str] | None = None
     batch_tokens: int = Field(25_000, ge=2)
     label_smoothing: float = Field(0.1, ge=0, lt=1)
+    bpe_dropout: float = Field(0.0, ge=0, lt=1)
     rdrop: float = Field(0.0, ge=0)
     rdrop_after: int = Field(0, ge=0)
     teacher: str | None = None

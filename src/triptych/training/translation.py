@@ -1,15 +1,16 @@
 """The task of translation: texts, tokenizers, model and objective of a run."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, final
 
 import torch
 
-from triptych.core.checkpoints.source import is_own_config
+from triptych.core.checkpoints.source import find_source, is_own_config
 from triptych.core.models import (
     AnyModel,
     EncoderDecoder,
@@ -24,14 +25,28 @@ from triptych.core.models import (
 from triptych.core.storage import SAFETENSORS
 from triptych.errors import DataError, UsageError
 from triptych.files import file_hash
+from triptych.printable import printable
 from triptych.running.decoding import SearchOptions, Translator, score_translations
-from triptych.running.opening import check_tokenizers, open_translator
+from triptych.running.opening import Reader, check_tokenizers, open_translator
+from triptych.running.options import Languages
 from triptych.running.text import ByteLevelTokenizer, TokenizerPair, require_kept_file
 from triptych.training.choices import fit_tokenizer, fit_training, say_choices
-from triptych.training.corpora.corpora import CorpusSpec, ParallelCorpus, read_parallel
+from triptych.training.continuing import CopiedCheckpoint, publish_tensors
+from triptych.training.corpora.bpe_dropout import BpeDropout
+from triptych.training.corpora.cleaning import Filters, filtered, overlap
+from triptych.training.corpora.corpora import (
+    AnyCorpusSpec,
+    ParallelCorpus,
+    joined,
+    read_parallel,
+)
 from triptych.training.corpora.encoded import EncodedCorpus, encode_corpus
 from triptych.training.corpora.pair_batches import TokenBatches
-from triptych.training.corpora.tokenizer_training import train_tokenizers, trained_once
+from triptych.training.corpora.tokenizer_training import (
+    read_sentencepiece,
+    train_tokenizers,
+    trained_once,
+)
 from triptych.training.folder import Prepared, hash_parts, settings, word_vectors
 from triptych.training.loop import TrainingResult
 from triptych.training.objectives import (
@@ -40,13 +55,14 @@ from triptych.training.objectives import (
     Scorer,
     TranslationObjective,
 )
-from triptych.training.progress import Display
+from triptych.training.progress import Display, SilentDisplay
 from triptych.training.recipe import (
     Recipe,
     merge,
     require_translation,
     resolve,
 )
+from triptych.training.state import publish_weights
 from triptych.training.task import CardWords, StepShape, Task
 
 # Tokens of a sentence with its end token, in predictions; the tokens of a batch do not depend on it.
@@ -105,8 +121,11 @@ class TranslationTask(Task[Recipe]):
             else _Start.read(recipe, base, folder)
         )
         if folder is not None:
-            tokenizers = TokenizerPair.load(folder)
-            check_tokenizers(tokenizers, folder, joint=recipe.tokenizer.joint)
+            if start is None:
+                tokenizers = TokenizerPair.load(folder)
+                check_tokenizers(tokenizers, folder, joint=recipe.tokenizer.joint)
+            else:
+                tokenizers = start.tokenizers
             texts = _encode_texts(
                 recipe, cache, tokenizers, *read_corpora(recipe, base, display), display
             )
@@ -126,34 +145,42 @@ class TranslationTask(Task[Recipe]):
                 display.say(
                     f"going on with {start.name}: {tokenizers.target.vocab_size:,} tokens"
                 )
+            elif recipe.tokenizer.kind == "sentencepiece":
+                tokenizers = read_sentencepiece(recipe.tokenizer, base)
+                recipe = _with_size_of(tokenizers, recipe)
             else:
                 recipe = fit_tokenizer(recipe, num_chars, device)
                 tokenizers = _train_tokenizers(recipe, train_text, cache, display)
             texts = _encode_texts(
                 recipe, cache, tokenizers, train_text, valid_text, display
             )
-            num_tokens = int((texts.train.target.lengths + 1).sum())
+            num_tokens = texts.train.tokens_of_pass
 
             def steps_per_epoch(recipe: Recipe) -> int:
-                batches = len(
-                    _batches(recipe, texts.train, tokenizers, shuffle=True).plan(0)
-                )
+                batches = len(_training_batches(recipe, texts, tokenizers).plan(0))
                 return -(-batches // recipe.training.accumulate_batches)
 
-            recipe = fit_training(recipe, num_tokens, device, steps_per_epoch)
+            width = None
+            if start is not None:
+                width = start.model.architecture.decoder.d_model
+            recipe = fit_training(recipe, num_tokens, device, steps_per_epoch, width)
             say_choices(
                 given, recipe, f"{num_tokens:,} target tokens on {device}", display
             )
 
         def objective() -> TranslationObjective:
-            sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
-            model = EncoderDecoder.of(recipe.model, *sizes, tokenizers.target.pad_id)
-            if start is not None:
-                model.load_state_dict(start.model.state_dict())
+            if start is not None and start.copied is not None:
+                model = start.model
+            else:
+                sizes = tokenizers.source.vocab_size, tokenizers.target.vocab_size
+                pad_id = tokenizers.target.pad_id
+                model = EncoderDecoder.of(recipe.model, *sizes, pad_id)
+                if start is not None:
+                    model.load_state_dict(start.model.state_dict())
             where = find_device(recipe.training.device)
             return TranslationObjective(
                 to_device(model, where),
-                _batches(recipe, texts.train, tokenizers, shuffle=True),
+                _training_batches(recipe, texts, tokenizers),
                 _batches(recipe, texts.valid, tokenizers, shuffle=False),
                 recipe.training,
                 recipe.validation,
@@ -165,6 +192,9 @@ class TranslationTask(Task[Recipe]):
             )
 
         def begin(model: AnyModel, folder: Path) -> None:
+            if start is not None and start.copied is not None:
+                start.copied.begin(model, folder)
+                return
             tokenizers.save(folder)
             if start is None:
                 write_config(model, folder)
@@ -191,7 +221,16 @@ class TranslationTask(Task[Recipe]):
             recipe,
             objective,
             begin,
-            lambda: _fingerprints(recipe, texts, tokenizers, teacher),
+            lambda: _fingerprints(
+                recipe,
+                texts,
+                tokenizers,
+                teacher,
+                recipe.model.model_dump_json() if start is None else start.config,
+            ),
+            publish=publish_weights
+            if start is None or start.copied is None
+            else publish_tensors,
             vectors=vectors,
             from_checkpoint=start is not None,
         )
@@ -207,6 +246,9 @@ class TranslationTask(Task[Recipe]):
                 "plan counts no teacher: leave out training.teacher, and add its memory and time"
             )
         recipe = fit_tokenizer(self.recipe, length, device)
+        if recipe.tokenizer.kind == "sentencepiece":
+            tokenizers = read_sentencepiece(recipe.tokenizer, Path.cwd())
+            recipe = _with_size_of(tokenizers, self.recipe)
         return fit_training(
             recipe, length, device, lambda one: length // one.training.batch_tokens
         )
@@ -243,7 +285,6 @@ class TranslationTask(Task[Recipe]):
         metric = {"bleu": "BLEU", "chrf": "chrF"}.get(self.recipe.validation.metric)
         noise = f" ({metric} decides once the 95 % interval of BLEU lies above {LEAST_BLEU:g})"
         why = noise if is_noise else ""
-        model = self.recipe.model
         # A validation before BLEU decides was judged by its loss.
         load = 'load("path/to/this/folder").translate(["A sentence."])[0].text'
         return CardWords(
@@ -252,18 +293,26 @@ class TranslationTask(Task[Recipe]):
             tokens="target tokens",
             judged=f", chosen by {by}{why}: {best}",
             use=f"python\nfrom triptych import load\n\n{load}",
-            model=f"d_model {model.d_model}, d_ff {model.d_ff},\n{model.num_heads} heads, "
-            f"{model.encoder.num_layers}+{model.decoder.num_layers} layers, {model.norm}-norm",
+            model=self._describe_model(),
+        )
+
+    def _describe_model(self) -> str:
+        model = self.recipe.model
+        if self.recipe.is_copied:
+            checkpoint = printable(str(self.recipe.training.checkpoint))
+            return f"begun as\n`{checkpoint}`, in its format"
+        return (
+            f"d_model {model.d_model}, d_ff {model.d_ff},\n{model.num_heads} heads, "
+            f"{model.encoder.num_layers}+{model.decoder.num_layers} layers, {model.norm}-norm"
         )
 
 
 def validation_pairs(recipe: Recipe, base: Path) -> ParallelCorpus:
     """Read the validation pairs of a run; paths of the recipe are relative to `base`."""
     data = recipe.data
-    pairs = read_parallel(
-        data.valid or data.train, max_line_chars=data.max_line_chars, base=base
-    )
-    return pairs if data.valid is not None else pairs.split(data.valid_share)[1]
+    if data.valid is None:
+        return read_corpora(recipe, base, SilentDisplay())[1]
+    return read_parallel(data.valid, max_line_chars=data.max_line_chars, base=base)
 
 
 def with_tokenizers_of(
@@ -279,49 +328,105 @@ def with_tokenizers_of(
     return require_translation(resolve(tree, (), origin), origin)
 
 
+def _with_size_of(tokenizers: TokenizerPair, recipe: Recipe) -> Recipe:
+    """Return a recipe with the number of tokens of a SentencePiece model."""
+    size = tokenizers.target.vocab_size
+    given = recipe.tokenizer
+    if "vocab_size" in given.model_fields_set and given.vocab_size != size:
+        raise UsageError(
+            f"tokenizer.vocab_size is {given.vocab_size:,}, and {given.target_model or given.model} has "
+            f"{size:,} tokens: leave vocab_size out"
+        )
+    return recipe.filled({"tokenizer": {"vocab_size": size}})
+
+
 @dataclass(frozen=True)
 class _Start:
-    """Translator to continue from, and the recipe with its model, tokenizers and search settings."""
+    """Translator to continue from, and the recipe with its model, tokenizers and search settings.
+
+    A run continues in triptych's format if a recipe can describe the model. Otherwise it is a copy of the
+    checkpoint, in the format of its library.
+    """
 
     name: str
     model: EncoderDecoder
     tokenizers: TokenizerPair
     recipe: Recipe
+    copied: CopiedCheckpoint | None  # None in triptych's format
 
     @classmethod
     def read(cls, recipe: Recipe, base: Path, folder: Path | None) -> "_Start":
         """Open the translator of a new recipe, or of a started run's folder."""
         given = recipe.training.checkpoint
         assert given is not None
-        if folder is not None:
+        if folder is not None and is_own_config(settings(folder)):
             model = read_own_model(folder)
             assert isinstance(model, EncoderDecoder), "its recipe is of a translator"
-            return cls(given, model, TokenizerPair.load(folder), recipe)
-        path = base / given
-        reader = open_translator(path if path.exists() else given, "cpu")
-        if not has_config(reader.encoder_decoder):
-            raise UsageError(
-                f"{reader.name} cannot be trained further: of other libraries' translators only Marian's "
-                "can, with scaled embeddings and feed-forward layers of one width"
-            )
+            return cls(given, model, TokenizerPair.load(folder), recipe, None)
+        path = base / given if folder is None else folder
+        where = path if path.exists() else given
+        languages = recipe.training.languages
+        named = None if languages is None else Languages(*languages)
+        reader = open_translator(where, "cpu", named)
         model = reader.encoder_decoder.float()
-        tokenizers = reader.tokenizers
-        tree = recipe.model_dump(mode="json", exclude_unset=True)
-        decoding = reader.decoding.model_dump(mode="json", exclude_none=True)
+        if folder is not None or not has_config(model):
+            source = find_source(where)
+            copied = CopiedCheckpoint.open(source, path, is_new=folder is None)
+            return cls._copied(recipe, reader, copied.trainable(model), copied)
         config = find_config(model)
-        longest = min(recipe.data.max_sentence_tokens, config.max_source_tokens)
         own = {
-            "data": {"max_sentence_tokens": longest},
+            "data": {"max_sentence_tokens": config.max_source_tokens},
             "model": config.model_dump(mode="json"),
             "tokenizer": {
-                "joint": tokenizers.joint,
-                "vocab_size": tokenizers.target.vocab_size,
+                "joint": reader.tokenizers.joint,
+                "vocab_size": reader.tokenizers.target.vocab_size,
             },
-            "decoding": merge(decoding, tree.get("decoding", {})),
         }
-        origin = f"the recipe with {reader.name}"
-        whole = require_translation(resolve(merge(tree, own), (), origin), origin)
-        return cls(reader.name, model, tokenizers, whole)
+        whole = _with_settings_of(reader, recipe, own)
+        return cls(reader.name, model, reader.tokenizers, whole, None)
+
+    @classmethod
+    def _copied(
+        cls,
+        recipe: Recipe,
+        reader: Reader,
+        model: EncoderDecoder,
+        copied: CopiedCheckpoint,
+    ) -> "_Start":
+        if recipe.training.rdrop:
+            raise UsageError(
+                f"training.rdrop needs dropout, and {reader.name} is trained without it: leave rdrop out"
+            )
+        # Rows of positions for the sentence and one token at its end or its beginning.
+        limits = [stack.max_tokens for stack in model.stacks.values()]
+        longest = [limit - 1 for limit in limits if limit is not None]
+        own = {"data": {"max_sentence_tokens": min(longest)}} if longest else {}
+        whole = _with_settings_of(reader, recipe, own)
+        return cls(reader.name, model, reader.tokenizers, whole, copied)
+
+    @property
+    def config(self) -> str:
+        """The configuration of the model, for its fingerprint."""
+        if self.copied is not None:
+            return self.copied.config
+        return self.recipe.model.model_dump_json()
+
+
+def _with_settings_of(reader: Reader, recipe: Recipe, own: dict[str, Any]) -> Recipe:
+    """Return a recipe with settings of a translator, and its search where the recipe names none."""
+    tree = recipe.model_dump(mode="json", exclude_unset=True)
+    decoding = reader.decoding.model_dump(mode="json", exclude_none=True)
+    whole = merge(
+        merge(tree, own), {"decoding": merge(decoding, tree.get("decoding", {}))}
+    )
+    # A shorter limit of the recipe holds.
+    longest = own.get("data", {}).get("max_sentence_tokens")
+    if longest is not None:
+        whole["data"]["max_sentence_tokens"] = min(
+            recipe.data.max_sentence_tokens, longest
+        )
+    origin = f"the recipe with {reader.name}"
+    return require_translation(resolve(whole, (), origin), origin)
 
 
 @dataclass(frozen=True)
@@ -360,24 +465,71 @@ class _Teacher:
 def read_corpora(
     recipe: Recipe, base: Path, display: Display
 ) -> tuple[ParallelCorpus, ParallelCorpus]:
+    """Read the training and the validation text of a recipe, filtered as it says."""
     data = recipe.data
 
-    def read(part: str, spec: CorpusSpec) -> ParallelCorpus:
+    def read(spec: AnyCorpusSpec) -> ParallelCorpus:
         for file in filter(None, (spec.source, spec.target, spec.file)):
             require_kept_file(base / file)
-        text = read_parallel(spec, max_line_chars=data.max_line_chars, base=base)
-        display.say(f"{part} text: {text.counts.describe()}")
-        return text
+        return read_parallel(spec, max_line_chars=data.max_line_chars, base=base)
 
-    train = read("training", data.train)
-    if data.valid is not None:
-        return train, read("validation", data.valid)
+    corpora = [read(spec) for spec in data.corpora]
+    weights = [spec.weight for spec in data.corpora]
+    _say_corpora(corpora, weights, display)
+    train = joined(corpora, weights)
+    valid = None if data.valid is None else read(data.valid)
+    if valid is not None:
+        display.say(f"validation text: {valid.counts.describe()}")
+    train, dropped = filtered(train, _filters(recipe, valid))
+    if dropped:
+        display.say(f"left out of the training text: {dropped}")
+    if valid is not None:
+        _warn_of_overlap(train, valid, display)
+        return train, valid
     # Pairs with the same source stay together, so that no validation source is trained on.
     train, valid = train.split(data.valid_share)
     display.say(
         f"no data.valid is given: {len(valid):,} pairs are held out to validate, {len(train):,} train"
     )
     return train, valid
+
+
+def _say_corpora(
+    corpora: Sequence[ParallelCorpus], weights: Sequence[float], display: Display
+) -> None:
+    if len(corpora) == 1:
+        display.say(f"training text: {corpora[0].counts.describe()}")
+        return
+    pairs = [
+        weight * len(corpus) for corpus, weight in zip(corpora, weights, strict=True)
+    ]
+    for corpus, weight, of_pass in zip(corpora, weights, pairs, strict=True):
+        display.say(
+            f"training text, {corpus.name}: {corpus.counts.describe()}, weight {weight:g}: "
+            f"{of_pass / sum(pairs):.0%} of a pass"
+        )
+
+
+def _filters(recipe: Recipe, valid: ParallelCorpus | None) -> Filters:
+    data = recipe.data
+    languages = recipe.decoding.languages
+    return Filters(
+        data.max_length_ratio,
+        data.drop_duplicates,
+        valid.source if valid is not None and data.drop_validation else None,
+        languages if data.drop_other_languages else None,
+    )
+
+
+def _warn_of_overlap(
+    train: ParallelCorpus, valid: ParallelCorpus, display: Display
+) -> None:
+    sources, pairs = overlap(train, valid)
+    if sources:
+        display.say(
+            f"warning: {sources:,} of {len(valid):,} validation sentences are in the training text as well, "
+            f"{pairs:,} with the same translation: data.drop_validation = true leaves them out of training"
+        )
 
 
 @dataclass(frozen=True)
@@ -387,6 +539,7 @@ class _Texts:
     train: EncodedCorpus
     valid: EncodedCorpus
     translated: ParallelCorpus
+    dropout: BpeDropout | None  # of the training text
 
 
 def _encode_texts(
@@ -400,24 +553,28 @@ def _encode_texts(
     display.say(f"tokenizing with {tokenizers.target.vocab_size:,} tokens")
     # Pairs with too many tokens are left out of both losses, but not of the translated text.
     encoded = encode_corpus(train_text, tokenizers, cache_folder=cache)
-    kept, num_long = encoded.within(recipe.data.max_sentence_tokens)
-    if num_long:
-        display.say(
-            f"{num_long:,} training pairs past {recipe.data.max_sentence_tokens} tokens left out"
-        )
+    longest = recipe.data.max_sentence_tokens
+    fits = encoded.fits(longest)
+    kept = encoded.where(fits)
+    if num_long := len(encoded) - len(kept):
+        display.say(f"{num_long:,} training pairs past {longest} tokens left out")
     if not len(kept):
         raise DataError(
-            f"no training pair has at most {recipe.data.max_sentence_tokens} tokens a side: "
+            f"no training pair has at most {longest} tokens a side: "
             "raise data.max_sentence_tokens"
         )
     judged, _ = encode_corpus(valid_text, tokenizers, cache_folder=cache).within(
-        recipe.data.max_sentence_tokens
+        longest
     )
     if not len(judged):
         raise DataError(
             "no validation pair is short enough: raise data.max_sentence_tokens"
         )
-    return _Texts(kept, judged, valid_text)
+    dropout = None
+    if probability := recipe.training.bpe_dropout:
+        text = train_text.where(fits.tolist())
+        dropout = BpeDropout(kept, text, tokenizers, probability, recipe.order_seed)
+    return _Texts(kept, judged, valid_text, dropout)
 
 
 def _train_tokenizers(
@@ -451,8 +608,24 @@ def _bytes_per_token(texts: _Texts) -> float:
     return num_bytes / int((texts.valid.target.lengths + 1).sum())
 
 
+def _training_batches(
+    recipe: Recipe, texts: _Texts, tokenizers: TokenizerPair
+) -> TokenBatches:
+    # A sentence that gets too long by dropout keeps its pieces.
+    longest = min(recipe.data.max_sentence_tokens, recipe.training.batch_tokens - 1)
+    of_epoch = None
+    if texts.dropout is not None:
+        of_epoch = partial(texts.dropout.of_epoch, max_tokens=longest)
+    return _batches(recipe, texts.train, tokenizers, shuffle=True, of_epoch=of_epoch)
+
+
 def _batches(
-    recipe: Recipe, corpus: EncodedCorpus, tokenizers: TokenizerPair, *, shuffle: bool
+    recipe: Recipe,
+    corpus: EncodedCorpus,
+    tokenizers: TokenizerPair,
+    *,
+    shuffle: bool,
+    of_epoch: Callable[[int], EncodedCorpus] | None = None,
 ) -> TokenBatches:
     target = tokenizers.target
     return TokenBatches(
@@ -462,7 +635,9 @@ def _batches(
         pad_id=target.pad_id,
         bos_id=target.bos_id,
         eos_id=target.eos_id,
+        src_eos_id=tokenizers.source.eos_id,
         shuffle=shuffle,
+        of_epoch=of_epoch,
     )
 
 
@@ -492,12 +667,18 @@ def _scorer(recipe: Recipe, tokenizers: TokenizerPair, valid: ParallelCorpus) ->
 
 
 def _fingerprints(
-    recipe: Recipe, texts: _Texts, tokenizers: TokenizerPair, teacher: _Teacher | None
+    recipe: Recipe,
+    texts: _Texts,
+    tokenizers: TokenizerPair,
+    teacher: _Teacher | None,
+    config: str,
 ) -> dict[str, str]:
     """Return hashes of the inputs required unchanged on resuming, by their description."""
     ids = list[bytes]()
     for side in (texts.train.source, texts.train.target):
         ids += [side.ids.tobytes(), side.offsets.tobytes()]
+    if texts.train.weights is not None:
+        ids.append(texts.train.weights.tobytes())
     # Hash lines, not tokens: pairs too long for the loss are translated too.
     sentences = texts.translated.source, texts.translated.target
     lines = [json.dumps(list(side)).encode() for side in sentences]
@@ -514,7 +695,7 @@ def _fingerprints(
         "the training text (data.train)": ids,
         "the validation text (data.valid)": lines,
         "the tokenizers": both,
-        "the model": [recipe.model.model_dump_json().encode()],
+        "the model": [config.encode()],
         "how it is validated (validation, decoding, data.max_sentence_tokens)": judged,
     }
     if teacher is not None:

@@ -260,7 +260,7 @@ def why_not_written(checkpoint: Checkpoint) -> str:
     return ""
 
 
-def tie_shared(model: LanguageModel, checkpoint: Checkpoint) -> None:
+def tie_shared(model: AnyModel, checkpoint: Checkpoint) -> None:
     """Tie the tables of distances of layers with the same stored table to one parameter."""
     tables: dict[tuple[str, ...], nn.Parameter] = {}
     for site, layer in _StoredModel.of(model, checkpoint).layers:

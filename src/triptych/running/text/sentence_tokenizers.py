@@ -290,6 +290,42 @@ class SentencePieceTokenizer(SentenceTokenizer):
                 f"{origin} is damaged or not a tokenizer: model: {error}"
             ) from None
 
+    @classmethod
+    def from_model(cls, model: bytes, origin: str) -> "SentencePieceTokenizer":
+        """Make a tokenizer of the content of a SentencePiece model file.
+
+        The ids of the special tokens are the same for all models: padding 0, beginning 1, end 2, unknown 3.
+        The other pieces follow in the order of the model.
+        """
+        try:
+            processor = load_sentencepiece(model)
+        except ValueError as error:
+            raise DataError(
+                f"{origin} is damaged or not a SentencePiece model: {error}"
+            ) from None
+        pieces = processor.id_to_piece([*range(len(processor))])
+        # A model may lack all special tokens but the unknown one.
+        special = [
+            name if number < 0 else pieces[number]
+            for name, number in (
+                ("<pad>", processor.pad_id()),
+                ("<s>", processor.bos_id()),
+                ("</s>", processor.eos_id()),
+                ("<unk>", processor.unk_id()),
+            )
+        ]
+        vocab = [*special, *(piece for piece in pieces if piece not in special)]
+        return cls(
+            SentencePieceRecord(
+                pad_id=PAD_ID,
+                bos_id=BOS_ID,
+                eos_id=EOS_ID,
+                unk_id=EOS_ID + 1,
+                vocab=tuple(vocab),
+                model=model,
+            )
+        )
+
     def opening(self, text: str) -> str:
         """Return the leading code of a text, such as `>>de<<`; "" if it is missing."""
         if text.startswith(">>") and (end := text.find("<<")) != -1:

@@ -4,8 +4,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import Literal, final
+from typing import Literal, TypeVar, final
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -47,8 +48,10 @@ _OPTION_PLACES = {
 }
 
 
-@final
-class CorpusSpec(BaseModel):
+CorpusT = TypeVar("CorpusT", bound="AnyCorpusSpec")
+
+
+class AnyCorpusSpec(BaseModel):
     """Source of a parallel corpus, of exactly one of four kinds.
 
     Attributes:
@@ -84,7 +87,7 @@ class CorpusSpec(BaseModel):
     generated_task: Literal["german-english"] | Task = "german-english"
 
     @model_validator(mode="after")
-    def _check_that_the_options_agree(self) -> "CorpusSpec":
+    def _check_that_the_options_agree(self: CorpusT) -> CorpusT:
         self._check_sides()
         place = self._place()
         for option, places in _OPTION_PLACES.items():
@@ -156,6 +159,23 @@ class CorpusSpec(BaseModel):
 
 
 @final
+class CorpusSpec(AnyCorpusSpec):
+    """A corpus that is read once."""
+
+
+@final
+class TrainingCorpusSpec(AnyCorpusSpec):
+    """A corpus of a training text.
+
+    Attributes:
+        weight: number of times that a pass over the text reads each pair. With 0.25, each pass reads a
+            quarter of the pairs, drawn anew.
+    """
+
+    weight: float = Field(default=1.0, gt=0, le=1000)
+
+
+@final
 @dataclass(frozen=True)
 class CorpusCounts:
     """Counts of pairs read and dropped."""
@@ -189,9 +209,22 @@ class ParallelCorpus:
     line_numbers: list[int]  # 1-based line or row of every pair in its file
     name: str  # name of the corpus in messages
     counts: CorpusCounts  # counts of pairs read and dropped
+    # Weight of each pair; None if all weights are 1.
+    weights: list[float] | None = None
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def where(self, keep: Sequence[bool]) -> "ParallelCorpus":
+        """Return the pairs with a true entry in `keep`."""
+        kept = [i for i, is_kept in enumerate(keep) if is_kept]
+        return replace(
+            self,
+            source=[self.source[i] for i in kept],
+            target=[self.target[i] for i in kept],
+            line_numbers=[self.line_numbers[i] for i in kept],
+            weights=None if self.weights is None else [self.weights[i] for i in kept],
+        )
 
     def split(self, share: float) -> tuple["ParallelCorpus", "ParallelCorpus"]:
         """Split the corpus into training and validation pairs: this share, at most 2,000 pairs.
@@ -217,24 +250,41 @@ class ParallelCorpus:
                 held.add(source)
                 left -= times[source]
         held = held or {min(order, key=lambda text: times[text])}
-        parts = [
-            [i for i, text in enumerate(self.source) if (text in held) == out]
-            for out in (False, True)
-        ]
-        train, valid = (
-            replace(
-                self,
-                source=[self.source[i] for i in part],
-                target=[self.target[i] for i in part],
-                line_numbers=[self.line_numbers[i] for i in part],
-            )
-            for part in parts
-        )
-        return train, valid
+        is_held = [text in held for text in self.source]
+        train = self.where([not out for out in is_held])
+        # Every held-out pair is read once.
+        return train, replace(self.where(is_held), weights=None)
+
+
+def joined(
+    corpora: Sequence[ParallelCorpus], weights: Sequence[float]
+) -> ParallelCorpus:
+    """Return the pairs of several corpora, with the weight of each corpus.
+
+    Line numbers go on from one corpus to the next.
+    """
+    numbers = list[int]()
+    before = 0
+    for corpus in corpora:
+        numbers += [before + number for number in corpus.line_numbers]
+        before += corpus.counts.lines_read
+    each = [
+        weight
+        for corpus, weight in zip(corpora, weights, strict=True)
+        for _ in range(len(corpus))
+    ]
+    return replace(
+        corpora[0],
+        source=[*chain.from_iterable(corpus.source for corpus in corpora)],
+        target=[*chain.from_iterable(corpus.target for corpus in corpora)],
+        line_numbers=numbers,
+        name="; ".join(corpus.name for corpus in corpora),
+        weights=None if {*weights} == {1.0} else each,
+    )
 
 
 def read_parallel(
-    spec: CorpusSpec,
+    spec: AnyCorpusSpec,
     *,
     max_line_chars: int = DEFAULT_MAX_LINE_CHARS,
     base: Path = Path(),
@@ -266,7 +316,7 @@ def read_parallel(
     return ParallelCorpus(sources, targets, line_numbers, name, counts)
 
 
-def _find_pairs(spec: CorpusSpec, base: Path) -> tuple[str, Iterable[NumberedTexts]]:
+def _find_pairs(spec: AnyCorpusSpec, base: Path) -> tuple[str, Iterable[NumberedTexts]]:
     """Return the name of the corpus, and its pairs unchanged."""
     # `CorpusSpec` has checked that exactly one kind of source is given.
     if spec.source is not None and spec.target is not None:
@@ -297,7 +347,7 @@ def _find_pairs(spec: CorpusSpec, base: Path) -> tuple[str, Iterable[NumberedTex
     return f"generated {spec.generated_part}", enumerate(generated, start=1)
 
 
-def _read_record_file(spec: CorpusSpec, path: Path) -> Iterator[NumberedTexts]:
+def _read_record_file(spec: AnyCorpusSpec, path: Path) -> Iterator[NumberedTexts]:
     ending = record_ending(path)
     if ending == ".tsv":
         return read_tsv(

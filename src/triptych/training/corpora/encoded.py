@@ -1,13 +1,14 @@
 """Corpora as token ids: compact arrays, cached on disk between runs."""
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Bool, Float64, Int64
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -36,23 +37,43 @@ class EncodedCorpus:
     # 1-based line of every pair in its file, `[num_pairs]`.
     line_numbers: Int64[np.ndarray, "num_pairs"]
     name: str  # name of the corpus in messages
+    # Weight of every pair, `[num_pairs]`; None if all weights are 1.
+    weights: Float64[np.ndarray, "num_pairs"] | None = None
 
     def __len__(self) -> int:
         return len(self.line_numbers)
+
+    @property
+    def tokens_of_pass(self) -> int:
+        """Number of target tokens of one pass over the text, with an end token for each sentence."""
+        lengths = self.target.lengths + 1
+        if self.weights is None:
+            return int(lengths.sum())
+        return round(float(lengths @ self.weights))
 
     def within(self, max_tokens: int) -> tuple["EncodedCorpus", int]:
         """Drop pairs with a sentence longer than `max_tokens` without `<bos>` and `<eos>`.
 
         Returns the remaining pairs, and the number of dropped pairs.
         """
-        keep = np.maximum(self.source.lengths, self.target.lengths) <= max_tokens
-        rest = EncodedCorpus(
+        rest = self.where(self.fits(max_tokens))
+        return rest, len(self) - len(rest)
+
+    def fits(self, max_tokens: int) -> Bool[np.ndarray, "num_pairs"]:
+        """Return True for each pair without a sentence longer than `max_tokens`."""
+        return np.asarray(
+            np.maximum(self.source.lengths, self.target.lengths) <= max_tokens
+        )
+
+    def where(self, keep: Bool[np.ndarray, "num_pairs"]) -> "EncodedCorpus":
+        """Return the pairs with a true entry in `keep`."""
+        return EncodedCorpus(
             self.source.where(keep),
             self.target.where(keep),
             self.line_numbers[keep],
             self.name,
+            None if self.weights is None else self.weights[keep],
         )
-        return rest, len(self) - len(rest)
 
 
 def encode_corpus(
@@ -75,9 +96,9 @@ def encode_corpus(
     source, target = (
         TokenSequences(arrays[f"{s}.ids"], arrays[f"{s}.offsets"]) for s in _SIDES
     )
-    return EncodedCorpus(
-        source, target, np.array(corpus.line_numbers, dtype=np.int64), corpus.name
-    )
+    numbers = np.array(corpus.line_numbers, dtype=np.int64)
+    weights = None if corpus.weights is None else np.array(corpus.weights)
+    return EncodedCorpus(source, target, numbers, corpus.name, weights)
 
 
 def _encode_sides(
@@ -85,15 +106,25 @@ def _encode_sides(
 ) -> dict[str, np.ndarray]:
     arrays: dict[str, np.ndarray] = {}
     for side in _SIDES:
-        found = _pack_texts(getattr(corpus, side), getattr(tokenizers, side))
+        before = _forced(tokenizers) if side == "target" else ()
+        found = _pack_texts(getattr(corpus, side), getattr(tokenizers, side), before)
         arrays |= {f"{side}.ids": found.ids, f"{side}.offsets": found.offsets}
     return arrays
 
 
-def _pack_texts(texts: Sequence[str], tokenizer: Tokenizer) -> TokenSequences:
+def _forced(tokenizers: TokenizerPair) -> tuple[int, ...]:
+    """Return the tokens with which every output begins, such as its language."""
+    return tokenizers.target.rules.start[1:]
+
+
+def _pack_texts(
+    texts: Sequence[str], tokenizer: Tokenizer, before: Sequence[int]
+) -> TokenSequences:
     starts = range(0, len(texts), _TEXTS_AT_ONCE)
     parts = [
-        TokenSequences.pack(tokenizer.encode(texts[i : i + _TEXTS_AT_ONCE]))
+        TokenSequences.pack(
+            [[*before, *ids] for ids in tokenizer.encode(texts[i : i + _TEXTS_AT_ONCE])]
+        )
         for i in starts
     ]
     lengths = np.concatenate([part.lengths for part in parts])
@@ -104,6 +135,11 @@ def _pack_texts(texts: Sequence[str], tokenizer: Tokenizer) -> TokenSequences:
 
 def _key_of(corpus: ParallelCorpus, tokenizers: TokenizerPair) -> str:
     digest = hashlib.sha256(_FORMAT)
+    # Special tokens around a sentence are not in the file of a checkpoint's tokenizer.
+    pair = tokenizers.source, tokenizers.target
+    around = *(one.encode([""])[0] for one in pair), _forced(tokenizers)
+    if any(around):
+        add_texts(digest, [json.dumps(around)])
     sides = (
         (tokenizers.source.to_json(),),
         (tokenizers.target.to_json(),),

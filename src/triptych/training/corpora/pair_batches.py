@@ -1,12 +1,14 @@
 """Batches of sentence pairs of similar length, within a budget of tokens."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import final
 
 import numpy as np
 import torch
-from jaxtyping import Int, Int64
+from jaxtyping import Float64, Int, Int64
 from torch import Tensor
 
 from triptych.errors import UsageError
@@ -41,6 +43,18 @@ class Batch:
 
 
 @final
+class _Measured:
+    """A corpus with the lengths of its sentences, end tokens included."""
+
+    def __init__(self, corpus: EncodedCorpus) -> None:
+        self.corpus = corpus
+        self.src_lengths = corpus.source.lengths + 1
+        self.tgt_lengths = corpus.target.lengths + 1
+        # Sorting by these keys brings pairs of similar lengths together.
+        self.places = _places(self.src_lengths, self.tgt_lengths)
+
+
+@final
 class TokenBatches:
     """Batches of a corpus; the padded sizes of source and target stay within a budget of tokens."""
 
@@ -53,20 +67,32 @@ class TokenBatches:
         pad_id: int,
         bos_id: int,
         eos_id: int,
+        src_eos_id: int | None = None,
         shuffle: bool = True,
+        of_epoch: Callable[[int], EncodedCorpus] | None = None,
     ) -> None:
-        self._corpus = corpus
+        """Measure a corpus.
+
+        Sources end with `src_eos_id` if it is given. `of_epoch` returns the pieces of an epoch, if each epoch
+        has its own.
+        """
+        self._usual = _Measured(corpus)
+        # With pieces of each epoch, an index encodes the epoch and the pair. Two epochs are kept: batches are
+        # made ahead.
+        self._of_epoch = (
+            None
+            if of_epoch is None
+            else lru_cache(maxsize=2)(lambda epoch: _Measured(of_epoch(epoch)))
+        )
+        self._stride = len(corpus)
         self._max_tokens = max_tokens
         self._seed = seed
         self._shuffle = shuffle
         self._pad_id = pad_id
         self._bos_id = bos_id
         self._eos_id = eos_id
-        self._src_lengths = corpus.source.lengths + 1
-        self._tgt_lengths = corpus.target.lengths + 1
-        # Sorting by these keys brings pairs of similar lengths together.
-        self._places = _places(self._src_lengths, self._tgt_lengths)
-        longest = np.maximum(self._src_lengths, self._tgt_lengths)
+        self._src_eos_id = eos_id if src_eos_id is None else src_eos_id
+        longest = np.maximum(self._usual.src_lengths, self._usual.tgt_lengths)
         past = np.flatnonzero(longest > max_tokens)
         if len(past):
             first = past[0]
@@ -81,53 +107,75 @@ class TokenBatches:
 
         The plan depends only on corpus, budget, seed and epoch.
         """
+        text = self._measured(epoch)
         if not self._shuffle:
-            return self._cut(np.argsort(self._places, kind="stable"))
+            return self._cut(text, np.argsort(text.places, kind="stable"))
         generator = np.random.default_rng([self._seed, epoch])
-        shuffled = generator.permutation(len(self._corpus))
+        shuffled = generator.permutation(len(text.corpus))
+        if text.corpus.weights is not None:
+            shuffled = _drawn(shuffled, text.corpus.weights, generator)
         # A stable sort keeps pairs of equal lengths in shuffled order.
-        batches = self._cut(shuffled[np.argsort(self._places[shuffled], kind="stable")])
-        return [batches[index] for index in generator.permutation(len(batches))]
+        order = shuffled[np.argsort(text.places[shuffled], kind="stable")]
+        batches = self._cut(text, order)
+        first = 0 if self._of_epoch is None else epoch * self._stride
+        return [first + batches[index] for index in generator.permutation(len(batches))]
+
+    def _measured(self, epoch: int) -> _Measured:
+        """Return the corpus with the pieces of an epoch."""
+        return self._usual if self._of_epoch is None else self._of_epoch(epoch)
+
+    def _of_indices(
+        self, indices: Int64[np.ndarray, "batch"]
+    ) -> tuple[_Measured, Int64[np.ndarray, "batch"]]:
+        """Return the corpus that indices of a plan refer to, and their pairs."""
+        if self._of_epoch is None:
+            return self._usual, indices
+        return self._measured(int(indices[0]) // self._stride), indices % self._stride
 
     def collate(self, indices: Int64[np.ndarray, "batch"]) -> Batch:
         """Make the tensors of one batch of a plan."""
         # Lengths include the end token, which replaces the last entry of padding in each row.
-        src = self._pad(self._corpus.source, self._src_lengths, indices, start=0)
-        tgt_out = self._pad(self._corpus.target, self._tgt_lengths, indices, start=0)
-        tgt_in = self._pad(self._corpus.target, self._tgt_lengths, indices, start=1)
+        text, indices = self._of_indices(indices)
+        corpus = text.corpus
+        src = self._pad(corpus.source, text.src_lengths, indices, start=0)
+        tgt_out = self._pad(corpus.target, text.tgt_lengths, indices, start=0)
+        tgt_in = self._pad(corpus.target, text.tgt_lengths, indices, start=1)
         rows = np.arange(len(indices))
-        src[rows, self._src_lengths[indices] - 1] = self._eos_id
-        tgt_out[rows, self._tgt_lengths[indices] - 1] = self._eos_id
+        src[rows, text.src_lengths[indices] - 1] = self._src_eos_id
+        tgt_out[rows, text.tgt_lengths[indices] - 1] = self._eos_id
         tgt_in[:, 0] = self._bos_id
         return Batch(
             src=torch.from_numpy(src),
             tgt_in=torch.from_numpy(tgt_in),
             tgt_out=torch.from_numpy(tgt_out),
-            line_numbers=tuple(self._corpus.line_numbers[indices].tolist()),
-            num_target_tokens=int(self._tgt_lengths[indices].sum()),
+            line_numbers=tuple(corpus.line_numbers[indices].tolist()),
+            num_target_tokens=int(text.tgt_lengths[indices].sum()),
         )
 
     @property
     def num_target_tokens(self) -> int:
-        """Number of target tokens of one epoch, `<eos>` included."""
-        return int(self._tgt_lengths.sum())
+        """Number of target tokens of one epoch, `<eos>` included; with weights, the expected number."""
+        return self._usual.corpus.tokens_of_pass
 
     def padding_waste(self, epoch: int) -> float:
         """Return the share of padding in `src` and `tgt_out` over an epoch, in [0, 1)."""
-        num_slots = sum(
-            len(batch)
-            * int(self._src_lengths[batch].max() + self._tgt_lengths[batch].max())
-            for batch in self.plan(epoch)
-        )
-        return 1.0 - int(self._src_lengths.sum() + self._tgt_lengths.sum()) / num_slots
+        num_slots = 0
+        num_tokens = 0
+        for indices in self.plan(epoch):
+            text, batch = self._of_indices(indices)
+            src = text.src_lengths[batch]
+            tgt = text.tgt_lengths[batch]
+            num_slots += len(batch) * int(src.max() + tgt.max())
+            num_tokens += int(src.sum() + tgt.sum())
+        return 1.0 - num_tokens / num_slots
 
     def _cut(
-        self, order: Int64[np.ndarray, "num_pairs"]
+        self, text: _Measured, order: Int64[np.ndarray, "num_drawn"]
     ) -> list[Int64[np.ndarray, "batch"]]:
         """Cut the sorted pairs into batches, greedily with the least cost per real token."""
         # cost = (padded source + padded target + price of a batch) / real tokens, for every size of the batch
-        src_lengths = self._src_lengths[order]
-        tgt_lengths = self._tgt_lengths[order]
+        src_lengths = text.src_lengths[order]
+        tgt_lengths = text.tgt_lengths[order]
         price = self._max_tokens * _PRICE_OF_A_BATCH
         bounds = [0]
         while bounds[-1] < len(order):
@@ -166,6 +214,23 @@ class TokenBatches:
             np.arange(width - 1) < num_ids[:, None]
         ] = sequences.ids[flat]
         return padded
+
+
+def _drawn(
+    shuffled: Int64[np.ndarray, "num_pairs"],
+    weights: Float64[np.ndarray, "num_pairs"],
+    generator: np.random.Generator,
+) -> Int64[np.ndarray, "num_drawn"]:
+    """Return the pairs that an epoch reads: each as often as its weight, a fraction by chance.
+
+    Of all pairs of one weight, the number is the weight times their number, up to one.
+    """
+    # Systematic sampling: a pair is read once for each whole number that the running sum of weights passes.
+    order = shuffled[np.argsort(weights[shuffled], kind="stable")]
+    passed = np.floor(np.cumsum(weights[order]) + generator.random())
+    times = np.diff(passed, prepend=0.0).astype(np.int64)
+    times[-1] = max(times[-1], not times.any())  # an epoch is not empty
+    return generator.permutation(np.repeat(order, times))
 
 
 # The first key is the longer of the two lengths, since it uses the budget. The second key is the difference

@@ -23,11 +23,13 @@ from triptych.running.text import (
     ByteLevelTokenizer,
     PretrainedRecord,
     PretrainedTokenizer,
+    SentencePieceTokenizer,
     SentenceTokenizer,
     TokenizerPair,
     assemble,
 )
 from triptych.training.corpora.encoded import add_texts
+from triptych.untrusted import LONGEST_TOKENIZER, read_limited
 
 _PAD = "<pad>"
 _EOS = "<eos>"
@@ -50,20 +52,44 @@ class TokenizerSpec(BaseModel):
     """Specification of the tokenizers.
 
     Attributes:
-        kind: "bpe", byte-pair encoding; "unigram", the unigram language model; for language models also
-            "characters" of the training text, and the 256 "bytes".
+        kind: "bpe", byte-pair encoding; "unigram", the unigram language model; for translators also
+            "sentencepiece", a model that exists; for language models also "characters" of the training text,
+            and the 256 "bytes".
         vocab_size: most tokens per vocabulary, bytes and specials included; a small text yields fewer, and of
-            characters the most frequent are kept.
+            characters the most frequent are kept. Of a model that exists, its number of tokens.
         joint: one vocabulary for both sides, or one for each.
         min_frequency: how often a pair of pieces must occur to be merged (BPE only; 2 by default).
+        model: file of a SentencePiece model, for kind = "sentencepiece"; of the source if `joint` is false.
+        target_model: file of the SentencePiece model of the target, if `joint` is false.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kind: Literal["bpe", "unigram", "characters", "bytes"] = "bpe"
+    kind: Literal["bpe", "unigram", "sentencepiece", "characters", "bytes"] = "bpe"
     vocab_size: int = Field(default=8000, ge=1, le=10**9)
     joint: bool = True
     min_frequency: int | None = Field(default=None, ge=1, le=10**9)
+    model: str | None = Field(default=None, min_length=1)
+    target_model: str | None = Field(default=None, min_length=1)
+
+    @model_validator(mode="after")
+    def _models_are_given(self) -> "TokenizerSpec":
+        exists = self.kind == "sentencepiece"
+        for name, is_needed in (
+            ("model", exists),
+            ("target_model", exists and not self.joint),
+        ):
+            is_given = getattr(self, name) is not None
+            if is_needed and not is_given:
+                raise ValueError(
+                    f'{name} is missing: kind = "sentencepiece" needs model, and without joint target_model'
+                )
+            if is_given and not is_needed:
+                raise ValueError(
+                    f'{name} goes with kind = "sentencepiece"'
+                    f"{' and joint = false' if name == 'target_model' else ''}: leave it out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_that_the_options_agree(self) -> "TokenizerSpec":
@@ -92,8 +118,30 @@ def train_tokenizers(
     return TokenizerPair(train(source_texts), train(target_texts))
 
 
+def read_sentencepiece(spec: TokenizerSpec, base: Path) -> TokenizerPair:
+    """Read the SentencePiece models of a specification; paths are relative to `base`."""
+
+    def read(path: str) -> SentencePieceTokenizer:
+        try:
+            content = read_limited(base / path, LONGEST_TOKENIZER)
+        except OSError as error:
+            raise DataError(
+                f"tokenizer: {path} cannot be read: {error.strerror}"
+            ) from None
+        return SentencePieceTokenizer.from_model(content, path)
+
+    assert spec.model is not None, 'it goes with kind = "sentencepiece"'
+    source = read(spec.model)
+    target = source if spec.target_model is None else read(spec.target_model)
+    return TokenizerPair(source, target)
+
+
 def train_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> PretrainedTokenizer:
     """Train the tokenizer of a language model; the same texts give the same tokenizer."""
+    if spec.kind == "sentencepiece":
+        raise UsageError(
+            'tokenizer.kind = "sentencepiece" goes with translators; set "bpe" or "unigram"'
+        )
     # All kinds except "characters" encode every text. A character outside the vocabulary becomes `<unk>`;
     # `decode` skips it. `<eos>` ends a document, and begins a text (`bos_id`).
     special = _SPECIAL
