@@ -9,6 +9,7 @@ from triptych.running.opening.generation_config import Asked as Asked
 from triptych.running.opening.generation_config import (
     GenerationConfig as GenerationConfig,
 )
+from triptych.running.opening.labels import listed as listed
 from triptych.running.opening.layer_calls import AttentionKind as AttentionKind
 from triptych.running.opening.layer_calls import LayerCall as LayerCall
 from triptych.running.opening.layer_calls import Recording as Recording
