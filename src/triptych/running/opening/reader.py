@@ -785,13 +785,13 @@ class Reader(TextReader):
                     + ("" if self.unsearched is None else f"; {self.unsearched}")
                 )
             sizes = (model.src_vocab_size, model.tgt_vocab_size)
-            sources, produced = (
+            encoded, of_targets = (
                 encode_inputs(self.tokenizer, own, special_tokens, vocab_size=size)
                 for own, size in zip((texts, targets), sizes, strict=True)
             )
             return [
                 TextIds(tuple(own.ids), tuple(read.ids), second=own.second)
-                for read, own in zip(sources, produced, strict=True)
+                for read, own in zip(encoded, of_targets, strict=True)
             ]
         pair = self.tokenizers
         for number, text in enumerate(texts, start=1):
