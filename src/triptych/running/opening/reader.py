@@ -53,6 +53,7 @@ from triptych.running.opening.text_reader import (
     RANDOM_TOKENS,
     RANDOM_WINDOWS,
     WINDOW_TOKENS,
+    Output,
     Seen,
     TextKind,
     TextReader,
@@ -634,6 +635,23 @@ class Reader(TextReader):
                         )
                     }
                 )
+
+    @property
+    def output(self) -> Output:
+        task = self.last_stack.task
+        head = self.last_stack.head
+        if task is not None:
+            config = task.config
+            # Start and end of an answer are distributed over the tokens, not over the two labels.
+            is_span = config.pooling == "each" and config.labels == ("start", "end")
+            is_distribution = len(config.labels) > 1 and not config.several
+            return "classes" if is_distribution and not is_span else "numbers"
+        if head is None:
+            return "hidden states"
+        outputs = head.config.outputs
+        if outputs in (None, self.last_stack.vocab_size):
+            return "tokens"
+        return "numbers" if outputs == 1 else "classes"
 
     @torch.inference_mode()
     def outputs(self, window: Window) -> Tensor:
