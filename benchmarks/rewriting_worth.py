@@ -4,7 +4,7 @@
 
 Every row is one call of `Model.rewrite` on the model as it lies there. Both models read the same beginning of
 the text; a rewrite that uses a text uses the beginning of the other one. A model without a head that predicts
-tokens is compared by the cosine of its mean-pooled vectors, line by line.
+tokens is compared by its hidden states, and by the cosine of its mean-pooled vectors, line by line.
 """
 
 import argparse
@@ -54,7 +54,8 @@ def main() -> None:
             for path in (arguments.text, arguments.calibration)
         )
         predicts = model.reader.predicts
-        ends = ("loss", "divergence", "outcome") if predicts else ("cosine: mean", "least")
+        ends = ("loss", "divergence") if predicts else ("change", "cosine: mean", "least")
+        ends = (*ends, "outcome")
         print(row((*_HEADER, *ends)), row(["---"] * (len(_HEADER) + len(ends))), sep="\n", flush=True)
         for step in arguments.steps or STEPS:
             print(row((f"`{step}`", *measured(model, step, text, calibration))), flush=True)
@@ -68,8 +69,7 @@ def measured(model: Model, step: str, text: Path, calibration: Path) -> Sequence
         rewritten = model.rewrite(
             step,
             calibration=calibration if needs_text else None,
-            text=text if predicts else None,
-            compare=predicts,
+            text=text,
         )
     except TriptychError as refused:
         return f"refused: {refused}", "", "", "", "", ""
@@ -77,7 +77,10 @@ def measured(model: Model, step: str, text: Path, calibration: Path) -> Sequence
     assert certificate is not None
     cells = [certificate.tier, *costs(certificate)]
     if not predicts:
-        return [*cells, *cosines(model, rewritten, text)]
+        found = certificate.end_to_end
+        assert found is not None
+        cells.append(f"{found.relative:.2g}")
+        return [*cells, *cosines(model, rewritten, text), outcome(found)]
     found = certificate.end_to_end
     if found is None or found.loss_before_nats is None or found.loss_after_nats is None:
         return [*cells, certificate.not_compared]

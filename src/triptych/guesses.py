@@ -115,6 +115,8 @@ OF_VERBS: Mapping[str, str] = {
     "src_lang": "languages=(source, target) of load",
     "device_map": "device of load",
     "torch_dtype": "dtype of load",
+    "text_pair": "a tuple of both as the text: (first, second)",
+    "pair": "a tuple of both as the text: (first, second)",
     "batch_size": "nothing: a list of texts is put into batches",
 }
 

@@ -63,10 +63,11 @@ if TYPE_CHECKING:
         Translation,
         Translator,
     )
+    from triptych.running.measuring import Classification
     from triptych.running.opened_source import Opened
     from triptych.running.opening import Reader
     from triptych.running.run import Run
-    from triptych.running.text import Coverage, Text, Tokenizer
+    from triptych.running.text import Coverage, GivenText, Text, Tokenizer
     from triptych.seeing.adapter_effects import AdapterEffects
     from triptych.seeing.attending import Attention, AttentionBatch, OverText
     from triptych.seeing.composition import Composition
@@ -759,12 +760,23 @@ class Model:
         progress: Progress = ...,
     ) -> Evaluation: ...
 
+    @overload
+    def evaluate(
+        self,
+        text: GivenText | Path | Sequence[GivenText] | None = ...,
+        *,
+        labels: str | int | Path | Sequence[str | int],
+        special_tokens: SpecialTokens = ...,
+        progress: Progress = ...,
+    ) -> Classification: ...
+
     @check_choices
     def evaluate(
         self,
-        text: str | Path | Sequence[str],
+        text: GivenText | Path | Sequence[GivenText] | None = None,
         references: str | Path | Sequence[str] | None = None,
         *,
+        labels: str | int | Path | Sequence[str | int] | None = None,
         context: int | None = None,
         stride: int | None = None,
         beam_size: int | None = None,
@@ -774,13 +786,17 @@ class Model:
         workers: int = 1,
         special_tokens: SpecialTokens = "tokens",
         progress: Progress = untold,
-    ) -> Likelihood | Evaluation:
-        """The quality of the model's predictions of a text, or of its translations if references are given.
+    ) -> Likelihood | Evaluation | Classification:
+        """The quality of the model's predictions of a text, of its translations, or of the classes of texts.
 
         Args:
             text: a text, its file, or several documents, scored separately. For a translation, the
-                sentences, or their file with a sentence on each line.
+                sentences, or their file with a sentence on each line. Texts and pairs of texts go with
+                `labels`.
             references: the right translations, or their file.
+            labels: right labels of the texts, by name or number, for a model with the head of a sequence
+                classification; or, without a text, the file of labelled lines: label, tab, text. A line with
+                a pair has another tab and the second text.
             context: tokens of a window. Default: a run's context, or the model's positions; at most 1024.
             stride: tokens between the starts of windows. Default: the context, so that windows do
                 not overlap.
@@ -795,10 +811,12 @@ class Model:
             progress: called with the activity, the number of documents or sentences, and their total.
 
         Returns:
-            The loss in nats per token with its interval, or BLEU and chrF with theirs.
+            The loss in nats per token with its interval, or BLEU and chrF with theirs; the accuracy for
+            labelled texts.
 
         Raises:
-            UsageError: the model does not predict or translate, or incompatible options.
+            UsageError: the model does not predict, translate or classify, an unknown label, or incompatible
+                options.
             DataError: the text is empty.
         """
         from triptych.converting.engine_verbs import evaluate
@@ -814,6 +832,7 @@ class Model:
             stop=stop,
             bleu_tokenize=bleu_tokenize,
             workers=workers,
+            labels=labels,
             special_tokens=special_tokens,
             progress=progress,
         )
@@ -851,7 +870,7 @@ class Model:
     @overload
     def attend(  # type: ignore[overload-overlap]
         self,
-        text: Text | Tensor,
+        text: GivenText | Tensor,
         target: Text | None = ...,
         *,
         max_new_tokens: int = ...,
@@ -862,7 +881,7 @@ class Model:
     @overload
     def attend(
         self,
-        text: Sequence[Text],
+        text: Sequence[GivenText],
         target: Sequence[Text] | None = ...,
         *,
         max_new_tokens: int = ...,
@@ -873,7 +892,7 @@ class Model:
     @check_choices
     def attend(
         self,
-        text: Text | Sequence[Text] | Tensor,
+        text: GivenText | Sequence[GivenText] | Tensor,
         target: Text | Sequence[Text] | None = None,
         *,
         max_new_tokens: int = 0,
@@ -883,7 +902,8 @@ class Model:
         """The attention weights of every head on a text: `model.attend(text)[3, 2]` is `[queries, keys]`.
 
         Args:
-            text: one text, or several, read in padded batches: strings, or token ids.
+            text: one text, or several, read in padded batches: strings, token ids, or pairs of strings
+                read as one text, as tuples `(first, second)`.
             target: inputs of an encoder-decoder's decoder, for each text; the model's translation if
                 None.
             max_new_tokens: continue the text greedily by this many tokens first.
@@ -905,8 +925,8 @@ class Model:
     @check_choices
     def attend_over(
         self,
-        text: str | Path | Sequence[str],
-        targets: str | Path | Sequence[str] | None = None,
+        text: GivenText | Path | Sequence[GivenText],
+        targets: str | int | Path | Sequence[str | int] | None = None,
         *,
         documents: Documents = "file",
         worth: Instead | None = None,
@@ -920,11 +940,13 @@ class Model:
 
         Args:
             text: a text, its file, or several documents.
-            targets: translations of a translator, line by line. Default: the model's translations.
+            targets: translations of a translator, line by line. Default: the model's translations. A
+                classifier's texts have right labels here, by name or number, with `worth`.
             documents: the documents in a plain text file: the whole file, each line, or the lines
                 between blank lines. Intervals are over documents.
             worth: measure the loss without each head: its output becomes zero, its mean over the text, or
-                what it would be if it looked evenly.
+                what it would be if it looked evenly. For a model with the head of a sequence classification,
+                the loss is that of the right classes, and the text a file of labelled lines as in `evaluate`.
             explain: measure how well W_QK, truncated to several ranks, explains the attention of heads, and
                 whether heads write the tokens they attend to.
             context: tokens of a window. Default: a run's context, or the model's positions; at most 256.
@@ -954,7 +976,7 @@ class Model:
     @overload
     def run(  # type: ignore[overload-overlap]
         self,
-        text: Text | Tensor,
+        text: GivenText | Tensor,
         *,
         target: Text | None = ...,
         grad: bool = ...,
@@ -965,7 +987,7 @@ class Model:
     @overload
     def run(
         self,
-        text: Sequence[Text],
+        text: Sequence[GivenText],
         *,
         target: Sequence[Text] | None = ...,
         grad: bool = ...,
@@ -976,7 +998,7 @@ class Model:
     @check_choices
     def run(
         self,
-        text: Text | Sequence[Text] | Tensor,
+        text: GivenText | Sequence[GivenText] | Tensor,
         *,
         target: Text | Sequence[Text] | None = None,
         grad: bool = False,
@@ -986,7 +1008,8 @@ class Model:
         """Run the model on a text: logits, loss, and every activation.
 
         Args:
-            text: one text, or several, run as one padded batch: strings, or token ids.
+            text: one text, or several, run as one padded batch: strings, token ids, or pairs of strings
+                read as one text, as tuples `(first, second)`.
             target: of an encoder-decoder, what its decoder produces; its own translation if None.
             grad: True for gradients of the activations and parameters (`Run.gradient`).
             max_tokens: longest text in tokens. Default: the model's positions, or 8192 where they set no
@@ -1019,7 +1042,11 @@ class Model:
 
     @check_choices
     def ablate(
-        self, heads: Heads, by: By = "zero", *, text: str | Sequence[str] | None = None
+        self,
+        heads: Heads,
+        by: By = "zero",
+        *,
+        text: GivenText | Sequence[GivenText] | None = None,
     ) -> Model:
         """The model with some heads off: their input to W_O is replaced.
 
@@ -1153,9 +1180,9 @@ class Model:
     @check_choices
     def sweep(
         self,
-        clean: str | Sequence[str],
-        corrupted: str | Sequence[str],
-        metric: Callable[[Run], float | Tensor],
+        clean: GivenText | Sequence[GivenText],
+        corrupted: GivenText | Sequence[GivenText],
+        metric: Callable[[Run], float | Tensor] | tuple[str | int, str | int],
         what: Activation = "z",
         *,
         progress: Progress = untold,
@@ -1165,7 +1192,8 @@ class Model:
         Args:
             clean: a text, or several.
             corrupted: corrupted versions of the clean texts, with equal numbers of tokens.
-            metric: function from a run to a number.
+            metric: function from a run to a number; or two labels of a classifier, or two next tokens of a
+                language model (an encoder's at its only mask), for the difference of their logits.
             what: the patched activation.
             progress: called for each layer with its first head, the number of finished heads, and all
                 heads.

@@ -73,7 +73,8 @@ FAST = [
     Scenario("plan paper-base --device-memory 8GB", "--devices 2"),
     Scenario(
         "attend gpt2 'two <end> young men'",
-        "--file lines.txt --ids 1,2 --literal --target a --max-new-tokens 2 --max-tokens 4 --heads 0.1 "
+        "--file lines.txt --ids 1,2 --literal --target a --pair b --max-new-tokens 2 --max-tokens 4 "
+        "--heads 0.1 "
         "--top 1 --writes 2 --steps 0.1:3 --over lines.txt --documents line --over-targets lines.txt "
         "--worth zero --explain --context 5 --tokens 6 --npz out.npz --csv out.csv --html out.html "
         "--svg out.svg --device nowhere "
@@ -126,7 +127,8 @@ SLOW = [
     Scenario("translate marian two --attention-html kept.html", "--force"),
     Scenario(
         "evaluate gpt2 --text lines.txt --json",
-        "--source lines.txt --reference lines.txt --beam 2 --alpha 0.1 --stop full --workers 2 --out out.txt "
+        "--labels lines.txt --source lines.txt --reference lines.txt --beam 2 --alpha 0.1 --stop full "
+        "--workers 2 --out out.txt "
         "--bleu-tokenize char "
         "--documents line --context 8 --stride 3 --device nowhere "
         "--adapter nowhere --dtype bfloat16 --engine nowhere "

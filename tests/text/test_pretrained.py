@@ -15,7 +15,13 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, trainers
 
 from checkpoints.tiny_spm import BYTE_PIECES, PIECES, RULES, Piece, spm
 from triptych.errors import DataError, UsageError
-from triptych.running.text import PretrainedTokenizer, StreamDecoder, load_tokenizer, read_tokenizer
+from triptych.running.text import (
+    PretrainedTokenizer,
+    StreamDecoder,
+    TextPair,
+    load_tokenizer,
+    read_tokenizer,
+)
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"
 END = "<|endoftext|>"
@@ -199,11 +205,24 @@ def assert_as_transformers(folder: Path) -> None:
             assert ours.decode([around], skip_special=skip)[0] == theirs.decode(
                 around, skip_special_tokens=skip
             ), text
+    if "CodeLlama" not in type(theirs).__name__:  # it reads a pair as what surrounds a gap
+        assert_pairs_as_transformers(ours, theirs)
     for name in ("bos", "eos", "pad", "unk", "mask"):
         assert getattr(ours, f"{name}_id") == getattr(theirs, f"{name}_token_id"), name
     added = theirs.added_tokens_decoder.items()
     assert ours.special_ids == {token for token, content in added if content.special}
     assert len(set(ours.vocabulary)) == ours.vocab_size == max(theirs.get_vocab().values()) + 1
+
+
+def assert_pairs_as_transformers(ours: PretrainedTokenizer, theirs: Any) -> None:
+    pairs = [TextPair(*pair) for pair in zip(TEXTS, reversed(TEXTS), strict=True)]
+    found = ours.encode_pairs(pairs, parse_special=True)
+    for pair, own in zip(pairs, found, strict=True):
+        expected = theirs(pair.first, pair.second, truncation=False)
+        assert own.ids == expected["input_ids"], pair
+        assert own.types == expected.get("token_type_ids"), pair
+        parts = expected.sequence_ids(0)
+        assert own.second == (parts.index(1) if 1 in parts else None), pair
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -24,7 +24,7 @@ from triptych.cli.terminal import (
 from triptych.errors import UsageError
 from triptych.files import write_text
 from triptych.model import Model, load
-from triptych.running.text import Text, read_lines
+from triptych.running.text import GivenText, read_lines
 from triptych.seeing.attending import (
     Attention,
     AttentionBatch,
@@ -54,6 +54,7 @@ def attend(
     model: str,
     text: str | None = None,
     *,
+    pair: str | None = None,
     file: Path | None = None,
     ids: str | None = None,
     literal: bool = False,
@@ -112,6 +113,7 @@ def attend(
 
     Options:
         text: The text to read; - reads all of standard input.
+        pair: A second text, read with the first as the model's tokenizer joins two.
         file: Texts, one per line, read in padded batches.
         target: What the decoder of a translator reads. Default: its translation.
         as_json: Print one JSON object per text, with all weights.
@@ -148,16 +150,21 @@ def attend(
         )
     if is_of_heads:
         why = "goes with a text: --over without one takes --csv, --html and --json"
-        refuse_options({**of_text, **reading, "target": target, "ids": ids}, why)
+        refuse_options(
+            {**of_text, **reading, "target": target, "pair": pair, "ids": ids}, why
+        )
     elif over is not None and html is None:
         raise UsageError(
             "a text and --over go together with --html: leave out the text, or write a page"
         )
     if file is not None:
-        refuse_options({"target": target}, "goes with one text, not with --file")
+        refuse_options(
+            {"target": target, "pair": pair}, "goes with one text, not with --file"
+        )
     given_ids = token_ids(ids)
     refuse_options(
-        {"literal": literal and ids is not None}, "goes with a text, not with --ids"
+        {"literal": literal and ids is not None, "pair": ids and pair},
+        "goes with a text, not with --ids",
     )
     if not as_json and npz is None and csv is None and html is None:
         refuse_options({"top": top}, "goes with --json, --npz, --csv or --html")
@@ -182,9 +189,11 @@ def attend(
         raise UsageError(
             "give either a text (- for standard input), --file with texts, or --ids"
         )
-    texts: list[Text] = [given_ids] if given_ids is not None else []
+    texts: list[GivenText] = [given_ids] if given_ids is not None else []
     if file is not None:
         texts += read_lines(file)
+    elif text is not None and pair is not None:
+        texts.append((read_text(text, "text"), read_text(pair, "pair")))
     elif text is not None:
         texts.append(read_text(text, "text"))
     targets = None if target is None else [target]
@@ -287,6 +296,8 @@ def _print_weights(
             else written_table(parts, one.writer)
         )
         console.print(render_table(table))
+        if table.caption:
+            console.print(table.caption)
         if is_cut:
             console.print(
                 f"The {most_heads} of {num_heads} heads that tell most; --all shows every head."

@@ -21,6 +21,7 @@ from triptych.files import write_text
 from triptych.literals import Documents
 from triptych.model import Model, load
 from triptych.running.decoding import Evaluation, Likelihood
+from triptych.running.measuring import Classification
 from triptych.running.text import (
     LanguageCorpusSpec,
     read_documents,
@@ -43,6 +44,7 @@ def evaluate(
     out: Path | None = None,
     text: Path | None = None,
     documents: Documents = "file",
+    labels: Path | None = None,
     literal: bool = False,
     scoring: Annotated[Options, "Language models", Model.evaluate, "context stride"],
     opening: Annotated[
@@ -55,11 +57,12 @@ def evaluate(
     force: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Score a translator on a test text, or a language model.
+    """Score a translator, a language model or a classifier.
 
     Translators (--source and --reference): sacreBLEU's BLEU and chrF, with their signatures and 95 %
     bootstrap intervals. Language models (--text): nats per token with a 95 % bootstrap interval, perplexity,
-    and bits per byte. Several models give a table, or with --json a list.
+    and bits per byte. Models with the head of a sequence classification (--labels): accuracy with a 95 %
+    bootstrap interval, and macro F1. Several models give a table, or with --json a list.
 
     Translators:
         source: Text to translate, one sentence per line.
@@ -75,6 +78,10 @@ def evaluate(
         documents: What a document is in a plain text file: the whole file, each line, or the lines between
             blank lines. Each document is scored by itself.
 
+    Classifiers:
+        labels: Labelled lines, or - for standard input: a label by name or number, a tab and a text. A line
+            with a pair of texts has another tab and the second text.
+
     Examples:
         triptych evaluate runs/mine --source test.de --reference test.en
         triptych evaluate gpt2 gpt2-half --text test.txt
@@ -88,7 +95,16 @@ def evaluate(
         "out": out,
     }
     texts = {**scoring, "documents": documents != "file"}
-    if text is not None:
+    if labels is not None:
+        refuse_options(
+            {"text": text, **texts, **translators},
+            "does not go with --labels, labelled texts of a classifier",
+        )
+        if opening["precision"] != "fp32":
+            raise UsageError(
+                "--precision is for translators: --labels scores a model as it is"
+            )
+    elif text is not None:
         refuse_options(
             translators, "is for translators, and --text for language models: give one"
         )
@@ -106,10 +122,21 @@ def evaluate(
         opening = translating_engine(opening, {"without": without})
         read += [path for path in (source, reference) if path is not None]
     with launched(opening["device"]) as world:
-        given = world.on_all(lambda: _read_texts(text, documents, source, reference))
-        doing, asked = (
-            ("scoring", scoring) if text is not None else ("translating", translating)
+        given = world.on_all(
+            lambda: (
+                ()
+                if labels is not None
+                else _read_texts(text, documents, source, reference)
+            )
         )
+        doing, asked = (
+            ("translating", translating)
+            if text is None and labels is None
+            else ("scoring", scoring)
+        )
+        if labels is not None:
+            file = Path("/dev/stdin") if labels == Path("-") else labels
+            asked = {"labels": file}
         world.on_first(
             lambda: require_free([Output(out, is_remembered)], read, force=force)
         )
@@ -143,13 +170,21 @@ def _print_or_write(
         ]
         print_json(records[0] if len(records) == 1 else records)
     elif len(found) > 1:
-        table = (_scores if translates else _likelihoods)(models, found)
+        table = (
+            _scores(models, found)
+            if translates
+            else _accuracies(models, found)
+            if isinstance(found[0], Classification)
+            else _likelihoods(models, found)
+        )
         console = Terminal()
         print_whole(table, console)
         if table.caption:
             console.print(table.caption, soft_wrap=True)
     elif translates:
         _print_scores(found[0])
+    elif isinstance(found[0], Classification):
+        _print_classification(found[0])
     else:
         _print_likelihood(found[0])
 
@@ -181,6 +216,29 @@ def _likelihoods(models: Sequence[str], found: Sequence[Likelihood]) -> Table:
     return Table("Likelihoods", columns, rows, caption=caption, numeric=(1, 2, 3, 4, 5))
 
 
+def _accuracies(models: Sequence[str], found: Sequence[Classification]) -> Table:
+    rows = tuple(
+        (
+            model,
+            f"{one.accuracy:.4f}",
+            "{:.4f} to {:.4f}".format(*one.interval),
+            f"{one.macro_f1:.4f}",
+            f"{one.nats_per_text:.4f}",
+            f"{one.texts:,}",
+        )
+        for model, one in zip(models, found, strict=True)
+    )
+    columns = (
+        "model",
+        "accuracy",
+        "95 % interval",
+        "macro F1",
+        "nats per text",
+        "texts",
+    )
+    return Table("Accuracies", columns, rows, numeric=(1, 2, 3, 4, 5))
+
+
 def _scores(runs: Sequence[str], found: Sequence[Evaluation]) -> Table:
     rows = tuple(
         (
@@ -209,7 +267,8 @@ def _read_texts(
         return ([*whole_documents(read_documents(spec))],)
     if source is None or reference is None:
         raise UsageError(
-            "give --text for a language model, or --source and --reference for a translator"
+            "give --text for a language model, --source and --reference for a translator, or --labels for a "
+            "classifier"
         )
     sources = read_lines(source)
     references = read_lines(reference)
@@ -235,6 +294,21 @@ def _print_scores(found: Evaluation) -> None:
     if found.num_at_limit:
         cut = f"{found.num_at_limit:,} translations were cut off at the limit of their length"
         print(cut, file=sys.stderr)
+
+
+def _print_classification(found: Classification) -> None:
+    # The share of the most frequent class tells how much an accuracy is worth.
+    low, high = found.interval
+    print(
+        f"accuracy {found.accuracy:.4f} ({low:.4f} to {high:.4f}), macro F1 {found.macro_f1:.4f}, "
+        f"{found.nats_per_text:.4f} nats per text"
+    )
+    plural = "s" * (found.texts != 1)
+    print(
+        f"{found.texts:,} text{plural}, {len(found.labels)} classes; interval over texts; the most frequent "
+        f"class alone would be right for {found.majority:.2%}",
+        file=sys.stderr,
+    )
 
 
 def _print_likelihood(found: Likelihood) -> None:

@@ -30,13 +30,17 @@ from triptych.running.decoding import (
     evaluate_translations,
 )
 from triptych.running.measuring import (
+    Classification,
     given_lines,
     given_texts,
+    labelled_texts,
+    measure_classification,
 )
 from triptych.running.opened_source import Opened
 from triptych.running.opening import Asked as Asked
-from triptych.running.opening import GenerationConfig
+from triptych.running.opening import GenerationConfig, listed
 from triptych.running.text import (
+    GivenText,
     as_lines,
     as_texts,
     refuse_file_name,
@@ -136,8 +140,9 @@ def generate(
 
 def evaluate(
     opened: Opened,
-    text: str | Path | Sequence[str],
+    text: GivenText | Path | Sequence[GivenText] | None,
     references: str | Path | Sequence[str] | None,
+    labels: str | int | Path | Sequence[str | int] | None,
     *,
     context: int | None,
     stride: int | None,
@@ -148,8 +153,33 @@ def evaluate(
     workers: int,
     special_tokens: SpecialTokens,
     progress: Progress,
-) -> Likelihood | Evaluation:
-    """Score the prediction of a text, or its translation if there are references."""
+) -> Likelihood | Evaluation | Classification:
+    """Score the prediction of a text, its translation if there are references, or the classes of texts."""
+    # Options without a meaning for the kind of evaluation are refused.
+    searched: Mapping[str, Any] = {
+        "beam_size": beam_size,
+        "alpha": alpha,
+        "stop": stop,
+        "bleu_tokenize": bleu_tokenize,
+        "workers": None if workers == 1 else workers,
+    }
+    if labels is not None:
+        _refuse_given("a translation", references=references, **searched)
+        _refuse_given("a text to predict", context=context, stride=stride)
+        if opened.options.engine not in (None, "triptych", "auto"):
+            raise UsageError(
+                f"engine {opened.options.engine} runs no heads of classes: leave it out"
+            )
+        labelled = labelled_texts(opened.reader, text, labels)
+        return measure_classification(
+            opened.reader, labelled, special_tokens, partial(progress, "scoring")
+        )
+    if text is None:
+        raise UsageError("give a text, or labels with their texts")
+    if not opened.to_run.why_no_classes:
+        raise UsageError(
+            f"{opened.name} gives a text one class of {listed(opened.to_run.labels or ())}: give labels"
+        )
     if references is not None:
         _refuse_given(
             "a text to predict, without references", context=context, stride=stride
@@ -166,13 +196,7 @@ def evaluate(
         right = given_lines(references)
         tell = partial(progress, "translating")
         return evaluate_translations(translator, sources, right, tell, bleu_tokenize)
-    searched: Mapping[str, Any] = {
-        "beam_size": beam_size,
-        "alpha": alpha,
-        "stop": stop,
-        "bleu_tokenize": bleu_tokenize,
-    }
-    _refuse_given("references", **searched, workers=None if workers == 1 else workers)
+    _refuse_given("references", **searched)
     documents = given_texts(opened.reader, text)
     scoring = partial(progress, "scoring")
     return evaluate_text(

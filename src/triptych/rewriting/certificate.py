@@ -23,7 +23,12 @@ from triptych.errors import DataError, UsageError, near_path
 from triptych.printable import printable, table_html
 from triptych.rewriting.driver import StepOutcome
 from triptych.rewriting.outcome import EndToEnd as EndToEnd
-from triptych.rewriting.outcome import FrozenRecord, outcome, outcome_in_words
+from triptych.rewriting.outcome import (
+    FrozenRecord,
+    moved_in_words,
+    outcome,
+    outcome_in_words,
+)
 from triptych.untrusted import read_json
 
 MODEL_CARD = "README.md"
@@ -333,7 +338,8 @@ class Certificate(FrozenRecord):
             rows.append(
                 (
                     "whole models",
-                    f"logits within {found.worst_logit:.3g} on {found.tokens:,} tokens",
+                    f"{'hidden states' if found.output == 'hidden states' else 'logits'} within "
+                    f"{found.worst_logit:.3g} on {found.tokens:,} tokens",
                 )
             )
         return f"Certificate {self.source}: {self.family}, {self.tier}", rows
@@ -625,9 +631,11 @@ def _whole_model(certificate: Certificate) -> str:
     found = certificate.end_to_end
     if found is None:
         return f"Whole models were not compared: {certificate.not_compared}."
+    rows = "tokens" if found.output != "classes" else "predictions"
+    entries = "entries" if found.output == "hidden states" else "logits"
     said = (
-        f"Whole models on {found.text} ({found.tokens:,} tokens, by {found.by}): logits differ by at most "
-        f"{found.worst_logit:.3g}, the next token's distribution by {found.divergence_nats:.3g} nats a token"
+        f"Whole models on {found.text} ({found.tokens:,} {rows}, by {found.by}): {entries} differ by at most "
+        f"{found.worst_logit:.3g}, {moved_in_words(found)}"
     )
     if found.loss_before_nats is not None and found.loss_after_nats is not None:
         said += f"; loss {found.loss_before_nats:.4f} → {found.loss_after_nats:.4f} nats a token"

@@ -1,5 +1,6 @@
 """Comparison of two models on text."""
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from triptych.errors import UsageError
-from triptych.running.opening import TextReader, Window
+from triptych.running.opening import Output, TextReader, Window
 
 _FARTHEST = 4
 
@@ -15,11 +16,13 @@ _FARTHEST = 4
 class Deviations(NamedTuple):
     """Comparison of two models on the same windows."""
 
-    tokens: int  # number of predicted tokens
-    worst_logit: float  # largest difference of a logit
-    divergence_nats: (
-        float  # mean KL divergence of the second model's next token from the first's
+    tokens: int  # number of compared rows: of tokens, or of texts for classes of whole texts
+    worst_logit: (
+        float  # largest difference of a logit, or of an entry of a hidden state
     )
+    # mean KL divergence of the second model's predictions (tokens or classes) from the first's; without this
+    # meaning for other outputs
+    divergence_nats: float
     loss_before_nats: (
         float | None
     )  # loss of the first model per token; None without targets
@@ -27,6 +30,10 @@ class Deviations(NamedTuple):
     farthest: tuple[
         Window, ...
     ] = ()  # windows of largest logit differences, in descending order
+    output: Output = "tokens"
+    # norm of the difference of all outputs, divided by the norm of the first model's outputs
+    relative: float = 0.0
+    cosine: float = 1.0  # mean cosine of the rows of both models
 
 
 @torch.inference_mode()
@@ -39,6 +46,9 @@ def compare_outputs(
     divergence = 0.0
     predicted = 0
     losses = [0.0, 0.0]
+    moved = 0.0
+    size = 0.0
+    cosines = 0.0
     farthest = list[tuple[float, Window]]()
     for window in windows:
         one = original.outputs(window).double()
@@ -53,6 +63,9 @@ def compare_outputs(
         log_q = other.log_softmax(dim=-1)
         divergence += float((log_p.exp() * (log_p - log_q)).sum().clamp(min=0))
         tokens += len(one)
+        moved += float((one - other).square().sum())
+        size += float(one.square().sum())
+        cosines += float(torch.cosine_similarity(one, other, dim=-1).sum())
         if window.targets is not None:
             predicted += len(window.targets)
             for place, found in enumerate((log_p, log_q)):
@@ -67,6 +80,9 @@ def compare_outputs(
         before,
         after,
         tuple(window for _, window in farthest),
+        original.output,
+        math.sqrt(moved / size) if size else 0.0,
+        cosines / tokens,
     )
 
 

@@ -389,7 +389,11 @@ def check_models(
         stored = coarsest_changed(certificate.tensors, open_tensors(folder))
         if reason := why_not_rounding(found, one, other, source, stored):
             wrong.insert(0, reason)
-    said = f"{found.tokens:,} tokens, logits within {found.worst_logit:.3g}, {found.divergence_nats:.3g} nats"
+    said = f"{found.tokens:,} tokens, logits within {found.worst_logit:.3g}, "
+    if found.output in ("tokens", "classes"):
+        said += f"{found.divergence_nats:.3g} nats"
+    else:
+        said += f"{found.output} moved by {found.relative:.3g} of their size"
     if found.loss_before_nats is not None and found.loss_after_nats is not None:
         said += f", loss {found.loss_before_nats:.4f} → {found.loss_after_nats:.4f}"
     yield as_claim(_WHOLE_MODELS, wrong, said)
@@ -404,15 +408,19 @@ def _model_differences(
     relative, absolute = (
         (_SAME_LOGIT_IF_EXACT, _LOGIT_IF_EXACT) if exact else (_SAME_LOGIT, _LOGIT)
     )
+    # Certificates of earlier versions have a divergence for every output.
+    divergence = None if certified.divergence_nats is None else found.divergence_nats
+    moved = None if certified.relative is None else found.relative
     for name, wanted, got, share, most in (
         ("logits", certified.worst_logit, found.worst_logit, relative, absolute),
         (
             "divergence",
             certified.divergence_nats,
-            found.divergence_nats,
+            divergence,
             _SAME_DIVERGENCE,
             _DIVERGENCE_NATS,
         ),
+        ("relative change", certified.relative, moved, relative, absolute),
         (
             "loss before",
             certified.loss_before_nats,

@@ -99,15 +99,19 @@ def compare_models(
             f"{source.name}: every step is exact, yet {reason}; nothing is written. "
             f"Is the checkpoint what its family says, {source.written_as} ({source.known_by})?"
         )
+    is_distribution = found.output in ("tokens", "classes")
     return EndToEnd(
         by=original.model.by,
         text=RANDOM_TOKENS if text is None else printable(text.name),
         text_sha256=None if text is None else file_hash(text),
         tokens=found.tokens,
         worst_logit=found.worst_logit,
-        divergence_nats=found.divergence_nats,
+        divergence_nats=found.divergence_nats if is_distribution else None,
         loss_before_nats=found.loss_before_nats,
         loss_after_nats=found.loss_after_nats,
+        output=found.output,
+        relative=None if is_distribution else found.relative,
+        cosine=None if is_distribution else found.cosine,
     )
 
 

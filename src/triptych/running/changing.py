@@ -36,14 +36,14 @@ from triptych.running.changes import changed_copy as changed_copy
 from triptych.running.changes import is_patched as is_patched
 from triptych.running.opened_source import Opened
 from triptych.running.run import Run, run_texts
-from triptych.running.text.given import as_texts
+from triptych.running.text.given import GivenText, as_texts
 
 # Maps missing in KV-sharing layers.
 _OF_KEYS = ("W_K", "W_V")
 
 
 def ablate(
-    opened: Opened, heads: Heads, by: By, text: str | Sequence[str] | None
+    opened: Opened, heads: Heads, by: By, text: GivenText | Sequence[GivenText] | None
 ) -> Opened:
     """Replace the outputs of heads by zeros, by means over a text, or by outputs on another text."""
     if by == "zero" and text is not None:
@@ -56,9 +56,7 @@ def ablate(
     words = f"ablate({in_words(heads)}{'' if by == 'zero' else f', by={by}'})"
     if text is None:
         return opened.changed(ablation(words, chosen))
-    runs = run_texts(
-        opened, as_texts([text] if isinstance(text, str) else list(text)).texts
-    )
+    runs = run_texts(opened, as_texts(text).texts)
     # The texts run once for all heads; tokens of all texts follow one another.
     values = dict[int, dict[int, Tensor]]()
     for number, own in chosen.items():

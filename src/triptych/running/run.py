@@ -1,7 +1,7 @@
 """The run of a model on a text: logits, loss, and the activations of every layer and head."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -22,6 +22,7 @@ from triptych.literals import Activation, SpecialTokens, check_choices
 from triptych.printable import table_html
 from triptych.running.batching import EvaluationMode
 from triptych.running.opened_source import Opened
+from triptych.running.opening.labels import label_number, no_label
 from triptych.running.opening.layer_calls import (
     LayerCall,
     Recording,
@@ -31,7 +32,7 @@ from triptych.running.opening.layer_calls import (
 )
 from triptych.running.opening.reader import Reader
 from triptych.running.opening.rerunning import begins_anywhere, run_from
-from triptych.running.text.given import Text, as_texts, refuse_file_name
+from triptych.running.text.given import Text, as_texts, refuse_file_name, require_ids
 
 
 @final
@@ -106,6 +107,7 @@ class Run:
         tokens: tokens of the text in readable form, or target tokens of an encoder-decoder.
         ids: token ids of `tokens`.
         source_tokens: source tokens of an encoder-decoder in readable form; None for other models.
+        second: number of the first token of the second text of a pair; None for a single text.
         logits: logits of the next token at each position, or of `tokens` in an encoder-decoder,
             `[length, vocab]`. With the head of a task one for each of `labels`: `[labels]` for the text, or
             `[length, labels]` where each token has a class. Hidden states, without a head.
@@ -124,6 +126,7 @@ class Run:
     ) -> None:
         """Read the run from a row of a recording; `order` has the site name of each layer by number."""
         self.model = reader.name
+        self._reader = reader
         self._places = places
         self._order = order
         self._graph = graph
@@ -139,6 +142,7 @@ class Run:
         self.logits = reader.text_logits(
             recording.hidden[row, : len(text.ids)], text.ids
         )
+        self.second = text.second
         self.labels = reader.labels
         # A loss needs next-token logits; encoders do not have them.
         self._predicts = reader.predicts
@@ -399,6 +403,75 @@ def _tap_each_row(
     return torch.cat(
         [tap(name, value[row : row + 1], first) for row, tap in enumerate(taps)]
     )
+
+
+def logit_difference(
+    one: str | int, other: str | int
+) -> Callable[[Run], Float[Tensor, ""]]:
+    """Return a metric of a run: the difference of two logits, of classes or of tokens.
+
+    Classes are named by their labels or numbers, with the head of a sequence classification. The
+    compared tokens are next tokens after the text, or tokens at the only mask of an encoder.
+    """
+
+    def difference(run: Run) -> Float[Tensor, ""]:
+        logits, numbers = _compared_logits(run, (one, other))
+        return logits[numbers[0]] - logits[numbers[1]]
+
+    return difference
+
+
+def _compared_logits(
+    run: Run, names: Sequence[str | int]
+) -> tuple[Float[Tensor, " outputs"], list[int]]:
+    """Return the logits of a run for a difference, and the numbers of the compared classes or tokens."""
+    if run.labels is None:
+        return run.logits[_predicting(run)], [_token(run, name) for name in names]
+    if run.logits.ndim > 1:
+        raise UsageError(
+            f"{run.model} has a head for each token: a difference of two classes is of whole texts"
+        )
+    numbers = list[int]()
+    for name in names:
+        number = label_number(run.labels, name)
+        if number is None:
+            raise UsageError(f"{run.model} {no_label(run.labels, name)}")
+        numbers.append(number)
+    return run.logits, numbers
+
+
+def _predicting(run: Run) -> int:
+    """Return the position of the compared logits: the last token, or an encoder's mask."""
+    # The decoder of an encoder-decoder is given its target: no token after it is predicted.
+    reader = run._reader
+    if reader.kind == "pairs" or reader.last_stack.head is None:
+        raise UsageError(
+            f"{run.model} predicts no token after a text: a difference of logits is of two tokens of a "
+            "language model, or of two classes"
+        )
+    if reader.predicts:
+        return len(run.ids) - 1
+    mask = reader.tokenizer.mask_id
+    masked = [place for place, token in enumerate(run.ids) if token == mask]
+    if len(masked) != 1:
+        raise UsageError(
+            f"the text has {len(masked)} masks: a difference of logits of an encoder is at its only mask"
+        )
+    return masked[0]
+
+
+def _token(run: Run, given: str | int) -> int:
+    """Return the id of a token, given by its text or its id."""
+    # Special tokens around a text are not added: the text is a part of a longer text.
+    tokenizer = run._reader.tokenizer
+    ids = [given] if isinstance(given, int) else tokenizer.encode([given])[0]
+    if len(ids) != 1:
+        pieces = " ".join(tokenizer.pieces(ids))
+        raise UsageError(
+            f"{given!r} is {len(ids)} tokens ({pieces}): give one token, or its id"
+        )
+    require_ids(ids, run.logits.shape[-1], "the metric")
+    return ids[0]
 
 
 @torch.no_grad()

@@ -15,11 +15,8 @@ from triptych.literals import Activation
 from triptych.progress import Progress
 from triptych.running.changing import patch, patching_tap
 from triptych.running.opened_source import Opened
-from triptych.running.run import Run, run_texts, tapped_runs
-from triptych.running.text import (
-    as_texts,
-    refuse_file_name,
-)
+from triptych.running.run import Run, logit_difference, run_texts, tapped_runs
+from triptych.running.text import GivenText, Text, as_texts, refuse_file_name
 
 # Tokens of a batch, with a copy of the text for each head: inputs of all layers are in memory at once.
 _TOKENS_AT_A_TIME = 2048
@@ -87,14 +84,15 @@ class Sweep:
 
 def sweep_heads(
     opened: Opened,
-    clean: str | Sequence[str],
-    corrupted: str | Sequence[str],
-    metric: Callable[[Run], float | Tensor],
+    clean: GivenText | Sequence[GivenText],
+    corrupted: GivenText | Sequence[GivenText],
+    metric: Callable[[Run], float | Tensor] | tuple[str | int, str | int],
     what: Activation,
     progress: Progress,
 ) -> Sweep:
     """Patch each head separately."""
-    texts = [[one] if isinstance(one, str) else list(one) for one in (clean, corrupted)]
+    measure = metric if callable(metric) else logit_difference(*metric)
+    texts = [as_texts(refuse_file_name(one)).texts for one in (clean, corrupted)]
     if len(texts[0]) != len(texts[1]) or not texts[0]:
         raise UsageError(
             f"there are {len(texts[0])} clean and {len(texts[1])} corrupted texts: give one for each"
@@ -113,7 +111,7 @@ def sweep_heads(
             )
     of_clean, of_corrupted = (
         torch.tensor(
-            [float(metric(pair[side])) for pair in before], dtype=torch.float64
+            [float(measure(pair[side])) for pair in before], dtype=torch.float64
         )
         for side in (0, 1)
     )
@@ -149,7 +147,7 @@ def sweep_heads(
             else:
                 patched = _patched_runs(opened, layer, heads[own], one, other, what)
             values[own, text] = torch.tensor(
-                [float(metric(found)) for found in patched], dtype=torch.float64
+                [float(measure(found)) for found in patched], dtype=torch.float64
             )
         place = own.stop
     by_text = values.T
@@ -157,8 +155,8 @@ def sweep_heads(
     return Sweep(what, tuple(heads), values, of_clean, of_corrupted, low, high)
 
 
-def _run(opened: Opened, text: str) -> Run:
-    (found,) = run_texts(opened, as_texts(refuse_file_name(text)).texts)
+def _run(opened: Opened, text: Text) -> Run:
+    (found,) = run_texts(opened, [refuse_file_name(text)])
     return found
 
 

@@ -596,7 +596,9 @@ class TaskHeadMap:
                 f"its head reads the end token, and {settings.where} has no eos_token_id"
             )
         labels = spec.labels or _labels(settings, maps[-1].outputs)
-        return TaskHeadConfig(cast(Pooling, pooling), (*maps,), labels, read)
+        kind = settings.outermost.value("problem_type")
+        several = kind == "multi_label_classification"
+        return TaskHeadConfig(cast(Pooling, pooling), (*maps,), labels, read, several)
 
     def _map(self, number: int, spec: TaskMapSpec, inputs: int) -> TaskMapConfig:
         module = self._above(spec.at)

@@ -311,6 +311,7 @@ class TaskHeadConfig:
     token: int | None = (
         None  # padding token of "last" (None without one), end token of "end"
     )
+    several: bool = False  # True = a text may have several labels
 
 
 @final

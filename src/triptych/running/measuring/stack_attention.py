@@ -89,12 +89,16 @@ class StackAttention:
         queries: query tokens in readable form.
         keys: key tokens in readable form.
         layers: attention of the layers, in execution order.
+        second_query: number of the first query token in the second text of a pair; None for a single text.
+        second_key: the same for key tokens.
     """
 
     kind: AttentionKind
     queries: tuple[str, ...]
     keys: tuple[str, ...]
     layers: tuple[LayerAttention, ...]
+    second_query: int | None = None
+    second_key: int | None = None
 
     def __repr__(self) -> str:
         shape = f"{len(self.queries)} queries, {len(self.keys)} keys"
@@ -147,9 +151,18 @@ def read_stacks(
                 layers = tuple(
                     LayerAttention(number, call) for number, call in enumerate(own)
                 )
-                stacks.append(StackAttention(kind, queries, keys, layers))
+                second = _second_tokens(texts[place], kind)
+                stacks.append(StackAttention(kind, queries, keys, layers, *second))
             found[place] = tuple(stacks)
     return [found[place] for place in range(len(texts))]
+
+
+def _second_tokens(text: TextIds, kind: AttentionKind) -> tuple[int | None, int | None]:
+    """Return the first query and the first key of a stack in a pair's second text; None for a single text."""
+    second = text.second
+    # The input of an encoder-decoder's decoder begins with a start token.
+    is_shifted = text.source is not None and kind == "decoder"
+    return second, second + 1 if second is not None and is_shifted else second
 
 
 def stack_ids(

@@ -36,6 +36,7 @@ class DocumentWindow:
 
     document: int  # number of the document
     text: TextIds  # token ids of the window
+    label: int | None = None  # number of the text's class; None without labels
 
     @property
     def num_tokens(self) -> int:
@@ -50,6 +51,11 @@ class Windows:
     windows: tuple[DocumentWindow, ...]  # windows of at least two tokens
     context: int  # maximum number of tokens of a window
     num_documents: int  # number of documents with windows
+
+    @property
+    def are_labelled(self) -> bool:
+        """Return True if every window is a whole text with its class."""
+        return self.windows[0].label is not None
 
     @property
     def units(self) -> str:

@@ -1,4 +1,4 @@
-"""The worth of a head: the rise of a model's loss on a text when this head alone is left out.
+"""The worth of a head: the rise of a model's loss when this head alone is left out.
 
 All heads of a layer are left out in one batch, with a copy of the rows for every head. The output of a head
 is replaced before W_O. The blocks before the layer are not run again.
@@ -10,13 +10,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, final
+from typing import Literal, final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from triptych.core.algebra.forms import at_least_float32
 from triptych.core.algebra.function import channels, gated
 from triptych.core.algebra.resampling import ratio_intervals
 from triptych.core.attention import for_heads
@@ -26,17 +25,19 @@ from triptych.core.models import (
     LanguageModel,
     attention_sites,
     blocks_of,
-    require_finite_values,
 )
 from triptych.errors import UsageError
 from triptych.literals import Instead
 from triptych.running.batching import (
     EvaluationMode,
-    batches_of_like_length,
-    padded_alike,
+)
+from triptych.running.measuring.window_losses import (
+    WindowBatch,
+    batches_of,
+    require_classes,
+    require_loss,
 )
 from triptych.running.measuring.windows import (
-    DocumentWindow,
     HeadFigures,
     Place,
     Told,
@@ -44,18 +45,14 @@ from triptych.running.measuring.windows import (
 )
 from triptych.running.opening.layer_calls import (
     LayerCall,
-    TextIds,
 )
 from triptych.running.opening.reader import Reader
 from triptych.running.opening.rerunning import begins_anywhere, run_from
-from triptych.running.text.masking import MaskingSpec
-from triptych.running.text.tokenizers import Tokenizer
 
 # Every token is run once per head of the model.
 MOST_TOKENS_OF_WORTH = 1 << 13
 # Tokens of a batch, including the repeated rows for each head.
 _TOKENS_AT_A_TIME = 1 << 13
-_LOGITS_AT_A_TIME = 1 << 25
 
 
 @final
@@ -66,7 +63,9 @@ class HeadWorth:
     stack: str  # "encoder", "decoder" or "cross"
     layer: int  # layer number within the stack
     head: int  # head number within the layer
-    change: float  # rise of the loss without the head, in nats per token
+    change: (
+        float  # rise of the loss without the head, in nats per token or labelled text
+    )
     low: float  # lower end of the 95 % interval; `high` is the upper end
     high: float
     # root mean square length of the head's contribution to the layer's output, the criterion of
@@ -83,8 +82,11 @@ class Worth:
     # attention over the visible keys
     instead: Instead
     heads: tuple[HeadWorth, ...]  # heads by descending `change`
-    loss: float  # loss of the whole model, in nats per token
-    tokens: int  # number of predicted tokens
+    loss: float  # loss of the whole model, in nats per token or labelled text
+    tokens: int  # number of predicted tokens, or of labelled texts
+    per: Literal["token", "text"] = (
+        "token"  # unit of the loss: a token, or a labelled text
+    )
 
     def of(self, stack: str, layer: int) -> tuple[float, ...]:
         """Return the rise of the loss without each head of a layer, by number: an order for `prune_heads`."""
@@ -109,26 +111,6 @@ class Worth:
         return found
 
 
-class WindowBatch(NamedTuple):
-    """A batch of windows."""
-
-    units: Int[Tensor, " rows"]  # unit of each window
-    texts: list[TextIds]  # model inputs; some tokens of encoders are masked
-    targets: Int[Tensor, "rows length"]  # target token at each position
-    predicts: Bool[Tensor, "rows length"]  # True = the target counts
-    # True = source token, False = padding; None for models of one stack
-    src_tokens: Bool[Tensor, "rows src_len"] | None
-    tokens: Bool[Tensor, "rows length"]  # True = token of `texts`, False = padding
-
-    def tokens_of(self, site: AttentionSite) -> Bool[Tensor, "rows length"]:
-        """Return a mask over the layer's queries: True = token, False = padding."""
-        return (
-            self.src_tokens
-            if site.stack == "encoder" and self.src_tokens is not None
-            else self.tokens
-        )
-
-
 def measure_worth(
     reader: Reader,
     windows: Windows,
@@ -147,7 +129,7 @@ def measure_worth(
     layer is a group.
     """
     # loss(windows without head) - loss(windows) is summed by unit, so that intervals can resample the units.
-    require_worth(reader)
+    require_worth(reader, of_classes=windows.are_labelled)
     model = reader.model
     by_name = {site.name: site for site in attention_sites(model)}
     groups = [
@@ -157,7 +139,7 @@ def measure_worth(
     sites = [*chain.from_iterable(groups)]
     most_heads = max(site.layer.num_heads for site in sites)
     batches = [*batches_of(reader, windows, _TOKENS_AT_A_TIME // most_heads)]
-    losses, tokens = torch.zeros(2, windows.num_units, dtype=torch.float64)
+    losses, counts = torch.zeros(2, windows.num_units, dtype=torch.float64)
     changes = {
         first.name: torch.zeros(
             windows.num_units, first.layer.num_heads, dtype=torch.float64
@@ -168,7 +150,7 @@ def measure_worth(
         first.name: torch.zeros(first.layer.num_heads, dtype=torch.float64)
         for first, *_ in groups
     }
-    counts = dict.fromkeys(squares, 0)
+    num_added = dict.fromkeys(squares, 0)
     done = 0
     total = len(batches) * len(groups)
     with torch.no_grad(), EvaluationMode(model):
@@ -178,7 +160,7 @@ def measure_worth(
             with head_outputs(sites) as outputs:
                 run = reader.run(batch.texts, residuals=True)
             ran = time.perf_counter()
-            whole = row_losses(model, batch, run.hidden)[0].cpu()
+            whole = batch.losses(reader, run.hidden)[0].cpu()
             if number == 0:
                 share = (
                     sum(one.tokens.numel() for one in batches) / batch.tokens.numel()
@@ -192,7 +174,7 @@ def measure_worth(
                     )
                 )
             losses.index_add_(0, batch.units, whole)
-            tokens.index_add_(0, batch.units, batch.predicts.sum(dim=1).double().cpu())
+            counts.index_add_(0, batch.units, batch.counts.double().cpu())
             calls = {call.site.name: call for call in run.calls}
             for group in groups:
                 first = group[0]
@@ -208,7 +190,7 @@ def measure_worth(
                     }
                 with _heads_left_out(group, others):
                     hidden = run_from(model, run, first, first.layer.num_heads)
-                    without = row_losses(model, batch, hidden)
+                    without = batch.losses(reader, hidden)
                 changes[first.name].index_add_(
                     0, batch.units, (without.cpu() - whole).mT
                 )
@@ -216,21 +198,25 @@ def measure_worth(
                     z = outputs[site.name].transpose(1, 2)[batch.tokens_of(site)]
                     added = torch.einsum("thv,hvd->thd", z, site.layer.weights().W_O)
                     squares[first.name] += added.double().square().sum(dim=(0, 2)).cpu()
-                    counts[first.name] += len(z)
+                    num_added[first.name] += len(z)
                 done += 1
                 progress(done, total)
     found = []
     for first, *_ in groups:
-        low, high = ratio_intervals(changes[first.name], tokens[:, None])
-        change = changes[first.name].sum(dim=0) / tokens.sum()
-        added = (squares[first.name] / max(1, counts[first.name])).sqrt()
+        low, high = ratio_intervals(changes[first.name], counts[:, None])
+        change = changes[first.name].sum(dim=0) / counts.sum()
+        added = (squares[first.name] / max(1, num_added[first.name])).sqrt()
         for head, numbers in enumerate(
             torch.stack([change, low, high, added], dim=1).tolist()
         ):
             found.append(HeadWorth(first.stack, first.block, head, *numbers))
     ordered = tuple(sorted(found, key=lambda one: -one.change))
     return Worth(
-        instead, ordered, float(losses.sum() / tokens.sum()), int(tokens.sum())
+        instead,
+        ordered,
+        float(losses.sum() / counts.sum()),
+        int(counts.sum()),
+        "text" if windows.are_labelled else "token",
     )
 
 
@@ -248,113 +234,17 @@ def _expected(
     return site.layer.num_heads * (share * run_seconds + loss_seconds)
 
 
-def require_worth(reader: Reader) -> None:
-    """Check that the model has a loss, and that a run can start at any block."""
+def require_worth(reader: Reader, *, of_classes: bool = False) -> None:
+    """Check that the model has a loss (of classes, or of tokens), and that a run can start at any block."""
     if not begins_anywhere(reader.model):
         raise UsageError(
             f"{reader.name} has blocks that read more than the stream before them: heads cannot be left out "
             "one layer at a time (--worth)"
         )
-    require_loss(reader, "leaving heads out (--worth)")
-
-
-def require_loss(reader: Reader, what: str) -> None:
-    """Check that the model predicts next tokens or masked tokens; `what` names the use of the loss."""
-    model = reader.model
-    head = reader.last_stack.head
-    if head is None or head.config.outputs not in (None, reader.last_stack.vocab_size):
-        raise UsageError(
-            f"{reader.name} has no head that predicts tokens, and so no loss: {what} needs one"
-        )
-    if (
-        isinstance(model, LanguageModel)
-        and not model.causal
-        and reader.tokenizer.mask_id is None
-    ):
-        raise UsageError(
-            f"the tokenizer of {reader.name} has no mask token: without it an encoder has no loss, and "
-            f"{what} needs one"
-        )
-
-
-def batches_of(
-    reader: Reader, windows: Windows, most_tokens: int
-) -> Iterator[WindowBatch]:
-    """Yield batches of windows of similar length, with at most `most_tokens` tokens."""
-    units = torch.tensor(windows.unit_of)
-    whole = windows.windows
-    lengths = [[0] * window.num_tokens for window in whole]
-    limit = (
-        reader.model.rotary_limit if isinstance(reader.model, LanguageModel) else None
-    )
-    for like in batches_of_like_length(lengths, max(1, most_tokens)):
-        for part in padded_alike(like, [len(own) for own in lengths], limit):
-            yield _batch(reader, [(i, whole[i]) for i in part], units[part])
-
-
-def _batch(
-    reader: Reader, windows: Sequence[tuple[int, DocumentWindow]], units: Tensor
-) -> WindowBatch:
-    model = reader.model
-    device = next(model.parameters()).device
-    texts = [window.text for _, window in windows]
-    targets = [list(text.ids) for text in texts]
-    # Causal models predict the next token, encoders the masked tokens, encoder-decoders the target.
-    src = None
-    predicts = None
-    if isinstance(model, EncoderDecoder):
-        src = _padded_rows(
-            [[1] * len(text.source or ()) for text in texts], device
-        ).bool()
-    elif model.causal:
-        texts = [TextIds(text.ids[:-1]) for text in texts]
-        targets = [own[1:] for own in targets]
+    if of_classes:
+        require_classes(reader)
     else:
-        hidden = [
-            _hidden(reader.tokenizer, window.text.ids, number)
-            for number, window in windows
-        ]
-        texts = [TextIds(tuple(ids)) for ids, _ in hidden]
-        predicts = _padded_rows([places for _, places in hidden], device).bool()
-    tokens = _padded_rows([[1] * len(text.ids) for text in texts], device).bool()
-    return WindowBatch(
-        units,
-        texts,
-        _padded_rows(targets, device),
-        tokens if predicts is None else predicts,
-        src,
-        tokens,
-    )
-
-
-def _hidden(
-    tokenizer: Tokenizer, ids: Sequence[int], number: int
-) -> tuple[list[int], list[int]]:
-    """Mask tokens of an encoder's window; return the ids, and 1 at every masked position.
-
-    The share of masked tokens is the default of training. The choice depends on `number` alone.
-    """
-    ordinary = [
-        place for place, token in enumerate(ids) if token not in tokenizer.special_ids
-    ]
-    order = torch.randperm(
-        len(ordinary), generator=torch.Generator().manual_seed(number)
-    ).tolist()
-    chosen = {
-        ordinary[i] for i in order[: max(1, round(MaskingSpec().share * len(ordinary)))]
-    }
-    assert tokenizer.mask_id is not None, "`require_loss` asks for it"
-    read = [
-        tokenizer.mask_id if place in chosen else token
-        for place, token in enumerate(ids)
-    ]
-    return read, [int(place in chosen) for place in range(len(ids))]
-
-
-def _padded_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    return nn.utils.rnn.pad_sequence(
-        [torch.tensor(list(row)) for row in rows], batch_first=True
-    ).to(device)
+        require_loss(reader, "leaving heads out (--worth)")
 
 
 def _mean_outputs(
@@ -379,31 +269,6 @@ def _mean_outputs(
         )
         for site in sites
     }
-
-
-def row_losses(
-    model: LanguageModel | EncoderDecoder,
-    batch: WindowBatch,
-    hidden: Float[Tensor, "all length d_model"],
-) -> Float[Tensor, "times rows"]:
-    """Sum the losses of each row in nats; `hidden` may repeat the rows of the batch."""
-    # Logits are computed for a limited number of tokens at a time: a row of logits has the vocabulary's size.
-    assert model.head is not None, "`require_loss` asks for it"
-    times = hidden.shape[0] // batch.predicts.shape[0]
-    counted = batch.predicts.repeat(times, 1)
-    wanted = batch.targets.repeat(times, 1)[counted]
-    rows = counted.nonzero()[:, 0]
-    step = max(1, _LOGITS_AT_A_TIME // model.head.output.out_features)
-    parts = []
-    for read, ids in zip(
-        torch.split(hidden[counted], step), torch.split(wanted, step), strict=True
-    ):
-        logits = at_least_float32(model.head(read))
-        total = logits.logsumexp(dim=-1)
-        require_finite_values(model, total)
-        parts.append(total - logits.gather(1, ids[:, None])[:, 0])
-    sums = torch.zeros(counted.shape[0], dtype=torch.float64, device=hidden.device)
-    return sums.index_add_(0, rows, torch.cat(parts).double()).view(times, -1)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from triptych.running.opening.generation_config import Asked as Asked
 from triptych.running.opening.generation_config import (
     GenerationConfig as GenerationConfig,
 )
+from triptych.running.opening.labels import listed as listed
 from triptych.running.opening.layer_calls import AttentionKind as AttentionKind
 from triptych.running.opening.layer_calls import LayerCall as LayerCall
 from triptych.running.opening.layer_calls import Recording as Recording
@@ -34,6 +35,7 @@ from triptych.running.opening.run_folder import TOKENIZER as TOKENIZER
 from triptych.running.opening.run_folder import DecodingConfig as DecodingConfig
 from triptych.running.opening.run_folder import Section as Section
 from triptych.running.opening.run_folder import check_tokenizers as check_tokenizers
+from triptych.running.opening.text_reader import Output as Output
 from triptych.running.opening.text_reader import Seen as Seen
 from triptych.running.opening.text_reader import TextReader as TextReader
 from triptych.running.opening.text_reader import Window as Window

@@ -53,17 +53,18 @@ from triptych.running.opening.text_reader import (
     RANDOM_TOKENS,
     RANDOM_WINDOWS,
     WINDOW_TOKENS,
+    Output,
     Seen,
     TextKind,
     TextReader,
     Window,
 )
-from triptych.running.text.encoding import encode_texts
-from triptych.running.text.given import Text, which_of
+from triptych.running.text.encoding import encode_inputs
+from triptych.running.text.given import Text, require_one, which_of
 from triptych.running.text.numbered import NumberedTokens
 from triptych.running.text.sentence_tokenizers import TokenizerPair
 from triptych.running.text.shortlists import Shortlist, read_shortlist
-from triptych.running.text.tokenizers import Tokenizer
+from triptych.running.text.tokenizers import EncodedText, Tokenizer
 
 if TYPE_CHECKING:
     from triptych.running.decoding.text_generator import TextGenerator
@@ -358,6 +359,20 @@ class Reader(TextReader):
         return None if task is None else task.config.labels
 
     @property
+    def why_no_classes(self) -> str:
+        """The reason why the model does not give a text one class of several; "" if it does."""
+        task = self.last_stack.task
+        if task is None:
+            return "has no head that tells classes of texts apart"
+        if task.config.pooling == "each":
+            return f"has a head for each token ({', '.join(task.config.labels[:4])})"
+        if len(task.config.labels) == 1:
+            return "has a head with one number for a text"
+        if task.config.several:
+            return "has a head that may give a text several classes (problem_type)"
+        return ""
+
+    @property
     def predicts(self) -> bool:
         """Return True for models of the next token."""
         last = self.last_stack
@@ -407,19 +422,35 @@ class Reader(TextReader):
             raise UsageError(
                 f"{self.name} is an encoder, which does not continue texts"
             )
+        if self.model.causal and self.model.task is None:
+            # A language model's tokenizer would put both texts together without a separator.
+            for number, text in enumerate(texts, start=1):
+                require_one(text, which_of("text", number, texts))
         self.require_vocabulary()
-        found = encode_texts(
+        found = encode_inputs(
             self.tokenizer,
             texts,
             special_tokens,
             vocab_size=self.model.vocab_size,
             begin_id=self.begin_id,
         )
-        ids = [TextIds(tuple(own)) for own in found]
+        ids = [self._with_types(self.model, own) for own in found]
         self.check(ids, max_tokens)
         return (
             self._continued(ids, max_new_tokens, max_tokens) if max_new_tokens else ids
         )
+
+    def _with_types(self, model: LanguageModel, text: EncodedText) -> TextIds:
+        """Return the token ids of a text, with token types for a model with a table of types."""
+        known = model.architecture.embeddings.num_types
+        if text.types is None or not known:
+            return TextIds(tuple(text.ids), second=text.second)
+        if max(text.types, default=0) >= known:
+            raise UsageError(
+                f"the tokenizer of {self.name} gives the second text of a pair the type "
+                f"{max(text.types)}, and the model has {known} type{'s' * (known != 1)}: give one text"
+            )
+        return TextIds(tuple(text.ids), types=tuple(text.types), second=text.second)
 
     def require_vocabulary(self) -> None:
         """Check that the vocabulary of a language model includes the tokenizer's tokens."""
@@ -464,14 +495,18 @@ class Reader(TextReader):
     ) -> Iterator[tuple[list[int], Recording]]:
         """Run the model over texts in batches of similar length; yield text indices and recordings."""
         self.check(texts, max_tokens)
+        for batch in self.batches(texts):
+            with torch.no_grad():
+                yield batch, self.run([texts[i] for i in batch])
+
+    def batches(self, texts: Sequence[TextIds]) -> Iterator[list[int]]:
+        """Yield the indices of texts in batches of similar length."""
         lengths = [[*(one.ids if one.source is None else one.source)] for one in texts]
         limit = (
             self.model.rotary_limit if isinstance(self.model, LanguageModel) else None
         )
         for whole in batches_of_like_length(lengths, BATCH_TOKENS):
-            for batch in padded_alike(whole, [len(own) for own in lengths], limit):
-                with torch.no_grad():
-                    yield batch, self.run([texts[i] for i in batch])
+            yield from padded_alike(whole, [len(own) for own in lengths], limit)
 
     def run(self, texts: Sequence[TextIds], *, residuals: bool = False) -> Recording:
         """Run the model once on a batch; gradients flow if autograd is enabled."""
@@ -482,19 +517,35 @@ class Reader(TextReader):
             record_residuals(model, residuals) as streams,
         ):
             hidden = self._hidden(texts)
-        # Hidden states of padding may be NaN: only hidden states of tokens are checked.
-        if not are_finite(hidden.detach()):
-            with torch.no_grad(), EvaluationMode(model):
-                read = torch.cat(
-                    [hidden[row, : len(text.ids)] for row, text in enumerate(texts)]
-                )
-                require_finite_values(model, read, partial(self._hidden, texts))
+        self._require_finite(texts, hidden)
         return Recording(
             tuple(texts),
             hidden,
             tuple(calls),
             {name: (*own,) for name, own in streams.items()},
         )
+
+    @torch.no_grad()
+    def class_logits(
+        self, texts: Sequence[TextIds]
+    ) -> list[Float[Tensor, "*length labels"]]:
+        """Compute the logits of texts as one batch, by the task head."""
+        with EvaluationMode(self.model):
+            hidden = self._hidden(texts)
+        self._require_finite(texts, hidden)
+        return [
+            self.text_logits(hidden[row, : len(text.ids)], text.ids)
+            for row, text in enumerate(texts)
+        ]
+
+    def _require_finite(self, texts: Sequence[TextIds], hidden: Tensor) -> None:
+        # Hidden states of padding may be NaN: only hidden states of tokens are checked.
+        if not are_finite(hidden.detach()):
+            with torch.no_grad(), EvaluationMode(self.model):
+                read = torch.cat(
+                    [hidden[row, : len(text.ids)] for row, text in enumerate(texts)]
+                )
+                require_finite_values(self.model, read, partial(self._hidden, texts))
 
     def logits(
         self, hidden: Float[Tensor, "*rows d_model"]
@@ -584,6 +635,23 @@ class Reader(TextReader):
                         )
                     }
                 )
+
+    @property
+    def output(self) -> Output:
+        task = self.last_stack.task
+        head = self.last_stack.head
+        if task is not None:
+            config = task.config
+            # Start and end of an answer are distributed over the tokens, not over the two labels.
+            is_span = config.pooling == "each" and config.labels == ("start", "end")
+            is_distribution = len(config.labels) > 1 and not config.several
+            return "classes" if is_distribution and not is_span else "numbers"
+        if head is None:
+            return "hidden states"
+        outputs = head.config.outputs
+        if outputs in (None, self.last_stack.vocab_size):
+            return "tokens"
+        return "numbers" if outputs == 1 else "classes"
 
     @torch.inference_mode()
     def outputs(self, window: Window) -> Tensor:
@@ -691,7 +759,11 @@ class Reader(TextReader):
             mask = (torch.arange(ids.shape[1], device=device) < lengths[:, None])[
                 :, None, None, :
             ]
-        return model.hidden(ids, mask=mask)
+        types = None
+        if any(one.types is not None for one in texts):
+            of_texts = [one.types or (0,) * len(one.ids) for one in texts]
+            types = _pad(of_texts, 0, device)
+        return model.hidden(ids, mask=mask, types=types)
 
     def _run_pairs(
         self, model: EncoderDecoder, texts: Sequence[TextIds], device: torch.device
@@ -731,15 +803,17 @@ class Reader(TextReader):
                     + ("" if self.unsearched is None else f"; {self.unsearched}")
                 )
             sizes = (model.src_vocab_size, model.tgt_vocab_size)
-            sources, produced = (
-                encode_texts(self.tokenizer, own, special_tokens, vocab_size=size)
+            encoded, of_targets = (
+                encode_inputs(self.tokenizer, own, special_tokens, vocab_size=size)
                 for own, size in zip((texts, targets), sizes, strict=True)
             )
             return [
-                TextIds(tuple(ids), tuple(read))
-                for read, ids in zip(sources, produced, strict=True)
+                TextIds(tuple(own.ids), tuple(read.ids), second=own.second)
+                for read, own in zip(encoded, of_targets, strict=True)
             ]
         pair = self.tokenizers
+        for number, text in enumerate(texts, start=1):
+            require_one(text, which_of("text", number, texts))
         sources = [pair.source.sentence_ids(text, special_tokens) for text in texts]
         if targets is None:
             found = self.translator().search_tokens(sources)
@@ -783,7 +857,7 @@ class Reader(TextReader):
         for one, (new,) in zip(texts, found, strict=True):
             # Unlike generation, the reader also runs on the last token, so it has to fit into the context.
             ids = new.ids if context is None else new.ids[: context - len(one.ids)]
-            longer.append(TextIds((*one.ids, *ids), None, len(ids)))
+            longer.append(TextIds((*one.ids, *ids), None, len(ids), second=one.second))
         return longer
 
 

@@ -19,6 +19,9 @@ WINDOW_TOKENS = 128
 RANDOM_WINDOWS = 4
 RANDOM_TOKENS = 32
 TextKind = Literal["causal", "pairs", "encoder"]
+# Meaning of a row of `TextReader.outputs`: logits of tokens or of classes, one number per label (regression,
+# spans), or the hidden state of a token.
+Output = Literal["tokens", "classes", "numbers", "hidden states"]
 
 
 @final
@@ -84,6 +87,11 @@ class TextReader(ABC):
     @abstractmethod
     def outputs(self, window: Window) -> Tensor:
         """Compute logits, or hidden states of a model without an output head, `[length, width]`."""
+
+    @property
+    @abstractmethod
+    def output(self) -> Output:
+        """The meaning of the rows of `outputs`."""
 
     @abstractmethod
     def inputs(

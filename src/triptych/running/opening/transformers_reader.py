@@ -24,6 +24,7 @@ from triptych.running.opening.text_reader import (
     RANDOM_TOKENS,
     RANDOM_WINDOWS,
     WINDOW_TOKENS,
+    Output,
     Seen,
     TextKind,
     TextReader,
@@ -115,6 +116,21 @@ class TransformersReader(TextReader):
                     0, size, ids.shape, generator=generator
                 )
             yield Window(inputs)
+
+    @property
+    def output(self) -> Output:
+        name = type(self.model).__name__
+        if name.endswith(("Model", "Encoder")):
+            return "hidden states"
+        if name.endswith("QuestionAnswering"):
+            return "numbers"
+        if name.endswith(
+            ("Classification", "MultipleChoice", "NextSentencePrediction")
+        ):
+            several = self._config.problem_type == "multi_label_classification"
+            one = name.endswith("MultipleChoice") or self._config.num_labels == 1
+            return "numbers" if one or several else "classes"
+        return "tokens"
 
     @torch.inference_mode()
     def outputs(self, window: Window) -> Tensor:

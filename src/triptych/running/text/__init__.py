@@ -12,11 +12,14 @@ from triptych.running.text.documents import fingerprint as fingerprint
 from triptych.running.text.documents import read_documents as read_documents
 from triptych.running.text.documents import require_documents as require_documents
 from triptych.running.text.documents import whole_documents as whole_documents
+from triptych.running.text.encoding import encode_inputs as encode_inputs
 from triptych.running.text.encoding import encode_texts as encode_texts
 from triptych.running.text.framed import Frame as Frame
 from triptych.running.text.framed import FramedTokenizer as FramedTokenizer
+from triptych.running.text.given import GivenText as GivenText
 from triptych.running.text.given import GivenTexts as GivenTexts
 from triptych.running.text.given import Text as Text
+from triptych.running.text.given import TextPair as TextPair
 from triptych.running.text.given import as_lines as as_lines
 from triptych.running.text.given import as_texts as as_texts
 from triptych.running.text.given import refuse_file_name as refuse_file_name

@@ -1,4 +1,4 @@
-"""Texts given by users: strings or token ids. All other values are refused with a one-line message."""
+"""Texts given by users: strings, token ids or pairs. Other values are refused with a one-line message."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,8 +9,18 @@ from triptych.errors import UsageError
 from triptych.printable import shortened
 from triptych.running.text.lines import SURROGATE
 
-# A text: a string, or its token ids.
-Text = str | Sequence[int]
+
+class TextPair(NamedTuple):
+    """A pair of texts in one input of a model, such as a premise and a hypothesis."""
+
+    first: str
+    second: str
+
+
+# A text: a string, its token ids, or a pair of strings.
+Text = str | Sequence[int] | TextPair
+# A text as given by a user: a tuple of two strings is a pair.
+GivenText = Text | tuple[str, str]
 
 _MOST_SHOWN = 40
 _BYTES = bytes | bytearray | memoryview
@@ -24,12 +34,14 @@ class GivenTexts(NamedTuple):
 
 
 def as_texts(given: Any, what: str = "text") -> GivenTexts:
-    """Convert one text or several texts to a list: strings, or token ids in a list, tensor or array.
+    """Convert one text or several texts to a list: strings, pairs, or token ids in a list, tensor or array.
+
+    A tuple of two strings is a pair; a list of two strings are two texts.
 
     Raises UsageError if the value is not a text; the message names its type.
     """
     given = _plain(given)
-    if isinstance(given, str) or _are_ids(given):
+    if isinstance(given, str) or _are_two(given) or _are_ids(given):
         return GivenTexts([_one(given, f"the {what}", may_be_ids=True)], is_one=True)
     items = [_plain(one) for one in _items(given, what)]
     found = [
@@ -51,6 +63,15 @@ def as_lines(given: Any, what: str = "text") -> list[str]:
         str(_one(one, which_of(what, number, items)))
         for number, one in enumerate(items, start=1)
     ]
+
+
+def require_one(text: Text, which: str) -> str | Sequence[int]:
+    """Return a text unchanged; refuse a pair."""
+    if isinstance(text, TextPair):
+        raise UsageError(
+            f"{which} is a pair of texts, and one is read here: give a string, or a list for several texts"
+        )
+    return text
 
 
 def refuse_file_name(text: Any, *, or_path: bool = False) -> Any:
@@ -97,6 +118,15 @@ def _are_ids(given: Any) -> bool:
     )
 
 
+def _are_two(given: Any) -> bool:
+    """Return True for a tuple of two strings."""
+    return (
+        isinstance(given, tuple)
+        and len(given) == 2
+        and all(isinstance(one, str) for one in given)
+    )
+
+
 def _items(given: Any, what: str) -> Iterable[Any]:
     no_list = isinstance(given, _BYTES | Mapping | set | frozenset | Path)
     if no_list or not isinstance(given, Iterable):
@@ -110,6 +140,10 @@ def which_of(what: str, number: int, items: Sequence[Any]) -> str:
 
 
 def _one(given: Any, which: str, *, may_be_ids: bool = False) -> Text:
+    if may_be_ids and _are_two(given):
+        for name, part in zip(("first", "second"), given, strict=True):
+            _one(part, f"{which} ({name} of the pair)")
+        return TextPair(*given)
     if isinstance(given, str):
         # Lone surrogates are the only characters of Python strings without a UTF-8 encoding.
         if not given.isascii() and (half := SURROGATE.search(given)):

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn, final
 
 from triptych.errors import TriptychError
+from triptych.running.text.given import TextPair
 from triptych.running.text.tokenizers import Tokenizer
 
 
@@ -29,6 +30,12 @@ class NumberedTokens(Tokenizer):
         *,
         add_special: bool = False,
         parse_special: bool = False,
+    ) -> NoReturn:
+        """Refuse texts with the error about the missing tokenizer."""
+        self._refuse()
+
+    def encode_pairs(
+        self, pairs: Sequence[TextPair], *, parse_special: bool = False
     ) -> NoReturn:
         """Refuse texts with the error about the missing tokenizer."""
         self._refuse()

@@ -16,13 +16,15 @@ from triptych.errors import DataError, UsageError, first_line
 from triptych.files import write_json, write_text
 from triptych.literals import SpecialTokens
 from triptych.running.text.chat import WrittenChat, render_chat
+from triptych.running.text.given import TextPair
 from triptych.running.text.pieces import piece_of
 from triptych.running.text.sentence_tokenizers import BYTE_OF, read_sentence_tokenizer
 from triptych.running.text.sentencepiece import SPACE_MARK
-from triptych.running.text.tokenizer_classes import CLASSES, class_of
+from triptych.running.text.tokenizer_classes import CLASSES, class_of, gives_types
 from triptych.running.text.tokenizer_making import (
     LARGEST_ID,
     add_tokens,
+    is_byte_level,
     read_vocabulary,
     require_added,
 )
@@ -33,6 +35,7 @@ from triptych.running.text.tokenizer_settings import (
 )
 from triptych.running.text.tokenizers import (
     Conversation,
+    EncodedText,
     TextEncoder,
     Tokenizer,
     by_library,
@@ -74,6 +77,7 @@ class PretrainedRecord(BaseModel):
     tokens: dict[str, str]  # named special tokens, such as `eos_token`
     # True = decoding removes the space before punctuation and English contractions
     joins_punctuation: bool = False
+    token_types: bool = False  # True = the tokens of a pair have types
     chat_templates: dict[str, str]  # templates by name; "default" for a single template
     inner: str  # tokenizer in the format of the tokenizers library
 
@@ -138,6 +142,19 @@ class PretrainedTokenizer(Tokenizer):
             )
 
         return by_library(encode, self._origin, _FETCH_AGAIN)
+
+    def encode_pairs(
+        self, pairs: Sequence[TextPair], *, parse_special: bool = False
+    ) -> list[EncodedText]:
+        """Encode pairs of texts, as in `transformers` if `parse_special`."""
+        found = by_library(
+            lambda: self._encoder.encode_pairs(pairs, parse_special=parse_special),
+            self._origin,
+            _FETCH_AGAIN,
+        )
+        if self._record.token_types:
+            return found
+        return [one._replace(types=None) for one in found]
 
     def decode(
         self, ids: Sequence[Sequence[int]], *, skip_special: bool = True
@@ -312,6 +329,7 @@ def load_tokenizer(
             if inner.token_to_id(token) is not None
         },
         joins_punctuation=joins and not isinstance(inner.model, BPE),
+        token_types=gives_types(settings, is_byte_level=is_byte_level(inner)),
         chat_templates=_chat_templates(folder, settings),
         inner=inner.to_str(),
     )
@@ -332,9 +350,7 @@ def _of_whole(
     """Build the tokenizer of a `tokenizer.json`; return it with its named special tokens."""
     # A known class rebuilds everything but the vocabulary, as in `transformers`.
     inner = tokenizers.Tokenizer.from_str(text)
-    name = class_of(
-        settings, is_byte_level="ByteLevel" in f"{inner.pre_tokenizer} {inner.decoder}"
-    )
+    name = class_of(settings, is_byte_level=is_byte_level(inner))
     named: Mapping[str, Token] = settings.given
     if name is None:
         add_tokens(inner, settings, named, settings.extra or ())

@@ -54,6 +54,10 @@ _QWEN2_WORDS = (
 )
 _IN_BRACKETS = parts.around("cls_token", "$A", "sep_token")
 _IN_SENTENCE = parts.around("bos_token", "$A", "eos_token")
+# What follows for the second text of a pair.
+_OF_TYPE_1 = parts.around("$B:1", "sep_token:1")
+_BETWEEN_SEPARATORS = parts.around("sep_token", "$B", "sep_token")
+_NEXT_SENTENCE = parts.around("eos_token", "$B", "eos_token")
 _SPACE_BEFORE_MASK = {"mask_token": {"lstrip": True}}
 
 CLASSES: dict[str, TokenizerClass] = {
@@ -84,10 +88,12 @@ CLASSES: dict[str, TokenizerClass] = {
         _COHERE,
     ),
     "RobertaTokenizer": TokenizerClass(
-        "pairs", parts.byte_pairs, _ROBERTA, _IN_BRACKETS
+        *("pairs", parts.byte_pairs, _ROBERTA, _IN_BRACKETS),
+        second=_BETWEEN_SEPARATORS,
     ),
     "DebertaTokenizer": TokenizerClass(
-        "pairs", parts.byte_pairs, _DEBERTA, _IN_BRACKETS
+        *("pairs", parts.byte_pairs, _DEBERTA, _IN_BRACKETS),
+        second=_BETWEEN_SEPARATORS,
     ),
     "BlenderbotTokenizer": TokenizerClass(
         "pairs",
@@ -98,9 +104,12 @@ CLASSES: dict[str, TokenizerClass] = {
     "OpenAIGPTTokenizer": TokenizerClass(
         "pairs", parts.openai_gpt, {"unk_token": "<unk>"}
     ),
-    "BertTokenizer": TokenizerClass("words", parts.word_pieces, _BERT, _IN_BRACKETS),
+    "BertTokenizer": TokenizerClass(
+        *("words", parts.word_pieces, _BERT, _IN_BRACKETS), second=_OF_TYPE_1
+    ),
     "MPNetTokenizer": TokenizerClass(
         *("words", parts.word_pieces, {**_ROBERTA, "unk_token": "[UNK]"}, _IN_BRACKETS),
+        second=_BETWEEN_SEPARATORS,
         flags=_SPACE_BEFORE_MASK,
     ),
     "LlamaTokenizer": TokenizerClass("pairs", parts.llama, _LLAMA),
@@ -136,6 +145,7 @@ CLASSES: dict[str, TokenizerClass] = {
             {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
         ),
         parts.around("$A", "eos_token"),
+        second=parts.around("$B", "eos_token"),
         extra=parts.t5_extra,
     ),
     "AlbertTokenizer": TokenizerClass(
@@ -145,16 +155,18 @@ CLASSES: dict[str, TokenizerClass] = {
             {**_DEBERTA, "unk_token": "<unk>", "pad_token": "<pad>"},
             _IN_BRACKETS,
         ),
+        second=_OF_TYPE_1,
         keeps_surrounding=True,
     ),
     "DebertaV2Tokenizer": TokenizerClass(
-        "unigrams", parts.deberta_v2, _DEBERTA, _IN_BRACKETS
+        *("unigrams", parts.deberta_v2, _DEBERTA, _IN_BRACKETS), second=_OF_TYPE_1
     ),
     "XLMRobertaTokenizer": TokenizerClass(
-        "unigrams", parts.xlm_roberta, _ROBERTA, _IN_SENTENCE
+        *("unigrams", parts.xlm_roberta, _ROBERTA, _IN_SENTENCE), second=_NEXT_SENTENCE
     ),
     "CamembertTokenizer": TokenizerClass(
         *("unigrams", parts.camembert, _ROBERTA, _IN_SENTENCE),
+        second=_NEXT_SENTENCE,
         flags=_SPACE_BEFORE_MASK,
         extra=lambda settings: ["<s>NOTUSED", "</s>NOTUSED", "<unk>NOTUSED"],
     ),
@@ -196,6 +208,7 @@ CLASSES: dict[str, TokenizerClass] = {
     ),
     "XGLMTokenizer": TokenizerClass(
         *("unigrams", parts.xglm, _XGLM, parts.around("eos_token", "$A")),
+        second=parts.around("eos_token", "eos_token", "$B"),
         extra=lambda settings: [f"<madeupword{i}>" for i in range(7)],
     ),
 }
@@ -207,6 +220,11 @@ _ALIASES = {
         "Bert",
     ),
     "Phi3": "Llama",
+}
+# Classes with token types: 1 for the second text of a pair.
+_WITH_TYPES = {
+    *("Bert", "Deberta", "DebertaV2", "Electra", "LayoutLM", "Lxmert", "MobileBert"),
+    "SqueezeBert",
 }
 # Unsupported classes: their code in `transformers` is not reproduced here.
 _OTHERS = """
@@ -350,6 +368,25 @@ _MISTAKEN_TYPES = {
 
 def class_of(settings: TokenizerSettings, *, is_byte_level: bool) -> str | None:
     """Return the key in `CLASSES` of `AutoTokenizer`'s choice; None to use all of `tokenizer.json`."""
+    own = _chosen(settings, is_byte_level=is_byte_level)
+    if own in _OTHERS.split():
+        raise ValueError(
+            f"its class is {own}Tokenizer, whose code in transformers is not followed here"
+        )
+    key = f"{_ALIASES.get(own, own)}Tokenizer"
+    return key if key in CLASSES else None
+
+
+def gives_types(settings: TokenizerSettings, *, is_byte_level: bool) -> bool:
+    """Return True if `AutoTokenizer`'s choice gives token types to a model."""
+    stated = settings.record.get("model_input_names")
+    if isinstance(stated, list):
+        return "token_type_ids" in stated
+    return _chosen(settings, is_byte_level=is_byte_level) in _WITH_TYPES
+
+
+def _chosen(settings: TokenizerSettings, *, is_byte_level: bool) -> str:
+    """Return the name of `AutoTokenizer`'s choice, without "Tokenizer"."""
     # The class of the model type overrides the stated class if it is `_WHOLE` or the type is a mistaken type.
     stated = settings.tokenizer_class
     of_type = _CLASS_OF_TYPE.get(settings.model_type or "")
@@ -364,10 +401,4 @@ def class_of(settings: TokenizerSettings, *, is_byte_level: bool) -> str | None:
             if of_type is not None and (of_type == _WHOLE or mistaken)
             else stated
         )
-    own = name.removesuffix("Tokenizer")
-    if own in _OTHERS.split():
-        raise ValueError(
-            f"its class is {name}, whose code in transformers is not followed here"
-        )
-    key = f"{_ALIASES.get(own, own)}Tokenizer"
-    return key if key in CLASSES else None
+    return name.removesuffix("Tokenizer")

@@ -3,6 +3,7 @@
 import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Literal, final
 
 import tokenizers
@@ -104,6 +105,9 @@ class TokenizerClass:
     tokens: Mapping[str, str]  # default named special tokens
     # special tokens around a text, with "$A" for the text; None for the post-processor of `tokenizer.json`
     around: Callable[[Making], Sequence[str]] | None = None
+    # what follows the template of a single text in that of a pair, with "$B" for the second text; None if the
+    # second text directly follows the first. A token type after a colon, otherwise 0: "$B:1"
+    second: Callable[[Making], Sequence[str]] | None = None
     keeps_surrounding: bool = (
         False  # True = the post-processor of `tokenizer.json` overrides `around`
     )
@@ -189,7 +193,15 @@ class TokenizerClass:
         if self.around is None:
             return
         template = self.around(making)
-        around = [token for token in template if token != "$A"]
+        both = [
+            *chain.from_iterable(
+                ("$A", "$B") if part == "$A" else (part,) for part in template
+            )
+        ]
+        if self.second is not None:
+            both = [*template, *self.second(making)]
+        names = (part.removesuffix(":1") for part in both)
+        around = [*dict.fromkeys(name for name in names if name not in ("$A", "$B"))]
         missing = [token for token in around if inner.token_to_id(token) is None]
         if missing:
             raise ValueError(
@@ -198,8 +210,14 @@ class TokenizerClass:
         if around:
             inner.post_processor = processors.TemplateProcessing(
                 single=[*template],
+                pair=both,
                 special_tokens=[(token, inner.token_to_id(token)) for token in around],
             )
+
+
+def is_byte_level(inner: tokenizers.Tokenizer) -> bool:
+    """Return True if a tokenizer cuts text into bytes."""
+    return "ByteLevel" in f"{inner.pre_tokenizer} {inner.decoder}"
 
 
 def require_added(inner: tokenizers.Tokenizer, settings: TokenizerSettings) -> None:

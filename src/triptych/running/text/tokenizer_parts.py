@@ -23,10 +23,20 @@ MBART50_LANGUAGES = (*MBART_LANGUAGES, *_MORE_LANGUAGES.split())
 
 
 def around(*template: str) -> Callable[[Making], Sequence[str]]:
-    """Build a template of special tokens around a text, `$A`, by their names."""
-    return lambda making: [
-        part if part == "$A" else making.token(part) for part in template
-    ]
+    """Build a template of special tokens, by their names, around the texts `$A` and `$B`.
+
+    A colon precedes a token type: `sep_token:1`.
+    """
+
+    def make(making: Making) -> Sequence[str]:
+        found = []
+        for part in template:
+            name, colon, kind = part.partition(":")
+            text = name if name.startswith("$") else making.token(name)
+            found.append(f"{text}{colon}{kind}")
+        return found
+
+    return make
 
 
 def cut_words(space: bool, pattern: str | None = None) -> Any:

@@ -15,7 +15,13 @@ from pydantic import BaseModel, ValidationError
 from triptych.errors import DataError, TriptychError, UsageError, first_line
 from triptych.files import write_text
 from triptych.literals import SpecialTokens
-from triptych.running.text.given import Text, as_lines, require_ids
+from triptych.running.text.given import (
+    Text,
+    TextPair,
+    as_lines,
+    require_ids,
+    require_one,
+)
 from triptych.untrusted import LONGEST_TOKENIZER, read_limited
 
 Made = TypeVar("Made")
@@ -35,6 +41,16 @@ class Conversation(NamedTuple):
     ids: Callable[
         [SpecialTokens], list[int]
     ]  # computes the token ids; see `Tokenizer.chat_ids`
+
+
+class EncodedText(NamedTuple):
+    """The tokens of a text, or of a pair of texts."""
+
+    ids: list[int]
+    # token type of each token, 0 or 1; None for a tokenizer without token types
+    types: list[int] | None = None
+    # number of the first token of a pair's second text; None for a single text, or an empty second text
+    second: int | None = None
 
 
 class Tokenizer(ABC):
@@ -64,6 +80,12 @@ class Tokenizer(ABC):
         """Encode each text into token ids; a string is one text."""
         # `add_special` puts the special tokens of the checkpoint around each text ([CLS] and [SEP], <s>);
         # `parse_special` reads special tokens spelled out in a text ([MASK], <|im_end|>) as tokens.
+
+    def encode_pairs(
+        self, pairs: Sequence[TextPair], *, parse_special: bool = False
+    ) -> list[EncodedText]:
+        """Encode pairs of texts, with the special tokens around and between them."""
+        raise UsageError("the tokenizer has no form for a pair of texts: give one text")
 
     @abstractmethod
     def decode(
@@ -146,6 +168,7 @@ class SentenceTokenizer(Tokenizer):
         self, text: Text, special_tokens: SpecialTokens = "tokens"
     ) -> list[int]:
         """Encode a sentence without its end; a sentence of token ids loses its end."""
+        text = require_one(text, "the text")
         if isinstance(text, str):
             parse_special = self.reads_special and special_tokens == "tokens"
             return self.encode([text.strip()], parse_special=parse_special)[0]
@@ -249,6 +272,27 @@ class TextEncoder:
                 )
             ]
         return self._encode(lines, add_special=add_special, parse_special=parse_special)
+
+    def encode_pairs(
+        self, pairs: Sequence[TextPair], *, parse_special: bool
+    ) -> list[EncodedText]:
+        """Encode pairs of texts; see `Tokenizer.encode_pairs`."""
+        inner = None if parse_special else self._of_plain_text
+        # As in `transformers`, an empty second text is left out.
+        given = [
+            (pair.first, pair.second) if pair.second else pair.first for pair in pairs
+        ]
+        with _ENCODING:
+            if inner is None:
+                inner = self._inner
+                inner.encode_special_tokens = not parse_special
+            found = inner.encode_batch(given, add_special_tokens=True)
+        encoded = list[EncodedText]()
+        for one in found:
+            parts = one.sequence_ids
+            second = parts.index(1) if 1 in parts else None
+            encoded.append(EncodedText(one.ids, one.type_ids, second))
+        return encoded
 
     def encode_apart(
         self, text: str, own: Sequence[tuple[int, int]]

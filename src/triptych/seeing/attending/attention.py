@@ -71,6 +71,7 @@ class Attention:
         stacks: attention by stack; for an encoder-decoder "encoder", "decoder" and "cross".
         source_ids: token ids read by the encoder of an encoder-decoder; None for other models.
         source_tokens: readable tokens of `source_ids`.
+        second: number of the first token of the second text of a pair; None for a single text.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Attention:
         self.ids = text.ids
         self.source_ids = text.source
         self.num_generated = text.num_generated
+        self.second = text.second
         self._outputs = LayerOutputs(reader, text)
         self._layers = [(stack, layer) for stack in stacks for layer in stack.layers]
         self._places = PlaceNames(
@@ -374,6 +376,8 @@ class Attention:
                 "source_tokens": self.source_tokens,
                 "source_ids": self.source_ids,
             }
+        if self.second is not None:
+            record["second"] = self.second
         writer = None if writes is None else TokenWriter(self._reader, writes)
         return Saved(record, self.parts(heads), top, writer)
 
@@ -448,6 +452,8 @@ class Attention:
             first_key
             if marked and stack.kind != "cross" and first_key < len(stack.keys)
             else None,
+            stack.second_query,
+            stack.second_key,
         )
 
     def __repr__(self) -> str:
@@ -457,6 +463,8 @@ class Attention:
             else f"{len(self.source_tokens)} source tokens, "
         )
         made = f", {self.num_generated} of them generated" if self.num_generated else ""
+        if self.second is not None:
+            made += f", the second text from token {self.second}"
         lines = [f"Attention of {self.model}: {said}{len(self.tokens)} tokens{made}"]
         for stack in self.stacks:
             heads = sorted({layer.num_heads for layer in stack.layers})

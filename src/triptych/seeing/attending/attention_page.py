@@ -81,6 +81,16 @@ class ViewedKind:
     # index of the first generated query token; None without generated tokens
     first_generated_query: int | None = None
     first_generated_key: int | None = None  # likewise for key tokens
+    # index of the first query token of a pair's second text; None for a single text
+    second_query: int | None = None
+    second_key: int | None = None  # likewise for key tokens
+
+    @property
+    def marked(self) -> tuple[int | None, int | None]:
+        """The first generated query and key, or else the first query and key of a pair's second text."""
+        if self.first_generated_query is not None:
+            return self.first_generated_query, self.first_generated_key
+        return self.second_query, self.second_key
 
 
 @final
@@ -246,6 +256,8 @@ def _pack_kind(kind: ViewedKind) -> dict[str, Any]:
         "keys": list(kind.key_tokens),
         "generated_query": kind.first_generated_query,
         "generated_key": kind.first_generated_key,
+        "second_query": kind.second_query,
+        "second_key": kind.second_key,
         "layers": [
             {
                 "number": layer.number,

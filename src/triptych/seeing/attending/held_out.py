@@ -21,7 +21,6 @@ from triptych.running.measuring import (
     given_lines,
     given_texts,
     require_loss,
-    row_losses,
 )
 from triptych.running.opening import Reader
 
@@ -115,9 +114,7 @@ class HeldOutText:
         # Predicted tokens of each unit.
         self._counts = torch.zeros(windows.num_units, dtype=torch.float64)
         for batch in self._batches:
-            self._counts.index_add_(
-                0, batch.units, batch.predicts.sum(dim=1).double().cpu()
-            )
+            self._counts.index_add_(0, batch.units, batch.counts.double().cpu())
         self.num_parts, self.num_tokens = len(self._batches), int(self._counts.sum())
 
     def compare(self, changed: Reader) -> LossChange:
@@ -136,7 +133,7 @@ class HeldOutText:
         """Compute the losses of one part with a model or a changed model, in nats, summed over each unit."""
         batch = self._batches[part]
         run = reader.run(batch.texts)
-        sums = row_losses(reader.model, batch, run.hidden)[0].cpu()
+        sums = batch.losses(reader, run.hidden)[0].cpu()
         return torch.zeros_like(self._counts).index_add_(0, batch.units, sums)
 
     def compared(

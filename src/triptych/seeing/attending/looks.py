@@ -165,8 +165,10 @@ def looks_table(parts: Sequence[Part]) -> Table:
     rows = []
     for part in parts:
         for head, own in zip(part.heads, strongest_looks(part, _EACH), strict=True):
+            stack = part.stack
             looks = [
-                f"{_token(one.query_token)} → {_token(one.key_token)} {one.weight:.2f}"
+                f"{_marked(one.query_token, one.query, stack.second_query)} → "
+                f"{_marked(one.key_token, one.key, stack.second_key)} {one.weight:.2f}"
                 for one in own.looks
             ]
             looks += [""] * (_EACH - len(looks))
@@ -180,9 +182,20 @@ def looks_table(parts: Sequence[Part]) -> Table:
         "first token",
         *(f"look {n + 1}" for n in range(_EACH)),
     )
+    is_pair = any(part.stack.second_query is not None for part in parts)
     return Table(
-        "strongest looks: token that looks → token looked at", columns, tuple(rows)
+        "strongest looks: token that looks → token looked at",
+        columns,
+        tuple(rows),
+        "¹ token of the first text, ² of the second." if is_pair else "",
     )
+
+
+def _marked(token: str, number: int, second: int | None) -> str:
+    """Return a token with the number of its text, if it is in a pair of texts."""
+    if second is None:
+        return _token(token)
+    return f"{_token(token)}{'¹' if number < second else '²'}"
 
 
 def written_table(parts: Sequence[Part], writer: TokenWriter) -> Table:

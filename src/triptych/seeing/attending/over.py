@@ -19,10 +19,13 @@ from triptych.running.measuring import (
     cut_windows,
     given_lines,
     given_texts,
+    labelled_texts,
+    labelled_windows,
     measure_worth,
     require_worth,
 )
 from triptych.running.opening import Reader
+from triptych.running.text import GivenText
 from triptych.seeing.attending.attention_page import HeadNote
 from triptych.seeing.attending.behaviour import (
     FIGURES,
@@ -94,7 +97,7 @@ class OverText:
             found["worth"] = {
                 "instead": self.worth.instead,
                 "loss": self.worth.loss,
-                "tokens": self.worth.tokens,
+                f"{self.worth.per}s": self.worth.tokens,
                 "order": order,
             }
         return found
@@ -228,8 +231,8 @@ class OverText:
 
 def attend_over(
     reader: Reader,
-    text: str | Path | Sequence[str],
-    targets: str | Path | Sequence[str] | None = None,
+    text: GivenText | Path | Sequence[GivenText],
+    targets: str | int | Path | Sequence[str | int] | None = None,
     *,
     documents: Documents = "file",
     worth: Instead | None = None,
@@ -248,18 +251,34 @@ def attend_over(
         raise UsageError(
             f"the number of tokens to read is {most_tokens}: it has to be 1 or more"
         )
-    texts = given_texts(reader, text, documents)
-    targets = None if targets is None else given_lines(targets)
-    if worth is not None:
-        require_worth(reader)
-    windows = cut_windows(
-        reader,
-        texts,
-        targets,
-        context=context,
-        most_tokens=most_tokens or MOST_TOKENS,
-        special_tokens=special_tokens,
-    )
+    most = most_tokens or MOST_TOKENS
+    if worth is not None and not reader.why_no_classes:
+        if documents != "file" or context is not None:
+            option = "context" if context is not None else "documents"
+            raise UsageError(
+                f"{option} is for texts without labels: leave it out, or measure without worth"
+            )
+        require_worth(reader, of_classes=True)
+        # A file alone has labelled lines.
+        labelled = (
+            labelled_texts(reader, None, text)
+            if targets is None
+            else labelled_texts(reader, text, targets)
+        )
+        windows = labelled_windows(reader, labelled, special_tokens).within(most)
+    else:
+        texts = given_texts(reader, text, documents)
+        lines = None if targets is None else given_lines(targets)
+        if worth is not None:
+            require_worth(reader)
+        windows = cut_windows(
+            reader,
+            texts,
+            lines,
+            context=context,
+            most_tokens=most,
+            special_tokens=special_tokens,
+        )
     # Worth and explanations are slower and use fewer windows.
     fewer = windows.within(most_tokens or MOST_TOKENS_OF_WORTH)
     measured = [
@@ -330,11 +349,11 @@ def _worth_table(worth: Worth) -> Table:
     none = sum(head.low <= 0 <= head.high for head in worth.heads)
     better = sum(head.high < 0 for head in worth.heads)
     caption = (
-        f"The loss is {worth.loss:.4f} nats per token over {worth.tokens:,} tokens. The table has its rise "
-        f"without each head (output: {worth.instead}). The intervals of {none} of {len(worth.heads)} heads "
-        f"include 0. Without {better} heads the loss is lower."
+        f"The loss is {worth.loss:.4f} nats per {worth.per} over {worth.tokens:,} {worth.per}s. The table "
+        f"has its rise without each head (output: {worth.instead}). The intervals of {none} of "
+        f"{len(worth.heads)} heads include 0. Without {better} heads the loss is lower."
     )
-    columns = ("head", "nats per token", "interval", "adds")
+    columns = ("head", f"nats per {worth.per}", "interval", "adds")
     return Table("What heads are worth", columns, rows, caption, (1, 3))
 
 

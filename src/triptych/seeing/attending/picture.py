@@ -20,7 +20,7 @@ _MARK = "triptych"
 _FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 _ZERO = (0xF4, 0xF1, 0xE8)
 _ONE = (0x14, 0x30, 0x4F)
-_INK, _MUTED, _GENERATED = "#1d2733", "#5c6670", "#7a4fa3"
+_INK, _MUTED, _MARKED = "#1d2733", "#5c6670", "#7a4fa3"
 _MARGIN = 8
 _LABEL_CHARACTERS = 16
 _LARGEST_CELL = 28
@@ -38,8 +38,9 @@ def head_svg(kind: ViewedKind, title: str = "") -> str:
     is_grouped = max(found.num_queries, found.num_keys) > _MOST_TOKENS
     cells = found.overview if is_grouped else _all_weights(found)
     cell = min(_LARGEST_CELL, max(_SMALLEST_CELL, _WIDTH // max(*cells.shape, 1)))
-    row_labels = _labels(kind.query_tokens, kind.first_generated_query, is_grouped)
-    column_labels = _labels(kind.key_tokens, kind.first_generated_key, is_grouped)
+    marked_query, marked_key = kind.marked
+    row_labels = _labels(kind.query_tokens, marked_query, is_grouped)
+    column_labels = _labels(kind.key_tokens, marked_key, is_grouped)
     # Margins depend on the longest label.
     font_size = min(12, max(7, cell - 1))
     longest = max(
@@ -125,9 +126,12 @@ def _all_weights(of: HeadWeights) -> NDArray[np.float32]:
 
 
 def _labels(
-    tokens: tuple[str, ...], generated: int | None, is_grouped: bool
+    tokens: tuple[str, ...], marked: int | None, is_grouped: bool
 ) -> list[tuple[int, str, str]]:
-    """Return position, text and colour of every token's label, or of some positions if grouped."""
+    """Return position, text and colour of every token's label, or of some positions if grouped.
+
+    `marked` is the first token in the other colour.
+    """
     if is_grouped:
         width = bin_width(len(tokens))
         step = max(1, -(-len(tokens) // width) // 8)
@@ -145,9 +149,7 @@ def _labels(
         text = shortened(
             text, _LABEL_CHARACTERS
         )  # XML cannot represent all characters of tokens
-        found.append(
-            (i, text, _INK if generated is None or i < generated else _GENERATED)
-        )
+        found.append((i, text, _INK if marked is None or i < marked else _MARKED))
     return found
 
 

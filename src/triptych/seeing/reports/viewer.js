@@ -147,6 +147,10 @@ class Viewer {
     const first = side === "query" ? this.kind.generated_query : this.kind.generated_key;
     return first !== null && index >= first;
   }
+  isSecond(side, index) {
+    const first = side === "query" ? this.kind.second_query : this.kind.second_key;
+    return first !== null && index >= first;
+  }
 
   // The telling head of a text, of cross-attention where there is one
   tellingPlace(text, kind = this.data.texts[text].kinds.findIndex((of) => of.kind === "cross")) {
@@ -217,6 +221,7 @@ class Viewer {
     this.part("about").textContent = `${many(this.kind.layers.length, "layer")}, ${sizes}.`;
     this.part("layer").replaceChildren(...this.kind.layers.map((layer, l) => make("option", { value: l }, layer.number)));
     this.root.querySelector(".generated-note").hidden = this.kind.generated_query === null && this.kind.generated_key === null;
+    this.root.querySelector(".second-note").hidden = this.kind.second_query === null;
   }
 
   // All heads, small
@@ -274,7 +279,8 @@ class Viewer {
       const flow = make("div", { class: "flow", role: "listbox", tabindex: "0", "data-flow": side, "aria-label": { both: "tokens", query: "tokens that look", key: "tokens that are looked at" }[side] });
       const hasSpaces = tokens.some((token) => /\s/.test(token));
       tokens.forEach((token, i) => {
-        const classes = [hasSpaces ? "" : "spaced", this.isGenerated(side === "key" ? "key" : "query", i) ? "generated" : ""].filter(Boolean).join(" ");
+        const from = side === "key" ? "key" : "query";
+        const classes = [hasSpaces ? "" : "spaced", this.isGenerated(from, i) ? "generated" : "", this.isSecond(from, i) ? "second" : ""].filter(Boolean).join(" ");
         const visible = token.trim() ? token : token.replaceAll("\n", "↵\n").replaceAll("\t", "⇥\t") || "∅";
         flow.append(make("span", { id: id(i), role: "option", "data-i": i, ...(classes ? { class: classes } : {}) }, visible), ...(hasSpaces ? [] : [" "]));
       });
@@ -478,7 +484,7 @@ class Viewer {
     while (text && pen.measureText(`${text}…`).width > width) text = text.slice(0, -1);
     return `${text}…`;
   }
-  ink(side, index, isStrong) { return isStrong ? this.colours.hot : this.isGenerated(side, index) ? this.colours.made : this.colours.ink; }
+  ink(side, index, isStrong) { return isStrong ? this.colours.hot : this.isGenerated(side, index) || this.isSecond(side, index) ? this.colours.made : this.colours.ink; }
 
   drawMatrix() {
     const view = this.window();
