@@ -174,14 +174,13 @@ def evaluate(
     }
     _refuse_given("references", **searched, workers=None if workers == 1 else workers)
     documents = given_texts(opened.reader, text)
-    scoring = partial(progress, "scoring")
     return evaluate_text(
         opened.to_run,
         documents,
         opened.options,
         context,
         stride,
-        scoring,
+        progress,
         special_tokens,
     )
 

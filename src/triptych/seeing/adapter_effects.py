@@ -12,6 +12,7 @@ from triptych.core.checkpoints.checkpoint import Checkpoint
 from triptych.core.heads import Layer
 from triptych.errors import UsageError
 from triptych.literals import FormName, check_choices
+from triptych.printable import table_html
 from triptych.running.opened_source import Opened
 from triptych.seeing.reports.records import Table
 
@@ -144,6 +145,10 @@ class AdapterEffects:
             f"AdapterEffects of {', '.join(self.adapters)}: {len(self.heads)} heads\n"
             f"  most changed: {most}"
         )
+
+    def _repr_html_(self) -> str:
+        found = self.table()
+        return table_html(found.title, found.rows, found.columns)
 
 
 def _values(changes: tuple[FormChange, ...]) -> Iterator[dict[str, Any]]:
