@@ -180,10 +180,10 @@ def _as_options(arguments: Sequence[str]) -> Sequence[str]:
 def _hint_to_quote(arguments: Sequence[str], refusal: str) -> str:
     """Return a hint if several words of a text were given as several arguments; else ""."""
     # Typer names the extra arguments in parentheses.
-    words = re.findall(r"\((.*)\)", refusal)
-    if arguments[0] not in OF_A_TEXT or "extra argument" not in refusal or not words:
+    found = re.search(r"extra argument\S* \((.*)\)$", refusal)
+    if arguments[0] not in OF_A_TEXT or found is None:
         return ""
-    extra = words[0].split()
+    extra = found[1].split()
     place = next(
         (at for at, word in enumerate(arguments) if word == extra[0] and at > 1), None
     )

@@ -55,6 +55,10 @@ class Terminal(Console):
             emoji=False,
         )
 
+    def on_broken_pipe(self) -> None:
+        """Re-raise the error, from which the command ends."""
+        raise  # rich calls this method while it handles the error
+
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
