@@ -23,6 +23,7 @@ from triptych.cli.verbs import read_verb
 from triptych.core.attention import PARAMETERISATIONS, HeadMap
 from triptych.core.checkpoints.family import Family, families
 from triptych.core.models import PRESETS, ModelConfig
+from triptych.error_codes import EXPLAINED
 from triptych.seeing.inspection.measures import MEASURES
 from triptych.training.corpora.corpora import CorpusSpec
 from triptych.training.new import meanings_of
@@ -282,7 +283,13 @@ def _box(name: str, held: HeadMap, x: int, y: int, height: int) -> str:
     return box + _text(x + 8, middle - 3, name) + _text(x + 8, middle + 11, size)
 
 
+def error_lines() -> Iterator[str]:
+    """The page that `triptych explain` prints in sections."""
+    yield from EXPLAINED.read_text(encoding="utf-8").splitlines()
+
+
 PAGES = {
+    "errors.md": error_lines,
     "commands.md": command_lines,
     "recipes.md": key_lines,
     "families.md": family_lines,

@@ -22,7 +22,7 @@ class TriptychError(Exception):
     """
 
     exit_code = 1
-    section = "errors-and-exit-codes"  # section of docs/reference/errors.md
+    code = "error"  # stable code, with a section in `explained.md`
 
     def __init__(self, message: str) -> None:
         super().__init__(
@@ -34,13 +34,13 @@ class UsageError(TriptychError):
     """A request that cannot be carried out: a bad option, recipe or file name."""
 
     exit_code = 2
-    section = "a-request-cannot-be-carried-out"
+    code = "request"
 
 
 class DataError(TriptychError):
     """An input file with missing, damaged or unsupported content."""
 
-    section = "a-file-cannot-be-used"
+    code = "file"
 
 
 class ElsewhereError(TriptychError):

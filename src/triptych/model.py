@@ -59,6 +59,7 @@ if TYPE_CHECKING:
         Evaluation,
         Filling,
         Likelihood,
+        StreamedText,
         TextGenerator,
         Translation,
         Translator,
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from triptych.seeing.attending import Attention, AttentionBatch, OverText
     from triptych.seeing.composition import Composition
     from triptych.seeing.inspection import Inspection
+    from triptych.seeing.lens import Lens
     from triptych.seeing.model_cost import ModelCost
     from triptych.seeing.sweep import Sweep
     from triptych.training import Recipe
@@ -602,7 +604,7 @@ class Model:
         *,
         stream: Literal[True],
         **options: Unpack[GenerationKeywords],
-    ) -> Iterator[str]: ...
+    ) -> StreamedText: ...
 
     @overload
     def generate(
@@ -671,7 +673,7 @@ class Model:
 
         Returns:
             One continuation for a string and one sample, whose `text` is what was added; a list for several;
-            an iterator of strings with `stream`.
+            an iterator of strings with `stream`, with `finish` after its end.
 
         Raises:
             UsageError: the model does not continue texts, or incompatible options.
@@ -808,7 +810,7 @@ class Model:
             workers: number of processes that translate in parallel.
             special_tokens: read special tokens that a text spells out (`<|endoftext|>`) as such, "tokens", or
                 as plain "text".
-            progress: called with the activity, the number of documents or sentences, and their total.
+            progress: called with the activity, the number of characters or sentences, and their total.
 
         Returns:
             The loss in nats per token with its interval, or BLEU and chrF with theirs; the accuracy for
@@ -1030,6 +1032,30 @@ class Model:
             max_tokens=max_tokens,
             special_tokens=special_tokens,
         )
+
+    @check_choices
+    def lens(
+        self,
+        text: Text | Tensor,
+        target: Text | None = None,
+        *,
+        max_tokens: int | None = None,
+        special_tokens: SpecialTokens = "tokens",
+    ) -> Lens:
+        """Predictions after each block, and a logit as a sum over heads and layers (`Lens.attribution`).
+
+        Args:
+            text: the model's input: a string, or token ids.
+            target: the decoder's output of an encoder-decoder; its own translation if None.
+            max_tokens: longest text in tokens, see `run`.
+            special_tokens: see `run`.
+
+        Raises:
+            UsageError: the model does not predict tokens.
+        """
+        from triptych.seeing.lens import read_lens
+
+        return read_lens(self._opened, text, target, max_tokens, special_tokens)
 
     @property
     def reader(self) -> Reader:

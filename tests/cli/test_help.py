@@ -65,6 +65,7 @@ def test_the_help_of_a_command_imports_nothing_heavy(name: str) -> None:
 VERBS = {
     "demo": ("demo",),
     "recipes": (),
+    "explain": (),
     "new": ("new_recipe",),
     "train": ("train", "resume"),
     "report": ("report",),

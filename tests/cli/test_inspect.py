@@ -155,7 +155,7 @@ def test_a_refusal_is_one_line_and_the_rest_comes_with_verbose(triptych: Command
     said = triptych("inspect", folder, "--verbose").err
     assert "[[attention]]" in said
     assert "more with --verbose" not in said
-    assert said.endswith("\nsee docs/reference/errors.md#a-file-cannot-be-used\n")
+    assert said.endswith("\ncode file: triptych explain file\n")
 
 
 def test_several_checkpoints_are_inspected_at_once(

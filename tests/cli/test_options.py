@@ -82,6 +82,13 @@ FAST = [
     ),
 ]
 SLOW = [
+    Scenario(
+        "lens gpt2 'two <end> young men'",
+        "--ids 1,2 --literal --token a --against b --position 0 --top 2 --all --target a --max-tokens 4 "
+        "--device nowhere --adapter nowhere --dtype bfloat16 --languages de,en --strict --without *.* --json",
+    ),
+    Scenario("lens gpt2 two --token a", "--against b --top 2 --all"),
+    Scenario("lens marian two", "--target ein --languages de,en"),
     Scenario("cost", "--html out.html"),
     Scenario("cost --html kept.html", "--force"),
     Scenario("attend gpt2 'two <end> young men' --csv kept.csv", "--force"),

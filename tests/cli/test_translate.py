@@ -55,7 +55,7 @@ def test_a_paragraph_is_translated_sentence_by_sentence_and_keeps_its_white_spac
     assert record["pieces"] == 2
     assert "attention" not in record
     assert [part["source"] for part in record["sentences"]] == ["Vier.", "Heute ist Montag."]
-    assert [part["translation"] for part in record["sentences"]] == [first, second]
+    assert [part["text"] for part in record["sentences"]] == [first, second]
     assert all(len(part["attention"]) == 1 for part in record["sentences"])
     whole = triptych("translate", small_run, "--json", "--no-split", stdin=paragraph)
     assert json.loads(whole.out)["pieces"] == 1
@@ -122,7 +122,7 @@ def test_json_gives_scores_tokens_and_the_attention_asked_for(triptych: Command,
     assert answer.code == 0, answer.err
     record = json.loads(answer.out)
     best = record["candidates"][0]
-    assert record["translation"] == best["text"]
+    assert record["text"] == best["text"]
     assert best["log_prob"] < 0
     assert "".join(best["tokens"]).replace("▁", " ").strip() == best["text"]
     kinds = [(entry["kind"], entry["layer"], entry["head"]) for entry in record["attention"]]
@@ -179,9 +179,10 @@ def test_a_closed_pipe_ends_quietly(small_run: Path, tmp_path: Path) -> None:
     command = (
         f"{sys.executable} -m triptych translate {small_run} {tmp_path / 'in.txt'} {options} | head -n 1"
     )
-    result = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120, check=False)
+    shell = ["bash", "-c", f"set -o pipefail; {command}"]
+    result = subprocess.run(shell, capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout.count("\n") == 1
-    assert result.stderr == ""
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 # Whoever is started in the background by a shell ignores interrupts, and so do its children: not here.

@@ -72,6 +72,8 @@ WRITES: dict[str, list[list[str]]] = {
     "report": [["{run}", "--html", "notes.txt"], ["{run}", "--html", "source.de"]],
     "fill": [],
     "attend": [["{run}", "Vier.", f"--{form}", "notes.txt"] for form in ("npz", "csv", "html")],
+    "lens": [],
+    "explain": [],
     "inspect": [["{gpt2}", f"--{form}", "notes.txt"] for form in ("html", "csv", "parquet")],
     "rewrite": [["{gpt2}", "--exact", "--no-compare", "--out", name] for name in (".", "notes.txt")],
     "verify": [["."], ["{gpt2}"]],

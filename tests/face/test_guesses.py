@@ -32,6 +32,15 @@ def test_what_a_model_is_has_the_names_that_are_typed_first(model: Model) -> Non
     assert list(model.run(TEXT).ids) == ids
 
 
+def test_a_result_is_printed_as_its_text(model: Model) -> None:
+    continued = model.generate(TEXT, max_new_tokens=3)
+    assert str(continued) == continued.text
+    (drawn, _) = model.generate([TEXT, TEXT], max_new_tokens=3)
+    assert f"{drawn}" == drawn.text
+    translated = load("demo").translate("Der Zug kommt um halb vier an.", num_best=2)
+    assert str(translated) == translated.text == str(translated.candidates[0])
+
+
 def test_the_two_products_have_the_names_of_the_pages(model: Model) -> None:
     head = model[1, 0]
     torch.testing.assert_close(head.W_QK, head.W_Q @ head.W_K.mT)

@@ -26,6 +26,7 @@ from triptych.cli.options import load_model
 from triptych.cli.verbs import read_verb, spelled
 from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.running.decoding import Translator
+from triptych.seeing.lens import Lens
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -70,6 +71,8 @@ CASES = [
     *cases("attend_over", "marian", TWO, targets=["ein Satz", "zwei"], documents="line"),
     *cases("check", "gpt2", {}, text=TEXT, target="a"),
     *cases("composition", "gpt2", {"into": "Q"}, stack="encoder"),
+    *cases("lens", "gpt2", ONE, max_tokens=4, target="a"),
+    *cases("lens", "marian", ONE, target="ein Satz"),
     *cases("convert", "gpt2", {"path": "new", "to": "triptych"}, quantization="int8"),
     *cases("edit", "gpt2", HALVED, together=True),
     *cases("evaluate", "marian", TWO, references=[OTHER, TEXT]),
@@ -102,7 +105,7 @@ CASES = [
     *cases("translate", "marian", ONE, beam_size=9, alpha=float("nan"), num_best=2, max_extra_tokens=1),
     *[
         case
-        for method in ("attend", "attend_over", "evaluate", "generate", "run", "score")
+        for method in ("attend", "attend_over", "evaluate", "generate", "lens", "run", "score")
         for case in cases(method, "gpt2", {"text": MARKED}, special_tokens="text")
     ],
     *cases("translate", "t5", {"text": MARKED}, special_tokens="text"),
@@ -171,6 +174,8 @@ def plain(found: Any) -> Any:
         return tuple(map(plain, found))
     if isinstance(found, dict):
         return tuple((name, plain(value)) for name, value in found.items())
+    if isinstance(found, Lens):
+        return plain((found.logits(), found.ids))
     if hasattr(found, "logits") and hasattr(found, "ids"):
         return plain((found.logits, found.ids))
     if hasattr(found, "record"):

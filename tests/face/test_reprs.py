@@ -10,6 +10,7 @@ from pydantic import BaseModel
 import triptych
 from small_checkpoints import gpt2_that_runs
 from triptych import Model, load
+from triptych.running.decoding import Continuation
 
 TEXT = "First Citizen: Before we proceed any further, hear me speak."
 
@@ -42,7 +43,19 @@ def test_reprs_are_a_few_lines_of_shapes_and_have_a_table(model: Model) -> None:
         assert "tensor(" not in repr(found)
         assert type(found).__name__ in repr(found)
         assert found._repr_html_().lstrip().startswith("<"), found
-    for other in (model.layers, model.cost(), model.composition("V"), model.run(TEXT)["1.1"]):
+    tables = [
+        model.cost(),
+        model.composition("V"),
+        model.sweep(TEXT, TEXT, lambda run: run.loss),
+        model.attend_over(TEXT),
+        model.lens(TEXT),
+        model.lens(TEXT).top(),
+        model.lens(TEXT).attribution("e"),
+    ]
+    for found in tables:
+        assert 1 <= len(repr(found).splitlines()) <= 8, found
+        assert found._repr_html_().lstrip().startswith("<"), found
+    for other in (model.layers, model.run(TEXT)["1.1"]):
         assert len(repr(other).splitlines()) <= 8
 
 
@@ -76,6 +89,9 @@ def test_nothing_that_is_reached_from_a_model_prints_more_than_eight_lines(model
         model.generate(TEXT, max_new_tokens=40),
         model.sweep(TEXT, TEXT, lambda run: run.loss),
         model.check(),
+        model.lens(TEXT),
+        model.lens(TEXT).top(),
+        model.lens(TEXT).attribution("e"),
         triptych.MultiHeadAttention(16, 4)(torch.randn(1, 5, 16), need_weights=True),
     ]
     found: dict[str, int] = {}
@@ -95,7 +111,8 @@ def _walk(thing: Any, left: int, seen: list[Any], found: dict[str, int]) -> None
     if not ours or any(thing is one for one in seen):
         return
     seen.append(thing)
-    for shown in (repr(thing), str(thing)):
+    # A continuation is printed as its text.
+    for shown in (repr(thing), "" if isinstance(thing, Continuation) else str(thing)):
         lines = max(len(shown.splitlines()), -(-len(shown) // 600))  # a long line is several on a terminal
         found[kind.__qualname__] = max(lines, found.get(kind.__qualname__, 0))
     # Not what the face is made of, nor what pydantic's records have.

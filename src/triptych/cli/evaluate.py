@@ -142,13 +142,15 @@ def evaluate(
         )
 
         def score(model: str) -> Any:
-            shown = doing if len(models) == 1 else f"{doing} {model}"
+            of_model = "" if len(models) == 1 else f"{model}: "
             with progress_bar("{task.description}", doing, of_bytes=False) as tell:
                 return load_model(model, without, opening).evaluate(
                     *given,
                     **asked,
                     special_tokens=special_tokens_of(literal),
-                    progress=lambda _, done, total: tell(shown, done, total),
+                    progress=lambda what, done, total: tell(
+                        f"{of_model}{what}", done, total
+                    ),
                 )
 
         found = do_each(models, score, world)

@@ -3,6 +3,7 @@
 import errno
 import os
 import platform
+import select
 import sys
 import tempfile
 import traceback
@@ -39,7 +40,7 @@ class UnforeseenError(TriptychError):
     """A fault of triptych itself."""
 
     exit_code = 70  # EX_SOFTWARE of sysexits.h
-    section = "faults-disks-and-limits"
+    code = "fault"
 
 
 def flush_output() -> None:
@@ -52,6 +53,18 @@ def flush_output() -> None:
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
+
+
+def is_output_unread() -> bool:
+    """Return True if standard output is a pipe without a reader, as after `| head` has ended."""
+    if sys.stdout is None or not hasattr(select, "poll"):
+        return False
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # not a file
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def as_triptych_error(error: BaseException) -> TriptychError:
@@ -96,11 +109,15 @@ def _write_error_report(error: BaseException) -> str:
 
 
 def print_error(error: TriptychError) -> None:
-    """Print the message of an error, and with `--verbose` its notes and the section about it."""
+    """Print the message of an error, and with `--verbose` its notes and its code."""
     notes = getattr(error, "__notes__", [])
     says_all = is_given("--verbose", "-v")
     more = " (more with --verbose)" if notes and not says_all else ""
-    rest = [*notes, f"see docs/reference/errors.md#{error.section}"] if says_all else []
+    rest = (
+        [*notes, f"code {error.code}: triptych explain {error.code}"]
+        if says_all
+        else []
+    )
     say("\n".join([f"triptych: {printable(str(error))}{more}", *rest]))
 
 

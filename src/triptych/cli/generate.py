@@ -5,6 +5,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
+from triptych.cli.failures import say
 from triptych.cli.options import (
     check_attention,
     load_model,
@@ -83,15 +84,27 @@ def generate(
         for given, found in _in_batches(opened, prompts, generating):
             print_json(_json_record(opened, given, found, attention, generating))
     elif file is None and generating["num_samples"] == generating["beam_size"] == 1:
-        for text in opened.generate(next(prompts), **generating, stream=True):
+        parts = opened.generate(next(prompts), **generating, stream=True)
+        for text in parts:
             write_output(text)
         write_output("\n")
+        _say_end(opened, parts.finish)
     else:
         for number, (_, found) in enumerate(
             _in_batches(opened, prompts, generating), start=1
         ):
             for sample, one in enumerate(found, start=1):
                 write_output(f"== prompt {number}, text {sample} ==\n{one.text}\n")
+                _say_end(opened, one.finish, f"prompt {number}: ")
+
+
+def _say_end(model: Model, finish: str | None, which: str = "") -> None:
+    """Report the end of a text at the model's last position, before the requested number of tokens."""
+    if finish == "positions":
+        say(
+            f"{which}ended at the {model.generator().model.context:,} positions of the model, before "
+            "--max-new-tokens"
+        )
 
 
 def _prompts(
@@ -131,6 +144,8 @@ def _json_record(
     )
     return {
         "prompt": prompt,
+        "text": found[0].text,
+        "finish": found[0].finish,
         "continuations": [
             {
                 "text": one.text,

@@ -1,5 +1,7 @@
 """The command `triptych`: parses, calls the library, prints."""
 
+import re
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version as installed_version
@@ -10,6 +12,7 @@ import typer
 from triptych.cli.failures import (
     as_triptych_error,
     flush_output,
+    is_output_unread,
     print_error,
     warnings_as_lines,
 )
@@ -34,6 +37,7 @@ COMMANDS = (
     ),
     *(
         "attend",
+        "lens",
         "evaluate",
         "inspect",
         "rewrite",
@@ -46,7 +50,10 @@ COMMANDS = (
         "serve",
     ),
     "explore",
+    "explain",
 )
+# Commands with a text as their last argument.
+OF_A_TEXT = ("translate", "generate", "fill", "attend", "lens")
 _ABOUT = "Train, run, inspect and rewrite Transformers, with the attention matrices of every head at hand."
 # Typer's exception for an invalid command line; typer does not export the class.
 _Refusal: Any = next(
@@ -107,6 +114,7 @@ def run() -> None:
 def _run_command_line() -> None:
     open_streams()
     limit_spinning()  # before torch is imported
+    code = 0
     try:
         try:
             with warnings_as_lines():
@@ -117,13 +125,19 @@ def _run_command_line() -> None:
         if speaks(error):
             print_error(error)
         sys.exit(error.exit_code)
-    except (
-        BrokenPipeError
-    ):  # whoever read our output has seen enough; typer itself ends so, too
-        sys.exit(1)
-    except (SystemExit, KeyboardInterrupt):
+    except BrokenPipeError as error:
+        if isinstance(failure := error.__context__, TriptychError):
+            print_error(failure)
+            sys.exit(failure.exit_code)
+        # The reader of our output, such as `head`, has enough, so the command succeeds.
+        sys.exit(code or (0 if is_output_unread() else 1))
+    except SystemExit as stop:  # typer ends so when its output is not read
+        if stop.code == 1 and is_output_unread():
+            sys.exit(0)
         raise
-    except BaseException as error:  # noqa: BLE001 (one line, whatever it is; a panic of Rust is no Exception)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 (one line, whatever it is; a panic of Rust is not an Exception)
         explained = as_triptych_error(error)
         if speaks(error):
             print_error(explained)
@@ -133,6 +147,7 @@ def _run_command_line() -> None:
 
 def _carry_out(arguments: Sequence[str]) -> int:
     """Carry out a command line; its exit code."""
+    arguments = _as_options(arguments)
     command = typer.main.get_command(application(arguments))
     try:
         found = command.main(
@@ -143,5 +158,36 @@ def _carry_out(arguments: Sequence[str]) -> int:
     except _Refusal as refusal:
         context = getattr(refusal, "ctx", None)
         asked = context.command_path if context else "triptych"
-        raise UsageError(f"{refusal.format_message()} (see {asked} --help)") from None
+        hint = _hint_to_quote(arguments, refusal.format_message())
+        raise UsageError(
+            f"{refusal.format_message()}{hint} (see {asked} --help)"
+        ) from None
     return found if isinstance(found, int) else 0
+
+
+def _as_options(arguments: Sequence[str]) -> Sequence[str]:
+    """Return the command line with options in place of the words help and version."""
+    match arguments:
+        case ["help", name, *_] if name in COMMANDS:
+            return [name, "--help"]
+        case ["help", *rest]:
+            return [*rest[:1], "--help"]
+        case ["version"]:
+            return ["--version"]
+    return arguments
+
+
+def _hint_to_quote(arguments: Sequence[str], refusal: str) -> str:
+    """Return a hint if several words of a text were given as several arguments; else ""."""
+    # Typer names the extra arguments in parentheses.
+    found = re.search(r"extra argument\S* \((.*)\)$", refusal)
+    if arguments[0] not in OF_A_TEXT or found is None:
+        return ""
+    extra = found[1].split()
+    place = next(
+        (at for at, word in enumerate(arguments) if word == extra[0] and at > 1), None
+    )
+    if place is None:
+        return ""
+    text = " ".join([arguments[place - 1], *extra])
+    return f": put a text in quotes, as in {shlex.join([text])}"

@@ -4,8 +4,10 @@ import json
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from io import BufferedIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, final
@@ -20,7 +22,7 @@ from rich.progress import (
 )
 from rich.segment import Segment
 
-from triptych.cli.failures import is_given
+from triptych.cli.failures import is_given, say
 from triptych.errors import DataError, UsageError
 from triptych.launch import speaks
 from triptych.printable import printable
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 
 # A word with a folder in it, or with an ending of a few letters.
 _FILE_NAME = re.compile(r"[^\s]*(?:/[^\s]*[^\s.!?/]|[^\s.]\.[a-z0-9]{1,7})")
+
+
+_SECONDS_OF_A_LINE = 60.0
 
 
 @final
@@ -49,6 +54,10 @@ class Terminal(Console):
             markup=False,
             emoji=False,
         )
+
+    def on_broken_pipe(self) -> None:
+        """Re-raise the error, from which the command ends."""
+        raise  # rich calls this method while it handles the error
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -137,8 +146,12 @@ def progress_bar(
 ) -> Iterator[Callable[..., None]]:
     """Show a bar inside the block; yield a function of the current action, the amount done and the total.
 
-    Only the first process shows a bar, on standard error, if it is a terminal.
+    Only the first process reports, on standard error: a bar on a terminal, elsewhere a line a minute.
     """
+    is_told = speaks() and not is_given("--quiet", "-q")
+    if is_told and not sys.stderr.isatty():
+        yield _line_a_minute(text)
+        return
     middle = [DownloadColumn()] if of_bytes else []
     columns = (
         TextColumn(text, markup=False),
@@ -146,14 +159,33 @@ def progress_bar(
         *middle,
         TimeRemainingColumn(),
     )
-    shown = sys.stderr.isatty() and speaks() and not is_given("--quiet", "-q")
     with Progress(
-        *columns, console=Terminal(stderr=True), disable=not shown, transient=True
+        *columns, console=Terminal(stderr=True), disable=not is_told, transient=True
     ) as bar:
         task = bar.add_task(first, total=None)
         yield lambda what, done, total: bar.update(
             task, description=what, completed=done, total=total
         )
+
+
+def _line_a_minute(text: str) -> Callable[..., None]:
+    """Return a function to print progress in lines, at most one a minute."""
+    # Short operations end before the first line.
+    begun = last = time.monotonic()
+
+    def tell(what: str, done: int, total: int | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < _SECONDS_OF_A_LINE:
+            return
+        last = now
+        line = text.replace("{task.description}", what)
+        if done and total:
+            left = timedelta(seconds=round((now - begun) * (total - done) / done))
+            line += f": {done / total:.0%}, about {left} left"
+        say(line)
+
+    return tell
 
 
 def training_display() -> "Display":

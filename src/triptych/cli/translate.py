@@ -190,7 +190,7 @@ def _json_renderer(model: Model, wanted: Sequence[str]) -> Renderer:
         record: dict[str, Any] = {
             "line": number,
             "source": translation.source,
-            "translation": translation.text,
+            "text": translation.text,
             "pieces": translation.num_pieces,
             "finish": translation.finish,
             "candidates": [
@@ -206,7 +206,7 @@ def _json_renderer(model: Model, wanted: Sequence[str]) -> Renderer:
         }
         if translation.parts:
             record["sentences"] = [
-                {"source": part.source, "translation": part.text} | attention_of(part)
+                {"source": part.source, "text": part.text} | attention_of(part)
                 for part in translation.parts
             ]
         return [json_text(record | attention_of(translation))]

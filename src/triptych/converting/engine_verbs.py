@@ -198,14 +198,13 @@ def evaluate(
         return evaluate_translations(translator, sources, right, tell, bleu_tokenize)
     _refuse_given("references", **searched)
     documents = given_texts(opened.reader, text)
-    scoring = partial(progress, "scoring")
     return evaluate_text(
         opened.to_run,
         documents,
         opened.options,
         context,
         stride,
-        scoring,
+        progress,
         special_tokens,
     )
 

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -38,6 +38,7 @@ from triptych.core.models import (
 from triptych.errors import DataError, EngineNote, TriptychError, UsageError
 from triptych.files import find_cache_folder, remove_folder, write_folder
 from triptych.literals import EngineName, Precision, SpecialTokens, Stop
+from triptych.progress import Progress, untold
 from triptych.running.changing import is_patched
 from triptych.running.decoding import (
     Decoder,
@@ -383,8 +384,8 @@ class CTranslate2Generator(Decoder[GenerationOptions]):
 
     def stream(
         self, ids: Sequence[int], options: GenerationOptions, ends: Ends
-    ) -> Iterator[NewToken]:
-        """Continue a prompt without a beam and yield each new token."""
+    ) -> Generator[NewToken, None, Finish | None]:
+        """Continue a prompt without a beam and yield each new token; return why it ended."""
         self._check([ids], options)
         limit = limit_of_prompt(len(ids), options.max_new_tokens, self.max_tokens)
         steps = self._generator.generate_tokens(
@@ -399,7 +400,8 @@ class CTranslate2Generator(Decoder[GenerationOptions]):
             new = _new_token(0, step, length, limit, options, ends)
             yield new
             if new.finish is not None:
-                return
+                return new.finish
+        return None
 
     def logits(
         self, ids: Int[Tensor, "rows length"]
@@ -648,7 +650,7 @@ def evaluate_text(
     options: Options | None = None,
     context: int | None = None,
     stride: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = untold,
     special_tokens: SpecialTokens = "tokens",
 ) -> Likelihood:
     """Score a language model on texts; see `triptych.running.decoding.measure_likelihood`."""

@@ -13,7 +13,7 @@ from triptych.core.checkpoints.checkpoint import Checkpoint
 from triptych.core.heads import Layer
 from triptych.errors import UsageError
 from triptych.literals import FormName, check_choices
-from triptych.printable import shortened
+from triptych.printable import shortened, table_html
 from triptych.running.opened_source import Opened
 from triptych.seeing.direction_tokens import DirectionDecoder, DirectionTokens
 from triptych.seeing.reports.records import Table
@@ -249,6 +249,10 @@ class AdapterEffects:
             f"AdapterEffects of {', '.join(self.adapters)}: {len(self.heads)} heads\n"
             f"  most changed: {most}"
         )
+
+    def _repr_html_(self) -> str:
+        found = self.table()
+        return table_html(found.title, found.rows, found.columns)
 
 
 def _values(changes: tuple[FormChange, ...]) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from triptych.core.heads import Head, Layer
 from triptych.errors import UsageError
 from triptych.literals import Into
+from triptych.printable import table_html
 from triptych.running.opened_source import Opened
 
 
@@ -66,6 +67,11 @@ class Composition:
             f"Composition into {self.into}: scores {list(self.scores.shape)}, chance {self.chance:.3f}\n"
             f"  highest: {best}"
         )
+
+    def _repr_html_(self) -> str:
+        rows = [(one, other, f"{score:.3f}") for one, other, score in self.top(10)]
+        title = f"Composition into {self.into} (chance {self.chance:.3f})"
+        return table_html(title, rows, ("earlier head", "later head", "score"))
 
 
 def compose_stack(opened: Opened, into: Into, stack: str | None) -> Composition:

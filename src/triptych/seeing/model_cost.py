@@ -5,6 +5,7 @@ from typing import Any, Literal, final
 
 from triptych.core.algebra.cost import writing_cost
 from triptych.literals import check_choices
+from triptych.printable import table_html
 from triptych.running.opened_source import Opened
 
 Figure = Literal[
@@ -63,6 +64,26 @@ class ModelCost:
             f"{self.total('flops_per_pair'):,} per pair, "
             f"{self.total('cache_bytes_per_token'):,} bytes of cache per token"
         )
+
+    def _repr_html_(self) -> str:
+        figures = (
+            "parameters",
+            "flops_per_token",
+            "flops_per_pair",
+            "cache_bytes_per_token",
+        )
+        rows = [
+            (row["layer"], *(f"{row[figure]:,}" for figure in figures))
+            for row in self.rows()
+        ]
+        columns = (
+            "layer",
+            "parameters",
+            "FLOPs per token",
+            "FLOPs per pair",
+            "bytes of cache",
+        )
+        return table_html(f"Cost of {self.model}", rows, columns)
 
 
 def cost_of(opened: Opened) -> ModelCost:

@@ -12,6 +12,7 @@ from triptych.core.algebra.resampling import ratio_intervals
 from triptych.core.models import EncoderDecoder
 from triptych.errors import UsageError
 from triptych.literals import Activation
+from triptych.printable import table_html
 from triptych.progress import Progress
 from triptych.running.changing import patch, patching_tap
 from triptych.running.opened_source import Opened
@@ -80,6 +81,11 @@ class Sweep:
             f"  metric: clean {float(self.clean.mean()):.4g}, corrupted {float(self.corrupted.mean()):.4g}\n"
             f"  most moved by: {best}"
         )
+
+    def _repr_html_(self) -> str:
+        rows = [(head, f"{value:.4g}") for head, value in self.top(10)]
+        title = f"Sweep of {self.what}: the heads that move the metric most"
+        return table_html(title, rows, ("head", "metric after its patch"))
 
 
 def sweep_heads(

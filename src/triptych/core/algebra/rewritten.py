@@ -20,7 +20,7 @@ TIERS: tuple[Tier, ...] = ("bit-exact", "rounding-exact", "bounded")
 class RewriteRefusedError(TriptychError, ValueError):
     """Refusal of a rewrite that would change the function or cannot be stored; the message has the reason."""
 
-    section = "a-rewrite-is-refused"
+    code = "refused"
 
     def __init__(self, name: str, reason: str, advice: str = "") -> None:
         super().__init__(

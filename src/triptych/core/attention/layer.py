@@ -57,6 +57,7 @@ from triptych.core.attention.steps import (
     walk,
     watch_with,
 )
+from triptych.core.attention.torch_layers import torch_layer_of, weights_of_torch
 from triptych.literals import Activation
 from triptych.printable import shown_fields
 
@@ -334,6 +335,45 @@ class MultiHeadAttention(nn.Module):
         return layer
 
     @classmethod
+    def from_torch(cls, layer: nn.MultiheadAttention) -> "MultiHeadAttention":
+        """Build a layer that computes the same as torch's layer; parameters are copied.
+
+            ours = MultiHeadAttention.from_torch(theirs)
+            ours(x, memory=y, mask=~attn_mask).output  # theirs(x, y, y, attn_mask=attn_mask)[0]
+
+        The first dimension is the batch, as with torch's `batch_first`. Masks are True where a query may
+        attend, and torch's where it may not.
+
+        Args:
+            layer: layer of torch, with any `kdim`, `vdim`, biases and dropout.
+
+        Raises:
+            ValueError: the layer has additional keys (`add_bias_kv`, `add_zero_attn`).
+        """
+        found = cls.from_weights(weights_of_torch(layer))
+        return found.train(layer.training)
+
+    def to_torch(self, *, batch_first: bool = True) -> nn.MultiheadAttention:
+        """Build a layer of torch with the same output; parameters are copied.
+
+        Consecutive maps become one map, and shared keys or values are repeated for each head. The mask of
+        torch's layer is an argument of each call, also if this layer is causal by default.
+
+        Args:
+            batch_first: layout of the inputs of torch's layer.
+
+        Raises:
+            ValueError: the heads have another width than d_model / num_heads, or torch's layer does not
+                support positions, norms, gates or scores of this layer; the message names them.
+        """
+        weights = self.weights()
+        semantics = replace(weights.semantics, dropout=self.dropout)
+        found = torch_layer_of(
+            replace(weights, semantics=semantics), batch_first=batch_first
+        )
+        return found.train(self.training)
+
+    @classmethod
     def with_semantics(
         cls,
         d_model: int,
@@ -461,7 +501,7 @@ class MultiHeadAttention(nn.Module):
         x: Float[Tensor, "batch query_len d_model"],
         *,
         memory: Float[Tensor, "batch key_len d_memory"] | None = None,
-        value_memory: Float[Tensor, "batch key_len d_memory"] | None = None,
+        value_memory: Float[Tensor, "batch key_len d_values"] | None = None,
         mask: Bool[Tensor, "..."] | None = None,
         causal: bool | None = None,
         cache: AttentionCache | None = None,
@@ -721,12 +761,15 @@ class MultiHeadAttention(nn.Module):
     def _check_inputs(
         self, x: Tensor, memory: Tensor | None, value_memory: Tensor | None
     ) -> None:
-        for given in (x, memory, value_memory):
-            if given is None:
-                continue
-            width = self.d_model if given is x else self.projections.memory_width
-            if given.shape[-1] != width:
-                name = "d_model" if width == self.d_model else "memory width"
+        projections = self.projections
+        values_from = memory if value_memory is None else value_memory
+        for given, width, name in (
+            (x, self.d_model, "d_model"),
+            (memory, projections.memory_width, "memory width"),
+            (values_from, projections.value_width, "value memory width"),
+        ):
+            if given is not None and given.shape[-1] != width:
+                name = "d_model" if width == self.d_model else name
                 raise ValueError(
                     f"an input is {given.shape[-1]} wide, and the layer's {name} {width}"
                 )

@@ -63,7 +63,7 @@ class Explanation(NamedTuple):
     path: Implementation
     # mapping of query heads to the heads of keys and values. "grouped by rows": query heads that share a
     # key-value head are rows of one product, so that the head is read once. "grouped by the kernel": torch's
-    # `enable_gqa`. "expanded": key-value heads repeated to a common number; a single head needs no copy
+    # `enable_gqa`. "expanded": key-value heads repeated to a common number; a single head is not copied
     heads: HeadGrouping
     # kernel of the call. "math" and "batched products" keep all weights in memory; the memory of any other
     # kernel is linear in the lengths

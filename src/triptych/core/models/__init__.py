@@ -21,6 +21,7 @@ from triptych.core.models.blocks import Block as Block
 from triptych.core.models.blocks import NewTokens as NewTokens
 from triptych.core.models.blocks import OffsetNorm as OffsetNorm
 from triptych.core.models.blocks import Residual as Residual
+from triptych.core.models.blocks import norm_of_part as norm_of_part
 from triptych.core.models.blocks import recompute_activations as recompute_activations
 from triptych.core.models.blocks import sharing_copy as sharing_copy
 from triptych.core.models.configuration import PRESETS as PRESETS

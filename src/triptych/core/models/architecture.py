@@ -285,7 +285,7 @@ class HeadConfig:
 
 
 # Rows of the stream that a task head reads: that of "each" token, of the "first" token, of the "last" token
-# that is no padding, of the last "end" token, or the "mean" of all.
+# that is not padding, of the last "end" token, or the "mean" of all.
 Pooling = Literal["each", "first", "last", "end", "mean"]
 
 

@@ -78,6 +78,34 @@ def make_norm(config: NormConfig | None, d_model: int) -> nn.Module:
     )
 
 
+def norm_of_part(
+    norm: nn.Module,
+    part: Float[Tensor, "*rows d_model"],
+    total: Float[Tensor, "*rows d_model"],
+) -> Float[Tensor, "*rows d_model"]:
+    """Apply a norm to a part of its input `total`, without the bias of the norm.
+
+    The size of the total is kept fixed, so that the norm is linear: results for parts of a total sum to the
+    result for the total.
+    """
+    if isinstance(norm, nn.Identity):
+        return part
+    if isinstance(norm, nn.LayerNorm) or (
+        isinstance(norm, OffsetNorm) and norm.kind == "layer"
+    ):
+        part = part - part.mean(dim=-1, keepdim=True)
+        total = total - total.mean(dim=-1, keepdim=True)
+    eps = float(norm.eps or torch.finfo(total.dtype).eps)  # type: ignore[arg-type]
+    part = part / (total.square().mean(dim=-1, keepdim=True) + eps).sqrt()
+    weight = getattr(norm, "weight", None)
+    if not isinstance(weight, Tensor):
+        return part
+    # Half precision would round small stored weights away when the offset is added.
+    gain = weight.to(torch.promote_types(part.dtype, torch.float32))
+    gain = gain + norm.offset if isinstance(norm, OffsetNorm) else gain
+    return (part * gain).to(part.dtype)
+
+
 @final
 class Residual(nn.Module):
     """The residual frame around a sub-layer: norms, dropout and the sum.
@@ -124,21 +152,8 @@ class Residual(nn.Module):
         A norm after the sub-layer divides by the size of the whole output. If parts sum to the total, their
         contributions sum to that of the total, without the bias of such a norm.
         """
-        # The norm is linear once the size of the total is fixed.
-        norm = self.out_norm
-        if norm is not None and not isinstance(norm, nn.Identity):
-            if isinstance(norm, nn.LayerNorm) or (
-                isinstance(norm, OffsetNorm) and norm.kind == "layer"
-            ):
-                part = part - part.mean(dim=-1, keepdim=True)
-                total = total - total.mean(dim=-1, keepdim=True)
-            eps = float(norm.eps or torch.finfo(total.dtype).eps)  # type: ignore[arg-type]
-            part = part / (total.square().mean(dim=-1, keepdim=True) + eps).sqrt()
-            weight = getattr(norm, "weight", None)
-            if isinstance(weight, Tensor):
-                part = part * (
-                    weight + norm.offset if isinstance(norm, OffsetNorm) else weight
-                )
+        if self.out_norm is not None:
+            part = norm_of_part(self.out_norm, part, total)
         return part * self.scale
 
 

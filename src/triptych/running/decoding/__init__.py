@@ -52,6 +52,7 @@ from triptych.running.decoding.search import best_first as best_first
 from triptych.running.decoding.search import length_penalty as length_penalty
 from triptych.running.decoding.search import limit_of as limit_of
 from triptych.running.decoding.text_generator import Continuation as Continuation
+from triptych.running.decoding.text_generator import StreamedText as StreamedText
 from triptych.running.decoding.text_generator import TextGenerator as TextGenerator
 from triptych.running.decoding.text_generator import (
     continue_changed as continue_changed,

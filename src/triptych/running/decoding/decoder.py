@@ -6,7 +6,7 @@ A front end (`Translator`, `TextGenerator`) encodes texts for a `Decoder`, and m
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Generic, Literal, TypeVar
@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar
 from torch import nn
 
 from triptych.literals import Precision
-from triptych.running.decoding.search import Hypothesis
+from triptych.running.decoding.search import Finish, Hypothesis
 from triptych.running.decoding.token_loop import Asked, Loop
 from triptych.running.decoding_options import GenerationOptions, SearchOptions
 
@@ -88,9 +88,14 @@ class Decoder(ABC, Generic[OptionsT]):
 
     def stream(
         self, ids: Sequence[int], options: OptionsT, ends: Ends
-    ) -> Iterator[object]:
-        """Decode one text, and yield after each step; `ends` is called after each token."""
-        yield self.decode([ids], options, ends)
+    ) -> Generator[object, None, Finish | None]:
+        """Decode one text, and yield after each step; return why it ended.
+
+        `ends` is called after each token.
+        """
+        ((found, *_),) = self.decode([ids], options, ends)
+        yield found
+        return found.finish
 
     def loop(self, most_rows: int, most_tokens: int) -> Loop | None:
         """Return a loop for requests of `begin`; None for a library without loops."""
@@ -146,9 +151,11 @@ class EngineDecoder(Decoder[OptionsT]):
 
     def stream(
         self, ids: Sequence[int], options: OptionsT, ends: Ends
-    ) -> Iterator[object]:
+    ) -> Generator[object, None, Finish | None]:
         engine = self.engine
-        return Loop(engine).steps(self.begin(ids, options, ends).texts)
+        asked = self.begin(ids, options, ends)
+        yield from Loop(engine).steps(asked.texts)
+        return asked.result()[0].finish
 
     @property
     def _last_engine(self) -> Any:

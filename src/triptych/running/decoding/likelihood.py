@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -20,6 +20,7 @@ from triptych.core.models import (
 )
 from triptych.errors import DataError, UsageError
 from triptych.literals import SpecialTokens
+from triptych.progress import Progress, untold
 from triptych.running.batching import padded_alike
 from triptych.running.text.encoding import encode_texts
 from triptych.running.text.tokenizers import Tokenizer
@@ -88,6 +89,7 @@ def token_losses(
     context: int,
     stride: int,
     compute: Logits | None = None,
+    tell: Callable[[Tensor], None] = lambda losses: None,
 ) -> list[Float[Tensor, " tokens"]]:
     """Compute negative log-probabilities in nats of all tokens but the first, in a list by window."""
     whole = torch.tensor(ids, device=model.embeddings.table.weight.device)
@@ -118,7 +120,35 @@ def token_losses(
                 model, total, None if compute else partial(model, read)
             )
             found.append(total - own.gather(1, targets[:, None])[:, 0])
+            tell(found[-1])
     return found
+
+
+@final
+class _Told:
+    """The progress of a measurement in characters, with the loss so far."""
+
+    def __init__(self, progress: Progress, characters: int) -> None:
+        self._progress = progress
+        self._total = characters
+        self._done = 0  # characters of finished documents
+        self._of_document = 0.0
+        self._nats = 0.0
+        self._tokens = 0
+
+    def window(self, characters: float, losses: Float[Tensor, " tokens"]) -> None:
+        """Count the tokens of a window; `characters` is the mean length of a token."""
+        self._nats += float(losses.sum())
+        self._tokens += len(losses)
+        self._of_document += characters * len(losses)
+        done = min(round(self._done + self._of_document), self._total)
+        so_far = self._nats / max(1, self._tokens)
+        self._progress(f"scoring, {so_far:.4f} nats per token", done, self._total)
+
+    def document(self, characters: int) -> None:
+        """Count a finished document."""
+        self._done += characters
+        self._of_document = 0.0
 
 
 @torch.inference_mode()
@@ -169,7 +199,7 @@ def measure_likelihood(
     documents: Sequence[str],
     context: int | None = None,
     stride: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = untold,
     compute: Logits | None = None,
     special_tokens: SpecialTokens = "tokens",
 ) -> Likelihood:
@@ -200,17 +230,19 @@ def measure_likelihood(
     num_bytes = 0
     characters = unknown = 0
     model.eval()
-    for done, document in enumerate(documents, start=1):
+    told = _Told(progress, sum(map(len, documents)))
+    for document in documents:
         if document:
             (ids,) = encode_texts(tokenizer, [document], special_tokens)
-            losses.append(token_losses(model, ids, context, stride, compute))
+            tell = partial(told.window, len(document) / max(1, len(ids) - 1))
+            losses.append(token_losses(model, ids, context, stride, compute, tell))
             characters += len(document)
             unknown += count_unknown(tokenizer, document, ids, special_tokens)
             # The first token is not predicted.
             num_bytes += len(document.encode()) - len(
                 "".join(tokenizer.decode([ids[:1]] if ids else [])).encode()
             )
-        progress(done, len(documents))
+        told.document(len(document))
     units = "documents" if len(losses) > 1 else "windows"
     parts = (
         [torch.cat(own) for own in losses if own]

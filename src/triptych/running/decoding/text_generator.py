@@ -1,7 +1,7 @@
 """Text generation: continuations as text, with stop strings and streaming."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -46,6 +46,33 @@ class Continuation:
         text = shortened(self.text, _SHOWN)
         count = len(self.ids)
         return f"Continuation({text!r}: {count} tokens, finish {self.finish!r}, score {self.score:.4g})"
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@final
+class StreamedText(Iterator[str]):
+    """The text of a continuation in parts, while it is generated.
+
+    Attributes:
+        finish: reason for the end, as in `Continuation`; None before the end.
+    """
+
+    def __init__(self, parts: Generator[str, None, Finish | None]) -> None:
+        """Use `Model.generate` with `stream=True`."""
+        self._parts = parts
+        self.finish: Finish | None = None
+
+    def __iter__(self) -> "StreamedText":
+        return self
+
+    def __next__(self) -> str:
+        try:
+            return next(self._parts)
+        except StopIteration as end:
+            self.finish = end.value or self.finish
+            raise
 
 
 @final
@@ -237,23 +264,42 @@ class TextGenerator:
         *,
         chat: bool = False,
         special_tokens: SpecialTokens = "tokens",
-    ) -> Iterator[str]:
-        """Continue a prompt and yield the text in parts during generation."""
+    ) -> StreamedText:
+        """Continue a prompt; the iterator yields the text in parts during generation."""
         if options.beam_size > 1 or options.num_samples > 1:
             raise ValueError("one sample without a beam comes token by token")
+        return StreamedText(self._parts(prompt, options, chat, special_tokens))
+
+    def _parts(
+        self,
+        prompt: Text,
+        options: GenerationOptions,
+        chat: bool,
+        special_tokens: SpecialTokens,
+    ) -> Generator[str, None, Finish | None]:
+        """Yield the text in parts; return why it ended."""
         ids = self.encode(prompt, chat=chat, special_tokens=special_tokens)
         options = self._with_ends(options)
         new = deque[str]()
         (text,), ends = self._streams(
             [ids], options, lambda row, text: new.append(text)
         )
-        # A step fills `new` through the callback above.
-        for _ in self.decoder.stream(ids, options, ends):
+        steps = self.decoder.stream(ids, options, ends)
+        finish = None
+        is_open = True
+        while is_open:
+            # A step fills `new` through the callback above.
+            try:
+                next(steps)
+            except StopIteration as end:
+                finish = end.value
+                is_open = False
             while new:
                 if part := new.popleft():
                     yield part
         if rest := text.finish():
             yield rest
+        return "text" if text.is_over else finish
 
     def _with_ends(self, options: GenerationOptions) -> GenerationOptions:
         sampling = options.sampling

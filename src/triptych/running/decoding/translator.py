@@ -48,6 +48,9 @@ class Candidate:
     log_prob: float
     finish: Ending = "stop"
 
+    def __str__(self) -> str:
+        return self.text
+
 
 @dataclass(frozen=True)
 class Translation:
@@ -81,6 +84,9 @@ class Translation:
     def sentences(self) -> tuple["Translation", ...]:
         """Translations of the line's sentences: its parts, or itself."""
         return self.parts or (self,)
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class _Cut(NamedTuple):

@@ -75,6 +75,9 @@ class FramedTokenizer(SentenceTokenizer):
     def pieces(self, ids: Sequence[int]) -> list[str]:
         return self._inner.pieces(ids)
 
+    def word_pieces(self, ids: Sequence[int]) -> list[str]:
+        return self._inner.word_pieces(ids)
+
     def conversation(
         self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool
     ) -> Conversation:

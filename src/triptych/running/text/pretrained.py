@@ -10,7 +10,7 @@ from typing import Any, Literal, final
 
 import tokenizers
 from pydantic import BaseModel, ConfigDict
-from tokenizers.models import BPE, WordPiece
+from tokenizers.models import BPE, WordLevel, WordPiece
 
 from triptych.errors import DataError, UsageError, first_line
 from triptych.files import write_json, write_text
@@ -188,6 +188,30 @@ class PretrainedTokenizer(Tokenizer):
             else:
                 found.append(text.replace(" ", SPACE_MARK))
         return found
+
+    def word_pieces(self, ids: Sequence[int]) -> list[str]:
+        """Return `pieces`, where "▁" begins a word whatever mark of words the vocabulary has."""
+        # Vocabularies mark the start of a word, its end, or the tokens within it.
+        pieces = self.pieces(ids)
+        model = self._inner.model
+        if isinstance(model, WordLevel):
+            return [f"{SPACE_MARK}{piece}" for piece in pieces]
+        if isinstance(model, WordPiece):
+            inside = model.continuing_subword_prefix
+            return [
+                piece.removeprefix(inside)
+                if piece.startswith(inside)
+                else f"{SPACE_MARK}{piece}"
+                for piece in pieces
+            ]
+        end = getattr(model, "end_of_word_suffix", None)
+        if not end:
+            return pieces
+        begins = [True, *(piece.endswith(end) for piece in pieces[:-1])]
+        return [
+            f"{SPACE_MARK * is_first}{piece.removesuffix(end)}"
+            for piece, is_first in zip(pieces, begins, strict=True)
+        ]
 
     def conversation(
         self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool

@@ -97,6 +97,10 @@ class Tokenizer(ABC):
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return each token in readable form, for plots: spaces as "▁", single bytes as `<0xF0>`."""
 
+    def word_pieces(self, ids: Sequence[int]) -> list[str]:
+        """Return `pieces` with the marks of SentencePiece: "▁" at the first token of each word."""
+        return self.pieces(ids)
+
     def opening(self, text: str) -> str:
         """Return the prefix required by every part of a text translated in parts; may be empty."""
         return ""

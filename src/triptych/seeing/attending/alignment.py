@@ -59,6 +59,25 @@ def words_of(pieces: Sequence[str], special: Sequence[bool]) -> tuple[Word, ...]
     )
 
 
+def all_words_of(pieces: Sequence[str], special: Sequence[bool]) -> tuple[Word, ...]:
+    """Group all readable tokens into words: a special token is a word, and spaces belong to the next word."""
+    begun = {word.start: word for word in words_of(pieces, special)}
+    found = list[Word]()
+    # `start` is the first token after the last word.
+    start = place = 0
+    while place < len(pieces):
+        word = begun.get(place)
+        if word is None and special[place]:
+            word = Word(pieces[place], place, place + 1)
+        place = place + 1 if word is None else word.stop
+        if word is not None:
+            found.append(word._replace(start=start))
+            start = place
+    if start < place:  # spaces at the end
+        found.append(Word(_SPACE, start, place))
+    return tuple(found)
+
+
 def _goes_on(before: str, text: str) -> bool:
     """Return True if a token without a space before it continues the word before it."""
     first = first_character(bytes_of(text))
@@ -75,6 +94,21 @@ def word_weights(
     rows = _members(target, weights[:, :1].T)
     columns = _members(source, weights[:1])
     return rows @ weights @ columns.T
+
+
+def mean_word_weights(
+    weights: Float[Tensor, "queries keys"],
+    keys: Sequence[Word],
+    queries: Sequence[Word],
+) -> Float[Tensor, "query_words key_words"]:
+    """Sum weights over the tokens of each word of the keys; average them over the tokens of query words.
+
+    If the words contain all tokens, rows sum to 1 as the rows of the tokens do.
+
+    Source: Clark et al. 2019, arXiv 1906.04341, section 4.1.
+    """
+    sizes = weights.new_tensor([word.stop - word.start for word in queries])
+    return word_weights(weights, keys, queries) / sizes[:, None]
 
 
 def _members(

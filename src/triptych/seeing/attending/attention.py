@@ -6,8 +6,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, final
 
+import numpy as np
 import torch
 from jaxtyping import Float
+from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.places import PlaceNames, head_of
@@ -21,16 +23,24 @@ from triptych.running.measuring import (
     Part,
     StackAttention,
     read_stacks,
+    stack_ids,
 )
 from triptych.running.opening import AttentionKind, Reader, TextIds
 from triptych.running.text import (
     as_texts,
     refuse_file_name,
 )
-from triptych.seeing.attending.alignment import AlignedWords, word_weights, words_of
+from triptych.seeing.attending.alignment import (
+    AlignedWords,
+    all_words_of,
+    mean_word_weights,
+    word_weights,
+    words_of,
+)
 from triptych.seeing.attending.attention_files import (
     Saved,
     json_pieces,
+    weight_rows,
     write_attention_csv,
     write_npz,
 )
@@ -49,8 +59,10 @@ from triptych.seeing.attending.head_steps import HeadSteps, LayerOutputs
 from triptych.seeing.attending.looks import Look, Looks, strongest_looks
 from triptych.seeing.attending.over import OverText, attend_over
 from triptych.seeing.attending.picture import head_svg
+from triptych.seeing.attending.rollout import roll_out
 from triptych.seeing.attending.written_tokens import NEAREST, TokenWriter
 from triptych.seeing.reports.html import short_name
+from triptych.seeing.reports.rows import data_frame
 
 # A page with more weights contains only the largest weights of every query.
 MOST_WEIGHTS_OF_A_PAGE = 4_500_000
@@ -181,12 +193,29 @@ class Attention:
             for word, i in zip(words.target, words.links, strict=False)
         ]
 
-    def words(self) -> AlignedWords:
-        """Return source words and translated words, aligned by the mean of all heads of the last two layers.
+    def words(self, place: str | int | None = None) -> AlignedWords:
+        """Return words and the attention between them.
 
-        Each source word's weights are divided by their sum: otherwise a few words would get most of the
-        weight. Garg et al. 2019, arXiv 1909.02074, use the last layer but one.
+        `words("3.2")` is the attention of a head between words instead of tokens, `words("3")` the mean of a
+        layer's heads, of every model: `weights[i, j]` of word `target[i]` on word `source[j]` is summed over
+        the tokens of j and averaged over the tokens of i. Special tokens are words, so that rows sum to 1.
+
+        `words()` aligns source words and translated words by the mean of all heads of the last two layers of
+        cross-attention. Each source word's weights are divided by their sum: otherwise a few words would get
+        most of the weight. Garg et al. 2019, arXiv 1909.02074, use the last layer but one.
+
+        Args:
+            place: a layer or a head; None for the alignment of a translation.
+
+        Raises:
+            UsageError: the layer or head does not exist, or the model does not translate.
         """
+        if place is not None:
+            return self._words_of(place)
+        if self.source_ids is None:
+            raise UsageError(
+                f'{self.model} does not translate: words("3.2") is the attention of a head between words'
+            )
         layers = self.of("cross").layers[-2:]
         words = self._words(
             torch.stack([of.weights().mean(dim=0) for of in layers]).mean(dim=0)
@@ -196,13 +225,39 @@ class Attention:
         )
         return words._replace(weights=words.weights / totals)
 
+    def _words_of(self, place: str | int) -> AlignedWords:
+        stack, layer, head = self._place(place)
+        weights = layer.weights(heads=None if head is None else [head]).mean(dim=0)
+        keys, queries = (all_words_of(*side) for side in self._word_pieces(stack))
+        return AlignedWords(keys, queries, mean_word_weights(weights, keys, queries))
+
+    def _word_pieces(
+        self, stack: StackAttention
+    ) -> Iterator[tuple[list[str], list[bool]]]:
+        """Yield the tokens of the keys and of the queries as parts of words, with True for special tokens."""
+        for ids, reads_source in zip(
+            reversed(stack_ids(self._text, stack.kind)),
+            (stack.kind in ("encoder", "cross"), stack.kind == "encoder"),
+            strict=True,
+        ):
+            reader = self._reader
+            tokenizer = reader.source_tokenizer if reads_source else reader.tokenizer
+            # The start of a decoder's input does not belong to the text, whatever its id.
+            own = [reader.start_id if one < 0 else one for one in ids.tolist()]
+            special = [
+                number < 0 or number in tokenizer.special_ids for number in ids.tolist()
+            ]
+            yield tokenizer.word_pieces(own), special
+
     def _words(self, weights: Float[Tensor, "queries keys"]) -> AlignedWords:
-        stack = self.of("cross")
         source, target = (
-            words_of(pieces, [token in tokenizer.special_ids for token in ids])
-            for pieces, ids, tokenizer in (
-                (stack.keys, self.source_ids or (), self._reader.source_tokenizer),
-                (stack.queries, self.ids, self._reader.tokenizer),
+            words_of(
+                tokenizer.word_pieces(ids),
+                [token in tokenizer.special_ids for token in ids],
+            )
+            for ids, tokenizer in (
+                (self.source_ids or (), self._reader.source_tokenizer),
+                (self.ids, self._reader.tokenizer),
             )
         )
         return AlignedWords(source, target, word_weights(weights, source, target))
@@ -290,6 +345,58 @@ class Attention:
                 return stack
         raise UsageError(
             f"{self.model} has no {kind} attention: its kinds are {', '.join(self.kinds)}"
+        )
+
+    def rollout(
+        self, kind: AttentionKind | None = None
+    ) -> Float[Tensor, "layers queries keys"]:
+        """Compute the attention rollout after each layer: `rollout()[-1]` after the last.
+
+        A layer is the mean of its heads' weights and of the identity, for the residual connection; the
+        rollout is the product of the layers so far. It leaves out maps, norms and feed-forward layers.
+
+        Args:
+            kind: "encoder" or "decoder"; the first stack if None.
+
+        Raises:
+            UsageError: the model does not have this kind of attention, or it is cross-attention.
+
+        Source: Abnar and Zuidema 2020, arXiv 2005.00928.
+        """
+        own = [repr(one) for one in self.kinds if one != "cross"]
+        return roll_out(self.of(kind or self.kinds[0]), " and ".join(own))
+
+    def to_numpy(self, kind: AttentionKind | None = None) -> NDArray[Any]:
+        """Return the weights of all layers of a kind as one array, `[layers, heads, queries, keys]`.
+
+        Args:
+            kind: "encoder", "decoder" or "cross"; the last stack if None, cross-attention of translators.
+
+        Raises:
+            UsageError: the model does not have this kind of attention, or its layers have different numbers
+                of heads.
+        """
+        # The default is the stack of `weights`.
+        stack = self.of(kind or self.kinds[-1])
+        if len({layer.num_heads for layer in stack.layers}) > 1:
+            raise UsageError(
+                f"{self.model}: layers have different numbers of heads, which no array holds: take them one "
+                "by one, as attention[0].numpy()"
+            )
+        return np.stack([weights.cpu().numpy() for weights in stack])
+
+    def to_pandas(self, heads: str | Sequence[str] = "*") -> Any:
+        """Return a `pandas.DataFrame` with a row for every weight above 0.
+
+        Args:
+            heads: heads as in `parts`.
+
+        Raises:
+            UsageError: pandas is not installed, a head does not exist, or there are more weights than allowed
+                in a file.
+        """
+        return data_frame(
+            weight_rows(self.saved(heads)), 'save("weights.csv") writes the same'
         )
 
     def parts(self, heads: str | Sequence[str] = "*") -> list[Part]:

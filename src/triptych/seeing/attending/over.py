@@ -9,6 +9,7 @@ from typing import Any, final
 
 from triptych.errors import UsageError
 from triptych.literals import Documents, Instead, SpecialTokens
+from triptych.printable import table_html
 from triptych.progress import Progress, untold
 from triptych.running.measuring import (
     MOST_TOKENS,
@@ -184,6 +185,10 @@ class OverText:
                 "  rows(), tables(), page(path)",
             )
         )
+
+    def _repr_html_(self) -> str:
+        found = self._strongest_table()
+        return table_html(found.title, found.rows, found.columns)
 
     def _strongest(self, count: int) -> Iterator[tuple[str, str, str, str, str, bool]]:
         """Yield the heads with the largest values of each naming figure."""

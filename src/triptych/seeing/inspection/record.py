@@ -11,8 +11,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
 
-from triptych.errors import UsageError
-from triptych.extras import is_installed
 from triptych.files import write_text
 from triptych.printable import table_html
 from triptych.seeing.chance import (
@@ -26,7 +24,7 @@ from triptych.seeing.inspection.layer_records import FOLD, InspectedLayer
 from triptych.seeing.inspection.measures import LOSSES, MEASURES
 from triptych.seeing.reports.html import short_name
 from triptych.seeing.reports.records import Table
-from triptych.seeing.reports.rows import write_csv
+from triptych.seeing.reports.rows import data_frame, write_csv
 
 # Minimum absolute cosine of the forms of nearly equal heads.
 NEAR = 0.9
@@ -168,13 +166,7 @@ class Inspection:
         Raises:
             UsageError: pandas is not installed.
         """
-        if not is_installed("pandas"):
-            raise UsageError(
-                "to_pandas() needs pandas: pip install pandas; rows() gives the same without it"
-            )
-        import pandas  # type: ignore[import-untyped]
-
-        return pandas.DataFrame(self.rows())
+        return data_frame(self.rows(), "rows() gives the same")
 
     def __repr__(self) -> str:
         lines = [

@@ -1,11 +1,13 @@
-"""Rows of plain values as CSV and Parquet; Parquet needs `pyarrow`, in the extra `[parquet]`."""
+"""Rows of plain values as CSV, as Parquet (with `pyarrow`, in the extra `[parquet]`), and for pandas."""
 
 import csv
 import io
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from triptych.extras import require_extra
+from triptych.errors import UsageError
+from triptych.extras import is_installed, require_extra
 from triptych.files import write_atomically, write_text
 
 _GENERATOR = {b"generator": b"triptych"}
@@ -57,3 +59,14 @@ def write_csv(rows: Sequence[Mapping[str, object]], path: Path) -> None:
     writer.writeheader()
     writer.writerows(rows)
     write_text(path, text.getvalue())
+
+
+def data_frame(rows: Sequence[Mapping[str, object]], otherwise: str) -> Any:
+    """Return rows as a `pandas.DataFrame`; `otherwise` names what gives the same without pandas."""
+    if not is_installed("pandas"):
+        raise UsageError(
+            f"to_pandas() needs pandas: pip install pandas; {otherwise} without it"
+        )
+    import pandas  # type: ignore[import-untyped]
+
+    return pandas.DataFrame(list(rows))

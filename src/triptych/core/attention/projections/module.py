@@ -95,15 +95,17 @@ class Projections(nn.Module):
 
     @property
     def memory_width(self) -> int:
-        """Width of the input of keys and values."""
-        first = next(
-            (
-                self._maps[chain[0]]
-                for chain in (self._chains["k"], self._chains["v"])
-                if chain
-            ),
-            None,
-        )
+        """Width of the input of keys, and of values unless they have another input."""
+        return self._width_read(self._chains["k"] or self._chains["v"])
+
+    @property
+    def value_width(self) -> int:
+        """Width of the input of values."""
+        return self._width_read(self._chains["v"] or self._chains["k"])
+
+    def _width_read(self, chain: Sequence[str]) -> int:
+        """Return the width of the input of a chain."""
+        first = self._maps[chain[0]] if chain else None
         return first.d_in if isinstance(first, ToHeads | LinkMap) else self.d_model
 
     def rotate_cached_keys(self, rotary: RotaryEmbedding) -> RotaryEmbedding | None:
@@ -138,7 +140,7 @@ class Projections(nn.Module):
     def project_kv(
         self,
         key_input: Float[Tensor, "batch key_len d_memory"],
-        value_input: Float[Tensor, "batch key_len d_memory"],
+        value_input: Float[Tensor, "batch key_len d_values"],
     ) -> tuple[Tensor, ...]:
         """Compute the cached form of each token: tensors `[batch, heads, key_len, width]`.
 
