@@ -10,7 +10,9 @@ const clamp = (value, low, high) => Math.max(low, Math.min(value, high));
 const shortly = (token) => token.trim() || token.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "∅";
 const shown = (weight) => (weight >= 0.0005 || weight === 0 ? weight.toFixed(3) : weight.toExponential(0));
 
+// What is packed in a file is text; what was computed on the page is numbers.
 async function inflate(text) {
+  if (text instanceof Uint8Array) return text;
   const packed = atob(text);
   const bytes = new Uint8Array(packed.length);
   for (let i = 0; i < bytes.length; i++) bytes[i] = packed.charCodeAt(i);
@@ -77,6 +79,7 @@ function strongest(map, kind, count, all = false) {
 }
 
 async function unpack({ form, kept, keys: places, data }, numQueries, numKeys) {
+  if (form === "whole") return new Dense(numQueries, numKeys, data);
   const bytes = await inflate(data);
   if (form === "dense") return new Dense(numQueries, numKeys, Float32Array.from(planes(bytes, 0, numQueries * numKeys, 2), weightOf));
   const count = numQueries * kept;
