@@ -50,6 +50,7 @@ from triptych.training import read_recipe, task_of
 MOST_BYTES = 48 << 20
 MOST_PAIRS = 50
 _MOST_TOKENS = 4096  # held-out tokens of a language model
+_EXAMPLE_TOKENS = 13  # a matrix that a small screen shows whole
 _ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "swish", "relu_squared")
 _DTYPES = {"float32": "<f4", "float16": "<f2"}
 _LEVELS = 127
@@ -527,15 +528,15 @@ def _held_out(reader: Reader) -> tuple[dict[str, Any] | None, str]:
 
 
 def _example(reader: Reader, held_out: Mapping[str, Any] | None) -> str:
-    """Return the text that the page begins with: the longest of the first held-out sentences."""
+    """Return the text that the page begins with, from the held-out sentences; "" without one."""
     if held_out is None:
         return ""
-    first = held_out["windows"][:8]
-    if reader.translates:
-        sources = [window["source"][:-1] for window in first]
-        texts = reader.tokenizers.source.decode(sources)
-        return max(texts, key=len)
-    return reader.tokenizer.decode([first[0]["ids"][:48]])[0]
+    windows = held_out["windows"]
+    if not reader.translates:
+        return reader.tokenizer.decode([windows[0]["ids"][:_EXAMPLE_TOKENS]])[0]
+    sources = [window["source"][:-1] for window in windows]
+    nearest = min(sources, key=lambda ids: abs(len(ids) - _EXAMPLE_TOKENS))
+    return reader.tokenizers.source.decode([nearest])[0]
 
 
 @torch.no_grad()

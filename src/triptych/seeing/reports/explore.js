@@ -161,7 +161,7 @@ class Explorer {
       beside.prepend(byId("effect"));
     } else {
       beside.before(byId("what-if"));
-      byId("what-if").append(byId("effect"));
+      byId("about").before(byId("effect"));
     }
   }
 
@@ -250,7 +250,7 @@ class Explorer {
     const { queries, keys } = viewer.kind;
     const token = (this.isTranslator ? viewer.data.texts[0].kinds.at(-1).queries : queries)[query];
     const largest = [...viewer.map.row(at)].sort((a, b) => b[1] - a[1]).slice(0, 5).map(([key, weight]) => `${shortly(keys[key])} ${shown(weight)}`);
-    byId("from").textContent = `“${shortly(token)}” came from: ${largest.join(" · ")} (${viewer.part("name").textContent}, as it was written)`;
+    byId("from").replaceChildren(make("b", {}, `“${shortly(token)}”`), ` came from: ${largest.join(" · ")} (${viewer.part("name").textContent}, as it was written)`);
   }
 
   // What-ifs

@@ -444,7 +444,9 @@ class Viewer {
   window() {
     const rows = Math.min(WINDOW, this.kind.queries.length);
     const columns = Math.min(WINDOW, this.kind.keys.length);
-    return { top: this.top, left: this.left, rows, columns, cell: clamp(Math.floor(Math.min(560, this.root.clientWidth - MARGIN - 70) / Math.max(rows, columns, 1)), 11, 28) };
+    // Where there is room, the lists stand beside the matrix.
+    const beside = this.root.clientWidth > 860 ? 340 : 0;
+    return { top: this.top, left: this.left, rows, columns, cell: clamp(Math.floor(Math.min(560, this.root.clientWidth - MARGIN - 70 - beside) / Math.max(rows, columns, 1)), 11, 28) };
   }
 
   drawMap() {
