@@ -154,7 +154,7 @@ def _split_arguments(given: str) -> list[str]:
 
 def _in_python(call: str) -> str:
     name, _, given = call.removesuffix(")").partition("(")
-    return PYTHON_OF[name].format(*_split_arguments(given))
+    return f"model = model{PYTHON_OF[name].format(*_split_arguments(given))}"
 
 
 class Shown(NamedTuple):
@@ -339,7 +339,7 @@ class Explorer:
                 {"text": one.text, "score": one.score, "tokens": [*one.pieces]}
                 for one in found
             ],
-            "python": "".join(map(_in_python, changes)),
+            "python": "\n".join(map(_in_python, changes)),
         }
 
     def view(self, asked: Shown, *, measured: bool = False) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 # The rewrite that makes W_Q W_Kᵀ of every head one matrix.
 FOLD = "fold(sides=['qk'], keep='folded')"
 # The calls of `Model` by name of a what-if, as format strings with the arguments of the what-if. `model` is
-# the unchanged model.
+# the model before the call.
 PYTHON_OF: Mapping[str, str] = {
     "ablate": '.ablate("{0}")',
     "even": '.edit("{0}", "scores", torch.zeros_like)',

@@ -79,12 +79,12 @@ class Answers {
 
   write({ text, changes: calls, count, beam = 4 }) {
     const candidates = this.search(text, calls, beam, beam, count).map(({ ids, ...shown }) => shown);
-    return { candidates, python: calls.map((call) => this.python(call)).join("") };
+    return { candidates, python: calls.map((call) => this.python(call)).join("\n") };
   }
   python(call) {
     const [, name, given] = call.match(/^(\w+)\((.*)\)$/);
     const parts = given.split(",").map((one) => one.trim());
-    return this.record.python[name].replace(/\{(\d)\}/g, (_, i) => parts[i]);
+    return `model = model${this.record.python[name]}`.replace(/\{(\d)\}/g, (_, i) => parts[i]);
   }
 
   view(asked) {

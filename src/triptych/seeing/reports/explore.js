@@ -156,11 +156,13 @@ class Explorer {
   arrange() {
     const root = document.querySelector("section.attention");
     const beside = root.querySelector(".beside");
+    this.chooser = this.chooser ?? root.querySelector(".controls");
     if (this.wide.matches) {
+      root.prepend(this.chooser);
       document.querySelector("#explore .asked").append(byId("what-if"));
       beside.prepend(byId("effect"));
     } else {
-      beside.before(byId("what-if"));
+      beside.before(this.chooser, byId("what-if"));
       byId("about").before(byId("effect"));
     }
   }
@@ -280,7 +282,7 @@ class Explorer {
         ...(about.heads > 1 ? [["one head", layers.map((one) => `one_head(${one})`), `One softmax with the queries and keys of all ${about.heads} heads, in the place of ${about.heads}: the same parameters.`]] : []),
       ]],
       ["Model", [["positions off", ["without_positions()"], "Nothing turns queries and keys, and nothing is added for a position."]]],
-      ["Changes nothing", [...(recorded ? [] : [["fold", ["fold()"], "W_Q W_Kᵀ of every head is multiplied into one matrix."]]), ...this.model.exact.map((name) => [name.replaceAll("_", " "), [`rewrite(${name})`], "An exact rewrite of all layers: other weights, the same function."])]],
+      ["Changes nothing", [...(here ? [["fold", ["fold()"], "W_Q W_Kᵀ of every head is multiplied into one matrix."]] : []), ...this.model.exact.map((name) => [name.replaceAll("_", " "), [`rewrite(${name})`], "An exact rewrite of all layers: other weights, the same function."])]],
     ];
   }
   drawSwitches() {
@@ -317,7 +319,7 @@ class Explorer {
     if (!heads.length || about.kv_heads !== about.heads) return [];
     const select = make("select", { id: "exchange", "data-exchange": `exchange(${place}, ` }, make("option", { value: "" }, "no head"), ...heads.map((other) => make("option", { value: other }, other)));
     select.value = found ? found.slice(found.indexOf(", ") + 2, -1) : "";
-    return [make("label", { title: "Each gets W_Q, W_K, W_V and W_O of the other. Within a layer nothing changes: a layer is the sum of its heads." }, "exchanged with ", select)];
+    return [make("label", { title: "Each gets W_Q, W_K, W_V and W_O of the other. Within a layer without biases nothing changes: a layer is the sum of its heads." }, "exchanged with ", select)];
   }
   change(changes) {
     const before = this.changes;
@@ -361,10 +363,9 @@ class Explorer {
     const rows = next.tokens.slice(0, 8).map(([token, was, is]) => make("tr", {}, make("th", { scope: "row" }, shortly(token)), make("td", {}, bar(was, "was"), bar(is, "is")), make("td", { class: "number" }, `${percent(was)} → ${percent(is)}`)));
     const few = `The loss on ${counted(next.loss_tokens, "token")} shows nothing of how good a design is: it can fall where the loss on a longer text rises.`;
     const told = held_out ? "The held-out text tells what the change does to this model, and not what a model trained with it would be." : "A held-out text of some kB tells more: triptych explore MODEL --held-out FILE.";
-    place.replaceChildren(make("dl", { class: "facts" }, ...facts, ...heldOut),
+    place.replaceChildren(make("dl", { class: "both", id: "after" }), make("dl", { class: "facts" }, ...heldOut, ...facts),
       ...(before === null && !held_out ? [] : [make("p", { class: "note", id: "few" }, `${before === null ? "" : `${few} `}${told}`)]),
-      make("table", { class: "bars" }, make("caption", {}, "Next token: before (pale) and after"), make("tbody", {}, ...rows)),
-      make("dl", { class: "both", id: "after" }));
+      make("table", { class: "bars" }, make("caption", {}, "Next token: before (pale) and after"), make("tbody", {}, ...rows)));
   }
   // What the changes do to the loss on the held-out text, which is read in parts, so that a click does not wait for it
   async compare(turn) {
@@ -394,7 +395,22 @@ class Explorer {
     const words = is.split(/(\s+)/).map((word) => (word.trim() && !known.has(word) ? make("mark", {}, word) : word));
     byId("after").replaceChildren(
       make("dt", {}, "output before"), make("dd", {}, was), make("dt", {}, "output after"), make("dd", { id: "after-text" }, ...(is ? words : ["∅"])),
-      make("dt", {}, "in Python"), make("dd", {}, make("code", {}, `model${found.python}`)));
+      make("dt", {}, "in Python"), make("dd", {}, make("code", { class: "lines" }, found.python), " ", make("button", { type: "button", "data-copy": this.script(found.python) }, "copy")));
+  }
+
+  // Lines that make the same model and the same output
+  script(calls) {
+    const asked = JSON.stringify(this.text);
+    const verb = this.isTranslator ? `translate(${asked})` : this.model.can.includes("generate") ? `generate(${asked})` : `run(${asked}).loss`;
+    return `import torch\nimport triptych\n\nmodel = triptych.load(${JSON.stringify(this.model.name)})\n${calls}\nprint(model.${verb})\n`;
+  }
+  async copy(button) {
+    try {
+      await navigator.clipboard.writeText(button.dataset.copy);
+      button.textContent = "copied";
+    } catch { // where a browser allows no copies, the lines are shown to be marked
+      button.replaceWith(make("pre", { tabindex: "0" }, button.dataset.copy));
+    }
   }
 
   async showForms(turn) {
@@ -480,6 +496,7 @@ class Explorer {
       const isOff = call ? value === event.target.max : !value;
       this.change(isOff ? left : [...left, `${begins}${value})`]);
     });
+    byId("effect").addEventListener("click", (event) => { if (event.target.dataset.copy) this.copy(event.target); });
     byId("changes").addEventListener("click", (event) => {
       const wanted = event.target.closest("[data-remove]")?.dataset.remove;
       if (wanted) this.change(wanted === "*" ? [] : this.changes.filter((call) => call !== wanted));
