@@ -32,7 +32,7 @@ Into = Literal["Q", "K", "V"]
 Precision = Literal["fp32", "bf16", "int8"]
 # The forms of a head, W_QK and W_OV.
 FormName = Literal["qk", "ov"]
-# Types of the matrices of a CTranslate2 or GGUF model.
+# Types of the matrices of a CTranslate2 or GGUF model, or of a page for the web.
 Quantization = Literal["float32", "float16", "int8"]
 # Required verdicts on two models.
 Requirement = Literal["numbers", "function", "near"]
@@ -41,7 +41,7 @@ Requirement = Literal["numbers", "function", "near"]
 SpecialTokens = Literal["tokens", "text"]
 # Criteria for the end of a beam search.
 Stop = Literal["certain", "full"]
-TargetFormat = Literal["hf", "ctranslate2", "onnx", "gguf", "triptych"]
+TargetFormat = Literal["hf", "ctranslate2", "onnx", "gguf", "web", "triptych"]
 
 _WORDS = {
     name: value for name, value in globals().items() if get_origin(value) is Literal

@@ -1333,14 +1333,18 @@ class Model:
 
     @check_choices
     def convert(
-        self, path: str | Path, to: TargetFormat, quantization: Quantization = "float32"
+        self,
+        path: str | Path,
+        to: TargetFormat,
+        quantization: Quantization | None = None,
     ) -> Conversion:
-        """Write the model in another format: "hf", "ctranslate2", "onnx", "gguf" or "triptych".
+        """Write the model in another format: "hf", "ctranslate2", "onnx", "gguf", "web" or "triptych".
 
         Args:
-            path: the folder to make, or for gguf the file.
-            to: the format.
-            quantization: type of the matrices, for ctranslate2 and gguf.
+            path: the folder to make, or for gguf and web the file.
+            to: the format; "web" is one page that runs the model in a browser, without a server.
+            quantization: type of the matrices, for ctranslate2, gguf and web. Default: float32, and float16
+                for web.
 
         Raises:
             UsageError: the model does not fit the format, or it was changed.

@@ -70,6 +70,19 @@ def _rank_two(model: Model) -> Model:
     return model.replace("1.0", W_Q=W_Q)
 
 
+def _rank_two_of_values(model: Model) -> Model:
+    head = model["1.0"]
+    W_OV = head.ov.truncate(2).dense()
+    return model.replace("1.0", W_V=W_OV @ torch.linalg.pinv(head.W_O))
+
+
+def _exchanged(model: Model) -> Model:
+    def maps(place: str) -> dict[str, torch.Tensor]:
+        return {name: getattr(model[place], name) for name in ("W_Q", "W_K", "W_V", "W_O")}
+
+    return model.replace("0.1", **maps("1.0")).replace("1.0", **maps("0.1"))
+
+
 def _one_softmax(model: Model) -> Model:
     seen: list[torch.Tensor] = []
     kept = model.edit("1.*", "scores", lambda scores: seen.append(scores) or scores)
@@ -85,6 +98,8 @@ WHAT_IFS: dict[str, Callable[[Model], Model]] = {
     ),
     "tie(1, W_Q, W_K)": lambda model: model.tie("1", "W_Q", "W_K"),  # which has an oracle of its own
     "truncate(1.0, 2)": _rank_two,
+    "truncate_ov(1.0, 2)": _rank_two_of_values,
+    "exchange(0.1, 1.0)": _exchanged,
     "one_head(1)": _one_softmax,
     "rewrite(fold_value_bias)": lambda model: model,
     "rewrite(gauge_fix)": lambda model: model,
@@ -108,12 +123,13 @@ def test_a_what_if_tells_how_the_next_token_and_the_loss_change(
 
 def test_the_python_of_what_ifs_is_what_they_do(served: Served, language_model: Model) -> None:
     calls = ["tie(0, W_K, W_V)", "one_head(0)", "ablate(0.1)", "even(1.1)", "unscaled(1.0)"]
-    calls.append("without_positions()")
+    calls += ["truncate(0.0, 3)", "truncate_ov(1.0, 2)", "exchange(0.1, 1.1)", "without_positions()"]
     fields = {"model": "gpt", "text": TEXT, "changes": calls, "count": 4}
     found = served.ask("/v1/explore/write", fields).body
-    names = {"model": language_model, "torch": torch, "scale": language_model["1.0"].d_k ** -0.5}
-    changed: Model = eval(f"model{found['python']}", names)
-    assert len(changed.changes) == len(calls)
+    names: dict[str, Any] = {"model": language_model, "torch": torch}
+    exec(found["python"], names)
+    changed: Any = names["model"]
+    assert len(changed.changes) == len(calls) + 7  # an exchange replaces eight maps
     own = changed.generate(TEXT, max_new_tokens=4, num_samples=4, beam_size=4)
     assert [one["text"] for one in found["candidates"]] == [one.text for one in own]
     assert [one["score"] for one in found["candidates"]] == pytest.approx(
@@ -335,12 +351,12 @@ def test_the_page_fits_and_asks_its_server_alone(tab: Page, served: Served, widt
     tab.point_at("#forms summary", click=True)
     wait_for(tab, "document.querySelectorAll('#head-forms table').length === 2")
     assert tab.value("document.documentElement.scrollWidth") <= width
-    tab.value("document.querySelector('#results canvas[data-term=output]').focus()")
+    tab.value("document.querySelector('#results canvas[data-term=projected]').focus()")
     for _ in range(2):
         tab.press("ArrowRight")
-    at = tab.value("getComputedStyle(document.querySelector('#results canvas[data-term=output]')).width")
+    at = tab.value("getComputedStyle(document.querySelector('#results canvas[data-term=projected]')).width")
     assert float(at.removesuffix("px")) % 8 == 0, "cells are drawn as they are pointed at"
-    assert text_of(tab, "#said").startswith("output[2] = ")
+    assert text_of(tab, "#said").startswith("z W_O[2] = ")
     found = tab.value("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
     assert max(found[:3]) < 64
     assert tab.complaints == []
@@ -437,6 +453,7 @@ def test_a_word_of_the_output_says_what_it_came_from_and_alternatives_can_be_rea
         largest = text_of(tab, "#from").split("came from: ")[1].split(" · ")[0]
         row = translator.attend(text, own[0].text)["cross.1", 0][1]
         assert float(largest.split(" ")[-1]) == pytest.approx(float(row.max()), abs=1e-3)
+        tab.point_at("#other-outputs summary", click=True)
         tab.point_at("[data-candidate='1']", click=True)
         wait_for(tab, f"document.getElementById('output').textContent.trim() === {json.dumps(own[1].text)}")
         wait_for(tab, SETTLED)

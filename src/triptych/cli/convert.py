@@ -15,7 +15,7 @@ def convert(
     model: str,
     *,
     out: Path,
-    to: Literal["hf", "ctranslate2", "onnx", "gguf"] | None = None,
+    to: Literal["hf", "ctranslate2", "onnx", "gguf", "web"] | None = None,
     origin: Literal["hf"] | None = None,
     converting: Annotated[Options, "Options", Model.convert, "quantization"],
     opening: Annotated[Options, "Options", load, "offline strict adapter shortlist"],
@@ -27,17 +27,19 @@ def convert(
     is exact. For a model that the format cannot hold, the error says why.
 
     Options:
-        out: The output folder, or for gguf the file; it must not exist.
-        to: The output format: hf (transformers), ctranslate2, onnx or gguf (llama.cpp).
+        out: The output folder, or for gguf and web the file; it must not exist.
+        to: The output format: hf (transformers), ctranslate2, onnx, gguf (llama.cpp), or web: one page that
+            runs the model in a browser, offline.
         origin: The input format, if not a run: hf (a Marian checkpoint).
 
     Examples:
         triptych convert runs/mine --to hf --out mine-hf
         triptych convert gpt2 --to gguf --quantization float16 --out gpt2.gguf
+        triptych convert demo --to web --out demo.html
     """
     if (to is None) == (origin is None):
         raise UsageError(
-            "give either --to FORMAT (hf, ctranslate2, onnx or gguf) or --from hf"
+            "give either --to FORMAT (hf, ctranslate2, onnx, gguf or web) or --from hf"
         )
     opened = load_model(model, opening={"device": "cpu", **opening})
     conversion = opened.convert(out, to or "triptych", **converting)

@@ -1,11 +1,11 @@
 """Conversion of models between triptych's format and the formats of other libraries, and their engines.
 
 `convert` (`conversion.py`) writes a model in a target format and returns a `Conversion`: a record of the
-written model and of its difference from the original. `hugging_face.py`, `ctranslate2.py` and `onnx.py` write
-the formats. `plain.py` rewrites heads as plain matrices, `target_formats.py` maps trained models to families
-of `transformers`, and `output_checks.py` compares results with the original. `engine_verbs.py` translates,
-generates and evaluates by the engine of a model's options (`engines.py`), `teachers.py` distils, and
-`capabilities.py` lists the verbs of a model. Start with `conversion.py`.
+written model and of its difference from the original. `hugging_face.py`, `ctranslate2.py`, `onnx.py` and
+`web.py` write the formats. `plain.py` rewrites heads as plain matrices, `target_formats.py` maps trained
+models to families of `transformers`, and `output_checks.py` compares results with the original.
+`engine_verbs.py` translates, generates and evaluates by the engine of a model's options (`engines.py`),
+`teachers.py` distils, and `capabilities.py` lists the verbs of a model. Start with `conversion.py`.
 
 Interface: `capabilities`, `conversion`, `engine_verbs`, `teachers`.
 """

@@ -1,4 +1,4 @@
-"""Conversion of models to Hugging Face, CTranslate2, ONNX and GGUF, and of Marian's to triptych.
+"""Conversion of models to Hugging Face, CTranslate2, ONNX, GGUF and pages, and of Marian's to triptych.
 
 The result is written to a temporary folder, read again and compared with the original model. Only then is
 the folder renamed to its final name.
@@ -15,6 +15,7 @@ from triptych.converting.gguf_writing import write_gguf
 from triptych.converting.onnx import write_onnx
 from triptych.converting.output_checks import ConversionCheck, WrittenModel
 from triptych.converting.target_formats import require_recipe
+from triptych.converting.web import write_web
 from triptych.core.checkpoints.source import is_own_config
 from triptych.core.models import has_config, read_model
 from triptych.errors import DataError, UsageError
@@ -56,9 +57,9 @@ def can_convert(opened: Reader) -> bool:
 
 
 def convert_opened(
-    source: Opened, target: Path, to: TargetFormat, quantization: Quantization
+    source: Opened, target: Path, to: TargetFormat, quantization: Quantization | None
 ) -> Conversion:
-    """Convert a model without changes."""
+    """Convert a model without changes; each format has a default of `quantization`."""
     if source.options.shortlist is not None and to != "ctranslate2":
         raise UsageError(
             f"{to} has no place for a shortlist: leave it out, or convert to ctranslate2"
@@ -67,6 +68,11 @@ def convert_opened(
         raise UsageError(
             f"{source.name} was changed ({changes_in_words(source)}): save it, and convert what was saved"
         )
+    if to == "web":
+        _require_free(target)
+        written = write_web(source.to_run, target, quantization or "float16")
+        return Conversion(source.name, str(target), to, *written)
+    quantization = quantization or "float32"
     if to == "gguf":
         _require_free(target)
         return Conversion(
@@ -84,11 +90,11 @@ def convert(
     """Convert a model and write it to `target` in another format."""
     # Check options before any work is done.
     if quantization == "float16":
-        raise UsageError("--quantization float16 goes with --to gguf alone")
+        raise UsageError("--quantization float16 goes with --to gguf or web alone")
     if quantization != "float32" and to != "ctranslate2":
         other = "--from hf" if to == "triptych" else f"--to {to}"
         raise UsageError(
-            f"--quantization {quantization} goes with --to ctranslate2 or gguf, not with {other}"
+            f"--quantization {quantization} goes with --to ctranslate2, gguf or web, not with {other}"
         )
     if opened.translates:
         require_recipe(opened)
@@ -144,9 +150,9 @@ def _write_format(
             return write_onnx(opened, folder)
         case "triptych":
             return _write_ours(opened, folder)
-        case "gguf":
+        case "gguf" | "web":
             raise UsageError(
-                f"{opened.name}: a model in GGUF is one file, and no folder"
+                f"{opened.name}: a model in this format is one file, and no folder"
             )
 
 

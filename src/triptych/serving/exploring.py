@@ -20,6 +20,8 @@ from triptych.errors import TriptychError, UsageError
 from triptych.model import Model
 from triptych.running.run import Run
 from triptych.seeing.attending import (
+    FOLD,
+    PYTHON_OF,
     Attention,
     HeadNote,
     HeldOutText,
@@ -43,13 +45,6 @@ _NEAREST = 6
 _CALL = re.compile(r"(\w+)\(([^()]*)\)")
 # Rewrites without options that keep the function.
 _EXACT = ("fold_value_bias", "drop_key_bias", "fold_norm", "gauge_fix")
-
-
-class WhatIf(NamedTuple):
-    """Change offered by the page: a function of the model, and the same call in Python."""
-
-    apply: Callable[..., Model]
-    python: str
 
 
 def _head(model: Model, place: str) -> Head:
@@ -81,15 +76,35 @@ def _summed_scores(scores: Tensor) -> Tensor:
     return joined.expand_as(scores)
 
 
-def _truncated(model: Model, place: str, rank: str) -> Model:
-    head = _head(model, place)
-    most = head.d_k
+def _rank(place: str, rank: str, most: int) -> int:
     if not rank.isdecimal() or not 0 < int(rank) <= most:
         raise UsageError(
             f"truncate({place}, {rank}): the rank is a number from 1 to {most}"
         )
-    U = head.qk.svd().U[:, : int(rank)]
+    return int(rank)
+
+
+def _truncated(model: Model, place: str, rank: str) -> Model:
+    head = _head(model, place)
+    most = _rank(place, rank, head.d_k)
+    U = head.qk.svd().U[:, :most]
     return model.replace(place, W_Q=U @ (U.mT @ head.W_Q.to(U)))
+
+
+def _truncated_values(model: Model, place: str, rank: str) -> Model:
+    head = _head(model, place)
+    most = _rank(place, rank, head.d_v)
+    U = head.ov.svd().U[:, :most]
+    return model.replace(place, W_V=U @ (U.mT @ head.W_V.to(U)))
+
+
+def _exchanged(model: Model, one: str, other: str) -> Model:
+    maps = [_maps_of(_head(model, place)) for place in (other, one)]
+    return model.replace(one, **maps[0]).replace(other, **maps[1])
+
+
+def _maps_of(head: Head) -> dict[str, Tensor]:
+    return {"W_Q": head.W_Q, "W_K": head.W_K, "W_V": head.W_V, "W_O": head.W_O}
 
 
 def _rewritten(model: Model, name: str) -> Model:
@@ -98,29 +113,21 @@ def _rewritten(model: Model, name: str) -> Model:
     return model.rewrite(name, compare=False)
 
 
-WHAT_IFS: dict[str, WhatIf] = {
-    "ablate": WhatIf(lambda model, heads: model.ablate(heads), '.ablate("{}")'),
-    "even": WhatIf(
-        lambda model, heads: model.edit(heads, "scores", torch.zeros_like),
-        '.edit("{}", "scores", torch.zeros_like)',
+# Changes offered by the page, as functions of the model; `PYTHON_OF` has the same calls in Python.
+WHAT_IFS: dict[str, Callable[..., Model]] = {
+    "ablate": lambda model, heads: model.ablate(heads),
+    "even": lambda model, heads: model.edit(heads, "scores", torch.zeros_like),
+    "unscaled": _unscaled,
+    "truncate": _truncated,
+    "truncate_ov": _truncated_values,
+    "tie": lambda model, layer, name, to: model.tie(layer, name, to),
+    "one_head": lambda model, layer: model.edit(
+        layer, "scores", _summed_scores, together=True
     ),
-    "unscaled": WhatIf(_unscaled, '.edit("{}", "q", lambda q: q / scale)'),
-    "truncate": WhatIf(
-        _truncated,
-        '.replace("{0}", W_Q=U[:, :{1}] @ U[:, :{1}].mT @ W_Q)  # U of model["{0}"].qk.svd()',
-    ),
-    "tie": WhatIf(
-        lambda model, layer, name, to: model.tie(layer, name, to),
-        '.tie("{}", "{}", "{}")',
-    ),
-    "one_head": WhatIf(
-        lambda model, layer: model.edit(layer, "scores", _summed_scores, together=True),
-        '.edit("{}", "scores", lambda s: s.sum(1, True).expand_as(s) / s.shape[1]**0.5, together=True)',
-    ),
-    "without_positions": WhatIf(
-        lambda model: model.without_positions(), ".without_positions()"
-    ),
-    "rewrite": WhatIf(_rewritten, '.rewrite("{}")'),
+    "exchange": _exchanged,
+    "without_positions": lambda model: model.without_positions(),
+    "fold": lambda model: model.rewrite(FOLD, compare=False),
+    "rewrite": _rewritten,
 }
 
 
@@ -132,7 +139,7 @@ def change_model(model: Model, call: str) -> Model:
         raise UsageError(
             f"what if {call}: write one of {', '.join(WHAT_IFS)}, with a head or a layer"
         )
-    apply = WHAT_IFS[found[1]].apply
+    apply = WHAT_IFS[found[1]]
     given = _split_arguments(found[2])
     try:
         inspect.signature(apply).bind(model, *given)
@@ -147,7 +154,7 @@ def _split_arguments(given: str) -> list[str]:
 
 def _in_python(call: str) -> str:
     name, _, given = call.removesuffix(")").partition("(")
-    return WHAT_IFS[name].python.format(*_split_arguments(given))
+    return f"model = model{PYTHON_OF[name].format(*_split_arguments(given))}"
 
 
 class Shown(NamedTuple):
@@ -332,7 +339,7 @@ class Explorer:
                 {"text": one.text, "score": one.score, "tokens": [*one.pieces]}
                 for one in found
             ],
-            "python": "".join(map(_in_python, changes)),
+            "python": "\n".join(map(_in_python, changes)),
         }
 
     def view(self, asked: Shown, *, measured: bool = False) -> dict[str, Any]:

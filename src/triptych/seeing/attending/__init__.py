@@ -38,4 +38,6 @@ from triptych.seeing.attending.looks import written_table as written_table
 from triptych.seeing.attending.over import OverText as OverText
 from triptych.seeing.attending.over import attend_over as attend_over
 from triptych.seeing.attending.picture import is_picture as is_picture
+from triptych.seeing.attending.what_ifs import FOLD as FOLD
+from triptych.seeing.attending.what_ifs import PYTHON_OF as PYTHON_OF
 from triptych.seeing.attending.written_tokens import OutputTable as OutputTable

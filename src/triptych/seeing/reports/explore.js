@@ -1,9 +1,15 @@
 // The page at `/`: what the model writes, where its heads look, one row step by step, and what changes change.
 const recorded = JSON.parse(byId("answers").textContent);
+// A model in the file itself answers without a server.
+const here = byId("model-here") && new Answers(JSON.parse(byId("model-here").textContent), byId("weights").textContent);
 const TEXTS = { translate: "A man in a blue shirt is standing on a ladder.", generate: "The king said that the queen was tired, and the king" };
 
 // What a question to the server gives; in a file, what was recorded when it was made.
 async function ask(name, fields) {
+  if (here) {
+    await new Promise((done) => setTimeout(done)); // what was said before is drawn first
+    return here[name](fields);
+  }
   if (recorded) {
     const found = recorded[`${name} ${JSON.stringify(fields)}`];
     if (found) return found;
@@ -30,6 +36,8 @@ class Explorer {
     this.changes = [];
     this.text = this.target = "";
     this.viewer = null;
+    this.wide = matchMedia("(min-width: 1200px)");
+    this.arrange();
     this.listen();
     this.start();
   }
@@ -86,7 +94,7 @@ class Explorer {
     const rest = new URLSearchParams(location.hash.replace(/^[^&]*&?/, ""));
     const named = this.models.find(({ name }) => name === rest.get("model"));
     byId("model").value = (named ?? this.models[0]).name;
-    this.text = rest.get("text") || (recorded?.text ?? TEXTS[this.isTranslator ? "translate" : "generate"]);
+    this.text = rest.get("text") || (recorded?.text || here?.record.example || TEXTS[this.isTranslator ? "translate" : "generate"]);
     this.target = rest.get("target") ?? "";
     this.changes = rest.getAll("if");
     byId("text").value = this.text;
@@ -111,10 +119,12 @@ class Explorer {
     byId("own-target").hidden = !this.isTranslator;
     byId("target").value = "";
     byId("write").textContent = this.model.can.includes("translate") ? "Translate" : this.model.can.includes("generate") ? "Continue" : "Read";
+    byId("beam-choice").hidden = !here;
+    byId("forms").hidden = Boolean(here);
     byId("count-choice").hidden = !this.model.can.includes("generate");
   }
 
-  written(changes) { return ask("write", { model: this.model.name, text: this.text, changes, count: Number(byId("count").value) }); }
+  written(changes) { return ask("write", { model: this.model.name, text: this.text, changes, count: Number(byId("count").value), ...(here ? { beam: clamp(Number(byId("beam").value) || 1, 1, 8) } : {}) }); }
 
   // Translate or continue the text, then look at it.
   async write() {
@@ -142,6 +152,21 @@ class Explorer {
     this.later(turn);
   }
 
+  // Text and switches stand left of the matrix and their effect where there is room, and below them elsewhere.
+  arrange() {
+    const root = document.querySelector("section.attention");
+    const beside = root.querySelector(".beside");
+    this.chooser = this.chooser ?? root.querySelector(".controls");
+    if (this.wide.matches) {
+      root.prepend(this.chooser);
+      document.querySelector("#explore .asked").append(byId("what-if"));
+      beside.prepend(byId("effect"));
+    } else {
+      beside.before(this.chooser, byId("what-if"));
+      byId("about").before(byId("effect"));
+    }
+  }
+
   async draw(data) {
     const root = document.querySelector("section.attention");
     this.isDrawing = true;
@@ -166,7 +191,7 @@ class Explorer {
       await this.showAfter(turn);
       await this.compare(turn);
       if (byId("forms").open) await this.showForms(turn);
-      if (recorded && this.changes.length) return;
+      if (here || (recorded && this.changes.length)) return;
       const data = await ask("gallery", this.asked);
       if (turn !== this.turn) return;
       await this.draw(data);
@@ -227,7 +252,7 @@ class Explorer {
     const { queries, keys } = viewer.kind;
     const token = (this.isTranslator ? viewer.data.texts[0].kinds.at(-1).queries : queries)[query];
     const largest = [...viewer.map.row(at)].sort((a, b) => b[1] - a[1]).slice(0, 5).map(([key, weight]) => `${shortly(keys[key])} ${shown(weight)}`);
-    byId("from").textContent = `“${shortly(token)}” came from: ${largest.join(" · ")} (${viewer.part("name").textContent}, as it was written)`;
+    byId("from").replaceChildren(make("b", {}, `“${shortly(token)}”`), ` came from: ${largest.join(" · ")} (${viewer.part("name").textContent}, as it was written)`);
   }
 
   // What-ifs
@@ -253,10 +278,11 @@ class Explorer {
       [of, [
         ["W_Q = W_K", tie("W_Q", "W_K"), "Each head asks as it is asked: a scores b as b scores a."],
         ["W_K = W_V", tie("W_K", "W_V"), "Each head is found by what it gives."],
+        ...(recorded ? [] : [["all three", [...tie("W_Q", "W_K"), ...tie("W_V", "W_K")], "One matrix in the place of W_Q, W_K and W_V."]]),
         ...(about.heads > 1 ? [["one head", layers.map((one) => `one_head(${one})`), `One softmax with the queries and keys of all ${about.heads} heads, in the place of ${about.heads}: the same parameters.`]] : []),
       ]],
       ["Model", [["positions off", ["without_positions()"], "Nothing turns queries and keys, and nothing is added for a position."]]],
-      ["Changes nothing", this.model.exact.map((name) => [name.replaceAll("_", " "), [`rewrite(${name})`], "An exact rewrite of all layers: other weights, the same function."])],
+      ["Changes nothing", [...(here ? [["fold", ["fold()"], "W_Q W_Kᵀ of every head is multiplied into one matrix."]] : []), ...this.model.exact.map((name) => [name.replaceAll("_", " "), [`rewrite(${name})`], "An exact rewrite of all layers: other weights, the same function."])]],
     ];
   }
   drawSwitches() {
@@ -264,12 +290,7 @@ class Explorer {
       ...switches.map(([name, calls, about]) => make("button", { type: "button", title: about, "data-calls": JSON.stringify(calls), "aria-pressed": String(calls.every((call) => this.changes.includes(call))) }, name))));
     const { layer, head } = this.place;
     const about = this.layer(layer);
-    if (head !== null) {
-      const found = this.changes.find((call) => call.startsWith(`truncate(${layer}.${head}, `));
-      const rank = found ? Number(found.match(/, (\d+)\)/)[1]) : about.d_k;
-      const slider = make("input", { type: "range", id: "rank", min: "1", max: about.d_k, value: rank });
-      groups[0].append(make("label", {}, "rank of W_QK ", slider, make("output", { for: "rank" }, ` ${rank} of ${about.d_k}`)));
-    }
+    if (head !== null) groups[0].append(...this.ranks(about, `${layer}.${head}`), ...this.others(about, `${layer}.${head}`));
     const every = make("input", { type: "checkbox", id: "everywhere", ...(this.everywhere ? { checked: "" } : {}) });
     groups.find((group) => group.querySelector('[data-calls*="tie"]')).append(make("label", {}, every, " in every layer of its stack"));
     const active = document.activeElement?.dataset?.calls ?? document.activeElement?.id;
@@ -278,6 +299,27 @@ class Explorer {
     const chips = this.changes.map((call) => make("button", { type: "button", class: "chip", "data-remove": call, "aria-label": `undo ${call}` }, `${call} ✕`));
     if (chips.length) chips.push(make("button", { type: "button", "data-remove": "*" }, "undo all"));
     byId("changes").replaceChildren(...chips);
+  }
+  // Sliders of the ranks of the two forms
+  ranks(about, place) {
+    const sliders = [["truncate", "rank", "W_QK", about.d_k], ...(recorded ? [] : [["truncate_ov", "rank-ov", "W_OV", about.d_v]])];
+    return sliders.map(([name, id, form, most]) => {
+      const found = this.changes.find((call) => call.startsWith(`${name}(${place}, `));
+      const rank = found ? Number(found.match(/, (\d+)\)/)[1]) : most;
+      const slider = make("input", { type: "range", id, min: "1", max: most, value: rank, "data-rank": `${name}(${place}, ` });
+      return make("label", {}, `rank of ${form} `, slider, make("output", { for: id }, ` ${rank} of ${most}`));
+    });
+  }
+  // The heads that this one may change places with
+  others(about, place) {
+    if (recorded) return [];
+    const alike = this.model.layers.filter((one) => (one.kind === "cross") === (about.kind === "cross") && one.d_model === about.d_model && one.d_k === about.d_k && one.d_v === about.d_v && one.kv_heads === one.heads);
+    const heads = alike.flatMap(({ name, heads: count }) => [...Array(count).keys()].map((head) => `${name}.${head}`)).filter((other) => other !== place);
+    const found = this.changes.find((call) => call.startsWith(`exchange(${place}, `));
+    if (!heads.length || about.kv_heads !== about.heads) return [];
+    const select = make("select", { id: "exchange", "data-exchange": `exchange(${place}, ` }, make("option", { value: "" }, "no head"), ...heads.map((other) => make("option", { value: other }, other)));
+    select.value = found ? found.slice(found.indexOf(", ") + 2, -1) : "";
+    return [make("label", { title: "Each gets W_Q, W_K, W_V and W_O of the other. Within a layer without biases nothing changes: a layer is the sum of its heads." }, "exchanged with ", select)];
   }
   change(changes) {
     const before = this.changes;
@@ -321,10 +363,9 @@ class Explorer {
     const rows = next.tokens.slice(0, 8).map(([token, was, is]) => make("tr", {}, make("th", { scope: "row" }, shortly(token)), make("td", {}, bar(was, "was"), bar(is, "is")), make("td", { class: "number" }, `${percent(was)} → ${percent(is)}`)));
     const few = `The loss on ${counted(next.loss_tokens, "token")} shows nothing of how good a design is: it can fall where the loss on a longer text rises.`;
     const told = held_out ? "The held-out text tells what the change does to this model, and not what a model trained with it would be." : "A held-out text of some kB tells more: triptych explore MODEL --held-out FILE.";
-    place.replaceChildren(make("dl", { class: "facts" }, ...facts, ...heldOut),
+    place.replaceChildren(make("dl", { class: "both", id: "after" }), make("dl", { class: "facts" }, ...heldOut, ...facts),
       ...(before === null && !held_out ? [] : [make("p", { class: "note", id: "few" }, `${before === null ? "" : `${few} `}${told}`)]),
-      make("table", { class: "bars" }, make("caption", {}, "Next token: before (pale) and after"), make("tbody", {}, ...rows)),
-      make("dl", { class: "both", id: "after" }));
+      make("table", { class: "bars" }, make("caption", {}, "Next token: before (pale) and after"), make("tbody", {}, ...rows)));
   }
   // What the changes do to the loss on the held-out text, which is read in parts, so that a click does not wait for it
   async compare(turn) {
@@ -354,7 +395,22 @@ class Explorer {
     const words = is.split(/(\s+)/).map((word) => (word.trim() && !known.has(word) ? make("mark", {}, word) : word));
     byId("after").replaceChildren(
       make("dt", {}, "output before"), make("dd", {}, was), make("dt", {}, "output after"), make("dd", { id: "after-text" }, ...(is ? words : ["∅"])),
-      make("dt", {}, "in Python"), make("dd", {}, make("code", {}, `model${found.python}`)));
+      make("dt", {}, "in Python"), make("dd", {}, make("code", { class: "lines" }, found.python), " ", make("button", { type: "button", "data-copy": this.script(found.python) }, "copy")));
+  }
+
+  // Lines that make the same model and the same output
+  script(calls) {
+    const asked = JSON.stringify(this.text);
+    const verb = this.isTranslator ? `translate(${asked})` : this.model.can.includes("generate") ? `generate(${asked})` : `run(${asked}).loss`;
+    return `import torch\nimport triptych\n\nmodel = triptych.load(${JSON.stringify(this.model.name)})\n${calls}\nprint(model.${verb})\n`;
+  }
+  async copy(button) {
+    try {
+      await navigator.clipboard.writeText(button.dataset.copy);
+      button.textContent = "copied";
+    } catch { // where a browser allows no copies, the lines are shown to be marked
+      button.replaceWith(make("pre", { tabindex: "0" }, button.dataset.copy));
+    }
   }
 
   async showForms(turn) {
@@ -395,6 +451,7 @@ class Explorer {
   }
 
   listen() {
+    this.wide.addEventListener("change", () => this.arrange());
     byId("use").addEventListener("submit", (event) => {
       event.preventDefault();
       this.text = byId("text").value;
@@ -431,12 +488,15 @@ class Explorer {
     });
     byId("switches").addEventListener("input", (event) => {
       if (event.target.id === "everywhere") { this.everywhere = event.target.checked; this.drawSwitches(); }
-      if (event.target.id !== "rank") return;
-      const { layer, head } = this.place;
-      const rank = Number(event.target.value);
-      const left = this.changes.filter((call) => !call.startsWith(`truncate(${layer}.${head}, `));
-      this.change(rank < Number(event.target.max) ? [...left, `truncate(${layer}.${head}, ${rank})`] : left);
+      const { rank: call, exchange } = event.target.dataset;
+      const begins = call ?? exchange;
+      if (!begins) return;
+      const left = this.changes.filter((one) => !one.startsWith(begins));
+      const { value } = event.target;
+      const isOff = call ? value === event.target.max : !value;
+      this.change(isOff ? left : [...left, `${begins}${value})`]);
     });
+    byId("effect").addEventListener("click", (event) => { if (event.target.dataset.copy) this.copy(event.target); });
     byId("changes").addEventListener("click", (event) => {
       const wanted = event.target.closest("[data-remove]")?.dataset.remove;
       if (wanted) this.change(wanted === "*" ? [] : this.changes.filter((call) => call !== wanted));

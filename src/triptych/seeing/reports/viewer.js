@@ -10,7 +10,9 @@ const clamp = (value, low, high) => Math.max(low, Math.min(value, high));
 const shortly = (token) => token.trim() || token.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "∅";
 const shown = (weight) => (weight >= 0.0005 || weight === 0 ? weight.toFixed(3) : weight.toExponential(0));
 
+// What is packed in a file is text; what was computed on the page is numbers.
 async function inflate(text) {
+  if (text instanceof Uint8Array) return text;
   const packed = atob(text);
   const bytes = new Uint8Array(packed.length);
   for (let i = 0; i < bytes.length; i++) bytes[i] = packed.charCodeAt(i);
@@ -77,6 +79,7 @@ function strongest(map, kind, count, all = false) {
 }
 
 async function unpack({ form, kept, keys: places, data }, numQueries, numKeys) {
+  if (form === "whole") return new Dense(numQueries, numKeys, data);
   const bytes = await inflate(data);
   if (form === "dense") return new Dense(numQueries, numKeys, Float32Array.from(planes(bytes, 0, numQueries * numKeys, 2), weightOf));
   const count = numQueries * kept;
@@ -447,7 +450,9 @@ class Viewer {
   window() {
     const rows = Math.min(WINDOW, this.kind.queries.length);
     const columns = Math.min(WINDOW, this.kind.keys.length);
-    return { top: this.top, left: this.left, rows, columns, cell: clamp(Math.floor(Math.min(560, this.root.clientWidth - MARGIN - 70) / Math.max(rows, columns, 1)), 11, 28) };
+    // Where there is room, the lists stand beside the matrix.
+    const beside = this.root.clientWidth > 860 ? 340 : 0;
+    return { top: this.top, left: this.left, rows, columns, cell: clamp(Math.floor(Math.min(560, this.root.clientWidth - MARGIN - 70 - beside) / Math.max(rows, columns, 1)), 11, 28) };
   }
 
   drawMap() {

@@ -1,0 +1,276 @@
+// Answers for the page, computed by `engine` from the model in this file: records as those of a server.
+const MOST_KEYS = 32;
+const MOST_NEXT = 8;
+const OVERVIEW = 96; // rows and columns of a small map, at most
+const RESAMPLES = 1000;
+
+class Answers {
+  constructor(record, weights) {
+    const { Model, Tokenizer, unpack } = engine;
+    this.record = record;
+    this.model = new Model(record, unpack(record.tensors, weights));
+    this.source = new Tokenizer(record.tokenizers.source);
+    this.target = record.tokenizers.target ? new Tokenizer(record.tokenizers.target) : this.source;
+    this.kept = new Map();
+  }
+
+  // The latest results, so that one change or one text is computed once
+  remembered(key, compute) {
+    if (!this.kept.has(key)) {
+      if (this.kept.size > 256) this.kept.delete(this.kept.keys().next().value);
+      this.kept.set(key, compute());
+    }
+    return this.kept.get(key);
+  }
+  changed(calls) { return calls.length ? this.remembered(`model ${calls}`, () => changes.changed(this.model, calls)) : this.model; }
+
+  // A text as the model reads it: the source with its end and the target with its end, or one text
+  encoded(text, target) {
+    const { search, source } = this.record;
+    if (!source) {
+      const ids = this.source.encode(text + target, true);
+      if (!ids.length && search.begin !== null) ids.push(search.begin);
+      if (!ids.length) throw new Error("text: give a text");
+      if (search.positions !== null && ids.length > search.positions) throw new Error(`the text has ${ids.length} tokens, but the model has positions for ${search.positions}: shorten it`);
+      return { ids, source: null };
+    }
+    const read = this.source.encode(text.trim(), false);
+    if (!read.length) throw new Error("text: give a text");
+    if (search.max_source_tokens !== null && read.length > search.max_source_tokens) throw new Error(`the text has ${read.length} tokens, and the model reads ${search.max_source_tokens}: shorten it`);
+    const ids = [...this.target.encode((target || this.search(text, [], 1, 1)[0].text).trim(), false), search.ends[0]];
+    return { ids, source: [...read, search.end] };
+  }
+
+  search(text, calls, beam, best, count = 12) {
+    return this.remembered(JSON.stringify(["search", text, calls, beam, best, count]), () => {
+      const { search, source } = this.record;
+      const model = this.changed(calls);
+      const given = source ? [...this.source.encode(text.trim(), false), search.end] : this.encoded(text, "").ids;
+      const room = search.positions === null ? Infinity : search.positions - (source ? 1 : given.length - 1);
+      const limit = Math.min(source ? given.length - 1 + search.max_extra_tokens : count, room);
+      const options = source ? { alpha: search.alpha, full: search.full } : { alpha: 0, full: true };
+      return model.search(given, { beam, best, limit, ...options }).map(({ ids, score }) => ({ ids, score, text: this.textOf(given, ids), tokens: ids.map((id) => this.target.shown(id)) }));
+    });
+  }
+  textOf(given, ids) {
+    if (this.record.source) return this.target.decode(ids).replace(/[\r\n]/g, " ");
+    return this.source.decode([...given, ...ids]).slice(this.source.decode(given).length);
+  }
+
+  run({ text, target, changes: calls }) {
+    return this.remembered(JSON.stringify(["run", text, target, calls]), () => {
+      const read = this.encoded(text, target);
+      return { ...read, ...this.changed(calls).run(read.ids, read.source) };
+    });
+  }
+
+  // The questions of the page
+
+  models() {
+    const { name, source } = this.record;
+    const layers = this.model.layers.map(({ name: of, kind, d_model, W_Q, W_K, W_V, shared, scale }) => ({
+      name: of, kind, heads: W_Q.length, kv_heads: new Set(W_K).size, d_model, d_k: W_Q[0].columns, d_v: W_V[0].columns, scale, shared, between: [],
+    }));
+    const { held_out } = this.record;
+    const tokens = held_out && held_out.windows.reduce((sum, one) => sum + this.predicted(one), 0);
+    const about = held_out && { name: "", tokens, parts: Math.ceil(held_out.windows.length / 5), units: held_out.units };
+    return { models: [{ name, languages: null, can: ["read", "run", source ? "translate" : "generate"], pairs: source, layers, exact: [], held_out: about }] };
+  }
+
+  write({ text, changes: calls, count, beam = 4 }) {
+    const candidates = this.search(text, calls, beam, beam, count).map(({ ids, ...shown }) => shown);
+    return { candidates, python: calls.map((call) => this.python(call)).join("\n") };
+  }
+  python(call) {
+    const [, name, given] = call.match(/^(\w+)\((.*)\)$/);
+    const parts = given.split(",").map((one) => one.trim());
+    return `model = model${this.record.python[name]}`.replace(/\{(\d)\}/g, (_, i) => parts[i]);
+  }
+
+  view(asked) {
+    const found = this.run(asked);
+    const { source } = this.record;
+    const first = source || !asked.target ? null : Math.min(this.source.encode(asked.text, true).length, found.ids.length - 1);
+    const maps = [];
+    const kinds = (source ? ["encoder", "decoder", "cross"] : ["decoder"]).map((kind) => {
+      const own = found.made.filter(({ name }) => name && (source ? name.startsWith(`${kind}.`) : true));
+      const { queries, keys } = this.tokens(found, kind);
+      const weights = own.flatMap(({ steps }) => steps.map((step) => step.weights));
+      const small = weights.map(smaller);
+      const counts = own.map(({ steps }) => steps.length);
+      const at = mostTelling(small, kind !== "cross");
+      let layer = 0;
+      let head = at;
+      while (head >= counts[layer]) head -= counts[layer++];
+      maps.push(...weights.map(({ data }) => ({ form: "whole", data })));
+      return {
+        kind, queries, keys, generated_query: first, generated_key: first, telling: [layer, head],
+        layers: own.map(({ name, steps }) => ({ number: Number(name.split(".").pop()), heads: steps.map((_, number) => ({ number, label: "", facts: [] })) })),
+        overview: [small[0].rows, small[0].columns], bins: [bin(queries.length), bin(keys.length)],
+        overviews: Uint8Array.from(small.flatMap((map) => [...map.data]), (weight) => Math.round(255 * Math.sqrt(Math.min(1, weight)))),
+      };
+    });
+    return { texts: [{ title: asked.text, kinds }], maps };
+  }
+  tokens({ ids, source }, kind) {
+    const written = ids.map((id) => this.target.shown(id));
+    if (!source) return { queries: written, keys: written };
+    const read = source.map((id) => this.source.shown(id));
+    if (kind === "encoder") return { queries: read, keys: read };
+    const start = this.target.shown(this.record.search.start);
+    return { queries: written, keys: kind === "cross" ? read : [start, ...written.slice(0, -1)] };
+  }
+
+  // One row of a head, step by step
+  row({ layer, head, query, ...asked }) {
+    const { row, times } = engine;
+    const found = this.run(asked);
+    const model = this.changed(asked.changes);
+    const { out, steps } = this.stepsOf(found, layer);
+    const own = model.layer(layer);
+    const step = steps[head];
+    const kind = this.record.source ? layer.split(".")[0] : "decoder";
+    const { queries, keys } = this.tokens(found, kind);
+    const largestFirst = engine.largest(row(step.weights, query), MOST_KEYS);
+    const kept = largestFirst.sort((a, b) => a - b);
+    const pick = (of) => of && kept.map((key) => row(of, query)[key]);
+    const z = row(step.z, query);
+    const gate = step.gate ? row(step.gate, query) : null;
+    const weights = row(step.weights, query);
+    const shares = keys.map((_, key) => row(step.v, key).map((value, c) => value * weights[key] * (gate ? gate[gate.length > 1 ? c : 0] : 1)));
+    const along = Math.max(1e-30, engine.dot(z, z));
+    const projected = [...row(times(engine.matrix(1, z.length, z), own.W_O[head]), 0)];
+    return {
+      model: "", head: `${layer}.${head}`, query, token: queries[query], keys, kept, scale: own.scale, soft_cap: null, sink: null,
+      q: [...row(step.q, query)], k: kept.map((key) => [...row(step.k, key)]), v: kept.map((key) => [...row(step.v, key)]),
+      content: pick(this.content(own, found, layer, head)), products: pick(step.products), scaled: pick(step.scaled), biased: pick(step.biased), scores: pick(step.scores),
+      visible: kept.map((key) => key < step.visible(query)), weights: kept.map((key) => weights[key]),
+      gate: gate && [...gate], shares: kept.map((key) => [...shares[key]]), share_of_output: kept.map((key) => engine.dot(shares[key], z) / along),
+      z: [...z], projected, output: projected, layer_projected: [...row(out, query)],
+      positions: own.rotary ? "rotary" : own.slopes ? "alibi" : "none", compares: own.additive ? "scores" : "products",
+      direct_effect: this.directEffect(model, found, layer, query, projected), next: this.next(asked, layer, query),
+    };
+  }
+  stepsOf(found, layer) {
+    const { change, steps } = found.made.find(({ name }) => name === layer);
+    return { out: change, steps };
+  }
+  // Products before the rotation of queries and keys
+  content(layer, found, name, head) {
+    if (!layer.rotary) return null;
+    const { read } = found.made.find((one) => one.name === name);
+    const q = engine.channels(layer, "Q", head, read, 0, false);
+    return engine.times(q, engine.transposed(engine.channels(layer, "K", head, read, 0, false)));
+  }
+
+  // What the output of a head does to the next token's logits, with all other results held as they were
+  directEffect(model, found, layer, query, projected) {
+    if (this.record.source && layer.startsWith("encoder")) return null;
+    const logits = engine.row(found.logits, query);
+    const without = model.logitsWithout(found.made, layer, query, projected);
+    const [before, after] = [engine.softmax(without), engine.softmax(logits)];
+    const change = after.map((value, i) => value - before[i]);
+    const tell = (ids) => ids.map((id) => ({ token: this.target.shown(id), logit: logits[id] - without[id], probability: change[id] }));
+    return { raises: tell(engine.largest(change, 8)), lowers: tell(engine.largest(change.map((value) => -value), 8)) };
+  }
+
+  next(asked, layer, query) {
+    const [before, after] = [this.run({ ...asked, changes: [] }), this.run(asked)];
+    const at = layer.startsWith("encoder") ? before.ids.length - 1 : query;
+    const logs = (found, i) => engine.logSoftmax(engine.row(found.logits, i));
+    const divergence = (i) => {
+      const [p, q] = [logs(before, i), logs(after, i)];
+      return Math.max(0, p.reduce((sum, value, id) => (value === -Infinity ? sum : sum + Math.exp(value) * (value - q[id])), 0));
+    };
+    const both = [logs(before, at), logs(after, at)];
+    const best = both.map((own) => engine.largest(own, MOST_NEXT));
+    const ids = [...new Set(best[0].flatMap((id, i) => [id, best[1][i]]))].slice(0, MOST_NEXT + 4);
+    const losses = [before, after].map((found) => this.losses(asked.text, found));
+    const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
+    return {
+      at, token: this.target.shown(before.ids[at]), kl: divergence(at), mean_kl: mean(before.ids.map((_, i) => divergence(i))),
+      loss: losses.map(mean), loss_tokens: losses[0].length, tokens: ids.map((id) => [this.target.shown(id), Math.exp(both[0][id]), Math.exp(both[1][id])]),
+    };
+  }
+  losses(text, { ids, source, logits }) {
+    const next = source ? ids : ids.slice(1);
+    const all = next.map((id, i) => -engine.logSoftmax(engine.row(logits, i))[id]);
+    return source ? all : all.slice(0, Math.max(1, this.source.encode(text, true).length - 1));
+  }
+
+  // The loss on the held-out sentences, five at a time
+  held_out({ changes: calls, parts }) {
+    const { windows } = this.record.held_out;
+    const all = Math.ceil(windows.length / 5);
+    const [before, after] = [[], calls].map((own) => windows.slice(0, 5 * parts).map(({ ids, source }, i) => this.remembered(`loss ${own} ${i}`, () =>
+      this.changed(own).losses(ids, source).reduce((sum, nats) => sum + nats, 0))));
+    if (parts < all) return { parts, loss: null, interval: null };
+    const units = Math.max(...windows.map(({ unit }) => unit)) + 1;
+    const [sums, counts] = [new Float64Array(units), new Float64Array(units)];
+    windows.forEach((one, i) => {
+      sums[one.unit] += after[i] - before[i];
+      counts[one.unit] += this.predicted(one);
+    });
+    const total = counts.reduce((a, b) => a + b, 0);
+    const loss = [before, after].map((own) => own.reduce((a, b) => a + b, 0) / total);
+    return { parts, loss, interval: units > 1 ? ratioInterval(sums, counts) : null };
+  }
+  predicted({ ids, source }) { return source ? ids.length : ids.length - 1; }
+}
+
+// Ends of the 95 % bootstrap interval of Σ sums / Σ counts, by resampling the sentences
+function ratioInterval(sums, counts) {
+  let state = 1; // of a generator of numbers: the interval of a state is the same each time
+  const random = () => {
+    state = (Math.imul(state, 1664525) + 1013904223) >>> 0;
+    return state / 2 ** 32;
+  };
+  const ratios = Float64Array.from({ length: RESAMPLES }, () => {
+    let [sum, count] = [0, 0];
+    for (let i = 0; i < sums.length; i++) {
+      const unit = Math.floor(random() * sums.length);
+      sum += sums[unit];
+      count += counts[unit];
+    }
+    return sum / count;
+  }).sort();
+  const quantile = (share) => {
+    const at = share * (RESAMPLES - 1);
+    const low = Math.floor(at);
+    return ratios[low] + (at - low) * (ratios[Math.min(low + 1, RESAMPLES - 1)] - ratios[low]);
+  };
+  return [quantile(0.025), quantile(0.975)];
+}
+
+// Small maps: means of neighbouring rows, sums of neighbouring columns
+const bin = (count) => Math.max(1, Math.ceil(count / OVERVIEW));
+function smaller(weights) {
+  const [high, wide] = [bin(weights.rows), bin(weights.columns)];
+  const out = engine.matrix(Math.ceil(weights.rows / high), Math.ceil(weights.columns / wide));
+  for (let i = 0; i < weights.rows; i++) {
+    const to = Math.floor(i / high);
+    const rows = Math.min(high, weights.rows - to * high);
+    engine.row(weights, i).forEach((weight, j) => { out.data[to * out.columns + Math.floor(j / wide)] += weight / rows; });
+  }
+  return out;
+}
+
+// The map whose rows tell most about their tokens: the mutual information of query and key
+function mostTelling(maps, isSelf) {
+  const xlogx = (x) => (x > 0 ? x * Math.log(x) : 0);
+  const nats = maps.map(({ rows, columns, data }) => {
+    const [byRow, byColumn] = [new Float64Array(rows), new Float64Array(columns)];
+    let found = 0;
+    data.forEach((weight, at) => {
+      const [i, j] = [Math.floor(at / columns), at % columns];
+      if (isSelf && i === j) return;
+      found += xlogx(weight);
+      byRow[i] += weight;
+      byColumn[j] += weight;
+    });
+    const total = byRow.reduce((a, b) => a + b, 0);
+    const apart = (sums) => sums.reduce((sum, value) => sum + xlogx(value), 0);
+    return (found - apart(byRow) + xlogx(total) - apart(byColumn)) / rows;
+  });
+  return nats.indexOf(Math.max(...nats));
+}

@@ -1,0 +1,338 @@
+"""Models as one page for the web: its engine gives what Python gives."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from small_checkpoints import gpt2_that_runs
+from small_models import small_run  # noqa: F401 - fixture
+from triptych.core.models import LanguageModel, LanguageModelConfig
+from triptych.core.models.architecture import HeadConfig
+from triptych.errors import UsageError
+from triptych.model import Model, load
+from triptych.seeing.attending import HeldOutText
+from triptych.seeing.attending.what_ifs import PYTHON_OF
+from triptych.serving.exploring import WHAT_IFS, change_model
+from triptych.training import read_recipe, task_of
+from triptych.training.corpora.generated import generate_pairs
+from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizer
+from web_engine import ask, found_node, parts_of
+
+needs_node = pytest.mark.skipif(found_node() is None, reason="no Node.js is on the PATH")
+SENTENCE = "Der alte Hund schläft um halb vier."
+
+
+@pytest.fixture(scope="module")
+def demo() -> Model:
+    return load("demo", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def page(demo: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("web") / "demo.html"
+    demo.convert(path, "web", "float32")
+    return path
+
+
+def test_a_page_is_one_small_file_that_asks_for_nothing(demo: Model, tmp_path: Path) -> None:
+    for quantization, most, differs in (("float16", 2.5e6, 0.05), ("int8", 1.5e6, 2)):
+        path = tmp_path / f"{quantization}.html"
+        found = demo.convert(path, "web", quantization)  # type: ignore[arg-type]
+        assert (found.format, path.stat().st_size < most) == ("web", True)
+        text = path.read_text(encoding="utf-8")
+        # The page states what its rounding does.
+        largest = found.checks[0].largest_difference
+        assert largest is not None
+        assert 0 < largest < differs
+        assert f"here in {quantization}. The logits are within {largest:.2g}" in text
+    assert not re.search(r"""(src|href)=["']?(https?:|//)|@import|\bimport\b[^;]*\bfrom\b""", text)
+    assert 'type="module"' not in text
+    assert {*re.findall(r"https?://[^\s\"'`<)]+", text)} == {"http://www.w3.org/2000/svg"}
+    with pytest.raises(UsageError, match=r"int8\.html exists"):
+        demo.convert(path, "web")
+
+
+def test_what_the_engine_does_not_compute_is_refused_by_name(
+    demo: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "page.html"
+    encoder, folder = _language_model({}, "characters", tmp_path, "encoder")
+    with pytest.raises(UsageError, match="an encoder alone"):
+        load(encoder, tokenizer=folder).convert(path, "web")
+    with pytest.raises(UsageError, match=r"was changed \(ablate\(cross\.0\.0\)\): save it"):
+        demo.ablate("cross.0.0").convert(path, "web")
+    config = LanguageModelConfig(num_layers=1, d_model=24, num_heads=4, context=64)
+    made = config.architecture("decoder", encoder.vocab_size)
+    capped = replace(made, head=HeadConfig(soft_cap=30.0))
+    layers = [site.layer(24, 4, config.positions.in_attention()) for site in config.sites()]
+    with pytest.raises(UsageError, match=r"does not compute soft_cap = 30\.0 \(the output layer\)"):
+        load(LanguageModel(capped, layers, 64), tokenizer=folder).convert(path, "web")
+    monkeypatch.setattr("triptych.converting.web.MOST_BYTES", 1 << 20)
+    with pytest.raises(
+        UsageError, match="a page has at most 1 MiB of weights: triptych explore MODEL shows it"
+    ):
+        demo.convert(path, "web")
+    assert not path.exists()
+
+
+# Against Python.
+
+
+def _sentences(count: int) -> list[str]:
+    return [source for source, _ in generate_pairs(count, "test", 7)]
+
+
+def _same_texts(demo: Model, page: Path, count: int) -> None:
+    texts = _sentences(count)
+    for beam in (1, 4):
+        own = demo.translate(texts, beam_size=beam, num_best=beam, split=False)
+        found = ask(page, *(("search", {"text": text, "beam": beam}) for text in texts))
+        assert [[one["text"] for one in some] for some in found] == [
+            [one.text for one in line.candidates] for line in own
+        ]
+        scores = [one["score"] for some in found for one in some]
+        expected = [one.score for line in own for one in line.candidates]
+        assert scores == pytest.approx(expected, abs=1e-4)
+
+
+@needs_node
+def test_a_page_translates_as_python_does_greedily_and_with_a_beam(demo: Model, page: Path) -> None:
+    _same_texts(demo, page, 4)
+
+
+@needs_node
+@pytest.mark.slow
+def test_two_hundred_sentences_are_translated_as_python_does(demo: Model, page: Path) -> None:
+    _same_texts(demo, page, 200)
+
+
+def _logits(model: Model, ids: list[int], source: list[int] | None) -> torch.Tensor:
+    run = model.run(ids) if source is None else model.run(source[:-1], target=ids[:-1])
+    return run.logits.float()
+
+
+def _largest(found: Any, expected: torch.Tensor) -> float:
+    assert not isinstance(found, dict), found
+    return float((torch.tensor(found) - expected).abs().max())
+
+
+# Every switch of the page, at layers of each kind.
+SWITCHES = [
+    "ablate(cross.0.1)",
+    "ablate(encoder.0.0 encoder.0.2 encoder.0.3)",
+    "even(decoder.1.2)",
+    "unscaled(cross.1.0)",
+    "one_head(cross.0)",
+    "tie(encoder.0, W_Q, W_K)",
+    "tie(decoder.0, W_K, W_V)",
+    "tie(cross.1, W_K, W_V)",
+    "truncate(cross.0.3, 4)",
+    "truncate_ov(encoder.1.1, 6)",
+    "exchange(encoder.0.0, encoder.0.1)",
+    "exchange(encoder.0.0, encoder.1.3)",
+    "without_positions()",
+    "fold()",
+]
+
+
+@needs_node
+def test_every_switch_is_that_of_python(demo: Model, page: Path) -> None:
+    source = demo.reader.encode([SENTENCE], ["The old dog sleeps at half past three."])[0]
+    ids, read = [*source.ids], [*(source.source or ())]
+    both = ["tie(encoder.1, W_Q, W_K)", "tie(encoder.1, W_V, W_K)", "ablate(cross.0.0)"]
+    states = [[], *([one] for one in SWITCHES), both]
+    found = ask(page, *(("logits", {"ids": ids, "source": read, "changes": calls}) for calls in states))
+    unchanged = torch.tensor(found[0])
+    for calls, logits in zip(states, found, strict=True):
+        changed = demo
+        for call in calls:
+            changed = change_model(changed, call)
+        assert _largest(logits, _logits(changed, ids, read)) < 1e-3, calls
+        # Heads of a layer are summed in any order, and a product is computed first or last.
+        is_same = calls in ([], ["fold()"], ["exchange(encoder.0.0, encoder.0.1)"])
+        assert (_largest(logits, unchanged) < 1e-3) == is_same, calls
+
+
+def test_the_page_offers_the_changes_of_the_server() -> None:
+    assert WHAT_IFS.keys() == PYTHON_OF.keys()
+
+
+@needs_node
+@pytest.mark.slow
+def test_the_python_of_a_state_makes_the_same_model(demo: Model, page: Path) -> None:
+    fields = {"text": SENTENCE, "count": 1, "beam": 2}
+    written = ask(page, *(("write", {**fields, "changes": [call]}) for call in SWITCHES))
+    for call, found in zip(SWITCHES, written, strict=True):
+        names: dict[str, Any] = {"model": demo, "torch": torch}
+        exec(found["python"], names)
+        own = names["model"].translate(SENTENCE, beam_size=2, num_best=2, split=False)
+        assert [one["text"] for one in found["candidates"]] == [one.text for one in own.candidates], call
+
+
+@needs_node
+@pytest.mark.parametrize(
+    ("call", "count"),
+    [
+        ("tie(encoder.0, W_Q, W_K)", 10),
+        *(
+            pytest.param(call, 50, marks=pytest.mark.slow)
+            for call in ("tie(encoder.0, W_Q, W_K)", "fold()", "ablate(cross.0.1)")
+        ),
+    ],
+)
+def test_a_switch_is_measured_on_the_runs_own_held_out_sentences(
+    demo: Model, page: Path, call: str, count: int
+) -> None:
+    record, _ = parts_of(page)
+    sources, targets = task_of(read_recipe(demo.reader.folder / "recipe.toml")).validation_text(Path())
+    assert targets is not None
+    assert (len(record["held_out"]["windows"]), record["held_out"]["units"]) == (50, "sentences")
+    assert record["example"] in sources[:50]
+    text = HeldOutText(demo.reader, sources[:count], targets[:count])
+    (found,) = ask(page, ("held_out", {"changes": [call], "parts": 10}), held_out=count)
+    own = text.compare(change_model(demo, call).reader)
+    assert own.interval is not None
+    assert found["loss"] == pytest.approx([own.before, own.after], abs=1e-4)
+    # The resamples are others.
+    width = own.interval[1] - own.interval[0]
+    assert found["interval"] == pytest.approx(own.interval, abs=max(1e-5, 0.2 * width))
+
+
+@needs_node
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("place", ["cross.0.1", "encoder.1.0", "decoder.0.2"])
+def test_a_row_of_a_head_has_the_steps_of_python(demo: Model, page: Path, place: str) -> None:
+    layer, head = place.rsplit(".", 1)
+    target = demo.translate(SENTENCE).text
+    fields = {"text": SENTENCE, "target": target, "layer": layer, "head": int(head), "query": 2}
+    (found,) = ask(page, ("row", {**fields, "changes": []}))
+    steps = demo.attend(SENTENCE, target).steps(layer, int(head), 2)
+    own = steps.record()
+    names = ("q", "k", "v", "products", "scaled", "scores", "weights", "shares", "z", "projected", "output")
+    for name in names:
+        torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(own[name]), atol=1e-4, rtol=1e-3)
+    assert [key.replace(" ", "▁") for key in found["keys"]] == own["keys"]
+    assert (found["direct_effect"] is None) == (own["direct_effect"] is None)
+    for way in own["direct_effect"] or ():
+        first, theirs = found["direct_effect"][way][0], own["direct_effect"][way][0]
+        assert first["token"].replace(" ", "▁") == theirs["token"]
+        assert first["logit"] == pytest.approx(theirs["logit"], abs=1e-3)
+
+
+# Language models, and what recipes can contain.
+
+_LEARNED = {"scheme": "learned", "max_tokens": 96}
+_BIASES = {"q_bias": True, "k_bias": True, "v_bias": True, "o_bias": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "rotary, gated": {"norm_kind": "rms", "gated": True, "activation": "swish", "bias": False},
+    "learned, biases": {"positions": _LEARNED, "attention": _BIASES, "tie_embeddings": False},
+    "alibi, qk-norm, gate": {
+        "positions": {"scheme": "alibi"},
+        "attention": {"qk_norm": True, "output_gate": True},
+        "activation": "gelu_tanh",
+    },
+    "post-norm, sines": {"norm": "post", "positions": {"scheme": "sinusoidal"}, "activation": "relu"},
+    "additive": {"positions": _LEARNED, "attention": {"scores": "additive"}},
+    "cosine, pairs of neighbours": {
+        "positions": {"scheme": "rotary", "rotary_dim": 4, "rotary_pairing": "interleaved"},
+        "attention": {"scores": "cosine"},
+        "activation": "relu_squared",
+    },
+    "grouped": {"attention": {"projections": "grouped", "num_kv_heads": 2}},
+    "shared, halves": {
+        "positions": {"scheme": "sinusoidal", "sinusoidal_layout": "halves"},
+        "attention": {"projections": "shared"},
+    },
+    "latent": {"positions": _LEARNED, "attention": {"projections": "latent", "d_latent": 9}},
+    "four matrices, scale outside": {
+        "positions": {"scheme": "none"},
+        "attention": {"projections": "four_matrix", "scale": "outside"},
+    },
+}
+TEXT = "O Romeo, wherefore art thou? It's 12 o'clock — so späte Stunde!\n\n  Ay.  "
+TRAINING = [TEXT * 3, "First Citizen: Before we proceed any further, hear me speak. " * 3]
+
+
+def _language_model(
+    settings: dict[str, Any], kind: Any, folder: Path | None = None, half: Any = "decoder"
+) -> tuple[LanguageModel, Any]:
+    """A model with large random weights, so that its tokens differ clearly, and its tokenizer's folder."""
+    tokenizer = train_tokenizer(TokenizerSpec(kind=kind, vocab_size=320), TRAINING)
+    sizes = {"num_layers": 2, "d_model": 24, "num_heads": 4, "context": 64}
+    config = LanguageModelConfig.model_validate({**sizes, **settings})
+    torch.manual_seed(1)
+    model = LanguageModel.of(config, half, tokenizer.vocab_size).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    if folder is None:
+        return model, tokenizer
+    tokenizer.save_files(folder)
+    return model, folder
+
+
+@needs_node
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_language_model_of_a_recipe_writes_as_python_does(name: str, tmp_path: Path) -> None:
+    kind = ("characters", "bpe", "unigram", "bytes")[[*KINDS].index(name) % 4]
+    module, folder = _language_model(KINDS[name], kind, tmp_path)
+    model = load(module, tokenizer=folder)
+    model.convert(tmp_path / "page.html", "web", "float32")
+    ids = model.reader.encode([TEXT])[0].ids[:40]
+    (logits, written, greedy, encoded) = ask(
+        tmp_path / "page.html",
+        ("logits", {"ids": [*ids]}),
+        ("search", {"text": "O Romeo", "beam": 3, "count": 6}),
+        ("search", {"text": "O Romeo", "beam": 1, "count": 6}),
+        ("encode", {"text": TEXT + "<eos> x<mask>", "parses": True}),
+    )
+    assert _largest(logits, _logits(model, [*ids], None)) < 1e-3
+    assert encoded == [*model.reader.encode([TEXT + "<eos> x<mask>"])[0].ids]
+    options = {"max_new_tokens": 6, "generation_config": "ignore"}
+    own = model.generate("O Romeo", beam_size=3, num_samples=3, **options)
+    assert [one["text"] for one in written] == [one.text for one in own]
+    assert greedy[0]["text"] == model.generate("O Romeo", **options).text
+
+
+@needs_node
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", ["bpe", "unigram", "characters", "bytes"])
+def test_texts_of_every_script_are_cut_and_joined_as_in_python(kind: Any, tmp_path: Path) -> None:
+    module, folder = _language_model({"positions": _LEARNED}, kind, tmp_path)
+    model = load(module, tokenizer=folder)
+    model.convert(tmp_path / "page.html", "web")
+    texts = [
+        "e\u0301 and é, ﬁne, ½, ｆｕｌｌ", "Привет, мир. 你好，世界。 안녕 🙂",
+        "…—–„“ \u00a0 \u200b\u0085 x", "a\tb\r\n\n c",
+        "हिन्दी में १२३", "they're we'll I'D '", "  x", "<eos", "",
+    ]  # fmt: skip
+    found = ask(tmp_path / "page.html", *(("encode", {"text": text, "parses": True}) for text in texts))
+    assert found == model.tokenizer.encode(texts, parse_special=True)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_without_a_recipe_has_no_held_out_text(tmp_path: Path) -> None:
+    found = load(gpt2_that_runs(tmp_path / "gpt2")).convert(tmp_path / "page.html", "web", "int8")
+    assert (found.checks[1].tried, found.checks[1].note) == (False, "no recipe names a validation text")
+    assert parts_of(tmp_path / "page.html")[0]["held_out"] is None
+
+
+@needs_node
+@pytest.mark.slow
+def test_a_small_translator_of_a_run_translates_as_python_does(
+    small_run: Path,  # noqa: F811 - a fixture
+    tmp_path: Path,
+) -> None:
+    model = load(small_run)
+    model.convert(tmp_path / "page.html", "web", "float32")
+    texts = ["twelve", "one two three", "seven"]
+    found = ask(tmp_path / "page.html", *(("search", {"text": text, "beam": 2}) for text in texts))
+    own = model.translate(texts, beam_size=2, num_best=2, split=False)
+    assert [[one["text"] for one in some] for some in found] == [
+        [one.text for one in line.candidates] for line in own
+    ]
