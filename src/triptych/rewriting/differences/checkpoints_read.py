@@ -4,14 +4,17 @@ Attention layers are compared as in other models, and norms together with the kn
 else, the configuration included, has to be equal, since its effect is unknown.
 """
 
-from typing import Literal
+import copy
+from collections.abc import Mapping
+from typing import Any, Literal, final
 
 import torch
 
 from triptych.core.algebra.weights import Norm
-from triptych.core.checkpoints.checkpoint import Checkpoint
+from triptych.core.checkpoints.fitted_weights import resizing
 from triptych.core.checkpoints.norm_readers import NormReader, NormSite, norm_sites
 from triptych.core.checkpoints.stored_layers import AttentionLayer, Site
+from triptych.core.storage import set_entry
 from triptych.progress import Progress
 from triptych.rewriting.differences.affine_maps import (
     PLAIN,
@@ -30,7 +33,7 @@ from triptych.rewriting.differences.difference_records import SettingDifference
 from triptych.rewriting.differences.field_differences import different_fields
 from triptych.rewriting.differences.parts import Part
 from triptych.rewriting.differences.rounded import Rounded, finer, is_same
-from triptych.rewriting.differences.sides import Pair, ReadSide
+from triptych.rewriting.differences.sides import CheckpointSide, Pair, ReadSide
 
 # Entries of a configuration without an effect on the computation.
 OF_NO_EFFECT = frozenset(
@@ -56,7 +59,7 @@ def compare_read(
                 f"families are {one.checkpoint.written_as} and {other.checkpoint.written_as}"
             ],
         )
-    comparison = _ReadComparison(one, other)
+    comparison = ReadComparison(one, other)
     if comparison.sites[0].keys() != comparison.sites[1].keys():
         return [], [], ["attention layers are others"]
     parts = []
@@ -67,24 +70,41 @@ def compare_read(
     return [*parts, comparison.norms(), comparison.rest()], comparison.settings(), []
 
 
-class _ReadComparison:
-    """The comparison of two checkpoints of one family."""
+def compare_beside(pair: Pair) -> tuple[list[Part], frozenset[str]]:
+    """Return the parts of two runnable checkpoints outside the models that run, and their tensors.
 
-    def __init__(self, one: ReadSide, other: ReadSide) -> None:
+    Such parts are towers for pictures and sound next to a model of texts.
+    """
+    one, other = pair
+    if not isinstance(one, CheckpointSide) or not isinstance(other, CheckpointSide):
+        return [], frozenset()
+    comparison = ReadComparison(one, other)
+    shared = [where for where in comparison.sites[0] if where in comparison.sites[1]]
+    parts = [comparison.attention(where) for where in shared]
+    if comparison.norm_sites[0].keys() & comparison.norm_sites[1].keys():
+        parts.append(comparison.norms())
+    return parts, frozenset(comparison.compared)
+
+
+@final
+class ReadComparison:
+    """The comparison of two checkpoints of one family, without the models that run."""
+
+    def __init__(
+        self, one: ReadSide | CheckpointSide, other: ReadSide | CheckpointSide
+    ) -> None:
         self.pair = one, other
         self.sites = tuple(
-            {
-                (site.stack, site.kind, site.numbers): site
-                for site in own.checkpoint.sites
-            }
+            {(site.stack, site.kind, site.numbers): site for site in own.sites_beside}
             for own in self.pair
         )
-        self.norm_sites = _foldable(one.checkpoint), _foldable(other.checkpoint)
-        self._compared = set[str]()
+        self.norm_sites = _foldable(one), _foldable(other)
+        self.compared = set[str]()
+        self._folded = set[Site]()  # attention layers of A compared with their norms
 
     def attention(self, where: _Where) -> Part:
         site = self.sites[0][where]
-        stacks = {own.named_stack for own in self.sites[0].values()}
+        stacks = {own.named_stack for own in self.pair[0].checkpoint.sites}
         name = (
             f"{site.named_stack}.{site.layer}" if len(stacks) > 1 else str(site.layer)
         )
@@ -99,6 +119,8 @@ class _ReadComparison:
                 zip(layers, self.sites, strict=True)
             )
         )
+        if folds:
+            self._folded.add(site)
         views = [
             LayerView(
                 layer.weights.without_norms(),
@@ -107,9 +129,9 @@ class _ReadComparison:
             for layer in layers
         ]
         for own, sites in zip(self.pair, self.sites, strict=True):
-            self._compared |= own.checkpoint.used_names(sites[where])
+            self.compared |= own.checkpoint.used_names(sites[where])
             if not folds:
-                self._compared -= own.checkpoint.norm_names(sites[where])
+                self.compared -= own.checkpoint.norm_names(sites[where])
         part.has_same_numbers = same_numbers(views[0], views[1])
         if not part.has_same_numbers:
             part.found = compare_attention(views[0], views[1], name)
@@ -137,10 +159,12 @@ class _ReadComparison:
                 _reading(own.read(stored))
                 for own, stored in zip((site, other), tensors, strict=True)
             ]
-            self._compared |= {*site.all_tensors, *other.all_tensors}
+            self.compared |= {*site.all_tensors, *other.all_tensors}
             part.has_same_numbers &= readings[0].same_as(readings[1])
             if not readings[0].same_as(readings[1]):
                 found.steps["fold_other_norms"] = True
+                if site.attention is not None and site.attention not in self._folded:
+                    found.reasons.append(f"{module} differs, which attention reads")
             for mine, theirs in zip(site.readers, other.readers, strict=True):
                 if not self._is_same_map(mine, theirs, readings):
                     found.reasons.append(f"{mine.module} differs")
@@ -183,7 +207,7 @@ class _ReadComparison:
         part = Part("all other tensors", "other")
         one, other = self.pair
         names = [
-            [name for name in own.stored_infos if name not in self._compared]
+            [name for name in own.stored_infos if name not in self.compared]
             for own in self.pair
         ]
         there = {*names[0]} & {*names[1]}
@@ -196,23 +220,41 @@ class _ReadComparison:
         return part
 
     def settings(self) -> list[SettingDifference]:
-        one, other = self.pair
-        names = dict.fromkeys((*one.record, *other.record))
+        other = self.pair[1]
+        record = self._resized_record()
         found = list[SettingDifference]()
-        for name in names:
+        for name in dict.fromkeys((*record, *other.record)):
             if name not in OF_NO_EFFECT:
                 found += different_fields(
-                    one.record.get(name), other.record.get(name), name
+                    record.get(name), other.record.get(name), name
                 )
         return found
 
+    def _resized_record(self) -> Mapping[str, Any]:
+        """Return the configuration of A with the sizes of attention layers in B, where fields have them."""
+        one, other = self.pair
+        record: dict[str, Any] = copy.deepcopy(dict(one.record))
+        for where, site in self.sites[0].items():
+            if where not in self.sites[1]:
+                continue
+            sizes = other.checkpoint.place(self.sites[1][where]).sizes
+            if one.checkpoint.place(site).sizes != sizes:
+                found = resizing(one.checkpoint, site, sizes)
+                for name, value in ({} if found is None else found.settings).items():
+                    set_entry(record, name, value)
+        return record
 
-def _foldable(checkpoint: Checkpoint) -> dict[str, NormSite]:
-    """Return the norms before known maps only, by module."""
+
+def _foldable(side: ReadSide | CheckpointSide) -> dict[str, NormSite]:
+    """Return the norms before known maps only, by module, without norms of a model that runs."""
+    beside = {*side.beside} if isinstance(side, CheckpointSide) else None
     return {
         site.module: site
-        for site in norm_sites(checkpoint)
-        if site.readers and not site.refused and site.spec.place == "pre"
+        for site in norm_sites(side.checkpoint)
+        if site.readers
+        and not site.refused
+        and site.spec.place == "pre"
+        and (beside is None or site.own_tensors[0] in beside)
     }
 
 

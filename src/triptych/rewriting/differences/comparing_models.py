@@ -13,7 +13,11 @@ from triptych.core.models import LanguageModelArchitecture
 from triptych.progress import Progress, untold
 from triptych.rewriting.differences.attention_pairs import equal_numbers
 from triptych.rewriting.differences.chains import chain_of, words_of
-from triptych.rewriting.differences.checkpoints_read import OF_NO_EFFECT, compare_read
+from triptych.rewriting.differences.checkpoints_read import (
+    OF_NO_EFFECT,
+    compare_beside,
+    compare_read,
+)
 from triptych.rewriting.differences.difference_records import (
     Difference,
     PartDifference,
@@ -163,9 +167,17 @@ class _WholeComparison:
             {stack: found for stack, found in blocks.items() if found is not None}
         ):
             parts.append(part)
+        beside = self._different_beside()
+        if beside:
+            more, read = compare_beside(self.pair)
+            parts += more
+            beside = [name for name in beside if name not in read]
         settings += chain.from_iterable(part.found.settings for part in parts)
-        notes += _of_padding(parts)
-        reasons = [*self._unread(notes), *self._not_compared]
+        notes += [*self._beside_of_one(), *_of_padding(parts)]
+        reasons = [
+            f"{name}, which changes no token's prediction, differs" for name in beside
+        ]
+        reasons += self._not_compared
         return _judged(self.pair, parts, settings, reasons, notes)
 
     def _different(
@@ -255,21 +267,27 @@ class _WholeComparison:
                 f"{name} was not compared" for name in comparison.not_compared()
             ]
 
-    def _unread(self, notes: list[str]) -> list[str]:
-        """Compare the tensors of the files outside the models."""
+    def _different_beside(self) -> list[str]:
+        """Return the tensors of both files outside the models that differ."""
         one, other = self.pair
-        found = []
         there = {*other.beside}
-        for name in one.beside:
-            if name not in there:
-                continue
-            if not equal_numbers(one.read_stored(name), other.read_stored(name)):
-                found.append(f"{name}, which changes no token's prediction, differs")
+        return [
+            name
+            for name in one.beside
+            if name in there
+            and not equal_numbers(one.read_stored(name), other.read_stored(name))
+        ]
+
+    def _beside_of_one(self) -> list[str]:
+        """Return notes on tensors outside the models that one file has alone."""
+        one, other = self.pair
+        there = {*other.beside}
+        notes = []
         for side, names in (("A", {*one.beside} - there), ("B", there - {*one.beside})):
             if names:
                 some = ", ".join(sorted(names)[:_MOST_NAMED])
                 notes.append(f"{side} alone has {some}: not part of what was compared")
-        return found
+        return notes
 
 
 def _of_padding(parts: list[Part]) -> list[str]:

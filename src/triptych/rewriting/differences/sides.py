@@ -202,7 +202,7 @@ class CheckpointSide(Side):
         self.stored = checkpoint.tensors
         self.architecture = found.architecture
         self.pad_id = found.pad_id
-        self._checkpoint = checkpoint
+        self.checkpoint = checkpoint
         self._map = found
         # The stored tensors, and the number among them, of each tensor of ours.
         self._entries = dict[str, tuple[tuple[str, ...], int]]()
@@ -212,7 +212,7 @@ class CheckpointSide(Side):
 
     @property
     def source(self) -> AttentionSource:
-        return self._checkpoint
+        return self.checkpoint
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -220,7 +220,7 @@ class CheckpointSide(Side):
 
     def read(self, name: str) -> Tensor:
         parts, number = self._entries[name]
-        tensors = self._checkpoint.tensors
+        tensors = self.checkpoint.tensors
         return self._map.tensors.entries[parts].read(
             lambda stored, _: tensors.read(stored)
         )[number]
@@ -242,24 +242,29 @@ class CheckpointSide(Side):
         return dict(zip(in_order, self._map.sites, strict=True))
 
     @property
+    def sites_beside(self) -> tuple[Site, ...]:
+        """Attention layers outside the model, such as layers of a tower for pictures."""
+        return tuple(
+            site for site in self.checkpoint.sites if site not in self._map.sites
+        )
+
+    @property
     def beside(self) -> tuple[str, ...]:
         used = {*self._map.tensors.names, *self._map.copies}
         for site in self._map.sites:
-            used |= self._checkpoint.used_names(site) - self._checkpoint.norm_names(
-                site
-            )
+            used |= self.checkpoint.used_names(site) - self.checkpoint.norm_names(site)
         return tuple(
             name
-            for name in self._checkpoint.tensors.infos
+            for name in self.checkpoint.tensors.infos
             if name not in used and name.rpartition(".")[2] not in _CONSTANTS
         )
 
     @property
     def stored_infos(self) -> dict[str, tuple[object, ...]]:
-        return _infos(self._checkpoint.tensors)
+        return _infos(self.checkpoint.tensors)
 
     def read_stored(self, name: str) -> Tensor:
-        return self._checkpoint.tensors.read(name)
+        return self.checkpoint.tensors.read(name)
 
 
 @final
@@ -342,6 +347,11 @@ class ReadSide(Side):
     @property
     def source(self) -> AttentionSource:
         return self.checkpoint
+
+    @property
+    def sites_beside(self) -> tuple[Site, ...]:
+        """All attention layers."""
+        return tuple(self.checkpoint.sites)
 
     @property
     def names(self) -> tuple[str, ...]:
