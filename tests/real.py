@@ -9,6 +9,8 @@ between two marks.
 
 import argparse
 import gc
+import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -243,8 +245,20 @@ def compared(model: Model, path: Path, text: str | list[int]) -> str:
         return difference(float((run.logits - expected).abs().max()), float(expected.abs().max()))
     if path.suffix == ".onnx":
         return "not read by transformers"
-    found = model.check(text if isinstance(text, str) else None)
+    with tempfile.TemporaryDirectory() as folder:
+        found = named(model, path, Path(folder)).check(text if isinstance(text, str) else None)
     return difference(found.logits, found.largest)
+
+
+def named(model: Model, path: Path, folder: Path) -> Model:
+    """Return the model, or a copy with the model_type that `transformers` asks for."""
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if "model_type" in config:
+        return model
+    copy = shutil.copytree(path, folder / path.name)
+    config["model_type"] = model._opened.source.record["model_type"]
+    (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return load(copy, device="cpu", dtype="float32")
 
 
 def difference(worst: float, largest: float) -> str:

@@ -17,7 +17,7 @@ from triptych.core.checkpoints.model_map import (
     model_map,
 )
 from triptych.core.checkpoints.stored_layers import Site
-from triptych.core.models.architecture import (
+from triptych.core.models import (
     EncoderDecoderArchitecture,
     LanguageModelArchitecture,
 )
@@ -41,7 +41,7 @@ def any_map(
 def written_part(
     architecture: LanguageModelArchitecture | EncoderDecoderArchitecture,
 ) -> LanguageModelArchitecture:
-    """Return the part that predicts tokens."""
+    """Return the language model, or the decoder."""
     if isinstance(architecture, EncoderDecoderArchitecture):
         return architecture.decoder
     return architecture
@@ -50,7 +50,8 @@ def written_part(
 def fit_to(
     model: Checkpoint, architecture: Architecture
 ) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Return the same model in the form that llama.cpp computes, and what was changed or left out."""
+    """Return the same model in llama.cpp's form, and notes on changed and omitted parts."""
+    # Each step reads the model of the step before it.
     notes: list[str] = []
     if not architecture.has_head:
         model, of_head = _without_head(model, architecture)
@@ -66,16 +67,13 @@ def fit_to(
 def _without_head(
     model: Checkpoint, architecture: Architecture
 ) -> tuple[Checkpoint, list[str]]:
-    """Return an encoder without the tensors that read its last hidden states."""
+    """Return an encoder without its heads for tokens and tasks."""
     found = any_map(model)
-    heads = ("head.", "task.")
-    of_head = {
-        name
-        for parts, stored in found.tensors.entries.items()
-        if all(part.startswith(heads) for part in parts)
-        for name in stored.names
-    }
-    of_head |= {*found.unread}
+    of_head = {*found.unread}
+    for parts, stored in found.tensors.entries.items():
+        if all(part.startswith(("head.", "task.")) for part in parts):
+            of_head |= stored.names
+    # The class of the bare encoder: with another class, the head would be missed.
     kept = model.tensors.replacing(of_head, InMemory(model.name, {}))
     kind = str(model.settings.value("model_type"))
     record = {**model.settings.record, "architectures": [architecture.types[kind]]}
@@ -88,7 +86,8 @@ def _without_head(
 
 
 def _from_first_position(model: Checkpoint) -> tuple[Checkpoint, list[str]]:
-    """Return an encoder whose table of positions begins with that of the first token, as BERT's does."""
+    """Return an encoder with a table of positions from the first token on, as in BERT."""
+    # In RoBERTa and its kin, rows for padding come first.
     found = any_map(model)
     embeddings = written_part(found.architecture).embeddings
     offset = embeddings.position_offset
@@ -110,10 +109,8 @@ def _from_first_position(model: Checkpoint) -> tuple[Checkpoint, list[str]]:
 
 
 def _untied(model: Checkpoint) -> tuple[Checkpoint, list[str]]:
-    """Return a model with an output table of its own, with the factor of its logits multiplied into it.
-
-    A file without that table is read as a tied model whose logits have the factor.
-    """
+    """Return a model with a separate output table, which includes the factor of the logits."""
+    # A file without an output table is read as a tied model, whose logits have the factor.
     found = any_map(model)
     head = written_part(found.architecture).head
     if head is None or not head.tied:

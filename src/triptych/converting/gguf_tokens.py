@@ -275,6 +275,7 @@ class _Tokens:
         if unknown is not None:
             types[unknown] = _UNKNOWN
         scores = [float(score) for _, score in self._model["vocab"]]
+        # A normaliser may be a sequence of several.
         steps = self._record.get("normalizer") or {}
         steps = steps.get("normalizers", [steps])
         charsmap = next(

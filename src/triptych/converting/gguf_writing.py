@@ -143,7 +143,7 @@ def write_gguf(
 
 
 def _token_types(described: _Described) -> dict[str, int]:
-    """Return the number of types of tokens, which llama.cpp asks of encoders."""
+    """Return the number of token types, required by llama.cpp for encoders."""
     if described.architecture.has_head:
         return {}
     types = described.tensors.infos.get("token_types.weight")
@@ -352,7 +352,7 @@ def _typed(key: str, value: Any) -> Any:
 
 
 class _Latent(NamedTuple):
-    """A tensor that is a part of the map from the latent of keys and values."""
+    """A part of the map from the latent of keys and values, as a tensor of its own."""
 
     name: str  # stored map
     info: TensorInfo
@@ -409,6 +409,7 @@ class _Planned(TensorFile):
 
     def _split(self, name: str, heads: int, model: Checkpoint) -> None:
         """Enter the map from the latent of keys and values as two tensors."""
+        # The maps of keys are transposed: llama.cpp applies them to queries.
         layer = name.split("layers.")[1].partition(".")[0]
         info = self._tensors.infos[name]
         of_keys = model.settings.count("qk_nope_head_dim | 128")

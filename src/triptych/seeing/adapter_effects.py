@@ -23,6 +23,7 @@ _NO_CHANGE = 1e-12
 _SHOWN = 10
 _TOKENS = 5
 _TOKENS_OF_A_CELL = 3
+_FORMS: tuple[FormName, ...] = ("qk", "ov")
 _token = partial(shortened, most=14)
 
 
@@ -109,14 +110,14 @@ class AdapterEffects:
     ) -> tuple[DirectionTokens, ...]:
         """Decode the strongest directions of the change of a head's form to tokens.
 
-        Directions that are read are compared with the embedding of every token, alone at the beginning of a
-        text, after the norm before the layer. Directions that are written pass the last norm and the output
-        table. The model is opened to run for that, with the adapters.
+        Input directions are compared with the embedding of every token, alone at the beginning of a text,
+        after the norm before the layer. Output directions pass the last norm and the output table. The model
+        is opened to run, with the adapters.
 
         Args:
             head: name of the head, such as `3.2`.
             form: "qk" or "ov".
-            most: number of directions; a change has no more of them than its rank.
+            most: largest number of directions; the rank of the change also limits it.
             count: number of tokens for each side of a direction.
 
         Raises:
@@ -138,13 +139,11 @@ class AdapterEffects:
             if form == "ov"
             else decoder.read(layer, outputs.mT, memory=True)
         )
-        sides = [
-            decoder.names(
-                products if sign > 0 or products is None else -products, count
-            )
-            for sign in (1, -1)
-            for products in (reads, writes)
-        ]
+        # Negating both directions gives the same change: decode either sign.
+        sides = [decoder.names(products, count) for products in (reads, writes)]
+        for products in (reads, writes):
+            opposite = None if products is None else -products
+            sides.append(decoder.names(opposite, count))
         return tuple(
             DirectionTokens(
                 float(strength), *(side[place] if side else () for side in sides)
@@ -172,34 +171,30 @@ class AdapterEffects:
     def decoded(self, count: int = _SHOWN) -> list[dict[str, Any]]:
         """Return the strongest direction of both forms as records, for the most changed heads.
 
-        Returns an empty list for a model that cannot be run.
+        Returns an empty list for a model with heads only.
         """
         if self._opened.why_not_run:
             return []
-        return [
-            {"head": row["head"], "form": form, **found.record()}
-            for row in self.top(count)
-            for form in ("qk", "ov")
-            for found in self.tokens(row["head"], form)
-        ]
+        found = []
+        for row in self.top(count):
+            head = row["head"]
+            for form in _FORMS:
+                for one in self.tokens(head, form):
+                    found.append({"head": head, "form": form, **one.record()})
+        return found
 
     def token_table(self, count: int = _SHOWN) -> Table | None:
         """Return the strongest directions of the most changed heads, as tokens; None without any."""
         found = self.decoded(count)
         if not found:
             return None
-        rows = [
-            (
-                one["head"],
-                f"ΔW_{one['form'].upper()}",
-                f"{one['strength']:.3g}",
-                *(
-                    "  ".join(map(_token, one[side][:_TOKENS_OF_A_CELL]))
-                    for side in ("reads", "writes")
-                ),
-            )
-            for one in found
-        ]
+        # Half as many tokens as `tokens` gives fit a line of a terminal.
+        rows = []
+        for one in found:
+            reads = "  ".join(map(_token, one["reads"][:_TOKENS_OF_A_CELL]))
+            writes = "  ".join(map(_token, one["writes"][:_TOKENS_OF_A_CELL]))
+            form = f"ΔW_{one['form'].upper()}"
+            rows.append((one["head"], form, f"{one['strength']:.3g}", reads, writes))
         return Table(
             "The strongest direction of each change, as tokens",
             ("head", "form", "strength", "reads (queries)", "writes (keys)"),

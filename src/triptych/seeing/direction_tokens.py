@@ -1,4 +1,4 @@
-"""Directions of the stream decoded to tokens: those that a layer reads in them, and those that they write."""
+"""Directions of the stream decoded to tokens: tokens read, and tokens written."""
 
 from dataclasses import dataclass
 from typing import Any, final
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from triptych.core.models import AttentionSite, LanguageModel
 from triptych.running.opened_source import Opened
-from triptych.seeing.attending import OutputTable
+from triptych.seeing.attending.written_tokens import OutputTable
 
 # Entries of embeddings in memory at a time.
 _ENTRIES_AT_A_TIME = 1 << 24
@@ -20,16 +20,16 @@ _ENTRIES_AT_A_TIME = 1 << 24
 class DirectionTokens:
     """A pair of directions, decoded to tokens.
 
-    Of a change of W_OV, a head reads one direction and writes the other. Of a change of W_QK, one is compared
-    with the query's token and the other with the key's. Both may be negated together, so each pair has
-    tokens for either sign. A side has no tokens where the model has no table for it: the output of an
+    In a change of W_OV, a head reads one direction and writes the other. In a change of W_QK, queries are
+    compared with one direction and keys with the other. The signs of both directions are arbitrary together,
+    so a pair has tokens for either sign. A side without a table in the model has no tokens: the output of an
     encoder, and the memory of cross-attention.
 
     Attributes:
         strength: singular value of the pair.
-        reads: tokens that lie furthest along the input direction, or the direction of queries.
-        writes: tokens whose logits the output direction raises most; of W_QK, tokens furthest along the
-            direction of keys.
+        reads: tokens furthest along the input direction, or the direction of queries.
+        writes: tokens with the logits most raised by the output direction; for W_QK, tokens furthest along
+            the direction of keys.
         opposite_reads: the same as `reads` for the negated pair.
         opposite_writes: the same as `writes` for the negated pair.
     """
@@ -66,8 +66,9 @@ class DirectionDecoder:
         """Compute the products of directions with every token, alone at the beginning of a text.
 
         The token's embedding passes the norm before the layer. Returns None for the memory of
-        cross-attention, which has passed an encoder.
+        cross-attention.
         """
+        # Memory has passed an encoder: no table of tokens lies next to it.
         site = self._sites[number]
         if memory and site.stack == "cross":
             return None

@@ -480,7 +480,7 @@ def _find(source: object, tokenizer: Path | None, offline: bool) -> Source:
 
 
 def _on_hub(name: str, offline: bool) -> Source:
-    """Open a checkpoint on the Hub, or an adapter there with the base that it names."""
+    """Open a checkpoint on the Hub, or an adapter on the Hub with its base."""
     try:
         repository = open_hub(name, offline=offline)
     except NoConfigurationError as missing:

@@ -141,8 +141,7 @@ def fetch_files(
 ) -> Path:
     """Download files of a model in GGUF, or of an adapter; return their folder in the cache.
 
-    `files`: names of files; the first is also the one that such a repository has instead of `config.json`.
-    `if_there`: further files, which may be missing.
+    `files`: required files; the first replaces `config.json` in the repository. `if_there`: optional files.
     """
     parts = _parts(hub_id)
     assert parts is not None, hub_id
@@ -173,7 +172,7 @@ def _parts(hub_id: str) -> tuple[str, str | None] | None:
 
 @final
 class NoConfigurationError(DataError):
-    """A repository without the file that a model, or an adapter, begins with."""
+    """A missing `config.json`, or the missing main file of another format."""
 
 
 @final

@@ -315,9 +315,9 @@ class AdapterFolder:
 
 
 def adapter_on_hub(hub_id: str, *, offline: bool = False) -> AdapterFolder:
-    """Fetch an adapter from the Hub, with its tokenizer if it has one.
+    """Fetch an adapter from the Hub, with the tokenizer in its repository, if any.
 
-    Raises NoConfigurationError if the repository is not one of an adapter.
+    Raises NoConfigurationError for the repository of a model.
     """
     folder = fetch_files(
         hub_id,

@@ -52,7 +52,7 @@ class Architecture(Spec):
     split_latents: bool = False
     # True if llama.cpp does not divide the logits of a tied table by a root
     unscaled_logits: bool = False
-    # What llama.cpp computes of such files instead of the model that they are made of; they are read only
+    # difference between the model and llama.cpp's result, for files that are only read
     unlike: str = ""
 
     @property

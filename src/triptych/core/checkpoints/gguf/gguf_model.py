@@ -216,7 +216,8 @@ class _Renamed(TensorFile):
                 self.infos[there] = info
 
     def _join(self, stored: Iterable[str]) -> Iterator[str]:
-        """Enter the pairs of tensors that are one in `transformers`; yield the names of all other tensors."""
+        """Enter pairs of tensors with a joint tensor in `transformers`; yield all other names."""
+        # Older files have the joint tensor.
         for own in stored:
             if _VALUES in own:
                 continue
