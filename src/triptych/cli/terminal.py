@@ -212,7 +212,7 @@ MOST_HEADS = 10
 
 
 def print_cut(num_heads: int, console: Console) -> None:
-    """Print the number of heads left out of a table with the `MOST_HEADS` heads that tell most."""
+    """Print the number of all heads below a table with `MOST_HEADS` heads."""
     console.print(
         f"The {MOST_HEADS} of {num_heads} heads that tell most; --all shows every head."
     )
