@@ -4,16 +4,18 @@ import csv
 import io
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from command import Command
-from small_checkpoints import WIDTH, D, gpt2
+from small_checkpoints import WIDTH, D, gpt2, gpt2_that_runs
 from triptych.seeing.inspection import MEASURES
 
 
@@ -177,3 +179,25 @@ def test_several_checkpoints_are_inspected_at_once(
     line = next(line for line in side_by_side if line.strip().startswith("copying score of W_OV"))
     first, between, last = line.split()[-3:]
     assert first == last != between
+
+
+def test_a_deep_model_shows_the_ten_heads_that_tell_most_and_the_others_with_all(
+    triptych: Command, tmp_path: Path
+) -> None:
+    folder = gpt2_that_runs(tmp_path / "deep", layers=11)
+    answer = triptych("inspect", folder)
+    assert "The 10 of 44 heads that tell most; --all shows every head." in answer.out
+    assert "│" not in answer.out
+    shown = re.findall(r"^ decoder (\d+), head (\d+) ", answer.out, re.MULTILINE)
+    # The first head is the farthest from the mean by one of the measures, in standard deviations.
+    record = json.loads(triptych("inspect", folder, "--json").out)
+    names = ["qk_effective_rank", "ov_effective_rank", "qk_times_chance", "qk_symmetric_share", "ov_copying"]
+    figures = [np.array([layer["figures"][name] for layer in record["layers"]]) for name in names]
+    apart = np.max([abs(own - own.mean()) / own.std() for own in figures], axis=0)
+    order = np.argsort(-apart, axis=None)[:10]
+    assert [(int(layer), int(head)) for layer, head in shown] == [divmod(int(place), 4) for place in order]
+    for options in (("--all",), ("--heads", "0-3"), ("--layers", "0-10")):
+        whole = triptych("inspect", folder, *options)
+        assert whole.out.count("│") >= 2 * 11 * 5
+        assert "tell most" not in whole.out
+    assert triptych("inspect", folder, "--json", "--all").code == 2

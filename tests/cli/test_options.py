@@ -151,6 +151,7 @@ SLOW = [
         "--csv out.csv --parquet out.parquet --json",
     ),
     Scenario("inspect llama", "--ignore-rotary"),
+    Scenario("inspect gpt2 --json", "--all"),
     Scenario("inspect gpt2 --csv kept.csv", "--force"),
     Scenario(
         "rewrite gpt2 --do truncate(rank=3) --out out --json",

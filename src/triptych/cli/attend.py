@@ -13,12 +13,15 @@ from triptych.cli.options import (
 from triptych.cli.outputs import Output, begins_with, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import (
+    MOST_HEADS,
     Terminal,
+    print_cut,
     print_json,
     print_table,
     print_written,
     progress_bar,
     read_text,
+    refuse_all,
     write_output,
 )
 from triptych.errors import UsageError
@@ -45,8 +48,6 @@ from triptych.seeing.reports import Table, is_page, render_table, write_csv
 
 # Rows of the table of `--steps` in the terminal.
 _MOST_KEYS = 40
-# Heads shown in the terminal unless they are chosen, or all are wanted.
-_MOST_HEADS = 10
 _OVER_CSV_START = b"stack,layer,head,called,"
 
 
@@ -168,10 +169,7 @@ def attend(
     )
     if not as_json and npz is None and csv is None and html is None:
         refuse_options({"top": top}, "goes with --json, --npz, --csv or --html")
-    if as_json:
-        refuse_options(
-            {"show_all": show_all}, "is for the terminal: --json has every head"
-        )
+    refuse_all(show_all, as_json=as_json)
     special_tokens = special_tokens_of(literal)
     opened = load_model(model, without, opening)
     behaviour = None
@@ -207,7 +205,7 @@ def attend(
     _print_weights(
         saved,
         outputs,
-        None if show_all or heads is not None else _MOST_HEADS,
+        None if show_all or heads is not None else MOST_HEADS,
         as_json=as_json,
     )
 
@@ -299,6 +297,4 @@ def _print_weights(
         if table.caption:
             console.print(table.caption)
         if is_cut:
-            console.print(
-                f"The {most_heads} of {num_heads} heads that tell most; --all shows every head."
-            )
+            print_cut(num_heads, console)

@@ -11,7 +11,16 @@ from typing import Annotated, Any
 from triptych.cli.options import load_model, numbers
 from triptych.cli.outputs import Output, begins_with, require_free
 from triptych.cli.signatures import Options
-from triptych.cli.terminal import Terminal, print_json, print_written, progress_bar
+from triptych.cli.terminal import (
+    MOST_HEADS,
+    Terminal,
+    print_cut,
+    print_json,
+    print_whole,
+    print_written,
+    progress_bar,
+    refuse_all,
+)
 from triptych.files import write_text
 from triptych.model import Model, load
 from triptych.seeing.adapter_effects import AdapterEffects
@@ -20,6 +29,7 @@ from triptych.seeing.inspection import (
     Inspection,
     heads_page,
     side_by_side,
+    telling_heads,
 )
 from triptych.seeing.reports import (
     is_page,
@@ -39,6 +49,7 @@ def inspect(
     *,
     layers: str | None = None,
     heads: str | None = None,
+    show_all: bool = False,
     compare: str | None = None,
     measuring: Annotated[Options, "Options", Model.inspect, "ignore_rotary"],
     opening: Annotated[Options, "Options", load, "family offline strict adapter"],
@@ -52,7 +63,9 @@ def inspect(
 
     Reports spectra and ranks of W_QK and W_OV, the similarity of W_Q, W_K and W_V compared with chance,
     symmetry and copying; with --adapter also what the adapter changes in W_QK and W_OV, as numbers and as
-    tokens. The model is not run: `triptych attend --over` measures what heads do on a text.
+    tokens. Where a model has more than ten layers, the terminal shows the ten heads farthest from the mean;
+    --all shows maps of every head. The model is not run: `triptych attend --over` measures what heads do on a
+    text.
 
     Files:
         html: Write an HTML page to this file.
@@ -63,6 +76,7 @@ def inspect(
     Options:
         layers: Layers to read: 0,3 or 0-5. Default: all.
         heads: Heads to read: 0,3 or 0-5. Default: all.
+        show_all: Show every head in the terminal.
         compare: Another checkpoint to compare with.
         as_json: Print everything as JSON.
 
@@ -70,6 +84,7 @@ def inspect(
         triptych inspect gpt2
         triptych inspect meta-llama/Llama-3.2-1B --layers 0,1 --html heads.html
     """
+    refuse_all(show_all, as_json=as_json)
     names = models if compare is None else [*models, compare]
     outputs = (
         Output(html, is_page),
@@ -109,8 +124,18 @@ def inspect(
             return
         console = Terminal(soft_wrap=True)
         for inspection, own in zip(found, effects, strict=True):
-            lines, tables = inspection.shown()
+            is_cut = (
+                not show_all
+                and layers is None
+                and heads is None
+                and len(inspection.layers) > MOST_HEADS
+            )
+            lines, tables = inspection.shown(with_maps=not is_cut)
             console.print("\n".join(lines))
+            if is_cut:
+                telling = telling_heads(inspection, MOST_HEADS)
+                print_whole(telling, console)
+                print_cut(inspection.num_heads, console)
             of_adapter = [] if own is None else [own.table(), own.token_table()]
             for table in [*tables, *of_adapter]:
                 if table is not None:

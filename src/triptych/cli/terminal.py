@@ -207,6 +207,23 @@ def print_table(table: Table, console: Console) -> None:
     console.print(f"{table.caption}\n", soft_wrap=True)
 
 
+# Heads shown in the terminal unless they are chosen, or all are wanted.
+MOST_HEADS = 10
+
+
+def print_cut(num_heads: int, console: Console) -> None:
+    """Print the number of all heads below a table with `MOST_HEADS` heads."""
+    console.print(
+        f"The {MOST_HEADS} of {num_heads} heads that tell most; --all shows every head."
+    )
+
+
+def refuse_all(show_all: bool, *, as_json: bool) -> None:
+    """Refuse `--all` with `--json`."""
+    if show_all and as_json:
+        raise UsageError("--all is for the terminal: --json has every head")
+
+
 def print_written(paths: Iterable[Path | None], console: Console) -> None:
     """Print the paths of the written files."""
     for path in paths:

@@ -16,3 +16,4 @@ from triptych.seeing.inspection.record import averages as averages
 from triptych.seeing.inspection.record import findings as findings
 from triptych.seeing.inspection.record import heads_page as heads_page
 from triptych.seeing.inspection.record import side_by_side as side_by_side
+from triptych.seeing.inspection.record import telling_heads as telling_heads

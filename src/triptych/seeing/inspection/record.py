@@ -108,10 +108,15 @@ class Inspection:
             for place, head in enumerate(layer.heads)
         ]
 
-    def shown(self) -> tuple[list[str], list[Table]]:
-        """Return the output for a terminal: lines with maps of layers × heads, and tables."""
+    @property
+    def num_heads(self) -> int:
+        """The number of measured heads."""
+        return sum(len(layer.heads) for layer in self.layers)
+
+    def shown(self, *, with_maps: bool = True) -> tuple[list[str], list[Table]]:
+        """Return the output for a terminal: lines, with maps of layers × heads or without, and tables."""
         lines = [self.name, *(f"  {sentence}" for sentence in findings(self))]
-        for measure in _MAPPED:
+        for measure in _MAPPED if with_maps else ():
             if found := shaded_map(self.layers, measure):
                 lines += ["", *found]
         return [*lines, ""], [
@@ -528,6 +533,56 @@ def outliers(inspection: Inspection) -> Table:
             heads = "; ".join(f"{value.place}: {value.value:.3g}" for value in found)
             rows.append((f"{'highest' if largest else 'lowest'} {title}", heads))
     return Table(title="Outliers", columns=("", "heads"), rows=tuple(rows))
+
+
+def telling_heads(inspection: Inspection, count: int) -> Table:
+    """Tabulate the heads that differ most from the mean of all heads, by the measures of the maps.
+
+    Differences are in standard deviations of a measure over the heads; the largest of a head decides.
+    """
+    found = dict[tuple[str, int], dict[str, float]]()
+    differs = dict[tuple[str, int], float]()
+    measures = list[str]()
+    for measure in _MAPPED:
+        values = [
+            value
+            for value in values_of(inspection, measure)
+            if math.isfinite(value.value)
+        ]
+        if not values:
+            continue
+        measures.append(measure)
+        # Figures of W_QK of different kinds are not comparable: each kind has its mean.
+        by_qk = next(one for one in MEASURES if one.name == measure).by_qk
+        kinds = dict[str, list[Value]]()
+        for value in values:
+            kinds.setdefault(value.layer.qk_of if by_qk else "", []).append(value)
+        for own in kinds.values():
+            mean = _mean(own)
+            spread = statistics.pstdev(value.value for value in own) or math.inf
+            for value in own:
+                place = (value.layer.name, value.head)
+                found.setdefault(place, {})[measure] = value.value
+                moved = abs(value.value - mean) / spread
+                differs[place] = max(differs.get(place, 0.0), moved)
+    chosen = sorted(differs, key=lambda place: -differs[place])[:count]
+    titles = [
+        next(one.title for one in MEASURES if one.name == name) for name in measures
+    ]
+    rows = tuple(
+        (
+            f"{layer}, head {head}",
+            f"{differs[layer, head]:.1f}",
+            *(
+                f"{found[layer, head][name]:.3g}" if name in found[layer, head] else ""
+                for name in measures
+            ),
+        )
+        for layer, head in chosen
+    )
+    columns = ("head", "tells", *titles)
+    numeric = tuple(range(1, len(columns)))
+    return Table("Heads that tell most", columns, rows, numeric=numeric)
 
 
 def near_copies(inspection: Inspection) -> Table:
