@@ -16,6 +16,7 @@ from triptych.cli.terminal import (
     Terminal,
     print_json,
     print_table,
+    print_whole,
     print_written,
     progress_bar,
     read_text,
@@ -41,7 +42,7 @@ from triptych.seeing.attending import (
     write_npz,
     written_table,
 )
-from triptych.seeing.reports import Table, is_page, render_table, write_csv
+from triptych.seeing.reports import Table, is_page, write_csv
 
 # Rows of the table of `--steps` in the terminal.
 _MOST_KEYS = 40
@@ -286,7 +287,7 @@ def _print_weights(
             if one.writer is None
             else written_table(parts, one.writer)
         )
-        console.print(render_table(table))
+        print_whole(table, console)
         if is_cut:
             console.print(
                 f"The {most_heads} of {num_heads} heads that tell most; --all shows every head."
