@@ -23,7 +23,9 @@ __all__ = sorted(_MODULE_OF)
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from triptych.guesses import about_name
+
+        raise AttributeError(about_name(name))
     found = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
     return found
 

@@ -95,6 +95,123 @@ OF_MODEL: Mapping[str, str] = {
     "cfg": "model.config has the fields of config.json",
     "summary": "print(model), and model.inspect() of every head",
     "compare": "triptych.diff(a, b) of two models",
+    "lm_head": "the output layer is model.reader.model.head.output",
+    "embed_tokens": "the table is model.reader.model.embeddings.table.weight",
+    "unembed": "the output layer is model.reader.model.head.output",
+    "embed": "the table is model.reader.model.embeddings.table.weight",
+    "ln_final": "the last norm is model.reader.model.final_norm",
+    "OV_circuit": "model[3, 2].ov is W_V W_O as a form",
+    "logit_lens": "model.lens(text).top()",
+    "logit_attribution": "model.lens(text).attribution(' mat', against=' dog')",
+    "activation_patching": "model.sweep(clean, corrupted, metric), or model.patch('3.2', run) of one head",
+    "get_attention_scores": "model.run(text)['3.2'].scores are the inputs of the softmax",
+    "generate_text": "model.generate(text)",
+    "model": "model.reader.model is the torch module",
+    "named_hooks": _A_CHANGE,
+    "intervene": _A_CHANGE,
+    "to_single_token": "model.tokenizer.encode(text)[0] has the ids of a text",
+    "gradients": _READY,
+    "zero_grad": _READY,
+}
+# Attributes of layers and heads.
+OF_LAYER: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "self_attn",
+            "attn",
+            "attention",
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "c_attn",
+            "c_proj",
+            "weight",
+        ),
+        "a layer has model[3].W_Q, .W_K, .W_V, .W_O of all heads, and model[3].weights as stored",
+    ),
+    "mlp": "attention alone is open by its matrices; model.reader.model.blocks[3] has the whole block",
+    "W_QK": "model[3, 2].W_QK of one head",
+    "W_OV": "model[3, 2].W_OV of one head",
+    "pattern": _PATTERN,
+    "n_heads": "model[3].num_heads",
+    "output": "model.run(text)['3'].output",
+}
+OF_HEAD: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "weight", "query", "key", "value"),
+        "a head has model[3, 2].W_Q, .W_K, .W_V, .W_O and the biases model[3, 2].b_Q, .b_K, .b_V",
+    ),
+    "QK": "model[3, 2].qk is W_Q W_Kᵀ as a form, model[3, 2].W_QK the matrix",
+    "OV": "model[3, 2].ov is W_V W_O as a form, model[3, 2].W_OV the matrix",
+    "pattern": _PATTERN,
+    "z": "model.run(text)['3.2'].z",
+    "svd": "model[3, 2].ov.svd(), model[3, 2].qk.svd()",
+    "eigenvalues": "model[3, 2].ov.eigenvalues()",
+}
+# Attributes of runs and of attention on a text.
+OF_RUN: Mapping[str, str] = {
+    "attentions": "run['3.2'].weights of a head, run['3'].weights of a layer",
+    "attention": "run['3.2'].weights of a head, run['3'].weights of a layer",
+    "pattern": "run['3.2'].weights of a head",
+    "hidden_states": "run.residual(3) is the stream before block 3",
+    "cache": _EVERY_ACTIVATION,
+    "keys": "run['3.2'].k of a head",
+    "input_ids": "run.ids",
+    "str_tokens": "run.tokens",
+    "probs": "run.logits.softmax(-1)",
+    "last_hidden_state": "run.residual(12), the number of blocks, is the stream at the end",
+    "save": "tensors of a run are values already: run.logits",
+}
+OF_ATTENTION: Mapping[str, str] = {
+    "attentions": "attention['3'] is [heads, queries, keys], attention['3.2'] of one head",
+    "pattern": "attention['3.2'] is [queries, keys] of a head",
+    "plot": "attention in a notebook, or attention.page('page.html')",
+    "show": "attention in a notebook, or attention.page('page.html')",
+    "heatmap": "attention.save('head.svg', heads='3.2') draws a head",
+    "head_view": "attention in a notebook, or attention.page('page.html')",
+    "numpy": "attention.to_numpy() is [layers, heads, queries, keys]",
+    "shape": "attention.to_numpy().shape, or attention['3'].shape of a layer",
+    "mean": "attention['3'].mean(0) is the mean of a layer's heads",
+    "to_dataframe": "attention.to_pandas()",
+}
+# Names of the package.
+OF_PACKAGE: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "HookedTransformer",
+            "TransformerBridge",
+            "NNsight",
+            "AutoModel",
+            "AutoModelForCausalLM",
+            "AutoModelForSeq2SeqLM",
+            "AutoTokenizer",
+            "from_pretrained",
+            "load_model",
+            "open",
+            "pipeline",
+        ),
+        "triptych.load(name) opens a model with its tokenizer",
+    ),
+    **dict.fromkeys(
+        ("head_view", "model_view", "neuron_view", "attention_pattern"),
+        "triptych.load(name).attend(text) is shown in a notebook; .page(path) writes the page",
+    ),
+    "ActivationCache": "triptych.load(name).run(text) has every activation",
+    "Trainer": "triptych.train(recipe)",
+    "compare": "triptych.diff(a, b) of two models",
+    "inspect": "triptych.load(name).inspect()",
+    "generate": "triptych.load(name).generate(text)",
+    "translate": "triptych.load(name).translate(text)",
+    "attend": "triptych.load(name).attend(text)",
+    "convert": "triptych.load(name).convert(path, 'hf')",
+}
+TABLES: Mapping[str, Mapping[str, str]] = {
+    "model": OF_MODEL,
+    "layer": OF_LAYER,
+    "head": OF_HEAD,
+    "run": OF_RUN,
+    "attention": OF_ATTENTION,
 }
 # Keyword arguments of verbs.
 OF_VERBS: Mapping[str, str] = {
@@ -118,13 +235,35 @@ OF_VERBS: Mapping[str, str] = {
     "text_pair": "a tuple of both as the text: (first, second)",
     "pair": "a tuple of both as the text: (first, second)",
     "batch_size": "nothing: a list of texts is put into batches",
+    "load_in_8bit": "precision='int8' of load",
+    "load_in_4bit": "precision='int8' of load",
+    "attn_implementation": "nothing: weights are computed whatever kernel runs",
+    "trust_remote_code": "nothing: code of a checkpoint is never executed",
+    "revision": "the name with @revision in load",
+    "prepend_bos": "nothing: a text is read as its tokenizer reads it; token ids are taken as they are",
+    "names_filter": "run['3.2'] of the run",
+    "skip_special_tokens": "nothing: a result has none",
 }
 
 
-def about_attribute(name: str) -> str:
-    """Return the error for a missing attribute of a model."""
-    line = OF_MODEL.get(name)
-    return f"a model has no {name!r}" + (f": {line}" if line else "")
+def about_attribute(kind: str, name: str) -> str:
+    """Return the error for a missing attribute of a model, a layer, a head, a run, or attention on a text."""
+    line = TABLES[kind].get(name)
+    article = "an" if kind == "attention" else "a"
+    return f"{article} {kind} has no {name!r}" + (f": {line}" if line else "")
+
+
+def about_name(name: str) -> str:
+    """Return the error for a missing name of the package."""
+    line = OF_PACKAGE.get(name)
+    return f"module 'triptych' has no attribute {name!r}" + (
+        f": {line}" if line else ""
+    )
+
+
+def about_call() -> str:
+    """Return the error for a model called like a function."""
+    return "a model is not called: model.run(text).logits, or model.generate(text) to continue a text"
 
 
 def about_arguments(verb: str, unknown: Iterable[str], known: Iterable[str]) -> str:

@@ -5,8 +5,7 @@ work when it is called and calls one function of it, so this module can be read 
 packages: `running` runs and changes a model, `seeing` measures heads, `rewriting` and `converting` write
 models to files, and `training` distils models.
 
-Overloads stand where the type of a result depends on an argument: one text gives one result, several a list,
-`stream` an iterator. An editor then completes `model.translate("Guten Tag.").text`. A union would not.
+Overloads are for results whose type depends on an argument: one text gives one result, several a list.
 """
 
 from __future__ import annotations
@@ -359,7 +358,12 @@ class Model:
         """Explain a name of another library."""
         from triptych.guesses import about_attribute
 
-        raise AttributeError(about_attribute(name))
+        raise AttributeError(about_attribute("model", name))
+
+    def __call__(self, *given: object, **options: object) -> NoReturn:
+        from triptych.guesses import about_call
+
+        raise TypeError(about_call())
 
     def __repr__(self) -> str:
         from triptych.running.opened_source import describe

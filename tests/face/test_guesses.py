@@ -47,26 +47,154 @@ def test_the_two_products_have_the_names_of_the_pages(model: Model) -> None:
     torch.testing.assert_close(head.W_OV, head.W_V @ head.W_O)
 
 
-@pytest.mark.parametrize("name", guesses.OF_MODEL)
-def test_a_name_of_another_library_is_answered_by_ours(name: str, model: Model) -> None:
-    assert not hasattr(Model, name)
-    with pytest.raises(AttributeError, match=re.escape(guesses.OF_MODEL[name])):
-        getattr(model, name)
+@pytest.fixture(scope="module")
+def things(model: Model) -> dict[str, Any]:
+    """By the names that answers have for them: a model, what it gives for a text, a layer and a head."""
+    run, attention = model.run(TEXT), model.attend(TEXT)
+    return {
+        "model": model,
+        "run": run,
+        "attention": attention,
+        "layer": model[1],
+        "head": model[1, 0],
+        "triptych": triptych,
+        "text": TEXT,
+    }
+
+
+@pytest.mark.parametrize("kind", guesses.TABLES)
+def test_a_name_of_another_library_is_answered_by_ours(kind: str, things: dict[str, Any]) -> None:
+    for name, line in guesses.TABLES[kind].items():
+        assert not hasattr(type(things[kind]), name), name
+        with pytest.raises(AttributeError, match=f"{kind} has no '{name}': {re.escape(line)}"):
+            getattr(things[kind], name)
+
+
+def test_a_name_that_the_package_does_not_have_is_answered_by_ours() -> None:
+    for name, line in guesses.OF_PACKAGE.items():
+        with pytest.raises(AttributeError, match=f"has no attribute '{name}': {re.escape(line)}"):
+            getattr(triptych, name)
 
 
 def parts_of_lines() -> Iterator[str]:
-    for line in guesses.OF_MODEL.values():
-        yield from re.findall(r"(?<![\w'.])(?:model|run|triptych)(?:\[[^]]*\])?\.\w+", line)
+    for table in (*guesses.TABLES.values(), guesses.OF_PACKAGE):
+        for line in table.values():
+            yield from re.findall(r"(?<![\w'.])(?:model|run|attention|triptych)(?:\['?[^]]*\])?\.\w+", line)
 
 
 @pytest.mark.parametrize("part", sorted(set(parts_of_lines())))
-def test_what_an_answer_names_is_there(part: str, model: Model) -> None:
-    run = model.run(TEXT)
-    for ours, of_the_tiny_model in (("[3, 2]", "[1, 0]"), ("[3]", "[1]"), ("'3.2'", "'1.0'")):
-        part = part.replace(ours, of_the_tiny_model)
+def test_what_an_answer_names_is_there(part: str, things: dict[str, Any]) -> None:
+    ours = (("[3, 2]", "[1, 0]"), ("[3]", "[1]"), ("'3.2'", "'1.0'"), ("'3'", "'1'"), ("[5]", "[0]"))
+    for one, of_the_tiny_model in ours:
+        part = part.replace(one, of_the_tiny_model)
     place, _, name = part.rpartition(".")
-    found: Any = eval(place, {"model": model, "run": run, "triptych": triptych})
-    assert hasattr(found, name)
+    assert hasattr(eval(place, dict(things)), name)
+
+
+# What people type who know TransformerLens, nnsight, transformers, bertviz or torch. A line works, or its
+# error names what does.
+TYPED = """
+triptych.HookedTransformer.from_pretrained("gpt2")
+triptych.TransformerBridge
+triptych.NNsight
+triptych.AutoModelForCausalLM.from_pretrained("gpt2")
+triptych.AutoTokenizer
+triptych.pipeline("text-generation")
+triptych.from_pretrained("gpt2")
+triptych.head_view
+triptych.ActivationCache
+triptych.inspect(model)
+model(text)
+model.run_with_cache(text)
+model.run_with_hooks(text, fwd_hooks=[])
+model.add_hook("hook_pattern", print)
+model.hook_dict
+model.to_tokens(text)
+model.to_str_tokens(text)
+model.to_single_token(" cat")
+model.W_Q[1, 0]
+model.W_E
+model.W_U
+model.blocks[1].attn
+model.cfg.n_layers
+model.cfg.d_model
+model.ln_final
+model.trace(text)
+model.transformer.h[1].attn.c_attn
+model.lm_head
+model.config["n_layer"]
+model.config["vocab_size"]
+model.generate(text, max_new_tokens=2)
+model.generate(text, max_length=20)
+model.generate(text, do_sample=True)
+model.generate(text, num_beams=4)
+model.generate(text, skip_special_tokens=True)
+model.run(text, output_attentions=True)
+model.run(text, names_filter="pattern")
+model.parameters()
+model.state_dict()
+model.to("cuda")
+model.eval()
+model.half()
+model.device
+model.dtype
+model.num_parameters
+model.tokenizer.encode(text)
+model.tokenizer.decode([[1, 2]])
+model.tokenizer.vocab_size
+model.encode(text)
+model.save_pretrained("folder")
+model.prune_heads({1: [0]})
+model.ablate(1, 0)
+model.ablate("1.0").run(text).loss
+model.logit_lens(text)
+model.lens(text).attribution("t", against="e")
+model.layers[1].self_attn.q_proj.weight
+model.layers[1].heads[0].W_Q
+model.layers[1].n_heads
+model[1].W_Q[0]
+model[1, 0].QK
+model[1, 0].W_QK
+model[1, 0].pattern
+model["1.0"].ov.svd()
+len(model.layers)
+run.logits.argmax(-1)
+run.attentions[1]
+run.hidden_states
+run["1.0"].weights
+run["blocks.1.attn.hook_pattern"]
+run.loss
+attention[1][0]
+attention[1, 0]
+attention.attentions
+attention.plot()
+attention.heatmap()
+attention.numpy()
+attention.shape
+attention.tokens
+triptych.load("gpt2", torch_dtype="float16")
+triptych.load("gpt2", device_map="auto")
+triptych.load("gpt2", trust_remote_code=True)
+triptych.load("gpt2", attn_implementation="eager")
+""".strip().splitlines()
+# What an answer names: a call or an attribute of ours, an argument, or how a place is written.
+ANSWER = re.compile(
+    r"(model|run|attention)[.[]\w?|attention in|triptych\.load|use \w+|write a layer|ablate\('"
+)
+
+
+def test_more_than_sixty_first_guesses_are_tried() -> None:
+    assert len({*TYPED}) == len(TYPED) > 60
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_a_first_guess_works_or_is_answered_by_a_line_that_does(typed: str, things: dict[str, Any]) -> None:
+    try:
+        assert eval(typed, dict(things)) is not None
+    except (AttributeError, TypeError, UsageError) as error:
+        said = str(error).partition(": ")[2] or str(error)
+        assert ANSWER.search(said), error  # noqa: PT017
+        assert "\n" not in said
 
 
 @pytest.mark.parametrize("name", guesses.OF_VERBS)

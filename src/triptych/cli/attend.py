@@ -18,6 +18,7 @@ from triptych.cli.terminal import (
     print_cut,
     print_json,
     print_table,
+    print_whole,
     print_written,
     progress_bar,
     read_text,
@@ -44,7 +45,7 @@ from triptych.seeing.attending import (
     write_npz,
     written_table,
 )
-from triptych.seeing.reports import Table, is_page, render_table, write_csv
+from triptych.seeing.reports import Table, is_page, write_csv
 
 # Rows of the table of `--steps` in the terminal.
 _MOST_KEYS = 40
@@ -293,7 +294,7 @@ def _print_weights(
             if one.writer is None
             else written_table(parts, one.writer)
         )
-        console.print(render_table(table))
+        print_whole(table, console)
         if table.caption:
             console.print(table.caption)
         if is_cut:

@@ -320,6 +320,11 @@ class Head:
         bias = self._map(side).bias
         return None if bias is None else bias[0]
 
+    def __getattr__(self, name: str) -> NoReturn:
+        from triptych.guesses import about_attribute
+
+        raise AttributeError(about_attribute("head", name))
+
     def __repr__(self) -> str:
         first = self.group[0]
         last = self.group[-1]
@@ -507,6 +512,11 @@ class Layer:
         return Head(
             self, head_of(number, self.num_heads, f"layer {self.name} of {self.model}")
         )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        from triptych.guesses import about_attribute
+
+        raise AttributeError(about_attribute("layer", name))
 
     def __repr__(self) -> str:
         weights = self.outline

@@ -10,7 +10,7 @@ from triptych.errors import UsageError
 
 # Heads of a change: a layer, a head or a pattern, or several separated by commas or in a list.
 Heads = str | int | Sequence[str | int]
-_PART = re.compile(r"[a-z_]+|[0-9]+|\*", re.ASCII)
+_PART = re.compile(r"encoder|decoder|cross|[0-9]+", re.ASCII)
 
 
 @final

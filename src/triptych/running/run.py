@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import torch
 from jaxtyping import Float
@@ -18,6 +18,7 @@ from triptych.core.attention import ACTIVATIONS, LayerSteps, Tap
 from triptych.core.models import AttentionSite, Residual, sharing_copy
 from triptych.core.places import PlaceNames, head_of
 from triptych.errors import UsageError
+from triptych.guesses import about_attribute
 from triptych.literals import Activation, SpecialTokens, check_choices
 from triptych.printable import table_html
 from triptych.running.batching import EvaluationMode
@@ -266,6 +267,9 @@ class Run:
         if call.kind == "encoder" and self._text.source is not None:
             return source, source
         return own, source if call.kind == "cross" else own
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(about_attribute("run", name))
 
     def __repr__(self) -> str:
         source = (

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from triptych.core.places import PlaceNames, head_of
 from triptych.errors import UsageError
 from triptych.files import write_text
+from triptych.guesses import about_attribute
 from triptych.literals import SpecialTokens
 from triptych.printable import shortened
 from triptych.progress import Progress, untold
@@ -562,6 +563,9 @@ class Attention:
             stack.second_query,
             stack.second_key,
         )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(about_attribute("attention", name))
 
     def __repr__(self) -> str:
         said = (
