@@ -1346,7 +1346,7 @@ class Model:
 
         Args:
             path: the folder to make, or for gguf and web the file.
-            to: the format; "web" is one page that runs the model in a browser, without a server.
+            to: the format; "web" is one page with the model, for a browser without a server.
             quantization: type of the matrices, for ctranslate2, gguf and web. Default: float32, and float16
                 for web.
 

@@ -1,4 +1,4 @@
-"""One page with a translator or a language model: its weights, its tokenizer, and the engine that runs it.
+"""One page with a translator or a language model: its weights, its tokenizer and an engine.
 
 `write_web` describes the model as data for `seeing/reports/engine.js`. Attention layers are written as plain
 maps W_Q, W_K, W_V and W_O per head. A part of a model that the engine does not compute is refused by name.
@@ -145,7 +145,9 @@ class _Described:
         self.reader = reader
         self.packer = _Packer(quantization)
         model = reader.model
-        self.sites = {(site.stack, site.block): site for site in attention_sites(model)}
+        self.sites = {
+            (str(site.stack), site.block): site for site in attention_sites(model)
+        }
         self.attention: dict[str, AttentionWeights] = {}
         # The module whose tensor is stored under a name, transposed or not, to build the rounded model.
         self.stored: list[tuple[nn.Parameter, str, bool]] = []
@@ -158,9 +160,8 @@ class _Described:
             "tensors": self.packer.index,
         }
 
-    def _parameter(
-        self, name: str, given: nn.Parameter, *, transposed: bool = False
-    ) -> str:
+    def _parameter(self, name: str, given: Tensor, *, transposed: bool = False) -> str:
+        assert isinstance(given, nn.Parameter)
         self.stored.append((given, name, transposed))
         return self.packer.add(
             name, given.mT if transposed else given, is_map=given.ndim > 1
@@ -187,6 +188,7 @@ class _Described:
             raise _refused(
                 "an encoder alone, which neither translates nor writes", where
             )
+        # The order of tensors in the file is that of the calls below.
         found: dict[str, Any] = {
             "d_model": made.d_model,
             "scale": made.embeddings.scale,
@@ -241,6 +243,7 @@ class _Described:
         block = blocks_of(model, stack)[number]
         name = f"{stack}.{number}"
         _require_read(made, f"block {name}")
+        # Each sub-layer: its frame with the norm, then its own maps.
         frames = {
             "self": (made.attention, block.self_residual),
             "ff": (made.feed_forward_frame, block.feed_forward_residual),
@@ -270,6 +273,7 @@ class _Described:
         _require_read(config, name)
         if config.activation not in _ACTIVATIONS:
             raise _refused(f"activation = {config.activation!r}", name)
+        # The engine multiplies rows from the left: x W, and `nn.Linear` stores Wᵀ.
         tensors = {}
         for part, of in (("inner", "1"), ("outer", "2"), ("gate", "g")):
             linear = getattr(module, part)
@@ -292,6 +296,7 @@ class _Described:
             **self._semantics(weights.semantics, weights, name),
         }
         tensors: dict[str, str] = {}
+        # The layer of the rounded model has the same maps.
         chains: dict[str, tuple[Link, ...]] = {}
         shared = {}
         for side in ("q", "k", "v", "o"):
@@ -322,6 +327,7 @@ class _Described:
     ) -> dict[str, Any]:
         if unfit := semantics.beyond(_SEMANTICS):
             raise _refused(unfit[0], name)
+        # Every field of `_SEMANTICS`, in a form known to the engine.
         found: dict[str, Any] = {"scale": semantics.scale, "kind": semantics.kind}
         heads = weights.num_heads
         for side in ("q_norm", "k_norm", "v_norm"):
@@ -382,6 +388,7 @@ class _Described:
     @torch.no_grad()
     def rounded(self) -> Reader:
         """Return the model with the weights of the page, in float32."""
+        # Attention layers are replaced by layers of their plain maps; all other tensors are rounded in place.
         read = self.packer.read
         model: AnyModel = copy.deepcopy(self.reader.model).float().eval()
         names = {
@@ -415,6 +422,7 @@ def _tokenizer_record(tokenizer: Tokenizer, which: str) -> dict[str, Any]:
             record = json.loads(tokenizer.inner_json)
         case _:
             raise refused("a tokenizer of SentencePiece")
+    # Special tokens are no pieces of a text: the engine finds them by their names.
     model = record["model"]
     special = []
     for token in record["added_tokens"]:
@@ -451,6 +459,7 @@ def _tokenizer_record(tokenizer: Tokenizer, which: str) -> dict[str, Any]:
 
 def _normalisation(record: Mapping[str, Any], refused: Any) -> dict[str, bool]:
     """Return the treatment of a text before it is cut, and check that of the tokens after it."""
+    # The tokenizers of `train_tokenizers` and `train_tokenizer`, and GPT-2's, are of this form.
     rules = record["normalizer"]
     names = [rule["type"] for rule in (rules or {}).get("normalizers", [rules]) if rule]
     if names not in ([], ["NFC"], ["NFC", "Prepend"]):
@@ -472,20 +481,18 @@ def _search_record(reader: Reader) -> dict[str, Any]:
     """Return the limits, ends and options of a search."""
     if not reader.translates:
         generator = reader.generator()
-        model = reader.language_model
+        only = reader.language_model
         return {
             "ends": [*generator.end_ids],
             "never": [],
             "choices": reader.tokenizer.vocab_size,
             "begin": reader.begin_id,
-            "positions": model.max_tokens,
-            "context": model.context,
+            "positions": only.max_tokens,
         }
     rules = reader.tokenizers.target.rules
     if len(rules.start) != 1 or rules.min_length or rules.no_repeat:
-        raise _refused(
-            "rules of the output, such as repeats that it must not have", reader.name
-        )
+        # Marian and other imported translators may have such rules.
+        raise _refused("rules of the output, such as forbidden repeats", reader.name)
     options = reader.search_options()
     model = reader.encoder_decoder
     return {
@@ -507,6 +514,7 @@ def _held_out(reader: Reader) -> tuple[dict[str, Any] | None, str]:
     """Return the first held-out sentences of a run, or None with the reason."""
     if not (reader.folder / RECIPE).is_file():
         return None, "no recipe names a validation text"
+    # The text of a run may lie on another machine: the page is then made without it.
     try:
         task = task_of(read_recipe(reader.folder / RECIPE))
         texts, targets = task.validation_text(Path())
@@ -528,7 +536,7 @@ def _held_out(reader: Reader) -> tuple[dict[str, Any] | None, str]:
 
 
 def _example(reader: Reader, held_out: Mapping[str, Any] | None) -> str:
-    """Return the text that the page begins with, from the held-out sentences; "" without one."""
+    """Return the text that the page begins with, from the held-out sentences; "" without held-out sentences."""
     if held_out is None:
         return ""
     windows = held_out["windows"]
@@ -574,6 +582,7 @@ def write_web(
             f"{quantization}, and a page has at most {MOST_BYTES >> 20} MiB of weights: triptych explore "
             "MODEL shows it, and --quantization int8 is the smallest"
         )
+    # What cannot be described is refused before anything is computed.
     described = _Described(reader, quantization)
     check = _difference(reader, described.rounded())
     held_out, why = _held_out(reader)
