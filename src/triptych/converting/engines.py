@@ -143,7 +143,7 @@ def _in_cache(name: str, write: Callable[[Path], object]) -> Path | None:
 
 
 def _remove_older(place: Path) -> None:
-    """Remove the oldest conversions of models with the configuration of a new one."""
+    """Remove the oldest conversions of models with the same configuration."""
     alike = place.parent.glob(f"{place.name.rpartition('-')[0]}-*")
     newest = sorted(alike, key=lambda folder: folder.stat().st_mtime, reverse=True)
     for folder in newest[_MOST_KEPT:]:

@@ -87,7 +87,7 @@ def _refused(what: str, where: str) -> UsageError:
 @final
 @dataclass
 class _Packer:
-    """The tensors of the page as bytes, and as the page reads them again."""
+    """The tensors of the page as bytes, and the rounded tensors."""
 
     quantization: Quantization
     index: dict[str, dict[str, Any]] = field(default_factory=dict)

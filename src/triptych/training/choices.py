@@ -80,7 +80,7 @@ def fit_training(
     steps_per_epoch: Callable[[Recipe], int],
     d_model: int | None = None,
 ) -> Recipe:
-    """Choose the model and the schedule of a translator; `d_model` is of a model that exists."""
+    """Choose the model and the schedule of a translator; `d_model` is the width of an existing model."""
     # The number of steps comes last: it depends on the batches.
     recipe = _settled(recipe, device)
     limits = _limits(device)

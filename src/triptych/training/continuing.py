@@ -58,7 +58,7 @@ ModelT = TypeVar("ModelT", LanguageModel, EncoderDecoder)
 @final
 @dataclass(frozen=True)
 class CopiedCheckpoint:
-    """A checkpoint of another library that a run copies into its folder, in float32."""
+    """A checkpoint of another library to be copied into the folder of a run, in float32."""
 
     checkpoint: Checkpoint
     config: str  # `config.json` of the run's folder

@@ -41,11 +41,11 @@ class DataConfig(Section):
             pairs with the same source stay together.
         max_sentence_tokens: training pairs with a longer side are skipped and counted.
         max_line_chars: longer lines are skipped before tokenizing and counted.
-        max_length_ratio: training pairs with one side more than this many times as long as the other, in
-            characters, are skipped and counted.
+        max_length_ratio: skip and count training pairs with a larger ratio of the lengths of the two sides in
+            characters.
         drop_duplicates: skip and count training pairs that repeat an earlier pair.
         drop_validation: skip and count training pairs whose source is in `valid`.
-        drop_other_languages: skip and count training pairs with a side that is certainly in another language
+        drop_other_languages: skip and count training pairs with a side in another language
             than `decoding.languages`; py3langid finds the language (`pip install 'triptych[languages]'`).
         cache: folder for tokenized text, shared by runs; none if empty.
     """
@@ -186,7 +186,7 @@ class TrainingConfig(OptimisationConfig):
         batch_tokens: maximum of padded source tokens, and of padded target tokens, in a batch.
         label_smoothing: probability spread evenly over all tokens.
         bpe_dropout: probability with which a merge of byte-pair encoding is left out, so that each pass reads
-            other pieces of the training text; 0 is off, 0.1 is usual. For tokenizers of kind "bpe".
+            other pieces of the training text; 0 is off, 0.1 is usual. Needs kind "bpe".
         rdrop: weight of R-Drop; 0 is off. Every batch runs through the model twice with different dropout,
             and the divergence of the two outputs is penalised. For little text; takes twice the time.
         rdrop_after: the update after which R-Drop starts.

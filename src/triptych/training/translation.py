@@ -413,13 +413,13 @@ class _Start:
 
 
 def _with_settings_of(reader: Reader, recipe: Recipe, own: dict[str, Any]) -> Recipe:
-    """Return a recipe with settings of a translator, and its search where the recipe names none."""
+    """Return a recipe with settings of a translator. The search of the recipe takes precedence."""
     tree = recipe.model_dump(mode="json", exclude_unset=True)
     decoding = reader.decoding.model_dump(mode="json", exclude_none=True)
     whole = merge(
         merge(tree, own), {"decoding": merge(decoding, tree.get("decoding", {}))}
     )
-    # A shorter limit of the recipe holds.
+    # A shorter limit of the recipe takes precedence.
     longest = own.get("data", {}).get("max_sentence_tokens")
     if longest is not None:
         whole["data"]["max_sentence_tokens"] = min(
@@ -465,7 +465,7 @@ class _Teacher:
 def read_corpora(
     recipe: Recipe, base: Path, display: Display
 ) -> tuple[ParallelCorpus, ParallelCorpus]:
-    """Read the training and the validation text of a recipe, filtered as it says."""
+    """Read and filter the training and the validation text of a recipe."""
     data = recipe.data
 
     def read(spec: AnyCorpusSpec) -> ParallelCorpus:
@@ -611,7 +611,7 @@ def _bytes_per_token(texts: _Texts) -> float:
 def _training_batches(
     recipe: Recipe, texts: _Texts, tokenizers: TokenizerPair
 ) -> TokenBatches:
-    # A sentence that gets too long by dropout keeps its pieces.
+    # Dropout that makes a sentence too long is not applied.
     longest = min(recipe.data.max_sentence_tokens, recipe.training.batch_tokens - 1)
     of_epoch = None
     if texts.dropout is not None:

@@ -48,7 +48,7 @@ _DTYPES = {
 _EXTERNAL = 1
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _QUOTED = re.compile(r"'([^']*)'")
-# The least inputs and outputs of operations that are followed.
+# The least numbers of inputs and outputs of operations with a rule.
 _LEAST = {
     "Identity": (1, 1),
     "MatMul": (2, 1),
@@ -114,7 +114,7 @@ class OnnxFile(TensorFile):
             self.infos[name] = TensorInfo(info.dtype, shape, info.num_bytes)
         self.paths = [path, *dict.fromkeys(self._external_files())]
         self._stamps = Stamps(self.paths)
-        # Shapes are not trusted: each must fit the bytes that are there.
+        # Shapes are not trusted: a shape must fit the number of bytes.
         for stored, _ in self._places.values():
             self._require_filled(self._initialisers[stored])
 
@@ -280,7 +280,7 @@ class OnnxFile(TensorFile):
         return TensorInfo(dtype, shape, prod(shape) * dtype.itemsize)
 
     def _require_filled(self, stored: Any) -> None:
-        """Check that a tensor has the values that its shape takes."""
+        """Check that a tensor has as many values as its shape."""
         info = self._info(stored)
         if stored.data_location == _EXTERNAL:
             self._external(stored, info.num_bytes)
@@ -348,7 +348,7 @@ class OnnxFile(TensorFile):
                 yield self._external_place(stored)[0]
 
     def _require_connected(self) -> None:
-        """Check that the operations that are followed have inputs and outputs."""
+        """Check the number of inputs and outputs of operations with a rule."""
         for node in self._graph.node:
             inputs, outputs = _LEAST.get(node.op_type, (0, 0))
             if len(node.input) < inputs or len(node.output) < outputs:
@@ -359,7 +359,7 @@ class OnnxFile(TensorFile):
 
     def _refuse_unread(self) -> None:
         for node in self._graph.node:
-            # An operation `Attention` of ONNX itself leaves the maps to operations of their own.
+            # The maps of ONNX's own operation `Attention` are separate operations.
             is_of_onnx = node.op_type == "Attention" and node.domain != _OF_RUNTIME
             why = None if is_of_onnx else _UNREAD.get(node.op_type)
             if why is not None:

@@ -32,7 +32,7 @@ _NO_MERGE = np.iinfo(np.int64).max
 
 @final
 class BpeDropout:
-    """Training text whose pieces are drawn anew for each epoch."""
+    """Training text with newly drawn pieces for each epoch."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ def _either(
 
 @final
 class _Segmenter:
-    """Texts of one side as sequences of words, and the merges of their tokenizer."""
+    """Texts of one side as sequences of words, and the merges of the tokenizer."""
 
     def __init__(self, tokenizer: SentenceTokenizer, texts: Sequence[str]) -> None:
         record = json.loads(tokenizer.to_json())
@@ -129,7 +129,7 @@ class _Segmenter:
             pieces = self._merges.segment(
                 _taken(self._words, words), probability, generator
             )
-            # The pieces of a sentence are those of its words.
+            # A sentence has the pieces of its words in order.
             of_words = np.concatenate([[0], np.cumsum(pieces.lengths)])
             parts.append((pieces.ids, np.diff(of_words[bounds - bounds[0]])))
         ids, lengths = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
@@ -155,7 +155,7 @@ class _Merges:
         inner: tokenizers.Tokenizer,
     ) -> None:
         special = {token.content for token in inner.get_added_tokens_decoder().values()}
-        # A text never encodes to a special token, even if it spells one.
+        # No text encodes to a special token.
         pairs = [
             (vocab[left], vocab[right], vocab[left + right])
             for left, right in merges
@@ -195,7 +195,7 @@ class _Merges:
             ids[merged] = self._made[ranks[merged]]
             keep = goes_on
             keep[merged + 1] = False
-            # Only the pairs on both sides of a merge are new.
+            # A merge changes only the two pairs next to it.
             stale = np.zeros(len(ids), dtype=bool)
             stale[merged] = True
             stale[merged[merged > 0] - 1] = True
@@ -216,7 +216,7 @@ class _Merges:
         owner: Int64[np.ndarray, " num_symbols"],
         places: Int64[np.ndarray, " num_places"] | None = None,
     ) -> Int64[np.ndarray, " num_places"]:
-        """Return the rank of the merge of each symbol with the next one of its word."""
+        """Return the rank of the merge of each symbol with the next symbol of the word."""
         places = np.arange(len(ids)) if places is None else places
         found = np.full(len(places), _NO_MERGE)
         if not len(self._keys):

@@ -1,4 +1,4 @@
-"""Filters of a training text: pairs that are left out, counted and named."""
+"""Filters of a training text, with counts of the dropped pairs."""
 
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
@@ -10,8 +10,8 @@ from triptych.extras import require_extra
 from triptych.languages import find_language
 from triptych.training.corpora.corpora import ParallelCorpus
 
-# Least probability with which another language is taken for certain. Of 2,000 short sentences in two
-# languages, py3langid 0.4 gives none to another language with it, and three quarters to their own.
+# Least probability of another language. With it, py3langid 0.4 assigns none of 2,000 short sentences in two
+# languages to a wrong language, and three quarters to the right language.
 _CERTAIN = 0.9
 
 
@@ -26,7 +26,7 @@ class Filters(NamedTuple):
     languages: tuple[str, str] | None = None
 
 
-# Returns True for a pair that is left out.
+# Returns True for a pair to drop.
 _Drops = Callable[[str, str], bool]
 
 
@@ -117,7 +117,7 @@ def _comparable(text: str) -> str:
 
 
 def _detector(code: str) -> Callable[[str], bool]:
-    """Return a test that is True for a text that is certainly in another language."""
+    """Return a test for texts in another language; doubtful texts pass."""
     require_extra("languages", "py3langid", what="data.drop_other_languages")
     language = find_language(code)
     assert language is not None, "codes of recipes are known"

@@ -160,7 +160,7 @@ class AnyCorpusSpec(BaseModel):
 
 @final
 class CorpusSpec(AnyCorpusSpec):
-    """A corpus that is read once."""
+    """A corpus without weight."""
 
 
 @final
@@ -168,8 +168,8 @@ class TrainingCorpusSpec(AnyCorpusSpec):
     """A corpus of a training text.
 
     Attributes:
-        weight: number of times that a pass over the text reads each pair. With 0.25, each pass reads a
-            quarter of the pairs, drawn anew.
+        weight: number of times that a pass over the text reads each pair. A weight of 0.25 reads a
+            newly drawn quarter of the pairs in each pass.
     """
 
     weight: float = Field(default=1.0, gt=0, le=1000)
@@ -252,7 +252,7 @@ class ParallelCorpus:
         held = held or {min(order, key=lambda text: times[text])}
         is_held = [text in held for text in self.source]
         train = self.where([not out for out in is_held])
-        # Every held-out pair is read once.
+        # Held-out pairs have no weights.
         return train, replace(self.where(is_held), weights=None)
 
 
@@ -261,7 +261,7 @@ def joined(
 ) -> ParallelCorpus:
     """Return the pairs of several corpora, with the weight of each corpus.
 
-    Line numbers go on from one corpus to the next.
+    Line numbers continue from one corpus to the next.
     """
     numbers = list[int]()
     before = 0

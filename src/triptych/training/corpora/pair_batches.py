@@ -127,7 +127,7 @@ class TokenBatches:
     def _of_indices(
         self, indices: Int64[np.ndarray, "batch"]
     ) -> tuple[_Measured, Int64[np.ndarray, "batch"]]:
-        """Return the corpus that indices of a plan refer to, and their pairs."""
+        """Return the corpus of a plan's indices, and the numbers of the pairs in it."""
         if self._of_epoch is None:
             return self._usual, indices
         return self._measured(int(indices[0]) // self._stride), indices % self._stride
@@ -154,7 +154,7 @@ class TokenBatches:
 
     @property
     def num_target_tokens(self) -> int:
-        """Number of target tokens of one epoch, `<eos>` included; with weights, the expected number."""
+        """Expected number of target tokens of one epoch, `<eos>` included."""
         return self._usual.corpus.tokens_of_pass
 
     def padding_waste(self, epoch: int) -> float:
@@ -221,9 +221,9 @@ def _drawn(
     weights: Float64[np.ndarray, "num_pairs"],
     generator: np.random.Generator,
 ) -> Int64[np.ndarray, "num_drawn"]:
-    """Return the pairs that an epoch reads: each as often as its weight, a fraction by chance.
+    """Draw the pairs of an epoch: the weight is the number of copies of a pair, a fraction is a probability.
 
-    Of all pairs of one weight, the number is the weight times their number, up to one.
+    The n pairs of one weight w have w · n copies together, rounded up or down.
     """
     # Systematic sampling: a pair is read once for each whole number that the running sum of weights passes.
     order = shuffled[np.argsort(weights[shuffled], kind="stable")]

@@ -53,10 +53,10 @@ class TokenizerSpec(BaseModel):
 
     Attributes:
         kind: "bpe", byte-pair encoding; "unigram", the unigram language model; for translators also
-            "sentencepiece", a model that exists; for language models also "characters" of the training text,
+            "sentencepiece", an existing model; for language models also "characters" of the training text,
             and the 256 "bytes".
         vocab_size: most tokens per vocabulary, bytes and specials included; a small text yields fewer, and of
-            characters the most frequent are kept. Of a model that exists, its number of tokens.
+            characters the most frequent are kept. An existing model has its number of tokens.
         joint: one vocabulary for both sides, or one for each.
         min_frequency: how often a pair of pieces must occur to be merged (BPE only; 2 by default).
         model: file of a SentencePiece model, for kind = "sentencepiece"; of the source if `joint` is false.

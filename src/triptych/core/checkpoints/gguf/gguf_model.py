@@ -42,7 +42,7 @@ _OF_POSITIONS = (
     "rope_factors_short.weight",
 )
 _STACKED = "_exps."
-# The map from the latent of keys and values in two tensors, and as one of `transformers`.
+# The map from the latent of keys and values: two tensors here, one tensor in `transformers`.
 _KEYS = "attn_k_b."
 _VALUES = "attn_v_b."
 
