@@ -15,6 +15,7 @@ import transformers
 from checkpoints.tiny_models import TINY
 from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.core.checkpoints.stored_models import read_encoder_decoder, read_language_model
+from triptych.core.storage.settings import Settings
 from triptych.errors import DataError, TriptychError
 
 STRANGE: list[Any] = [
@@ -138,3 +139,11 @@ def test_no_value_of_any_setting_ends_in_an_error_of_python(name: str, tmp_path:
             except Exception as error:  # noqa: BLE001 (all are told)
                 wrong.append(f"{field} = {value!r}: {type(error).__name__}: {error}")
     assert wrong == []
+
+
+def test_a_condition_on_the_number_of_a_layer_in_an_unknown_form_is_refused() -> None:
+    settings = Settings({"num_hidden_layers": 4}, "config.json")
+    assert settings.holds("(layer + 1) >= num_hidden_layers", 3)
+    assert not settings.holds("(layer + 1) >= num_hidden_layers", 2)
+    with pytest.raises(DataError, match=r"the condition 'layer \+ 1 >= num_hidden_layers' of a family file"):
+        settings.holds("layer + 1 >= num_hidden_layers", 3)

@@ -31,6 +31,7 @@ MOST_LAYERS = 10_000
 _MISSING = object()
 _LARGEST = 1e15
 _CONDITION = re.compile(r"(.+?)\s*(==|!=|>=|<|\sin\s|\sis\s)\s*(.+)")
+_LAYER = re.compile(r"\blayer\b")
 _QUOTED = re.compile(r"'[^']*'")
 _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "==": operator.eq,
@@ -163,6 +164,11 @@ class Settings:
         if found := _CONDITION.fullmatch(condition):
             left, sign, right = found.groups()
             number = self._layer_number(left, layer)
+            if number is None and _LAYER.search(left) and "%" not in left:
+                raise DataError(
+                    f"the condition {shown(condition)} of a family file: the number of a layer is layer or "
+                    "(layer + 1), or the remainder of either: (layer + 1) % N"
+                )
             value = self.value(left, layer) if number is None else number
             if sign.strip() == "is":
                 return self._field(left, layer) is None
