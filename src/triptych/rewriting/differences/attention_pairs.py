@@ -495,6 +495,11 @@ class _Comparison:
             rows = unfolded_rows(
                 maps[0], maps[1], (one.read_last(side), other.read_last(side))
             )
+            # Without a map of its own, a side leaves the norm to the basis.
+            free = self.freedom_ov if side == "v" else self.freedom_qk
+            chains = [own.weights.chain(side) for own in self.pair]
+            if free == "any" and not all(chains):
+                continue
             # A shift is not in biases that are dropped, or folded into the bias of the output.
             passes = {"q": False, "k": self.drops_key_bias, "v": self.moves_value_bias}
             if bool((rows[:-1] if passes[side] else rows).any()):
@@ -887,7 +892,8 @@ class _Comparison:
         is_moved = _most_differ(plain[0].numbers, plain[1].numbers)
         values = [self._stored(own, "v").bias.numbers for own in self.pair]
         of_norm = bool(self.rounds["v"][-1]) and _most_differ(*values)
-        rounds = is_moved or is_scaled or of_norm or "basis ov" in self.found.steps
+        is_rewritten = self._are_other_factors("v") or "basis ov" in self.found.steps
+        rounds = is_moved or is_scaled or of_norm or is_rewritten
         if not is_same(totals[0], totals[1], rounds):
             self.found.reasons.append("the biases of values or of the output differ")
         elif is_moved:
