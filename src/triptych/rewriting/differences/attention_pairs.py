@@ -485,46 +485,53 @@ class _Comparison:
 
     def _require_folded(self) -> None:
         """Require changed maps wherever the norm before them or their factor changed."""
-        one, other = self.views
-        stored: dict[HeadSide, list[AffineMap]] = {}
         for side in HEAD_SIDES:
-            maps = [self._stored(own, side) for own in self.pair]
-            stored[side] = maps
-            if maps[0].weight.shape[1] != self._sizes(self.a)[HEAD_SIDES.index(side)]:
-                continue
-            rows = unfolded_rows(
-                maps[0], maps[1], (one.read_last(side), other.read_last(side))
-            )
-            # A shift is not in biases that are dropped, or folded into the bias of the output.
-            passes = {"q": False, "k": self.drops_key_bias, "v": self.moves_value_bias}
-            if bool((rows[:-1] if passes[side] else rows).any()):
+            readings = self.views[0].read_last(side), self.views[1].read_last(side)
+            if not readings[0].same_as(readings[1]) and self._is_unfolded(
+                side, readings
+            ):
                 self.found.reasons.append(
                     f"the norm before {side} differs, and {side} has not taken it up"
                 )
         scales = self.a.scale, self.b.scale
-        if self.moves_scale and all(
-            factor_left_alone(*(own.weight for own in stored[side]), scales)
-            for side in ("q", "k")
+        if (
+            scales[0] != scales[1]
+            and self.moves_scale
+            and all(self._leaves_alone(side, scales) for side in ("q", "k"))
         ):
             self.found.reasons.append(
                 f"the scale is {scales[0]:g} and {scales[1]:g}, and no map has taken it up"
             )
-        outputs = [
-            chain_map(own.weights.o, own.weights.d_model, own.dtype)
-            .repeat(own.weights.num_heads)
-            .weight[own.kept]
-            for own in self.pair
-        ]
-        if factor_left_alone(outputs[0], outputs[1], (one.scale, other.scale)):
+        factors = self.views[0].scale, self.views[1].scale
+        if factors[0] != factors[1] and self._leaves_alone("o", factors):
             self.found.reasons.append(
-                f"the factor of the output is {one.scale:g} and {other.scale:g}, "
+                f"the factor of the output is {factors[0]:g} and {factors[1]:g}, "
                 "and the output map has not taken it up"
             )
 
-    def _stored(self, own: _Heads, side: HeadSide) -> AffineMap:
+    def _is_unfolded(self, side: HeadSide, readings: tuple[Reading, Reading]) -> bool:
+        """Return True if the maps of a side ignore a difference of norms that they read."""
+        one, other = (self._stored(own, side) for own in self.pair)
+        if one.weight.shape[1] != self._sizes(self.a)[HEAD_SIDES.index(side)]:
+            return False
+        # Without a map of its own, a side leaves the norm to the basis.
+        free = self.freedom_ov if side == "v" else self.freedom_qk
+        if free == "any" and not all(own.weights.chain(side) for own in self.pair):
+            return False
+        rows = unfolded_rows(one, other, readings)
+        # A shift is not in biases that are dropped, or folded into the bias of the output.
+        passes = {"q": False, "k": self.drops_key_bias, "v": self.moves_value_bias}
+        return bool((rows[:-1] if passes[side] else rows).any())
+
+    def _leaves_alone(self, side: Side, factors: tuple[float, float]) -> bool:
+        """Return True if the maps of a side ignore a difference of factors."""
+        one, other = (self._stored(own, side).weight for own in self.pair)
+        return factor_left_alone(one, other, factors)
+
+    def _stored(self, own: _Heads, side: Side) -> AffineMap:
         """Return the maps of the kept heads after the last norm of a chain, as stored."""
-        chain = own.view.after_norms(side)
-        if own.order is not None and side != "v" and chain:
+        chain = own.weights.o if side == "o" else own.view.after_norms(side)
+        if own.order is not None and side in ("q", "k") and chain:
             chain = with_channels(chain, own.order)
         found = chain_map(chain, own.weights.d_model, own.dtype)
         return found.repeat(own.weights.num_heads).select(own.kept)
@@ -885,9 +892,11 @@ class _Comparison:
         # Value biases add up to a bias of the output, whatever the basis of the values is.
         totals = [own.o_bias(with_values=True, centre=False) for own in self.pair]
         is_moved = _most_differ(plain[0].numbers, plain[1].numbers)
-        values = [self._stored(own, "v").bias.numbers for own in self.pair]
-        of_norm = bool(self.rounds["v"][-1]) and _most_differ(*values)
-        rounds = is_moved or is_scaled or of_norm or "basis ov" in self.found.steps
+        of_norm = bool(self.rounds["v"][-1]) and _most_differ(
+            *(self._stored(own, "v").bias.numbers for own in self.pair)
+        )
+        is_rewritten = self._are_other_factors("v") or "basis ov" in self.found.steps
+        rounds = is_moved or is_scaled or of_norm or is_rewritten
         if not is_same(totals[0], totals[1], rounds):
             self.found.reasons.append("the biases of values or of the output differ")
         elif is_moved:

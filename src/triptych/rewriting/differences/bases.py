@@ -44,6 +44,11 @@ class FoundBasis(NamedTuple):
 
 def solve_basis(a: Factors, b: Factors) -> Tensor:
     """Return the bases that fit both factors of each head best."""
+    # A factor that is no stored map, such as the input itself, has no rounding: it determines the basis.
+    if _are_exact(a.right, b.right):
+        return torch.linalg.lstsq(b.right.numbers, a.right.numbers).solution.mT
+    if _are_exact(a.left, b.left):
+        return torch.linalg.lstsq(a.left.numbers, b.left.numbers).solution
     weights = _weight(a.left, b.left), _weight(a.right, b.right)
     left = a.left.numbers, b.left.numbers
     right = a.right.numbers, b.right.numbers
@@ -65,6 +70,11 @@ def solve_basis(a: Factors, b: Factors) -> Tensor:
             basis + of_left.eigenvectors @ (turned * inverse) @ of_right.eigenvectors.mT
         )
     return basis
+
+
+def _are_exact(one: Rounded, other: Rounded) -> bool:
+    is_rounded = bool(one.squares.any() or other.squares.any())
+    return not is_rounded and bool(other.numbers.any())
 
 
 def solve_planes(a: Factors, b: Factors, planes: int) -> Tensor:
@@ -114,7 +124,9 @@ def check_basis(a: Factors, b: Factors, basis: Tensor) -> FoundBasis:
 def _is_moved(one: Rounded, other: Rounded, change: Tensor) -> Tensor:
     """Return for each head whether a change of basis moves a factor by clearly more than rounding."""
     moved = (one.numbers @ change).square().sum(dim=(-2, -1))
-    return moved > CLEAR**2 * (one.squares + other.squares).sum(dim=(-2, -1))
+    rounding = (one.squares + other.squares).sum(dim=(-2, -1))
+    # A factor without rounding changes with the norm before it, and shows no basis.
+    return (rounding > 0) & (moved > CLEAR**2 * rounding)
 
 
 def check_identity(a: Factors, b: Factors) -> FoundBasis:
