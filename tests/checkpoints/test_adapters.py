@@ -195,6 +195,16 @@ def test_maps_of_two_bytes_are_rounded_once(tmp_path: Path) -> None:
     assert torch.equal(found.read_part(f"{Q}.weight", 0, [2, 3]), found.read(f"{Q}.weight")[2:4])
 
 
+def test_maps_of_two_bytes_are_not_rounded_for_a_model_in_float32(tmp_path: Path) -> None:
+    """The numbers are those of PEFT on the base in float32."""
+    model = llama().to(torch.bfloat16)
+    adapter = adapt(tmp_path, model, target_modules=["q_proj", "o_proj", "down_proj"])
+    base = type(model).from_pretrained(tmp_path / "base", dtype=torch.float32)
+    wanted = logits(peft.PeftModel.from_pretrained(base, adapter).merge_and_unload().eval())
+    opened = load(tmp_path / "base", adapter=adapter, dtype="float32")
+    assert (opened.run(IDS).logits - wanted).abs().max() < TOLERANCE
+
+
 def test_an_adapter_in_an_old_file_is_read_without_running_it(tmp_path: Path) -> None:
     adapter = adapt(tmp_path, llama(), target_modules=["q_proj"])
     wanted = load(tmp_path / "base", adapter=adapter).run(IDS).logits

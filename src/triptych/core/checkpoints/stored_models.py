@@ -70,6 +70,11 @@ def _open_mapped(path: Source | Path | str, dtype: torch.dtype | None) -> Checkp
         raise UsageError(
             f"{source.name} is a run of triptych, and no checkpoint of another library"
         )
+    # A merged map is rounded to the dtype of the base, and that may be narrower than the asked one.
+    if dtype in (torch.float32, torch.float64):
+        pair = source.without_and_with_adapters()
+        if pair is not None:
+            return checkpoint.with_tensors(pair.adapted)
     return checkpoint
 
 
