@@ -139,3 +139,9 @@ def test_long_texts_of_any_script_are_cut_behind_sentences_and_clauses(
     parts = cut_to_fit(text, lambda part: len(part) <= limit)
     assert "".join(parts) == text
     assert all(part.strip()[-1] in ends for part in parts)
+
+
+def test_byte_order_marks_around_a_text_are_space_that_is_kept() -> None:
+    spaced = Spaced.of(["\ufeff alpha\u200b\n", "\u200bbeta", "\ufeff"])
+    assert spaced == Spaced(("alpha", "beta"), ("\ufeff ", "\u200b\n\u200b", "\ufeff"))
+    assert Spaced.of(["a\ufeffb"]).texts == ("a\ufeffb",)

@@ -6,7 +6,7 @@ part before it.
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
@@ -222,8 +222,22 @@ def is_invisible(text: str) -> bool:
     )
 
 
+# A byte order mark and a zero-width space.
+_NO_WIDTH = "\ufeff\u200b"
+
+
+def _space_before(chars: Iterable[str]) -> int:
+    """Count the characters before the first one that is no white space."""
+    return next(
+        i for i, char in enumerate(chars) if not (char.isspace() or char in _NO_WIDTH)
+    )
+
+
 class Spaced(NamedTuple):
-    """Texts without outer white space, and the white space before, between and behind them."""
+    """Texts without outer white space, and the white space before, between and behind them.
+
+    Byte order marks and zero-width spaces around a text count as white space.
+    """
 
     texts: tuple[str, ...]
     spaces: tuple[str, ...]  # one more than texts
@@ -234,14 +248,14 @@ class Spaced(NamedTuple):
         texts = list[str]()
         spaces = [""]
         for part in parts:
-            text = part.strip()
-            if is_invisible(text):
+            if is_invisible(part):
                 spaces[-1] += part
                 continue
-            start = part.index(text)
+            start = _space_before(part)
+            end = len(part) - _space_before(reversed(part))
             spaces[-1] += part[:start]
-            spaces.append(part[start + len(text) :])
-            texts.append(text)
+            spaces.append(part[end:])
+            texts.append(part[start:end])
         return cls(tuple(texts), tuple(spaces))
 
     def join(self, texts: Sequence[str]) -> str:

@@ -264,15 +264,12 @@ def joined(
     Line numbers continue from one corpus to the next.
     """
     numbers = list[int]()
+    each = list[float]()
     before = 0
-    for corpus in corpora:
+    for corpus, weight in zip(corpora, weights, strict=True):
         numbers += [before + number for number in corpus.line_numbers]
+        each += [weight] * len(corpus)
         before += corpus.counts.lines_read
-    each = [
-        weight
-        for corpus, weight in zip(corpora, weights, strict=True)
-        for _ in range(len(corpus))
-    ]
     return replace(
         corpora[0],
         source=[*chain.from_iterable(corpus.source for corpus in corpora)],
