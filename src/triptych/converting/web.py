@@ -536,7 +536,7 @@ def _held_out(reader: Reader) -> tuple[dict[str, Any] | None, str]:
 
 
 def _example(reader: Reader, held_out: Mapping[str, Any] | None) -> str:
-    """Return the text that the page begins with, from the held-out sentences; "" without held-out sentences."""
+    """Return a held-out sentence as the first text of the page; "" without held-out sentences."""
     if held_out is None:
         return ""
     windows = held_out["windows"]
