@@ -300,7 +300,7 @@ class _Described:
         chains: dict[str, tuple[Link, ...]] = {}
         shared = {}
         for side in ("q", "k", "v", "o"):
-            link = weights.multiplied(side)  # type: ignore[arg-type]
+            link = weights.multiplied(side)
             to = side.upper()
             at = f"{name}.W_{to}"
             tensors[f"W_{to}"] = self.packer.add(at, link.weight, heads, is_map=True)
