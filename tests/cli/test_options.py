@@ -175,6 +175,7 @@ SLOW = [
         "--from hf --quantization int8 --strict --shortlist nowhere --adapter nowhere --json",
     ),
     Scenario("convert marian --out out", "--to ctranslate2"),
+    Scenario("convert gpt2 --to web --out out.html", "--quantization int8 --json"),
     Scenario("convert marian --to ctranslate2", "--out out"),
     Scenario(
         "shortlist marian --out out.list --source lines.txt --target others.txt",

@@ -74,6 +74,7 @@ CASES = [
     *cases("lens", "gpt2", ONE, max_tokens=4, target="a"),
     *cases("lens", "marian", ONE, target="ein Satz"),
     *cases("convert", "gpt2", {"path": "new", "to": "triptych"}, quantization="int8"),
+    *cases("convert", "gpt2", {"path": "new.html", "to": "web"}, quantization="int8"),
     *cases("edit", "gpt2", HALVED, together=True),
     *cases("evaluate", "marian", TWO, references=[OTHER, TEXT]),
     *cases("evaluate", "gpt2", TWO, labels=["a", "b"]),

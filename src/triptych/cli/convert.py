@@ -28,8 +28,8 @@ def convert(
 
     Options:
         out: The output folder, or for gguf and web the file; it must not exist.
-        to: The output format: hf (transformers), ctranslate2, onnx, gguf (llama.cpp), or web: one page with the
-            model, for a browser without a server.
+        to: The output format: hf (transformers), ctranslate2, onnx, gguf (llama.cpp), or web: one page with
+            the model, for a browser without a server.
         origin: The input format, if not a run: hf (a Marian checkpoint).
 
     Examples:

@@ -300,7 +300,7 @@ class _Described:
         chains: dict[str, tuple[Link, ...]] = {}
         shared = {}
         for side in ("q", "k", "v", "o"):
-            link = weights.multiplied(side)  # type: ignore[arg-type]
+            link = weights.multiplied(side)
             to = side.upper()
             at = f"{name}.W_{to}"
             tensors[f"W_{to}"] = self.packer.add(at, link.weight, heads, is_map=True)
@@ -536,7 +536,7 @@ def _held_out(reader: Reader) -> tuple[dict[str, Any] | None, str]:
 
 
 def _example(reader: Reader, held_out: Mapping[str, Any] | None) -> str:
-    """Return the text that the page begins with, from the held-out sentences; "" without held-out sentences."""
+    """Return a held-out sentence as the first text of the page; "" without held-out sentences."""
     if held_out is None:
         return ""
     windows = held_out["windows"]
