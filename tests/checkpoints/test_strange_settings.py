@@ -145,5 +145,5 @@ def test_a_condition_on_the_number_of_a_layer_in_an_unknown_form_is_refused() ->
     settings = Settings({"num_hidden_layers": 4}, "config.json")
     assert settings.holds("(layer + 1) >= num_hidden_layers", 3)
     assert not settings.holds("(layer + 1) >= num_hidden_layers", 2)
-    with pytest.raises(DataError, match=r"the condition 'layer \+ 1 >= num_hidden_layers' of a family file"):
+    with pytest.raises(DataError, match=r"the condition layer \+ 1 >= num_hidden_layers of a family file"):
         settings.holds("layer + 1 >= num_hidden_layers", 3)
