@@ -19,7 +19,7 @@ from rich.progress import Progress, TextColumn
 from command import Answer, Command
 from small_checkpoints import gpt2, gpt2_that_runs
 from triptych.cli.main import COMMANDS, application
-from triptych.cli.terminal import Terminal, json_text
+from triptych.cli.terminal import Terminal, json_text, read_text
 from triptych.core.storage.copying import CERTIFICATE
 from triptych.errors import DataError, UsageError
 from triptych.printable import printable
@@ -348,3 +348,10 @@ def test_commands_and_options_are_completed(shell: str, monkeypatch: pytest.Monk
             COMP_CWORD=str(len(typed.split()) - 1),
         )
         assert expected in found
+
+
+def test_an_argument_is_utf8_in_any_locale() -> None:
+    in_posix = "今天 café".encode().decode("ascii", "surrogateescape")
+    assert read_text(in_posix, "prompt") == read_text("今天 café", "prompt") == "今天 café"
+    with pytest.raises(UsageError, match="the prompt is not UTF-8"):
+        read_text(b"caf\xe9".decode("ascii", "surrogateescape"), "prompt")

@@ -112,7 +112,7 @@ def read_text(given: str, what: str) -> str:
     """Return a text of the command line; "-" reads all of standard input, without the last line end."""
     try:
         if given != "-":
-            return given.encode().decode()  # invalid UTF-8 was decoded to surrogates
+            return _as_utf8(given)
         content = standard_input().read(LONGEST_TEXT + 1)
         if len(content) > LONGEST_TEXT:
             raise UsageError(
@@ -123,6 +123,14 @@ def read_text(given: str, what: str) -> str:
         raise UsageError(
             f"the {what} is not UTF-8: convert it first (iconv -t UTF-8)"
         ) from None
+
+
+def _as_utf8(given: str) -> str:
+    """Return an argument decoded as UTF-8, whatever the encoding of the locale is."""
+    try:
+        return os.fsencode(given).decode()
+    except UnicodeError:
+        return given.encode().decode()  # fails for surrogates, which are other bytes
 
 
 def text_or_file(given: str, what: str) -> str | Path:
