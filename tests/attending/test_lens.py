@@ -65,9 +65,10 @@ DECODERS = [name for name, tiny in TINY.items() if tiny.model.endswith(("ForCaus
 def test_the_parts_of_a_logit_sum_to_it_in_every_family_or_are_refused(name: str) -> None:
     try:
         model = model_of(name)
-        model.run(TEXT)
-    except (triptych.TriptychError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        pytest.skip(f"not run on this text: {error}")
+    except Exception as error:  # noqa: BLE001 (whatever transformers says of a tiny configuration with these tokens)
+        pytest.skip(f"cannot be made with these tokens: {error}")
+    if model.why_not_run:
+        pytest.skip(model.why_not_run)
     try:
         check_sums(model, -1)
     except UsageError as error:
