@@ -85,8 +85,8 @@ def outputs(name: str, folder: Path) -> Tensor | None:
             logits: Tensor = runs.outputs(model(input_ids=ids)).flatten()
             return logits
         if name in runs.RUNS:
-            logits = runs.outputs(runs.theirs(model, *runs.read_by(name))).flatten()
-            return logits
+            of_pairs: Tensor = runs.outputs(runs.theirs(model, *runs.read_by(name))).flatten()
+            return of_pairs
         found = model(**inputs(model))
         kept = [part for part in found.to_tuple() if isinstance(part, Tensor) and part.is_floating_point()]
         return torch.cat([part.double().flatten() for part in kept])
