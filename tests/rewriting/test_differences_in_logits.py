@@ -82,9 +82,11 @@ def outputs(name: str, folder: Path) -> Tensor | None:
         if name in runs.RUNS and runs.RUNS[name].kind != "pairs":
             # Every token, the special ones too.
             ids = torch.cat([torch.randperm(40), torch.arange(8)]).view(4, 12)
-            return runs.outputs(model(input_ids=ids)).flatten()
+            logits: Tensor = runs.outputs(model(input_ids=ids)).flatten()
+            return logits
         if name in runs.RUNS:
-            return runs.outputs(runs.theirs(model, *runs.read_by(name))).flatten()
+            of_pairs: Tensor = runs.outputs(runs.theirs(model, *runs.read_by(name))).flatten()
+            return of_pairs
         found = model(**inputs(model))
         kept = [part for part in found.to_tuple() if isinstance(part, Tensor) and part.is_floating_point()]
         return torch.cat([part.double().flatten() for part in kept])
@@ -157,7 +159,7 @@ def false_sames_after_rewrites(name: str, place: Path) -> tuple[int, list[str]]:
     wrong if logits move by more than four times that amount.
     """
     before = made(name, place / "a")
-    recipe = RewriteRecipe(step=(*EXACT, SortHeads()), skip_refused=True)  # type: ignore[arg-type]
+    recipe = RewriteRecipe.model_validate({"step": (*EXACT, SortHeads()), "skip_refused": True})
     try:
         rewrite_checkpoint(str(before), place / "w", recipe)
     except TriptychError:

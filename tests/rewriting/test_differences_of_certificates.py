@@ -11,7 +11,7 @@ from checkpoints.tiny_models import TINY
 from rewriting.test_plans import OWN, RECIPES, own_run
 from triptych import diff
 from triptych.errors import TriptychError
-from triptych.rewriting.certificate import Certificate
+from triptych.rewriting.certificate import Certificate, LayerRecord, NormRecord
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
 from triptych.seeing.difference import Difference
@@ -42,7 +42,7 @@ FEW = ("exact", "sort_heads", "repeat_kv_heads", "prune_heads, one", "truncate")
 def not_found(certificate: Certificate, found: Difference) -> str:
     """What the comparison does not find again of a certificate; "" if it finds all."""
     said = f"{certificate.tier}, and the comparison says {found.verdict}: {'; '.join(found.reasons[:3])}"
-    layers = (*certificate.layers, *certificate.norms)
+    layers: list[LayerRecord | NormRecord] = [*certificate.layers, *certificate.norms]
     measured = [layer.measured for layer in layers if layer.measured is not None]
     if certificate.tier == "bounded":
         moved = max((one.relative for one in measured), default=0.0)
