@@ -6,6 +6,21 @@ from typing import NamedTuple
 
 from triptych.core.storage.tensors import Tensors
 
+# Files of a tokenizer next to the weights.
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+)
+
 
 class WithAndWithout(NamedTuple):
     """A model without and with adapters."""

@@ -7,24 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
 
-from triptych.core.checkpoints.made_files import MadeFiles
+from triptych.core.checkpoints.made_files import TOKENIZER, MadeFiles
 from triptych.core.storage.shards import write_tensors
 from triptych.core.storage.tensors import SAFETENSORS
 
-# Files of a tokenizer next to the weights.
-TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-)
 # Any of these files is a tokenizer, or the largest part of a tokenizer.
 _VOCABULARIES = (
     "tokenizer.json",

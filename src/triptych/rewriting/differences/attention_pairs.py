@@ -931,7 +931,9 @@ class _Comparison:
             effective = [
                 own.map("k", centre=False).select(own.kept).bias for own in self.pair
             ]
-            is_moved = "basis qk" not in steps and not is_same(*effective, rounded=True)
+            is_moved = "basis qk" not in steps and not is_same(
+                effective[0], effective[1], rounded=True
+            )
             if stored[0] != stored[1] or is_moved:
                 steps["drop_key_bias"] = True
         copies = [

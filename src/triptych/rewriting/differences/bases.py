@@ -46,9 +46,13 @@ def solve_basis(a: Factors, b: Factors) -> Tensor:
     """Return the bases that fit both factors of each head best."""
     # A factor that is no stored map, such as the input itself, has no rounding: it determines the basis.
     if _are_exact(a.right, b.right):
-        return torch.linalg.lstsq(b.right.numbers, a.right.numbers).solution.mT
+        transposed: Tensor = torch.linalg.lstsq(
+            b.right.numbers, a.right.numbers
+        ).solution
+        return transposed.mT
     if _are_exact(a.left, b.left):
-        return torch.linalg.lstsq(a.left.numbers, b.left.numbers).solution
+        basis: Tensor = torch.linalg.lstsq(a.left.numbers, b.left.numbers).solution
+        return basis
     weights = _weight(a.left, b.left), _weight(a.right, b.right)
     left = a.left.numbers, b.left.numbers
     right = a.right.numbers, b.right.numbers

@@ -417,10 +417,10 @@ class StackComparison:
         through_map = "map.weight" in maps[0] and "map.weight" in maps[1]
         has_same_norm = alike
         if through_map and not alike:
-            stored = _maps_before_tables(maps)
+            before = _maps_before_tables(maps)
             mapped = [
                 own.reading(reading)
-                for own, reading in zip(stored, readings, strict=True)
+                for own, reading in zip(before, readings, strict=True)
             ]
             rounds = rounded_rows(readings[0], readings[1], mapped[0].weight.shape[1])[
                 :, None
@@ -428,7 +428,7 @@ class StackComparison:
             if not is_same(mapped[0].rows(), mapped[1].rows(), rounds):
                 found.reasons.append("the map before the output table differs")
             if bool(
-                unfolded_rows(stored[0], stored[1], (readings[0], readings[1])).any()
+                unfolded_rows(before[0], before[1], (readings[0], readings[1])).any()
             ):
                 found.reasons.append(
                     "the last norm differs, and the map before the output table has not taken it up"

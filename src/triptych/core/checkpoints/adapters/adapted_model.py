@@ -16,9 +16,8 @@ from triptych.core.checkpoints.adapters.adapter import (
     Adapter,
     AdapterFolder,
 )
-from triptych.core.checkpoints.made_files import MadeFiles, WithAndWithout
+from triptych.core.checkpoints.made_files import TOKENIZER, MadeFiles, WithAndWithout
 from triptych.core.checkpoints.written_files import (
-    TOKENIZER,
     WrittenFiles,
     tokenizer_files,
 )

@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from triptych.core.checkpoints.written_files import TOKENIZER
+from triptych.core.checkpoints.made_files import TOKENIZER
 from triptych.core.storage.hub import fetch_files
 from triptych.core.storage.tensors import Tensors, open_tensors
 from triptych.errors import DataError
