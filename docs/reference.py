@@ -284,8 +284,9 @@ def _box(name: str, held: HeadMap, x: int, y: int, height: int) -> str:
 
 
 def error_lines() -> Iterator[str]:
-    """The page that `triptych explain` prints in sections."""
-    yield from EXPLAINED.read_text(encoding="utf-8").splitlines()
+    """The page that `triptych explain` prints in sections, without its title."""
+    _, _, text = EXPLAINED.read_text(encoding="utf-8").partition("\n\n")
+    yield from text.splitlines()
 
 
 PAGES = {

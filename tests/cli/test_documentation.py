@@ -38,7 +38,7 @@ OF_THE_PACKAGE = ("start/your-checkpoint", "start/exact")
 ON_TINY = ("reference/columns", "reference/exact")
 ON_TINY_SLOW = (
     *("how-to/attend", "how-to/explore", "how-to/generating", "how-to/heads", "reference/rewriting"),
-    *("how-to/converting", "how-to/engines", "how-to/several-processes", "how-to/students"),
+    *("how-to/converting", "how-to/engines", "how-to/several-processes", "how-to/students", "how-to/web"),
     *("how-to/training", "how-to/resume", "reference/recipes"),
 )
 # Pages whose blocks other tests run.

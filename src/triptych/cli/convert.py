@@ -34,7 +34,6 @@ def convert(
 
     Examples:
         triptych convert runs/mine --to hf --out mine-hf
-        triptych convert gpt2 --to gguf --quantization float16 --out gpt2.gguf
         triptych convert demo --to web --out demo.html
     """
     if (to is None) == (origin is None):

@@ -966,16 +966,11 @@ def _are_few_entries(
     one: tuple[Factors, Factors], other: tuple[Factors, Factors]
 ) -> bool:
     """Return True if any map of the inputs differs in a few entries only."""
-    maps = [
-        (mine.numbers[:, :-1], theirs.numbers[:, :-1])
-        for (qk, ov), (qk_b, ov_b) in [(one, other)]
-        for mine, theirs in (
-            (qk.left, qk_b.left),
-            (qk.right, qk_b.right),
-            (ov.left, ov_b.left),
-        )
-    ]
-    return any(are_few(mine, theirs) for mine, theirs in maps)
+    (qk, ov), (qk_b, ov_b) = one, other
+    pairs = (qk.left, qk_b.left), (qk.right, qk_b.right), (ov.left, ov_b.left)
+    return any(
+        are_few(mine.numbers[:, :-1], theirs.numbers[:, :-1]) for mine, theirs in pairs
+    )
 
 
 def _there(value: object) -> str:
