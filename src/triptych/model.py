@@ -134,9 +134,8 @@ def load(
             mean of the probabilities of all. Only translation uses them.
         code: file with the classes named in a run, such as your own parameterisation. It is executed, and
             must equal the file used in training. Files in a run are never executed.
-        adapter: an adapter of PEFT (LoRA), as a folder or a name on the Hub, merged into the model as it is
-            read; or several, merged in their order. An adapter as `source` is opened with the base that it
-            names.
+        adapter: an adapter of PEFT (LoRA), as a folder or a name on the Hub, merged into the model on
+            reading; or several, merged in their order. An adapter as `source` is opened with its base.
 
     Raises:
         UsageError: an unknown local name, or a source without a model.
@@ -797,8 +796,8 @@ class Model:
 
         Args:
             text: a text, its file, or several documents, scored separately. For a translation, the
-                sentences, or their file with a sentence on each line. Texts and pairs of texts go with
-                `labels`.
+                sentences, or their file with a sentence on each line. Texts or pairs of texts if `labels`
+                are given.
             references: the right translations, or their file.
             labels: right labels of the texts, by name or number, for a model with the head of a sequence
                 classification; or, without a text, the file of labelled lines: label, tab, text. A line with

@@ -299,7 +299,7 @@ def _print_scores(found: Evaluation) -> None:
 
 
 def _print_classification(found: Classification) -> None:
-    # The share of the most frequent class tells how much an accuracy is worth.
+    # The share of the most frequent class is a baseline for the accuracy.
     low, high = found.interval
     print(
         f"accuracy {found.accuracy:.4f} ({low:.4f} to {high:.4f}), macro F1 {found.macro_f1:.4f}, "

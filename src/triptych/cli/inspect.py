@@ -62,7 +62,7 @@ def inspect(
     """Measure the attention weights of a checkpoint, head by head.
 
     Reports spectra and ranks of W_QK and W_OV, the similarity of W_Q, W_K and W_V compared with chance,
-    symmetry and copying; with --adapter also what the adapter changes in W_QK and W_OV, as numbers and as
+    symmetry and copying; --adapter adds the changes of W_QK and W_OV by the adapter, measured and decoded to
     tokens. Where a model has more than ten layers, the terminal shows the ten heads farthest from the mean;
     --all shows maps of every head. The model is not run: `triptych attend --over` measures what heads do on a
     text.

@@ -42,7 +42,7 @@ def lens(
         text: The text to read; - reads all of standard input.
         token: The token of the logit, including its initial space: " mat".
         against: The token whose logit is subtracted.
-        position: The token at whose position the model predicts. Default: -1, the last.
+        position: The token at whose position the model predicts. Default: -1 (the last).
         top: Number of tokens after each block (default 3), or of parts of the logit (default 25).
         show_all: Show all parts of the logit, in the order of computation.
         as_json: Print one JSON object, with all parts.

@@ -166,7 +166,7 @@ def _carry_out(arguments: Sequence[str]) -> int:
 
 
 def _as_options(arguments: Sequence[str]) -> Sequence[str]:
-    """Return the command line with options in place of the words help and version."""
+    """Return the command line with the words help and version replaced by options."""
     match arguments:
         case ["help", name, *_] if name in COMMANDS:
             return [name, "--help"]

@@ -130,7 +130,7 @@ def _as_utf8(given: str) -> str:
     try:
         return os.fsencode(given).decode()
     except UnicodeError:
-        return given.encode().decode()  # fails for surrogates, which are other bytes
+        return given.encode().decode()  # fails for surrogates (other bytes)
 
 
 def text_or_file(given: str, what: str) -> str | Path:
@@ -177,7 +177,7 @@ def progress_bar(
 
 
 def _line_a_minute(text: str) -> Callable[..., None]:
-    """Return a function to print progress in lines, at most one a minute."""
+    """Return a function to print progress, at most a line a minute."""
     # Short operations end before the first line.
     begun = last = time.monotonic()
 

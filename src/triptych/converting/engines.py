@@ -161,7 +161,7 @@ def _load_converted(
 ) -> Any:
     """Build CTranslate2's class `name` for a model, converting the model unless it is in the cache folder.
 
-    The name in the cache folder ends in two hashes: of `texts` (configuration and tokenizers), and of all
+    The name in the cache folder ends in a hash of `texts` (configuration and tokenizers) and a hash of all
     weights and `texts`. `threads` are the number of threads for batches, ignored on a GPU, and the number of
     threads for each product.
     """
@@ -555,7 +555,7 @@ def make_translator(
             _require_fit_for_auto(options, glossary, search.get("num_best", 1))
             found = made("ctranslate2")
             note = "CTranslate2 translates: it is faster on CPUs (--engine triptych searches without it)"
-        except (TriptychError, OSError) as error:  # OSError: no place to convert to
+        except (TriptychError, OSError) as error:  # OSError: no folder to convert to
             found = made("triptych")
             note = f"triptych translates: {error}"
         warnings.warn(f"engine auto: {note}", EngineNote, stacklevel=3)

@@ -87,7 +87,7 @@ def _without_head(
 
 def _from_first_position(model: Checkpoint) -> tuple[Checkpoint, list[str]]:
     """Return an encoder with a table of positions from the first token on, as in BERT."""
-    # In RoBERTa and its kin, rows for padding come first.
+    # RoBERTa and similar encoders begin the table with rows for padding.
     found = any_map(model)
     embeddings = written_part(found.architecture).embeddings
     offset = embeddings.position_offset
@@ -109,8 +109,8 @@ def _from_first_position(model: Checkpoint) -> tuple[Checkpoint, list[str]]:
 
 
 def _untied(model: Checkpoint) -> tuple[Checkpoint, list[str]]:
-    """Return a model with a separate output table, which includes the factor of the logits."""
-    # A file without an output table is read as a tied model, whose logits have the factor.
+    """Return a model with a separate output table, multiplied by the factor of the logits."""
+    # A file without an output table is read as a tied model, with logits times the factor.
     found = any_map(model)
     head = written_part(found.architecture).head
     if head is None or not head.tied:

@@ -352,13 +352,13 @@ def _typed(key: str, value: Any) -> Any:
 
 
 class _Latent(NamedTuple):
-    """A part of the map from the latent of keys and values, as a tensor of its own."""
+    """A part of the map from the latent of keys and values, as a separate tensor."""
 
     name: str  # stored map
     info: TensorInfo
     heads: int
     of_keys: int  # width of the keys of a head
-    place: int  # 0 for keys, 1 for values
+    place: int  # 0 = keys, 1 = values
 
 
 @final

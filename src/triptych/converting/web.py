@@ -49,7 +49,7 @@ from triptych.training import read_recipe, task_of
 # A browser computes with one thread, without a graphics card.
 MOST_BYTES = 48 << 20
 MOST_PAIRS = 50
-_MOST_TOKENS = 4096  # held-out tokens of a language model
+_MOST_TOKENS = 4096  # validation tokens of a language model
 _EXAMPLE_TOKENS = 13  # a matrix that a small screen shows whole
 _ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "swish", "relu_squared")
 _DTYPES = {"float32": "<f4", "float16": "<f2"}
@@ -388,7 +388,7 @@ class _Described:
     @torch.no_grad()
     def rounded(self) -> Reader:
         """Return the model with the weights of the page, in float32."""
-        # Attention layers are replaced by layers of their plain maps; all other tensors are rounded in place.
+        # Attention layers are replaced by layers of their plain maps; all other tensors are rounded.
         read = self.packer.read
         model: AnyModel = copy.deepcopy(self.reader.model).float().eval()
         names = {
@@ -422,7 +422,7 @@ def _tokenizer_record(tokenizer: Tokenizer, which: str) -> dict[str, Any]:
             record = json.loads(tokenizer.inner_json)
         case _:
             raise refused("a tokenizer of SentencePiece")
-    # Special tokens are no pieces of a text: the engine finds them by their names.
+    # Special tokens are not pieces of a text: the engine finds them by their names.
     model = record["model"]
     special = []
     for token in record["added_tokens"]:
@@ -511,7 +511,7 @@ def _search_record(reader: Reader) -> dict[str, Any]:
 
 
 def _held_out(reader: Reader) -> tuple[dict[str, Any] | None, str]:
-    """Return the first held-out sentences of a run, or None with the reason."""
+    """Return the first validation sentences of a run, or None with the reason."""
     if not (reader.folder / RECIPE).is_file():
         return None, "no recipe names a validation text"
     # The text of a run may lie on another machine: the page is then made without it.
@@ -536,7 +536,7 @@ def _held_out(reader: Reader) -> tuple[dict[str, Any] | None, str]:
 
 
 def _example(reader: Reader, held_out: Mapping[str, Any] | None) -> str:
-    """Return a held-out sentence as the first text of the page; "" without held-out sentences."""
+    """Return a validation sentence as the first text of the page, or "" if `held_out` is None."""
     if held_out is None:
         return ""
     windows = held_out["windows"]
@@ -565,7 +565,7 @@ def _difference(reader: Reader, rounded: Reader) -> ConversionCheck:
 def write_web(
     reader: Reader, path: Path, quantization: Quantization = "float16"
 ) -> WrittenModel:
-    """Write a model as one HTML file that runs it."""
+    """Write a model as an HTML page to run it in a browser."""
     if reader.ensemble:
         raise UsageError("a page for the web has one model: leave out the ensemble")
     if not reader.has_tokenizer:
@@ -582,7 +582,7 @@ def write_web(
             f"{quantization}, and a page has at most {MOST_BYTES >> 20} MiB of weights: triptych explore "
             "MODEL shows it, and --quantization int8 is the smallest"
         )
-    # What cannot be described is refused before anything is computed.
+    # Unsupported models are refused before anything is computed.
     described = _Described(reader, quantization)
     check = _difference(reader, described.rounded())
     held_out, why = _held_out(reader)

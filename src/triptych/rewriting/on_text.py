@@ -16,12 +16,12 @@ _FARTHEST = 4
 class Deviations(NamedTuple):
     """Comparison of two models on the same windows."""
 
-    tokens: int  # number of compared rows: of tokens, or of texts for classes of whole texts
+    tokens: int  # number of compared rows (tokens, or texts for classes of whole texts)
     worst_logit: (
         float  # largest difference of a logit, or of an entry of a hidden state
     )
-    # mean KL divergence of the second model's predictions (tokens or classes) from the first's; without this
-    # meaning for other outputs
+    # mean KL divergence of the second model's predictions (tokens or classes) from the first's;
+    # meaningless for other outputs
     divergence_nats: float
     loss_before_nats: (
         float | None

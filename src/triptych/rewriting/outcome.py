@@ -14,8 +14,8 @@ Outcome = Literal["no change", "below 0.01 nats", "below 1 %", "noticeable", "ru
 NO_CHANGE_NATS = 1e-4
 SMALL_NATS = 0.01
 RUINED_NATS = 1.0
-# The same for the relative change of hidden states and of other numbers. At 1 the change is as large as the
-# states themselves: their cosine is about 0.5.
+# The same for the relative change of outputs without a distribution. At 1 the change of hidden states is as
+# large as the states themselves: their cosine is about 0.5.
 NO_CHANGE_RELATIVE = 1e-4
 SMALL_RELATIVE = 0.01
 RUINED_RELATIVE = 1.0
@@ -35,15 +35,14 @@ class EndToEnd(FrozenRecord):
         by: the library that ran them.
         text: the name of the text file, or "random tokens", drawn with the seed of the probes.
         text_sha256: hash of the file; None for random tokens, and in older certificates.
-        tokens: number of predicted tokens; of texts for classes of whole texts.
+        tokens: number of predicted tokens, or of texts for classes of whole texts.
         worst_logit: largest difference of a logit, or of an entry of a hidden state.
         divergence_nats: mean KL divergence of the rewritten model's next token, or class, from the
             original's; None for outputs without a distribution.
         loss_before_nats: loss of the original per token; None for random tokens.
         loss_after_nats: loss of the rewritten model per token.
-        output: the compared outputs: logits of "tokens" or of "classes", other "numbers" of a head, or
-            "hidden states"; left out of the file for tokens.
-        relative: norm of the change of hidden states or numbers, divided by their norm; left out of the file
+        output: kind of the compared outputs, of type `Output`; left out of the file for tokens.
+        relative: norm of the change of the outputs, divided by their norm; left out of the file
             for distributions.
         cosine: mean cosine of the hidden states of a token before and after; left out of the file for
             distributions.
@@ -76,7 +75,7 @@ class EndToEnd(FrozenRecord):
 
 
 def outcome(found: EndToEnd) -> Outcome:
-    """Return the size of a change: of the loss or the KL divergence, or of hidden states without either."""
+    """Return the size of a change, in loss or KL divergence if known, otherwise in the outputs."""
     if found.divergence_nats is None:
         size = math.nan if found.relative is None else found.relative
         if size < NO_CHANGE_RELATIVE:

@@ -414,7 +414,7 @@ def logit_difference(
 ) -> Callable[[Run], Float[Tensor, ""]]:
     """Return a metric of a run: the difference of two logits, of classes or of tokens.
 
-    Classes are named by their labels or numbers, with the head of a sequence classification. The
+    With the head of a sequence classification, classes are named by label or number. The
     compared tokens are next tokens after the text, or tokens at the only mask of an encoder.
     """
 

@@ -118,10 +118,10 @@ class AdapterEffects:
             head: name of the head, such as `3.2`.
             form: "qk" or "ov".
             most: largest number of directions; the rank of the change also limits it.
-            count: number of tokens for each side of a direction.
+            count: number of tokens in each list.
 
         Raises:
-            UsageError: an unknown head, an unknown form, or numbers below 1.
+            UsageError: an unknown head, an unknown form, or `most` or `count` below 1.
             DataError: the model cannot be run.
         """
         if most < 1 or count < 1:

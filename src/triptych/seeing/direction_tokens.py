@@ -20,16 +20,16 @@ _ENTRIES_AT_A_TIME = 1 << 24
 class DirectionTokens:
     """A pair of directions, decoded to tokens.
 
-    In a change of W_OV, a head reads one direction and writes the other. In a change of W_QK, queries are
-    compared with one direction and keys with the other. The signs of both directions are arbitrary together,
-    so a pair has tokens for either sign. A side without a table in the model has no tokens: the output of an
-    encoder, and the memory of cross-attention.
+    A change of W_OV has a direction of inputs and a direction of outputs. A change of W_QK has a direction of
+    queries and a direction of keys. The signs of both directions are arbitrary together, so a pair has tokens
+    for either sign. Directions without a table in the model are not decoded: outputs of an encoder, and the
+    memory of cross-attention.
 
     Attributes:
         strength: singular value of the pair.
         reads: tokens furthest along the input direction, or the direction of queries.
-        writes: tokens with the logits most raised by the output direction; for W_QK, tokens furthest along
-            the direction of keys.
+        writes: tokens with the logits most raised by the output direction (W_OV), or furthest along the
+            direction of keys (W_QK).
         opposite_reads: the same as `reads` for the negated pair.
         opposite_writes: the same as `writes` for the negated pair.
     """

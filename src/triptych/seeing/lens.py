@@ -568,7 +568,7 @@ def token_id(tokenizer: Tokenizer, token: str | int) -> int:
 @contextmanager
 def _record_added(blocks: Sequence[Block]) -> Iterator[dict[tuple[int, str], Tensor]]:
     """Record the outputs of feed-forward layers and additional inputs, by block and name of the module."""
-    # Attention layers are not among them: their calls are computed anew, head by head.
+    # Attention layers are not among them: their calls are computed anew for every head.
     found = dict[tuple[int, str], Tensor]()
 
     def keep(

@@ -41,11 +41,10 @@ class DataConfig(Section):
             pairs with the same source stay together.
         max_sentence_tokens: training pairs with a longer side are skipped and counted.
         max_line_chars: longer lines are skipped before tokenizing and counted.
-        max_length_ratio: skip and count training pairs with a larger ratio of the lengths of the two sides in
-            characters.
+        max_length_ratio: skip and count training pairs with a larger ratio of the two lengths in characters.
         drop_duplicates: skip and count training pairs that repeat an earlier pair.
         drop_validation: skip and count training pairs whose source is in `valid`.
-        drop_other_languages: skip and count training pairs with a side in another language
+        drop_other_languages: skip and count training pairs with a source or target in another language
             than `decoding.languages`; py3langid finds the language (`pip install 'triptych[languages]'`).
         cache: folder for tokenized text, shared by runs; none if empty.
     """
@@ -181,7 +180,7 @@ class TrainingConfig(OptimisationConfig):
             on the Hub. Weights, tokenizers, `[model]` and the missing keys of `[decoding]` are its own; the
             learning rate that training chooses is a tenth of that for fresh weights. With another library's
             checkpoint, except Marian's, a recipe has neither `[model]` nor `[tokenizer]`.
-        languages: for a checkpoint of several languages (mBART, NLLB): source and target, as its tokenizer
+        languages: source and target language for a multilingual checkpoint (mBART, NLLB), as its tokenizer
             names them ("de_DE").
         batch_tokens: maximum of padded source tokens, and of padded target tokens, in a batch.
         label_smoothing: probability spread evenly over all tokens.

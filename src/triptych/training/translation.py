@@ -539,7 +539,7 @@ class _Texts:
     train: EncodedCorpus
     valid: EncodedCorpus
     translated: ParallelCorpus
-    dropout: BpeDropout | None  # of the training text
+    dropout: BpeDropout | None  # dropout of the training text
 
 
 def _encode_texts(
@@ -611,7 +611,7 @@ def _bytes_per_token(texts: _Texts) -> float:
 def _training_batches(
     recipe: Recipe, texts: _Texts, tokenizers: TokenizerPair
 ) -> TokenBatches:
-    # Dropout that makes a sentence too long is not applied.
+    # Dropout is not applied if it makes a sentence too long.
     longest = min(recipe.data.max_sentence_tokens, recipe.training.batch_tokens - 1)
     of_epoch = None
     if texts.dropout is not None:

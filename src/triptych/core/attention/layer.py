@@ -336,7 +336,7 @@ class MultiHeadAttention(nn.Module):
 
     @classmethod
     def from_torch(cls, layer: nn.MultiheadAttention) -> "MultiHeadAttention":
-        """Build a layer that computes the same as torch's layer; parameters are copied.
+        """Build a layer equivalent to torch's layer; parameters are copied.
 
             ours = MultiHeadAttention.from_torch(theirs)
             ours(x, memory=y, mask=~attn_mask).output  # theirs(x, y, y, attn_mask=attn_mask)[0]

@@ -70,7 +70,7 @@ def _open_mapped(path: Source | Path | str, dtype: torch.dtype | None) -> Checkp
         raise UsageError(
             f"{source.name} is a run of triptych, and no checkpoint of another library"
         )
-    # A merged map is rounded to the dtype of the base, and that may be narrower than the asked one.
+    # A merged map is rounded to the dtype of the base; the requested dtype may be wider.
     if dtype in (torch.float32, torch.float64):
         pair = source.without_and_with_adapters()
         if pair is not None:

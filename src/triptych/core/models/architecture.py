@@ -284,8 +284,8 @@ class HeadConfig:
     )
 
 
-# Rows of the stream that a task head reads: that of "each" token, of the "first" token, of the "last" token
-# that is not padding, of the last "end" token, or the "mean" of all.
+# Rows of the stream read by a task head: "each" token, the "first" token, the "last" token except padding,
+# the last "end" token, or the "mean" of all tokens.
 Pooling = Literal["each", "first", "last", "end", "mean"]
 
 

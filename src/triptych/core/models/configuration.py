@@ -109,8 +109,8 @@ class ModelConfig(StoredConfig):
         norm: "post" normalises after the residual sum, as in the paper; "pre" before each sub-layer.
         tie_embeddings: sharing of the three tables (source, target, output): "all" as in the paper, "target"
             (target and output), or "none".
-        output_bias: add a bias per token to the logits, as in some imported checkpoints; a fresh model has
-            none.
+        output_bias: add a bias per token to the logits, as in some imported checkpoints; fresh models
+            lack it.
         max_source_tokens: longest source sentence for the model, in tokens; longer sentences are translated
             in pieces.
         positions: position encoding.

@@ -83,7 +83,7 @@ class Integers(Packed):
         order = more.pop(0) if self.has_order else None
         if self.bits is not None:
             numbers = _signed(numbers, self.bits, columns)
-            # Packed along the rows, unless there is one for the whole matrix.
+            # Zero points are packed along the rows, unless a single zero point serves the whole matrix.
             if zeros is not None and zeros.dtype == torch.int32:
                 zeros = _signed(zeros.mT, self.bits, rows).mT
         count = scale.reshape(-1, scale.shape[-1]).shape[1]
@@ -211,7 +211,7 @@ def _words(bits: int, count: int) -> tuple[int, int]:
 
 
 def _signed(packed: Tensor, bits: int, count: int) -> Tensor:
-    # Versions of the library differ in 3, 5, 6 and 7 bits, and the number of words tells them apart.
+    # Versions of the library differ in 3, 5, 6 and 7 bits: the number of words identifies the version.
     is_dense = packed.shape[-1] == _words(bits, count)[0]
     numbers = _dense(packed, bits, count) if is_dense else unpacked(packed, bits)
     return numbers[..., :count] - (1 << (bits - 1))

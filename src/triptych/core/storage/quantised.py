@@ -31,7 +31,7 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _LARGEST_GROUP = 1 << 30
 # Ways to unpack with `transformers` and the library of a method, by words in the method's name.
 _UNPACKED_BY = {
-    # Without the last argument, transformers 5.23 tries to quantise again, and fails.
+    # transformers 5.23 tries to quantise again without the last argument, and fails.
     "bitsandbytes": "AutoModelForCausalLM.from_pretrained(FOLDER).dequantize().save_pretrained(NEW, "
     "save_original_format=False)",
     "compressed-tensors": "AutoModelForCausalLM.from_pretrained(FOLDER, "

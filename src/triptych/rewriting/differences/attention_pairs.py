@@ -510,21 +510,21 @@ class _Comparison:
             )
 
     def _is_unfolded(self, side: HeadSide, readings: tuple[Reading, Reading]) -> bool:
-        """Return True if the maps of a side ignore a difference of norms that they read."""
+        """Return True if the q, k or v maps ignore a difference of the norms before them."""
         one, other = (self._stored(own, side) for own in self.pair)
         if one.weight.shape[1] != self._sizes(self.a)[HEAD_SIDES.index(side)]:
             return False
-        # Without a map of its own, a side leaves the norm to the basis.
+        # If a chain is empty, the basis absorbs the norm.
         free = self.freedom_ov if side == "v" else self.freedom_qk
         if free == "any" and not all(own.weights.chain(side) for own in self.pair):
             return False
         rows = unfolded_rows(one, other, readings)
-        # A shift is not in biases that are dropped, or folded into the bias of the output.
+        # Dropped biases, and biases folded into the bias of the output, lack the shift of a norm.
         passes = {"q": False, "k": self.drops_key_bias, "v": self.moves_value_bias}
         return bool((rows[:-1] if passes[side] else rows).any())
 
     def _leaves_alone(self, side: Side, factors: tuple[float, float]) -> bool:
-        """Return True if the maps of a side ignore a difference of factors."""
+        """Return True if the q, k or o maps ignore a difference of factors."""
         one, other = (self._stored(own, side).weight for own in self.pair)
         return factor_left_alone(one, other, factors)
 

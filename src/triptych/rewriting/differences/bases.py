@@ -32,9 +32,7 @@ class FoundBasis(NamedTuple):
     basis: Tensor  # `[heads, width of a, width of b]`
     left: Tensor  # largest excess of each head's left factor over rounding, `[heads]`; at most 1 if explained
     right: Tensor
-    is_another: (
-        Tensor  # False for heads whose basis is that of A but for rounding, `[heads]`
-    )
+    is_another: Tensor  # False for heads with the basis of A up to rounding, `[heads]`
 
     @property
     def explained(self) -> Tensor:
@@ -44,7 +42,7 @@ class FoundBasis(NamedTuple):
 
 def solve_basis(a: Factors, b: Factors) -> Tensor:
     """Return the bases that fit both factors of each head best."""
-    # A factor that is no stored map, such as the input itself, has no rounding: it determines the basis.
+    # A factor without a stored map, such as the input itself, is exact: it determines the basis.
     if _are_exact(a.right, b.right):
         transposed: Tensor = torch.linalg.lstsq(
             b.right.numbers, a.right.numbers
@@ -115,7 +113,7 @@ def check_basis(a: Factors, b: Factors, basis: Tensor) -> FoundBasis:
     """Check bases: L_a G = L_b and R_b Gᵀ = R_a, up to the rounding of the factors."""
     left = _excess(a.left, basis, b.left)
     right = _excess(b.right, basis.mT, a.right)
-    # A basis near that of A would take up single entries that differ.
+    # A basis near that of A would absorb single differing entries.
     is_another = torch.tensor([True]).expand(len(basis))
     if basis.shape[-2] == basis.shape[-1]:
         change = basis - torch.eye(basis.shape[-1], dtype=basis.dtype)

@@ -246,7 +246,7 @@ class ReadComparison:
 
 
 def _foldable(side: ReadSide | CheckpointSide) -> dict[str, NormSite]:
-    """Return the norms before known maps only, by module, without norms of a model that runs."""
+    """Return the norms before known maps only, by module, except norms of a runnable model."""
     beside = {*side.beside} if isinstance(side, CheckpointSide) else None
     return {
         site.module: site

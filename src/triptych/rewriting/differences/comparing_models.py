@@ -279,7 +279,7 @@ class _WholeComparison:
         ]
 
     def _beside_of_one(self) -> list[str]:
-        """Return notes on tensors outside the models that one file has alone."""
+        """Return notes on tensors outside the models, in the file of A or B alone."""
         one, other = self.pair
         there = {*other.beside}
         notes = []
@@ -291,7 +291,7 @@ class _WholeComparison:
 
 
 def _of_padding(parts: list[Part]) -> list[str]:
-    """Return a note on the logits that one model has alone."""
+    """Return a note on padding logits of A or B alone."""
     counts = [part.found.steps.get("padding", 0) for part in parts]
     if not any(counts):
         return []

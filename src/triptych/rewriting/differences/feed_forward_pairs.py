@@ -234,7 +234,7 @@ def _take_over(own: LayerFindings, found: LayerFindings, where: str) -> None:
 
 
 def dtype_of(a: FeedForwardView, b: FeedForwardView, name: str) -> torch.dtype:
-    """Return the finer dtype of a tensor of two layers, of which one may lack it."""
+    """Return the finer dtype of a tensor of two layers; either layer may lack the tensor."""
     dtypes = [view.tensors[name].dtype for view in (a, b) if name in view.tensors]
     return finer(dtypes[0], dtypes[-1])
 
@@ -444,7 +444,7 @@ class _Units:
         factor = (fitting / sizes.clamp(min=_TINY))[:, None]
         same = excess(one.inner.times(factor), other.inner).amax(1) <= 1
         same &= excess(other.outer.times(factor), one.outer).amax(1) <= 1
-        # A factor near 1 does not count as a rewrite: it would take up single entries that differ.
+        # A factor near 1 does not count as a rewrite: it would absorb single differing entries.
         moved = (one.inner.numbers * (factor - 1)).square().sum(1)
         rounding = (one.inner.squares + other.inner.squares).sum(1)
         same &= open_units & (moved > CLEAR**2 * rounding)

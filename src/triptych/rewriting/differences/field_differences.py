@@ -83,7 +83,7 @@ def _are_equal(one: Any, other: Any, name: str) -> bool:
 
 
 def same_number(one: float | int, other: float | int) -> bool:
-    """Return True if two numbers are equal in single precision, in which some files store them."""
+    """Return True if two values are equal in single precision, as stored in some files."""
     return one == other or _in_single(one) == _in_single(other)
 
 

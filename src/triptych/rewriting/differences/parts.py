@@ -541,7 +541,7 @@ def _compare_tables(
 def _are_padded(one: Tensor, other: Tensor, found: LayerFindings, what: str) -> bool:
     """Return True if one table has at most padding besides the rows of the other.
 
-    Padding has zeros, or several equal rows: a single row with other numbers is that of a token.
+    Padding has zeros, or several equal rows: a single row with other values is that of a token.
     """
     if len(one) == len(other):
         return True
@@ -601,7 +601,7 @@ def _compare_outputs(
             )
             for own in tables
         ]
-        # What the values of A would give in B.
+        # Output rows of B with the stored values of A.
         kept = _output_rows(
             other._replace(weight=one.weight, bias=one.bias),
             start,

@@ -139,12 +139,12 @@ def is_same(one: Rounded, other: Rounded, rounded: Tensor | bool) -> bool:
 
 
 def left_alone(one: Tensor, other: Tensor, now: Rounded, kept: Rounded) -> Tensor:
-    """Return for each row of a map whether its stored values ignore a change of what they are multiplied by.
+    """Return for each row of a map whether its stored values ignore a change of norms or factors.
 
     `one`, `other`: stored values of A and B, `[..., rows, width]`. `now`: effective values of A, with norms
     and factors folded in. `kept`: effective values in B if A's values were stored there. Stored values of a
     row have to differ in most entries where these two differ by more than rounding. A change below the
-    rounding of a whole row counts as ignored, since nothing shows that it was folded.
+    rounding of a whole row counts as ignored, since folding it would not show.
     """
     moved = now.numbers != kept.numbers
     must = moved & ((now.numbers - kept.numbers).square() > kept.squares)

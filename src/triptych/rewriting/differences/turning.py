@@ -34,7 +34,7 @@ class Turn:
 
     Attributes:
         matrix: R, `[d_model, d_model]`.
-        axes: principal axes of the embeddings of A, a column each, `[d_model, d_model]`.
+        axes: principal axes of the embeddings of A as columns, `[d_model, d_model]`.
         errors: squares of the errors of the angle between each two axes, `[d_model, d_model]`.
     """
 
@@ -76,7 +76,7 @@ def find_turn(one: Tensor, other: Tensor) -> Turn | None:
     sizes, axes = torch.linalg.eigh(rows[0].numbers.mT @ rows[0].numbers)
     sizes = sizes.clamp(min=torch.finfo(torch.float64).tiny)
     mean = float((rows[0].squares + rows[1].squares).mean())
-    # Least squares of a rotation: the longer one of two axes holds both.
+    # Least squares of a rotation: the longer of two axes determines the angle.
     errors = mean / (sizes[:, None] + sizes)
     errors.fill_diagonal_(0)
     if float(errors.max()) > (_MOST_UNCERTAIN * torch.finfo(dtype).eps / 2) ** 2:

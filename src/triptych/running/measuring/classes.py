@@ -35,7 +35,7 @@ def labelled_texts(reader: Reader, text: Any, labels: Any) -> LabelledTexts:
     A labelled line has a label, a tab and a text; a line with a pair has a second tab and text.
     """
     require_classes(reader)
-    # Labels without a text are the file of both.
+    # Labels without a text are a file of labelled lines.
     if text is None:
         if not isinstance(labels, str | Path):
             raise UsageError(
@@ -101,7 +101,7 @@ def _label_number(reader: Reader, given: object, where: str) -> int:
 def labelled_windows(
     reader: Reader, given: LabelledTexts, special_tokens: SpecialTokens = "tokens"
 ) -> Windows:
-    """Return labelled texts as windows, one document per text."""
+    """Return a window for each labelled text; each text is a document."""
     texts = reader.encode(given.texts, special_tokens=special_tokens)
     windows = tuple(
         DocumentWindow(number, text, label)

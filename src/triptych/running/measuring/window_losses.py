@@ -1,7 +1,6 @@
 """Losses of a model on windows of texts, for predicted tokens or for classes of whole texts.
 
-A batch of windows computes its loss from the hidden states of a run, so that the same states can come from a
-model with a head left out.
+A batch of windows computes its loss from hidden states, so that a model with an ablated head can supply them.
 """
 
 from abc import ABC, abstractmethod

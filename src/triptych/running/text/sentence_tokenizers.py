@@ -304,7 +304,7 @@ class SentencePieceTokenizer(SentenceTokenizer):
                 f"{origin} is damaged or not a SentencePiece model: {error}"
             ) from None
         pieces = processor.id_to_piece([*range(len(processor))])
-        # A model may lack all special tokens but the unknown one.
+        # A model may lack all special tokens except the unknown token.
         special = [
             name if number < 0 else pieces[number]
             for name, number in (

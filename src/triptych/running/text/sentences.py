@@ -227,7 +227,7 @@ _NO_WIDTH = "\ufeff\u200b"
 
 
 def _space_before(chars: Iterable[str]) -> int:
-    """Count the characters before the first one that is no white space."""
+    """Count the leading characters of white space, characters without width included."""
     return next(
         i for i, char in enumerate(chars) if not (char.isspace() or char in _NO_WIDTH)
     )

@@ -54,7 +54,7 @@ _QWEN2_WORDS = (
 )
 _IN_BRACKETS = parts.around("cls_token", "$A", "sep_token")
 _IN_SENTENCE = parts.around("bos_token", "$A", "eos_token")
-# What follows for the second text of a pair.
+# Continuations of templates for the second text of a pair.
 _OF_TYPE_1 = parts.around("$B:1", "sep_token:1")
 _BETWEEN_SEPARATORS = parts.around("sep_token", "$B", "sep_token")
 _NEXT_SENTENCE = parts.around("eos_token", "$B", "eos_token")

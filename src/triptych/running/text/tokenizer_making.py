@@ -105,7 +105,7 @@ class TokenizerClass:
     tokens: Mapping[str, str]  # default named special tokens
     # special tokens around a text, with "$A" for the text; None for the post-processor of `tokenizer.json`
     around: Callable[[Making], Sequence[str]] | None = None
-    # what follows the template of a single text in that of a pair, with "$B" for the second text; None if the
+    # continuation of the template of a single text for a pair, with "$B" for the second text; None if the
     # second text directly follows the first. A token type after a colon, otherwise 0: "$B:1"
     second: Callable[[Making], Sequence[str]] | None = None
     keeps_surrounding: bool = (

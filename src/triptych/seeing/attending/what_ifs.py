@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-# The rewrite that makes W_Q W_Kᵀ of every head one matrix.
+# The rewrite to a single matrix W_Q W_Kᵀ for every head.
 FOLD = "fold(sides=['qk'], keep='folded')"
 # The calls of `Model` by name of a what-if, as format strings with the arguments of the what-if. `model` is
 # the model before the call.

@@ -1,4 +1,4 @@
-"""Rows of plain values as CSV, as Parquet (with `pyarrow`, in the extra `[parquet]`), and for pandas."""
+"""Rows of plain values for CSV files, Parquet files (with `pyarrow`, in the extra `[parquet]`) and pandas."""
 
 import csv
 import io

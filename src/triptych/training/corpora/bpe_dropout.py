@@ -1,8 +1,8 @@
 """BPE dropout: other pieces of the same words in each epoch.
 
 Byte-pair encoding merges the two neighbours with the best rank, again and again. With dropout, each possible
-merge is left out with probability p at each step. A model sees more pieces of rare words and learns the parts
-that words share. Source: Provilkov et al. 2020, arXiv 1910.13267, algorithm 1.
+merge is left out with probability p at each step. A model sees more pieces of rare words and learns parts
+shared by words. Source: Provilkov et al. 2020, arXiv 1910.13267, algorithm 1.
 """
 
 import json
@@ -88,7 +88,7 @@ def _either(
 
 @final
 class _Segmenter:
-    """Texts of one side as sequences of words, and the merges of the tokenizer."""
+    """Source or target texts as sequences of words, and the merges of the tokenizer."""
 
     def __init__(self, tokenizer: SentenceTokenizer, texts: Sequence[str]) -> None:
         record = json.loads(tokenizer.to_json())
@@ -103,7 +103,7 @@ class _Segmenter:
         inner = tokenizers.Tokenizer.from_str(tokenizer.to_json())
         vocab: dict[str, int] = record["model"]["vocab"]
         self._merges = _Merges(record["model"]["merges"], vocab, inner)
-        numbers: dict[str, int] = {}  # of each word
+        numbers: dict[str, int] = {}  # number of each word
         sentences = [
             [
                 numbers.setdefault(word, len(numbers))

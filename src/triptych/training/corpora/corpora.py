@@ -252,7 +252,7 @@ class ParallelCorpus:
         held = held or {min(order, key=lambda text: times[text])}
         is_held = [text in held for text in self.source]
         train = self.where([not out for out in is_held])
-        # Held-out pairs have no weights.
+        # Validation pairs are unweighted.
         return train, replace(self.where(is_held), weights=None)
 
 
@@ -261,7 +261,7 @@ def joined(
 ) -> ParallelCorpus:
     """Return the pairs of several corpora, with the weight of each corpus.
 
-    Line numbers continue from one corpus to the next.
+    Each corpus continues the line count of the corpus before.
     """
     numbers = list[int]()
     each = list[float]()

@@ -73,12 +73,12 @@ class TokenBatches:
     ) -> None:
         """Measure a corpus.
 
-        Sources end with `src_eos_id` if it is given. `of_epoch` returns the pieces of an epoch, if each epoch
-        has its own.
+        Sources end with `src_eos_id` if it is given. `of_epoch` returns the pieces of an epoch, if
+        pieces differ between epochs.
         """
         self._usual = _Measured(corpus)
-        # With pieces of each epoch, an index encodes the epoch and the pair. Two epochs are kept: batches are
-        # made ahead.
+        # An index encodes the epoch and the pair if pieces differ between epochs. Two epochs are kept:
+        # batches are made ahead.
         self._of_epoch = (
             None
             if of_epoch is None
@@ -221,9 +221,9 @@ def _drawn(
     weights: Float64[np.ndarray, "num_pairs"],
     generator: np.random.Generator,
 ) -> Int64[np.ndarray, "num_drawn"]:
-    """Draw the pairs of an epoch: the weight is the number of copies of a pair, a fraction is a probability.
+    """Draw the pairs of an epoch: the weight is the frequency of a pair, a fraction is a probability.
 
-    The n pairs of one weight w have w · n copies together, rounded up or down.
+    The n pairs of one weight w are drawn w · n times together, rounded up or down.
     """
     # Systematic sampling: a pair is read once for each whole number that the running sum of weights passes.
     order = shuffled[np.argsort(weights[shuffled], kind="stable")]

@@ -52,8 +52,8 @@ class TokenizerSpec(BaseModel):
     """Specification of the tokenizers.
 
     Attributes:
-        kind: "bpe", byte-pair encoding; "unigram", the unigram language model; for translators also
-            "sentencepiece", an existing model; for language models also "characters" of the training text,
+        kind: "bpe", byte-pair encoding; "unigram", the unigram language model; "sentencepiece", an
+            existing model (translators only); for language models also "characters" of the training text,
             and the 256 "bytes".
         vocab_size: most tokens per vocabulary, bytes and specials included; a small text yields fewer, and of
             characters the most frequent are kept. An existing model has its number of tokens.

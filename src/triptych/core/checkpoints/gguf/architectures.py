@@ -52,7 +52,7 @@ class Architecture(Spec):
     split_latents: bool = False
     # True if llama.cpp does not divide the logits of a tied table by a root
     unscaled_logits: bool = False
-    # difference between the model and llama.cpp's result, for files that are only read
+    # difference between the model and llama.cpp's result, if files are read but not written
     unlike: str = ""
 
     @property

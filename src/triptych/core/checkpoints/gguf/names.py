@@ -27,7 +27,7 @@ _PREFIXES = ("model.language_model.", "model.", "transformer.", "gpt_neox.")
 # `transformers` has a tensor for each expert; GGUF files stack the experts.
 _EXPERTS = re.compile(r"(?P<start>.*\bexperts)\.(?P<end>[^.]+)")
 _EXPERT = re.compile(r"(?P<start>.*\bexperts)\.(?P<expert>\d+)\.(?P<end>.+)")
-# Fields of family files whose words may be names of modules of other models.
+# Fields of family files; their words may be names of modules of other models.
 _NO_NAMES = ("stack", "kind")
 # The table lists this vector as the bias of a module.
 _CORRECTION = "e_score_correction_bias"
