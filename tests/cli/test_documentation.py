@@ -45,6 +45,7 @@ ON_TINY_SLOW = (
 ELSEWHERE = (
     *("../README", "index", "start/head"),  # tests/docs/test_first_screen.py
     "how-to/family",  # tests/docs/test_own_model.py
+    "how-to/classes",  # tests/face/test_classes.py
     *("how-to/lens", "how-to/in-torch", "how-to/fine-tune"),  # tests/docs/test_how_to_pages.py
     *("how-to/planning", "how-to/serving", "how-to/timing"),  # below
     *("reference/parameterisations", "tutorials/by-hand"),  # below

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import triptych
+from blocks import blocks_of, run_blocks
 from checkpoints.classifiers import classifier
 from face.tiny import write_checkpoint
 from small_checkpoints import byte_tokenizer, gpt2_that_runs
@@ -158,3 +159,14 @@ def test_labelled_texts_that_do_not_fit_are_refused(model: Any, folder: Path, tm
         classifier("Bert", tmp_path / said, **changes)
         with pytest.raises(UsageError, match=said):
             triptych.load(tmp_path / said).evaluate(TEXTS, labels=GIVEN)
+
+
+@pytest.mark.slow
+def test_the_page_of_classes_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    labels = {0: "contradiction", 1: "neutral", 2: "entailment"}
+    classifier("Bert", tmp_path / "MODEL", num_hidden_layers=4, id2label=labels)
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "classes.md"
+    (lines,) = [block.text for block in blocks_of(page) if "entailment\t" in block.text]
+    (tmp_path / "labels.tsv").write_text(lines, encoding="utf-8")
+    assert len([*run_blocks(page)]) == 8
