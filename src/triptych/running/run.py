@@ -429,6 +429,7 @@ def _compared_logits(
     run: Run, names: Sequence[str | int]
 ) -> tuple[Float[Tensor, " outputs"], list[int]]:
     """Return the logits of a run for a difference, and the numbers of the compared classes or tokens."""
+    # A model without labels predicts tokens.
     if run.labels is None:
         return run.logits[_predicting(run)], [_token(run, name) for name in names]
     if run.logits.ndim > 1:

@@ -257,6 +257,7 @@ class OnnxFile(TensorFile):
         if stored is None:
             return []
         info = self._info(stored)
+        # Sizes are int64 and few; larger constants are weights.
         if info.dtype != torch.int64 or prod(info.shape) > _MOST_SIZES:
             return []
         return [int(size) for size in self._numbers(stored).flatten()]
@@ -286,6 +287,7 @@ class OnnxFile(TensorFile):
             self._external(stored, info.num_bytes)
             return
         held = len(stored.raw_data)
+        # Values outside the raw bytes are in the field of their type.
         if not held:
             values = max(len(getattr(stored, field)) for field in _FIELDS)
             held = values * info.dtype.itemsize

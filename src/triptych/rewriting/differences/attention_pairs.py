@@ -469,6 +469,7 @@ class _Comparison:
         chains = [own.weights.chain(side) for own in self.pair]
         if len(chains[0]) != len(chains[1]):
             return True
+        # A rewrite changes two neighbouring maps: a single changed map is an edit.
         changed = 0
         for links in zip(*chains, strict=True):
             weights = [
@@ -627,6 +628,7 @@ class _Comparison:
             f"{counts[0]} heads of A and {counts[1]} of B add something to the output"
         )
         signatures = self._signatures()
+        # Heads with signatures of different widths cannot be matched.
         if signatures[0].shape[1] != signatures[1].shape[1] or not all(counts):
             self.found.has_other_sizes = True
             return

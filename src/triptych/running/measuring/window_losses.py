@@ -242,6 +242,7 @@ def _hidden(
     order = torch.randperm(
         len(ordinary), generator=torch.Generator().manual_seed(number)
     ).tolist()
+    # At least one token is masked, so that every window has a loss.
     chosen = {
         ordinary[i] for i in order[: max(1, round(MaskingSpec().share * len(ordinary)))]
     }

@@ -32,6 +32,7 @@ def roll_out(
     for weights in stack:
         mean = weights.double().mean(dim=0)
         mean = mean / mean.sum(dim=-1, keepdim=True)
+        # The identity is the residual connection, with the same weight as attention.
         mixed = (mean + torch.eye(len(mean), dtype=mean.dtype, device=mean.device)) / 2
         found.append(mixed @ found[-1] if found else mixed)
     return torch.stack(found).to(weights.dtype)

@@ -63,6 +63,7 @@ class BpeDropout:
             )
             for number, side in enumerate(self._sides)
         )
+        # Dropout leaves words in more pieces, so a pair can exceed the limit.
         longest = np.maximum(source.lengths, target.lengths)
         fits = longest <= max_tokens
         return replace(
@@ -223,6 +224,7 @@ class _Merges:
             return found
         following = np.minimum(places + 1, len(ids) - 1)
         is_pair = (owner[following] == owner[places]) & (following > places)
+        # A pair of symbols is encoded as a single integer, for a binary search among the merges.
         keys = ids[places] * self._size + ids[following]
         nearest = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
         is_merge = is_pair & (self._keys[nearest] == keys)

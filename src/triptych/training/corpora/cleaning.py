@@ -36,6 +36,7 @@ def filtered(text: ParallelCorpus, filters: Filters) -> tuple[ParallelCorpus, st
     Returns the remaining pairs, and a description of the dropped pairs; "" if no pair is dropped.
     """
     said = []
+    # A pair counts for the first filter to drop it: later filters test remaining pairs only.
     for reason, drops in _rules(filters):
         pairs = zip(text.source, text.target, strict=True)
         keep = [not drops(source, target) for source, target in pairs]

@@ -270,6 +270,7 @@ def joined(
         numbers += [before + number for number in corpus.line_numbers]
         each += [weight] * len(corpus)
         before += corpus.counts.lines_read
+    # Weights of 1 are left out: an epoch is then a plain shuffle.
     return replace(
         corpora[0],
         source=[*chain.from_iterable(corpus.source for corpus in corpora)],
