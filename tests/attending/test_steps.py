@@ -234,7 +234,7 @@ def test_places_are_spelled_as_everywhere_and_others_are_refused() -> None:
     for wrong, message in (
         (lambda: attention["1.2"], r"layer 1 could be encoder\.1, decoder\.1, cross\.1"),
         (lambda: one["1.4"], "layer 1 has no head 4"),
-        (lambda: one["x"], "has no layer x"),
+        (lambda: one["x"], '"x" is not a place in a model'),
         (lambda: one["cross.1"], r"has no layer cross\.1"),
         (lambda: one.steps(1, 0, query=99), "there is no token 99"),
     ):

@@ -40,7 +40,7 @@ def lens(
 
     Options:
         text: The text to read; - reads all of standard input.
-        token: The token of the logit, including its initial space: " mat".
+        token: The token of the logit, including its initial space: " three".
         against: The token whose logit is subtracted.
         position: The token at whose position the model predicts. Default: -1 (the last).
         top: Number of tokens after each block (default 3), or of parts of the logit (default 25).
@@ -48,8 +48,8 @@ def lens(
         as_json: Print one JSON object, with all parts.
 
     Examples:
-        triptych lens gpt2 "The cat sat on the"
-        triptych lens gpt2 "The cat sat on the" --token " mat" --against " dog"
+        triptych lens demo "Der Zug kommt um halb vier an."
+        triptych lens demo "Der Zug kommt um halb vier an." --position 9 --token " three" --against " four"
     """
     # Options without an effect are refused before the model is opened.
     given: str | list[int] | None = token_ids(ids)
