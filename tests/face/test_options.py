@@ -78,6 +78,7 @@ CASES = [
     *cases("edit", "gpt2", HALVED, together=True),
     *cases("evaluate", "marian", TWO, references=[OTHER, TEXT]),
     *cases("evaluate", "gpt2", TWO, labels=["a", "b"]),
+    *cases("evaluate", "gpt2", {}, text=TEXT),
     *cases("evaluate", "gpt2", TWO, context=8, stride=3, beam_size=2, alpha=0.1, stop="full", workers=2),
     *cases("evaluate", "marian", {**TWO, "references": [OTHER, TEXT]}, context=8, stride=3, beam_size=1),
     *cases("evaluate", "marian", {**TWO, "references": [OTHER, TEXT]}, alpha=float("nan")),

@@ -370,7 +370,7 @@ def test_a_table_of_pandas_has_a_row_per_head_and_its_absence_is_one_line(
 ) -> None:
     found = inspected(gpt2(tmp_path))
     with monkeypatch.context() as without:
-        without.setattr("triptych.seeing.inspection.record.is_installed", lambda name: False)
+        without.setattr("triptych.seeing.reports.rows.is_installed", lambda name: False)
         with pytest.raises(UsageError, match="needs pandas: pip install pandas"):
             found.to_pandas()
     pytest.importorskip("pandas")

@@ -44,15 +44,17 @@ class UnforeseenError(TriptychError):
 
 
 def flush_output() -> None:
-    """Write what is buffered for standard output."""
+    """Write what is buffered for standard output; a pipe without a reader, as after `| head`, is no error."""
     if sys.stdout is None:
         return
     try:
         sys.stdout.flush()
-    except OSError:
+    except OSError as error:
+        # Python tries again when it ends.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise
+        if not isinstance(error, BrokenPipeError):
+            raise
 
 
 def is_output_unread() -> bool:
