@@ -194,7 +194,13 @@ def shelf(small_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         runs.train(masked, here / name, LineDisplay())
     for name in ("runs/mine", "runs/teacher", "runs/a", "runs/b", "runs/c", "TRANSLATOR"):
         shutil.copytree(small_run, here / name)
-    for name, target in (("gpt2", "gpt2"), ("MODEL", "gpt2"), ("mine", "gpt2"), ("theirs", "llama-gqa")):
+    for name, target in (
+        ("gpt2", "gpt2"),
+        ("MODEL", "gpt2"),
+        ("mine", "gpt2"),
+        ("smollm2", "gpt2"),
+        ("theirs", "llama-gqa"),
+    ):
         (here / name).symlink_to(f"../shared/checkpoints/{target}")
     for name in ("path/to/checkpoint", "meta-llama/Llama-3.2-1B"):
         (here / name).symlink_to(models / "gpt2")
