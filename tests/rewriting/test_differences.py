@@ -19,6 +19,7 @@ from triptych.errors import TriptychError
 from triptych.model import load
 from triptych.rewriting.differences.comparing_models import compare
 from triptych.rewriting.differences.difference_records import Difference
+from triptych.rewriting.differences.matching import _one_by_one
 from triptych.rewriting.functions import (
     EXACT,
     DropKeyBias,
@@ -500,3 +501,23 @@ def is_known_gap(found: Difference) -> bool:
     settings = {setting.name for setting in found.settings}
     towers = all("changes no token's prediction" in reason for reason in found.reasons)
     return found.verdict == "near" and (settings == {"num_key_value_heads"} or towers)
+
+
+@pytest.mark.parametrize("digits", [0, 1, 6])
+def test_rows_are_matched_in_order_of_distance(digits: int) -> None:
+    generator = torch.Generator().manual_seed(digits)
+    for _ in range(20):
+        sizes = torch.randint(1, 20, (2,), generator=generator).tolist()
+        a, b = (torch.randn(size, 3, generator=generator).double().round(decimals=digits) for size in sizes)
+        distances = torch.cdist(a, b)
+        # Rounded rows have equal distances: equal indices come first, then the order of rows.
+        is_other = torch.arange(len(a))[:, None] != torch.arange(len(b))
+        order = (
+            (distances / distances.amax().clamp(min=1e-300) + 1e-9 * is_other).flatten().argsort(stable=True)
+        )
+        pairs = [divmod(pair, len(b)) for pair in order.tolist()]
+        partners = [-1] * len(a)
+        for own, other in pairs:
+            if partners[own] == -1 and other not in partners:
+                partners[own] = other
+        assert _one_by_one(a, b).partners == partners

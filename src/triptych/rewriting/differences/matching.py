@@ -88,20 +88,22 @@ def match(a: Tensor, b: Tensor) -> Match:
 def _one_by_one(a: Tensor, b: Tensor) -> Match:
     """Match the pairs of least distance first, where several rows share one nearest row."""
     distances = torch.cdist(a, b)
-    count = min(len(a), len(b))
     size = distances.amax().clamp(min=torch.finfo(torch.float64).tiny)
     # Among pairs of nearly equal distance, prefer equal indices.
     place = 1e-9 * (torch.arange(len(a))[:, None] != torch.arange(len(b))[None])
-    order = (distances / size + place).flatten().argsort(stable=True).tolist()
-    partners = [-1] * len(a)
-    found = [float("inf")] * len(a)
-    taken = set[int]()
-    for pair in order:
-        own, other = divmod(pair, len(b))
-        if partners[own] == -1 and other not in taken:
-            partners[own] = other
-            found[own] = float(distances[own, other])
-            taken.add(other)
-            if len(taken) == count:
-                break
-    return Match(partners, found)
+    left = distances / size + place
+    partners = torch.full((len(a),), -1)
+    found = torch.full((len(a),), float("inf"), dtype=distances.dtype)
+    rows, columns = torch.arange(len(a)), torch.arange(len(b))
+    while len(rows) and len(columns):
+        # Rows that are each other's nearest are paired in any order of distance: all of them at once.
+        nearest = left.argmin(dim=1)
+        is_mutual = left.argmin(dim=0)[nearest] == torch.arange(len(rows))
+        own, other = rows[is_mutual], columns[nearest[is_mutual]]
+        partners[own] = other
+        found[own] = distances[own, other]
+        is_free = torch.ones(len(columns), dtype=torch.bool)
+        is_free[nearest[is_mutual]] = False
+        rows, columns = rows[~is_mutual], columns[is_free]
+        left = left[~is_mutual][:, is_free]
+    return Match(partners.tolist(), found.tolist())
