@@ -395,9 +395,21 @@ class _Units:
         return self.config.activation == "relu"
 
     def _match(self, one: _Unit, other: _Unit) -> list[int]:
+        partners = [*range(len(one.inner.numbers))]
         if self._is_sparse:
-            return [*range(len(one.inner.numbers))]
-        return match(self._signature(one), self._signature(other)).partners
+            return partners
+        # Near units could change places by their signatures: what rounding explains in place stays there.
+        in_place = _explained(one.inner, other.inner)
+        in_place &= _explained(one.outer, other.outer)
+        if one.gate is not None and other.gate is not None:
+            in_place &= _explained(one.gate, other.gate)
+        rest = (~in_place).nonzero().flatten().tolist()
+        if rest:
+            left, right = _chosen(one, rest), _chosen(other, rest)
+            found = match(self._signature(left), self._signature(right)).partners
+            for own, partner in zip(rest, found, strict=True):
+                partners[own] = rest[partner] if partner >= 0 else -1
+        return partners
 
     @property
     def _is_sparse(self) -> bool:
