@@ -33,7 +33,8 @@ from triptych.running.opening.layer_calls import (
 )
 from triptych.running.opening.reader import Reader
 from triptych.running.opening.rerunning import begins_anywhere, run_from
-from triptych.running.text.given import Text, as_texts, refuse_file_name, require_ids
+from triptych.running.text.encoding import token_id
+from triptych.running.text.given import Text, as_texts, refuse_file_name
 
 
 @final
@@ -431,7 +432,8 @@ def _compared_logits(
     """Return the logits of a run for a difference, and the numbers of the compared classes or tokens."""
     # A model without labels predicts tokens.
     if run.labels is None:
-        return run.logits[_predicting(run)], [_token(run, name) for name in names]
+        tokenizer = run._reader.tokenizer
+        return run.logits[_predicting(run)], [token_id(tokenizer, one) for one in names]
     if run.logits.ndim > 1:
         raise UsageError(
             f"{run.model} has a head for each token: a difference of two classes is of whole texts"
@@ -463,20 +465,6 @@ def _predicting(run: Run) -> int:
             f"the text has {len(masked)} masks: a difference of logits of an encoder is at its only mask"
         )
     return masked[0]
-
-
-def _token(run: Run, given: str | int) -> int:
-    """Return the id of a token, given by its text or its id."""
-    # Special tokens around a text are not added: the text is a part of a longer text.
-    tokenizer = run._reader.tokenizer
-    ids = [given] if isinstance(given, int) else tokenizer.encode([given])[0]
-    if len(ids) != 1:
-        pieces = " ".join(tokenizer.pieces(ids))
-        raise UsageError(
-            f"{given!r} is {len(ids)} tokens ({pieces}): give one token, or its id"
-        )
-    require_ids(ids, run.logits.shape[-1], "the metric")
-    return ids[0]
 
 
 @torch.no_grad()

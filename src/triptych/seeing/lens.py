@@ -32,12 +32,11 @@ from triptych.literals import SpecialTokens
 from triptych.printable import shortened, table_html
 from triptych.running.opened_source import Opened
 from triptych.running.opening import LayerCall, Reader, Recording, TextIds
-from triptych.running.text import Tokenizer, as_texts, refuse_file_name
+from triptych.running.text import as_texts, refuse_file_name, token_id
 from triptych.seeing.reports.records import Table
 from triptych.seeing.reports.rows import data_frame
 
 PartKind = Literal["embedding", "head", "feed-forward", "input", "bias", "direction"]
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 # Parts of a repr, and rows of tables of parts.
 _SHOWN = 5
 _MOST_ROWS = 25
@@ -541,28 +540,6 @@ def _linear_head(model: LanguageModel, name: str) -> LanguageModelHead:
             "of what heads add; lens.logits(stage) works"
         )
     return head
-
-
-def token_id(tokenizer: Tokenizer, token: str | int) -> int:
-    """Return the id of a token given by its id, its readable form, or a text of one token."""
-    if isinstance(token, int):
-        if not 0 <= token < tokenizer.vocab_size:
-            raise UsageError(
-                f"there is no token {token}: ids are 0 to {tokenizer.vocab_size - 1:,}"
-            )
-        return token
-    # A readable form is unambiguous, unlike a text: SentencePiece encodes "mat" as "▁mat".
-    pieces = tokenizer.pieces(range(tokenizer.vocab_size))
-    wanted = token.replace(" ", _SPACE)
-    if wanted in pieces:
-        return pieces.index(wanted)
-    (ids,) = tokenizer.encode([token], parse_special=True)
-    if len(ids) != 1:
-        shown = ", ".join(repr(pieces[one]) for one in ids[:_SHOWN])
-        raise UsageError(
-            f"{token!r} is {len(ids)} tokens ({shown}): give one of them, or the id of a token"
-        )
-    return ids[0]
 
 
 @contextmanager

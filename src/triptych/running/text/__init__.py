@@ -14,6 +14,7 @@ from triptych.running.text.documents import require_documents as require_documen
 from triptych.running.text.documents import whole_documents as whole_documents
 from triptych.running.text.encoding import encode_inputs as encode_inputs
 from triptych.running.text.encoding import encode_texts as encode_texts
+from triptych.running.text.encoding import token_id as token_id
 from triptych.running.text.framed import Frame as Frame
 from triptych.running.text.framed import FramedTokenizer as FramedTokenizer
 from triptych.running.text.given import GivenText as GivenText

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from triptych.errors import UsageError
 from triptych.literals import SpecialTokens
 from triptych.running.text.given import (
     Text,
@@ -10,7 +11,10 @@ from triptych.running.text.given import (
     require_one,
     which_of,
 )
+from triptych.running.text.sentencepiece import SPACE_MARK
 from triptych.running.text.tokenizers import EncodedText, Tokenizer
+
+_MOST_SHOWN = 5  # pieces in a message
 
 
 def encode_texts(
@@ -72,3 +76,25 @@ def encode_inputs(
             )
             found.append(EncodedText([*map(int, text)]))
     return found
+
+
+def token_id(tokenizer: Tokenizer, token: str | int) -> int:
+    """Return the id of a token given by its id, its readable form, or a text of one token."""
+    if isinstance(token, int):
+        if not 0 <= token < tokenizer.vocab_size:
+            raise UsageError(
+                f"there is no token {token}: ids are 0 to {tokenizer.vocab_size - 1:,}"
+            )
+        return token
+    # A readable form is unambiguous, unlike a text: SentencePiece encodes "mat" as "▁mat".
+    pieces = tokenizer.pieces(range(tokenizer.vocab_size))
+    wanted = token.replace(" ", SPACE_MARK)
+    if wanted in pieces:
+        return pieces.index(wanted)
+    (ids,) = tokenizer.encode([token], parse_special=True)
+    if len(ids) != 1:
+        shown = ", ".join(repr(pieces[one]) for one in ids[:_MOST_SHOWN])
+        raise UsageError(
+            f"{token!r} is {len(ids)} tokens ({shown}): give one of them, or the id of a token"
+        )
+    return ids[0]
