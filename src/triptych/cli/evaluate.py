@@ -172,13 +172,7 @@ def _print_or_write(
         ]
         print_json(records[0] if len(records) == 1 else records)
     elif len(found) > 1:
-        table = (
-            _scores(models, found)
-            if translates
-            else _accuracies(models, found)
-            if isinstance(found[0], Classification)
-            else _likelihoods(models, found)
-        )
+        table = _table_of(models, found)
         console = Terminal()
         print_whole(table, console)
         if table.caption:
@@ -216,6 +210,15 @@ def _likelihoods(models: Sequence[str], found: Sequence[Likelihood]) -> Table:
     )
     caption = "\n".join(f"{model}: {reason}" for model, reason in reasons if reason)
     return Table("Likelihoods", columns, rows, caption=caption, numeric=(1, 2, 3, 4, 5))
+
+
+def _table_of(models: Sequence[str], found: Sequence[Any]) -> Table:
+    match found[0]:
+        case Evaluation():
+            return _scores(models, found)
+        case Classification():
+            return _accuracies(models, found)
+    return _likelihoods(models, found)
 
 
 def _accuracies(models: Sequence[str], found: Sequence[Classification]) -> Table:

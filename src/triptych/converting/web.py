@@ -374,7 +374,7 @@ class _Described:
         self, norm: HeadNorm, heads: int, width: int, name: str
     ) -> dict[str, Any]:
         if norm.over != "head" or norm.channels is not None or norm.turned:
-            raise _refused("a norm of other channels than those of one head", name)
+            raise _refused("a norm over several heads, or over some channels", name)
         found: dict[str, Any] = {"eps": norm.eps, "centred": norm.centred}
         for part, given in norm.tensors().items():
             value = norm.gain(torch.float32) if part == "weight" else given
@@ -620,14 +620,11 @@ def write_web(
         "web.html", title=name, answers=None, model=record, weights=weights, about=about
     )
     write_text(path, page)
-    text = ConversionCheck(
-        "loss on held-out sentences of the validation text",
-        held_out is not None,
-        note=why
-        if held_out is None
-        else f"{len(held_out['windows'])} parts on the page",
-    )
-    again = ConversionCheck(f"the file has {len(page.encode()) / 1e6:.1f} MB", True)
     kind = "encoder-decoder" if reader.translates else "language model"
-    folded = ("every head written as W_Q, W_K, W_V and W_O",)
-    return WrittenModel(kind, parameters, folded, (check, text, again))
+    of_loss = (
+        f"no held-out text for the loss ({why})"
+        if held_out is None
+        else f"{len(held_out['windows'])} parts of the validation text for the loss"
+    )
+    folded = ("every head written as W_Q, W_K, W_V and W_O", of_loss)
+    return WrittenModel(kind, parameters, folded, (check,))

@@ -483,7 +483,7 @@ def card(certificate: Certificate, folder: str = "path/to/this/folder") -> str:
 
 
 def former_card(certificate: Certificate) -> str:
-    """Return the section as versions before the outcome's line wrote it: older checkpoints still have it."""
+    """Return the section in the words of earlier versions, for checkpoints written by these."""
     found = card(certificate).replace(f"\n\n{_said_outcome(certificate)}", "", 1)
     for now, before in _FORMER_WORDS.items():
         found = found.replace(now, before, 1)

@@ -188,7 +188,7 @@ class AdapterEffects:
         found = self.decoded(count)
         if not found:
             return None
-        # Half as many tokens as `tokens` gives fit a line of a terminal.
+        # A line of a terminal has room for fewer tokens than `tokens` returns.
         rows = []
         for one in found:
             reads = "  ".join(map(_token, one["reads"][:_TOKENS_OF_A_CELL]))

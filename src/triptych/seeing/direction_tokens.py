@@ -99,7 +99,7 @@ class DirectionDecoder:
         return OutputTable(table.norm, tokens).logits(added).float()
 
     def names(self, products: Tensor | None, count: int) -> list[tuple[str, ...]]:
-        """Return the tokens of the largest products in each row; an empty tuple per row for None."""
+        """Return the tokens of the largest products in each row; an empty list for None."""
         if products is None:
             return []
         best = products.topk(min(count, products.shape[1]), dim=-1).indices

@@ -103,7 +103,7 @@ class Attribution:
                 return part.value
         raise UsageError(
             f"there is no part {name!r}: parts are embedding, heads such as "
-            f"{next(iter(self.heads), '0.0')}, and those of rows()"
+            f"{next(iter(self.heads), '0.0')}, and the names in rows()"
         )
 
     def top(self, count: int = 10) -> list[LogitPart]:
@@ -252,7 +252,7 @@ class Lens:
         if count < 1:
             raise UsageError(f"the {count} most probable tokens: at least 1 is needed")
         row = self._position(position)
-        # Rows of the output table past the vocabulary do not stand for tokens.
+        # Rows of the output table past the vocabulary are not tokens.
         size = self._reader.tokenizer.vocab_size
         found = []
         for stage, name in enumerate(self.stages):
@@ -512,7 +512,7 @@ def _written(
     weights = call.layer.weights()
     if any(link.norm is not None for link in weights.o):
         raise UsageError(
-            f"layer {name}: a norm stands between its heads and W_O, so that its output is no sum over heads"
+            f"layer {name}: its heads pass a norm before W_O, so that its output is no sum over heads"
         )
     # Of the whole layer only this query is computed.
     z = call.steps(row).z[0, :, 0].double()

@@ -367,10 +367,10 @@ class _Start:
         where = path if path.exists() else given
         languages = recipe.training.languages
         named = None if languages is None else Languages(*languages)
-        reader = open_translator(where, "cpu", named)
+        source = find_source(where)
+        reader = open_translator(source, "cpu", named)
         model = reader.encoder_decoder.float()
         if folder is not None or not has_config(model):
-            source = find_source(where)
             copied = CopiedCheckpoint.open(source, path, is_new=folder is None)
             return cls._copied(recipe, reader, copied.trainable(model), copied)
         config = find_config(model)

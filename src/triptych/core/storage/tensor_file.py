@@ -27,7 +27,7 @@ class TensorInfo:
 
 
 def is_possible_shape(shape: Sequence[int]) -> bool:
-    """Return True if a shape in a file can be that of a tensor."""
+    """Return True if a tensor can have a shape given in a file."""
     return len(shape) <= _MOST_DIMENSIONS and all(
         0 <= size <= _LONGEST_SIDE for size in shape
     )

@@ -164,7 +164,9 @@ def open_language_model(
 
 
 def open_translator(
-    source: str | Path, device: str = "auto", languages: Languages | None = None
+    source: str | Path | Source,
+    device: str = "auto",
+    languages: Languages | None = None,
 ) -> Reader:
     """Open a model with two stacks and a supported search; see `open_reader`."""
     found = find_source(source)

@@ -159,13 +159,15 @@ def write_attention_csv(texts: Sequence[Saved], path: Path) -> None:
 def weight_rows(saved: Saved) -> list[dict[str, object]]:
     """Return a record for every weight above 0, with the columns of the CSV file but `text`."""
     saved.require_moderate()
-    return [
-        dict(zip(CSV_COLUMNS[1:], (*place, *row), strict=True))
-        for part in saved.parts
-        for head in part.heads
-        for place in [(part.stack.kind, part.layer.number, head)]
-        for row in _looks(part, head, saved.top)
-    ]
+    found = []
+    for part in saved.parts:
+        for head in part.heads:
+            place = part.stack.kind, part.layer.number, head
+            found += [
+                dict(zip(CSV_COLUMNS[1:], (*place, *row), strict=True))
+                for row in _looks(part, head, saved.top)
+            ]
+    return found
 
 
 def _looks(

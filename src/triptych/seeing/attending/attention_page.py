@@ -80,10 +80,10 @@ class ViewedKind:
     layers: tuple[ViewedLayer, ...]  # non-empty
     # index of the first generated query token; None without generated tokens
     first_generated_query: int | None = None
-    first_generated_key: int | None = None  # likewise for key tokens
+    first_generated_key: int | None = None  # the same for key tokens
     # index of the first query token of a pair's second text; None for a single text
     second_query: int | None = None
-    second_key: int | None = None  # likewise for key tokens
+    second_key: int | None = None  # the same for key tokens
 
     @property
     def marked(self) -> tuple[int | None, int | None]:

@@ -1,4 +1,4 @@
-// Answers for the page, computed by `engine` from the model in this file: records as those of a server.
+// Answers for the page, computed by `engine` from the model in this file, in the records of a server.
 const MOST_KEYS = 32;
 const MOST_NEXT = 8;
 const OVERVIEW = 96; // rows and columns of a small map, at most

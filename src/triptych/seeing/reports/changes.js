@@ -71,7 +71,7 @@ const changes = (() => {
   const zero = (of) => matrix(of.rows, of.columns);
   const linear = (layer, what) => {
     const between = layer.rotary ? "the rotation of q and k by their positions" : layer.q_norm || layer.k_norm ? "a norm of q and k" : layer.additive ? "tanh" : "";
-    if (between) throw new Error(`${what}: ${between} stands between W_Q and W_K, which have no one product`);
+    if (between) throw new Error(`${what}: ${between} lies between W_Q and W_K, which have no one product`);
   };
   const whole = (text, most, call) => {
     if (!/^\d+$/.test(text) || text < 1 || text > most) throw new Error(`${call}: the rank is a number from 1 to ${most}`);

@@ -63,7 +63,7 @@ const engine = (() => {
   const each = (x, change) => matrix(x.rows, x.columns, x.data.map(change));
   const plus = (x, y) => each(x, (value, i) => value + y.data[i]);
 
-  // The rows of one matrix below those of another
+  // Two matrices, one below the other
   function below(upper, lower) {
     if (!upper) return lower;
     const out = matrix(upper.rows + lower.rows, upper.columns);

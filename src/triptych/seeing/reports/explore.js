@@ -152,7 +152,7 @@ class Explorer {
     this.later(turn);
   }
 
-  // Text and switches stand left of the matrix and their effect where there is room, and below them elsewhere.
+  // Text and switches are left of the matrix and their effect where there is room, and elsewhere below.
   arrange() {
     const root = document.querySelector("section.attention");
     const beside = root.querySelector(".beside");

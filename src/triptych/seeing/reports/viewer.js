@@ -450,7 +450,7 @@ class Viewer {
   window() {
     const rows = Math.min(WINDOW, this.kind.queries.length);
     const columns = Math.min(WINDOW, this.kind.keys.length);
-    // Where there is room, the lists stand beside the matrix.
+    // Where there is room, the lists are next to the matrix.
     const beside = this.root.clientWidth > 860 ? 340 : 0;
     return { top: this.top, left: this.left, rows, columns, cell: clamp(Math.floor(Math.min(560, this.root.clientWidth - MARGIN - 70 - beside) / Math.max(rows, columns, 1)), 11, 28) };
   }

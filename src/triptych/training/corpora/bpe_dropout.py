@@ -2,7 +2,8 @@
 
 Byte-pair encoding merges the two neighbours with the best rank, again and again. With dropout, each possible
 merge is left out with probability p at each step. A model sees more pieces of rare words and learns parts
-shared by words. Source: Provilkov et al. 2020, arXiv 1910.13267, algorithm 1.
+shared by words. The dropout of the tokenizers library has no seed, so that a resumed run would differ.
+Source: Provilkov et al. 2020, arXiv 1910.13267, algorithm 1.
 """
 
 import json

@@ -55,20 +55,16 @@ def filtered(text: ParallelCorpus, filters: Filters) -> tuple[ParallelCorpus, st
 
 def overlap(train: ParallelCorpus, valid: ParallelCorpus) -> tuple[int, int]:
     """Count the validation pairs whose source, and whose whole pair, is in the training text."""
-    pairs = {
-        *zip(
-            map(_comparable, train.source), map(_comparable, train.target), strict=True
-        )
-    }
+    pairs = {*_comparable_pairs(train)}
     sources = {source for source, _ in pairs}
-    judged = [
-        *zip(
-            map(_comparable, valid.source), map(_comparable, valid.target), strict=True
-        )
-    ]
-    return sum(source in sources for source, _ in judged), sum(
-        pair in pairs for pair in judged
-    )
+    judged = _comparable_pairs(valid)
+    same_source = sum(source in sources for source, _ in judged)
+    return same_source, sum(pair in pairs for pair in judged)
+
+
+def _comparable_pairs(text: ParallelCorpus) -> list[tuple[str, str]]:
+    sides = map(_comparable, text.source), map(_comparable, text.target)
+    return list(zip(*sides, strict=True))
 
 
 def _rules(filters: Filters) -> Iterator[tuple[str, _Drops]]:
