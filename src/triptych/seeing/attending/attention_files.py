@@ -159,7 +159,7 @@ def write_attention_csv(texts: Sequence[Saved], path: Path) -> None:
 def weight_rows(saved: Saved) -> list[dict[str, object]]:
     """Return a record for every weight above 0, with the columns of the CSV file but `text`."""
     saved.require_moderate()
-    found = []
+    found: list[dict[str, object]] = []
     for part in saved.parts:
         for head in part.heads:
             place = part.stack.kind, part.layer.number, head
