@@ -43,8 +43,8 @@ def _command(*words: str) -> Callable[[Options], Work]:
         folder = Path(request["work"])
         folder.mkdir(parents=True, exist_ok=True)
         names = {"model": request["folder"], "page": str(folder / "real.html")}
-        if any("{400}" in word for word in words):
-            names["400"] = _tokens(request, 400)
+        if any("{text}" in word for word in words):
+            names["text"] = _tokens(request, 400)
         if any("{60kB}" in word for word in words):
             names["60kB"] = str(folder / "60kB.txt")
             content = Path(request["text"]).read_bytes()[:60_000]
@@ -137,10 +137,10 @@ def _evaluate_with_transformers(context: int) -> Callable[[Options], Work]:
 
 _TASKS: dict[tuple[str, str], Callable[[Options], Work]] = {
     ("inspect", "triptych"): _command("inspect", "{model}"),
-    ("attend, 400 tokens", "triptych"): _command("attend", "{model}", "{400}"),
+    ("attend, 400 tokens", "triptych"): _command("attend", "{model}", "{text}"),
     ("attend, 400 tokens", "transformers"): _attend_with_transformers,
     ("one head's step page, 400 tokens", "triptych"): _command(
-        "attend", "{model}", "{400}", "--steps", "10.4:-1", "--html", "{page}", "--force"
+        "attend", "{model}", "{text}", "--steps", "10.4:-1", "--html", "{page}", "--force"
     ),
     ("explore: a click on a row", "triptych"): _click("row"),
     ("explore: a click on a head", "triptych"): _click("head"),
