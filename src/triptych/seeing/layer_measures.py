@@ -339,8 +339,9 @@ def _chunks(weights: AttentionWeights) -> Iterator[_Chunk]:
     }
     heads = weights.num_heads
     largest = max(chain[0].d_in * chain[-1].d_out for chain in chains.values())
-    count = max(1, _NUMBERS_AT_A_TIME // largest)
-    # Read as many heads as fit the memory limit, with their maps.
+    # Read as many heads as fit the memory limit, with their maps, and some on every thread.
+    for_each_thread = math.ceil(heads / torch.get_num_threads())
+    count = max(1, min(_NUMBERS_AT_A_TIME // largest, for_each_thread))
     for start in range(0, heads, count):
         read = {
             side: [

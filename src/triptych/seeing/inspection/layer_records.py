@@ -8,6 +8,7 @@ from typing import Literal, final
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from triptych.core.algebra.centring import centred, removed_directions
 from triptych.core.algebra.positions import DisentangledBias
@@ -322,10 +323,8 @@ def _pictures(
             name: [*_block_energies(W, _PICTURE_COLUMNS)]
             for name, W in (("q", q), ("k", k), ("v", v))
         },
-        "qk": [_energies_of_form(one, other) for one, other in zip(q, k, strict=True)],
-        "ov": [
-            _energies_of_form(one, other) for one, other in zip(v, o.mT, strict=True)
-        ],
+        "qk": [*_energies_of_forms(q, k)],
+        "ov": [*_energies_of_forms(v, o.mT)],
     }
     return {
         name: [_digits(one) for one in of_heads] for name, of_heads in energies.items()
@@ -341,22 +340,26 @@ def _block_energies(W: Tensor, columns: int) -> Tensor:
     )
 
 
-def _energies_of_form(q: Tensor, k: Tensor) -> Tensor:
-    """Compute mean squares of blocks of q kᵀ, by tr(qᵢᵀqᵢ kⱼᵀkⱼ) where this is cheaper."""
+def _energies_of_forms(q: Tensor, k: Tensor) -> Tensor:
+    """Compute mean squares of blocks of q kᵀ of each head, by tr(qᵢᵀqᵢ kⱼᵀkⱼ) where this is cheaper."""
     # Normalise first: squares of very large or small entries overflow or underflow float32.
-    q, k = (W / W.abs().max().clamp(min=torch.finfo(W.dtype).tiny) for W in (q, k))
-    if q.shape[1] ** 2 * _PICTURE_ROWS > len(q) * len(k):
-        return _block_energies(q @ k.mT, _PICTURE_ROWS)
-    one, other = (
-        torch.stack(
-            [
-                part.mT @ part / len(part)
-                for part in W.tensor_split(min(_PICTURE_ROWS, len(W)))
-            ]
-        )
-        for W in (q, k)
+    tiny = torch.finfo(q.dtype).tiny
+    q, k = (
+        W / W.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=tiny) for W in (q, k)
     )
-    return (one.flatten(1) @ other.flatten(1).mT).clamp(min=0)
+    if q.shape[-1] ** 2 * _PICTURE_ROWS > q.shape[-2] * k.shape[-2]:
+        return _block_energies(q @ k.mT, _PICTURE_ROWS)
+    one, other = (_products_of_blocks(W).flatten(2) for W in (q, k))
+    return (one @ other.mT).clamp(min=0)
+
+
+def _products_of_blocks(W: Tensor) -> Tensor:
+    """Compute the mean of wᵀw over the rows w of each block: `[heads, blocks, width, width]`."""
+    blocks = W.movedim(-2, 0).tensor_split(min(_PICTURE_ROWS, W.shape[-2]))
+    # Blocks may differ by a row: a row of zeros changes no sum.
+    padded = pad_sequence([*blocks], batch_first=True).permute(2, 0, 1, 3).contiguous()
+    lengths = torch.tensor([len(block) for block in blocks])
+    return padded.mT @ padded / lengths[:, None, None]
 
 
 @cache
