@@ -23,6 +23,8 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Literal
 
+sys.path[0] = str(Path(__file__).parents[1])  # as a script this folder would be there
+
 SHARED = Path("../shared")
 MARIAN = SHARED / "checkpoints" / "marian-multi30k"
 LINES = 200
