@@ -89,10 +89,14 @@ def gpt2_that_runs(folder: Path, layers: int = LAYERS, positions: int = 64) -> P
     size = byte_tokenizer(folder)
     sizes = {"n_embd": D, "n_head": HEADS, "n_layer": layers, "n_positions": positions}
     config = transformers.GPT2Config(vocab_size=size, **sizes)
-    model = transformers.GPT2LMHeadModel(config)
+    return save_changed(transformers.GPT2LMHeadModel(config), folder)
+
+
+def save_changed(model: Any, folder: Path, share: float = 0.2) -> Path:
+    """Save a model with random numbers added: what begins as 0 or 1 would hide what is done with it."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+            parameter.add_(share * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return folder
 

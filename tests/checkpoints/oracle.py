@@ -1,7 +1,6 @@
 """Tiny models of `transformers` in float64 and ours of the same files, for the tests of models that run."""
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from edited import set_fields, set_tensors
+from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.core.checkpoints.family import family_of
 from triptych.core.checkpoints.fields import not_understood_of_model
 from triptych.core.storage.settings import Settings
@@ -30,9 +30,8 @@ def in_float64() -> Iterator[None]:
     before = torch.get_default_dtype()
     with pytest.MonkeyPatch.context() as patch:
         for name, module in [*sys.modules.items()]:
-            if name.startswith(("transformers.models.", "transformers.modeling_")) and "torch" in vars(
-                module
-            ):
+            of_models = name.startswith(("transformers.models.", "transformers.modeling_"))
+            if of_models and "torch" in vars(module):
                 patch.setattr(module, "torch", _Wide())
         patch.setattr(Tensor, "float", Tensor.double)
         torch.set_default_dtype(torch.float64)
@@ -72,12 +71,14 @@ def has_experts(config: Any) -> bool:
 
 def changed(folder: Path, tensors: dict[str, Any], fields: dict[str, Any] | None = None) -> None:
     """Change a checkpoint; None takes a tensor out."""
-    path = folder / "model.safetensors"
-    held = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    kept = {name: tensor for name, tensor in {**held, **tensors}.items() if tensor is not None}
-    save_file(kept, path)
-    config = folder / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **(fields or {})}))
+    set_tensors(folder, tensors)
+    set_fields(folder / "config.json", **(fields or {}))
+
+
+def opened(folder: Path, **options: Any) -> Checkpoint:
+    checkpoint = open_checkpoint(folder, **options)
+    assert isinstance(checkpoint, Checkpoint)
+    return checkpoint
 
 
 def fields_not_understood(config: Any) -> list[str]:

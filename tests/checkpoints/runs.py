@@ -1,6 +1,6 @@
 """Every model that is run: a tiny one of `transformers` in float64, and ours of its files."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +17,7 @@ from triptych.core.checkpoints.specs import ModelSpec
 from triptych.core.checkpoints.stored_models import load_encoder_decoder, load_language_model
 from triptych.core.models import EncoderDecoder, LanguageModel
 from triptych.core.storage.settings import Settings
+from triptych.running.opening import LayerCall
 
 transformers = pytest.importorskip("transformers")
 
@@ -253,6 +254,15 @@ def theirs(model: Any, *ids: Tensor, **given: Any) -> Any:
         given = {"attention_mask": there, "decoder_input_ids": ids[1], "use_cache": False, **given}
     with in_float64(), torch.no_grad():
         return model(input_ids=ids[0], **given)
+
+
+def attention_weights(calls: Sequence[LayerCall], found: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """The attention weights of every layer, ours and those of `transformers`."""
+    halves = ("encoder", "decoder", "cross")
+    layers = found.get("attentions") or [layer for half in halves for layer in found[f"{half}_attentions"]]
+    assert len(calls) == len(layers)
+    for call, layer in zip(sorted(calls, key=lambda call: halves.index(call.kind)), layers, strict=True):
+        yield call.queries_and_keys().weights(), layer
 
 
 def outputs(found: Any) -> Tensor:

@@ -1,6 +1,5 @@
 """Adapters of PEFT are opened with their base, and merged as PEFT merges them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoints.runs import some
+from edited import set_fields
 from hub_server import in_place_of_the_hub
 from triptych import TriptychError, load, verify
 from triptych.errors import ConfigurationWarning
@@ -33,15 +33,9 @@ def gpt2() -> Any:
 
 
 def llama(*, tied: bool = False) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=30,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=tied,
-    )
+    sizes = {"vocab_size": 30, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = transformers.LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)
     return transformers.LlamaForCausalLM(config)
 
 
@@ -86,21 +80,17 @@ def refusal(base: Path | str, **options: Any) -> str:
 
 
 def change(adapter: Path, **settings: Any) -> None:
-    record = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps({**record, **settings}))
+    set_fields(adapter / "adapter_config.json", **settings)
 
 
+TURNED = {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+ONE_TURNED = {"target_modules": ["c_attn"], "fan_in_fan_out": True}
+Q_PROJ = {"target_modules": ["q_proj"]}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "turned maps": (gpt2, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
-    "turned maps, DoRA": (
-        gpt2,
-        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True, "use_dora": True},
-    ),
-    "biases, a norm": (
-        gpt2,
-        {"target_modules": ["c_attn"], "fan_in_fan_out": True, "bias": "all", "modules_to_save": ["ln_f"]},
-    ),
-    "a bias of B": (gpt2, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "lora_bias": True}),
+    "turned maps": (gpt2, TURNED),
+    "turned maps, DoRA": (gpt2, {**TURNED, "use_dora": True}),
+    "biases, a norm": (gpt2, {**ONE_TURNED, "bias": "all", "modules_to_save": ["ln_f"]}),
+    "a bias of B": (gpt2, {**ONE_TURNED, "lora_bias": True}),
     "a tied embedding": (gpt2, {"target_modules": ["wte"]}),
     "rsLoRA": (llama, {"target_modules": "all-linear", "use_rslora": True}),
     "patterns": (
@@ -113,15 +103,9 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "DoRA": (llama, {"target_modules": ["q_proj", "o_proj"], "use_dora": True}),
     "a tied head": (tied_llama, {"target_modules": ["q_proj", "lm_head"]}),
-    "an embedding and a head, saved": (
-        llama,
-        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
-    ),
-    "a tied head, saved": (tied_llama, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
-    "a tied embedding, saved": (
-        tied_llama,
-        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
-    ),
+    "an embedding and a head, saved": (llama, {**Q_PROJ, "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "a tied head, saved": (tied_llama, {**Q_PROJ, "modules_to_save": ["lm_head"]}),
+    "a tied embedding, saved": (tied_llama, {**Q_PROJ, "modules_to_save": ["embed_tokens"]}),
 }
 
 
@@ -169,9 +153,8 @@ def test_a_rewritten_model_with_an_adapter_is_verified_against_the_merged_one(tm
     model.rewrite("drop_key_bias").save(tmp_path / "rewritten")
     model.save(tmp_path / "merged")
     alone = verify(tmp_path / "rewritten")
-    assert any(
-        "the merged model, which load(base, adapter=…).save(FOLDER) writes" in claim.found for claim in alone
-    )
+    merged = "the merged model, which load(base, adapter=…).save(FOLDER) writes"
+    assert any(merged in claim.found for claim in alone)
     claims = verify(tmp_path / "rewritten", against=tmp_path / "merged")
     assert all(claim.held is not False for claim in claims)
     assert sum(claim.held is True for claim in claims) > sum(claim.held is True for claim in alone)
@@ -254,19 +237,16 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     gpt2().save_pretrained(tmp_path / "gpt2")
     assert "has no tensor of that name" in refusal(tmp_path / "gpt2", adapter=adapter)
     tensors = load_file(adapter / "adapter_model.safetensors")
-    save_file(
-        {name: tensor.mT.contiguous() for name, tensor in tensors.items()},
-        adapter / "adapter_model.safetensors",
-    )
+    turned = {name: tensor.mT.contiguous() for name, tensor in tensors.items()}
+    save_file(turned, adapter / "adapter_model.safetensors")
     assert "it is an adapter of another model" in refusal(tmp_path / "base", adapter=adapter)
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     adapter = adapt(tmp_path, llama(), target_modules=["q_proj"])
     assert "there is no such folder" in refusal(tmp_path / "base", adapter=tmp_path / "none")
-    assert "no adapter_config.json; the folders of adapters in it are" in refusal(
-        tmp_path / "base", adapter=tmp_path
-    )
+    said = refusal(tmp_path / "base", adapter=tmp_path)
+    assert "no adapter_config.json; the folders of adapters in it are" in said
     change(adapter, base_model_name_or_path=str(tmp_path / "gone"))
     assert "gone, which its adapter_config.json names: " in refusal(adapter)
     change(adapter, base_model_name_or_path=None)
@@ -332,14 +312,9 @@ def test_the_effects_of_an_adapter_are_the_changes_of_the_forms_of_each_head(
     # One direction of queries, and of keys where they are adapted, too: no rounding of bfloat16 adds a rank.
     assert {row["qk_rank"] for row in effects.rows()} == ({2} if make is gpt2 else {1})
     before = load(tmp_path / "base", dtype="float32")[1, 1]
-    for form, old, new in (
-        (
-            "qk",
-            before.W_Q.float() @ before.W_K.float().mT,
-            opened[1, 1].W_Q.float() @ opened[1, 1].W_K.float().mT,
-        ),
-        ("ov", before.W_V.float() @ before.W_O.float(), opened[1, 1].W_V.float() @ opened[1, 1].W_O.float()),
-    ):
+    qk = [head.W_Q.float() @ head.W_K.float().mT for head in (before, opened[1, 1])]
+    ov = [head.W_V.float() @ head.W_O.float() for head in (before, opened[1, 1])]
+    for form, (old, new) in (("qk", qk), ("ov", ov)):
         row = effects.rows()[3]
         assert row[f"{form}_norm"] == pytest.approx(float((new - old).norm()), rel=tolerance)
         assert row[f"{form}_ratio"] == pytest.approx(row[f"{form}_norm"] / float(old.norm()), rel=tolerance)

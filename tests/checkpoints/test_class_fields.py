@@ -14,6 +14,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from checkpoints import class_fields as made  # noqa: E402
+from checkpoints.runs import some  # noqa: E402
 from checkpoints.tiny_models import TINY  # noqa: E402
 from triptych.core.checkpoints.class_fields import is_known, known_keys  # noqa: E402
 from triptych.core.storage.settings import Settings  # noqa: E402
@@ -81,10 +82,7 @@ def reads(record: set[tuple[str, str]]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in READS_IN_EVERY_RUN else pytest.mark.slow) for name in TINY],
-)
+@pytest.mark.parametrize("name", some(TINY, READS_IN_EVERY_RUN))
 def test_all_that_a_model_reads_of_its_configuration_is_known(name: str, tmp_path: Path) -> None:
     found = set[tuple[str, str]]()
     configuration = TINY[name].configured()

@@ -3,7 +3,6 @@
 import copy
 import importlib
 import inspect
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,8 @@ import torch
 
 from checkpoints.test_families import TOLERANCE, furthest_of_layers
 from checkpoints.tiny_models import TINY
+from edited import set_fields
+from small_checkpoints import save_changed
 from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.errors import DataError
 
@@ -35,16 +36,11 @@ def classes_of(name: str) -> list[tuple[type[Any], Any]]:
     tiny = TINY[name]
     own = tiny.config
     config = own(**tiny.settings)
-    configs = {own: config}
-    configs |= {
-        type(part): part for part in vars(config).values() if isinstance(part, transformers.PreTrainedConfig)
-    }
+    parts = [part for part in vars(config).values() if isinstance(part, transformers.PreTrainedConfig)]
+    configs = {own: config, **{type(part): part for part in parts}}
     module = importlib.import_module(own.__module__.replace("configuration_", "modeling_"))
-    found = [
-        thing
-        for thing in vars(module).values()
-        if inspect.isclass(thing) and thing.__module__ == module.__name__
-    ]
+    classes = [thing for thing in vars(module).values() if inspect.isclass(thing)]
+    found = [thing for thing in classes if thing.__module__ == module.__name__]
     models = [thing for thing in found if issubclass(thing, transformers.PreTrainedModel)]
     models = [m for m in models if "PreTrained" not in m.__name__ and "Pretrained" not in m.__name__]
     return [(m, configs[m.config_class or own]) for m in models if (m.config_class or own) in configs]
@@ -75,14 +71,10 @@ def save_half(name: str, half: str, folder: Path) -> Any:
     config = TINY[name].configured()
     whole = getattr(transformers, TINY[name].model)(config)
     saved = getattr(getattr(whole, whole.base_model_prefix, whole), half)
-    with torch.no_grad():
-        for parameter in saved.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    saved.save_pretrained(folder)
+    save_changed(saved, folder, 0.1)
     kept = type(saved).from_pretrained(folder, attn_implementation="eager").double().eval()
-    assert all(
-        torch.equal(kept.state_dict()[key], value.double()) for key, value in saved.state_dict().items()
-    )
+    held = kept.state_dict()
+    assert all(torch.equal(held[key], value.double()) for key, value in saved.state_dict().items())
     return kept
 
 
@@ -118,8 +110,7 @@ def test_half_of_a_model_saved_alone_is_read_as_that_half(name: str, half: str, 
 
 def test_half_of_a_model_that_says_it_is_the_other_half_is_refused(tmp_path: Path) -> None:
     save_half("bart", "encoder", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["BartDecoder"]}))
+    set_fields(tmp_path / "config.json", architectures=["BartDecoder"])
     with pytest.raises(DataError, match="are of the encoder of BART, and architectures says BartDecoder"):
         open_checkpoint(tmp_path)
 

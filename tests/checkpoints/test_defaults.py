@@ -13,6 +13,7 @@ from torch import Tensor
 
 from checkpoints.test_families import made
 from checkpoints.tiny_models import TINY
+from edited import drop_fields
 from triptych.core.checkpoints import checkpoint as opening
 from triptych.core.checkpoints import reading
 from triptych.core.checkpoints import stored_positions as positions
@@ -45,10 +46,8 @@ def read(record: dict[str, Any], family: Family, tensors: Tensors) -> Any:
         layers = [found.read(site) for site in found.sites]
     except DataError:
         return None
-    turning = {
-        layer.site: found.longest_text(layer.site) for layer in layers if layer.weights.semantics.rotary
-    }
-    return plain(tuple(layers)), turning
+    turning = [layer.site for layer in layers if layer.weights.semantics.rotary]
+    return plain(tuple(layers)), {site: found.longest_text(site) for site in turning}
 
 
 def paths(record: dict[str, Any], words: set[str]) -> Iterator[tuple[str, ...]]:
@@ -123,9 +122,7 @@ def test_a_scheme_by_an_older_name_is_read_as_the_class_has_it(tmp_path: Path) -
 def test_windows_begin_at_a_layer(tmp_path: Path) -> None:
     settings = dict(TINY["qwen2"].settings) | {"sliding_window": 4, "use_sliding_window": True}
     settings |= {"max_window_layers": 1, "model_type": "qwen2"}
-    transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**TINY["qwen2"].settings)).save_pretrained(
-        tmp_path
-    )
+    made("qwen2", tmp_path)
     family = family_of("qwen2")
     assert family is not None
     found = Checkpoint("tiny", family, Settings(settings, "config.json"), open_tensors(tmp_path))
@@ -134,8 +131,6 @@ def test_windows_begin_at_a_layer(tmp_path: Path) -> None:
 
 def test_lists_that_nothing_else_tells_must_be_there(tmp_path: Path) -> None:
     made("gpt_neo", tmp_path)
-    record = json.loads((tmp_path / "config.json").read_text())
-    del record["attention_layers"]
-    (tmp_path / "config.json").write_text(json.dumps(record))
+    drop_fields(tmp_path / "config.json", "attention_layers")
     with pytest.raises(DataError, match="attention_layers is missing"):
         opening.open_checkpoint(tmp_path)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from checkpoints.oracle import has_experts
+from checkpoints.oracle import has_experts, opened
 from checkpoints.tiny_models import TINY, Tiny, most
 from triptych.core.algebra.cost import writing_cost
 from triptych.core.algebra.function import run_layer
 from triptych.core.algebra.weights import SIDES
 from triptych.core.attention import MultiHeadAttention
-from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.checkpoints.checkpoint import Checkpoint
 from triptych.core.checkpoints.family import families, family_of
 from triptych.core.checkpoints.reading import LayerReader
 from triptych.core.checkpoints.stored_layers import Site
@@ -232,8 +232,7 @@ def test_the_output_of_every_attention_layer_is_the_models_own(
     name: str, folder_of: Callable[[str], Path]
 ) -> None:
     model = made(name, folder_of(name))
-    checkpoint = open_checkpoint(folder_of(name))
-    assert isinstance(checkpoint, Checkpoint)
+    checkpoint = opened(folder_of(name))
     apart = furthest_of_layers(model, checkpoint)
     assert {site: far for site, far in apart.items() if not far < TOLERANCE} == {}
     unheard = {site.stack for site in checkpoint.sites if site not in apart}
@@ -247,8 +246,7 @@ def test_what_is_read_of_a_layer_is_written_as_it_was_to_the_bit(
 ) -> None:
     if not any(folder_of(name).iterdir()):
         made(name, folder_of(name))
-    checkpoint = open_checkpoint(folder_of(name))
-    assert isinstance(checkpoint, Checkpoint)
+    checkpoint = opened(folder_of(name))
     for site in checkpoint.sites:
         stored = LayerReader(checkpoint.place(site), checkpoint.tensors).map
         ours = stored.read(lambda name, shape: checkpoint.tensors.read(name))
@@ -267,8 +265,7 @@ def test_the_map_of_one_head_is_that_of_its_layer_and_an_outline_has_its_shapes(
 ) -> None:
     if not any(folder_of(name).iterdir()):
         made(name, folder_of(name))
-    checkpoint = open_checkpoint(folder_of(name), mapped=True)
-    assert isinstance(checkpoint, Checkpoint)
+    checkpoint = opened(folder_of(name), mapped=True)
     for site in checkpoint.sites:
         layer, outline = checkpoint.read(site), checkpoint.outline(site)
         weights = layer.weights
@@ -299,8 +296,7 @@ def test_layers_that_share_their_weights_come_as_the_model_uses_them(tmp_path: P
         if name.endswith(".attention"):
             module.register_forward_hook(lambda *_, name=name: used.append(name))
     model(torch.tensor([[5, 6, 7]]))
-    checkpoint = open_checkpoint(tmp_path)
-    assert isinstance(checkpoint, Checkpoint)
+    checkpoint = opened(tmp_path)
     assert [place.site.module for place in checkpoint.layers] == used
     assert [place.number for place in checkpoint.layers] == [*range(14)]
     assert [site.numbers for site in checkpoint.sites][:2] == [(0, 2, 4), (1, 3, 5)]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from checkpoints.oracle import has_experts
+from checkpoints.oracle import has_experts, opened
 from checkpoints.test_families import TOLERANCE, furthest_of_layers, made
 from checkpoints.tiny_models import TINY
-from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.checkpoints.checkpoint import open_checkpoint
 from triptych.core.checkpoints.family import families
 from triptych.core.checkpoints.fields import fields_read, of_attention, overlooked
 from triptych.errors import ConfigurationWarning, DataError
@@ -48,8 +48,7 @@ def furthest(name: str, folder: Path, fields: dict[str, Any]) -> tuple[float, li
         pytest.skip(f"transformers does not load it: {str(error)[:80]}")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        checkpoint = open_checkpoint(folder)
-    assert isinstance(checkpoint, Checkpoint)
+        checkpoint = opened(folder)
     try:
         apart = furthest_of_layers(model, checkpoint)
     except (AttributeError, TypeError) as error:

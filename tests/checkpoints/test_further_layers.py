@@ -8,11 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints.oracle import apart, changed
+from checkpoints.oracle import apart, changed, opened
 from checkpoints.runs import made, some_ids, theirs
 from small_checkpoints import with_words
 from triptych import UsageError, load
-from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.core.checkpoints.stored_models import changed_tensors, load_language_model
 from triptych.errors import ConfigurationWarning
 from triptych.rewriting.verification import verify
@@ -60,8 +59,7 @@ def test_those_under_the_next_numbers_are_read_and_not_run(name: str, tmp_path: 
     other, ids = with_further_layer(name, tmp_path), some_ids()
     model = load_language_model(tmp_path)
     assert apart(model(ids).logits, theirs(other, ids).logits) < 1e-10
-    source = open_checkpoint(tmp_path)
-    assert isinstance(source, Checkpoint)
+    source = opened(tmp_path)
     assert len(source.sites) == len(model.blocks) + 1
     for parameter in model.parameters():
         parameter.mul_(1.5)

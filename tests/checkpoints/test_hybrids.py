@@ -1,6 +1,5 @@
 """Models of which some layers are attention: which those are, their weights, and what rewrites may do."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 import triptych
+from checkpoints.oracle import opened as open_any
 from checkpoints.test_families import TOLERANCE, furthest_of_layers, in_batch, inputs, made, overheard
+from edited import drop_fields, set_fields
 from triptych.core.algebra.function import channels, probabilities, run_layer
 from triptych.core.algebra.weights import Link
-from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from triptych.core.checkpoints.checkpoint import Checkpoint
 from triptych.core.checkpoints.stored_models import load_language_model
 from triptych.errors import DataError, TriptychError
 
@@ -21,18 +22,16 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 DELTA_NETS = "layer 3 of 4 is attention; the rest are gated delta nets, which are not"
+BLOCKS = ["mamba", "attention", "mamba"]
 MAMBA_2 = "layer 1 of 3 is attention; the rest are Mamba-2 mixers, which are not"
 FEED_FORWARD = "layer 1 of 4 is attention; the rest are Mamba-2 mixers and feed-forward layers, which are not"
 
 
 def opened(folder: Path, **fields: Any) -> Checkpoint:
     """A checkpoint with other fields in its configuration; None takes one out."""
-    record = {**json.loads((folder / "config.json").read_text()), **fields}
-    record = {name: value for name, value in record.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(record))
-    checkpoint = open_checkpoint(folder)
-    assert isinstance(checkpoint, Checkpoint)
-    return checkpoint
+    set_fields(folder / "config.json", **fields)
+    drop_fields(folder / "config.json", *(name for name, value in fields.items() if value is None))
+    return open_any(folder)
 
 
 @pytest.mark.parametrize(
@@ -41,11 +40,7 @@ def opened(folder: Path, **fields: Any) -> Checkpoint:
         ("qwen3_next", {}, DELTA_NETS),
         ("qwen3_next", {"layer_types": None}, DELTA_NETS),  # every fourth, if nothing is said
         ("granitemoehybrid", {}, MAMBA_2),
-        (
-            "granitemoehybrid",
-            {"layer_types": None, "layers_block_type": ["mamba", "attention", "mamba"]},
-            MAMBA_2,
-        ),
+        ("granitemoehybrid", {"layer_types": None, "layers_block_type": BLOCKS}, MAMBA_2),
         ("lfm2", {"layer_types": None}, "layer 1 of 3 is attention; the rest are short convolutions"),
         ("jamba", {}, "layer 1 of 4 is attention; the rest are Mamba mixers"),
         ("bamba", {}, "layer 1 of 2 is attention; the rest are Mamba-2 mixers"),
@@ -60,10 +55,8 @@ def test_layers_that_are_no_attention_are_named(
     checkpoint = opened(tmp_path, **fields)
     assert checkpoint.others.startswith(said)
     (number,) = (site.layer for site in checkpoint.sites)
-    assert (
-        triptych.load(tmp_path)[number, 3].W_Q.shape[0]
-        == checkpoint.read(checkpoint.sites[0]).weights.d_model
-    )
+    d_model = checkpoint.read(checkpoint.sites[0]).weights.d_model
+    assert triptych.load(tmp_path)[number, 3].W_Q.shape[0] == d_model
     with pytest.raises(DataError, match=said) as raised:
         load_language_model(tmp_path)
     assert "\n" not in str(raised.value)

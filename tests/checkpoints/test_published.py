@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from edited import edited_json, edited_tensors
 from small_checkpoints import HEADS, WIDTH, D, llama, read_all
 from triptych.core.checkpoints.checkpoint import open_checkpoint
 from triptych.errors import ConfigurationWarning, DataError
@@ -19,11 +20,8 @@ Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
 
 def changed(folder: Path, change: Change) -> Path:
     """A checkpoint with something done to its tensors and its configuration."""
-    tensors = load_file(folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    change(tensors, config)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    with edited_tensors(folder) as tensors, edited_json(folder / "config.json") as config:
+        change(tensors, config)
     return folder
 
 
@@ -42,11 +40,8 @@ def bart(folder: Path) -> Path:
                 at = f"model.{stack}.layers.0.{kind}.{side}"
                 tensors[f"{at}.weight"], tensors[f"{at}.bias"] = torch.randn(D, D), torch.randn(D)
     config: dict[str, Any] = {"model_type": "bart", "d_model": D}
-    config |= {
-        f"{stack}_{what}": n
-        for stack in ("encoder", "decoder")
-        for what, n in (("layers", 1), ("attention_heads", HEADS))
-    }
+    for stack in ("encoder", "decoder"):
+        config |= {f"{stack}_layers": 1, f"{stack}_attention_heads": HEADS}
     return written(folder, tensors, config)
 
 
@@ -87,20 +82,12 @@ def test_float8_with_norms_in_bfloat16_is_read_and_without_scales_refused(tmp_pa
 
 
 def test_a_t5_may_hold_a_table_that_nothing_reads(tmp_path: Path) -> None:
-    tensors = {
-        f"{stack}.block.0.layer.{place}.{kind}.{side}.weight": torch.randn(D, D)
-        for stack, place, kind in (
-            ("encoder", 0, "SelfAttention"),
-            ("decoder", 0, "SelfAttention"),
-            ("decoder", 1, "EncDecAttention"),
-        )
-        for side in "qkvo"
-    }
+    tensors = {}
     for at in (
-        "encoder.block.0.layer.0.SelfAttention",
-        "decoder.block.0.layer.0.SelfAttention",
+        *("encoder.block.0.layer.0.SelfAttention", "decoder.block.0.layer.0.SelfAttention"),
         "decoder.block.0.layer.1.EncDecAttention",
     ):
+        tensors |= {f"{at}.{side}.weight": torch.randn(D, D) for side in "qkvo"}
         tensors[f"{at}.relative_attention_bias.weight"] = torch.randn(32, HEADS)
         tensors[f"{at.rpartition('.')[0]}.layer_norm.weight"] = torch.ones(D)
     config = {"model_type": "t5", "d_model": D, "d_kv": WIDTH, "num_heads": HEADS, "num_layers": 1}
@@ -111,30 +98,16 @@ def test_layers_that_predict_further_ahead_are_read_where_they_are(tmp_path: Pat
     tensors: dict[str, Tensor] = {}
     for layer in range(2):
         at = f"model.layers.{layer}.self_attn"
-        shapes = {
-            "q_a_proj": (6, D),
-            "q_b_proj": (HEADS * 6, 6),
-            "kv_a_proj_with_mqa": (7, D),
-            "kv_b_proj": (HEADS * 9, 5),
-        }
-        shapes |= {"o_proj": (D, HEADS * 5)}
+        shapes = {"q_a_proj": (6, D), "q_b_proj": (HEADS * 6, 6), "o_proj": (D, HEADS * 5)}
+        shapes |= {"kv_a_proj_with_mqa": (7, D), "kv_b_proj": (HEADS * 9, 5)}
         tensors |= {f"{at}.{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
         tensors |= {f"{at}.q_a_layernorm.weight": torch.ones(6), f"{at}.kv_a_layernorm.weight": torch.ones(5)}
         tensors[f"model.layers.{layer}.input_layernorm.weight"] = torch.ones(D)
-    config = {
-        "model_type": "deepseek_v3",
-        "hidden_size": D,
-        "num_attention_heads": HEADS,
-        "num_hidden_layers": 1,
+    config: dict[str, Any] = {
+        **{"model_type": "deepseek_v3", "hidden_size": D, "num_attention_heads": HEADS},
+        **{"q_lora_rank": 6, "kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2},
+        **{"v_head_dim": 5, "num_hidden_layers": 1, "num_nextn_predict_layers": 1},
     }
-    config |= {
-        "q_lora_rank": 6,
-        "kv_lora_rank": 5,
-        "qk_nope_head_dim": 4,
-        "qk_rope_head_dim": 2,
-        "v_head_dim": 5,
-    }
-    config["num_nextn_predict_layers"] = 1
     folder = written(tmp_path / "all", tensors, config)
     with pytest.warns(ConfigurationWarning, match=r"layers\.1\.self_attn predicts further tokens"):
         assert len(open_checkpoint(folder).sites) == 2
@@ -159,9 +132,8 @@ def test_a_stack_may_be_missing_but_not_the_attention_of_one(tmp_path: Path) -> 
 
         return change
 
-    assert [
-        site.stack for site in open_checkpoint(changed(bart(tmp_path / "one"), without("decoder"))).sites
-    ] == ["encoder"]
+    one = open_checkpoint(changed(bart(tmp_path / "one"), without("decoder")))
+    assert [site.stack for site in one.sites] == ["encoder"]
     with pytest.raises(DataError, match=r"but its attention is not: decoder.layers.0.self_attn"):
         open_checkpoint(changed(bart(tmp_path / "two"), without("decoder.layers.0.self_attn")))
 

@@ -10,7 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 from checkpoints.oracle import apart  # noqa: E402
 from checkpoints.published import Built, Published, built, published  # noqa: E402
-from checkpoints.runs import outputs, some, theirs  # noqa: E402
+from checkpoints.runs import attention_weights, outputs, some, theirs  # noqa: E402
 from triptych.core.checkpoints.checkpoint import open_checkpoint  # noqa: E402
 from triptych.core.checkpoints.stored_models import load_encoder_decoder, load_language_model  # noqa: E402
 from triptych.core.models import EncoderDecoder, LanguageModel  # noqa: E402
@@ -50,16 +50,8 @@ def test_a_published_configuration_runs_as_in_transformers(source: str, tmp_path
     tolerance = TOLERANCE.get(made.model.config.model_type, 1e-10)
     assert apart(found, outputs(wanted)) < tolerance * max(1.0, float(outputs(wanted).abs().max()))
     if weights:
-        halves = ("encoder", "decoder", "cross")
-        layers = (
-            [layer for half in halves for layer in wanted[f"{half}_attentions"]]
-            if made.pairs
-            else wanted.attentions
-        )
-        calls.sort(key=lambda call: halves.index(call.kind))
-        assert len(calls) == len(layers)
-        for call, layer in zip(calls, layers, strict=True):
-            assert apart(call.queries_and_keys().weights(), layer) < tolerance
+        for ours, layer in attention_weights(calls, wanted):
+            assert apart(ours, layer) < tolerance
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Settings of the wrong kind or size: one line that names them, or a model that runs."""
 
 import contextlib
-import copy
 import json
 import math
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import torch
 import transformers
 
 from checkpoints.tiny_models import TINY
+from edited import with_value
 from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.core.checkpoints.stored_models import read_encoder_decoder, read_language_model
 from triptych.core.storage.settings import Settings
@@ -42,16 +42,6 @@ def fields(record: dict[str, Any], at: Path_ = ()) -> Iterator[Path_]:
             yield from fields(value, (*at, name))
         elif isinstance(value, list) and value:
             yield (*at, name, 0)
-
-
-def changed(record: dict[str, Any], field: Path_, value: Any) -> dict[str, Any]:
-    """A copy with another value in one place."""
-    found = copy.deepcopy(record)
-    within: Any = found
-    for name in field[:-1]:
-        within = within[name]
-    within[field[-1]] = value
-    return found
 
 
 def opened(folder: Path) -> Checkpoint:
@@ -131,7 +121,7 @@ def test_no_value_of_any_setting_ends_in_an_error_of_python(name: str, tmp_path:
     wrong = []
     for field in fields(record):
         for value in STRANGE:
-            (tmp_path / "config.json").write_text(json.dumps(changed(record, field, value)))
+            (tmp_path / "config.json").write_text(json.dumps(with_value(record, field, value)))
             try:
                 use(tmp_path)
             except TriptychError:

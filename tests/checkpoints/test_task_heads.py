@@ -43,14 +43,8 @@ _MODELS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 _CLASSES = {f"{model}For{task}": tiny for model, (tiny, tasks) in _MODELS.items() for task in tasks}
 _IN_EVERY_RUN = (
-    "BertForSequenceClassification",
-    "RobertaForSequenceClassification",
-    "ElectraForMultipleChoice",
-    "DistilBertForTokenClassification",
-    "ModernBertForSequenceClassification",
-    "GPT2ForSequenceClassification",
-    "LlamaForQuestionAnswering",
-    "BartForSequenceClassification",
+    *(f"{model}ForSequenceClassification" for model in ("Bert", "Roberta", "ModernBert", "GPT2", "Bart")),
+    *("ElectraForMultipleChoice", "DistilBertForTokenClassification", "LlamaForQuestionAnswering"),
 )
 _LABELS = {0: "no", 1: "maybe", 2: "yes"}
 _IDS = [7, 5, 21, 33, 9, 14, 2, 1]  # the last two end a text of BART and of T5
@@ -148,9 +142,8 @@ def test_a_head_that_no_family_describes_is_named_and_the_model_runs_to_its_last
     tmp_path: Path,
 ) -> None:
     model = _made("BertForSequenceClassification", tmp_path)
-    changed(
-        tmp_path, {"classifier.weight": None, "classifier.bias": None, "judge.weight": torch.randn(2, 24)}
-    )
+    other_head = {"classifier.weight": None, "classifier.bias": None, "judge.weight": torch.randn(2, 24)}
+    changed(tmp_path, other_head)
     with pytest.warns(ConfigurationWarning, match=r"judge\.weight of the head of its class are not run"):
         run = triptych.load(tmp_path).run(_IDS)
     with in_float64(), torch.no_grad():

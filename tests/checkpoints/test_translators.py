@@ -12,7 +12,7 @@ from torch import nn
 
 import triptych
 from checkpoints.oracle import in_float64
-from checkpoints.runs import made
+from checkpoints.runs import made, some
 from checkpoints.tiny_translators import WORDS, translator_folder, write_tokenizer
 from decoding.plain_search import search
 from triptych.core.checkpoints.stored_models import load_encoder_decoder
@@ -53,10 +53,6 @@ CASES = {
 IN_EVERY_RUN = ("bart, no repeats", "t5")
 
 
-def each(cases: Mapping[str, Case]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow) for name in cases]
-
-
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of BART."""
@@ -79,12 +75,8 @@ def favour_the_end(other: Any, model: EncoderDecoder, logit: float) -> None:
 
 def searched(case: Case, model: EncoderDecoder, beam_size: int) -> list[list[Hypothesis]]:
     """What our engine finds for each source."""
-    rules = OutputRules(
-        case.start,
-        END,
-        min_length=case.settings.get("min_length", 0),
-        no_repeat=case.settings.get("no_repeat_ngram_size", 0),
-    )
+    least, no_repeat = (case.settings.get(name, 0) for name in ("min_length", "no_repeat_ngram_size"))
+    rules = OutputRules(case.start, END, min_length=least, no_repeat=no_repeat)
     engine, found = Engine(model), []
     for ids in SOURCES:
         options = SearchOptions(beam_size, 0.0, MOST, beam_size)
@@ -120,7 +112,7 @@ def generated(model: Any, case: Case, ids: list[int], beam_size: int) -> list[tu
     ]
 
 
-@pytest.mark.parametrize("name", each(CASES))
+@pytest.mark.parametrize("name", some(CASES, IN_EVERY_RUN))
 def test_greedy_and_beam_search_find_what_generate_of_transformers_finds(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     other, model = made(case.model, tmp_path), load_encoder_decoder(tmp_path)

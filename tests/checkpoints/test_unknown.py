@@ -9,8 +9,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from checkpoints.oracle import opened
 from checkpoints.test_families import TOLERANCE, furthest_of_layers, made
-from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from edited import set_fields
+from triptych.core.checkpoints.checkpoint import open_checkpoint
 from triptych.core.checkpoints.family import read_family
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 
@@ -65,10 +67,8 @@ def test_the_file_of_the_refusal_reads_the_checkpoint_once_it_is_completed(
     positions = f'{{ kind = "rotary", pairing = "{pairing}" }}'
     own.write_text(note.replace('{ kind = "?" }', positions).replace('kind = "?"', 'kind = "causal"'))
     checkpoint = open_checkpoint(tmp_path, read_family(own))
-    assert [(site.stack, site.layer, site.kind) for site in checkpoint.sites] == [
-        ("decoder", 0, "causal"),
-        ("decoder", 1, "causal"),
-    ]
+    found = [(site.stack, site.layer, site.kind) for site in checkpoint.sites]
+    assert found == [("decoder", layer, "causal") for layer in range(2)]
     layer = checkpoint.read(checkpoint.sites[1])
     assert layer.weights.semantics.rotary is not None
     assert layer.weights.semantics.rotary.pairing == pairing
@@ -105,8 +105,7 @@ def test_maps_and_sizes_are_filled_in_so_that_known_families_are_read_right(
 ) -> None:
     pytest.importorskip("transformers")
     model = made(name, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "nobodys"}))
+    set_fields(tmp_path / "config.json", model_type="nobodys")
     _, note = refusal(tmp_path)
     own = tmp_path / "my.toml"
     tables = note.replace('{ kind = "?" }', '{ kind = "learned" }').split("[[attention]]\n")
@@ -114,8 +113,7 @@ def test_maps_and_sizes_are_filled_in_so_that_known_families_are_read_right(
         kind = "cross" if "encoder_attn" in table else "self" if "encoder.layers" in table else "causal"
         tables[number] = table.replace('kind = "?"', f'kind = "{kind}"')
     own.write_text("[[attention]]\n".join(tables))
-    checkpoint = open_checkpoint(tmp_path, read_family(own))
-    assert isinstance(checkpoint, Checkpoint)
+    checkpoint = opened(tmp_path, family=read_family(own))
     apart = furthest_of_layers(model, checkpoint)
     assert apart.keys() == {*checkpoint.sites}
     assert max(apart.values()) < TOLERANCE

@@ -70,13 +70,9 @@ def openelm(folder: Path) -> nn.Module:
     model.model.layers[1] = type(model.model.layers[0])(configs[1], 1)
     state = moved(model)
     names = (
-        *(
-            ("model.", "transformer."),
-            ("embed_tokens", "token_embeddings"),
-            ("self_attn.o_proj", "attn.out_proj"),
-        ),
-        *(("self_attn", "attn"), ("mlp.down_proj", "ffn.proj_2"), ("input_layernorm", "attn_norm")),
-        ("post_attention_layernorm", "ffn_norm"),
+        *(("model.", "transformer."), ("embed_tokens", "token_embeddings")),
+        *(("self_attn.o_proj", "attn.out_proj"), ("self_attn", "attn"), ("mlp.down_proj", "ffn.proj_2")),
+        *(("input_layernorm", "attn_norm"), ("post_attention_layernorm", "ffn_norm")),
     )
     stored = renamed(state, names, (*QKV, "gate_proj", "up_proj"))
     for layer in range(2):
@@ -89,12 +85,8 @@ def openelm(folder: Path) -> nn.Module:
         **{"model_type": "openelm", "model_dim": 24, "num_transformer_layers": 2, "head_dim": 6},
         **{"num_query_heads": heads, "num_kv_heads": groups, "ffn_multipliers": (1.5, 2.0)},
         **{"ffn_with_glu": True, "ffn_dim_divisor": 16, "normalize_qk_projections": True, "vocab_size": 40},
-        **{
-            "activation_fn_name": "swish",
-            "normalization_layer_name": "rms_norm",
-            "rope_freq_constant": 10000,
-        },
-        **{"share_input_output_layers": False, "max_context_length": 64, "rope_max_length": 128},
+        **{"activation_fn_name": "swish", "normalization_layer_name": "rms_norm", "rope_max_length": 128},
+        **{"rope_freq_constant": 10000, "share_input_output_layers": False, "max_context_length": 64},
     }
     save(folder, stored, record)
     return model

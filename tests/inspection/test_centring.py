@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from edited import edited_tensors, set_tensors
 from small_checkpoints import HEADS, WIDTH, D, bert_that_runs, gpt2_that_runs, llama
 from triptych.core.algebra.centring import removed_directions
 from triptych.core.algebra.weights import Norm
@@ -34,17 +35,16 @@ def _without(directions: Tensor, W: Tensor) -> Tensor:
 
 def _changed_gpt2(folder: Path) -> None:
     """Add to what every map reads and writes a part that no LayerNorm lets through."""
-    tensors = load_file(folder / "model.safetensors")
-    for name, tensor in tensors.items():
-        if name.endswith("attn.c_attn.weight"):
-            at = name.removesuffix("attn.c_attn.weight")
-            u, row = _along(tensors[f"{at}ln_1.weight"]), 5 * torch.randn(1, 3 * D).double()
-            tensors[name] = (tensor + u @ row).float()
-            shift = tensors[f"{at}ln_1.bias"].double()[None] @ u @ row
-            tensors[f"{at}attn.c_attn.bias"] -= shift[0].float()
-        if name.endswith("attn.c_proj.weight"):  # what is written has another mean
-            tensors[name] = tensor + 5 * torch.randn(D, 1)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with edited_tensors(folder) as tensors:
+        for name, tensor in tensors.items():
+            if name.endswith("attn.c_attn.weight"):
+                at = name.removesuffix("attn.c_attn.weight")
+                u, row = _along(tensors[f"{at}ln_1.weight"]), 5 * torch.randn(1, 3 * D).double()
+                tensors[name] = (tensor + u @ row).float()
+                shift = tensors[f"{at}ln_1.bias"].double()[None] @ u @ row
+                tensors[f"{at}attn.c_attn.bias"] -= shift[0].float()
+            if name.endswith("attn.c_proj.weight"):  # what is written has another mean
+                tensors[name] = tensor + 5 * torch.randn(D, 1)
 
 
 def _figures(folder: Path) -> dict[str, list[Any]]:
@@ -77,12 +77,11 @@ def test_figures_are_those_of_maps_that_are_centred_by_hand(tmp_path: Path) -> N
     _changed_gpt2(folder)
     inspection = inspect(open_checkpoint(folder))
     found, tensors = inspection.layers[1], load_file(folder / "model.safetensors")
-    prefix = "transformer." if "transformer.h.1.ln_1.weight" in tensors else ""
-    u = _along(tensors[f"{prefix}h.1.ln_1.weight"])
-    joined = tensors[f"{prefix}h.1.attn.c_attn.weight"]
+    u = _along(tensors["transformer.h.1.ln_1.weight"])
+    joined = tensors["transformer.h.1.attn.c_attn.weight"]
     own = slice(2 * WIDTH, 3 * WIDTH)
     W_Q, W_K, W_V = (_without(u, part[:, own]) for part in joined.split(D, dim=1))
-    W_O = tensors[f"{prefix}h.1.attn.c_proj.weight"].double()[own]
+    W_O = tensors["transformer.h.1.attn.c_proj.weight"].double()[own]
     W_O = W_O - W_O.mean(dim=1, keepdim=True)
     assert found.spectra["ov"][2] == pytest.approx(torch.linalg.svdvals(W_V @ W_O)[:WIDTH].tolist())
     assert found.spectra["qk"][2] == pytest.approx(torch.linalg.svdvals(W_Q @ W_K.T)[:WIDTH].tolist())
@@ -104,11 +103,10 @@ def test_composition_is_that_of_forms_that_are_centred_by_hand(tmp_path: Path) -
     _changed_gpt2(folder)
     model = load(folder)
     tensors = load_file(folder / "model.safetensors")
-    prefix = "transformer." if "transformer.h.1.ln_1.weight" in tensors else ""
     centre = torch.eye(D, dtype=torch.float64) - 1 / D
 
     def read(layer: int, W: Tensor) -> Tensor:
-        return centre @ (tensors[f"{prefix}h.{layer}.ln_1.weight"].double()[:, None] * W.double())
+        return centre @ (tensors[f"transformer.h.{layer}.ln_1.weight"].double()[:, None] * W.double())
 
     one, other = model["0.1"], model["2.3"]
     written = read(0, one.W_V) @ one.W_O.double() @ centre
@@ -125,20 +123,15 @@ def test_composition_is_that_of_forms_that_are_centred_by_hand(tmp_path: Path) -
 
 def test_a_post_norm_is_left_out_of_what_the_next_layer_reads(tmp_path: Path) -> None:
     folder = bert_that_runs(tmp_path / "bert")
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
     gain = 0.5 + torch.rand(D)
-    tensors["encoder.layer.0.output.LayerNorm.weight"] = gain
-    before = {**tensors}
-    save_file(tensors, path, metadata={"format": "pt"})
+    set_tensors(folder, {"encoder.layer.0.output.LayerNorm.weight": gain})
     model, figures = load(folder), _figures(folder)
     vectors = model.run(TEXT).logits
-    for side in ("query", "key", "value"):
-        name = f"encoder.layer.1.attention.self.{side}.weight"
-        tensors[name] = (before[name] + 2 * torch.randn(D, 1) @ _along(gain).T.float()).contiguous()
-    name = "encoder.layer.1.attention.output.dense.weight"
-    tensors[name] = before[name] + 2 * torch.randn(1, D)
-    save_file(tensors, path, metadata={"format": "pt"})
+    with edited_tensors(folder) as tensors:
+        for side in ("query", "key", "value"):
+            weight = tensors[f"encoder.layer.1.attention.self.{side}.weight"]
+            weight += 2 * torch.randn(D, 1) @ _along(gain).T.float()
+        tensors["encoder.layer.1.attention.output.dense.weight"] += 2 * torch.randn(1, D)
     torch.testing.assert_close(load(folder).run(TEXT).logits, vectors, rtol=0, atol=1e-4)
     for name, values in _figures(folder).items():
         assert values == pytest.approx(figures[name], rel=2e-4, abs=2e-6), name

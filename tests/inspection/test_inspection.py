@@ -1,6 +1,7 @@
 """Inspecting a checkpoint: what is read, what is left out, what is said."""
 
 import csv
+import itertools
 import json
 import math
 import re
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from edited import edited_tensors, set_fields
 from small_checkpoints import HEADS, LAYERS, WIDTH, D, gpt2, llama
 from triptych.core.algebra.semantics import Semantics
 from triptych.core.algebra.weights import AttentionWeights, Link
@@ -135,28 +137,19 @@ def test_what_is_not_finite_is_reported_and_the_rest_is_inspected(tmp_path: Path
 
 
 def test_a_bias_or_a_gain_that_is_not_finite_is_reported_too(tmp_path: Path) -> None:
-    changed = {
-        "h.0.attn.c_attn.bias": torch.full((3 * D,), math.nan),
-        "h.2.ln_1.weight": torch.full((D,), math.inf),
-    }
+    bias, gain = "h.0.attn.c_attn.bias", "h.2.ln_1.weight"
+    changed = {bias: torch.full((3 * D,), math.nan), gain: torch.full((D,), math.inf)}
     found = inspected(gpt2(tmp_path, changed))
-    assert [layer.broken for layer in found.layers] == [
-        {"h.0.attn.c_attn.bias": 3 * D},
-        {},
-        {"h.2.ln_1.weight": D},
-    ]
+    assert [layer.broken for layer in found.layers] == [{bias: 3 * D}, {}, {gain: D}]
     assert None not in found.layers[0].figures["qk_rank"]
 
 
 def test_a_norm_of_queries_that_is_not_finite_is_reported_too(tmp_path: Path) -> None:
-    tensors = load_file(llama(tmp_path) / "model.safetensors")
-    for layer in range(LAYERS):
-        for side in "qk":
+    with edited_tensors(llama(tmp_path)) as tensors:
+        for layer, side in itertools.product(range(LAYERS), "qk"):
             tensors[f"model.layers.{layer}.self_attn.{side}_norm.weight"] = torch.ones(WIDTH)
-    tensors["model.layers.1.self_attn.q_norm.weight"][2] = math.nan
-    save_file(tensors, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "qwen3", "head_dim": WIDTH}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+        tensors["model.layers.1.self_attn.q_norm.weight"][2] = math.nan
+    set_fields(tmp_path / "config.json", model_type="qwen3", head_dim=WIDTH)
     found = inspected(tmp_path)
     assert [layer.broken for layer in found.layers] == [{}, {"model.layers.1.self_attn.q_norm.weight": 1}, {}]
     said = " ".join(findings(found))
@@ -164,18 +157,17 @@ def test_a_norm_of_queries_that_is_not_finite_is_reported_too(tmp_path: Path) ->
 
 
 def test_a_window_shorter_than_the_text_decides_which_pairs_are_slow(tmp_path: Path) -> None:
-    llama(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"model_type": "mistral", "max_position_embeddings": 10**6, "rope_theta": 10**5}
+    config = llama(tmp_path) / "config.json"
+    set_fields(config, model_type="mistral", max_position_embeddings=10**6, rope_theta=10**5)
     turning = []
     for window in (None, 100):
-        (tmp_path / "config.json").write_text(json.dumps({**config, "sliding_window": window}))
+        set_fields(config, sliding_window=window)
         turning.append([layer.rotary_pairs for layer in inspected(tmp_path).layers])
     # Frequencies 10^(-5 f / 4): 1, 0.056, 0.0032, 0.00018.
     assert turning == [[(4, 0)] * LAYERS, [(2, 2)] * LAYERS]
     lists = {"short_factor": [1.0] * 4, "long_factor": [1.0, 1.0, 1.0, 1e6]}
-    config["rope_scaling"] = {"type": "longrope", "original_max_position_embeddings": 4096, **lists}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "sliding_window": None}))
+    scaling = {"type": "longrope", "original_max_position_embeddings": 4096, **lists}
+    set_fields(config, rope_scaling=scaling, sliding_window=None)
     assert [layer.rotary_pairs for layer in inspected(tmp_path).layers] == [(3, 1)] * LAYERS
 
 
@@ -201,8 +193,9 @@ def test_figures_of_rotary_pairs_are_not_set_beside_those_of_forms(tmp_path: Pat
 def test_a_stack_that_is_not_in_the_file_is_said_to_be_missing(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("checkpoints.test_families").made("bart", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file({n: t for n, t in tensors.items() if "decoder" not in n}, tmp_path / "model.safetensors")
+    with edited_tensors(tmp_path) as tensors:
+        for name in [name for name in tensors if "decoder" in name]:
+            del tensors[name]
     found = inspected(tmp_path)
     assert found.absent == ("decoder",)
     assert "Not in the file, though in the configuration: decoder" in " ".join(findings(found))
@@ -277,15 +270,13 @@ def test_what_lower_ranks_would_save_is_counted_from_both_factors(tmp_path: Path
 
 
 def test_how_far_the_three_maps_are_from_one(tmp_path: Path) -> None:
-    path = gpt2(tmp_path) / "model.safetensors"
-    tensors = load_file(path)
-    same, rotated, unrelated = (tensors[f"h.{i}.attn.c_attn.weight"] for i in range(3))
-    for joined in (same, rotated):
-        joined[:, D : 2 * D] = joined[:, 2 * D :] = joined[:, :D]
-    for start in range(D, 3 * D, WIDTH):
-        rotation = torch.linalg.qr(torch.randn(WIDTH, WIDTH)).Q
-        rotated[:, start : start + WIDTH] @= rotation
-    save_file(tensors, path)
+    with edited_tensors(gpt2(tmp_path)) as tensors:
+        same, rotated, unrelated = (tensors[f"h.{i}.attn.c_attn.weight"] for i in range(3))
+        for joined in (same, rotated):
+            joined[:, D : 2 * D] = joined[:, 2 * D :] = joined[:, :D]
+        for start in range(D, 3 * D, WIDTH):
+            rotation = torch.linalg.qr(torch.randn(WIDTH, WIDTH)).Q
+            rotated[:, start : start + WIDTH] @= rotation
     layers = inspected(tmp_path).layers
     assert layers[0].figures["qkv_apart"] == pytest.approx([0.0] * HEADS, abs=1e-6)
     assert all(x is not None and x > 0.2 for x in layers[1].figures["qkv_apart"])
@@ -341,13 +332,8 @@ def test_a_picture_has_no_more_blocks_than_a_narrow_memory_has_channels() -> Non
     weights = MultiHeadAttention(144, 2, parameterisation("factored", d_k=4, d_v=12)).weights("cross")
     k, v = (Link(getattr(weights, side)[0].weight[:, :10]) for side in "kv")
     found = inspect(OneLayer(replace(weights, k=(k,), v=(v,)))).layers[0].pictures
-    assert {name: (len(rows), len(rows[0])) for name, (rows, _) in found.items()} == {
-        "q": (24, 4),
-        "k": (10, 4),
-        "v": (10, 12),
-        "qk": (24, 10),
-        "ov": (10, 24),
-    }
+    sizes = {"q": (24, 4), "k": (10, 4), "v": (10, 12), "qk": (24, 10), "ov": (10, 24)}
+    assert {name: (len(rows), len(rows[0])) for name, (rows, _) in found.items()} == sizes
 
 
 def test_an_inspection_writes_its_page_its_rows_and_everything(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ train = { generated = 100, generated_part = "train" }
 valid = { generated = 10, generated_part = "valid" }
 """
 ROTARY = PositionsConfig(scheme="rotary")
+INTERLEAVED = PositionsConfig(scheme="rotary", rotary_pairing="interleaved")
 
 
 def make(
@@ -94,9 +95,8 @@ def test_each_site_has_its_own_parameterisation() -> None:
 
 
 def test_positions_go_into_self_attention_only() -> None:
-    model = EncoderDecoder.of(
-        make(positions=PositionsConfig(scheme="rotary", rotary_dim=4, rotary_base=99)), 11, 11
-    )
+    positions = PositionsConfig(scheme="rotary", rotary_dim=4, rotary_base=99)
+    model = EncoderDecoder.of(make(positions=positions), 11, 11)
     for site in attention_sites(model):
         rotary = site.layer.semantics.rotary
         assert (rotary is None) == (site.stack == "cross")
@@ -110,10 +110,7 @@ def test_positions_go_into_self_attention_only() -> None:
         (PositionsConfig(scheme="none"), None),
         (PositionsConfig(scheme="learned"), None),
         (PositionsConfig(scheme="alibi"), AlibiPositions()),
-        (
-            PositionsConfig(scheme="rotary", rotary_pairing="interleaved"),
-            RotaryPositions(None, "interleaved", 10_000.0),
-        ),
+        (INTERLEAVED, RotaryPositions(None, "interleaved", 10_000.0)),
     ],
 )
 def test_a_scheme_is_what_attention_holds_of_it(positions: PositionsConfig, expected: Any) -> None:
@@ -123,9 +120,8 @@ def test_a_scheme_is_what_attention_holds_of_it(positions: PositionsConfig, expe
 @pytest.mark.parametrize("name", PARAMETERISATIONS)
 def test_a_site_with_a_parameterisation_is_that_parameterisation(name: str) -> None:
     cls = PARAMETERISATIONS[name]
-    changed: dict[str, Any] = {
-        field.name: True if field.type is bool else 2 for field in dataclasses.fields(cls)
-    }
+    fields = dataclasses.fields(cls)
+    changed: dict[str, Any] = {field.name: True if field.type is bool else 2 for field in fields}
     for chosen in (cls(), cls(**changed)):
         site = AttentionConfig.of(MultiHeadAttention(24, 4, chosen, dropout=0.25))
         assert site.parameterisation() == chosen

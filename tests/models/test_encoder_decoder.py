@@ -30,10 +30,7 @@ TGT = torch.tensor([[1, 4, 5, 6], [1, 7, 8, 9], [1, 3, 3, 3]])
 def make_config(attention: AttentionConfig | None = None, **changes: Any) -> ModelConfig:
     site = attention or AttentionConfig()
     sizes: dict[str, Any] = {
-        "d_model": 16,
-        "d_ff": 24,
-        "num_heads": 4,
-        "dropout": 0.1,
+        **{"d_model": 16, "d_ff": 24, "num_heads": 4, "dropout": 0.1},
         "encoder": EncoderConfig(num_layers=2, attention=site),
         "decoder": DecoderConfig(num_layers=3, attention=site, cross_attention=site),
     }
@@ -63,10 +60,8 @@ def copy_stack(model: EncoderDecoder, encoder: nn.TransformerEncoder, decoder: n
         block.self_residual.norm.load_state_dict(layer.norm1.state_dict())
         block.cross_residual.norm.load_state_dict(layer.norm2.state_dict())
         block.feed_forward_residual.norm.load_state_dict(layer.norm3.state_dict())
-    for block, layer in [
-        *zip(model.encoder.blocks, encoder.layers, strict=True),
-        *zip(model.decoder.blocks, decoder.layers, strict=True),
-    ]:
+    blocks, layers = [*model.encoder.blocks, *model.decoder.blocks], [*encoder.layers, *decoder.layers]
+    for block, layer in zip(blocks, layers, strict=True):
         block.feed_forward.inner.load_state_dict(layer.linear1.state_dict())
         block.feed_forward.outer.load_state_dict(layer.linear2.state_dict())
     if encoder.norm is not None:

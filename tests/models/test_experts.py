@@ -56,9 +56,8 @@ def every_expert_on_every_token(layer: Experts, x: Tensor) -> Tensor:
         inner = layer.inner(given, number)
         if layer.gate is None:
             return layer.outer(layer.activation(inner), number)
-        return layer.outer(
-            combined(config.expert, layer.activation, layer.gate(given, number), inner), number
-        )
+        gate = layer.gate(given, number)
+        return layer.outer(combined(config.expert, layer.activation, gate, inner), number)
 
     total = torch.zeros_like(tokens)
     for number in range(COUNT):

@@ -20,14 +20,8 @@ SRC, TGT = torch.tensor([[4, 5, 2]]), torch.tensor([[1, 7, 3]])
 
 
 def make(**options: Any) -> ModelConfig:
-    return ModelConfig(
-        d_model=8,
-        d_ff=12,
-        num_heads=2,
-        encoder=EncoderConfig(num_layers=1),
-        decoder=DecoderConfig(num_layers=1),
-        **options,
-    )
+    stacks = {"encoder": EncoderConfig(num_layers=1), "decoder": DecoderConfig(num_layers=1)}
+    return ModelConfig(d_model=8, d_ff=12, num_heads=2, **stacks, **options)
 
 
 def activated(name: str, x: Tensor) -> Tensor:
@@ -71,7 +65,6 @@ def test_the_output_bias_is_added_to_the_logits_and_begins_as_zeros(tie: str) ->
 
 
 def test_there_is_no_training_with_an_output_bias() -> None:
-    with pytest.raises(
-        UsageError, match=r"model\.output_bias is only for imported checkpoints: leave it out"
-    ):
+    said = r"model\.output_bias is only for imported checkpoints: leave it out"
+    with pytest.raises(UsageError, match=said):
         resolve({"data": DATA, "model": {"output_bias": True}})

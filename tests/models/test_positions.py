@@ -30,16 +30,10 @@ SCHEMES: dict[str, PositionsConfig] = {
 }
 
 
-def make_model(scheme: str, **changes: Any) -> EncoderDecoder:
-    sizes: dict[str, Any] = {
-        "d_model": 16,
-        "d_ff": 24,
-        "num_heads": 4,
-        "max_source_tokens": 11,
-        "encoder": EncoderConfig(num_layers=2),
-        "decoder": DecoderConfig(num_layers=2),
-    }
-    config = ModelConfig(**{**sizes, "positions": SCHEMES[scheme], **changes})
+def make_model(scheme: str) -> EncoderDecoder:
+    sizes: dict[str, Any] = {"d_model": 16, "d_ff": 24, "num_heads": 4, "max_source_tokens": 11}
+    stacks = {"encoder": EncoderConfig(num_layers=2), "decoder": DecoderConfig(num_layers=2)}
+    config = ModelConfig(**sizes, **stacks, positions=SCHEMES[scheme])
     return EncoderDecoder.of(config, VOCAB, VOCAB, PAD).double().eval()
 
 
@@ -89,11 +83,9 @@ def test_only_without_positions_does_the_encoder_not_see_the_order(scheme: str) 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_only_learned_positions_are_weights(scheme: str) -> None:
     names = set(make_model(scheme).state_dict())
-    assert {name for name in names if "positions" in name} == (
-        {f"{half}.embeddings.positions.weight" for half in ("encoder", "decoder")}
-        if scheme == "learned"
-        else set()
-    )
+    halves = ("encoder", "decoder") if scheme == "learned" else ()
+    rows = {f"{half}.embeddings.positions.weight" for half in halves}
+    assert {name for name in names if "positions" in name} == rows
     assert {name for name in names if "positions" not in name} == set(make_model("none").state_dict())
 
 

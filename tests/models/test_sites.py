@@ -43,14 +43,9 @@ NAMES = ["encoder.0", "encoder.1", "decoder.0", "cross.0", "decoder.1", "cross.1
 
 
 def make_config(**changes: Any) -> ModelConfig:
-    sizes: dict[str, Any] = {
-        "d_model": 16,
-        "d_ff": 24,
-        "num_heads": 4,
-        "encoder": EncoderConfig(num_layers=2),
-        "decoder": DecoderConfig(num_layers=3),
-    }
-    return ModelConfig(**{**sizes, **changes})
+    sizes: dict[str, Any] = {"d_model": 16, "d_ff": 24, "num_heads": 4}
+    stacks = {"encoder": EncoderConfig(num_layers=2), "decoder": DecoderConfig(num_layers=3)}
+    return ModelConfig(**{**sizes, **stacks, **changes})
 
 
 def make_model(vocab_size: int = VOCAB, **changes: Any) -> EncoderDecoder:
@@ -168,11 +163,8 @@ def test_a_model_with_nothing_changed_is_a_copy(tie: Any, config: str) -> None:
         "of all kinds": of_all_kinds(),
         "learned, pre": make_config(norm="pre", positions=PositionsConfig(scheme="learned")),
     }[config]
-    model = (
-        EncoderDecoder.of(chosen.model_copy(update={"tie_embeddings": tie}), VOCAB, VOCAB, PAD)
-        .double()
-        .eval()
-    )
+    tied = chosen.model_copy(update={"tie_embeddings": tie})
+    model = EncoderDecoder.of(tied, VOCAB, VOCAB, PAD).double().eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     state, before = torch.random.get_rng_state(), snapshot(model)
@@ -218,14 +210,12 @@ def test_a_changed_site_stands_alone_in_the_configuration() -> None:
     assert own.parameterisation() == parameterisation("grouped", num_kv_heads=2, d_k=3, d_v=5, o_bias=True)
     assert find_config(new).encoder.attention_in_layer == {}
     assert find_config(new).decoder.cross_attention_in_layer == {}
-    assert find_config(new).model_dump(exclude={"encoder", "decoder"}) == config.model_dump(
-        exclude={"encoder", "decoder"}
-    )
+    both = [one.model_dump(exclude={"encoder", "decoder"}) for one in (find_config(new), config)]
+    assert both[0] == both[1]
     sites = {site.name: site.layer for site in attention_sites(new)}
     for side in ("q", "k", "v", "o"):
-        assert_same(
-            sites["decoder.1"].weights().chain(side)[0].weight, changed.chain(side)[0].weight, kind="exact"
-        )
+        found = sites["decoder.1"].weights().chain(side)[0].weight
+        assert_same(found, changed.chain(side)[0].weight, kind="exact")
     for site in attention_sites(model):
         if site.name != "decoder.1":
             for name, value in site.layer.state_dict().items():
@@ -241,9 +231,8 @@ def test_a_changed_site_stands_alone_in_the_configuration() -> None:
 
 
 def changed_weights() -> AttentionWeights:
-    layer = MultiHeadAttention(
-        16, 4, parameterisation("grouped", num_kv_heads=2, d_k=3, d_v=5, o_bias=True)
-    ).double()
+    chosen = parameterisation("grouped", num_kv_heads=2, d_k=3, d_v=5, o_bias=True)
+    layer = MultiHeadAttention(16, 4, chosen).double()
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)
     return layer.weights()

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from edited import drop_fields, set_fields, set_tensors, with_value
 from tolerances import assert_same
 from triptych.core.models import (
-    AttentionConfig,
-    DecoderConfig,
-    EncoderConfig,
     EncoderDecoder,
     LanguageModel,
     LanguageModelConfig,
@@ -27,15 +25,12 @@ from triptych.core.models import (
 from triptych.core.models.storage import load_tensors, read_own_model, read_tensors
 from triptych.errors import DataError
 
-CONFIG = ModelConfig(
-    d_model=8,
-    d_ff=12,
-    num_heads=2,
-    d_v=3,
-    norm="pre",
-    tie_embeddings="target",
-    encoder=EncoderConfig(num_layers=1, attention=AttentionConfig(q_bias=True)),
-    decoder=DecoderConfig(num_layers=2, cross_attention=AttentionConfig(num_heads=1, d_k=5, dropout=0.1)),
+CONFIG = ModelConfig.model_validate(
+    {
+        **{"d_model": 8, "d_ff": 12, "num_heads": 2, "d_v": 3, "norm": "pre", "tie_embeddings": "target"},
+        "encoder": {"num_layers": 1, "attention": {"q_bias": True}},
+        "decoder": {"num_layers": 2, "cross_attention": {"num_heads": 1, "d_k": 5, "dropout": 0.1}},
+    }
 )
 WEIGHTS, SETTINGS = "model.safetensors", "config.json"
 
@@ -59,11 +54,6 @@ def refusal(folder: Path) -> str:
     with pytest.raises(DataError) as refused:
         read_model(folder)
     return str(refused.value)
-
-
-def change_settings(folder: Path, **changes: Any) -> None:
-    record = json.loads((folder / SETTINGS).read_text())
-    (folder / SETTINGS).write_text(json.dumps({**record, **changes}))
 
 
 @pytest.mark.parametrize("tie", ["all", "target", "none"])
@@ -92,10 +82,9 @@ def test_a_model_of_another_dtype_keeps_it(tmp_path: Path, dtype: torch.dtype) -
 
 
 def test_a_dtype_that_is_none_is_refused_and_one_left_out_is_float32(saved: Path) -> None:
-    change_settings(saved, dtype="float8")
+    set_fields(saved / SETTINGS, dtype="float8")
     assert "dtype is 'float8': known are float32" in refusal(saved)
-    record = json.loads((saved / SETTINGS).read_text())
-    (saved / SETTINGS).write_text(json.dumps({key: record[key] for key in record if key != "dtype"}))
+    drop_fields(saved / SETTINGS, "dtype")
     assert {parameter.dtype for parameter in read_model(saved).parameters()} == {torch.float32}
 
 
@@ -107,27 +96,23 @@ def test_tied_tables_are_stored_once(tmp_path: Path) -> None:
 
 
 def test_a_missing_tensor_is_refused_by_name(saved: Path) -> None:
-    tensors = load_file(saved / WEIGHTS)
-    del tensors["encoder.0.feed_forward.inner.weight"]
-    save_file(tensors, saved / WEIGHTS)
+    set_tensors(saved, {"encoder.0.feed_forward.inner.weight": None})
     message = refusal(saved)
     assert str(saved / WEIGHTS) in message
     assert "1 tensors missing, 0 unknown (encoder.0.feed_forward.inner.weight" in message
 
 
 def test_an_unknown_tensor_is_refused_by_name(saved: Path) -> None:
-    save_file({**load_file(saved / WEIGHTS), "encoder.7.weight": torch.zeros(2)}, saved / WEIGHTS)
+    set_tensors(saved, {"encoder.7.weight": torch.zeros(2)})
     message = refusal(saved)
     assert str(saved / WEIGHTS) in message
     assert "0 tensors missing, 1 unknown (encoder.7.weight" in message
 
 
 def test_a_misshapen_tensor_is_refused_with_both_shapes(saved: Path) -> None:
-    save_file({**load_file(saved / WEIGHTS), "output.weight": torch.zeros(2, 8)}, saved / WEIGHTS)
+    set_tensors(saved, {"output.weight": torch.zeros(2, 8)})
     assert "0 tensors missing, 1 unknown" in refusal(saved)  # tied to the target: there is no such tensor
-    tensors = load_file(saved / WEIGHTS)
-    del tensors["output.weight"]
-    save_file({**tensors, "tgt_embedding.weight": torch.zeros(2, 8)}, saved / WEIGHTS)
+    set_tensors(saved, {"output.weight": None, "tgt_embedding.weight": torch.zeros(2, 8)})
     assert refusal(saved) == f"{saved / WEIGHTS}: tgt_embedding.weight is [2, 8], the model wants [13, 8]"
 
 
@@ -149,7 +134,7 @@ def test_a_folder_without_a_configuration_is_refused_by_name(tmp_path: Path) -> 
 
 
 def test_a_wrong_format_number_is_refused_with_both_numbers(saved: Path) -> None:
-    change_settings(saved, format=99)
+    set_fields(saved / SETTINGS, format=99)
     assert f"{saved / SETTINGS} has format 99, this triptych reads 1 and 2" in refusal(saved)
 
 
@@ -170,7 +155,7 @@ def test_a_damaged_configuration_is_refused_by_name(saved: Path, content: str) -
 def test_a_configuration_of_version_1_with_bad_values_is_refused_with_file_and_key(
     saved_as_version_1: Path, changes: dict[str, Any], named: str
 ) -> None:
-    change_settings(saved_as_version_1, **changes)
+    set_fields(saved_as_version_1 / SETTINGS, **changes)
     message = refusal(saved_as_version_1)
     assert f"{saved_as_version_1 / SETTINGS} is not a triptych configuration" in message
     assert named in message
@@ -179,8 +164,7 @@ def test_a_configuration_of_version_1_with_bad_values_is_refused_with_file_and_k
 def test_nothing_is_changed_by_a_file_that_does_not_fit(saved: Path) -> None:
     from_file = EncoderDecoder.of(CONFIG, 11, 13, pad_id=2)
     before = {name: p.detach().clone() for name, p in from_file.named_parameters()}
-    tensors = load_file(saved / WEIGHTS)
-    save_file({**tensors, "tgt_embedding.weight": torch.zeros(2, 8)}, saved / WEIGHTS)
+    set_tensors(saved, {"tgt_embedding.weight": torch.zeros(2, 8)})
     with pytest.raises(DataError):
         load_tensors(from_file, read_tensors(saved / WEIGHTS), str(saved / WEIGHTS))
     for name, parameter in from_file.named_parameters():
@@ -198,7 +182,7 @@ def test_nothing_is_changed_by_a_file_that_does_not_fit(saved: Path) -> None:
 def test_sizes_that_cannot_be_are_refused(
     saved_as_version_1: Path, changes: dict[str, Any], message: str
 ) -> None:
-    change_settings(saved_as_version_1, **changes)
+    set_fields(saved_as_version_1 / SETTINGS, **changes)
     assert message in refusal(saved_as_version_1)
 
 
@@ -230,9 +214,8 @@ def test_layers_are_written_as_data_with_their_semantics(
 ) -> None:
     sizes = {"num_layers": 2, "d_model": 16, "num_heads": 4, "context": 12}
     try:
-        config = LanguageModelConfig.model_validate(
-            {**sizes, "positions": {"scheme": scheme}, "attention": attention}
-        )
+        tree = {**sizes, "positions": {"scheme": scheme}, "attention": attention}
+        config = LanguageModelConfig.model_validate(tree)
     except ValidationError:
         pytest.skip("no such layer")
     model = LanguageModel.of(config, "decoder", 11).eval()
@@ -262,12 +245,7 @@ def test_a_part_of_another_type_is_refused_with_its_name(
     saved: Path, path: list[Any], value: Any, named: str
 ) -> None:
     record = json.loads((saved / SETTINGS).read_text())
-    *parents, last = path
-    held = record["model"]
-    for part in parents:
-        held = held[part]
-    held[last] = value
-    (saved / SETTINGS).write_text(json.dumps(record))
+    (saved / SETTINGS).write_text(json.dumps(with_value(record, ("model", *path), value)))
     message = refusal(saved)
     assert f"{saved / SETTINGS} is not a triptych configuration" in message
     assert named in message
@@ -285,16 +263,14 @@ def test_weights_that_are_not_trained_are_stored_and_must_be_there(tmp_path: Pat
     model.get_buffer(name).fill_(0.7)
     write_model(model, tmp_path)
     assert read_own_model(tmp_path).get_buffer(name).item() == pytest.approx(0.7)
-    tensors = load_file(tmp_path / WEIGHTS)
-    del tensors[name]
-    save_file(tensors, tmp_path / WEIGHTS)
+    set_tensors(tmp_path, {name: None})
     with pytest.raises(DataError, match=rf"1 tensors missing, 0 unknown \({name}"):
         read_own_model(tmp_path)
 
 
 @pytest.mark.parametrize("frozen", [["no such name"], 5, [7]])
 def test_frozen_parameters_that_cannot_be_are_refused(saved: Path, frozen: object) -> None:
-    change_settings(saved, frozen=frozen)
+    set_fields(saved / SETTINGS, frozen=frozen)
     with pytest.raises(DataError, match="is not a triptych configuration"):
         read_own_model(saved)
 
@@ -302,10 +278,10 @@ def test_frozen_parameters_that_cannot_be_are_refused(saved: Path, frozen: objec
 def test_weights_of_a_wider_type_are_refused_and_of_a_narrower_one_are_read_exactly(saved: Path) -> None:
     held = load_file(saved / WEIGHTS)
     halves = {name: value.half() for name, value in held.items()}
-    save_file(halves, saved / WEIGHTS)
+    set_tensors(saved, halves)
     for name, value in read_own_model(saved).state_dict().items():
         if name in halves:
             assert value.dtype == torch.float32
             assert torch.equal(value, halves[name].float()), name
-    save_file({name: value.double() for name, value in held.items()}, saved / WEIGHTS)
+    set_tensors(saved, {name: value.double() for name, value in held.items()})
     assert "is torch.float64, the model torch.float32" in refusal(saved)

@@ -32,9 +32,8 @@ def universal() -> Reader:
     plain = reader.model
     assert isinstance(plain, LanguageModel)
     layers = [site.layer for site in attention_sites(plain)]
-    model = (
-        LanguageModel(replace(plain.architecture, order=ORDER), layers, plain.recipe_limit).double().eval()
-    )
+    architecture = replace(plain.architecture, order=ORDER)
+    model = LanguageModel(architecture, layers, plain.recipe_limit).double().eval()
     state = plain.state_dict()
     for name, parameter in model.named_parameters():
         *before, rest = name.split(".", 2) if name.startswith("blocks.") else [name]
@@ -56,10 +55,8 @@ def unrolled(model: LanguageModel) -> LanguageModel:
 def test_a_use_has_the_parameters_of_the_others_and_all_else_of_its_own() -> None:
     model = universal().model
     assert len(model.blocks) == len(ORDER) == len(attention_sites(model))
-    assert {name.split(".")[1] for name, _ in model.named_parameters() if name.startswith("blocks")} == {
-        "0",
-        "1",
-    }
+    numbers = {name.split(".")[1] for name, _ in model.named_parameters() if name.startswith("blocks")}
+    assert numbers == {"0", "1"}
     first, _, third, *_ = model.blocks
     assert [id(one) for one in first.parameters()] == [id(one) for one in third.parameters()]
     assert not {id(module) for module in first.modules()} & {id(module) for module in third.modules()}

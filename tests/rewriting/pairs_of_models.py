@@ -10,6 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from edited import set_fields
+from small_checkpoints import save_changed
+
 WEIGHTS = "model.safetensors"
 Change = Callable[[str, Tensor], Tensor]
 
@@ -19,27 +22,16 @@ def save_model(folder: Path, config: Any, *, seed: int = 0) -> Path:
     import transformers
 
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return folder
+    return save_changed(transformers.AutoModelForCausalLM.from_config(config), folder, 0.05)
 
 
 def small_llama(folder: Path, *, seed: int = 0, **settings: Any) -> Path:
     import transformers
 
     sizes = {
-        "vocab_size": 48,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "initializer_range": 0.1,
-        "tie_word_embeddings": False,
+        **{"vocab_size": 48, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 32},
+        **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"initializer_range": 0.1, "tie_word_embeddings": False},
     }
     return save_model(folder, transformers.LlamaConfig(**sizes | settings), seed=seed)
 
@@ -53,8 +45,7 @@ def write(source: Path, folder: Path, tensors: Mapping[str, Tensor], **settings:
     shutil.copytree(source, folder)
     own = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
     save_file(own, folder / WEIGHTS, metadata={"format": "pt"})
-    record = json.loads((folder / "config.json").read_text()) | settings
-    (folder / "config.json").write_text(json.dumps(record))
+    set_fields(folder / "config.json", **settings)
     return folder
 
 
@@ -113,6 +104,14 @@ def other_pairs(width: int) -> Change:
         return heads.transpose(1, 2).reshape(tensor.shape)
 
     return change
+
+
+def moved_entry(tensor: Tensor, place: int, ulps: float) -> Tensor:
+    """Move one entry by so many units in the last place."""
+    own = tensor.clone()
+    entry = own.view(-1)[place]
+    own.view(-1)[place] = entry + ulps * (torch.nextafter(entry, torch.tensor(torch.inf)) - entry)
+    return own
 
 
 def in_two_files(source: Path, folder: Path, changed: Change, *, stale: int) -> Path:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoints.tiny_models import TINY, transformers
+from edited import edited_tensors, set_fields
+from rewriting.pairs_of_models import moved_entry, tensors_of, write
 from rewriting.test_plans import own_run
 from small_checkpoints import with_words
 from triptych.core.checkpoints.stored_models import load_language_model
@@ -37,7 +39,6 @@ from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-WEIGHTS = "model.safetensors"
 SAME = ("same bytes", "same numbers", "same function")
 Tensors = dict[str, Tensor]
 
@@ -52,26 +53,21 @@ def made(name: str, folder: Path) -> Path:
     model = getattr(transformers, TINY[name].model)(TINY[name].configured()).eval()
     model.save_pretrained(folder)
     generator = torch.Generator().manual_seed(5)
-    tensors = load_file(folder / WEIGHTS)
-    for own, tensor in tensors.items():
-        if tensor.is_floating_point() and tensor.ndim == 1 and "inv_freq" not in own:
-            tensors[own] = tensor + 0.2 * torch.randn(tensor.shape, generator=generator)
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    with edited_tensors(folder) as tensors:
+        for own, tensor in tensors.items():
+            if tensor.is_floating_point() and tensor.ndim == 1 and "inv_freq" not in own:
+                tensors[own] = tensor + 0.2 * torch.randn(tensor.shape, generator=generator)
     return folder
 
 
 def changed(folder: Path, out: Path, change: Callable[[Tensors], Tensors]) -> Path:
     """A copy with tensors changed."""
-    shutil.copytree(folder, out)
-    tensors = change(load_file(folder / WEIGHTS))
-    save_file({name: own.contiguous() for name, own in tensors.items()}, out / WEIGHTS, {"format": "pt"})
-    return out
+    return write(folder, out, change(tensors_of(folder)))
 
 
 def configured(folder: Path, out: Path, **settings: Any) -> Path:
     shutil.copytree(folder, out)
-    path = out / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    set_fields(out / "config.json", **settings)
     return out
 
 
@@ -84,12 +80,8 @@ def moved(name: str, ulps: float) -> Callable[[Tensors], Tensors]:
     """Move the largest entry of a tensor by so many units in the last place."""
 
     def change(tensors: Tensors) -> Tensors:
-        own = tensors[name].clone()
-        place = int(own.abs().argmax())
-        entry = own.view(-1)[place]
-        step = torch.nextafter(entry, torch.tensor(float("inf"))) - entry
-        own.view(-1)[place] = entry + ulps * step
-        return {**tensors, name: own}
+        place = int(tensors[name].abs().argmax())
+        return {**tensors, name: moved_entry(tensors[name], place, ulps)}
 
     return change
 
@@ -121,11 +113,9 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def granite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with factors, in bfloat16, whose rounding hides small changes of them."""
-    folder = tmp_path_factory.mktemp("granite")
-    tensors = {
-        name: tensor.bfloat16() for name, tensor in load_file(made("granite", folder) / WEIGHTS).items()
-    }
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    folder = made("granite", tmp_path_factory.mktemp("granite"))
+    with edited_tensors(folder) as tensors:
+        tensors |= {name: tensor.bfloat16() for name, tensor in tensors.items()}
     return folder
 
 
@@ -135,34 +125,23 @@ def test_a_copy_has_the_same_bytes(llama: Path) -> None:
 
 
 def test_a_wider_dtype_has_the_same_numbers(llama: Path, tmp_path: Path) -> None:
-    def wider(tensors: Tensors) -> Tensors:
-        return {name: tensor.double() for name, tensor in tensors.items()}
-
-    found = difference(llama, changed(llama, tmp_path / "b", wider))
+    wider = {name: tensor.double() for name, tensor in tensors_of(llama).items()}
+    found = difference(llama, write(llama, tmp_path / "b", wider))
     assert found.verdict == "same numbers"
     assert {part.verdict for part in found.parts} == {"same numbers"}
 
 
 def test_a_coarser_dtype_is_near(llama: Path, tmp_path: Path) -> None:
-    def coarser(tensors: Tensors) -> Tensors:
-        return {name: tensor.bfloat16() for name, tensor in tensors.items()}
-
-    assert difference(llama, changed(llama, tmp_path / "b", coarser)).verdict == "near"
+    coarser = {name: tensor.bfloat16() for name, tensor in tensors_of(llama).items()}
+    assert difference(llama, write(llama, tmp_path / "b", coarser)).verdict == "near"
 
 
 def test_tied_and_untied_tables_are_the_same_numbers(llama: Path, tmp_path: Path) -> None:
-    def tied(tensors: Tensors) -> Tensors:
-        return {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
-
-    one = changed(llama, tmp_path / "a", tied)
-
-    def without_head(tensors: Tensors) -> Tensors:
-        return {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
-
-    other = configured(
-        changed(llama, tmp_path / "other", without_head), tmp_path / "b", tie_word_embeddings=True
-    )
-    assert difference(one, other).verdict == "same numbers"
+    tensors = tensors_of(llama)
+    tied = write(llama, tmp_path / "a", {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
+    without_head = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    other = write(llama, tmp_path / "b", without_head, tie_word_embeddings=True)
+    assert difference(tied, other).verdict == "same numbers"
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -340,15 +319,11 @@ def test_an_entry_of_one_of_two_maps_in_a_row_is_near(tmp_path: Path) -> None:
     assert difference(tmp_path / "a", changed(tmp_path / "a", tmp_path / "b", change)).verdict == "near"
 
 
-def without_a_head(tensors: Tensors) -> Tensors:
-    name = "transformer.h.0.attn.c_proj.weight"
-    own = tensors[name].clone()
-    own[6:12] = 0.0
-    return {**tensors, name: own}
-
-
 def test_a_head_that_is_off_is_named_and_the_model_is_near(gpt2: Path, tmp_path: Path) -> None:
-    found = difference(gpt2, changed(gpt2, tmp_path / "b", without_a_head))
+    without_a_head = shutil.copytree(gpt2, tmp_path / "b")
+    with edited_tensors(without_a_head) as tensors:
+        tensors["transformer.h.0.attn.c_proj.weight"][6:12] = 0.0
+    found = difference(gpt2, without_a_head)
     assert found.verdict == "near"
     heads = {head.head: head for head in found.parts[1].heads}
     assert (heads[1].other, heads[1].verdict) == (None, "near")
@@ -413,12 +388,7 @@ def test_a_basis_that_the_embeddings_leave_undetermined_proves_nothing(llama: Pa
     assert difference(before, missed).verdict == "near"
 
 
-def with_further_rows(rows: Tensor) -> Callable[[Tensors], Tensors]:
-    def change(tensors: Tensors) -> Tensors:
-        tables = ("model.embed_tokens.weight", "lm_head.weight")
-        return {**tensors, **{name: torch.cat([tensors[name], rows]) for name in tables}}
-
-    return change
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -426,9 +396,10 @@ def test_rows_of_padding_are_named_and_tokens_are_no_padding(count: int, llama: 
     row = torch.linspace(-1, 1, 24)[None]
     found = {}
     for number, rows in enumerate((torch.zeros(count, 24), row.expand(count, -1), torch.cat([row, -row]))):
-        grown = changed(llama, tmp_path / f"tensors {number}", with_further_rows(rows))
+        tables = {name: torch.cat([tensors_of(llama)[name], rows]) for name in TABLES}
+        grown = {**tensors_of(llama), **tables}
         found[number] = difference(
-            llama, configured(grown, tmp_path / f"{number}", vocab_size=40 + len(rows))
+            llama, write(llama, tmp_path / f"{number}", grown, vocab_size=40 + len(rows))
         )
     assert found[0].verdict == "same numbers"
     assert any(f"{count} rows of padding, whose logits are not compared" in note for note in found[0].notes)
@@ -436,24 +407,13 @@ def test_rows_of_padding_are_named_and_tokens_are_no_padding(count: int, llama: 
     assert found[2].verdict not in SAME
 
 
-def with_a_head_of_constants(tensors: Tensors) -> Tensors:
-    """The values of one head of a GPT-2 are its biases alone."""
-    name = "transformer.h.0.attn.c_attn.weight"
-    own = tensors[name].clone()
-    own[:, 48:54] = 0.0
-    return {**tensors, name: own}
-
-
-def with_another_output_of_it(tensors: Tensors) -> Tensors:
-    name = "transformer.h.0.attn.c_proj.weight"
-    own = tensors[name].clone()
-    own[:6] *= 1.5
-    return {**tensors, name: own}
-
-
 def test_a_head_whose_values_are_biases_adds_a_constant(gpt2: Path, tmp_path: Path) -> None:
-    before = changed(gpt2, tmp_path / "a", with_a_head_of_constants)
-    after = changed(before, tmp_path / "b", with_another_output_of_it)
+    before = shutil.copytree(gpt2, tmp_path / "a")
+    with edited_tensors(before) as tensors:  # the values of one head are its biases alone
+        tensors["transformer.h.0.attn.c_attn.weight"][:, 48:54] = 0.0
+    after = shutil.copytree(before, tmp_path / "b")
+    with edited_tensors(after) as tensors:
+        tensors["transformer.h.0.attn.c_proj.weight"][:6] *= 1.5
     found = difference(before, after)
     assert found.verdict == "near"
     assert any("bias" in reason for reason in found.reasons)

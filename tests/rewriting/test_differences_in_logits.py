@@ -1,6 +1,5 @@
 """A verdict "same" against the logits of `transformers` in float64, over all families."""
 
-import copy
 import json
 import shutil
 from collections.abc import Iterator
@@ -16,6 +15,9 @@ from checkpoints import runs
 from checkpoints.oracle import has_experts, in_float64
 from checkpoints.test_families import inputs
 from checkpoints.tiny_models import TINY, transformers
+from edited import edited_tensors, set_fields, with_value
+from rewriting.pairs_of_models import WEIGHTS, moved_entry
+from small_checkpoints import save_changed
 from triptych.errors import TriptychError
 from triptych.model import load
 from triptych.rewriting.differences.comparing_models import compare
@@ -26,7 +28,6 @@ from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-WEIGHTS = "model.safetensors"
 SAME = ("same bytes", "same numbers", "same function")
 # Models that run, with heads, and tiny models of all other families.
 NAMES = (*runs.RUNS, *(name for name in TINY if name not in runs.RUNS))
@@ -44,15 +45,10 @@ def made(name: str, folder: Path) -> Path:
     else:
         torch.manual_seed(0)
         model = getattr(transformers, TINY[name].model)(TINY[name].configured())
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        model.save_pretrained(folder)
-    tensors = load_file(folder / WEIGHTS)
-    tensors = {own: part.float() if part.is_floating_point() else part for own, part in tensors.items()}
-    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
-    config = folder / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "float32"}))
+        save_changed(model, folder, 0.1)
+    with edited_tensors(folder) as tensors:
+        tensors |= {own: part.float() for own, part in tensors.items() if part.is_floating_point()}
+    set_fields(folder / "config.json", dtype="float32")
     return folder
 
 
@@ -99,13 +95,6 @@ def apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / one.abs().max())
 
 
-def moved(tensor: Tensor, place: int, ulps: int) -> Tensor:
-    own = tensor.clone()
-    entry = own.view(-1)[place]
-    own.view(-1)[place] = entry + ulps * (torch.nextafter(entry, torch.tensor(torch.inf)) - entry)
-    return own
-
-
 def entries(tensors: dict[str, Tensor], seed: int) -> Iterator[tuple[str, int]]:
     """A random entry of every tensor that is not zero."""
     generator = torch.Generator().manual_seed(seed)
@@ -131,7 +120,9 @@ def false_sames_of_entries(name: str, place: Path, seed: int = 0) -> tuple[int, 
     count = 0
     for own, entry in entries(tensors, seed):
         for ulps in (1, 5):
-            after = with_tensors(before, place / "b", {**tensors, own: moved(tensors[own], entry, ulps)})
+            after = with_tensors(
+                before, place / "b", {**tensors, own: moved_entry(tensors[own], entry, ulps)}
+            )
             found = difference(before, after)
             count += 1
             if found.verdict not in SAME:
@@ -186,7 +177,8 @@ def false_sames_after_rewrites(name: str, place: Path) -> tuple[int, list[str]]:
     count = 0
     for number, (own, entry) in enumerate(entries(tensors, 3)):
         for ulps in (ULPS[number % 5], 1 << 12):
-            after = with_tensors(place / "w", place / "b", {**tensors, own: moved(tensors[own], entry, ulps)})
+            missed = {**tensors, own: moved_entry(tensors[own], entry, ulps)}
+            after = with_tensors(place / "w", place / "b", missed)
             found = difference(before, after)
             count += 1
             if found.verdict in SAME:
@@ -239,15 +231,6 @@ def other_values(value: Any) -> tuple[Any, ...]:
             return 3, 0.5, True
         case _:
             return ()
-
-
-def with_value(record: dict[str, Any], field: Path_, value: Any) -> dict[str, Any]:
-    found = copy.deepcopy(record)
-    within: Any = found
-    for name in field[:-1]:
-        within = within[name]
-    within[field[-1]] = value
-    return found
 
 
 def false_sames_of_settings(name: str, place: Path) -> tuple[int, list[str]]:

@@ -1,6 +1,5 @@
 """Layers tried on what a text gives them: kept beside the certificate, and tried again from there."""
 
-import hashlib
 import json
 import shutil
 import sys
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import load, save
 
 from checkpoints.tiny_marian import write_marian
+from rewriting.certificates import failing
 from small_checkpoints import cannot_be_run, gpt2_that_runs
 from triptych.core.algebra.function import run_layer
 from triptych.core.algebra.weights import Norm
@@ -18,6 +18,7 @@ from triptych.core.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from triptych.core.checkpoints.stored_layers import Site
 from triptych.core.storage.copying import CERTIFICATE
 from triptych.errors import DataError
+from triptych.files import file_hash
 from triptych.rewriting.certificate import read_certificate
 from triptych.rewriting.functions import FoldNorm, FoldValueBias, Truncate
 from triptych.rewriting.inputs import INPUTS, before_gain, read_inputs, write_inputs
@@ -46,10 +47,6 @@ def out(rewritten: Path, tmp_path: Path) -> Path:
     """A copy of what was made, to be spoiled."""
     shutil.copytree(rewritten / "out", tmp_path / "out")
     return tmp_path / "out"
-
-
-def failing(folder: Path, text: Path | None = None) -> list[str]:
-    return [check.claim for check in verify(folder, text=text) if check.held is False]
 
 
 def test_what_is_kept_is_what_the_models_own_layers_are_given(rewritten: Path) -> None:
@@ -93,13 +90,12 @@ def test_layers_are_tried_on_the_text_and_tried_again_without_the_model(
 
 def test_with_the_text_the_inputs_themselves_are_made_again(rewritten: Path, out: Path) -> None:
     text = rewritten / "text.txt"
-    assert failing(rewritten / "out", text) == []
+    assert failing(rewritten / "out", text=text) == []
     given = read_inputs(out / INPUTS)
     first = next(iter(given))
     write_inputs(out / INPUTS, given | {first: Seen(given[first].x * 1.1, None)})
-    digits = hashlib.sha256((out / INPUTS).read_bytes()).hexdigest()
-    resealed(out, files={**read_certificate(out).files, INPUTS: digits})
-    assert "inputs kept of the text" in failing(out, text)
+    with_inputs_as_they_are(out)
+    assert "inputs kept of the text" in failing(out, text=text)
 
 
 def resealed(out: Path, **changes: object) -> None:
@@ -107,12 +103,16 @@ def resealed(out: Path, **changes: object) -> None:
     (out / CERTIFICATE).write_bytes(certificate.sealed().as_json())
 
 
+def with_inputs_as_they_are(out: Path) -> None:
+    """The hash of the inputs in the certificate made that of their file."""
+    resealed(out, files={**read_certificate(out).files, INPUTS: file_hash(out / INPUTS)})
+
+
 def test_other_inputs_are_noticed(out: Path) -> None:
     tensors = load((out / INPUTS).read_bytes())
     (out / INPUTS).write_bytes(save({name: -2 * tensor for name, tensor in tensors.items()}))
     assert failing(out) == ["other files as written"]
-    digits = hashlib.sha256((out / INPUTS).read_bytes()).hexdigest()
-    resealed(out, files={**read_certificate(out).files, INPUTS: digits})
+    with_inputs_as_they_are(out)
     assert failing(out) == [ON_TEXT]
 
 
@@ -120,12 +120,10 @@ def test_another_figure_is_noticed(out: Path) -> None:
     layers = list(read_certificate(out).layers)
     measured = layers[0].measured_on_text
     assert measured is not None
-    layers[0] = layers[0].model_copy(
-        update={"measured_on_text": measured.model_copy(update={"relative": measured.relative * 1.01})}
-    )
+    other = measured.model_copy(update={"relative": measured.relative * 1.01})
+    layers[0] = layers[0].model_copy(update={"measured_on_text": other})
     resealed(out, layers=tuple(layers))
-    (claim, *rest) = failing(out)
-    assert ON_TEXT in (claim, *rest)
+    assert ON_TEXT in failing(out)
 
 
 def test_a_layer_that_is_left_out_is_noticed(out: Path) -> None:
@@ -138,9 +136,8 @@ def test_a_layer_that_is_left_out_is_noticed(out: Path) -> None:
 
 
 def test_inputs_of_an_earlier_rewrite_are_not_taken_along(rewritten: Path, tmp_path: Path) -> None:
-    again = rewrite_checkpoint(
-        str(rewritten / "out"), tmp_path / "again", RewriteRecipe(step=(Truncate(rank=2),))
-    )
+    recipe = RewriteRecipe(step=(Truncate(rank=2),))
+    again = rewrite_checkpoint(str(rewritten / "out"), tmp_path / "again", recipe)
     assert not (tmp_path / "again" / INPUTS).exists()
     assert all(layer.measured_on_text is None for layer in again.layers)
     assert failing(tmp_path / "again") == []
@@ -152,9 +149,8 @@ def test_cross_attention_keeps_what_its_keys_are_made_of(tmp_path: Path) -> None
     torch.manual_seed(7)
     write_marian(source, dtype=torch.float32)
     pairs.write_text("a b c\tc b a\nb\ta\n" * 3)
-    done = rewrite_checkpoint(
-        str(source), tmp_path / "out", RewriteRecipe(step=(FoldValueBias(),)), text=pairs
-    )
+    recipe = RewriteRecipe(step=(FoldValueBias(),))
+    done = rewrite_checkpoint(str(source), tmp_path / "out", recipe, text=pairs)
     given = read_inputs(tmp_path / "out" / INPUTS)
     with_memory = {name for name, found in given.items() if found.memory is not None}
     assert with_memory == {site.name for site in open_checkpoint(source).sites if site.kind == "cross"}
@@ -170,24 +166,22 @@ def test_a_model_whose_layers_cannot_be_listened_to_is_compared_all_the_same(
         raise DataError(f"{self.name}: {site.name} has no module of its own for its maps")
 
     monkeypatch.setattr(Checkpoint, "input_modules", deaf)
-    monkeypatch.setattr(
-        "triptych.core.checkpoints.stored_models.read_language_model", cannot_be_run
-    )  # by transformers, then
+    # It is run by `transformers`, then.
+    monkeypatch.setattr("triptych.core.checkpoints.stored_models.read_language_model", cannot_be_run)
     done = rewrite_checkpoint(str(rewritten / "source"), tmp_path / "out", EXACT, text=rewritten / "text.txt")
     assert done.end_to_end is not None
     assert "no module of its own" in done.not_on_text
     assert done.not_on_text in (tmp_path / "out" / "README.md").read_text()
     assert not (tmp_path / "out" / INPUTS).exists()
-    assert failing(tmp_path / "out", rewritten / "text.txt") == []
+    assert failing(tmp_path / "out", text=rewritten / "text.txt") == []
 
 
 def test_a_gain_is_taken_off_and_a_channel_without_one_is_zero() -> None:
     norm = Norm(torch.tensor([1.0, -1.0, 2.0]), torch.tensor([0.5, 0.25, 0.0]), offset=1.0)
     normal = torch.tensor([[[3.0, 4.0, -5.0]]], dtype=torch.float64)
     given = normal * (norm.weight + 1) + torch.tensor([0.5, 0.25, 0.0])
-    torch.testing.assert_close(
-        before_gain(given, norm), torch.tensor([[[3.0, 0.0, -5.0]]], dtype=torch.float64)
-    )
+    expected = torch.tensor([[[3.0, 0.0, -5.0]]], dtype=torch.float64)
+    torch.testing.assert_close(before_gain(given, norm), expected)
     assert before_gain(given, None) is given
 
 

@@ -8,15 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rewriting.pairs_of_models import (
-    each,
-    in_tensors,
-    in_two_files,
-    noise,
-    small_llama,
-    tensors_of,
-    write,
-)
+from checkpoints.runs import some
+from rewriting.pairs_of_models import each, in_tensors, in_two_files, noise, small_llama, tensors_of, write
 from triptych import Difference, diff
 
 pytest.importorskip("transformers")
@@ -52,9 +45,7 @@ def found(llama: Path) -> Callable[[str], Difference]:
     return compared
 
 
-@pytest.mark.parametrize(
-    "kind", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.parametrize("kind", some(NAMES, FAST))
 def test_a_change_has_its_name_and_no_other(kind: str, found: Callable[[str], Difference]) -> None:
     assert [change.kind for change in found(kind).changes] == [kind]
     assert found(kind).verdict in ("near", "different")
@@ -66,17 +57,13 @@ def test_the_evidence_has_figures_and_places(found: Callable[[str], Difference])
         (change,) = found(kind).changes
         return change.evidence, change.where
 
-    assert said("merged LoRA") == (
-        "ΔW has rank 2 (6 tensors)",
-        ("blocks.0–2: self_attention.q, self_attention.v",),
-    )
+    places = ("blocks.0–2: self_attention.q, self_attention.v",)
+    assert said("merged LoRA") == ("ΔW has rank 2 (6 tensors)", places)
     assert "a grid of at most 16 levels by groups of 32" in said("quantised")[0]
     assert said("rounded")[0] == "B is A rounded to bfloat16 (30 tensors)"
     assert said("layers dropped")[0] == "not in B: A's layers 1; B's layers are A's 0, 2"
-    assert said("few entries") == (
-        "1 entry differs, all others are A's (1 tensor)",
-        ("blocks.1: self_attention.q",),
-    )
+    places = ("blocks.1: self_attention.q",)
+    assert said("few entries") == ("1 entry differs, all others are A's (1 tensor)", places)
     assert said("another configuration")[0] == "rms_norm_eps is 1e-06 in A and 0.001 in B"
     assert said("embeddings resized")[0].startswith("48 → 53 rows, the first 48 equal")
     assert said("fine-tuned from a layer on")[0].startswith("layers before 2 are equal")
@@ -96,21 +83,12 @@ def test_a_mean_needs_the_other_model(llama: Path, tmp_path: Path) -> None:
     other = small_llama(tmp_path / "other", seed=1)
     theirs = tensors_of(other)
     mean = write(llama, tmp_path / "mean", {name: (own[name] + theirs[name]) / 2 for name in own})
-    changes = diff(llama, mean, also=other).changes
-    assert [(change.kind, change.evidence) for change in changes] == [
-        ("mean of A and C", "B is (A + C) / 2 (30 tensors)")
-    ]
+    (change,) = diff(llama, mean, also=other).changes
+    assert (change.kind, change.evidence) == ("mean of A and C", "B is (A + C) / 2 (30 tensors)")
     assert "mean of A and C" not in {change.kind for change in diff(llama, mean).changes}
-    assert (
-        diff(llama, theirs_in(llama, tmp_path / "third", 0.5), also=other)
-        .notes[-1]
-        .startswith("B is no mixture of A and ")
-    )
-
-
-def theirs_in(llama: Path, folder: Path, share: float) -> Path:
     torch.manual_seed(3)
-    return write(llama, folder, each(tensors_of(llama), noise(share)))
+    third = write(llama, tmp_path / "third", each(own, noise(0.5)))
+    assert diff(llama, third, also=other).notes[-1].startswith("B is no mixture of A and ")
 
 
 @pytest.mark.slow

@@ -88,11 +88,7 @@ def make_model(kind: str, norm: str = "pre", **changes: Any) -> EncoderDecoder:
         ),
     }[kind]
     tree = {
-        "d_model": 24,
-        "d_ff": 32,
-        "num_heads": 4,
-        "norm": norm,
-        "dropout": 0.0,
+        **{"d_model": 24, "d_ff": 32, "num_heads": 4, "norm": norm, "dropout": 0.0},
         "encoder": {"num_layers": 2, "attention": sites[0]},
         "decoder": {"num_layers": 2, "attention": sites[1], "cross_attention": sites[2]},
         **changes,
@@ -102,6 +98,11 @@ def make_model(kind: str, norm: str = "pre", **changes: Any) -> EncoderDecoder:
         if "bias" in name or "norm" in name:
             nn.init.normal_(parameter, mean=float("norm.weight" in name), std=0.3)
     return model
+
+
+def make_language_model(attention: dict[str, Any], **changes: Any) -> LanguageModel:
+    tree = {"d_model": 24, "d_ff": 32, "num_heads": 4, "attention": attention, **changes}
+    return LanguageModel.of(LanguageModelConfig.model_validate(tree), "decoder", VOCAB)
 
 
 def sentences() -> tuple[Tensor, Tensor]:
@@ -125,9 +126,8 @@ def test_a_rewritten_model_computes_the_same(name: str, kind: str) -> None:
         return
     new = LIFTED[name](model)
     assert not new.training
-    torch.testing.assert_close(
-        new(src, tgt_in), expected, rtol=1e-10, atol=1e-10 * float(expected.abs().max())
-    )
+    atol = 1e-10 * float(expected.abs().max())
+    torch.testing.assert_close(new(src, tgt_in), expected, rtol=1e-10, atol=atol)
     for key, value in model.state_dict().items():
         assert_same(value, before[key], kind="exact")
     own = {parameter.data_ptr() for parameter in model.parameters()}
@@ -139,10 +139,7 @@ def test_norms_of_queries_and_keys_and_gates_stay_with_a_rewritten_model(name: s
     attention = {"projections": "stacked", "qk_norm": True, "output_gate": True}
     if name == "repeat_kv_heads":
         attention |= {"projections": "grouped", "num_kv_heads": 2}
-    sizes = {"num_layers": 2, "d_model": 24, "d_ff": 32, "num_heads": 4, "norm_kind": "rms"}
-    model = LanguageModel.of(
-        LanguageModelConfig.model_validate({**sizes, "attention": attention}), "decoder", VOCAB
-    ).double()
+    model = make_language_model(attention, num_layers=2, norm_kind="rms").double()
     for parameter_name, parameter in model.named_parameters():
         if "gate" in parameter_name or "norm" in parameter_name:
             nn.init.normal_(parameter, mean=float("norm" in parameter_name), std=0.3)
@@ -154,10 +151,7 @@ def test_norms_of_queries_and_keys_and_gates_stay_with_a_rewritten_model(name: s
 
 
 def test_a_scale_that_no_query_map_can_take_up_stays_in_a_models_layer() -> None:
-    config = LanguageModelConfig.model_validate(
-        {"num_layers": 1, "d_model": 24, "d_ff": 32, "num_heads": 4, "attention": {"qk_norm": True}}
-    )
-    model = LanguageModel.of(config, "decoder", VOCAB)
+    model = make_language_model({"qk_norm": True}, num_layers=1)
     weights = attention_weights(model)["decoder.0"]
     other = replace(weights, semantics=replace(weights.semantics, scale=weights.scale * 3))
     one_norm = replace(weights, semantics=replace(weights.semantics, k_norm=None))
@@ -213,11 +207,7 @@ def test_a_rewritten_model_is_saved_and_read_like_any_other(tmp_path: Any) -> No
 
 def test_every_site_has_its_records_in_the_order_of_the_steps() -> None:
     outcome = triptych.rewrite(make_model("mixed"), rewrites.drop_key_bias, rewrites.fold)
-    assert set(outcome.records) == {
-        *(f"encoder.{i}" for i in range(2)),
-        *(f"decoder.{i}" for i in range(2)),
-        *(f"cross.{i}" for i in range(2)),
-    }
+    assert set(outcome.records) == {f"{at}.{i}" for at in ("encoder", "decoder", "cross") for i in range(2)}
     for records in outcome.records.values():
         assert [record.name for record in records] == ["drop_key_bias", "fold"]
     first = outcome.records["encoder.0"][1]
@@ -276,9 +266,8 @@ def test_a_call_a_record_and_a_function_mean_the_same(name: str) -> None:
     calls, records, functions = (triptych.rewrite(model, step) for step in (CALLS[name], record, function))
     assert calls.records == records.records
     assert calls.records.keys() == functions.records.keys()
-    for one, other, third in zip(
-        *(found.result.parameters() for found in (calls, records, functions)), strict=True
-    ):
+    parameters = (found.result.parameters() for found in (calls, records, functions))
+    for one, other, third in zip(*parameters, strict=True):
         assert_same(one, other, kind="exact")
         torch.testing.assert_close(one, third)
 
@@ -531,10 +520,8 @@ def test_a_choice_there_is_not_is_refused_with_those_there_are(wrong: dict[str, 
 
 @pytest.mark.parametrize("rank", [2.0, True, "2"])
 def test_a_rank_that_is_no_whole_number_is_refused_as_such(rank: Any) -> None:
-    weights = MultiHeadAttention(8, 2).weights()
-    message = f"is {rank!r}: it must be a whole number"
-    with pytest.raises(RewriteRefusedError, match=message):
-        inspect.unwrap(rewrites.to_latent)(weights, rank=rank)
+    with pytest.raises(RewriteRefusedError, match=f"is {rank!r}: it must be a whole number"):
+        inspect.unwrap(rewrites.to_latent)(MultiHeadAttention(8, 2).weights(), rank=rank)
 
 
 def test_an_input_of_another_width_is_refused_with_both() -> None:

@@ -15,15 +15,9 @@ from triptych.rewriting.outcome import outcome, outcome_in_words
 
 
 def compared(divergence: float, before: float | None = None, after: float | None = None) -> EndToEnd:
-    return EndToEnd(
-        by="triptych",
-        text="test.txt",
-        tokens=1234,
-        worst_logit=0.5,
-        divergence_nats=divergence,
-        loss_before_nats=before,
-        loss_after_nats=after,
-    )
+    losses = {"loss_before_nats": before, "loss_after_nats": after}
+    found = {"by": "triptych", "text": "test.txt", "tokens": 1234, "worst_logit": 0.5}
+    return EndToEnd.model_validate({**found, **losses, "divergence_nats": divergence})
 
 
 @pytest.mark.parametrize(
@@ -58,14 +52,8 @@ def test_a_ruined_model_is_said_to_be_with_its_loss_and_perplexity() -> None:
 
 
 def of_states(relative: float, cosine: float = 0.9) -> EndToEnd:
-    return compared(0.0).model_copy(
-        update={
-            "divergence_nats": None,
-            "output": "hidden states",
-            "relative": relative,
-            "cosine": cosine,
-        }
-    )
+    states = {"output": "hidden states", "relative": relative, "cosine": cosine}
+    return compared(0.0).model_copy(update={"divergence_nats": None, **states})
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What is planned is done: what is planned can be written, what is refused is refused in both."""
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from torch import nn
 
 from checkpoints.test_families import made
 from checkpoints.tiny_models import TINY
+from edited import set_fields
 from small_checkpoints import HEADS, D, gpt2, llama
 from triptych.core.algebra.rewritten import RewriteRefusedError
 from triptych.core.attention.projections import PARAMETERISATIONS
@@ -45,38 +45,30 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 def llama_with_head_dim(folder: Path) -> Path:
     """A configuration that can say fewer heads."""
-    path = llama(folder) / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "head_dim": D // HEADS}))
+    set_fields(llama(folder) / "config.json", head_dim=D // HEADS)
     return folder
+
+
+SMALLER = {
+    "llama": "Llama's format: the file gets smaller by fewer heads (prune_heads, with merge_kv_heads) or "
+    "fewer key-value heads (merge_kv_heads); anything else is padded with zeros",
+    "gpt2": "GPT-2's format: no rewrite makes the file smaller; anything else is padded with zeros",
+}
+IN_MAPS = "W_Q and W_K (50% of the attention's parameters) get lower ranks and keep all channels"
 
 
 @pytest.mark.parametrize(
     ("family", "rotary", "expected"),
-    [
-        (
-            "llama",
-            "maps",
-            "W_Q and W_K (50% of the attention's parameters) get lower ranks and keep all channels",
-        ),
-        ("llama", "pairs", None),
-        ("gpt2", "maps", None),
-    ],
+    [("llama", "maps", [IN_MAPS]), ("llama", "pairs", []), ("gpt2", "maps", [])],
 )
 def test_a_plan_says_what_a_truncation_does_not_shrink(
-    family: str, rotary: Any, expected: str | None, tmp_path: Path
+    family: str, rotary: Any, expected: list[str], tmp_path: Path
 ) -> None:
     folder = gpt2(tmp_path) if family == "gpt2" else llama_with_head_dim(tmp_path)
     recipe = RewriteRecipe(step=(SortHeads(), Truncate(budget=0.5, rotary=rotary)))
     plan = plan_rewrite(str(folder), recipe)
-    assert [note.partition(", which")[0] for note in plan.notes if "W_Q" in note] == [expected] * bool(
-        expected
-    )
-    said = {
-        "llama": "Llama's format: the file gets smaller by fewer heads (prune_heads, with merge_kv_heads) or "
-        "fewer key-value heads (merge_kv_heads); anything else is padded with zeros",
-        "gpt2": "GPT-2's format: no rewrite makes the file smaller; anything else is padded with zeros",
-    }
-    assert plan.notes[-1] == said[family]
+    assert [note.partition(", which")[0] for note in plan.notes if "W_Q" in note] == expected
+    assert plan.notes[-1] == SMALLER[family]
     assert plan.bytes_after == plan.bytes_before
 
 
@@ -209,9 +201,8 @@ def own_run(folder: Path, projections: str, norm: str, scheme: str) -> bool:
     stack = {"num_layers": 1, "attention": site}
     sizes = {"d_model": 16, "d_ff": 24, "num_heads": 4, "norm": norm, "positions": {"scheme": scheme}}
     try:
-        config = ModelConfig.model_validate(
-            {**sizes, "encoder": stack, "decoder": {**stack, "cross_attention": site}}
-        )
+        stacks = {"encoder": stack, "decoder": {**stack, "cross_attention": site}}
+        config = ModelConfig.model_validate({**sizes, **stacks})
         model = EncoderDecoder.of(config, 20, 20)
     except ValueError:
         return False

@@ -12,10 +12,11 @@ from rewriting.test_calibration import bert, text_in
 from small_checkpoints import cannot_be_run, gpt2_that_runs
 from tolerances import assert_same
 from triptych.core.checkpoints.checkpoint import open_checkpoint
+from triptych.core.checkpoints.stored_layers import AttentionSource
 from triptych.core.models import EncoderDecoder, LanguageModel, ModelConfig, write_model
 from triptych.errors import DataError, UsageError
 from triptych.rewriting.whole_models import Original, open_original
-from triptych.running.opening import TransformersReader, open_text_reader, why_not_run
+from triptych.running.opening import TextReader, TransformersReader, Window, open_text_reader, why_not_run
 
 transformers = pytest.importorskip("transformers", reason="it comes with the extra [dev]")
 
@@ -103,12 +104,25 @@ def test_a_pipe_in_the_folder_of_a_model_is_not_opened_by_transformers(tmp_path:
         TransformersReader(folder)
 
 
+def assert_outputs_and_inputs_agree(
+    ours: TextReader, theirs: TextReader, window: Window, source: AttentionSource
+) -> None:
+    """What two models put out, and what their layers read."""
+    assert_same(ours.outputs(window), theirs.outputs(window), kind="output")
+    read = [model.inputs(window, source, source.sites) for model in (ours, theirs)]
+    for site in source.sites:
+        found, expected = (seen[site.name][-1] for seen in read)
+        assert_same(found.x, expected.x, kind="output")
+        assert (found.memory is None) == (expected.memory is None)
+        if found.memory is not None and expected.memory is not None:
+            assert_same(found.memory, expected.memory, kind="output")
+
+
 def test_our_own_run_puts_out_what_transformers_does(tmp_path: Path) -> None:
     folder, text = gpt2_that_runs(tmp_path / "model"), tmp_path / "text.txt"
     text.write_text("What a piece of work is a man! " * 7, encoding="utf-8")
     ours, theirs = open_text_reader(folder), TransformersReader(folder)
-    assert ours.by == "triptych"
-    assert ours.kind == theirs.kind
+    assert (ours.by, ours.kind) == ("triptych", theirs.kind)
     source = open_checkpoint(folder)
     pairs = [*zip(ours.windows(text, 200), theirs.windows(text, 200), strict=True)]
     pairs += zip(ours.random_windows(3), theirs.random_windows(3), strict=True)
@@ -116,11 +130,7 @@ def test_our_own_run_puts_out_what_transformers_does(tmp_path: Path) -> None:
     for one, other in pairs:
         assert torch.equal(one.inputs["input_ids"], other.inputs["input_ids"])
         assert (one.targets is None) == (other.targets is None)
-        assert_same(ours.outputs(one), theirs.outputs(other), kind="output")
-        read = [model.inputs(one, source, source.sites) for model in (ours, theirs)]
-        for site in source.sites:
-            found, expected = (seen[site.name][-1].x for seen in read)
-            assert_same(found, expected, kind="output")
+        assert_outputs_and_inputs_agree(ours, theirs, one, source)
     attended = [model.attention_outputs(source, pairs[0][0]) for model in (ours, theirs)]
     for (name, a), (same, b) in zip(*attended, strict=True):
         assert name == same
@@ -140,11 +150,4 @@ def test_an_encoder_decoder_puts_out_what_transformers_does(tmp_path: Path) -> N
         assert one.targets is not None
         assert other.targets is not None
         assert torch.equal(one.targets, other.targets)
-        assert_same(ours.outputs(one), theirs.outputs(other), kind="output")
-        read = [model.inputs(one, source, source.sites) for model in (ours, theirs)]
-        for site in source.sites:
-            found, expected = (seen[site.name][-1] for seen in read)
-            assert_same(found.x, expected.x, kind="output")
-            if expected.memory is not None:
-                assert found.memory is not None
-                assert_same(found.memory, expected.memory, kind="output")
+        assert_outputs_and_inputs_agree(ours, theirs, one, source)

@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from edited import edited_json
 from triptych.core.storage import shards
 from triptych.core.storage.copying import FolderCopy
 from triptych.core.storage.shards import TensorHash, tensor_hash
@@ -183,12 +184,9 @@ def test_pickled_shards_become_safetensors_with_an_index(tmp_path: Path) -> None
     assert list(places) == list(TENSORS)
     for name, shard in places.items():
         assert torch.equal(load_file(tmp_path / "target" / shard)[name], TENSORS[name])
-    assert sorted(p.name for p in (tmp_path / "target").iterdir() if "model" in p.name) == [
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.model",
-    ]
+    names = [name for name in names_in(tmp_path / "target") if "model" in name]
+    shards_of_2 = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert names == [*shards_of_2, "model.safetensors.index.json", "tokenizer.model"]
 
 
 def test_a_single_file_is_copied_with_what_is_beside_it(tmp_path: Path) -> None:
@@ -203,13 +201,8 @@ def test_the_same_weights_in_other_formats_are_left_out_and_reported(tmp_path: P
     source = whole(tmp_path / "source")
     (source / "onnx").mkdir()
     (source / "2_Dense").mkdir()
-    others = [
-        "pytorch_model.bin",
-        "tf_model.h5",
-        "flax_model.msgpack",
-        "model.onnx",
-        "adapter_model.safetensors",
-    ]
+    others = ["pytorch_model.bin", "tf_model.h5", "flax_model.msgpack", "model.onnx"]
+    others += ["adapter_model.safetensors"]
     for name in (*others, "onnx/model.json", "2_Dense/model.safetensors"):
         (source / name).write_bytes(b"x")
     result, _ = copied(source, tmp_path / "target")
@@ -282,14 +275,12 @@ def test_a_shard_or_index_that_is_a_link_out_is_refused_but_in_the_cache_of_the_
 
 def test_shards_in_a_folder_that_is_a_link_out_are_refused(tmp_path: Path) -> None:
     source = sharded(tmp_path / "source")
-    index = source / "model.safetensors.index.json"
-    record = json.loads(index.read_text())
     (tmp_path / "elsewhere").mkdir()
-    for name in set(record["weight_map"].values()):
-        (source / name).rename(tmp_path / "elsewhere" / name)
+    with edited_json(source / "model.safetensors.index.json") as record:
+        for name in set(record["weight_map"].values()):
+            (source / name).rename(tmp_path / "elsewhere" / name)
+        record["weight_map"] = {tensor: f"inner/{name}" for tensor, name in record["weight_map"].items()}
     (source / "inner").symlink_to(tmp_path / "elsewhere")
-    record["weight_map"] = {tensor: f"inner/{name}" for tensor, name in record["weight_map"].items()}
-    index.write_text(json.dumps(record))
     with pytest.raises(DataError, match=r"inner/model-.* is a link out of the folder, to .*/elsewhere/"):
         FolderCopy(source, tmp_path / "target")
 
@@ -314,10 +305,9 @@ def test_a_link_to_another_file_of_the_folder_is_copied_as_a_file(tmp_path: Path
 
 def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path) -> None:
     source = sharded(tmp_path / "source")
-    index = source / "model.safetensors.index.json"
     shutil.copy(source / "model-00001-of-00002.safetensors", tmp_path / "x.safetensors")
-    record = json.loads(index.read_text())
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(record["weight_map"], "../x.safetensors")}))
+    with edited_json(source / "model.safetensors.index.json") as record:
+        record["weight_map"] = dict.fromkeys(record["weight_map"], "../x.safetensors")
     with pytest.raises(DataError, match="no file of that folder"):
         FolderCopy(source, tmp_path / "target")
     assert not (tmp_path / "target").exists()

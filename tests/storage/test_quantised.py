@@ -13,10 +13,16 @@ from made import Made
 from triptych.core.storage import quantised
 from triptych.core.storage.quantised import dequantised
 from triptych.core.storage.settings import Settings
-from triptych.core.storage.tensors import open_tensors
+from triptych.core.storage.tensors import Tensors, open_tensors
 from triptych.errors import DataError
 
 D_OUT, D_IN, GROUP = 16, 64, 32
+OF_AWQ = (0, 2, 4, 6, 1, 3, 5, 7)  # its own order: nibble i holds this one of eight columns
+
+
+def stored(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> Tensors:
+    save_file(tensors, folder / "model.safetensors")
+    return dequantised(open_tensors(folder), Settings({"quantization_config": config}, "config.json"))
 
 
 def unpacked(
@@ -25,8 +31,7 @@ def unpacked(
     config: dict[str, Any],
     shape: tuple[int, int] = (D_OUT, D_IN),
 ) -> Tensor:
-    save_file(tensors, folder / "model.safetensors")
-    found = dequantised(open_tensors(folder), Settings({"quantization_config": config}, "config.json"))
+    found = stored(folder, tensors, config)
     assert set(found.infos) == {"a.weight", "norm.weight"}
     assert found.infos["a.weight"].shape == shape
     assert torch.equal(found.read("norm.weight"), tensors["norm.weight"])
@@ -61,18 +66,18 @@ def test_float8_in_blocks_the_last_of_which_are_smaller(tmp_path: Path) -> None:
     weight, scale = torch.randn(D_OUT, D_IN).to(torch.float8_e4m3fn), torch.rand(2, 3) + 0.5
     tensors = {"a.weight": weight, "a.weight_scale_inv": scale, **beside()}
     found = unpacked(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": [12, 24]})
-    for row in range(D_OUT):
-        for column in range(D_IN):
-            expected = weight[row, column].float() * scale[row // 12, column // 24]
-            assert found[row, column] == expected
+
+    def entry(row: int, column: int) -> Tensor:
+        return weight[row, column].float() * scale[row // 12, column // 24]
+
+    assert torch.equal(found, weight_of((D_OUT, D_IN), entry))
 
 
 def test_as_many_blocks_as_rows_are_blocks(tmp_path: Path) -> None:
     """As in DeepSeek-V3's output maps: 56 × 128 blocks for 7,168 rows."""
     weight, scale = torch.randn(8, 64).to(torch.float8_e4m3fn), torch.rand(1, 8) + 0.5
-    save_file({"a.weight": weight, "a.weight_scale_inv": scale}, tmp_path / "model.safetensors")
-    settings = Settings({"quantization_config": {"weight_block_size": [8, 8]}}, "config.json")
-    found = dequantised(open_tensors(tmp_path), settings).read("a.weight")
+    tensors = {"a.weight": weight, "a.weight_scale_inv": scale}
+    found = stored(tmp_path, tensors, {"weight_block_size": [8, 8]}).read("a.weight")
     assert torch.equal(found, weight.float() * scale[0].repeat_interleave(8))
 
 
@@ -86,20 +91,21 @@ PARTS_THAT_DO_NOT_FIT: dict[str, dict[str, Tensor]] = {
 
 @pytest.mark.parametrize("changed", PARTS_THAT_DO_NOT_FIT.values(), ids=PARTS_THAT_DO_NOT_FIT)
 def test_parts_that_do_not_fit_are_named(tmp_path: Path, changed: dict[str, Tensor]) -> None:
-    parts = {
-        "a.qweight": words(D_IN // 8, D_OUT),
-        "a.qzeros": words(D_IN // GROUP, D_OUT // 8),
-        "a.scales": torch.ones(D_IN // GROUP, D_OUT),
-        **changed,
-    }
-    save_file(parts, tmp_path / "model.safetensors")
     config = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
-    found = dequantised(open_tensors(tmp_path), Settings({"quantization_config": config}, "config.json"))
-    with pytest.raises(
-        DataError, match=r"a\.weight: its parts \(a\.qweight, .*\) do not fit together"
-    ) as error:
+    found = stored(tmp_path, {**blank("gptq", D_IN, D_OUT), **changed}, config)
+    said = r"a\.weight: its parts \(a\.qweight, .*\) do not fit together"
+    with pytest.raises(DataError, match=said) as error:
         found.read("a.weight")
     assert "\n" not in str(error.value)
+
+
+def blank(method: str, d_in: int, d_out: int) -> dict[str, Tensor]:
+    """Parts of a map in four bits that fit together."""
+    return {
+        "a.qweight": words(d_in // 8, d_out) if method == "gptq" else words(d_in, d_out // 8),
+        "a.qzeros": words(d_in // GROUP, d_out // 8),
+        "a.scales": torch.ones(d_in // GROUP, d_out),
+    }
 
 
 @final
@@ -109,15 +115,8 @@ def test_nothing_larger_than_the_map_is_made_when_it_is_unpacked(
 ) -> None:
     monkeypatch.setattr(quantised, "_NUMBERS_AT_A_TIME", 1 << 12)
     d_out, d_in = 256, 512
-    packed_in, packed_out = (d_in // 8, d_out) if method == "gptq" else (d_in, d_out // 8)
-    tensors = {
-        "a.qweight": words(packed_in, packed_out),
-        "a.qzeros": words(d_in // GROUP, d_out // 8),
-        "a.scales": torch.ones(d_in // GROUP, d_out),
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
     config = {"quant_method": method, "bits": 4, "group_size": GROUP}
-    found = dequantised(open_tensors(tmp_path), Settings({"quantization_config": config}, "config.json"))
+    found = stored(tmp_path, blank(method, d_in, d_out), config)
     with Made() as made:
         weight = found.read("a.weight")
     assert made.largest_bytes == weight.nbytes == 4 * d_out * d_in
@@ -136,12 +135,7 @@ def test_eight_bits_of_bitsandbytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_gptq(
-    tmp_path: Path,
-    bits: int,
-    version: str,
-    ordered: bool,
-    at_a_time: int,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, bits: int, version: str, ordered: bool, at_a_time: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantised, "_NUMBERS_AT_A_TIME", at_a_time)
     most = (1 << bits) - 1
@@ -194,12 +188,7 @@ def test_gptq_zeros_that_contradict_sym_are_refused(tmp_path: Path, bits: int, v
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_scales_of_other_groups_than_the_configuration_has_are_refused(tmp_path: Path, method: str) -> None:
-    tensors = {
-        "a.qweight": words(*((D_IN // 8, D_OUT) if method == "gptq" else (D_IN, D_OUT // 8))),
-        "a.qzeros": words(D_IN // GROUP, D_OUT // 8),
-        "a.scales": torch.ones(D_IN // GROUP, D_OUT),
-        **beside(),
-    }
+    tensors = {**blank(method, D_IN, D_OUT), **beside()}
     config = {"quant_method": method, "bits": 4, "group_size": D_IN}
     with pytest.raises(DataError, match=f"scales for 2 groups, and {D_IN} inputs in groups of {D_IN} are 1"):
         unpacked(tmp_path, tensors, config)
@@ -213,21 +202,15 @@ def test_awq(tmp_path: Path, at_a_time: int, monkeypatch: pytest.MonkeyPatch) ->
     scales = torch.rand(D_IN // GROUP, D_OUT).half()
     groups = torch.arange(D_IN) // GROUP
     expected = ((numbers - zeros[groups]).float() * scales.float()[groups]).T
-    order = (0, 2, 4, 6, 1, 3, 5, 7)  # AWQ's own: nibble i holds this one of eight columns
-    tensors = {
-        "a.qweight": packed(numbers, 4, order),
-        "a.qzeros": packed(zeros, 4, order),
-        "a.scales": scales,
-        **beside(),
-    }
+    parts = {"a.qweight": packed(numbers, 4, OF_AWQ), "a.qzeros": packed(zeros, 4, OF_AWQ)}
+    tensors = {**parts, "a.scales": scales, **beside()}
     config = {"quant_method": "awq", "bits": 4, "group_size": GROUP}
     assert torch.equal(unpacked(tmp_path, tensors, config), expected)
 
 
 def refused(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> str:
-    save_file(tensors, folder / "model.safetensors")
     with pytest.raises(DataError) as error:
-        dequantised(open_tensors(folder), Settings({"quantization_config": config}, "config.json"))
+        stored(folder, tensors, config)
     return str(error.value)
 
 
@@ -269,12 +252,13 @@ def test_packed_integers_of_compressed_tensors(
     if ordered:
         order = order[torch.randperm(D_IN)]
         tensors["a.weight_g_idx"] = order.to(torch.int32)
+
+    def entry(row: int, column: int) -> Tensor:
+        group = int(order[column])
+        return (numbers[row, column] - zeros[row, group]) * scale[row, group]
+
     found = unpacked(tmp_path, tensors, of_compressed_tensors(bits))
-    for row in range(D_OUT):
-        for column in range(D_IN):
-            group = int(order[column])
-            expected = (numbers[row, column] - zeros[row, group]) * scale[row, group]
-            assert found[row, column] == expected
+    assert torch.equal(found, weight_of((D_OUT, D_IN), entry))
 
 
 @pytest.mark.parametrize("has_zeros", [False, True])
@@ -289,38 +273,14 @@ def test_int8_of_compressed_tensors_in_groups(tmp_path: Path, has_zeros: bool) -
     assert torch.equal(found, (apart.float() * scale[..., None]).flatten(1))
 
 
-@pytest.mark.parametrize("divided", [False, True])
-def test_nvfp4(tmp_path: Path, divided: bool) -> None:
-    values = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-    codes = torch.randint(0, 16, (D_OUT, D_IN))
-    scale = (torch.rand(D_OUT, D_IN // 16) * 3 + 0.5).to(torch.float8_e4m3fn)
-    names = ("weight_packed", "weight_global_scale") if divided else ("weight", "weight_scale_2")
-    tensors = {
-        f"a.{names[0]}": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),
-        "a.weight_scale": scale,
-        f"a.{names[1]}": torch.tensor([4.0]),
-        **beside(),
-    }
-    found = unpacked(tmp_path, tensors, {"quant_method": "modelopt"})
-    for row in range(D_OUT):
-        for column in range(D_IN):
-            code = int(codes[row, column])
-            expected = values[code & 7] * (-1 if code & 8 else 1) * float(scale[row, column // 16])
-            assert found[row, column] == (expected / 4 if divided else expected * 4)
-
-
 @pytest.mark.parametrize("nested", [False, True])
 def test_four_bits_of_bitsandbytes(tmp_path: Path, nested: bool) -> None:
     """The table of nf4 or fp4 is in the file; the first number of a byte is its upper half."""
     table = torch.randn(16).sort().values
     codes = torch.randint(0, 16, (D_OUT * D_IN,))
     largest = torch.rand(D_OUT * D_IN // 64) + 0.5
-    record: dict[str, Any] = {
-        "quant_type": "nf4",
-        "blocksize": 64,
-        "dtype": "bfloat16",
-        "shape": [D_OUT, D_IN],
-    }
+    record: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16"}
+    record["shape"] = [D_OUT, D_IN]
     tensors = {
         "a.weight": (codes[::2] << 4 | codes[1::2]).to(torch.uint8)[:, None],
         "a.weight.absmax": largest,
@@ -458,10 +418,11 @@ def test_float8_of_compressed_tensors_in_blocks(tmp_path: Path, rows: int) -> No
     weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [4, 16]}
     config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": weights}}}
     tensors = {"a.weight": weight, "a.weight_scale": scale, **beside()}
-    expected = weight_of(
-        (rows, 40), lambda row, column: weight[row, column].float() * scale[row // 4, column // 16]
-    )
-    assert torch.equal(unpacked(tmp_path, tensors, config, (rows, 40)), expected)
+
+    def entry(row: int, column: int) -> Tensor:
+        return weight[row, column].float() * scale[row // 4, column // 16]
+
+    assert torch.equal(unpacked(tmp_path, tensors, config, (rows, 40)), weight_of((rows, 40), entry))
 
 
 @pytest.mark.parametrize("shape", ODD)
@@ -504,25 +465,33 @@ def test_four_bits_of_bitsandbytes_on_odd_shapes(tmp_path: Path, shape: tuple[in
     assert torch.equal(unpacked(tmp_path, tensors, {}, shape), weight_of(shape, entry))
 
 
-@pytest.mark.parametrize("shape", IN_WHOLE_GROUPS)
-def test_nvfp4_on_odd_shapes(tmp_path: Path, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("names", "of_all", "method"),
+    [
+        (("weight", "weight_scale_2"), torch.tensor([4.0]), {"quant_method": "modelopt"}),
+        (("weight", "weight_scale_2"), torch.tensor(0.5), {}),
+        (("weight_packed", "weight_global_scale"), torch.tensor([4.0]), {"quant_method": "modelopt"}),
+    ],
+    ids=["multiplied", "multiplied, no method", "divided"],
+)
+@pytest.mark.parametrize("shape", [(D_OUT, D_IN), *IN_WHOLE_GROUPS])
+def test_nvfp4(
+    tmp_path: Path, shape: tuple[int, int], names: tuple[str, str], of_all: Tensor, method: dict[str, str]
+) -> None:
     """E2M1: the sign, two bits of exponent with a bias of 1, and a bit of mantissa."""
     codes = torch.randint(0, 16, shape)
     scale = (torch.rand(shape[0], shape[1] // 16) * 3 + 0.5).to(torch.float8_e4m3fn)
-    tensors = {
-        "a.weight": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),
-        "a.weight_scale": scale,
-        "a.weight_scale_2": torch.tensor(0.5),
-        **beside(),
-    }
+    codes_of_two = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    tensors = {f"a.{names[0]}": codes_of_two, "a.weight_scale": scale, f"a.{names[1]}": of_all, **beside()}
+    factor = float(of_all) if names[0] == "weight" else 1 / float(of_all)
 
     def entry(row: int, column: int) -> float:
         code = int(codes[row, column])
         exponent, mantissa = code >> 1 & 3, code & 1
         value = mantissa / 2 if exponent == 0 else (1 + mantissa / 2) * 2 ** (exponent - 1)
-        return (-1) ** (code >> 3) * value * float(scale[row, column // 16]) * 0.5
+        return (-1) ** (code >> 3) * value * float(scale[row, column // 16]) * factor
 
-    assert torch.equal(unpacked(tmp_path, tensors, {}, shape), weight_of(shape, entry))
+    assert torch.equal(unpacked(tmp_path, tensors, method, shape), weight_of(shape, entry))
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -530,12 +499,8 @@ def test_nvfp4_on_odd_shapes(tmp_path: Path, shape: tuple[int, int]) -> None:
 def test_mlx_on_odd_shapes(tmp_path: Path, rows: int, bits: int) -> None:
     numbers = torch.randint(0, 1 << bits, (rows, 96))
     scales, offsets = quarters(rows, 3), quarters(rows, 3)
-    tensors = {
-        "a.weight": packed(numbers, bits).view(torch.uint32),
-        "a.scales": scales,
-        "a.biases": offsets,
-        **beside(),
-    }
+    weight = packed(numbers, bits).view(torch.uint32)
+    tensors = {"a.weight": weight, "a.scales": scales, "a.biases": offsets, **beside()}
 
     def entry(row: int, column: int) -> Tensor:
         group = column // GROUP
@@ -554,11 +519,10 @@ def test_a_last_group_may_be_smaller(tmp_path: Path, method: str, group: int) ->
     count = -(-d_in // size)
     numbers, zeros = torch.randint(0, 16, (d_in, d_out)), torch.randint(1, 16, (count, d_out))
     scales = quarters(count, d_out).half()
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
     if method == "gptq":
         parts = packed(numbers.T.contiguous(), 4).T.contiguous(), packed(zeros - 1, 4)
     else:
-        parts = packed(numbers, 4, order), packed(zeros, 4, order)
+        parts = packed(numbers, 4, OF_AWQ), packed(zeros, 4, OF_AWQ)
     tensors = {"a.qweight": parts[0], "a.qzeros": parts[1], "a.scales": scales, **beside()}
 
     def entry(row: int, column: int) -> Tensor:

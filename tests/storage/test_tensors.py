@@ -3,7 +3,6 @@
 import json
 import pickle
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,6 @@ TENSORS = {
     "number": torch.tensor(3.0),
     "none": torch.zeros(0, 4),
 }
-
-
-def written(path: Path, header: Any, data: bytes = b"", length: int | None = None) -> Path:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
-    return path
-
-
-def bare(path: Path, content: bytes) -> Path:
-    path.write_bytes(content)
-    return path
 
 
 def entry(start: int, end: int, shape: Any = (1,), dtype: Any = "F32") -> dict[str, Any]:
@@ -104,78 +92,55 @@ def test_shards_are_put_together(tmp_path: Path, kind: str) -> None:
 
 # Files that lie. Each is refused in one line that names the file.
 
-HEADERS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "empty": (lambda p: bare(p, b""), "0 bytes are no safetensors file"),
-    "seven bytes": (lambda p: bare(p, b"\0" * 7), "7 bytes are no safetensors file"),
-    "no header": (lambda p: bare(p, b"\0" * 8), "not JSON"),
-    "length past the end": (lambda p: written(p, {}, length=1 << 40), "header should have 1,099,511,627,776"),
-    "length of all ones": (lambda p: written(p, {}, length=(1 << 64) - 1), "header should have"),
-    "not JSON": (lambda p: written(p, b"{nonsense"), "not JSON"),
-    "not text": (lambda p: written(p, b"\xff\xfe\xfd"), "not JSON"),
-    "a list": (lambda p: written(p, []), "record was expected, not a list"),
-    "nested": (lambda p: written(p, b"[" * 100_000), "nested too deeply"),
-    "nested record": (lambda p: written(p, b'{"a":' * 100_000 + b"1" + b"}" * 100_000), "nested too deeply"),
-    "twins": (lambda p: written(p, b'{"a": {}, "a": {}}'), "a is there twice"),
-    "entry no record": (lambda p: written(p, {"a": 3}), "tensor a: its header entry is no record"),
-    "unknown dtype": (
-        lambda p: written(p, {"a": entry(0, 4, dtype="F31")}, bytes(4)),
-        "dtype F31 is not one of",
-    ),
-    "dtype a list": (lambda p: written(p, {"a": entry(0, 4, dtype=["F32"])}, bytes(4)), "is not one of"),
-    "negative size": (lambda p: written(p, {"a": entry(0, 4, shape=[-1])}, bytes(4)), "not a list of sizes"),
-    "size a fraction": (
-        lambda p: written(p, {"a": entry(0, 4, shape=[1.0])}, bytes(4)),
-        "not a list of sizes",
-    ),
-    "size true": (lambda p: written(p, {"a": entry(0, 4, shape=[True])}, bytes(4)), "not a list of sizes"),
-    "negative offset": (lambda p: written(p, {"a": entry(-4, 0)}, bytes(4)), "not a start and an end"),
-    "backwards": (lambda p: written(p, {"a": entry(4, 0)}, bytes(4)), "not a start and an end"),
-    "one offset": (
-        lambda p: written(p, {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}, bytes(4)),
-        "not a start and an end",
-    ),
-    "past the end": (
-        lambda p: written(p, {"a": entry(0, 8, shape=[2])}, bytes(4)),
-        "truncated; fetch it again",
-    ),
-    "too many bytes": (lambda p: written(p, {"a": entry(0, 8)}, bytes(8)), "takes 4 bytes, and it has 8"),
-    "huge shape": (
-        lambda p: written(p, {"a": entry(0, 4, shape=[1 << 40, 1 << 40])}, bytes(4)),
-        "takes 4,835,703,278,458,516,698,824,704 bytes",
-    ),
-    "a longer side than there is": (
-        lambda p: written(p, {"a": entry(0, 0, shape=[0, 1 << 70])}),
-        "is not a valid shape",
-    ),
-    "too many sides": (
-        lambda p: written(p, {"a": entry(0, 4, shape=[1] * 65)}, bytes(4)),
-        "is not a valid shape",
-    ),
-    "more bytes than can be written": (
-        lambda p: written(p, {"a": entry(0, 4, shape=[10**18] * 300)}, bytes(4)),
-        "is not a valid shape",
-    ),
-    "thousands of digits": (
-        lambda p: written(p, {"a": entry(0, 10**4000)}, bytes(4)),
-        "and it has",
-    ),
-    "many twins": (
-        lambda p: written(
-            p, ("{" + ",".join(f'"{i}":0' for i in range(200_000)) + ',"0":0}').encode(), bytes(4)
-        ),
-        "0 is there twice",
-    ),
-    "overlapping": (
-        lambda p: written(p, {"a": entry(0, 8, shape=[2]), "b": entry(4, 8)}, bytes(8)),
-        "tensors a and b share bytes",
-    ),
+
+def one(start: int, end: int, data: int = 4, **of: Any) -> tuple[dict[str, Any], int]:
+    """A header with the entry of one tensor, and the number of bytes behind it."""
+    return {"a": entry(start, end, **of)}, data
+
+
+TWINS = "{" + ",".join(f'"{i}":0' for i in range(200_000)) + ',"0":0}'
+# The header with the number of bytes behind it, or the whole file; and what is said of it.
+HEADERS: dict[str, tuple[tuple[Any, int] | bytes, str]] = {
+    "empty": (b"", "0 bytes are no safetensors file"),
+    "seven bytes": (b"\0" * 7, "7 bytes are no safetensors file"),
+    "no header": (b"\0" * 8, "not JSON"),
+    "length past the end": (struct.pack("<Q", 1 << 40) + b"{}", "header should have 1,099,511,627,776"),
+    "length of all ones": (struct.pack("<Q", (1 << 64) - 1) + b"{}", "header should have"),
+    "not JSON": ((b"{nonsense", 0), "not JSON"),
+    "not text": ((b"\xff\xfe\xfd", 0), "not JSON"),
+    "a list": (([], 0), "record was expected, not a list"),
+    "nested": ((b"[" * 100_000, 0), "nested too deeply"),
+    "nested record": ((b'{"a":' * 100_000 + b"1" + b"}" * 100_000, 0), "nested too deeply"),
+    "twins": ((b'{"a": {}, "a": {}}', 0), "a is there twice"),
+    "entry no record": (({"a": 3}, 0), "tensor a: its header entry is no record"),
+    "unknown dtype": (one(0, 4, dtype="F31"), "dtype F31 is not one of"),
+    "dtype a list": (one(0, 4, dtype=["F32"]), "is not one of"),
+    "negative size": (one(0, 4, shape=[-1]), "not a list of sizes"),
+    "size a fraction": (one(0, 4, shape=[1.0]), "not a list of sizes"),
+    "size true": (one(0, 4, shape=[True]), "not a list of sizes"),
+    "negative offset": (one(-4, 0), "not a start and an end"),
+    "backwards": (one(4, 0), "not a start and an end"),
+    "one offset": (({"a": entry(0, 4) | {"data_offsets": [0]}}, 4), "not a start and an end"),
+    "past the end": (one(0, 8, shape=[2]), "truncated; fetch it again"),
+    "too many bytes": (one(0, 8, 8), "takes 4 bytes, and it has 8"),
+    "huge shape": (one(0, 4, shape=[1 << 40, 1 << 40]), "takes 4,835,703,278,458,516,698,824,704 bytes"),
+    "a longer side than there is": (one(0, 0, 0, shape=[0, 1 << 70]), "is not a valid shape"),
+    "too many sides": (one(0, 4, shape=[1] * 65), "is not a valid shape"),
+    "more bytes than can be written": (one(0, 4, shape=[10**18] * 300), "is not a valid shape"),
+    "thousands of digits": (one(0, 10**4000), "and it has"),
+    "many twins": ((TWINS.encode(), 4), "0 is there twice"),
+    "overlapping": (({"a": entry(0, 8, shape=[2]), "b": entry(4, 8)}, 8), "tensors a and b share bytes"),
 }
 
 
 @pytest.mark.parametrize("case", HEADERS)
 def test_a_header_that_lies_is_refused(tmp_path: Path, case: str) -> None:
-    write, reason = HEADERS[case]
-    write(tmp_path / "model.safetensors")
+    content, reason = HEADERS[case]
+    if not isinstance(content, bytes):
+        header, size = content
+        text = header if isinstance(header, bytes) else json.dumps(header).encode()
+        content = struct.pack("<Q", len(text)) + text + bytes(size)
+    (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(DataError, match=r"model\.safetensors") as refusal:
         open_tensors(tmp_path)
     assert reason in str(refusal.value)

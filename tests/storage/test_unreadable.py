@@ -1,13 +1,13 @@
 """What is given in the place of a checkpoint is named, with what to do."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from edited import drop_fields, set_fields, set_tensors
 from small_checkpoints import llama
 from triptych import TriptychError, load
 
@@ -62,12 +62,9 @@ def test_folders_within_a_folder_are_named(tmp_path: Path) -> None:
 
 def changed(folder: Path, tensors: dict[str, Any], **settings: Any) -> Path:
     """A Llama with tensors more, or None for less, and settings changed."""
-    llama(folder)
-    held = {**load_file(folder / "model.safetensors"), **tensors}
-    left = {name: one for name, one in held.items() if one is not None}
-    save_file(left, folder / "model.safetensors")
-    record = {**json.loads((folder / "config.json").read_text()), **settings}
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in record.items() if v is not None}))
+    set_tensors(llama(folder), tensors)
+    set_fields(folder / "config.json", **settings)
+    drop_fields(folder / "config.json", *(name for name, value in settings.items() if value is None))
     return folder
 
 
