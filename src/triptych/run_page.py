@@ -120,9 +120,7 @@ def how_it_learned(
 ) -> str:
     """Return the outcome of a training in a sentence or two: its best validation, and if it overfits.
 
-    Args:
-        metrics: metrics of the training, by step.
-        ended: the summary of a finished run; None for a run in progress.
+    `ended` is the summary of a finished run; None for a run in progress.
     """
     validated = [
         (point.step, point.valid_loss)

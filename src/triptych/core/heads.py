@@ -1,7 +1,6 @@
 """Layers and heads of a model: their matrices, forms and other parts."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NoReturn, final, overload
@@ -13,20 +12,14 @@ from torch import Tensor
 from triptych.core.algebra.centring import centred
 from triptych.core.algebra.forms import BilinearForm, at_least_float32
 from triptych.core.algebra.norm_folding import fold_norm
-from triptych.core.algebra.pictures import form_html, map_html, pictures_html
 from triptych.core.algebra.positions import RotaryEmbedding
 from triptych.core.algebra.semantics import HeadSide
 from triptych.core.algebra.weights import SIDES, AttentionWeights, Link, Norm, Side
 from triptych.core.checkpoints.stored_layers import AttentionSource, Site
 from triptych.core.places import head_of
 from triptych.core.read_only import ReadOnlyTensor
-from triptych.errors import TriptychError, UsageError
+from triptych.errors import UsageError
 from triptych.printable import table_html
-
-# Distances with a picture of the form of a rotary head in a notebook.
-_SHOWN_DISTANCES = (0, 1, 16)
-# Size of a layer on the Hub in bytes up to which its heads have pictures in a notebook.
-_MOST_FETCHED = 32 << 20
 
 
 @final
@@ -127,19 +120,9 @@ class RotaryForm:
         )
 
     def _repr_html_(self) -> str:
-        rows = [
-            ("form at every distance", f"{self.left.shape[0]} × {self.right.shape[0]}"),
-            ("width", str(self.left.shape[1])),
-        ]
-        pictures = [map_html("W_Q", self.left), map_html("W_K", self.right)]
-        # Patches have no one distance: the form without a rotation is shown.
-        distances = _SHOWN_DISTANCES if self.rotary.places is None else (0,)
-        for distance in distances:
-            form = self.at(distance) if distance else self
-            pictures.append(
-                form_html(f"W_QK at distance {distance}", form.left, form.right)
-            )
-        return table_html("RotaryForm", rows) + pictures_html(pictures)
+        from triptych.core.head_pictures import rotary_in_notebook
+
+        return rotary_in_notebook(self)
 
 
 @final
@@ -371,26 +354,10 @@ class Head:
         )
 
     def _repr_html_(self) -> str:
-        rows = [*self._shapes(), ("between", ", ".join(self.between) or "nothing")]
-        return table_html(f"Head {self.name}", rows) + pictures_html(self._pictures())
+        from triptych.core.head_pictures import pictures_of_head
 
-    def _pictures(self) -> list[str]:
-        """Return pictures of W_Q, W_K and W_V, and of the forms that the head has."""
-        if not self.layer._is_near():
-            return []
-        try:
-            maps = [("W_Q", self.W_Q), ("W_K", self.W_K), ("W_V", self.W_V)]
-        except TriptychError:
-            # A notebook shows the table where weights cannot be read.
-            return []
-        found = [map_html(name, W) for name, W in maps]
-        with suppress(UsageError):
-            form = self.qk
-            at = " at distance 0" if isinstance(form, RotaryForm) else ""
-            found.append(form_html(f"W_QK{at}", form.left, form.right))
-        with suppress(UsageError):
-            found.append(form_html("W_OV", self.ov.left, self.ov.right))
-        return found
+        rows = [*self._shapes(), ("between", ", ".join(self.between) or "nothing")]
+        return table_html(f"Head {self.name}", rows) + pictures_of_head(self)
 
     def _shapes(self) -> list[tuple[str, str]]:
         maps = ((side, self._outline.multiplied(side).weight[0]) for side in SIDES)
@@ -458,12 +425,6 @@ class Layer:
     def _require_same(self) -> None:
         if self._source.source is not None:
             self._source.source.require_same()
-
-    def _is_near(self) -> bool:
-        """Return True if the maps are on this machine, or small enough to be fetched for a picture."""
-        source = self._source.source
-        is_near = source is None or not source.is_on_hub or "_weights" in self.__dict__
-        return is_near or self._source.bytes_of(self._site) <= _MOST_FETCHED
 
     @cached_property
     def outline(self) -> AttentionWeights:

@@ -16,12 +16,8 @@ import torch
 from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
-from triptych.core.algebra.pictures import form_html, map_html, pictures_html
 from triptych.core.algebra.spectrum import Spectrum, or_one
-from triptych.printable import table_html
 
-# Number of forms of a batch with a picture in a notebook.
-_MOST_PICTURES = 12
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -97,36 +93,9 @@ class BilinearForm:
         return f"BilinearForm({shape}, width {self.width}, {self.left.dtype}, {self.left.device})"
 
     def _repr_html_(self) -> str:
-        shape = _times((*self.batch, self.d_left, self.d_right))
-        rows = {
-            "form": shape,
-            "width": self.width,
-            "dtype": self.left.dtype,
-            "device": self.left.device,
-        }
-        table = table_html(
-            "BilinearForm", [(name, str(value)) for name, value in rows.items()]
-        )
-        return table + pictures_html(self._pictures())
+        from triptych.core.algebra.pictures import form_in_notebook
 
-    def _pictures(self) -> list[str]:
-        """Return pictures of a form and its factors, or of the first forms of a batch."""
-        if self.left.is_meta or self.right.is_meta:
-            return []
-        if not self.batch:
-            return [
-                map_html("left", self.left),
-                map_html("right", self.right),
-                form_html("left rightᵀ", self.left, self.right),
-            ]
-        forms = zip(
-            self.left.flatten(0, -3)[:_MOST_PICTURES],
-            self.right.flatten(0, -3)[:_MOST_PICTURES],
-            strict=True,
-        )
-        return [
-            form_html(str(number), *factors) for number, factors in enumerate(forms)
-        ]
+        return form_in_notebook(self)
 
     @property
     def batch(self) -> torch.Size:

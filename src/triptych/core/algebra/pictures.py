@@ -17,6 +17,9 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from triptych.core.algebra.forms import BilinearForm
+from triptych.printable import table_html
+
 # Resolution of pictures: rows by columns for maps, rows by rows for forms.
 ROWS = 24
 COLUMNS = 12
@@ -26,6 +29,8 @@ _LEVELS = 15
 _ZERO = (0xF4, 0xF1, 0xE8)
 _ONE = (0x14, 0x30, 0x4F)
 _PIXELS = 6  # size of a block in a notebook
+# Number of forms of a batch with a picture.
+_MOST_PICTURES = 12
 
 
 def energies_of_map(
@@ -91,6 +96,35 @@ def form_html(
     return _picture_html(name, levels_of(energies))
 
 
+def form_in_notebook(form: BilinearForm) -> str:
+    """Return a form for a notebook: its sizes, with pictures of the form and its factors, or of a batch."""
+    shape = " × ".join(map(str, (*form.batch, form.d_left, form.d_right)))
+    rows = [
+        ("form", shape),
+        ("width", str(form.width)),
+        ("dtype", str(form.left.dtype)),
+        ("device", str(form.left.device)),
+    ]
+    return table_html("BilinearForm", rows) + pictures_html(_pictures_of_form(form))
+
+
+def _pictures_of_form(form: BilinearForm) -> list[str]:
+    if form.left.is_meta or form.right.is_meta:
+        return []
+    if not form.batch:
+        return [
+            map_html("left", form.left),
+            map_html("right", form.right),
+            form_html("left rightᵀ", form.left, form.right),
+        ]
+    forms = zip(
+        form.left.flatten(0, -3)[:_MOST_PICTURES],
+        form.right.flatten(0, -3)[:_MOST_PICTURES],
+        strict=True,
+    )
+    return [form_html(str(number), *factors) for number, factors in enumerate(forms)]
+
+
 def pictures_html(pictures: Sequence[str]) -> str:
     """Return pictures next to each other, with a line on their meaning."""
     if not pictures:
@@ -116,11 +150,7 @@ def _picture_html(name: str, levels: UInt8[Tensor, "rows columns"]) -> str:
 def _png(levels: UInt8[Tensor, "rows columns"]) -> bytes:
     """Return a PNG file with a pixel per level and a palette of 16 colours."""
     height, width = levels.shape
-    palette = bytes(
-        round(zero + (one - zero) * level / _LEVELS)
-        for level in range(_LEVELS + 1)
-        for zero, one in zip(_ZERO, _ONE, strict=True)
-    )
+    palette = b"".join(map(_colour_of, range(_LEVELS + 1)))
     # Every row begins with its filter, 0: none.
     rows = b"".join(b"\0" + bytes(row) for row in levels.tolist())
     indexed = 3  # colour type: places in the palette
@@ -138,6 +168,12 @@ def _png(levels: UInt8[Tensor, "rows columns"]) -> bytes:
         + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in parts
     )
+
+
+def _colour_of(level: int) -> bytes:
+    share = level / _LEVELS
+    mixed = (zero + (one - zero) * share for zero, one in zip(_ZERO, _ONE, strict=True))
+    return bytes(map(round, mixed))
 
 
 @cache

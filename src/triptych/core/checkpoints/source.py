@@ -129,11 +129,6 @@ class Source:
             isinstance(self.found, MadeFiles) and self.found.is_in_memory
         ) or self.module is not None
 
-    @property
-    def is_on_hub(self) -> bool:
-        """True if tensors are fetched from the Hub, or read from its cache."""
-        return isinstance(self.found, Repository)
-
     def reopened(self) -> "Source":
         """Return the source found again at the same path or name on the Hub, with the same options."""
         path = self.found.path if isinstance(self.found, MadeFiles) else self.found

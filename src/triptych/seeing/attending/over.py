@@ -155,11 +155,9 @@ class OverText:
 
     def _answer(self) -> Iterator[str]:
         """Yield sentences on the names of all heads, and on the head with the largest worth."""
-        called = Counter(
-            layer.called(head)
-            for layer in self.layers
-            for head in range(layer.num_heads)
-        )
+        called = Counter[str]()
+        for layer in self.layers:
+            called.update(map(layer.called, range(layer.num_heads)))
         unnamed = called.pop("", 0)
         total = called.total() + unnamed
         named = ", ".join(f"{title} ({count})" for title, count in called.most_common())
@@ -187,11 +185,8 @@ class OverText:
         for name, (_, _, group) in figures.items():
             groups.setdefault(group, []).append(name)
         layers = [_layer_data(layer, [*figures], titles) for layer in self.layers]
-        is_named = any(
-            number is not None
-            for layer in layers
-            for number in layer["figures"]["called"]
-        )
+        named = chain.from_iterable(layer["figures"]["called"] for layer in layers)
+        is_named = any(number is not None for number in named)
         first = "called" if is_named else "worth" if "worth" in figures else "entropy"
         return {
             "first": first,

@@ -185,16 +185,13 @@ def _loss_curves(outcome: Outcome) -> list[CurveChart]:
 
 def _is_rescaled(lines: Lines, other: Lines) -> bool:
     """Return True if the points of two charts differ by one factor of their x values."""
-    pairs = [
-        (point.x, before.x)
-        for (_, points), (_, befores) in zip(lines, other, strict=True)
-        for point, before in zip(points, befores, strict=False)
-    ]
-    same_points = [len(points) for _, points in lines] == [len(of) for _, of in other]
-    factors = [x / before for x, before in pairs if before]
-    return same_points and (
-        not factors or max(factors) - min(factors) <= _SAME_FACTOR * max(factors)
-    )
+    if [len(points) for _, points in lines] != [len(points) for _, points in other]:
+        return False
+    points = chain.from_iterable(points for _, points in lines)
+    before = chain.from_iterable(points for _, points in other)
+    pairs = zip(points, before, strict=True)
+    factors = [one.x / drawn.x for one, drawn in pairs if drawn.x]
+    return not factors or max(factors) - min(factors) <= _SAME_FACTOR * max(factors)
 
 
 def _line(histories: list[list[dict[str, float]]], key: str) -> tuple[Interval, ...]:
