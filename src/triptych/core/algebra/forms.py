@@ -95,7 +95,7 @@ class BilinearForm:
     def _repr_html_(self) -> str:
         from triptych.core.algebra.pictures import form_in_notebook
 
-        return form_in_notebook(self)
+        return form_in_notebook(self.left, self.right)
 
     @property
     def batch(self) -> torch.Size:

@@ -11,13 +11,13 @@ import zlib
 from collections.abc import Sequence
 from functools import cache
 from html import escape
+from itertools import islice
 
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from triptych.core.algebra.forms import BilinearForm
 from triptych.printable import table_html
 
 # Resolution of pictures: rows by columns for maps, rows by rows for forms.
@@ -47,7 +47,7 @@ def energies_of_map(
 def energies_of_forms(
     left: Float[Tensor, "forms d_left r"], right: Float[Tensor, "forms d_right r"]
 ) -> Float[Tensor, "forms rows columns"]:
-    """Compute mean squares of blocks of left rightᵀ of each form, by tr(LᵢᵀLᵢ RⱼᵀRⱼ) where this is cheaper."""
+    """Compute mean squares of blocks of left rightᵀ of each form, by tr(LᵢᵀLᵢ RⱼᵀRⱼ) if cheaper."""
     # Normalise first: squares of very large or small entries overflow or underflow float32.
     tiny = torch.finfo(left.dtype).tiny
     left, right = (
@@ -96,33 +96,31 @@ def form_html(
     return _picture_html(name, levels_of(energies))
 
 
-def form_in_notebook(form: BilinearForm) -> str:
+def form_in_notebook(
+    left: Float[Tensor, "*batch d_left r"], right: Float[Tensor, "*batch d_right r"]
+) -> str:
     """Return a form for a notebook: its sizes, with pictures of the form and its factors, or of a batch."""
-    shape = " × ".join(map(str, (*form.batch, form.d_left, form.d_right)))
+    *batch, d_left, width = left.shape
     rows = [
-        ("form", shape),
-        ("width", str(form.width)),
-        ("dtype", str(form.left.dtype)),
-        ("device", str(form.left.device)),
+        ("form", " × ".join(map(str, (*batch, d_left, right.shape[-2])))),
+        ("width", str(width)),
+        ("dtype", str(left.dtype)),
+        ("device", str(left.device)),
     ]
-    return table_html("BilinearForm", rows) + pictures_html(_pictures_of_form(form))
-
-
-def _pictures_of_form(form: BilinearForm) -> list[str]:
-    if form.left.is_meta or form.right.is_meta:
-        return []
-    if not form.batch:
-        return [
-            map_html("left", form.left),
-            map_html("right", form.right),
-            form_html("left rightᵀ", form.left, form.right),
-        ]
-    forms = zip(
-        form.left.flatten(0, -3)[:_MOST_PICTURES],
-        form.right.flatten(0, -3)[:_MOST_PICTURES],
-        strict=True,
+    return table_html("BilinearForm", rows) + pictures_html(
+        _pictures_of_form(left, right)
     )
-    return [form_html(str(number), *factors) for number, factors in enumerate(forms)]
+
+
+def _pictures_of_form(left: Tensor, right: Tensor) -> list[str]:
+    if left.is_meta or right.is_meta:
+        return []
+    if left.ndim == 2:
+        whole = form_html("left rightᵀ", left, right)
+        return [map_html("left", left), map_html("right", right), whole]
+    forms = zip(left.flatten(0, -3), right.flatten(0, -3), strict=True)
+    first = islice(forms, _MOST_PICTURES)
+    return [form_html(str(number), *factors) for number, factors in enumerate(first)]
 
 
 def pictures_html(pictures: Sequence[str]) -> str:
