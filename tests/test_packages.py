@@ -88,7 +88,7 @@ def of_each_module(find: Callable[[ast.Module], Iterable[object]]) -> dict[str, 
 # Modules between `load` and the heads of a checkpoint, which are read without the modules of this library,
 # and readers, which are opened without engines of decoding.
 IMPORTING_LATE = {"__init__.py", "cli/terminal.py", "literals.py", "model.py", "running/opened_source.py"}
-IMPORTING_LATE |= {"core/heads.py"}
+IMPORTING_LATE |= {"core/heads.py", "core/algebra/forms.py"}  # pictures, which only a notebook shows
 IMPORTING_LATE |= {
     "core/checkpoints/checkpoint.py",
     "core/checkpoints/source.py",

@@ -10,10 +10,10 @@ import torch
 from attending.tiny_readers import language_reader
 from attending.viewed import translation_page
 from browser import Page
-from small_checkpoints import gpt2
+from small_checkpoints import gpt2, llama
 from triptych.seeing.attending.attention_page import AttentionPage, attention_html, viewer_data
 from triptych.seeing.attending.over import attend_over
-from triptych.seeing.inspection import inspect
+from triptych.seeing.inspection import heads_page, inspect
 from triptych.seeing.inspection.drawing import render_heads
 from triptych.seeing.reports import (
     Bar,
@@ -38,6 +38,7 @@ CHARTS = (
 )
 TEXTS = tuple(replace(text, title=LONG) for text in translation_page().texts)
 LONG_NAMES = AttentionPage(LONG, TEXTS, (("a", LONG),), (LONG,))
+OVER = ["the cat sat on the mat. the cat sat on the hat. " * 4] * 2
 TABLE = Table(
     "Costs",
     ("name", "bytes", "time"),
@@ -63,8 +64,7 @@ FULL = Report(
 
 
 def over() -> str:
-    text = "the cat sat on the mat. the cat sat on the hat. " * 4
-    return render_report(attend_over(language_reader(), [text, text], context=16).report())
+    return render_report(attend_over(language_reader(), OVER, context=16).report())
 
 
 def heads(folder: Path) -> str:
@@ -85,6 +85,83 @@ def shown(tab: Page, page: str, path: Path, *, theme: str = "dark", width: int =
             return
         time.sleep(0.05)
     raise AssertionError("a chart is not drawn")
+
+
+def place(tab: Page, selector: str) -> dict[str, float]:
+    """Where something is on the screen."""
+    found = tab.value(f"document.querySelector({selector!r}).getBoundingClientRect().toJSON()")
+    return dict(found)
+
+
+@pytest.mark.parametrize("width", [400, 900, 1400])
+def test_labels_of_axes_do_not_touch(tab: Page, tmp_path: Path, width: int) -> None:
+    pytest.importorskip("vl_convert")
+    large = [(2e5 + 1e5 * number, 1 + 0.01 * number) for number in range(9)]
+    points = tuple(Interval(y, y - 0.01, y + 0.01, x=x) for x, y in large)
+    steps = tuple(MetricPoint(int(x), y, y) for x, y in large)
+    charts = (*CHARTS, CurveChart("Narrow", "tokens", "loss", (("factored", points),), is_log=True))
+    page = render_report(Report("axes", metrics=steps, plots=charts, lead=(charts[-1],)))
+    shown(tab, page, tmp_path / "page.html", width=width)
+    touching = """
+    [...document.querySelectorAll(".chart svg")].flatMap((svg) => {
+      const isSeen = (text) => text.textContent && getComputedStyle(text).opacity !== "0";
+      const words = [...svg.querySelectorAll("text")].filter(isSeen);
+      const boxes = words.map((text) => [text.textContent, text.getBoundingClientRect()]);
+      const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+      const touched = (a, i) => boxes.slice(i + 1).filter(([, b]) => meet(a, b)).map(([other]) => other);
+      return boxes.flatMap(([one, a], i) => touched(a, i).map((other) => `${one} | ${other}`));
+    })
+    """
+    assert tab.value(touching) == []
+    assert tab.value("document.querySelectorAll('.chart svg').length") == 2 + len(charts)
+
+
+def test_the_page_of_heads_begins_with_its_findings(tab: Page, tmp_path: Path) -> None:
+    shown(tab, heads(tmp_path), tmp_path / "page.html", width=1400)
+    first = tab.value("document.querySelector('main li').textContent")
+    assert first.startswith("W_Q and W_K overlap: ")
+    assert place(tab, "main ul")["bottom"] < place(tab, "#maps")["top"] < 800
+
+
+def test_two_checkpoints_are_side_by_side(tab: Page, tmp_path: Path) -> None:
+    found = [inspect(gpt2(tmp_path / "one")), inspect(llama(tmp_path / "other"))]
+    shown(tab, heads_page(found, "triptych inspect one other"), tmp_path / "page.html", width=1400)
+    boxes = "[...document.querySelectorAll({})].map((box) => box.getBoundingClientRect().toJSON())"
+    for selector in (".found section", "#maps .map"):
+        one, other = tab.value(boxes.format(repr(selector)))
+        assert one["right"] <= other["left"]
+        assert one["top"] == other["top"] < 800
+    cells = "[...row.cells].map((cell) => cell.textContent)"
+    together, means = tab.value(f"[...document.querySelectorAll('thead tr')].map((row) => {cells})")[-2:]
+    assert together[:3] == ["figure", "one", "other"]
+    assert means[:3] == ["mean over the heads", "one", "other"]
+    assert tab.complaints == []
+
+
+def test_the_page_over_a_text_names_heads_on_a_map_of_layers(tab: Page, tmp_path: Path) -> None:
+    shown(tab, over(), tmp_path / "page.html", width=1400)
+    found = attend_over(language_reader(), OVER, context=16)
+    calls = [layer.called(head) for layer in found.layers for head in range(layer.num_heads)]
+    answer = tab.value("document.querySelector('.summary').textContent")
+    assert answer.startswith(
+        f"{len(calls) - calls.count('')} of {len(calls)} heads give a third of the weight"
+    )
+    labels = tab.value("[...document.querySelectorAll('#maps [data-at]')].map((cell) => cell.ariaLabel)")
+    assert labels == [
+        f"decoder {i // 4}, head {i % 4}: {called or 'no name'}" for i, called in enumerate(calls)
+    ]
+    assert place(tab, "#maps")["bottom"] < 800
+    # Other figures are on the same map; a head that is chosen has all of them with intervals.
+    tab.value("const one = document.getElementById('measure'); one.value = 'previous'; "
+              "one.dispatchEvent(new Event('change'))")  # fmt: skip
+    previous = found.layers[1].figures["previous"]
+    labels = tab.value("[...document.querySelectorAll('#maps [data-at]')].map((cell) => cell.ariaLabel)")
+    assert labels[6] == f"decoder 1, head 2: {float(previous.value[2]):.3f}"
+    tab.point_at("[data-at='0 1 2']", click=True)
+    row = "[...document.querySelectorAll('#detail tbody tr')][0].textContent"
+    low, high = (float(end[2]) for end in (previous.low, previous.high))  # type: ignore[index]
+    assert tab.value(row).startswith(f"previous token{float(previous.value[2]):.3f}[{low:.3f}, {high:.3f}]")
+    assert tab.complaints == []
 
 
 def colour(tab: Page, selector: str, name: str = "color") -> list[int]:
@@ -138,7 +215,7 @@ def test_charts_are_named_and_take_the_colours_of_the_page(tab: Page, tmp_path: 
 
 
 def test_commands_in_sentences_are_code_and_nothing_else_is_markup() -> None:
-    page = render_heads("t", [], [("Findings", ("`triptych rewrite --exact` of `<b>` & more",))])
+    page = render_heads("t", [], [("Findings", "", ("`triptych rewrite --exact` of `<b>` & more",))])
     assert "<li><code>triptych rewrite --exact</code> of <code>&lt;b&gt;</code> &amp; more</li>" in page
 
 

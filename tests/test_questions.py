@@ -16,7 +16,7 @@ PAGES = [FOLDER / "questions.md", *sorted({*FOLDER.glob("questions/*.md")} - {OF
 
 def assert_all_shown(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    assert {block.language for block in blocks_of(page)} <= {"python", "text", "console"}
+    assert {block.language for block in blocks_of(page)} <= {"python", "text", "console", "math"}
     for one in run_blocks(page):
         assert_shown(one, page.name)
         if one.block.language == "console":  # counts: the same to the digit

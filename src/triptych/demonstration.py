@@ -373,6 +373,7 @@ def _demo_report(
         ),
         metrics=tuple(metrics),
         samples=result.samples,
+        has_one_answer=True,
         viewer=viewer_data(seen.viewed()),
         tables=(
             _folding_table(result.folding),

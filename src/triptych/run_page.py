@@ -1,9 +1,12 @@
-"""HTML page of a run: loss curve, outputs on unseen text, attention of its heads."""
+"""HTML page of a run: how its training ended, loss curve, outputs on unseen text, attention of its heads."""
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from triptych.errors import DataError, UsageError, near_path
 from triptych.model import Model, load
@@ -25,7 +28,7 @@ from triptych.seeing.reports import (
     require_charts,
     write_report,
 )
-from triptych.training import AnyRecipe, read_recipe, task_of
+from triptych.training import AnyRecipe, Recipe, read_recipe, task_of
 from triptych.training.folder import SUMMARY, holds_run, read_metrics
 from triptych.untrusted import read_json
 
@@ -35,6 +38,11 @@ _NUM_VIEWED = 3
 # Maximum number of characters of a prompt, and number of new tokens.
 _MOST_CHARACTERS = 160
 _NEW_TOKENS = 40
+# A rise of the validation loss from its minimum to the end, as a share of the minimum, from which a run
+# overfits if its training loss falls in the meantime.
+_RISE = 0.02
+# Number of records of the training loss in a mean: single batches vary.
+_AVERAGED = 5
 _FIGURES = {
     "valid_loss": "Validation loss",
     "valid_perplexity": "Validation perplexity",
@@ -73,13 +81,17 @@ def report(run: str | Path, path: str | Path | None = None) -> Path:
     texts, why_none = _validation_texts(recipe, model)
     seen = _attended(model, [source for source, _ in texts])
     inspected = model.inspect()
+    metrics = points(folder)
+    ended = read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else None
     write_report(
         Report(
             title=recipe.name or folder.resolve().name,
-            summary="\n\n".join([*findings(inspected)[:3], *why_none]),
-            facts=_facts_of_run(folder, recipe, model),
-            metrics=tuple(points(folder)),
+            summary="\n\n".join([how_it_learned(metrics, ended), *why_none]),
+            findings=findings(inspected)[:3],
+            facts=_facts_of_run(folder, recipe, model, ended),
+            metrics=tuple(metrics),
             samples=_translated(model, texts) if "translate" in model.can else (),
+            has_one_answer=_has_one_answer(recipe),
             tables=(*_continued_table(model, texts), averages(inspected)),
             viewer=viewer_data(join_pages(seen)) if seen else None,
             commands=_commands(model, folder),
@@ -101,6 +113,90 @@ def points(folder: Path) -> list[MetricPoint]:
         )
         for record in read_metrics(folder / "metrics.jsonl")
     ]
+
+
+def how_it_learned(
+    metrics: Sequence[MetricPoint], ended: Mapping[str, Any] | None
+) -> str:
+    """Return the outcome of a training in a sentence or two: its best validation, and if it overfits.
+
+    `ended` is the summary of a finished run; None for a run in progress.
+    """
+    validated = [
+        (point.step, point.valid_loss)
+        for point in metrics
+        if point.valid_loss is not None
+    ]
+    steps = metrics[-1].step if metrics else 0
+    unfinished = (
+        ""
+        if ended is not None
+        else f" The training is at step {steps:,} and not finished."
+    )
+    if not validated:
+        return f"The run has not been validated yet.{unfinished}"
+    if lost := [step for step, loss in validated if not math.isfinite(loss)]:
+        return f"The training diverged: the validation loss is not finite at step {lost[0]:,}.{unfinished}"
+    best_step, best = min(validated, key=lambda one: one[1])
+    last_step, last = validated[-1]
+    at_best = _training_loss(metrics, best_step)
+    at_end = _training_loss(metrics, last_step)
+    if (
+        last > (1 + _RISE) * best
+        and at_best is not None
+        and at_end is not None
+        and at_end < at_best
+    ):
+        kept = (
+            ""
+            if ended is None
+            else f" The stored weights are {_KEPT[ended['chosen']]}."
+        )
+        return (
+            f"It overfits: after step {best_step:,} the validation loss rises from {best:.3f} to {last:.3f} "
+            f"(step {last_step:,}), while the training loss falls from {at_best:.3f} to {at_end:.3f}.{kept}"
+            f"{unfinished}"
+        )
+    if best_step == last_step:
+        more = (
+            "It was still falling at the last validation"
+            if len(validated) > 1
+            else "It is the only validation"
+        )
+        return f"The validation loss is {best:.3f} after {best_step:,} steps. {more}.{unfinished}"
+    lowest = (
+        f"The validation loss is {best:.3f} at its lowest, after {best_step:,} steps"
+    )
+    end = f"{last:.3f} at the end, after {last_step:,}"
+    settled = ": the run does not overfit" if last <= (1 + _RISE) * best else ""
+    return f"{lowest}, and {end}{settled}.{unfinished}"
+
+
+def _training_loss(metrics: Sequence[MetricPoint], step: int) -> float | None:
+    """Return the mean of the last training losses up to a step; None without a finite loss."""
+    known = [
+        point.train_loss
+        for point in metrics
+        if point.step <= step
+        and point.train_loss is not None
+        and math.isfinite(point.train_loss)
+    ]
+    return statistics.fmean(known[-_AVERAGED:]) if known else None
+
+
+_KEPT = {
+    "best": "those of the best validation",
+    "average": "an average of the last checkpoints",
+}
+
+
+def _has_one_answer(recipe: AnyRecipe) -> bool:
+    """Return True if the validation text is generated: its references are the only right translations."""
+    if not isinstance(recipe, Recipe):
+        return False
+    data = recipe.data
+    validated = data.corpora if data.valid is None else (data.valid,)
+    return all(corpus.generated is not None for corpus in validated)
 
 
 def _validation_texts(
@@ -176,14 +272,13 @@ def _continued_table(model: Model, texts: Sequence[tuple[str, str]]) -> list[Tab
 
 
 def _facts_of_run(
-    folder: Path, recipe: AnyRecipe, model: Model
+    folder: Path, recipe: AnyRecipe, model: Model, ended: Mapping[str, Any] | None
 ) -> tuple[tuple[str, str], ...]:
     found = [("Run", str(folder)), ("Model", repr(model).partition(": ")[2])]
     if "translate" not in model.can:
         found.append(("Task", recipe.task))
-    if not (folder / SUMMARY).exists():
+    if ended is None:
         return (*found, ("Training", "not finished"))
-    ended = read_json(folder / SUMMARY)
     found += [
         ("Training", f"{ended['steps']:,} steps, {ended['tokens']:,} tokens"),
         (

@@ -40,6 +40,33 @@ def test_every_page_is_built_and_loads_nothing_from_elsewhere(site: Path) -> Non
         assert _LOADED.findall(built.read_text(encoding="utf-8")) == [], name
 
 
+def test_formulas_are_typeset_and_names_keep_their_text(site: Path) -> None:
+    page = (site / "explanation" / "questions.html").read_text(encoding="utf-8")
+    (formula,) = re.findall(r'<div class="formula">(.*?)</div>', page, re.DOTALL)
+    assert formula.count("<math") == 1
+    for part in ("<mfrac>", "<msqrt>", "<mo>&#x0003D;</mo>"):
+        assert part in formula
+    assert '<span class="name"><i>W</i><span>_</span><sub>Q</sub></span>' in page
+    # The text of a page is what it was: titles, anchors, the search.
+    heads = (site / "explanation" / "questions" / "two-products.html").read_text(encoding="utf-8")
+    assert 'id="why-learn-w_q-and-w_k-when-only-their-product-matters"' in heads
+    items = json.loads((site / "search.json").read_text(encoding="utf-8"))["items"]
+    assert any("W_Q" in html.unescape(item["text"]) for item in items if "two-products" in item["location"])
+    assert all("<span" not in item["title"] for item in items)
+    # Fonts are files of the site.
+    fonts = re.findall(r'url\("([^"]+)"\)', (site / "site.css").read_text(encoding="utf-8"))
+    assert fonts
+    assert all((site / font).is_file() for font in fonts)
+
+
+def test_no_formula_is_left_as_source(site: Path) -> None:
+    for page in PAGES:
+        name = page.relative_to(ROOT / "docs").with_suffix(".html")
+        built = site / (name.with_name("index.html") if page.name == "README.md" else name)
+        text = re.sub(r"<(pre|code)\b.*?</\1>", "", built.read_text(encoding="utf-8"), flags=re.DOTALL)
+        assert not re.search(r"\$`|\\(?:frac|sqrt|sum|mathrm|top)\b", text), name
+
+
 def test_a_documented_name_has_its_signature_and_its_arguments(site: Path) -> None:
     built = (site / "reference" / "python.html").read_text(encoding="utf-8")
     for name in triptych.__all__:

@@ -1,6 +1,11 @@
 """What a notebook shows of an object: a few lines, and a small table."""
 
+import base64
+import re
+import struct
+import zlib
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +13,7 @@ import torch
 from pydantic import BaseModel
 
 import triptych
-from small_checkpoints import gpt2_that_runs
+from small_checkpoints import gpt2_that_runs, llama
 from triptych import Model, load
 from triptych.running.decoding import Continuation
 
@@ -57,6 +62,48 @@ def test_reprs_are_a_few_lines_of_shapes_and_have_a_table(model: Model) -> None:
         assert found._repr_html_().lstrip().startswith("<"), found
     for other in (model.layers, model.run(TEXT)["1.1"]):
         assert len(repr(other).splitlines()) <= 8
+
+
+def pictures(shown: str) -> dict[str, list[list[int]]]:
+    """The levels of the pictures of a notebook, by name, read from their PNG files."""
+    found = {}
+    for name, data in re.findall(r"<figcaption>(.*?)</figcaption>.*?base64,(.*?)\"", shown):
+        file = base64.b64decode(data)
+        assert file.startswith(b"\x89PNG")
+        width, height = struct.unpack(">II", file[16:24])
+        at = file.index(b"IDAT")
+        (length,) = struct.unpack(">I", file[at - 4 : at])
+        rows = zlib.decompress(file[at + 4 : at + 4 + length])
+        found[name] = [[*rows[(width + 1) * y + 1 : (width + 1) * (y + 1)]] for y in range(height)]
+    return found
+
+
+def test_a_head_and_a_form_show_pictures_of_their_matrices(model: Model) -> None:
+    head = model[1, 1]
+    drawn = pictures(head._repr_html_())
+    assert [*drawn] == ["W_Q", "W_K", "W_V", "W_QK", "W_OV"]
+    form = pictures(head.qk._repr_html_())
+    assert [*form] == ["left", "right", "left rightᵀ"]
+    assert (form["left"], form["right"], form["left rightᵀ"]) == (drawn["W_Q"], drawn["W_K"], drawn["W_QK"])
+    # A level is the root mean square of a block over the largest, of 15.
+    blocks = [part.square() for part in head.W_QK.float().tensor_split(24)]
+    sizes = torch.stack([torch.stack([c.mean() for c in b.tensor_split(24, dim=1)]) for b in blocks]).sqrt()
+    assert drawn["W_QK"] == (15 * sizes / sizes.max()).round().int().tolist()
+    assert max(max(row) for row in drawn["W_OV"]) == 15
+
+
+def test_pictures_are_those_that_a_head_has(tmp_path: Path) -> None:
+    rotary = load(llama(tmp_path / "llama"))[0, 0]
+    assert [*pictures(rotary._repr_html_())][-2:] == ["W_QK at distance 0", "W_OV"]
+    turned = pictures(rotary.qk._repr_html_())
+    assert [*turned] == ["W_Q", "W_K", *(f"W_QK at distance {distance}" for distance in (0, 1, 16))]
+    assert turned["W_QK at distance 0"] != turned["W_QK at distance 16"]
+    batch = triptych.BilinearForm(torch.randn(3, 8, 2), torch.randn(3, 8, 2))
+    assert [*pictures(batch._repr_html_())] == ["0", "1", "2"]
+    broken = torch.full((8, 2), float("nan"))
+    assert set(pictures(triptych.BilinearForm(broken, broken)._repr_html_())["left"][0]) == {0}
+    empty = triptych.BilinearForm(torch.empty(8, 2, device="meta"), torch.empty(8, 2, device="meta"))
+    assert pictures(empty._repr_html_()) == {}
 
 
 REACHED = 3

@@ -56,7 +56,7 @@ def page() -> str:
     return render_heads(
         "a thousand heads",
         [("a thousand heads", layers)],
-        summary=[("", ("Made up.",))],
+        summary=[("", "", ("Made up.",))],
         facts=[("heads", "1,000")],
     )
 

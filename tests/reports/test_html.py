@@ -9,7 +9,17 @@ import altair as alt
 import pytest
 import vl_convert
 
-from triptych.seeing.reports import Bar, BarChart, MetricPoint, Report, Table, TranslationSample, write_report
+from triptych.seeing.reports import (
+    Bar,
+    BarChart,
+    CurveChart,
+    Interval,
+    MetricPoint,
+    Report,
+    Table,
+    TranslationSample,
+    write_report,
+)
 from triptych.seeing.reports.charts import bar_chart
 from triptych.seeing.reports.html import render_report
 
@@ -80,6 +90,7 @@ FULL = Report(
     facts=(("exact match", "98.6 %"),),
     metrics=METRICS,
     samples=(TranslationSample("eins", "one", "one"), TranslationSample("zwei", "too", "two")),
+    has_one_answer=True,
     viewer=VIEWER,
     tables=(Table("Certificate", ("claim", "bound"), (("logits", "1e-4"),), numeric=(1,)),),
     commands=("triptych translate run",),
@@ -184,6 +195,58 @@ def test_bars_of_two_series_stand_together_with_a_legend() -> None:
     svg = drawn(PAIRED)
     assert re.findall(r">(zebra|apple)</text>", svg) == ["zebra", "apple"]
     assert {"prefill", "decode", "3M", "9M", "2M", "1M"} <= set(re.findall(r">([^<>]+)</text>", svg))
+
+
+def test_the_answer_comes_first_with_its_table_and_its_chart() -> None:
+    curve = CurveChart("Curves", "step", "loss", (("one", (Interval(2.0, 1.0, 3.0, x=1.0),)),))
+    page = render_report(
+        Report(
+            "r",
+            summary="The answer.",
+            lead=(Table("Means", ("variant", "mean"), (("one", "2.0"),)), curve),
+            findings=("One of `two` sentences.",),
+            facts=(("seeds", "3"),),
+            charts=(SINGLE,),
+            tables=(Table("Others", ("a",), (("b",),)),),
+        )
+    )
+    places = [
+        page.index(text)
+        for text in (
+            "The answer.",
+            ">Means<",
+            ">Curves<",
+            "<code>two</code>",
+            "seeds",
+            ">Parameters<",
+            ">Others<",
+        )
+    ]
+    assert places == sorted(places)
+    assert [spec["description"] for spec in Page(page).specs] == ["Curves", "Parameters"]
+
+
+def test_columns_without_a_value_are_left_out() -> None:
+    table = Table(
+        "t", ("a", "b", "c", ""), (("1", "", "3", ""), ("", "", "4", "")), numeric=(2,), shaded=(1, 2)
+    )
+    shown = table.without_empty_columns()
+    assert (shown.columns, shown.rows, shown.numeric, shown.shaded) == (
+        ("a", "c"),
+        (("1", "3"), ("", "4")),
+        (1,),
+        (1,),
+    )
+    assert '<th scope="col">b</th>' not in render_report(Report("r", tables=(table,)))
+    assert Table("t", ("a", "b"), ()).without_empty_columns().columns == ("a", "b")
+
+
+def test_free_translations_are_next_to_their_reference_and_are_not_judged_by_the_letter() -> None:
+    page = Page(render_report(replace(FULL, has_one_answer=False)))
+    assert "too" in page.text
+    assert "two" in page.text
+    for text in ("exact", "✓", "✗", "to the letter"):
+        assert text not in page.text.replace("exact match", ""), text
 
 
 def test_no_bars_make_no_chart() -> None:

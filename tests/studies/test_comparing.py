@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,6 +41,7 @@ from triptych.training.studies.tables import (
     markdown,
     runs_csv,
     sweep_csv,
+    verdict,
 )
 
 
@@ -77,9 +79,44 @@ def test_a_planted_difference_is_found_and_the_report_says_so(place: Path, stand
     assert "Validation loss against updates" in curves.read_text()
     write_study_page(outcome, place / "page.html")
     page = (place / "page.html").read_text()
-    for axis in ("updates", "target tokens", "operations of training (FLOPs)", "seconds of training"):
-        assert f"Validation loss against {axis}" in page
+    # Every variant takes as many tokens and seconds for an update: over them the curves are the same picture.
+    for axis, is_drawn in (("updates", True), ("target tokens", False), ("seconds of training", False)):
+        assert (f"Validation loss against {axis}" in page) == is_drawn, axis
+    # The answer, its table, and one chart; a chart of two points is no chart.
+    parts = ("better than factored: shared.", ">loss (lower is better)<", ">Validation loss against updates<",
+             "shared: better by", ">loss: difference to factored<", ">What it costs<")  # fmt: skip
+    places = [page.index(part) for part in parts]
+    assert places == sorted(places)
+    assert "loss against parameters" not in page
     assert "http" not in page.split('<script type="module">')[0].replace("http://www.w3.org", "")
+
+
+def test_the_verdict_names_better_and_worse_variants_and_those_without_a_difference(
+    place: Path, stand_in: Path
+) -> None:
+    outcome = made(place)
+    (result, *_) = outcome.results["factored"].values()
+    added = {
+        "factored": 0.0,
+        "shared": -0.5,
+        "slow": 0.5,
+        **{f"same-{number}": 0.0 for number in range(1, 7)},
+    }
+    seeds = range(1, 13)
+    noise = {name: (-1) ** place * 0.1 * name.startswith("same") for place, name in enumerate(added)}
+    results = {
+        name: {
+            seed: replace(result, figures={"loss": 2 + 0.01 * seed + more + (-1) ** seed * noise[name]})
+            for seed in seeds
+        }
+        for name, more in added.items()
+    }
+    assert verdict(replace(outcome, results=results)) == (
+        "By loss over 12 seeds, better than factored: shared; worse than factored: slow; "
+        "no difference to factored seen: same-1, same-2, same-3, same-4 and 2 more."
+    )
+    alone = {"factored": results["factored"]}
+    assert verdict(replace(outcome, results=alone)) == "No variant has runs to compare with factored."
 
 
 def test_seeds_that_cannot_show_a_difference_are_said_before_the_runs_and_below_the_table(
@@ -374,7 +411,8 @@ def test_a_page_counts_the_training_of_rewritten_runs_once_and_draws_its_curve_o
     monkeypatch.setattr(pages, "write_report", lambda report, path: reports.append(report))
     write_study_page(made(place), place / "page.html")
     (report,) = reports
-    curves = [plot for plot in report.plots if isinstance(plot, CurveChart) and plot.x_title == "updates"]
+    plots = (*report.lead, *report.plots)
+    curves = [plot for plot in plots if isinstance(plot, CurveChart) and plot.x_title == "updates"]
     assert [[name for name, _ in plot.lines] for plot in curves] == [["factored", NOISE, "shared"]]
     assert dict(report.facts)["training"] == "9.0 min in all"  # nine runs of a minute, not twelve
 

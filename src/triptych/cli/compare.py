@@ -146,7 +146,7 @@ def live_table(stage: str, progress: StudyProgress, metric: str) -> Table:
 def _print_outcome(outcome: "triptych.training.studies.Outcome", folder: Path) -> None:
     console = Terminal()
     for table in tables.tables(outcome):
-        print_table(table, console)
+        print_table(table.without_empty_columns(), console)
     for line in tables.conclusions(outcome):
         console.print(line, soft_wrap=True)
     say(f"{folder}: README.md, report.html, runs.csv, curves.csv and pictures")

@@ -8,11 +8,11 @@ families of other libraries: a `Source` has files, a `Checkpoint` their layers. 
 `Head`, and `places.py` defines their names. Start with `algebra/forms.py`.
 
 Interface: `algebra.centring`, `algebra.cost`, `algebra.forms`, `algebra.function`, `algebra.legality`,
-`algebra.norm_folding`, `algebra.positions`, `algebra.resampling`, `algebra.rewritten`, `algebra.semantics`,
-`algebra.spectrum`, `algebra.weights`, `attention`, `checkpoints.checkpoint`, `checkpoints.family`,
-`checkpoints.fitted_weights`, `checkpoints.gguf`, `checkpoints.gguf.architectures`, `checkpoints.latents`,
-`checkpoints.layer_map`, `checkpoints.made_files`, `checkpoints.model_map`, `checkpoints.model_parts`,
-`checkpoints.module_layers`, `checkpoints.norm_readers`, `checkpoints.source`, `checkpoints.stored_layers`,
-`checkpoints.stored_models`, `heads`, `models`, `models.initial`, `models.vectors`, `models.with_attention`,
-`places`, `storage`.
+`algebra.norm_folding`, `algebra.pictures`, `algebra.positions`, `algebra.resampling`, `algebra.rewritten`,
+`algebra.semantics`, `algebra.spectrum`, `algebra.weights`, `attention`, `checkpoints.checkpoint`,
+`checkpoints.family`, `checkpoints.fitted_weights`, `checkpoints.gguf`, `checkpoints.gguf.architectures`,
+`checkpoints.latents`, `checkpoints.layer_map`, `checkpoints.made_files`, `checkpoints.model_map`,
+`checkpoints.model_parts`, `checkpoints.module_layers`, `checkpoints.norm_readers`, `checkpoints.source`,
+`checkpoints.stored_layers`, `checkpoints.stored_models`, `heads`, `models`, `models.initial`,
+`models.vectors`, `models.with_attention`, `places`, `storage`.
 """

@@ -119,6 +119,11 @@ class RotaryForm:
             ".pairs its energies)"
         )
 
+    def _repr_html_(self) -> str:
+        from triptych.core.head_pictures import rotary_in_notebook
+
+        return rotary_in_notebook(self)
+
 
 @final
 class Head:
@@ -349,8 +354,10 @@ class Head:
         )
 
     def _repr_html_(self) -> str:
+        from triptych.core.head_pictures import pictures_of_head
+
         rows = [*self._shapes(), ("between", ", ".join(self.between) or "nothing")]
-        return table_html(f"Head {self.name}", rows)
+        return table_html(f"Head {self.name}", rows) + pictures_of_head(self)
 
     def _shapes(self) -> list[tuple[str, str]]:
         maps = ((side, self._outline.multiplied(side).weight[0]) for side in SIDES)

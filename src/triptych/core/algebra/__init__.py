@@ -3,9 +3,9 @@
 `AttentionWeights` (`weights.py`) stores the maps of a layer and returns `BilinearForm`s (`forms.py`).
 `Semantics` (`semantics.py`) is the computation of a layer besides its maps; `function.py` has the plain
 formula. `legality.py` lists the requirements of rewrites as data; `rewritten.py` has the result of a rewrite.
-The rewrites are in `rewriting/functions/`, measures in `seeing/layer_measures.py`, `seeing/similarity.py` and
-`seeing/chance.py`. Functions take tensors and return tensors and records: no files, no models. Start with
-`forms.py`.
+`pictures.py` draws sizes of entries. The rewrites are in `rewriting/functions/`, measures in
+`seeing/layer_measures.py`, `seeing/similarity.py` and `seeing/chance.py`. Functions take tensors and return
+tensors and records: no files, no models. Start with `forms.py`.
 """
 
 from triptych.core.algebra.forms import BilinearForm

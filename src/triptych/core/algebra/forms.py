@@ -17,7 +17,6 @@ from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
 from triptych.core.algebra.spectrum import Spectrum, or_one
-from triptych.printable import table_html
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -94,16 +93,9 @@ class BilinearForm:
         return f"BilinearForm({shape}, width {self.width}, {self.left.dtype}, {self.left.device})"
 
     def _repr_html_(self) -> str:
-        shape = _times((*self.batch, self.d_left, self.d_right))
-        rows = {
-            "form": shape,
-            "width": self.width,
-            "dtype": self.left.dtype,
-            "device": self.left.device,
-        }
-        return table_html(
-            "BilinearForm", [(name, str(value)) for name, value in rows.items()]
-        )
+        from triptych.core.algebra.pictures import form_in_notebook
+
+        return form_in_notebook(self.left, self.right)
 
     @property
     def batch(self) -> torch.Size:

@@ -1,5 +1,7 @@
 """Behaviour of a model's heads over a text: `attend_over(reader, documents)`, as rows, tables and a page."""
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -145,9 +147,59 @@ class OverText:
         tables = (*self.tables(), *self._head_tables())
         return Report(
             title=f"What the heads of {short_name(self.model)} do",
+            summary=" ".join(self._answer()),
+            maps=self._maps(),
             facts=facts,
             tables=tables,
         )
+
+    def _answer(self) -> Iterator[str]:
+        """Yield sentences on the names of all heads, and on the head with the largest worth."""
+        called = Counter[str]()
+        for layer in self.layers:
+            called.update(map(layer.called, range(layer.num_heads)))
+        unnamed = called.pop("", 0)
+        total = called.total() + unnamed
+        named = ", ".join(f"{title} ({count})" for title, count in called.most_common())
+        if named:
+            give = "head gives" if called.total() == 1 else "heads give"
+            most = f"{called.total()} of {total} {give} a third of the weight or more"
+            yield f"{most} to one kind of key: {named}."
+        else:
+            yield f"None of the {total} heads gives a third of its weight to one kind of key."
+        if self.worth is not None:
+            yield _worth_in_words(self.worth)
+
+    def _maps(self) -> dict[str, Any]:
+        """Return the data of the map of layers × heads, which begins with the names of the heads."""
+        figures = _shown_figures(self.layers)
+        titles = [figure.title for figure in FIGURES if figure.names_head]
+        names = {
+            "name": "called",
+            "title": "name of the head",
+            "meaning": "The kind of key with most of a head's weight, if it is a third or more, and more "
+            "than a head that looks evenly gives it.",
+            "names": titles,
+        }
+        groups: dict[str, list[str]] = {"What it is called": ["called"]}
+        for name, (_, _, group) in figures.items():
+            groups.setdefault(group, []).append(name)
+        layers = [_layer_data(layer, [*figures], titles) for layer in self.layers]
+        named = chain.from_iterable(layer["figures"]["called"] for layer in layers)
+        is_named = any(number is not None for number in named)
+        first = "called" if is_named else "worth" if "worth" in figures else "entropy"
+        return {
+            "first": first,
+            "measures": [
+                names,
+                *(
+                    {"name": name, "title": title, "meaning": meaning}
+                    for name, (title, meaning, _) in figures.items()
+                ),
+            ],
+            "groups": [*groups.items()],
+            "models": [{"name": self.model, "layers": layers}],
+        }
 
     def notes(self) -> dict[tuple[str, int, int], HeadNote]:
         """Return the notes on heads for the page of a text, by kind, layer and head."""
@@ -337,6 +389,82 @@ def _measure_worth(
         progress(label, done, total)
 
     return measure_worth(reader, windows, instead, tell, expect=expect)
+
+
+def _shown_figures(
+    layers: Sequence[LayerFigures],
+) -> dict[str, tuple[str, str, str]]:
+    """Return title, meaning and group of every figure of the map."""
+    known = {figure.name: figure for figure in FIGURES}
+    found = {}
+    for name in dict.fromkeys(chain.from_iterable(layer.figures for layer in layers)):
+        if name in known:
+            group = "Where it looks" if _is_told(known[name]) else "How far it looks"
+            found[name] = (known[name].title, known[name].meaning, group)
+        else:
+            found[name] = (
+                _title(name),
+                "",
+                "What it is worth, and what explains it",
+            )
+    return found
+
+
+def _title(name: str) -> str:
+    """Return the words for a figure of worth, or of an explanation of the scores."""
+    if name in _OTHER_FACTS:
+        return _OTHER_FACTS[name]
+    if name == "added":
+        return "length of what it adds"
+    words = name.removesuffix("_share").removesuffix("_nats").replace("_", " ")
+    if name.endswith("_share"):
+        return f"share of the scores: {words}"
+    return f"nats lost: {words}" if name.endswith("_nats") else words
+
+
+def _worth_in_words(worth: Worth) -> str:
+    most = worth.heads[0]
+    if most.low <= 0:
+        return "The loss does not clearly rise without any single head."
+    return (
+        f"The loss rises most without {most.stack} {most.layer}, head {most.head}: "
+        f"{most.change:+.3f} nats per {worth.per} [{most.low:+.3f}, {most.high:+.3f}]."
+    )
+
+
+def _layer_data(
+    layer: LayerFigures, names: Sequence[str], titles: Sequence[str]
+) -> dict[str, Any]:
+    """Return a layer for the map: a value per head by figure, and their intervals."""
+    called = [layer.called(head) for head in range(layer.num_heads)]
+    nothing = [None] * layer.num_heads
+    figures = {
+        name: _digits(layer.figures[name].value.tolist())
+        if name in layer.figures
+        else nothing
+        for name in names
+    }
+    intervals = {}
+    for name, figure in layer.figures.items():
+        ends = [
+            None if end is None else _digits(end.tolist())
+            for end in (figure.low, figure.high)
+        ]
+        even = None if figure.even is None else _digits([figure.even])[0]
+        intervals[name] = {"low": ends[0], "high": ends[1], "even": even}
+    return {
+        "name": layer.name,
+        "num_heads": layer.num_heads,
+        "heads": [*range(layer.num_heads)],
+        "figures": figures
+        | {"called": [titles.index(one) if one else None for one in called]},
+        "intervals": intervals,
+    }
+
+
+def _digits(values: Sequence[float]) -> list[float | None]:
+    """Round to four digits; NaN becomes None, as JSON cannot represent it."""
+    return [float(f"{value:.4g}") if math.isfinite(value) else None for value in values]
 
 
 def _worth_table(worth: Worth) -> Table:

@@ -1,4 +1,7 @@
-"""Maps of layers × heads for a terminal, and the page of heads with its script `seeing/reports/heads.js`."""
+"""Maps of layers × heads for a terminal, and the page of heads with its script `seeing/reports/heads.js`.
+
+The maps of the page are in `seeing/reports/maps.html` and `maps.js`.
+"""
 
 import math
 from collections.abc import Sequence
@@ -70,16 +73,24 @@ def _shade_character(value: float | None, low: float, high: float) -> str:
 def render_heads(
     title: str,
     models: Sequence[tuple[str, Sequence[InspectedLayer]]],
-    summary: Sequence[tuple[str, Sequence[str]]] = (),
+    summary: Sequence[tuple[str, str, Sequence[str]]] = (),
     facts: Sequence[tuple[str, str]] = (),
     tables: Sequence[Table] = (),
     measures: Sequence[Measure] = MEASURES,
+    *,
+    more_tables: Sequence[Table] = (),
+    notes: Sequence[tuple[str, Sequence[str]]] = (),
 ) -> str:
-    """Render the HTML of a page."""
+    """Render the HTML of a page.
+
+    `summary` has a heading, a description and the findings of each checkpoint, side by side above the maps;
+    `tables` are next to the maps, `more_tables` and `notes` (heading and sentences) below the chosen head.
+    """
     groups: dict[str, list[str]] = {}
     for measure in measures:
         groups.setdefault(measure.group, []).append(measure.name)
     data = {
+        "first": measures[0].name,
         "measures": [
             {
                 "name": m.name,
@@ -102,6 +113,8 @@ def render_heads(
         summary=summary,
         facts=facts,
         tables=tables,
+        more_tables=more_tables,
+        notes=notes,
         data=data,
     )
 

@@ -3,14 +3,17 @@
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal, final
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from triptych.core.algebra.centring import centred, removed_directions
+from triptych.core.algebra.pictures import (
+    energies_of_forms,
+    energies_of_map,
+    levels_of,
+)
 from triptych.core.algebra.positions import DisentangledBias
 from triptych.core.algebra.rewritten import RewriteRefusedError, Rewritten
 from triptych.core.algebra.weights import SIDES, AttentionWeights
@@ -27,10 +30,6 @@ from triptych.seeing.layer_measures import (
 # A key of `InspectedLayer.foldable`.
 FOLD = "fold stacked maps"
 
-
-# Resolution of pictures: rows by columns for maps, rows by rows for W_QK.
-_PICTURE_ROWS = 24
-_PICTURE_COLUMNS = 12
 
 # Smaller shares of the largest singular value may be rounding of maps multiplied in float32.
 _NO_RANK = 1e-6
@@ -319,62 +318,18 @@ def _pictures(
         W[list(chosen)].float().cpu() for W in (maps.W_Q, maps.W_K, maps.W_V, maps.W_O)
     )
     energies = {
-        **{
-            name: [*_block_energies(W, _PICTURE_COLUMNS)]
-            for name, W in (("q", q), ("k", k), ("v", v))
-        },
-        "qk": [*_energies_of_forms(q, k)],
-        "ov": [*_energies_of_forms(v, o.mT)],
+        **{name: [*energies_of_map(W)] for name, W in (("q", q), ("k", k), ("v", v))},
+        "qk": [*energies_of_forms(q, k)],
+        "ov": [*energies_of_forms(v, o.mT)],
     }
     return {
         name: [_digits(one) for one in of_heads] for name, of_heads in energies.items()
     }
 
 
-def _block_energies(W: Tensor, columns: int) -> Tensor:
-    """Compute mean squares of blocks of entries, of a matrix or a batch."""
-    return (
-        _block_means(_PICTURE_ROWS, W.shape[-2])
-        @ W.square()
-        @ _block_means(columns, W.shape[-1]).mT
-    )
-
-
-def _energies_of_forms(q: Tensor, k: Tensor) -> Tensor:
-    """Compute mean squares of blocks of q kᵀ of each head, by tr(qᵢᵀqᵢ kⱼᵀkⱼ) where this is cheaper."""
-    # Normalise first: squares of very large or small entries overflow or underflow float32.
-    tiny = torch.finfo(q.dtype).tiny
-    q, k = (
-        W / W.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=tiny) for W in (q, k)
-    )
-    if q.shape[-1] ** 2 * _PICTURE_ROWS > q.shape[-2] * k.shape[-2]:
-        return _block_energies(q @ k.mT, _PICTURE_ROWS)
-    one, other = (_products_of_blocks(W).flatten(2) for W in (q, k))
-    return (one @ other.mT).clamp(min=0)
-
-
-def _products_of_blocks(W: Tensor) -> Tensor:
-    """Compute the mean of wᵀw over the rows w of each block: `[heads, blocks, width, width]`."""
-    blocks = W.movedim(-2, 0).tensor_split(min(_PICTURE_ROWS, W.shape[-2]))
-    # Blocks may differ by a row: a row of zeros changes no sum.
-    padded = pad_sequence([*blocks], batch_first=True).permute(2, 0, 1, 3).contiguous()
-    lengths = torch.tensor([len(block) for block in blocks])
-    return padded.mT @ padded / lengths[:, None, None]
-
-
-@cache
-def _block_means(count: int, length: int) -> Tensor:
-    """Return a matrix for averages over blocks of nearly equal size: `[blocks, length]`."""
-    blocks = torch.arange(length).tensor_split(min(count, length))
-    return torch.stack(
-        [torch.zeros(length).index_fill(0, block, 1 / len(block)) for block in blocks]
-    )
-
-
 def _digits(energies: Tensor) -> list[str]:
-    sizes = energies.sqrt().nan_to_num(0.0, 0.0)
-    levels = (15 * sizes / sizes.max().clamp(min=torch.finfo(sizes.dtype).tiny)).round()
-    digits = levels.to(torch.uint8).numpy().tobytes().hex()[1::2]
+    levels = levels_of(energies)
+    digits = levels.numpy().tobytes().hex()[1::2]
     width = levels.shape[1]
     return [digits[start : start + width] for start in range(0, len(digits), width)]
 

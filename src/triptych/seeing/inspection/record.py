@@ -649,11 +649,12 @@ def _count_of(number: int, name: str) -> str:
 
 
 def heads_page(inspections: Sequence[Inspection], command: str) -> str:
-    """Make the page of one checkpoint, or of several checkpoints in columns."""
+    """Make the page of one checkpoint, or of several checkpoints side by side."""
     names = [short_name(inspection.name) for inspection in inspections]
+    are_several = len(names) > 1
     facts = [("command", command), *(("checkpoint", one.name) for one in inspections)]
     # A single checkpoint is described in the heading.
-    if len(inspections) == 1:
+    if not are_several:
         layers = inspections[0].layers
         facts = [
             ("family", inspections[0].family),
@@ -661,22 +662,57 @@ def heads_page(inspections: Sequence[Inspection], command: str) -> str:
             ("attention parameters", f"{sum(layer.parameters for layer in layers):,}"),
             *facts,
         ]
-    models = []
-    tables = []
-    said = []
+    summary = []
+    notes = []
     for name, inspection in zip(names, inspections, strict=True):
-        of = f" of {name}" if len(names) > 1 else ""
-        columns = ("figure", "here", "random", "note")
-        tables.append(
-            replace(
-                averages(inspection),
-                title=f"Averages{of}",
-                columns=columns,
-                numeric=(1, 2),
-            )
+        heading = name if are_several else ""
+        summary.append(
+            (heading, " ".join(_what_it_is(inspection)), [*_findings(inspection)])
         )
-        said.append((f"Findings{of}", findings(inspection)))
-        models.append((name, inspection.layers))
+        if said := [*_notes(inspection)]:
+            notes.append((f"Notes on {name}" if are_several else "Notes", said))
+    more = []
+    if are_several:
+        measured = side_by_side(*inspections)
+        columns = (measured.columns[0], *names, *measured.columns[len(names) + 1 :])
+        numeric = tuple(range(1, len(columns)))
+        more = [replace(measured, title="All means", columns=columns, numeric=numeric)]
     return render_heads(
-        f"Heads of {' and '.join(names)}", models, said, facts, tables=tables
+        f"Heads of {' and '.join(names)}",
+        [*zip(names, (one.layers for one in inspections), strict=True)],
+        summary,
+        facts,
+        tables=[_averages_together(inspections, names)],
+        more_tables=more,
+        notes=notes,
     )
+
+
+def _averages_together(
+    inspections: Sequence[Inspection], names: Sequence[str]
+) -> Table:
+    """Return the tables of averages of one or several checkpoints as one table, with a column for each."""
+    found = [averages(inspection) for inspection in inspections]
+    if len(found) == 1:
+        columns = ("figure", "here", "random", "note")
+        return replace(found[0], columns=columns, numeric=(1, 2))
+    by_title = [{row[0]: row[1:] for row in table.rows} for table in found]
+    titles = dict.fromkeys(chain.from_iterable(by_title))
+    nothing = ("", "", "")
+    cells = {title: [of.get(title, nothing) for of in by_title] for title in titles}
+    # Random weights of one shape have one value: a single column then says it for all checkpoints.
+    is_shared = all(
+        len({random for _, random, _ in of if random}) <= 1 for of in cells.values()
+    )
+    rows = []
+    for title, of in cells.items():
+        randoms = [random for _, random, _ in of]
+        shown = [max(randoms, key=len)] if is_shared else randoms
+        rows.append((title, *(here for here, _, _ in of), *shown))
+    columns = (
+        "figure",
+        *names,
+        *(["random"] if is_shared else [f"random for {name}" for name in names]),
+    )
+    numeric = tuple(range(1, len(columns)))
+    return Table("Side by side", columns, tuple(rows), numeric=numeric)

@@ -33,11 +33,26 @@ _LOOK: Spec = {
             "tickColor": _LINE,
             "labelFontSize": 11,
             "titleFontSize": 12,
+            "titlePadding": 8,
+            # Labels that would touch a neighbour are left out.
+            "labelOverlap": "greedy",
+            "labelSeparation": 8,
             **_LABELS,
         },
         "legend": {"labelFontSize": 12, "symbolOpacity": 1, **_LABELS},
     },
 }
+_LEGEND: Spec = {
+    "title": None,
+    "orient": "top",
+    "columns": 2,
+}
+# Shapes of the first names with a colour, of the next names with the same colours, …
+_SHAPES = ("circle", "square", "diamond", "triangle-up", "cross")
+# 2,500 in full, and 240,000,000,000 as 240G.
+_SHORT = "abs(datum.value) < 1e5 ? format(datum.value, ',.6~g') : format(datum.value, '.4~s')"
+# Number of labels along the bottom of a chart of any width.
+_BY_WIDTH = {"expr": "max(2, floor(width / 90))"}
 # Marks of more points only thicken the line.
 _MAX_MARKED_POINTS = 40
 
@@ -197,7 +212,12 @@ def _line_chart(
                 "step:Q",
                 title="step",
                 scale={"nice": False, "zero": False},
-                axis={"format": ",d", "tickMinStep": 1, "grid": False},
+                axis={
+                    "labelExpr": _SHORT,
+                    "tickMinStep": 1,
+                    "tickCount": _BY_WIDTH,
+                    "grid": False,
+                },
             ),
             "y": _of(
                 "value:Q",
@@ -225,10 +245,6 @@ def _scale(is_log: bool, values: Sequence[float]) -> Spec:
     return {"zero": False}
 
 
-# 2,500 in full, and 240,000,000,000 as 240G.
-_SHORT = "abs(datum.value) < 1e5 ? format(datum.value, ',.6~g') : format(datum.value, '.4~s')"
-
-
 def _curve_chart(chart: CurveChart, names: Sequence[str]) -> Spec | None:
     rows = [
         {"name": name, "x": point.x, **_height(point)}
@@ -239,7 +255,7 @@ def _curve_chart(chart: CurveChart, names: Sequence[str]) -> Spec | None:
     if not rows:
         return None
     colour = _by_name(chart.names, names)
-    axis = {"grid": False, "tickCount": 8, "labelExpr": _SHORT}
+    axis = {"grid": False, "tickCount": _BY_WIDTH, "labelExpr": _SHORT}
     x = _of("x:Q", title=chart.x_title, scale={"nice": False, "zero": False}, axis=axis)
     scale = _scale(chart.is_log, [row["low"] for row in rows])
     y = {"title": chart.y_title, "scale": scale, "axis": {"tickCount": 6}}
@@ -269,31 +285,30 @@ def _scatter(chart: ScatterChart, names: Sequence[str]) -> Spec | None:
     ]
     if not rows:
         return None
-    axis = {"tickCount": 8, "labelExpr": _SHORT}
+    axis = {"tickCount": _BY_WIDTH, "labelExpr": _SHORT}
     x = _of("x:Q", title=chart.x_title, scale={"zero": False, "padding": 30}, axis=axis)
     y = {"title": chart.y_title, "scale": {"zero": False, "padding": 10}}
-    label = {"text": {"field": "name"}, "y": _of("mean:Q", **y)}
     dot = {"y": _of("mean:Q", **y), "tooltip": _told(chart.x_title, chart.y_title)}
+    # A legend instead of names at the dots, which would cover each other.
+    domain = list(dict.fromkeys(chart.names))
+    shapes = [
+        _SHAPES[names.index(name) // len(_SERIES) % len(_SHAPES)] for name in domain
+    ]
+    legend = _LEGEND if len(domain) > 1 else None
+    shape = _of("name:N", scale={"domain": domain, "range": shapes}, legend=legend)
     return _drawn(
         chart.title,
         rows,
         240,
-        encoding={"x": x, "color": _by_name(chart.names, names, legend=False)},
+        encoding={"x": x, "color": _by_name(chart.names, names)},
         layer=[
             {
                 "mark": "rule",
                 "encoding": {"y": _of("low:Q", **y), "y2": {"field": "high"}},
             },
-            {"mark": {"type": "circle", "size": 60}, "encoding": dot},
             {
-                "mark": {
-                    "type": "text",
-                    "align": "left",
-                    "dx": 6,
-                    "dy": -6,
-                    "fontSize": 11,
-                },
-                "encoding": label,
+                "mark": {"type": "point", "filled": True, "opacity": 1, "size": 60},
+                "encoding": {**dot, "shape": shape},
             },
         ],
     )
@@ -329,7 +344,11 @@ def _intervals(chart: IntervalChart, names: Sequence[str]) -> Spec | None:
                 "mark": {"type": "rule", "strokeWidth": 2},
                 "encoding": {
                     "color": colour,
-                    "x": _of("low:Q", title=chart.x_title, axis={"format": ".3~g"}),
+                    "x": _of(
+                        "low:Q",
+                        title=chart.x_title,
+                        axis={"format": ".3~g", "tickCount": _BY_WIDTH},
+                    ),
                     "x2": {"field": "high"},
                 },
             },
@@ -360,11 +379,7 @@ def _by_name(
     """Return the colours of a chart's names; `names` are all names of the page."""
     domain = list(dict.fromkeys(shown))
     colours = [_SERIES[names.index(name) % len(_SERIES)] for name in domain]
-    key = (
-        {"title": None, "orient": "top", "columns": 2}
-        if legend and len(domain) > 1
-        else None
-    )
+    key = _LEGEND if legend and len(domain) > 1 else None
     return _of("name:N", scale={"domain": domain, "range": colours}, legend=key)
 
 

@@ -88,41 +88,58 @@ def write_picture(chart: Plot, path: Path) -> bool:
 def render_report(report: Report) -> str:
     """Return the HTML of the page written by `write_report`."""
     learning = learning_charts(report.metrics)
-    names = list(
-        dict.fromkeys(chain.from_iterable(chart.names for chart in report.plots))
-    )
+    leading = [one for one in report.lead if not isinstance(one, Table)]
+    plots = (*leading, *report.plots)
+    # A name has one colour in all charts of the page.
+    names = list(dict.fromkeys(chain.from_iterable(one.names for one in plots)))
+    lead: list[tuple[Table | Plot, Spec | None]] = [
+        (one.without_empty_columns(), None)
+        if isinstance(one, Table)
+        else (one, plot(one, names))
+        for one in report.lead
+    ]
+    lead = [(one, spec) for one, spec in lead if spec or isinstance(one, Table)]
     charts: list[tuple[BarChart | Plot, Spec]] = [
         *((chart, spec) for chart in report.charts if (spec := bar_chart(chart))),
         *((chart, spec) for chart in report.plots if (spec := plot(chart, names))),
     ]
     # The drawing library is most of the file and takes a second: pages without charts omit it.
-    if drawn := bool(learning or charts):
+    if drawn := bool(learning or charts or any(spec for _, spec in lead)):
         require_charts()
     return make_page(
         "report.html",
         title=report.title,
         report=report,
+        lead=lead,
         learning=learning,
         charts=charts,
-        samples=_samples(report.samples),
+        tables=[table.without_empty_columns() for table in report.tables],
+        samples=_samples(report.samples, is_judged=report.has_one_answer),
         script=Markup(_drawing_script()) if drawn else "",
     )
 
 
-def _samples(samples: Sequence[TranslationSample]) -> Table:
+def _samples(samples: Sequence[TranslationSample], *, is_judged: bool) -> Table:
+    """Return the table of samples; with `is_judged`, a column marks translations equal to their reference."""
     judged = [sample.is_exact for sample in samples if sample.is_exact is not None]
     marks = {None: "", True: "✓", False: "✗"}
-    return Table(
+    found = Table(
         "Translations",
         ("source", "translation", "reference", "exact"),
         tuple(
-            (one.source, one.hypothesis, one.reference or "", marks[one.is_exact])
+            (
+                one.source,
+                one.hypothesis,
+                one.reference or "",
+                marks[one.is_exact] if is_judged else "",
+            )
             for one in samples
         ),
         f"{sum(judged)} of {len(judged)} equal their reference to the letter."
-        if judged
+        if judged and is_judged
         else "",
     )
+    return found.without_empty_columns()
 
 
 def make_page(template: str, **context: Any) -> str:

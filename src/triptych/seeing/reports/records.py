@@ -104,6 +104,15 @@ class Table:
             shaded=tuple(place for place, i in enumerate(columns) if i in self.shaded),
         )
 
+    def without_empty_columns(self) -> "Table":
+        """Return the table without the columns in which every cell is empty; the first column stays."""
+        filled = [
+            number
+            for number in range(len(self.columns))
+            if number == 0 or not self.rows or any(row[number] for row in self.rows)
+        ]
+        return self if len(filled) == len(self.columns) else self.part(filled)
+
 
 @dataclass(frozen=True)
 class Bar:
@@ -203,7 +212,13 @@ class Report:
 
     title: str
     summary: str = ""
-    """A few sentences; a blank line begins a new paragraph."""
+    """The answer in a few sentences; a blank line begins a new paragraph."""
+    lead: tuple[Table | Plot, ...] = ()
+    """Tables and charts that carry the answer, before everything else."""
+    findings: tuple[str, ...] = ()
+    """Further sentences, as a list."""
+    maps: Mapping[str, Any] | None = None
+    """Maps of layers × heads: the data of `maps.html`."""
     facts: tuple[tuple[str, str], ...] = ()
     """Name and value: size, time, scores."""
     charts: tuple[BarChart, ...] = ()
@@ -212,6 +227,8 @@ class Report:
     """Suggested command lines."""
     metrics: tuple[MetricPoint, ...] = ()
     samples: tuple[TranslationSample, ...] = ()
+    has_one_answer: bool = False
+    """True if the reference is the only right translation, so that samples are marked as exact or not."""
     viewer: Mapping[str, Any] | None = None
     """Attention: the data of `viewer.html`, made by `viewer_data`."""
     plots: tuple[Plot, ...] = ()

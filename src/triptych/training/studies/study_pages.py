@@ -1,4 +1,4 @@
-"""Page of a study: curves, quality against cost, tables."""
+"""Page of a study: the answer with its table and its curves, then all tables and charts."""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -26,6 +26,7 @@ from triptych.training.studies.tables import (
     mean,
     noise_floor,
     tables,
+    verdict,
 )
 
 _AXES = {
@@ -34,6 +35,9 @@ _AXES = {
     "flops": "operations of training (FLOPs)",
     "seconds": "seconds of training",
 }
+# Relative difference of factors between two axes that is not visible in a chart.
+_SAME_FACTOR = 0.01
+Lines = tuple[tuple[str, tuple[Interval, ...]], ...]
 _COSTS = {
     "parameters": "parameters",
     "cache_bytes": "cache (bytes a token)",
@@ -42,21 +46,29 @@ _COSTS = {
 }
 
 
+# Points of a chart of quality against cost: two points are read better in the table.
+_LEAST_DOTS = 3
+
+
 def write_study_page(outcome: Outcome, path: Path) -> None:
     """Write the report of a study as one self-contained HTML file."""
-    study = outcome.study
+    # The first table is of the deciding metric; the first curve is over the axis that the budget holds equal.
+    quality, *others = tables(outcome)
+    curves = _loss_curves(outcome)
     report = Report(
-        title=study.name,
-        summary="\n\n".join(conclusions(outcome)),
+        title=outcome.study.name,
+        summary=verdict(outcome),
+        lead=(quality, *curves[:1]),
+        findings=tuple(conclusions(outcome)),
         facts=tuple(_study_facts(outcome)),
-        plots=(*_differences(outcome), *_loss_curves(outcome), *_scatters(outcome)),
-        tables=tuple(tables(outcome)),
+        plots=(*_differences(outcome), *curves[1:], *_scatters(outcome)),
+        tables=tuple(others),
     )
     write_report(report, path)
 
 
 def write_study_pictures(outcome: Outcome, folder: Path) -> list[Path]:
-    """Write the first pictures of a study's report as SVG files: differences, and a curve against updates."""
+    """Write the first pictures of a study's report as SVG files: differences, and the first curve."""
     charts: list[tuple[str, Sequence[Plot]]] = [
         ("differences.svg", _differences(outcome)[:1]),
         ("curves.svg", _loss_curves(outcome)[:1]),
@@ -132,7 +144,10 @@ def _study_facts(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 def _loss_curves(outcome: Outcome) -> list[CurveChart]:
-    """Return charts of validation loss against `_AXES`: a line per trained variant with its interval."""
+    """Return charts of validation loss against `_AXES`: a line per trained variant with its interval.
+
+    The first chart is over the axis that the budget holds equal, or over updates.
+    """
     # A chart without points is left out: operations of a checkpoint's model are unknown.
     histories = {
         name: [
@@ -147,9 +162,18 @@ def _loss_curves(outcome: Outcome) -> list[CurveChart]:
         for name, results in outcome.trained.items()
     }
     charts = []
-    for key, title in _AXES.items():
+    drawn = list[Lines]()
+    first = {"flops": "flops", "seconds": "seconds"}.get(
+        outcome.study.budget.hold, "step"
+    )
+    for key in (first, *(key for key in _AXES if key != first)):
+        title = _AXES[key]
         lines = tuple((name, _line(each, key)) for name, each in histories.items())
-        if any(points for _, points in lines):
+        # Curves that differ from drawn curves in the unit of the axis only would be the same picture.
+        if any(points for _, points in lines) and not any(
+            _is_rescaled(lines, other) for other in drawn
+        ):
+            drawn.append(lines)
             named = f"Validation loss against {title}"
             charts.append(
                 CurveChart(
@@ -157,6 +181,17 @@ def _loss_curves(outcome: Outcome) -> list[CurveChart]:
                 )
             )
     return charts
+
+
+def _is_rescaled(lines: Lines, other: Lines) -> bool:
+    """Return True if the points of two charts differ by one factor of their x values."""
+    if [len(points) for _, points in lines] != [len(points) for _, points in other]:
+        return False
+    points = chain.from_iterable(points for _, points in lines)
+    before = chain.from_iterable(points for _, points in other)
+    pairs = zip(points, before, strict=True)
+    factors = [one.x / drawn.x for one, drawn in pairs if drawn.x]
+    return not factors or max(factors) - min(factors) <= _SAME_FACTOR * max(factors)
 
 
 def _line(histories: list[list[dict[str, float]]], key: str) -> tuple[Interval, ...]:
@@ -194,7 +229,7 @@ def _scatters(outcome: Outcome) -> list[ScatterChart]:
                 dots.append(
                     Interval(found.mean, found.low, found.high, name, amounts[name])
                 )
-        if len({dot.x for dot in dots}) > 1:
+        if len({dot.x for dot in dots}) >= _LEAST_DOTS:
             words = metric.replace("_", " ")
             charts.append(
                 ScatterChart(f"{words} against {title}", title, words, tuple(dots))

@@ -27,6 +27,7 @@ from triptych.training.studies.study import HIGHER_IS_BETTER, OF_COST, POSSIBLE
 from triptych.training.studies.study_job import HEAD_MEASURES
 
 COST = "What it costs"
+_MOST_NAMED = 4
 _ENDS_A_CELL = re.compile(r"[\\|]")
 DIGITS = {
     "loss": 4,
@@ -240,6 +241,37 @@ def conclusions(outcome: Outcome) -> list[str]:
             f"{_p_values(one)} after correction"
         )
     return found
+
+
+def verdict(outcome: Outcome) -> str:
+    """Return the answer of a study in one sentence: which variants differ by the deciding metric."""
+    metric = outcome.study.metrics[0]
+    baseline = outcome.study.baseline_name
+    found = compared(outcome, metric)
+    if not found:
+        return f"No variant has runs to compare with {baseline}."
+    better = list[str]()
+    worse = list[str]()
+    unseen = list[str]()
+    for name, one in found.items():
+        gains = (one.difference.mean > 0) == (metric in HIGHER_IS_BETTER)
+        (unseen if not one.is_seen else better if gains else worse).append(name)
+    said = [
+        *([f"better than {baseline}: {_named(better)}"] if better else []),
+        *([f"worse than {baseline}: {_named(worse)}"] if worse else []),
+        *([f"no difference to {baseline} seen: {_named(unseen)}"] if unseen else []),
+    ]
+    seeds = max(len(one.differences) for one in found.values())
+    num_tests = max(one.num_tests for one in found.values())
+    if unseen and too_few(seeds, num_tests):
+        said[-1] += f" ({seeds} seeds cannot show one)"
+    return f"By {title(metric)} over {seeds} seed{'' if seeds == 1 else 's'}, {'; '.join(said)}."
+
+
+def _named(names: Sequence[str]) -> str:
+    """Return names in a sentence, at most `_MOST_NAMED` of them."""
+    left = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f" and {left} more" if left > 0 else "")
 
 
 def _p_values(one: Comparison) -> str:
