@@ -140,6 +140,7 @@ OF_MODEL: Mapping[str, str] = {
     "get_input_embeddings": _TABLE,
     "resize_token_embeddings": f"a vocabulary keeps its size; {_TABLE}",
     **dict.fromkeys(("W_in", "W_out", "mlp", "ln1", "ln2"), _BLOCK),
+    "W_pos": "the positions are model.reader.model.embeddings.positions",
     **dict.fromkeys(("bert", "roberta", "gpt_neox", "h", "base_model"), _LAYERS),
     **dict.fromkeys(("d_head", "head_dim", "d_k"), _HEAD_SIZE),
     **dict.fromkeys(
@@ -172,6 +173,20 @@ OF_MODEL: Mapping[str, str] = {
     "rollout": "model.attend(text).rollout()",
     "visualize": _PAGE,
     "plot": _PAGE,
+}
+# Names of activations in a cache of TransformerLens, as `cache["pattern", 3]`.
+OF_CACHE: Mapping[str, str] = {
+    **{name: f"run['3'].{name}" for name in ("q", "k", "v", "z")},
+    "pattern": "run['3'].weights",
+    "attn_scores": "run['3'].scores",
+    "result": "run['3.2'].projected",
+    "attn_out": "run['3'].output",
+    "resid_pre": "run.residual(3)",
+    "resid_post": "run.residual(4), the stream before the next block",
+    **dict.fromkeys(
+        ("resid_mid", "mlp_out", "embed", "pos_embed"),
+        "run.residual(3), the stream before block 3; inside a block only attention is read",
+    ),
 }
 # Attributes of layers and heads.
 OF_LAYER: Mapping[str, str] = {
@@ -448,6 +463,14 @@ def about_name(name: str) -> str:
     return f"module 'triptych' has no attribute {name!r}" + (
         f": {line}" if line else ""
     )
+
+
+def about_activation(place: object) -> str:
+    """Return the error for a run's activation named as in a cache; "" for other places."""
+    match place:
+        case (str(name), *_) if name in OF_CACHE:
+            return f"a run has no {place!r}: {OF_CACHE[name]}"
+    return ""
 
 
 def about_call(kind: str) -> str:

@@ -18,7 +18,7 @@ from triptych.core.attention import ACTIVATIONS, LayerSteps, Tap
 from triptych.core.models import AttentionSite, Residual, sharing_copy
 from triptych.core.places import PlaceNames, head_of
 from triptych.errors import UsageError
-from triptych.guesses import about_attribute
+from triptych.guesses import about_activation, about_attribute
 from triptych.literals import Activation, SpecialTokens, check_choices
 from triptych.printable import table_html
 from triptych.running.batching import EvaluationMode
@@ -251,6 +251,8 @@ class Run:
         self, place: str | int | tuple[str | int, int]
     ) -> tuple[LayerCall, int | None]:
         """Return the call of a layer, and the number of the named head; None for a whole layer."""
+        if isinstance(place, tuple) and (answer := about_activation(place)):
+            raise UsageError(answer)
         number, head = self._places.find(place)
         site = self._order.get(number, "")
         name = self._places.names[number]
