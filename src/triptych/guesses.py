@@ -450,6 +450,13 @@ OF_VERBS: Mapping[str, str] = {
 }
 
 
+# Keyword arguments of `translate`, where its own argument is another.
+OF_TRANSLATE: Mapping[str, str] = dict.fromkeys(
+    ("max_length", "max_tokens", "max_new_tokens"),
+    "max_extra_tokens: a translation may be longer than its source by that many",
+)
+
+
 def about_attribute(kind: str, name: str) -> str:
     """Return the error for a missing attribute of a model, a layer, a head, a run, or attention on a text."""
     line = TABLES[kind].get(name)
@@ -486,7 +493,12 @@ def about_item(kind: str, verb: str) -> str:
 def about_arguments(verb: str, unknown: Iterable[str], known: Iterable[str]) -> str:
     """Return the error for keyword arguments that a verb does not have."""
     name = sorted(unknown)[0]
-    near = OF_VERBS.get(name) or ", ".join(get_close_matches(name, known, n=1))
+    own = OF_TRANSLATE if verb == "translate" else {}
+    near = (
+        own.get(name)
+        or OF_VERBS.get(name)
+        or ", ".join(get_close_matches(name, known, n=1))
+    )
     return f"{verb} has no argument {name!r}" + (f": use {near}" if near else "")
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def test_what_a_model_is_has_the_names_that_are_typed_first(model: Model) -> None:
     assert (model.num_layers, model.d_model) == (len(model.layers), model.layers[0].d_model)
     assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
+    assert triptych.__version__ == version("triptych")
+    assert f"{model.tokenizer.vocab_size:,} tokens" in repr(model.tokenizer)
     assert model.config["model_type"] == "gpt2"
     with pytest.raises(TypeError):
         model.config["model_type"] = "llama"  # type: ignore[index]
@@ -65,6 +68,10 @@ def test_the_two_products_have_the_names_of_the_pages(model: Model) -> None:
     head = model[1, 0]
     torch.testing.assert_close(head.W_QK, head.W_Q @ head.W_K.mT)
     torch.testing.assert_close(head.W_OV, head.W_V @ head.W_O)
+    assert head.qk.shape == head.W_QK.shape == (model.d_model, model.d_model)
+    torch.testing.assert_close(torch.from_numpy(head.ov.numpy()), head.W_OV)
+    rounded = head.qk.to(torch.bfloat16)  # which numpy does not have
+    torch.testing.assert_close(torch.from_numpy(rounded.numpy()), rounded.dense().float())
 
 
 @pytest.fixture(scope="module")
@@ -266,6 +273,12 @@ def test_a_first_guess_works_or_is_answered_by_a_line_that_does(typed: str, thin
 def test_an_argument_of_another_library_is_answered_by_ours(name: str, model: Model) -> None:
     with pytest.raises(TypeError, match=f"generate has no argument {name!r}: use "):
         model.generate(TEXT, **{name: 1})  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", guesses.OF_TRANSLATE)
+def test_an_argument_of_a_translator_is_answered_by_one_that_translate_has(name: str) -> None:
+    with pytest.raises(TypeError, match=f"translate has no argument '{name}': use max_extra_tokens: "):
+        load("demo").translate("Der Zug.", **{name: 1})  # type: ignore[call-overload]
 
 
 def test_an_argument_with_a_slip_is_answered_by_the_nearest(model: Model) -> None:

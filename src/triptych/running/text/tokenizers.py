@@ -144,6 +144,9 @@ class Tokenizer(ABC):
         """Write the tokenizer, atomically, as JSON."""
         write_text(path, self.to_json())
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}: {self.vocab_size:,} tokens"
+
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(about_attribute("tokenizer", name))
 
