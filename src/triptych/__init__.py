@@ -22,6 +22,10 @@ __all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("triptych")
     if name not in _MODULE_OF:
         from triptych.guesses import about_name
 

@@ -51,3 +51,5 @@ from triptych.training.runs import train as train
 from triptych.training.studies import compare_study as compare_study
 from triptych.training.studies import read_study as read_study
 from triptych.two_models import diff as diff
+
+__version__: str

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, final, overload
 
 from triptych.errors import UsageError
@@ -221,7 +220,9 @@ class Model:
     @property
     def config(self) -> Mapping[str, object]:
         """The fields of `config.json`; empty for a module of this library."""
-        return MappingProxyType(self._opened.source.record)
+        from triptych.guesses import ConfigFields
+
+        return ConfigFields(self._opened.source.record)
 
     @property
     def device(self) -> torch.device:
@@ -241,6 +242,18 @@ class Model:
             TriptychError: the tokenizer is missing, or the model cannot be run; the message has the reason.
         """
         return self._opened.to_run.source_tokenizer
+
+    def encode(self, text: GivenText) -> list[int]:
+        """The token ids that `run` reads for a text, with special tokens; a translator's source."""
+        from triptych.running.run import encode_given
+
+        return encode_given(self._opened, text)
+
+    def decode(self, ids: Sequence[int] | Tensor) -> str:
+        """The text of token ids, by `tokenizer`, without special tokens."""
+        from triptych.running.run import decode_given
+
+        return decode_given(self._opened, ids)
 
     @cached_property
     def certificate(self) -> Certificate | None:
@@ -362,7 +375,7 @@ class Model:
     def __call__(self, *given: object, **options: object) -> NoReturn:
         from triptych.guesses import about_call
 
-        raise TypeError(about_call())
+        raise TypeError(about_call("model"))
 
     def __repr__(self) -> str:
         from triptych.running.opened_source import describe

@@ -29,11 +29,14 @@ DOCS, SHARED = ROOT / "docs", ROOT.parent / "shared"
 README, ATTENTION = ROOT / "README.md", DOCS / "reference/parameterisations.md"
 
 # Pages of the small GPT-2 of ../shared, whose outputs are compared; and those that train, whose outputs vary.
-OF_GPT2 = (*("tutorials/inside-gpt2", "tutorials/smaller", "how-to/ablate", "how-to/rank"),)
+OF_GPT2 = ("how-to/ablate", "how-to/rank")
 THAT_TRAIN = ("start/your-text", "tutorials/translator", "tutorials/own-attention")
 OF_THE_DEMO = ("start/translate",)
 # Pages of the translator that comes with the package, whose outputs are compared.
-OF_THE_PACKAGE = ("start/your-checkpoint", "start/exact")
+OF_THE_PACKAGE = (
+    *("start/your-checkpoint", "start/exact"),
+    *("tutorials/inside-a-translator", "tutorials/smaller", "tutorials/still-the-same-model"),
+)
 # Pages that run on tiny models under the names in them.
 ON_TINY = ("reference/columns", "reference/exact")
 ON_TINY_SLOW = (

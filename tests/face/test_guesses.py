@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -24,12 +25,34 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 def test_what_a_model_is_has_the_names_that_are_typed_first(model: Model) -> None:
     assert (model.num_layers, model.d_model) == (len(model.layers), model.layers[0].d_model)
     assert (model.device, model.dtype) == (torch.device("cpu"), torch.float32)
+    assert triptych.__version__ == version("triptych")
+    assert f"{model.tokenizer.vocab_size:,} tokens" in repr(model.tokenizer)
     assert model.config["model_type"] == "gpt2"
     with pytest.raises(TypeError):
         model.config["model_type"] = "llama"  # type: ignore[index]
-    ids = model.tokenizer.encode(TEXT)[0]
-    assert model.tokenizer.decode([ids]) == [TEXT]
+    ids = model.encode(TEXT)
+    assert model.tokenizer.encode(TEXT) == [ids]
+    assert model.decode(ids) == TEXT
     assert list(model.run(TEXT).ids) == ids
+
+
+def test_ids_are_those_that_a_run_reads_and_their_text_is_given_back(model: Model) -> None:
+    translator = load("demo")
+    sentence = "Der Zug kommt um halb vier an."
+    ids = translator.encode(sentence)
+    assert translator.tokenizer.pieces(ids) == list(translator.attend(sentence, "It is late.").source_tokens)
+    assert translator.decode(ids) == sentence
+    assert translator.encode(ids) == ids
+    longer = "cat " * 2000  # past the model's positions
+    assert len(model.encode(longer)) > 1000
+    assert model.decode([]) == ""
+    assert model.decode(torch.tensor([model.encode(TEXT)])) == TEXT  # a batch of one, as other libraries have
+    with pytest.raises(UsageError, match="encode takes one text"):
+        model.encode([TEXT, TEXT])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="decode takes the token ids of one text"):
+        model.decode([[1, 2], [3]])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="token id"):
+        model.decode([model.tokenizer.vocab_size])
 
 
 def test_a_result_is_printed_as_its_text(model: Model) -> None:
@@ -45,6 +68,10 @@ def test_the_two_products_have_the_names_of_the_pages(model: Model) -> None:
     head = model[1, 0]
     torch.testing.assert_close(head.W_QK, head.W_Q @ head.W_K.mT)
     torch.testing.assert_close(head.W_OV, head.W_V @ head.W_O)
+    assert head.qk.shape == head.W_QK.shape == (model.d_model, model.d_model)
+    torch.testing.assert_close(torch.from_numpy(head.ov.numpy()), head.W_OV)
+    rounded = head.qk.to(torch.bfloat16)  # which numpy does not have
+    torch.testing.assert_close(torch.from_numpy(rounded.numpy()), rounded.dense().float())
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +86,7 @@ def things(model: Model) -> dict[str, Any]:
         "head": model[1, 0],
         "triptych": triptych,
         "text": TEXT,
+        "tokenizer": model.tokenizer,
     }
 
 
@@ -143,6 +171,7 @@ model.tokenizer.encode(text)
 model.tokenizer.decode([[1, 2]])
 model.tokenizer.vocab_size
 model.encode(text)
+model.decode([1, 2])
 model.save_pretrained("folder")
 model.prune_heads({1: [0]})
 model.ablate(1, 0)
@@ -176,6 +205,49 @@ triptych.load("gpt2", torch_dtype="float16")
 triptych.load("gpt2", device_map="auto")
 triptych.load("gpt2", trust_remote_code=True)
 triptych.load("gpt2", attn_implementation="eager")
+triptych.load("gpt2", fold_ln=False)
+triptych.load("gpt2", center_writing_weights=False)
+triptych.load("gpt2", local_files_only=True)
+triptych.load("gpt2", dispatch=True)
+triptych.HookedEncoder.from_pretrained("bert-base-cased")
+triptych.TransformersModel("gpt2")
+triptych.neuron_view.show(model)
+model.loss_fn(run.logits, text)
+model.W_pos
+model.tokens_to_residual_directions(" cat")
+model.get_token_position(" cat", text)
+model.all_composition_scores("Q")
+model.set_use_attn_result(True)
+model.run(text, return_type="loss")
+model.run(text, prepend_bos=False)
+model.generate(text, stop_at_eos=False)
+model.generate(text, freq_penalty=1.0)
+model.generate(text, return_dict_in_generate=True)
+model.generate(text, attention_mask=None)
+model.generate(text, max_new_tokens=2)[0]["generated_text"]
+model.config.n_embd
+model.config.hidden_size
+model.tokenizer(text, return_tensors="pt")
+model.tokenizer.convert_ids_to_tokens([1, 2])
+model.tokenizer.eos_token_id
+model.tokenizer.apply_chat_template([])
+model.get_input_embeddings()
+model.get_encoder()
+model.merge_and_unload()
+model.output.logits
+model.transformer.h[1].output[0].save()
+model.layers[1].input
+model.session()
+run["pattern", 1]
+run["resid_post", 1]
+run.accumulated_resid(layer=-1)
+run.decompose_resid()
+run.logit_attrs(" cat")
+run.stack_head_results()
+run.remove_batch_dim()
+run.cross_attentions
+attention.model_view()
+attention.encoder_attentions
 """.strip().splitlines()
 # What an answer names: a call or an attribute of ours, an argument, or how a place is written.
 ANSWER = re.compile(
@@ -201,6 +273,12 @@ def test_a_first_guess_works_or_is_answered_by_a_line_that_does(typed: str, thin
 def test_an_argument_of_another_library_is_answered_by_ours(name: str, model: Model) -> None:
     with pytest.raises(TypeError, match=f"generate has no argument {name!r}: use "):
         model.generate(TEXT, **{name: 1})  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("name", guesses.OF_TRANSLATE)
+def test_an_argument_of_a_translator_is_answered_by_one_that_translate_has(name: str) -> None:
+    with pytest.raises(TypeError, match=f"translate has no argument '{name}': use max_extra_tokens: "):
+        load("demo").translate("Der Zug.", **{name: 1})  # type: ignore[call-overload]
 
 
 def test_an_argument_with_a_slip_is_answered_by_the_nearest(model: Model) -> None:

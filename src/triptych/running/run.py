@@ -18,7 +18,7 @@ from triptych.core.attention import ACTIVATIONS, LayerSteps, Tap
 from triptych.core.models import AttentionSite, Residual, sharing_copy
 from triptych.core.places import PlaceNames, head_of
 from triptych.errors import UsageError
-from triptych.guesses import about_attribute
+from triptych.guesses import about_activation, about_attribute
 from triptych.literals import Activation, SpecialTokens, check_choices
 from triptych.printable import table_html
 from triptych.running.batching import EvaluationMode
@@ -34,7 +34,13 @@ from triptych.running.opening.layer_calls import (
 from triptych.running.opening.reader import Reader
 from triptych.running.opening.rerunning import begins_anywhere, run_from
 from triptych.running.text.encoding import token_id
-from triptych.running.text.given import Text, as_texts, refuse_file_name
+from triptych.running.text.given import (
+    Text,
+    TextPair,
+    as_texts,
+    refuse_file_name,
+    require_ids,
+)
 
 
 @final
@@ -245,6 +251,8 @@ class Run:
         self, place: str | int | tuple[str | int, int]
     ) -> tuple[LayerCall, int | None]:
         """Return the call of a layer, and the number of the named head; None for a whole layer."""
+        if isinstance(place, tuple) and (answer := about_activation(place)):
+            raise UsageError(answer)
         number, head = self._places.find(place)
         site = self._order.get(number, "")
         name = self._places.names[number]
@@ -465,6 +473,28 @@ def _predicting(run: Run) -> int:
             f"the text has {len(masked)} masks: a difference of logits of an encoder is at its only mask"
         )
     return masked[0]
+
+
+def encode_given(opened: Opened, text: Any) -> list[int]:
+    """Return the token ids of the model's input for one text, whatever its length."""
+    given = as_texts(refuse_file_name(text))
+    if not given.is_one:
+        raise UsageError(
+            "encode takes one text; model.tokenizer.encode takes several, without special tokens"
+        )
+    (found,) = opened.to_run.encode_inputs(given.texts)
+    return [*found.ids]
+
+
+def decode_given(opened: Opened, ids: Any) -> str:
+    """Return the text of token ids, without special tokens."""
+    text, *more = as_texts(ids, "token ids").texts or [()]
+    if more or isinstance(text, str | TextPair):
+        raise UsageError("decode takes the token ids of one text, such as run.ids")
+    tokenizer = opened.to_run.source_tokenizer
+    require_ids(text, tokenizer.vocab_size, "the text")
+    (found,) = tokenizer.decode([text])
+    return found
 
 
 @torch.no_grad()

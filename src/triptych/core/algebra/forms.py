@@ -5,15 +5,16 @@
 A head has two forms: W_QK = W_Q W_Kᵀ (left W_Q, right W_K) and W_OV = W_V W_O (left W_V, right W_Oᵀ).
 Decompositions start from the thin QR of each factor, L = Q_l R_l and R = Q_r R_r, and the small core
 C = R_l R_rᵀ: A = Q_l C Q_rᵀ, so A and C share their non-zero singular values. The cost is O(d r²) instead
-of O(d³). Only `dense()` builds A.
+of O(d³). Only `dense()` and `numpy()` build A.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Complex, Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from triptych.core.algebra.spectrum import Spectrum, or_one
@@ -24,9 +25,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class ThinSVD(NamedTuple):
     """Thin singular value decomposition, A = U diag(S) Vh with k = min(r, d_left, d_right)."""
 
-    U: Float[
-        Tensor, "*batch d_left k"
-    ]  # the entry of largest magnitude of each column is positive
+    # The entry of largest magnitude of each column is positive.
+    U: Float[Tensor, "*batch d_left k"]
     S: Float[Tensor, "*batch k"]  # descending
     Vh: Float[Tensor, "*batch k d_right"]
 
@@ -89,7 +89,7 @@ class BilinearForm:
         _require_one_batch("left", left, "right", right)
 
     def __repr__(self) -> str:
-        shape = _times((*self.batch, self.d_left, self.d_right))
+        shape = _times(self.shape)
         return f"BilinearForm({shape}, width {self.width}, {self.left.dtype}, {self.left.device})"
 
     def _repr_html_(self) -> str:
@@ -101,6 +101,11 @@ class BilinearForm:
     def batch(self) -> torch.Size:
         """Leading dimensions of the factors."""
         return self.left.shape[:-2]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of A, `[*batch, d_left, d_right]`."""
+        return torch.Size((*self.batch, self.d_left, self.d_right))
 
     @property
     def d_left(self) -> int:
@@ -129,8 +134,12 @@ class BilinearForm:
     # Products.
 
     def dense(self) -> Float[Tensor, "*batch d_left d_right"]:
-        """Build A, `[*batch, d_left, d_right]`, for teaching and tests. No other method builds A."""
+        """Build A, `[*batch, d_left, d_right]`, for teaching and tests."""
         return self.left @ self.right.mT
+
+    def numpy(self) -> NDArray[Any]:
+        """Build A as an array."""
+        return at_least_float32(self.dense()).detach().cpu().numpy()
 
     def apply(
         self, x: Float[Tensor, "*x_batch n d_x"]

@@ -3,10 +3,11 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import NoReturn, final
 
 from triptych.core.models import LanguageModel
 from triptych.errors import UsageError
+from triptych.guesses import about_item
 from triptych.literals import Precision, SpecialTokens
 from triptych.printable import shortened
 from triptych.running.changes import Change, ValueChange
@@ -49,6 +50,9 @@ class Continuation:
 
     def __str__(self) -> str:
         return self.text
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise TypeError(about_item("continuation", "generate"))
 
 
 @final

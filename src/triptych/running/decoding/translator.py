@@ -5,10 +5,11 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Literal, NamedTuple, final, overload
+from typing import Literal, NamedTuple, NoReturn, final, overload
 
 from triptych.core.models import EncoderDecoder
 from triptych.errors import UsageError
+from triptych.guesses import about_item
 from triptych.literals import Precision, SpecialTokens
 from triptych.running.decoding.decoder import Decoder, Group
 from triptych.running.decoding.glossary import Glossary
@@ -87,6 +88,9 @@ class Translation:
 
     def __str__(self) -> str:
         return self.text
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise TypeError(about_item("translation", "translate"))
 
 
 class _Cut(NamedTuple):

@@ -422,23 +422,48 @@ class Reader(TextReader):
             raise UsageError(
                 f"{self.name} is an encoder, which does not continue texts"
             )
-        if self.model.causal and self.model.task is None:
-            # A language model's tokenizer would put both texts together without a separator.
-            for number, text in enumerate(texts, start=1):
-                require_one(text, which_of("text", number, texts))
-        self.require_vocabulary()
-        found = encode_inputs(
-            self.tokenizer,
-            texts,
-            special_tokens,
-            vocab_size=self.model.vocab_size,
-            begin_id=self.begin_id,
-        )
+        found = self.encode_inputs(texts, special_tokens)
         ids = [self._with_types(self.model, own) for own in found]
         self.check(ids, max_tokens)
         return (
             self._continued(ids, max_new_tokens, max_tokens) if max_new_tokens else ids
         )
+
+    def encode_inputs(
+        self, texts: Sequence[Text], special_tokens: SpecialTokens = "tokens"
+    ) -> list[EncodedText]:
+        """Encode texts of any length as inputs of the first stack: sources, for an encoder-decoder."""
+        model = self.model
+        if isinstance(model, EncoderDecoder):
+            return self._encode_sources(model, texts, special_tokens)
+        if model.causal and model.task is None:
+            # A language model's tokenizer would put both texts together without a separator.
+            for number, text in enumerate(texts, start=1):
+                require_one(text, which_of("text", number, texts))
+        self.require_vocabulary()
+        return encode_inputs(
+            self.tokenizer,
+            texts,
+            special_tokens,
+            vocab_size=model.vocab_size,
+            begin_id=self.begin_id,
+        )
+
+    def _encode_sources(
+        self,
+        model: EncoderDecoder,
+        texts: Sequence[Text],
+        special_tokens: SpecialTokens,
+    ) -> list[EncodedText]:
+        if not self.is_searched:
+            return encode_inputs(
+                self.tokenizer, texts, special_tokens, vocab_size=model.src_vocab_size
+            )
+        source = self.tokenizers.source
+        for number, text in enumerate(texts, start=1):
+            require_one(text, which_of("text", number, texts))
+        sentences = [source.sentence_ids(text, special_tokens) for text in texts]
+        return [EncodedText([*ids, source.eos_id]) for ids in sentences]
 
     def _with_types(self, model: LanguageModel, text: EncodedText) -> TextIds:
         """Return the token ids of a text, with token types for a model with a table of types."""
@@ -802,21 +827,22 @@ class Reader(TextReader):
                     f"{self.name} is not searched for a translation here: give the decoder's text, the target"
                     + ("" if self.unsearched is None else f"; {self.unsearched}")
                 )
-            sizes = (model.src_vocab_size, model.tgt_vocab_size)
-            encoded, of_targets = (
-                encode_inputs(self.tokenizer, own, special_tokens, vocab_size=size)
-                for own, size in zip((texts, targets), sizes, strict=True)
+            encoded = self._encode_sources(model, texts, special_tokens)
+            of_targets = encode_inputs(
+                self.tokenizer,
+                targets,
+                special_tokens,
+                vocab_size=model.tgt_vocab_size,
             )
             return [
                 TextIds(tuple(own.ids), tuple(read.ids), second=own.second)
                 for read, own in zip(encoded, of_targets, strict=True)
             ]
         pair = self.tokenizers
-        for number, text in enumerate(texts, start=1):
-            require_one(text, which_of("text", number, texts))
-        sources = [pair.source.sentence_ids(text, special_tokens) for text in texts]
+        sources = self._encode_sources(model, texts, special_tokens)
         if targets is None:
-            found = self.translator().search_tokens(sources)
+            # The search adds the end of each sentence itself.
+            found = self.translator().search_tokens([own.ids[:-1] for own in sources])
             produced = [[*best.ids] for best, *_ in found]
         else:
             produced = [
@@ -827,7 +853,7 @@ class Reader(TextReader):
         return [
             TextIds(
                 (*forced, *ids, pair.target.eos_id),
-                (*read, pair.source.eos_id),
+                tuple(read.ids),
                 len(forced) + len(ids) + 1 if targets is None else 0,
             )
             for read, ids in zip(sources, produced, strict=True)

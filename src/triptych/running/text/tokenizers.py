@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, NoReturn, TypeVar, final
 
 import tokenizers
 from pydantic import BaseModel, ValidationError
 
 from triptych.errors import DataError, TriptychError, UsageError, first_line
 from triptych.files import write_text
+from triptych.guesses import about_attribute, about_call
 from triptych.literals import SpecialTokens
 from triptych.running.text.given import (
     Text,
@@ -142,6 +143,15 @@ class Tokenizer(ABC):
     def save(self, path: Path) -> None:
         """Write the tokenizer, atomically, as JSON."""
         write_text(path, self.to_json())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}: {self.vocab_size:,} tokens"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(about_attribute("tokenizer", name))
+
+    def __call__(self, *given: object, **options: object) -> NoReturn:
+        raise TypeError(about_call("tokenizer"))
 
 
 @final
