@@ -176,6 +176,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "nomic_bert": {"head_dim": 6},
     "jina_embeddings_v3": {},
     "eurobert": {},
+    "modernbert": {},
 }
 
 
@@ -288,6 +289,7 @@ def unigrams(folder: Path) -> None:
             "t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}, marks=pytest.mark.slow
         ),
         pytest.param("mt5", {}, marks=pytest.mark.slow),
+        ("umt5", {}),
     ],
 )
 def test_an_encoder_with_a_decoder_is_read_as_it_was_written_and_has_the_logits_of_llama_cpp(

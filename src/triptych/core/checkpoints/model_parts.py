@@ -598,7 +598,10 @@ class TaskHeadMap:
         labels = spec.labels or _labels(settings, maps[-1].outputs)
         kind = settings.outermost.value("problem_type")
         several = kind == "multi_label_classification"
-        return TaskHeadConfig(cast(Pooling, pooling), (*maps,), labels, read, several)
+        wraps = self.place.holds(spec.wraps)
+        return TaskHeadConfig(
+            cast(Pooling, pooling), (*maps,), labels, read, several, wraps
+        )
 
     def _map(self, number: int, spec: TaskMapSpec, inputs: int) -> TaskMapConfig:
         module = self._above(spec.at)
