@@ -65,7 +65,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "ernie4_5": {"use_bias": False},
     "hunyuan_v1_dense": {"rope_parameters": _PLAIN_ROPE},
+    "jais2": {},
+    "ernie4_5_moe": {"use_bias": False, "moe_num_experts": 4, "moe_k": 2},
 }
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 _STRETCHED: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 _STRETCHED |= {"original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 0.7}
 _IN_GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
@@ -74,6 +77,8 @@ FAMILIES |= {
     "deepseek_v2, stretched": {"rope_parameters": _STRETCHED},
     "deepseek_v3": _IN_GROUPS,
     "deepseek_v3, stretched": {"rope_parameters": _STRETCHED},
+    "dots1": {**_ROUTED, "sliding_window": None},
+    "glm4_moe": {**_ROUTED, "first_k_dense_replace": 1},
 }
 IN_EVERY_RUN = ("llama 3", "mixtral", "gemma2", "falcon, groups", "gpt2", "deepseek_v3")
 ALL = [
