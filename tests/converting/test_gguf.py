@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 import triptych
 from checkpoints.tiny_models import TINY
 from hub_server import in_place_of_the_hub
-from llama_cpp import LlamaCpp, translated
+from llama_cpp import LlamaCpp, encoded, translated
 from triptych.core.checkpoints.gguf.architectures import architectures
 from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.core.models.storage import write_model
@@ -321,6 +321,35 @@ def test_an_encoder_with_a_decoder_is_read_as_it_was_written_and_has_the_logits_
     torch.testing.assert_close(torch.tensor(logits), expected[0, -1], rtol=0, atol=_TOLERANCE)
     for place in (folder, again._opened.files.tokenizer_folder):
         assert ids == load_tokenizer(place).encode(texts, add_special=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("t5", {"feed_forward_proj": "gated-gelu"}),
+        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("t5", "mt5", "umt5")),
+    ],
+)
+def test_an_encoder_of_t5_alone_is_read_as_it_was_written_and_has_the_states_of_llama_cpp(
+    name: str, changes: dict[str, Any], tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    whole = TINY[name].configured(vocab_size=_ROWS, d_kv=8, **changes)
+    torch.manual_seed(0)
+    of_class = TINY[name].model.replace("ForConditionalGeneration", "EncoderModel")
+    theirs = getattr(transformers, of_class)(whole).eval()
+    theirs.save_pretrained(tmp_path / "folder")
+    unigrams(tmp_path / "folder")
+    model = triptych.load(tmp_path / "folder", device="cpu")
+    file = tmp_path / "tiny.gguf"
+    model.convert(file, "gguf")
+    again = triptych.load(file, device="cpu")
+    before, after = (one._opened.attention.tensors for one in (model, again))
+    assert before.infos.keys() == after.infos.keys()
+    assert all(torch.equal(before.read(one), after.read(one)) for one in before.infos)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([_IDS])).last_hidden_state[0]
+    torch.testing.assert_close(hidden(again, _IDS), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(encoded(file, _IDS)), expected, rtol=0, atol=_TOLERANCE)
 
 
 @pytest.mark.parametrize("quantization", ["float16", "int8"])
