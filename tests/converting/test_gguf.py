@@ -77,7 +77,7 @@ FAMILIES |= {
     "deepseek_v2, stretched": {"rope_parameters": _STRETCHED},
     "deepseek_v3": _IN_GROUPS,
     "deepseek_v3, stretched": {"rope_parameters": _STRETCHED},
-    "dots1": {**_ROUTED, "sliding_window": None},
+    "dots1": {**_ROUTED, "sliding_window": None, "num_key_value_heads": 4},
     "glm4_moe": {**_ROUTED, "first_k_dense_replace": 1},
 }
 IN_EVERY_RUN = ("llama 3", "mixtral", "gemma2", "falcon, groups", "gpt2", "deepseek_v3")
