@@ -11,7 +11,7 @@ from torch import Tensor
 
 import triptych
 from checkpoints.oracle import changed, has_experts, in_float64, saved
-from checkpoints.runs import RUNS, TOLERANCE, some
+from checkpoints.runs import NOT_SAVED, RUNS, TOLERANCE, some
 from checkpoints.tiny_models import TINY
 from triptych.errors import ConfigurationWarning, UsageError
 
@@ -81,7 +81,7 @@ def _made(name: str, folder: Path, **changes: Any) -> Any:
             config._experts_implementation = "eager"
         return config
 
-    return saved(of_class, configure, folder)
+    return saved(of_class, configure, folder, leave=NOT_SAVED.get(run.tiny, ""))
 
 
 def _theirs(model: Any, ids: list[int]) -> Tensor:

@@ -138,9 +138,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }  # fmt: skip
 
 
-# Tasks without a map to tokens: what follows "For" in the name of a class.
+# Tasks without a map to tokens: what follows the last "For" in a class name (RoFormerForMultipleChoice).
 _TASK = re.compile(
-    r"For(\w*Classification|QuestionAnswering\w*|MultipleChoice|NextSentencePrediction)$"
+    r".*For(\w*Classification|QuestionAnswering\w*|MultipleChoice|NextSentencePrediction)$"
 )
 # Ends of class names with "Model" of classes with a head.
 _CLASSES_WITH_A_HEAD = ("LMHeadModel", "DoubleHeadsModel", "MTModel")
