@@ -85,12 +85,22 @@ def translated(
     path: Path, source: Sequence[int], target: Sequence[int], texts: Sequence[str] = ()
 ) -> tuple[list[float], list[list[int]]]:
     """The logits after `target` of an encoder with a decoder, and the token ids of texts."""
-    asked = json.dumps({"source": list(source), "target": list(target), "texts": list(texts)})
-    run = (sys.executable, __file__, str(path), asked)
+    found = _asked(path, source=list(source), target=list(target), texts=list(texts))
+    return found["logits"], found["ids"]
+
+
+def encoded(path: Path, ids: Sequence[int]) -> list[list[float]]:
+    """The last hidden states of an encoder that an encoder with a decoder leaves."""
+    states: list[list[float]] = _asked(path, source=list(ids), target=[], texts=[])["states"]
+    return states
+
+
+def _asked(path: Path, **question: list[Any]) -> dict[str, Any]:
+    run = (sys.executable, __file__, str(path), json.dumps(question))
     # What llama.cpp tells on the way is not always UTF-8.
     answer = subprocess.run(run, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL).stdout
-    found = json.loads(answer)
-    return found["logits"], found["ids"]
+    found: dict[str, Any] = json.loads(answer)
+    return found
 
 
 class _Options(ctypes.Structure):
@@ -121,6 +131,9 @@ def main() -> None:
         ("llama_encode", ctypes.c_int32, (ctypes.c_void_p, _Batch)),
         ("llama_decode", ctypes.c_int32, (ctypes.c_void_p, _Batch)),
         ("llama_get_logits_ith", ctypes.POINTER(ctypes.c_float), (ctypes.c_void_p, ctypes.c_int32)),
+        ("llama_set_embeddings", None, (ctypes.c_void_p, ctypes.c_bool)),
+        ("llama_get_embeddings", ctypes.POINTER(ctypes.c_float), (ctypes.c_void_p,)),
+        ("llama_model_n_embd", ctypes.c_int32, (ctypes.c_void_p,)),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -128,6 +141,14 @@ def main() -> None:
     model = library.llama_model_load_from_file(path.encode(), library.llama_model_default_params())
     context = library.llama_init_from_model(model, library.llama_context_default_params())
     vocabulary = ctypes.c_void_p(library.llama_model_get_vocab(model))
+    if not asked["target"]:
+        library.llama_set_embeddings(context, True)
+        tokens = (ctypes.c_int32 * len(asked["source"]))(*asked["source"])
+        assert library.llama_encode(context, library.llama_batch_get_one(tokens, len(tokens))) == 0
+        width = library.llama_model_n_embd(model)
+        numbers = library.llama_get_embeddings(context)[: width * len(tokens)]
+        print(json.dumps({"states": [numbers[at : at + width] for at in range(0, len(numbers), width)]}))
+        return
     for ids, read in ((asked["source"], library.llama_encode), (asked["target"], library.llama_decode)):
         tokens = (ctypes.c_int32 * len(ids))(*ids)
         assert read(context, library.llama_batch_get_one(tokens, len(ids))) == 0

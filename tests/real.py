@@ -251,12 +251,17 @@ def compared(model: Model, path: Path, text: str | list[int]) -> str:
 
 
 def named(model: Model, path: Path, folder: Path) -> Model:
-    """Return the model, or a copy with the model_type that `transformers` asks for."""
+    """Return the model, or a copy with the model_type and the class that `transformers` asks for."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as OF_MASKS
+
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    if "model_type" in config:
+    if {"model_type", "architectures"} <= config.keys():
         return model
     copy = shutil.copytree(path, folder / path.name)
     config["model_type"] = model._opened.source.record["model_type"]
+    # Without a class, `transformers` opens a model without its head.
+    if "fill" in model.can:
+        config.setdefault("architectures", [OF_MASKS[config["model_type"]]])
     (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return load(copy, device="cpu", dtype="float32")
 

@@ -78,14 +78,15 @@ FAST = [
         "--top 1 --writes 2 --steps 0.1:3 --over lines.txt --documents line --over-targets lines.txt "
         "--worth zero --explain --context 5 --tokens 6 --npz out.npz --csv out.csv --html out.html "
         "--svg out.svg --device nowhere "
-        "--adapter nowhere --dtype bfloat16 --languages de,en --strict --without 0.1 --json",
+        "--family nowhere --adapter nowhere --dtype bfloat16 --languages de,en --strict --without 0.1 --json",
     ),
 ]
 SLOW = [
     Scenario(
         "lens gpt2 'two <end> young men'",
         "--ids 1,2 --literal --token a --against b --position 0 --top 2 --all --target a --max-tokens 4 "
-        "--device nowhere --adapter nowhere --dtype bfloat16 --languages de,en --strict --without *.* --json",
+        "--device nowhere --family nowhere --adapter nowhere --dtype bfloat16 --languages de,en --strict "
+        "--without *.* --json",
     ),
     Scenario("lens gpt2 two --token a", "--against b --top 2 --all"),
     Scenario("lens marian two", "--target ein --languages de,en"),
@@ -105,7 +106,7 @@ SLOW = [
         "--file lines.txt --ids 1,2 --literal --temperature 1 --top-k 2 --top-p 0.5 --min-p 0.5 "
         "--repetition-penalty 1.9 --generation-config nowhere --num-samples 2 --beam 0 --alpha 0.5 --stop '' "
         "--max-prompt-tokens 3 --chat --device nowhere "
-        "--adapter nowhere --dtype bfloat16 --engine nowhere --precision int8 "
+        "--family nowhere --adapter nowhere --dtype bfloat16 --engine nowhere --precision int8 "
         "--strict --without *.* --attention 0.1",
     ),
     Scenario(
@@ -116,13 +117,13 @@ SLOW = [
     Scenario(
         "fill bert '[MASK] two'",
         "--count 2 --max-tokens 3 --device nowhere "
-        "--adapter nowhere --dtype bfloat16 --strict --without *.* --json",
+        "--family nowhere --adapter nowhere --dtype bfloat16 --strict --without *.* --json",
     ),
     Scenario(
         "translate marian two --json",
         "--out out.txt --beam 9999999 --alpha 99 --n-best 2 --stop nowhere --max-extra-tokens 1 "
         "--max-source-tokens 1 --glossary lines.txt --workers 0 --device nowhere "
-        "--adapter nowhere --engine nowhere --no-repeat-ngram-size 1 --repetition-penalty 9 "
+        "--family nowhere --adapter nowhere --engine nowhere --no-repeat-ngram-size 1 --repetition-penalty 9 "
         "--temperature 1 --top-k 1 --top-p 0.5 --min-p 0.5 "
         "--precision nowhere --languages de,en --strict --shortlist nowhere --ensemble nowhere --without *.* "
         "--attention cross.0.1 --attention-html out.html",
@@ -138,7 +139,7 @@ SLOW = [
         "--workers 2 --out out.txt "
         "--bleu-tokenize char "
         "--documents line --context 8 --stride 3 --device nowhere "
-        "--adapter nowhere --dtype bfloat16 --engine nowhere "
+        "--family nowhere --adapter nowhere --dtype bfloat16 --engine nowhere "
         "--precision int8 --languages de,en --strict --shortlist nowhere --ensemble nowhere --without *.*",
     ),
     Scenario("evaluate gpt2 --text special.txt", "--literal --json"),
@@ -172,7 +173,8 @@ SLOW = [
     Scenario("diff gpt2 cut --require near --html kept.html", "--force"),
     Scenario(
         "convert marian --out out --to ctranslate2",
-        "--from hf --quantization int8 --strict --shortlist nowhere --adapter nowhere --json",
+        "--from hf --quantization int8 --strict --shortlist nowhere --family nowhere --adapter nowhere "
+        "--json",
     ),
     Scenario("convert marian --out out", "--to ctranslate2"),
     Scenario("convert gpt2 --to web --out out.html", "--quantization int8 --json"),

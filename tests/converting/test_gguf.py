@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 import triptych
 from checkpoints.tiny_models import TINY
 from hub_server import in_place_of_the_hub
-from llama_cpp import LlamaCpp, translated
+from llama_cpp import LlamaCpp, encoded, translated
 from triptych.core.checkpoints.gguf.architectures import architectures
 from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.core.models.storage import write_model
@@ -65,7 +65,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {},
     "ernie4_5": {"use_bias": False},
     "hunyuan_v1_dense": {"rope_parameters": _PLAIN_ROPE},
+    "jais2": {},
+    "ernie4_5_moe": {"use_bias": False, "moe_num_experts": 4, "moe_k": 2},
 }
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
 _STRETCHED: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 _STRETCHED |= {"original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 0.7}
 _IN_GROUPS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
@@ -74,6 +77,8 @@ FAMILIES |= {
     "deepseek_v2, stretched": {"rope_parameters": _STRETCHED},
     "deepseek_v3": _IN_GROUPS,
     "deepseek_v3, stretched": {"rope_parameters": _STRETCHED},
+    "dots1": {**_ROUTED, "sliding_window": None, "num_key_value_heads": 4},
+    "glm4_moe": {**_ROUTED, "first_k_dense_replace": 1},
 }
 IN_EVERY_RUN = ("llama 3", "mixtral", "gemma2", "falcon, groups", "gpt2", "deepseek_v3")
 ALL = [
@@ -176,6 +181,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "nomic_bert": {"head_dim": 6},
     "jina_embeddings_v3": {},
     "eurobert": {},
+    "modernbert": {},
 }
 
 
@@ -288,6 +294,7 @@ def unigrams(folder: Path) -> None:
             "t5", {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}, marks=pytest.mark.slow
         ),
         pytest.param("mt5", {}, marks=pytest.mark.slow),
+        ("umt5", {}),
     ],
 )
 def test_an_encoder_with_a_decoder_is_read_as_it_was_written_and_has_the_logits_of_llama_cpp(
@@ -314,6 +321,35 @@ def test_an_encoder_with_a_decoder_is_read_as_it_was_written_and_has_the_logits_
     torch.testing.assert_close(torch.tensor(logits), expected[0, -1], rtol=0, atol=_TOLERANCE)
     for place in (folder, again._opened.files.tokenizer_folder):
         assert ids == load_tokenizer(place).encode(texts, add_special=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("t5", {"feed_forward_proj": "gated-gelu"}),
+        *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("t5", "mt5", "umt5")),
+    ],
+)
+def test_an_encoder_of_t5_alone_is_read_as_it_was_written_and_has_the_states_of_llama_cpp(
+    name: str, changes: dict[str, Any], tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    whole = TINY[name].configured(vocab_size=_ROWS, d_kv=8, **changes)
+    torch.manual_seed(0)
+    of_class = TINY[name].model.replace("ForConditionalGeneration", "EncoderModel")
+    theirs = getattr(transformers, of_class)(whole).eval()
+    theirs.save_pretrained(tmp_path / "folder")
+    unigrams(tmp_path / "folder")
+    model = triptych.load(tmp_path / "folder", device="cpu")
+    file = tmp_path / "tiny.gguf"
+    model.convert(file, "gguf")
+    again = triptych.load(file, device="cpu")
+    before, after = (one._opened.attention.tensors for one in (model, again))
+    assert before.infos.keys() == after.infos.keys()
+    assert all(torch.equal(before.read(one), after.read(one)) for one in before.infos)
+    with torch.no_grad():
+        expected = theirs(torch.tensor([_IDS])).last_hidden_state[0]
+    torch.testing.assert_close(hidden(again, _IDS), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.tensor(encoded(file, _IDS)), expected, rtol=0, atol=_TOLERANCE)
 
 
 @pytest.mark.parametrize("quantization", ["float16", "int8"])

@@ -80,7 +80,7 @@ def attend(
     svg: Path | None = None,
     force: bool = False,
     opening: Annotated[
-        Options, "Model", load, "device dtype languages offline strict adapter"
+        Options, "Model", load, "device dtype languages offline strict family adapter"
     ],
     without: str | None = None,
     as_json: bool = False,

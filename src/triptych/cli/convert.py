@@ -18,7 +18,9 @@ def convert(
     to: Literal["hf", "ctranslate2", "onnx", "gguf", "web"] | None = None,
     origin: Literal["hf"] | None = None,
     converting: Annotated[Options, "Options", Model.convert, "quantization"],
-    opening: Annotated[Options, "Options", load, "offline strict adapter shortlist"],
+    opening: Annotated[
+        Options, "Options", load, "offline strict family adapter shortlist"
+    ],
     as_json: bool = False,
 ) -> None:
     """Convert a model to or from the format of another library.

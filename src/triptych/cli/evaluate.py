@@ -51,7 +51,7 @@ def evaluate(
         Options,
         "Model",
         load,
-        "device dtype engine precision languages offline strict adapter shortlist ensemble",
+        "device dtype engine precision languages offline strict family adapter shortlist ensemble",
     ],
     without: str | None = None,
     force: bool = False,

@@ -33,7 +33,7 @@ def explore(
     html: Path | None = None,
     force: bool = False,
     opening: Annotated[
-        Options, "Model", load, "device dtype languages offline strict adapter"
+        Options, "Model", load, "device dtype languages offline strict family adapter"
     ],
 ) -> None:
     """See one computation of attention on a page, and change it.

@@ -13,7 +13,9 @@ def fill(
     text: str,
     *,
     filling: Annotated[Options, "Filling", Model.fill, "count max_tokens"],
-    opening: Annotated[Options, "Model", load, "device dtype offline strict adapter"],
+    opening: Annotated[
+        Options, "Model", load, "device dtype offline strict family adapter"
+    ],
     without: str | None = None,
     as_json: bool = False,
 ) -> None:

@@ -41,7 +41,10 @@ def generate(
         "beam_size alpha stop max_prompt_tokens chat",
     ],
     opening: Annotated[
-        Options, "Model", load, "device dtype engine precision offline strict adapter"
+        Options,
+        "Model",
+        load,
+        "device dtype engine precision offline strict family adapter",
     ],
     without: str | None = None,
     attention: Sequence[str] = (),

@@ -27,7 +27,7 @@ def lens(
     show_all: bool = False,
     reading: Annotated[Options, "Options", Model.lens, "target max_tokens"],
     opening: Annotated[
-        Options, "Model", load, "device dtype languages offline strict adapter"
+        Options, "Model", load, "device dtype languages offline strict family adapter"
     ],
     without: str | None = None,
     as_json: bool = False,

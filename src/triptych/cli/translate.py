@@ -53,7 +53,7 @@ def translate(
         Options,
         "Model",
         load,
-        "device engine precision languages offline strict adapter shortlist ensemble",
+        "device engine precision languages offline strict family adapter shortlist ensemble",
     ],
     without: str | None = None,
     attention: Sequence[str] = (),

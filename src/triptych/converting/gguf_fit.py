@@ -14,6 +14,7 @@ from triptych.core.checkpoints.gguf.architectures import Architecture
 from triptych.core.checkpoints.model_map import (
     ModelMap,
     encoder_decoder_map,
+    has_two_stacks,
     model_map,
 )
 from triptych.core.checkpoints.stored_layers import Site
@@ -32,8 +33,7 @@ def any_map(
     model: Checkpoint,
 ) -> ModelMap[LanguageModelArchitecture] | ModelMap[EncoderDecoderArchitecture]:
     """Return the map of a language model, or of an encoder and a decoder."""
-    spec = model.family.model
-    if spec is not None and spec.encoder is not None:
+    if has_two_stacks(model):
         return encoder_decoder_map(model)
     return model_map(model)
 
@@ -59,7 +59,7 @@ def fit_to(
         model, of_positions = _from_first_position(model)
         notes += of_positions
     if architecture.unscaled_logits:
-        model, of_logits = _untied(model)
+        model, of_logits = _untied(model, architecture)
         notes += of_logits
     return model, tuple(notes)
 
@@ -108,7 +108,9 @@ def _from_first_position(model: Checkpoint) -> tuple[Checkpoint, list[str]]:
     return _checkpoint(model, record, tensors), [note]
 
 
-def _untied(model: Checkpoint) -> tuple[Checkpoint, list[str]]:
+def _untied(
+    model: Checkpoint, architecture: Architecture
+) -> tuple[Checkpoint, list[str]]:
     """Return a model with a separate output table, multiplied by the factor of the logits."""
     # A file without an output table is read as a tied model, with logits times the factor.
     found = any_map(model)
@@ -118,7 +120,9 @@ def _untied(model: Checkpoint) -> tuple[Checkpoint, list[str]]:
     factor = head.scale * head.input_scale
     spec = model.family.model
     assert spec is not None
-    table = model.tensors.read(_table_of(found)).float() * factor
+    table = model.tensors.read(_table_of(found)).float()
+    if not architecture.over_root:  # otherwise the layout of the table has the factor
+        table = table * factor
     record = {**model.settings.record, "tie_word_embeddings": False}
     record.pop("scale_decoder_outputs", None)
     name = f"{spec.head.at}.weight"

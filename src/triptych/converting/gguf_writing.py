@@ -43,6 +43,7 @@ from triptych.core.checkpoints.gguf.architectures import (
     architectures,
     architectures_of_type,
 )
+from triptych.core.checkpoints.model_map import has_two_stacks
 from triptych.core.storage import (
     SUFFIX,
     Gguf,
@@ -76,6 +77,7 @@ _KEPT_WIDE = (
 _FLOATS = (
     *(
         "freq_base",
+        "freq_base_swa",
         "epsilon",
         "scale",
         "softcapping",
@@ -174,7 +176,11 @@ def _as_checkpoint(source: Opened) -> tuple[Checkpoint, tuple[str, ...]]:
 def _describe(model: Checkpoint) -> tuple[_Described, tuple[str, ...]]:
     """Describe a file of which llama.cpp computes the model; raise UsageError if it cannot."""
     model_type = str(model.settings.value("model_type"))
-    candidates = [one for one in architectures_of_type(model_type) if not one.unlike]
+    candidates = [
+        one
+        for one in architectures_of_type(model_type)
+        if not one.unlike and one.has_two_stacks == has_two_stacks(model)
+    ]
     if not candidates:
         known = ", ".join(
             sorted({*chain.from_iterable(one.types for one in architectures())})
@@ -265,8 +271,12 @@ def _description(model: Checkpoint, architecture: Architecture) -> _Described:
 
 
 def _stack(model: Checkpoint) -> str:
-    assert model.family.model is not None
-    return model.family.model.stack
+    """Return the stack whose sizes the metadata have: the decoder's, or that of an encoder alone."""
+    spec = model.family.model
+    assert spec is not None
+    if spec.encoder is not None and not has_two_stacks(model):
+        return spec.encoder.stack
+    return spec.stack
 
 
 def _add_scaling(
@@ -399,7 +409,7 @@ class _Planned(TensorFile):
                     f"tensors {held[expert]} and {name} are both {there} of llama.cpp"
                 )
             held[expert] = name
-            self._layouts[there] = layout_of(architecture, there, heads)
+            self._layouts[there] = layout_of(architecture, there, heads, model.settings)
         self.infos = {name: self._info(name) for name in self._parts}
         self.infos |= {name: latent.info for name, latent in self._latents.items()}
         for name, tensor in extra.items():

@@ -175,7 +175,9 @@ def _windows_of(
     inputs = {"input_ids": torch.tensor([read])}
     if ids.source is None:
         return [Window(inputs)], same
-    inputs["decoder_input_ids"] = torch.tensor([[ours.start_id, *ids.ids[:-1]]])
+    inputs["decoder_input_ids"] = torch.tensor(
+        [[ours.first_id(ids.ids), *ids.ids[:-1]]]
+    )
     return [Window(inputs, torch.tensor(ids.ids))], same
 
 

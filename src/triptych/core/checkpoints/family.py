@@ -170,13 +170,34 @@ def _expanded(record: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a record with `like = "NAME"` replaced by the fields of the family NAME."""
     entries = record.get("attention")
     model = record.get("model")
-    if isinstance(model, dict) and "like" in model:
-        record = {**record, "model": _model_laid_over(model, where)}
+    if isinstance(model, dict):
+        record = {**record, "model": _expanded_model(model, where)}
     if not isinstance(entries, list):
         return record
     return {
         **record,
-        "attention": [_attention_laid_over(entry, where) for entry in entries],
+        "attention": [
+            _entry_laid_over(entry, ("attention",), where) for entry in entries
+        ],
+    }
+
+
+def _expanded_model(model: dict[str, Any], where: str) -> dict[str, Any]:
+    if "like" in model:
+        model = _model_laid_over(model, where)
+    # The encoder of an encoder with a decoder has heads for files that hold it alone.
+    if isinstance(encoder := model.get("encoder"), dict):
+        model = {**model, "encoder": _with_tasks(encoder, where)}
+    return _with_tasks(model, where)
+
+
+def _with_tasks(model: dict[str, Any], where: str) -> dict[str, Any]:
+    tasks = model.get("tasks")
+    if not isinstance(tasks, list):
+        return model
+    return {
+        **model,
+        "tasks": [_entry_laid_over(task, ("model", "tasks"), where) for task in tasks],
     }
 
 
@@ -199,16 +220,20 @@ def _family_record(name: str, where: str) -> dict[str, Any]:
     return _expanded(tomllib.loads(path.read_text(encoding="utf-8")), name)
 
 
-def _attention_laid_over(
-    entry: Any, where: str
-) -> Any:  # `like = "NAME#2"`: entry 2 of the family NAME
+def _entry_laid_over(entry: Any, path: tuple[str, ...], where: str) -> Any:
+    """Return an entry of a list merged over an entry of another family: `like = "NAME#2"` is its entry 2.
+
+    `path`: names of the tables above the list.
+    """
     if not isinstance(entry, dict) or "like" not in entry:
         return entry
     name, _, number = str(entry["like"]).partition("#")
-    others = _family_record(name, where)["attention"]
+    others: Any = _family_record(name, where)
+    for table in path:
+        others = others.get(table, {})
     if not (number or "0").isdecimal() or int(number or 0) >= len(others):
         raise DataError(
-            f"{where}: {name} has attention 0 to {len(others) - 1}, and not {number}"
+            f"{where}: {name} has {path[-1]} 0 to {len(others) - 1}, and not {number}"
         )
     other = others[int(number or 0)]
     return {**other, **{key: value for key, value in entry.items() if key != "like"}}

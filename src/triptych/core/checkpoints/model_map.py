@@ -72,11 +72,14 @@ def model_map(checkpoint: Checkpoint) -> ModelMap[LanguageModelArchitecture]:
         raise DataError(
             f"{checkpoint.name}: checkpoints of {checkpoint.family.name} can be read, and not run"
         )
-    if spec.encoder is not None:
+    if has_two_stacks(checkpoint):
         raise DataError(
             f"{checkpoint.name}: a model of {checkpoint.family.name} has an encoder and a decoder, and is no "
             "language model"
         )
+    if spec.encoder is not None:
+        # The encoder alone may store its table under any of the names in the whole model.
+        spec = spec.encoder.model_copy(update={"copies": spec.copies})
     sites = tuple(site for site in checkpoint.sites if site.stack not in spec.aside)
     mapping = _Mapping(checkpoint, spec, sites)
     architecture = mapping.architecture()  # also fills the entries
@@ -84,6 +87,16 @@ def model_map(checkpoint: Checkpoint) -> ModelMap[LanguageModelArchitecture]:
     tensors = LayerMap(dict(entries.found))
     unread = _account(checkpoint, tensors, (mapping,))
     return ModelMap(architecture, mapping.sites, tensors, entries.copies, unread=unread)
+
+
+def has_two_stacks(checkpoint: Checkpoint) -> bool:
+    """Return True for an encoder with a decoder, False for the encoder alone (`T5EncoderModel`)."""
+    spec = checkpoint.family.model
+    return (
+        spec is not None
+        and spec.encoder is not None
+        and checkpoint.absent != (spec.stack,)
+    )
 
 
 def encoder_decoder_map(checkpoint: Checkpoint) -> ModelMap[EncoderDecoderArchitecture]:

@@ -138,9 +138,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }  # fmt: skip
 
 
-# Tasks without a map to tokens: what follows "For" in the name of a class.
+# Tasks without a map to tokens: what follows the last "For" in a class name (RoFormerForMultipleChoice).
 _TASK = re.compile(
-    r"For(\w*Classification|QuestionAnswering\w*|MultipleChoice|NextSentencePrediction)$"
+    r".*For(\w*Classification|QuestionAnswering\w*|MultipleChoice|NextSentencePrediction)$"
 )
 # Ends of class names with "Model" of classes with a head.
 _CLASSES_WITH_A_HEAD = ("LMHeadModel", "DoubleHeadsModel", "MTModel")
@@ -598,7 +598,10 @@ class TaskHeadMap:
         labels = spec.labels or _labels(settings, maps[-1].outputs)
         kind = settings.outermost.value("problem_type")
         several = kind == "multi_label_classification"
-        return TaskHeadConfig(cast(Pooling, pooling), (*maps,), labels, read, several)
+        wraps = self.place.holds(spec.wraps)
+        return TaskHeadConfig(
+            cast(Pooling, pooling), (*maps,), labels, read, several, wraps
+        )
 
     def _map(self, number: int, spec: TaskMapSpec, inputs: int) -> TaskMapConfig:
         module = self._above(spec.at)

@@ -44,6 +44,8 @@ from triptych.untrusted import Stamps, read_json, shown
 
 # The kind of an encoder-decoder in the format of this library.
 _PAIR = "encoder-decoder"
+# Ends of names of classes with the encoder of an encoder-decoder alone, whatever `is_encoder_decoder` says.
+_ENCODERS_ALONE = ("EncoderModel", "ForTokenClassification")
 # Words between the names of a base and of its adapters.
 WITH_ADAPTERS = " with "
 # The translator included in the package, and its name.
@@ -197,9 +199,12 @@ class Source:
             return bool(self.record.get("kind", _PAIR) == _PAIR)
         if self.family is not None and self.family.model is not None:
             return self.family.model.encoder is not None
-        return (
-            self.record.get("model_type") == "marian"
-            or self.record.get("is_encoder_decoder") is True
+        if self.record.get("model_type") == "marian":
+            return True
+        named = self.record.get("architectures")
+        name = str(named[0]) if isinstance(named, list) and named else ""
+        return self.record.get("is_encoder_decoder") is True and not name.endswith(
+            _ENCODERS_ALONE
         )
 
     def file(self, name: str) -> Path | None:

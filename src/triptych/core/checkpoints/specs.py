@@ -529,6 +529,9 @@ class TaskHeadSpec(Spec):
     pooling: tuple[Choice, ...] = (Choice(value="'each'"),)
     maps: tuple[TaskMapSpec, ...] = Field(min_length=1)
     labels: tuple[str, ...] = ()  # names of the logits, if not those of `id2label`
+    wraps: Expression = (
+        "false"  # condition for a decoder that begins with the last token
+    )
 
 
 @final

@@ -285,8 +285,9 @@ class HeadConfig:
 
 
 # Rows of the stream read by a task head: "each" token, the "first" token, the "last" token except padding,
-# the last "end" token, or the "mean" of all tokens.
-Pooling = Literal["each", "first", "last", "end", "mean"]
+# the last "end" token, or the "mean" of all tokens. A "late" head reads each token, and its logits are the
+# mean over tokens.
+Pooling = Literal["each", "first", "last", "end", "mean", "late"]
 
 
 @final
@@ -312,6 +313,9 @@ class TaskHeadConfig:
         None  # padding token of "last" (None without one), end token of "end"
     )
     several: bool = False  # True = a text may have several labels
+    # True if a decoder that reads the text once more begins with its last token, and not with the token that
+    # every target begins with
+    wraps: bool = False
 
 
 @final

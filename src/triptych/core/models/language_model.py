@@ -122,11 +122,11 @@ class TaskHead(nn.Module):
         ):
             x = linear(x)
             x = norm(x if own.activation is None else ACTIVATIONS[own.activation](x))
-        return x
+        return x.mean(dim=0) if self.config.pooling == "late" else x
 
     def _pooled(self, hidden: Tensor, ids: Tensor) -> Tensor:
         pooling = self.config.pooling
-        if pooling == "each":
+        if pooling in ("each", "late"):
             return hidden
         if pooling == "first":
             return hidden[0]

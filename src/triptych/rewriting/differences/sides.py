@@ -14,7 +14,12 @@ from torch import Tensor
 
 from triptych.core.algebra.weights import SIDES, AttentionWeights
 from triptych.core.checkpoints.checkpoint import Checkpoint
-from triptych.core.checkpoints.model_map import ModelMap, encoder_decoder_map, model_map
+from triptych.core.checkpoints.model_map import (
+    ModelMap,
+    encoder_decoder_map,
+    has_two_stacks,
+    model_map,
+)
 from triptych.core.checkpoints.module_layers import ModuleLayers
 from triptych.core.checkpoints.stored_layers import AttentionSource, Site
 from triptych.core.models import (
@@ -411,10 +416,8 @@ def open_side(opened: Opened) -> Side:
             f"{source.name} was changed in memory: save it first, and compare what was saved"
         )
     try:
-        spec = source.family.model
-        is_pair = spec is not None and spec.encoder is not None
         found: ModelMap[Any] = (
-            encoder_decoder_map(source) if is_pair else model_map(source)
+            encoder_decoder_map(source) if has_two_stacks(source) else model_map(source)
         )
     except DataError as error:
         return ReadSide(source, str(error))

@@ -231,14 +231,16 @@ def _unsearched(
 ) -> Reader:
     """Open an encoder-decoder without a supported search: its targets have to be given."""
     start_id = source.record.get("decoder_start_token_id")
-    if not isinstance(start_id, int) and source.family is not None:
+    model = load_encoder_decoder(source, device, dtype)
+    task = model.decoder.task
+    # The decoder of some heads begins with the last token of its text.
+    if not isinstance(start_id, int) and not (task is not None and task.config.wraps):
+        if source.family is None:
+            raise why
         raise DataError(
             f"{source.where}: there is no decoder_start_token_id, the token that every target begins with: "
             "add it"
         )
-    if not isinstance(start_id, int):
-        raise why
-    model = load_encoder_decoder(source, device, dtype)
     folder = source.settings_folder
     tokenizer = _tokenizer_in(source.tokenizer_folder, model.src_vocab_size)
     return Reader(

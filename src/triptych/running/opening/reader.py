@@ -604,7 +604,7 @@ class Reader(TextReader):
             return {self.model.architecture.kind: (produced, produced)}
         read = tuple(self.source_tokenizer.pieces(text.source or ()))
         # The decoder's input is its output shifted right by one position.
-        start, *_ = self.tokenizer.pieces([self.start_id])
+        start, *_ = self.tokenizer.pieces([self.first_id(text.ids)])
         return {
             "encoder": (read, read),
             "decoder": (produced, (start, *produced[:-1])),
@@ -616,6 +616,12 @@ class Reader(TextReader):
         """The first input token of an encoder-decoder's decoder."""
         assert self._start_id is not None, "an encoder-decoder has one"
         return self._start_id
+
+    def first_id(self, ids: Sequence[int]) -> int:
+        """Return the token that the decoder begins with for a target."""
+        task = self.last_stack.task
+        wraps = task is not None and task.config.wraps and len(ids) > 0
+        return ids[-1] if wraps else self.start_id
 
     @property
     def _pad_id(self) -> int:
@@ -794,7 +800,7 @@ class Reader(TextReader):
         self, model: EncoderDecoder, texts: Sequence[TextIds], device: torch.device
     ) -> Tensor:
         src = _pad([one.source or () for one in texts], model.pad_id, device)
-        shifted = [(self.start_id, *one.ids[:-1]) for one in texts]
+        shifted = [(self.first_id(one.ids), *one.ids[:-1]) for one in texts]
         return model.decode(
             _pad(shifted, model.pad_id, device),
             model.encode(src),

@@ -89,7 +89,7 @@ class TransformersReader(TextReader):
         self._config: Any = config
         self._kind: TextKind = (
             "pairs"
-            if config.is_encoder_decoder
+            if self.model.config.is_encoder_decoder  # its class may have the encoder alone
             else "causal"
             if "CausalLM" in name or "LMHead" in name
             else "encoder"

@@ -244,7 +244,8 @@ class Attention:
             reader = self._reader
             tokenizer = reader.source_tokenizer if reads_source else reader.tokenizer
             # The start of a decoder's input does not belong to the text, whatever its id.
-            own = [reader.start_id if one < 0 else one for one in ids.tolist()]
+            first = reader.first_id(self._text.ids) if reader.translates else -1
+            own = [first if one < 0 else one for one in ids.tolist()]
             special = [
                 number < 0 or number in tokenizer.special_ids for number in ids.tolist()
             ]

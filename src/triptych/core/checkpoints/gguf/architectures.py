@@ -52,6 +52,8 @@ class Architecture(Spec):
     split_latents: bool = False
     # True if llama.cpp does not divide the logits of a tied table by a root
     unscaled_logits: bool = False
+    # value by whose root `transformers` divides the logits of an output table as well
+    over_root: str = ""
     # difference between the model and llama.cpp's result, if files are read but not written
     unlike: str = ""
 
@@ -59,6 +61,11 @@ class Architecture(Spec):
     def model_type(self) -> str:
         """The model type of files of this architecture."""
         return next(iter(self.types))
+
+    @property
+    def has_two_stacks(self) -> bool:
+        """True for an encoder with a decoder."""
+        return "decoder_block_count" in self.fields
 
 
 @cache
@@ -70,8 +77,8 @@ def _all() -> tuple[tuple[Architecture, ...], dict[str, str]]:
         if (like := entry.pop("like", None)) is not None:
             other = next(
                 one
-                for one in entries[number:]
-                if one["name"] == like and "types" in one
+                for one in entries[number + 1 :]
+                if one["name"] == like and "like" not in one
             )
             # An entry "like" another entry inherits all its keys except `nulls`.
             entry = {

@@ -29,6 +29,7 @@ from triptych.core.checkpoints.gguf.token_lists import (
 from triptych.core.checkpoints.written_files import WrittenFiles
 from triptych.core.storage.gguf import SHARD, SUFFIX, Gguf, shards_of
 from triptych.core.storage.hub import fetch_files
+from triptych.core.storage.settings import Settings
 from triptych.core.storage.tensors import TensorFile, TensorInfo, Tensors, of_one
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.extras import require_extra
@@ -192,6 +193,7 @@ class _Renamed(TensorFile):
         self._stored: dict[str, tuple[str, int | None, Layout]] = {}
         self.infos = {}
         heads = _heads(record)
+        settings = Settings(record, name)
         layers = max(record[key] for key in _LAYERS if key in record)
         stored = [own for own in tensors.infos if own not in _OF_POSITIONS]
         self._joined: dict[str, tuple[str, str]] = {}
@@ -205,7 +207,7 @@ class _Renamed(TensorFile):
                     f"{architecture.name} "
                     "are not read"
                 )
-            layout = layout_of(architecture, own, heads)
+            layout = layout_of(architecture, own, heads, settings)
             for there, expert, info in self._infos(own, names[own]):
                 if layout.transposed:
                     # Shapes follow `transformers`; `read` converts the values.

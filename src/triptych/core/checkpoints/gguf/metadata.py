@@ -41,6 +41,8 @@ _OF_SCALING = (
     "yarn_beta_slow",
     "yarn_log_multiplier",
 )
+# Words of conditions for the tensors of the first layer and of the second.
+_LAYERS = ("there", "in_second")
 _FACTORS = "rope_freqs.weight"
 _LONG = "rope_factors_long.weight"
 _SHORT = "rope_factors_short.weight"
@@ -67,13 +69,13 @@ def find_architecture(
         {key: _plain(value) for key, value in nested(metadata, name).items()}, where
     )
     settings = settings.over(_missing(settings))
-    # Conditions may depend on the tensors of the first layer, in any stack.
-    first = {
-        rest.partition(".")[0]: True
-        for one in tensors
-        if (rest := one.partition("blk.0.")[2])
-    }
-    settings = settings.over({"there": first})
+    # Conditions may depend on the tensors of the first two layers, in any stack.
+    settings = settings.over(
+        {
+            word: _tensors_of_layer(number, tensors)
+            for number, word in enumerate(_LAYERS)
+        }
+    )
     found = architecture_of(name, settings)
     if found is None:
         known = ", ".join(sorted({one.name for one in architectures()}))
@@ -83,6 +85,12 @@ def find_architecture(
             "made of"
         )
     return found, settings
+
+
+def _tensors_of_layer(number: int, tensors: Collection[str]) -> dict[str, bool]:
+    """Return the names of the modules of a layer, for conditions."""
+    rests = (one.partition(f"blk.{number}.")[2] for one in tensors)
+    return {rest.partition(".")[0]: True for rest in rests if rest}
 
 
 def _plain(value: Any) -> Any:
@@ -167,7 +175,7 @@ def unfollowed(architecture: Architecture, settings: Settings) -> list[str]:
     found = [
         key
         for key in _keys(settings.record)
-        if key not in known and not key.startswith("there.")
+        if key not in known and key.partition(".")[0] not in _LAYERS
     ]
     return [key for key in found if settings.value(key) not in (0, 0.0, False)]
 

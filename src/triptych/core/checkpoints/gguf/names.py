@@ -22,6 +22,7 @@ _WITHIN = (
     "roberta.",
     "distilbert.",
     "electra.",
+    "model.",
 )
 _PREFIXES = ("model.language_model.", "model.", "transformer.", "gpt_neox.")
 # `transformers` has a tensor for each expert; GGUF files stack the experts.

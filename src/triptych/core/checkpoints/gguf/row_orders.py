@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from triptych.core.checkpoints.gguf.architectures import Architecture
+from triptych.core.storage.settings import Settings
 
 
 @final
@@ -29,6 +30,7 @@ class Layout:
     )
     transposed: bool = False
     from_one: bool = False  # True for gains, which `transformers` stores less 1
+    times: float = 1.0  # factor of the values that `transformers` stores
 
     @property
     def keeps_rows(self) -> bool:
@@ -43,6 +45,8 @@ class Layout:
             tensor = _by_group(tensor, self.fused)
         if self.transposed:
             tensor = tensor.mT.contiguous()
+        if self.times != 1:
+            tensor = tensor.float() * self.times
         return tensor - 1 if self.from_one else tensor
 
     def write(self, tensor: Tensor) -> Tensor:
@@ -53,20 +57,29 @@ class Layout:
             tensor = _apart(tensor, self.fused)
         if self.transposed:
             tensor = tensor.mT.contiguous()
+        if self.times != 1:
+            tensor = tensor.float() / self.times
         return tensor.float() + 1 if self.from_one else tensor
 
 
-def layout_of(architecture: Architecture, name: str, heads: Heads) -> Layout:
-    """Return the layout of a tensor by its name in a GGUF file."""
+def layout_of(
+    architecture: Architecture, name: str, heads: Heads, settings: Settings
+) -> Layout:
+    """Return the layout of a tensor by its name in a GGUF file.
+
+    `settings`: configuration in `transformers`.
+    """
     own = name.split(".", 2)[2] if name.startswith("blk.") else name
     permuted = 0
     if architecture.permuted and own.startswith(("attn_q.", "attn_k.")):
         permuted = heads.queries if own.startswith("attn_q.") else heads.keys
+    of_logits = architecture.over_root if own == "output.weight" else ""
     return Layout(
         permuted=permuted,
         fused=heads if architecture.fused and own.startswith("attn_qkv.") else None,
         transposed=own in architecture.transposed,
         from_one=architecture.gains_from_one and own.endswith("norm.weight"),
+        times=settings.number(of_logits) ** 0.5 if of_logits else 1.0,
     )
 
 
