@@ -71,6 +71,8 @@ class Difference:
         settings: differing fields of the configurations, if they change the computation.
         reasons: sentences on the verdict.
         text: the difference on a text; None without a text, or for equal functions.
+        texts: differences of tokenizers, chat templates and generation settings. They change no verdict,
+            which is on the weights and the configuration.
         notes: sentences on the scope of the comparison.
     """
 
@@ -89,6 +91,7 @@ class Difference:
         self.settings: tuple[SettingDifference, ...] = found.settings
         self.reasons: tuple[str, ...] = found.reasons
         self.text: TextDifference | None = found.text
+        self.texts: tuple[str, ...] = found.texts
         self.notes: tuple[str, ...] = found.notes
 
     @check_choices
@@ -161,6 +164,7 @@ class Difference:
             for step in self.chain:
                 layers.setdefault(step_in_words(step), []).extend(step.layers)
             yield f"{count}: {'; '.join(words + _of_layers(own) for words, own in layers.items())}"
+        yield from (f"texts: {sentence}" for sentence in self.texts)
         reasons = self.reasons[:_MOST_REASONS] if self.changes else self.reasons
         yield from reasons
         if left := len(self.reasons) - len(reasons):
@@ -366,6 +370,7 @@ def _page(found: Difference) -> str:
             *([] if found.text is None else [text_in_words(found.text)]),
             *found.reasons,
         ),
+        texts=found.texts,
         notes=found.notes,
         tables=tables,
     )
