@@ -14,16 +14,22 @@ WEIGHTS = "model.safetensors"
 Change = Callable[[str, Tensor], Tensor]
 
 
-def save_model(folder: Path, config: Any, *, seed: int = 0) -> Path:
-    """Save a model with random weights, whose norms and biases are not ones and zeros."""
+def save_model(folder: Path, config: Any, *, seed: int = 0, model: str = "") -> Path:
+    """Save a model with random weights, whose norms and biases are not ones and zeros.
+
+    `model`: its class; by default, that of the configuration for causal language models.
+    """
     import transformers
 
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    if model:
+        made = getattr(transformers, model)(config)
+    else:
+        made = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in made.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+    made.save_pretrained(folder)
     return folder
 
 
@@ -68,7 +74,13 @@ def each(tensors: Mapping[str, Tensor], change: Change, *words: str) -> dict[str
 
 def noise(share: float) -> Change:
     """Return a change as training makes it: small, in all entries."""
-    return lambda _, tensor: tensor + share * tensor.std().nan_to_num(0.1) * torch.randn_like(tensor)
+
+    def change(_: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor + share * tensor.std().nan_to_num(0.1) * torch.randn_like(tensor)
+
+    return change
 
 
 def of_rank(rank: int) -> Change:

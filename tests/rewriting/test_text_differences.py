@@ -159,7 +159,7 @@ def test_models_without_tokenizers_have_none_to_compare(gpt2: Path, tmp_path: Pa
 def test_a_model_and_its_conversion_read_texts_alike(tmp_path: Path) -> None:
     """The demo and its checkpoint for transformers store one tokenizer in two forms."""
     demo = load("demo", device="cpu")
-    demo.convert(tmp_path / "marian")
+    demo.convert(tmp_path / "marian", to="hf")
     found = diff("demo", tmp_path / "marian")
     assert found.texts == ()
     assert not any("cannot be read" in note for note in found.notes)
