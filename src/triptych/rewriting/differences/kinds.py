@@ -20,7 +20,12 @@ from triptych.core.storage import Tensors, tensor_hash
 from triptych.printable import shortened
 from triptych.progress import Progress, untold
 from triptych.rewriting.differences.checkpoints_read import OF_NO_EFFECT
-from triptych.rewriting.differences.difference_records import Change, Difference
+from triptych.rewriting.differences.difference_records import (
+    Change,
+    Difference,
+    SettingDifference,
+)
+from triptych.rewriting.differences.field_differences import different_factors, in_short
 from triptych.rewriting.differences.sides import AttentionPlace, Pair, Side
 from triptych.rewriting.differences.tensor_changes import (
     added_one,
@@ -89,10 +94,9 @@ def find_changes(
     `pair`: the two models. `found`: their comparison, with everything but its changes. `also`: a third model
     C, which B may be mixed from.
     """
-    changes = _configuration(pair, found)
     # Blocks in another order are explained as a whole: only the tensors beside them are compared further.
     moved = _moved_layers(pair)
-    changes += moved
+    changes = [*moved]
     explained = list[_Explained]()
     unexplained = list[_Explained]()
     equal = list[str]()
@@ -116,7 +120,11 @@ def find_changes(
         changes.append(_change(group, found))
     if unexplained:
         changes += _stale_shard(pair) or _training(unexplained, equal)
-    return tuple(changes)
+    settings = found.settings
+    # Maps may have taken up a factor, and are scaled then.
+    if not (moved or unexplained or any(one.kind == "scaled" for one in explained)):
+        settings += in_short([*different_factors(pair.a, pair.b)])
+    return (*_configuration(pair, settings), *changes)
 
 
 _Read = Callable[[], Iterator[_Compared]]
@@ -439,11 +447,11 @@ def _effects(found: Difference) -> dict[str, tuple[float, float]]:
 # Kinds found from whole models.
 
 
-def _configuration(pair: Pair, found: Difference) -> list[Change]:
+def _configuration(pair: Pair, found: Iterable[SettingDifference]) -> list[Change]:
     """Return the change of the configuration, if fields that differ change the computation."""
     settings = [
         one
-        for one in found.settings
+        for one in found
         if one.name not in _OF_LAYERS and one.name.rpartition(".")[2] not in _LEARNED
     ]
     if not settings:
