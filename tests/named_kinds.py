@@ -9,6 +9,7 @@ of its change and no other, and as found if an exact change is called the same f
 """
 
 import argparse
+import json
 import re
 import shutil
 import sys
@@ -264,7 +265,8 @@ def _of_conversions(family: Family) -> Iterator[Made]:
     queries_and_keys = [
         name for name in own if re.search(r"\.[qk]_proj\.(weight|bias)$", name) and "latent" not in name
     ]
-    width = int(record.get("head_dim") or 0) or record.get("hidden_size", 0) // family.num_heads
+    found = family.setting("hidden_size", "n_embd", "d_model")
+    width = int(record.get("head_dim") or (found[1] if found else 0) // family.num_heads)
     turned = int(record.get("rotary_dim") or width * _share_turned(record)) // 2 * 2
     if queries_and_keys and _is_rotary(record) and turned >= 4:
         other = each(own, _other_layout(width, turned), *queries_and_keys)
@@ -313,9 +315,9 @@ def _of_functions(family: Family) -> Iterator[Made]:
             rewrite_checkpoint(str(family.source), out, recipe, compare=False)
         except TriptychError:
             continue
-        yield Made(EXACT_KIND, change, out)
         missed = each(tensors_of(out), _moved, family.maps[len(family.maps) // 2])
         folder = write(out, family.base / f"{change} missed", missed)
+        yield Made(EXACT_KIND, change, out)
         yield Made("near miss", f"{change}, and an entry moved by 256 units", folder)
 
 
@@ -440,7 +442,7 @@ def table(found: Iterable[Outcome]) -> str:
     for one in found:
         is_exact = one.made.kind in (EXACT_KIND, "near miss")
         rows.setdefault((is_exact, one.made.change), Counter())[one.result] += 1
-    families = [*dict.fromkeys(one.family for one in found)]
+    families = sorted({one.family for one in found}, key=[*FAMILIES].index)
     own = [one for one in found if one.made.kind not in (EXACT_KIND, "near miss")]
     named = sum(one.result == "named" for one in own)
     exact = [one for one in found if one.made.kind == EXACT_KIND]
@@ -479,22 +481,42 @@ def put_on_page(text: str, page: Path) -> None:
     page.write_text(f"{before}{START}\n\n{text}\n\n{END}{after}", encoding="utf-8")
 
 
+def kept_outcomes(file: Path | None, again: Iterable[str]) -> list[Outcome]:
+    """Return the outcomes that an earlier call kept, except those of families to compare again."""
+    if file is None or not file.exists():
+        return []
+    rows = json.loads(file.read_text())
+    return [
+        Outcome(family, Made(kind, change, Path(folder)), result, said)
+        for family, kind, change, folder, result, said in rows
+        if family not in again
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("families", nargs="*", default=FAMILIES)
     parser.add_argument("--page", type=Path)
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="keep outcomes, and take those of other families"
+    )
     parser.add_argument("--verbose", action="store_true", help="print the comparison of each missed pair")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     warnings.simplefilter("ignore")
-    found = []
+    families = [*dict.fromkeys(arguments.families)]
+    found = kept_outcomes(arguments.keep, arguments.families)
     with tempfile.TemporaryDirectory() as base:
-        for one in outcomes(arguments.families, Path(base)):
+        for one in outcomes(families, Path(base)):
             found.append(one)
             if one.result != "named":
-                print(f"{one.family}, {one.made.change}: {one.result}", file=sys.stderr)
+                print(f"{one.family}, {one.made.change}: {one.result}", file=sys.stderr, flush=True)
                 if arguments.verbose:
-                    print(one.said, file=sys.stderr)
+                    print(one.said, file=sys.stderr, flush=True)
+            if arguments.keep:
+                rows = [[*one[:1], *map(str, one.made[:3]), *one[2:]] for one in found]
+                arguments.keep.write_text(json.dumps(rows))
     text = table(found)
     print(text)
     if arguments.page:

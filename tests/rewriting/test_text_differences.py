@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from command import Command
 from small_checkpoints import gpt2_that_runs
 from triptych import diff, load
 
@@ -163,14 +162,3 @@ def test_a_model_and_its_conversion_read_texts_alike(tmp_path: Path) -> None:
     found = diff("demo", tmp_path / "marian")
     assert found.texts == ()
     assert not any("cannot be read" in note for note in found.notes)
-
-
-def test_the_command_and_its_page_say_so(gpt2: Path, tmp_path: Path, triptych: Command) -> None:
-    other = shutil.copytree(gpt2, tmp_path / "b")
-    (other / "chat_template.jinja").write_text(f"<b>\n{TEMPLATE}")
-    answer = triptych("diff", gpt2, other, "--html", tmp_path / "page.html")
-    assert answer.code == 0
-    assert "\n  texts: the chat template differs, from line 1 on\n" in answer.out
-    assert "the chat template differs, from line 1 on" in (tmp_path / "page.html").read_text(encoding="utf-8")
-    record = json.loads(triptych("diff", gpt2, other, "--json").out)
-    assert record["texts"] == ["the chat template differs, from line 1 on"]

@@ -12,7 +12,7 @@ from triptych.core.checkpoints.source import Source
 from triptych.errors import TriptychError
 from triptych.printable import printable, shortened
 from triptych.running.opening import TextSettings, read_text_settings
-from triptych.running.text import Tokenizer
+from triptych.running.text import SentenceTokenizer, Tokenizer
 
 # Texts that common tokenizers read differently: spaces, numbers, cases, forms of characters, scripts, special
 # tokens.
@@ -76,6 +76,10 @@ class _Comparison:
         return TextsCompared(tuple(self.found), tuple(self.notes))
 
     def _tokenizers(self) -> None:
+        is_unreadable = self.one.unreadable and self.other.unreadable
+        if is_unreadable and self.one.files == self.other.files:
+            self.same.append("files of the tokenizer")
+            return
         for name, side in (("A", self.one), ("B", self.other)):
             if side.unreadable:
                 self.notes.append(
@@ -166,8 +170,13 @@ def _differences(
     else:  # classes write tokens in their own ways
         tokens = [side.pieces(range(side.vocab_size)) for side in (one, other)]
         yield from _tokens_apart(tokens[0], tokens[1])
+    # Readers of sentences add their special tokens themselves.
+    is_plain = not any(isinstance(side, SentenceTokenizer) for side in (one, other))
     for text in PROBES:
-        ids = [_read(side, text) for side in (one, other)]
+        ids = [
+            side.encode([text], add_special=is_plain, parse_special=True)[0]
+            for side in (one, other)
+        ]
         if ids[0] != ids[1]:
             said = _from_first_apart(one.pieces(ids[0]), other.pieces(ids[1]))
             yield f"{_quoted(text)} is {said[0]} in A and {said[1]} in B"
@@ -176,10 +185,6 @@ def _differences(
         if written[0] != written[1]:
             yield f"{_quoted(text)} is decoded to {_quoted(written[0])} by A and {_quoted(written[1])} by B"
             return
-
-
-def _read(tokenizer: Tokenizer, text: str) -> list[int]:
-    return tokenizer.encode([text], add_special=True, parse_special=True)[0]
 
 
 def _from_first_apart(one: Sequence[str], other: Sequence[str]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any, final
 from triptych.core.checkpoints.made_files import MadeFiles
 from triptych.core.checkpoints.source import Source
 from triptych.errors import DataError, TriptychError
+from triptych.files import file_hash
 from triptych.running.opening.generation_config import (
     FILE,
     GenerationConfig,
@@ -24,8 +25,11 @@ from triptych.running.text.pretrained import (
 )
 from triptych.running.text.sentence_tokenizers import TokenizerPair
 from triptych.running.text.tokenizers import Tokenizer
+from triptych.running.text.vocabularies import VOCABULARIES
 from triptych.untrusted import read_json, validated
 
+# A folder has a tokenizer if it has one of these.
+_VOCABULARIES = (TOKENIZER, "source.spm", *VOCABULARIES)
 # Files of tokenizers in any format; the Hub is asked for them one by one.
 _OF_TOKENIZERS = (*TOKENIZER_FILES, "source.spm", "target.spm", "target_vocab.json")
 
@@ -38,12 +42,14 @@ class TextSettings:
     Attributes:
         tokenizers: tokenizers by their use: "tokenizer", or "source tokenizer" and "target tokenizer" of a
             translator with two; empty without a tokenizer.
+        files: hashes of the tokenizer's files, by name.
         unreadable: reason why a tokenizer cannot be read; "" if it can, or if the model has none.
         generation: settings of generation with an effect, by name; empty if no file has any.
         generation_in: file of the settings of generation.
     """
 
     tokenizers: Mapping[str, Tokenizer] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
     unreadable: str = ""
     generation: Mapping[str, Any] = field(default_factory=dict)
     generation_in: str = ""
@@ -59,7 +65,13 @@ def read_text_settings(source: Source) -> TextSettings:
     if source.is_own:
         return _of_run(source, folder)
     tokenizers, why = _read(source, folder)
-    return TextSettings(tokenizers, why, _generation(source, folder, tokenizers), FILE)
+    settings = _generation(source, folder, tokenizers)
+    return TextSettings(tokenizers, _hashes(folder), why, settings, FILE)
+
+
+def _hashes(folder: Path) -> dict[str, str]:
+    paths = [folder / name for name in _OF_TOKENIZERS]
+    return {path.name: file_hash(path) for path in paths if path.is_file()}
 
 
 def _folder(source: Source) -> Path | None:
@@ -88,7 +100,9 @@ def _of_run(source: Source, folder: Path) -> TextSettings:
         decoding = read_decoding(folder, pair)
     except DataError as error:
         return TextSettings(unreadable=str(error))
-    return TextSettings(_of_pair(pair), "", decoding.model_dump(), "recipe.toml")
+    return TextSettings(
+        _of_pair(pair), generation=decoding.model_dump(), generation_in="recipe.toml"
+    )
 
 
 def _of_pair(pair: TokenizerPair) -> dict[str, Tokenizer]:
@@ -104,7 +118,7 @@ def _read(source: Source, folder: Path) -> tuple[dict[str, Tokenizer], str]:
     if isinstance(made, MadeFiles) and not made.has_tokenizer and not source.tokenizer:
         return {}, ""
     is_marian = source.record.get("model_type") == "marian"
-    if not any((folder / name).exists() for name in _OF_TOKENIZERS):
+    if not any((folder / name).exists() for name in _VOCABULARIES):
         return {}, ""
     try:
         if is_marian and source.tokenizer is None:
@@ -129,7 +143,7 @@ def _generation(
     record = source.record
     ends = end_ids(generation, record, tokenizers.get("tokenizer"))
     named = {
-        "eos_token_id": sorted(ends) or None,
+        "eos_token_id": sorted({*ends}) or None,
         "bos_token_id": begin_id(generation, record),
         "decoder_start_token_id": found.get(
             "decoder_start_token_id", record.get("decoder_start_token_id")
