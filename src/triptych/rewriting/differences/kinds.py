@@ -335,26 +335,38 @@ def _mixed(one: _Compared) -> _Reason:
 
 
 def _quantised(one: _Compared) -> _Reason:
-    grid = on_grid(one.before, one.after, one.stored)
-    of = ""
-    if grid is None and one.before.ndim == 2:
-        # Files of some families contain transposed matrices.
-        grid = on_grid(one.before.mT, one.after.mT, one.stored)
-        of = " of the transposed matrix"
-    return (
-        None
-        if grid is None
-        else (
-            "quantised",
-            f"lies on {grid}{of}",
-            relative_change(one.before, one.after),
+    if one.before.shape != one.after.shape or one.before.ndim < 2:
+        return None
+    # Files of some families contain transposed matrices.
+    for of, is_turned in (("", False), (" of the transposed matrix", True)):
+        before, after = (
+            _rows(own.mT if is_turned else own) for own in (one.before, one.after)
         )
-    )
+        grid = on_grid(before, after, one.stored)
+        if grid is not None:
+            size = relative_change(one.before, one.after)
+            return "quantised", f"lies on {grid}{of}", size
+    return None
+
+
+def _rows(weight: Tensor) -> Tensor:
+    """Return a map, or the maps of all experts, as one matrix."""
+    return weight.flatten(0, -2)
 
 
 def _merged(one: _Compared) -> _Reason:
-    change = low_rank(one.before, one.after, one.stored)
-    return None if change is None else ("merged LoRA", "", float(change.rank))
+    if one.before.shape != one.after.shape or one.before.ndim < 2:
+        return None
+    ranks = list[int]()
+    matrices = [own.reshape(-1, *own.shape[-2:]) for own in (one.before, one.after)]
+    for before, after in zip(*matrices, strict=True):
+        if torch.equal(before, after):  # an expert without a change
+            continue
+        change = low_rank(before, after, one.stored)
+        if change is None:
+            return None
+        ranks.append(change.rank)
+    return ("merged LoRA", "", float(max(ranks))) if ranks else None
 
 
 _EXPLANATIONS: tuple[Callable[[_Compared], _Reason], ...] = (
