@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-TOKENS = 512
+TOKENS = 256
 
 
 def main() -> None:

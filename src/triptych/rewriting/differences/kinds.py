@@ -129,8 +129,9 @@ def find_changes(
             if one.before.shape == one.after.shape and _same(one.before, one.after):
                 equal.append(one.name)
                 continue
-            reason = _explain(one)
-            (unexplained if reason.kind == "" else explained).append(reason)
+            for own in _experts(one):
+                reason = _explain(own)
+                (unexplained if reason.kind == "" else explained).append(reason)
     for group in sorted(_groups(explained), key=lambda group: group[0].kind in _FINE):
         if sum(one.entries for one in group) < _FEWEST_ENTRIES:
             unexplained += group
@@ -222,6 +223,19 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 # Explanations of one tensor, from the simplest to the most complex.
+
+
+def _experts(one: _Compared) -> Iterator[_Compared]:
+    """Yield the maps of the experts that differ one by one; a tensor of another kind unchanged."""
+    if one.before.ndim < 3 or one.before.shape != one.after.shape:
+        yield one
+        return
+    third = one.third
+    has_third = third is not None and third.shape == one.after.shape
+    for number, (before, after) in enumerate(zip(one.before, one.after, strict=True)):
+        if not _same(before, after):
+            own = third[number] if third is not None and has_third else None
+            yield from _experts(one._replace(before=before, after=after, third=own))
 
 
 def _explain(one: _Compared) -> _Explained:
@@ -335,12 +349,12 @@ def _mixed(one: _Compared) -> _Reason:
 
 
 def _quantised(one: _Compared) -> _Reason:
-    if one.before.shape != one.after.shape or one.before.ndim < 2:
+    if one.before.ndim != 2:
         return None
     # Files of some families contain transposed matrices.
     for of, is_turned in (("", False), (" of the transposed matrix", True)):
         before, after = (
-            _rows(own.mT if is_turned else own) for own in (one.before, one.after)
+            own.mT if is_turned else own for own in (one.before, one.after)
         )
         grid = on_grid(before, after, one.stored)
         if grid is not None:
@@ -349,24 +363,9 @@ def _quantised(one: _Compared) -> _Reason:
     return None
 
 
-def _rows(weight: Tensor) -> Tensor:
-    """Return a map, or the maps of all experts, as one matrix."""
-    return weight.flatten(0, -2)
-
-
 def _merged(one: _Compared) -> _Reason:
-    if one.before.shape != one.after.shape or one.before.ndim < 2:
-        return None
-    ranks = list[int]()
-    matrices = [own.reshape(-1, *own.shape[-2:]) for own in (one.before, one.after)]
-    for before, after in zip(*matrices, strict=True):
-        if torch.equal(before, after):  # an expert without a change
-            continue
-        change = low_rank(before, after, one.stored)
-        if change is None:
-            return None
-        ranks.append(change.rank)
-    return ("merged LoRA", "", float(max(ranks))) if ranks else None
+    change = low_rank(one.before, one.after, one.stored)
+    return None if change is None else ("merged LoRA", "", float(change.rank))
 
 
 _EXPLANATIONS: tuple[Callable[[_Compared], _Reason], ...] = (
@@ -458,7 +457,8 @@ def _change(group: Sequence[_Explained], found: Difference) -> Change:
 
 
 def _counted(group: Sequence[_Explained]) -> str:
-    return "1 tensor" if len(group) == 1 else f"{len(group)} tensors"
+    count = len({one.name for one in group})
+    return "1 tensor" if count == 1 else f"{count} tensors"
 
 
 def _range_of(figures: Sequence[float]) -> str:
