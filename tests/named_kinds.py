@@ -57,7 +57,12 @@ Settings = dict[str, Any]
 _NORMS = ("norm", "ln_", "layer_norm")
 _OUTPUTS = (
     *(".o_proj.weight", ".out_proj.weight", ".attn.c_proj.weight", ".self_attention.dense.weight"),
-    *(".attention.dense.weight", ".attention.output.dense.weight", ".SelfAttention.o.weight"),
+    *(
+        ".self_attn.dense.weight",
+        ".attention.dense.weight",
+        ".attention.output.dense.weight",
+        ".SelfAttention.o.weight",
+    ),
 )
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads")
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "decoder_layers")
@@ -190,17 +195,12 @@ def _of_entries(family: Family) -> Iterator[Made]:
         levels = each(own, on_levels(4, 16, torch.float16), *grouped)
         yield made("quantised", "16 levels by groups of 16", levels)
     yield made("merged LoRA", "a product of rank 2 added to every map", each(own, of_rank(2), *maps))
-    yield made(
-        "merged LoRA",
-        "a product of rank 1 added to the attention's output",
-        each(own, of_rank(1), *family.outputs),
-    )
     yield made("pruned", "the smallest 40 % of the entries set to 0", each(own, without_small(0.4), *maps))
-    yield made(
-        "pruned",
-        "the first head off: its rows of W_O are 0",
-        each(own, _without_head(family), *family.outputs),
-    )
+    if outputs := family.outputs:
+        change = "a product of rank 1 added to the attention's output"
+        yield made("merged LoRA", change, each(own, of_rank(1), *outputs))
+        change = "the first head off: its rows of W_O are 0"
+        yield made("pruned", change, each(own, _without_head(family), *outputs))
     yield made("fine-tuned", "noise of 3 % in all entries", each(own, noise(0.03)))
     last = max(
         int(found[1]) for name in maps if (found := re.match(rf"{re.escape(family.layers)}(\d+)\.", name))
