@@ -121,7 +121,10 @@ class Family:
         return [
             name
             for name, tensor in self.tensors.items()
-            if tensor.ndim == 2 and re.search(r"\.\d+\.", name) and not self._is_norm(name)
+            if tensor.ndim == 2
+            and re.search(r"\.\d+\.", name)
+            and not self._is_norm(name)
+            and "relative_attention_bias" not in name
         ]
 
     @property
@@ -271,7 +274,9 @@ def _of_conversions(family: Family) -> Iterator[Made]:
     if queries_and_keys and _is_rotary(record) and turned >= 4:
         other = each(own, _other_layout(width, turned), *queries_and_keys)
         yield Made("rotary layout", "rows of q and k in the other rotary layout", family._written(other))
-    if record.get("num_key_value_heads", family.num_heads) < family.num_heads and queries_and_keys:
+    has_norms_of_heads = any(".norms." in name for name in own)  # one tensor for each head
+    is_grouped = record.get("num_key_value_heads", family.num_heads) < family.num_heads
+    if is_grouped and queries_and_keys and not has_norms_of_heads:
         tiled = each(own, _tiled, ".k_proj.", ".v_proj.")
         settings = {"num_key_value_heads": 2 * record["num_key_value_heads"]}
         yield Made(

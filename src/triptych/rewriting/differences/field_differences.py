@@ -59,7 +59,16 @@ def different_fields(
             yield from different_fields(one[key], other[key], _below(name, str(key)))
         return
     if not _are_equal(one, other, name):
-        yield SettingDifference(name, _in_words(one), _in_words(other))
+        is_part = one is None or other is None
+        words = _part_in_words if is_part else _in_words
+        yield SettingDifference(name, words(one), words(other))
+
+
+def _part_in_words(value: Any) -> str:
+    """Return words for a part of a model that is in one of two models."""
+    if value is None:
+        return "absent"
+    return "present" if is_dataclass(value) else _in_words(value)
 
 
 def _below(name: str, own: str) -> str:

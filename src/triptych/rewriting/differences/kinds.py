@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from triptych.core.algebra.weights import SIDES
 from triptych.core.storage import Tensors, tensor_hash
 from triptych.printable import shortened
 from triptych.progress import Progress, untold
@@ -63,11 +64,8 @@ _FEW = 0.01  # share of the entries of a tensor
 _OF_LAYERS = ("blocks", "encoder.blocks", "decoder.blocks")
 # Ends of the names of fields for stored tensors; layers have further ones.
 _LEARNED = ("_weight", "_bias")
-_HEADS = ("head", "task")
-_HEADS_IN_WORDS = {
-    "HeadConfig": "one that predicts tokens",
-    "TaskHeadConfig": "one for a task",
-}
+# Words for heads by the names of their settings.
+_HEADS = {"head": "one that predicts tokens", "task": "one for a task"}
 _BLOCK = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.")
 
 
@@ -196,6 +194,9 @@ def _of_attention(
             if name not in after:
                 continue
             side = name.removeprefix(pair.a.attention_name(place)).split(".")[1]
+            if side not in SIDES:  # a norm of heads or a table of positions is no map
+                yield _Compared(name, tensor.flatten(), after[name].flatten())
+                continue
             heads, heads_after = (
                 weights.chain(side)[0].copies  # type: ignore[arg-type]
                 if side in ("q", "k", "v") and weights.chain(side)  # type: ignore[arg-type]
@@ -493,10 +494,8 @@ def _configuration(pair: Pair, found: Iterable[SettingDifference]) -> list[Chang
     ]
     changes = []
     if heads:
-        one, other = (
-            _head_in_words(own)
-            for own in zip(*((h.a, h.b) for h in heads), strict=True)
-        )
+        one = _head_in_words({own.name: own.a for own in heads})
+        other = _head_in_words({own.name: own.b for own in heads})
         said = f"A has {one}, and B {other}"
         changes = [Change("another head", said, tuple(own.name for own in heads))]
     if not settings:
@@ -519,10 +518,12 @@ def _learned(pair: Pair) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _head_in_words(values: Sequence[str]) -> str:
-    return next(
-        (_HEADS_IN_WORDS.get(own, own) for own in values if own != "None"), "none"
+def _head_in_words(values: Mapping[str, str]) -> str:
+    """Return words for the head of a model, by the values of the settings "head" and "task"."""
+    there = (
+        name.rpartition(".")[2] for name, value in values.items() if value != "absent"
     )
+    return next((_HEADS[name] for name in there), "none")
 
 
 def _fields_read(side: Side) -> frozenset[str] | None:
