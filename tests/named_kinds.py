@@ -170,6 +170,18 @@ class Family:
         assert found is not None
         return int(found[1])
 
+    @property
+    def width(self) -> int:
+        """Width of the heads."""
+        found = self.setting("hidden_size", "n_embd", "d_model")
+        return int(self.record.get("head_dim") or (found[1] if found else 0) // self.num_heads)
+
+    @property
+    def turned(self) -> int:
+        """Number of channels of a head that rotary positions turn."""
+        share = _share_turned(self.record)
+        return int(self.record.get("rotary_dim") or self.width * share) // 2 * 2
+
     # Pairs.
 
     def pairs(self) -> Iterator[Made]:
@@ -268,9 +280,8 @@ def _of_conversions(family: Family) -> Iterator[Made]:
     queries_and_keys = [
         name for name in own if re.search(r"\.[qk]_proj\.(weight|bias)$", name) and "latent" not in name
     ]
-    found = family.setting("hidden_size", "n_embd", "d_model")
-    width = int(record.get("head_dim") or (found[1] if found else 0) // family.num_heads)
-    turned = int(record.get("rotary_dim") or width * _share_turned(record)) // 2 * 2
+    width = family.width
+    turned = family.turned
     if queries_and_keys and _is_rotary(record) and turned >= 4:
         other = each(own, _other_layout(width, turned), *queries_and_keys)
         yield Made("rotary layout", "rows of q and k in the other rotary layout", family._written(other))
@@ -301,7 +312,8 @@ def _of_configurations(family: Family) -> Iterator[Made]:
                 yield Made("another configuration", f"another {what}", folder)
                 break
     rope = record.get("rope_parameters")
-    if isinstance(rope, dict) and (others := _with_other_base(rope)) != rope:
+    # The first pair turns by 1 radian per position whatever the base.
+    if isinstance(rope, dict) and family.turned >= 4 and (others := _with_other_base(rope)) != rope:
         folder = family._written(family.tensors, rope_parameters=others)
         yield Made("another configuration", "another rotary base", folder)
 

@@ -195,7 +195,7 @@ def _of_attention(
                 continue
             side = name.removeprefix(pair.a.attention_name(place)).split(".")[1]
             if side not in SIDES:  # a norm of heads or a table of positions is no map
-                yield _Compared(name, tensor.flatten(), after[name].flatten())
+                yield _flat(name, tensor, after[name], third.get(name))
                 continue
             heads, heads_after = (
                 weights.chain(side)[0].copies  # type: ignore[arg-type]
@@ -215,6 +215,12 @@ def _of_attention(
 
     for place in places:
         yield lambda place=place: read(place)  # type: ignore[misc]
+
+
+def _flat(name: str, before: Tensor, after: Tensor, third: Tensor | None) -> _Compared:
+    """Return a tensor that is no map as a vector."""
+    vector = None if third is None else third.flatten()
+    return _Compared(name, before.flatten(), after.flatten(), third=vector)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
