@@ -11,6 +11,15 @@ from attending.tiny_readers import language_reader
 from attending.viewed import translation_page
 from browser import Page
 from small_checkpoints import gpt2, llama
+from triptych import Difference
+from triptych.rewriting.differences.difference_records import (
+    ChainStep,
+    Change,
+    HeadDifference,
+    PartDifference,
+    SettingDifference,
+)
+from triptych.rewriting.differences.difference_records import Difference as Found
 from triptych.seeing.attending.attention_page import AttentionPage, attention_html, viewer_data
 from triptych.seeing.attending.over import attend_over
 from triptych.seeing.inspection import heads_page, inspect
@@ -71,6 +80,35 @@ def heads(folder: Path) -> str:
     torch.manual_seed(0)
     inspect(gpt2(folder)).page(folder / "heads.html")
     return (folder / "heads.html").read_text(encoding="utf-8")
+
+
+def difference(folder: Path) -> str:
+    """A page with every section, long names and more heads than fit a telephone."""
+    heads = tuple(HeadDifference(head, 31 - head, "near", 0.1, 0.5 / (head + 1)) for head in range(32))
+    parts = (
+        PartDifference("embeddings", "embeddings", "same numbers"),
+        PartDifference("encoder.0 attention", "attention", "near", "encoder.0", (), (LONG,), 0.1, heads),
+        PartDifference(
+            "encoder.0 feed-forward", "feed-forward", "different", "encoder.0", relative=float("inf")
+        ),
+        PartDifference(
+            "decoder.0 attention", "attention", "same function", "decoder.0", (LONG,), heads=heads[:8]
+        ),
+    )
+    found = Found(
+        LONG,
+        LONG,
+        "near",
+        parts,
+        (ChainStep(LONG, layers=("0",)),),
+        (LONG, "`a` differs"),
+        (SettingDifference(LONG, "1", "2"),),
+        (Change("merged LoRA", "ΔW has rank 2 (6 tensors)", (LONG,), {"encoder.0.1": (0.1, float("inf"))}),),
+        texts=(f"the tokenizer differs: {LONG}",),
+        notes=(LONG,),
+    )
+    Difference(found).page(folder / "difference.html")
+    return (folder / "difference.html").read_text(encoding="utf-8")
 
 
 def shown(tab: Page, page: str, path: Path, *, theme: str = "dark", width: int = 400) -> None:
@@ -170,7 +208,7 @@ def colour(tab: Page, selector: str, name: str = "color") -> list[int]:
     return [int(part) for part in tab.value(f"{found}.match(/\\d+/g)")[:3]]
 
 
-@pytest.mark.parametrize("kind", ["report", "over", "attention", "heads"])
+@pytest.mark.parametrize("kind", ["report", "over", "attention", "heads", "difference"])
 def test_a_page_fits_a_telephone_is_dark_where_the_system_is_and_asks_for_nothing(
     kind: str, tab: Page, tmp_path: Path
 ) -> None:
@@ -181,6 +219,7 @@ def test_a_page_fits_a_telephone_is_dark_where_the_system_is_and_asks_for_nothin
         "over": over,
         "attention": lambda: attention_html(LONG_NAMES),
         "heads": lambda: heads(tmp_path),
+        "difference": lambda: difference(tmp_path),
     }
     tab.complaints.clear()
     tab.requests.clear()

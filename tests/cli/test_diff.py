@@ -1,6 +1,7 @@
 """`triptych diff`: its exit code, its lines, and the files that it writes."""
 
 import json
+import shutil
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -11,6 +12,7 @@ import pytest
 
 from command import Command
 from face.tiny import write_checkpoint
+from small_checkpoints import gpt2_that_runs
 from triptych import DataError, Difference, UsageError, diff, load
 from triptych.testing import assert_same_function
 
@@ -83,6 +85,21 @@ def test_the_page_has_a_row_for_each_layer_and_a_cell_for_each_head(
     for layer in model.layers:
         for head in range(layer.num_heads):
             assert f'title="{layer.name}.{head}: near' in text
+
+
+def test_another_chat_template_is_said_and_the_exit_code_is_of_the_weights(
+    triptych: Command, tmp_path: Path
+) -> None:
+    one = gpt2_that_runs(tmp_path / "a", layers=1)
+    other = shutil.copytree(one, tmp_path / "b")
+    (one / "chat_template.jinja").write_text("<b>")
+    (other / "chat_template.jinja").write_text("<i>")
+    said = "the chat template differs, from line 1 on"
+    answer = triptych("diff", one, other, "--html", tmp_path / "page.html")
+    assert answer.code == 0
+    assert f"\n  texts: {said}\n" in answer.out
+    assert f"<li>{said}</li>" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert json.loads(triptych("diff", one, other, "--json").out)["texts"] == [said]
 
 
 def test_models_and_paths_are_compared_alike(models: Path) -> None:

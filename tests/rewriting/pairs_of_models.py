@@ -17,12 +17,19 @@ WEIGHTS = "model.safetensors"
 Change = Callable[[str, Tensor], Tensor]
 
 
-def save_model(folder: Path, config: Any, *, seed: int = 0) -> Path:
-    """Save a model with random weights, whose norms and biases are not ones and zeros."""
+def save_model(folder: Path, config: Any, *, seed: int = 0, model: str = "") -> Path:
+    """Save a model with random weights, whose norms and biases are not ones and zeros.
+
+    `model`: its class; by default, that of the configuration for causal language models.
+    """
     import transformers
 
     torch.manual_seed(seed)
-    return save_changed(transformers.AutoModelForCausalLM.from_config(config), folder, 0.05)
+    if model:
+        made = getattr(transformers, model)(config)
+    else:
+        made = transformers.AutoModelForCausalLM.from_config(config)
+    return save_changed(made, folder, 0.05)
 
 
 def small_llama(folder: Path, *, seed: int = 0, **settings: Any) -> Path:
@@ -59,7 +66,13 @@ def each(tensors: Mapping[str, Tensor], change: Change, *words: str) -> dict[str
 
 def noise(share: float) -> Change:
     """Return a change as training makes it: small, in all entries."""
-    return lambda _, tensor: tensor + share * tensor.std().nan_to_num(0.1) * torch.randn_like(tensor)
+
+    def change(_: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor + share * tensor.std().nan_to_num(0.1) * torch.randn_like(tensor)
+
+    return change
 
 
 def of_rank(rank: int) -> Change:

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from checkpoints.runs import some
-from rewriting.pairs_of_models import each, in_tensors, in_two_files, noise, small_llama, tensors_of, write
+from rewriting.pairs_of_models import (
+    each,
+    in_tensors,
+    in_two_files,
+    noise,
+    on_levels,
+    small_llama,
+    tensors_of,
+    write,
+)
 from triptych import Difference, diff
 
 pytest.importorskip("transformers")
@@ -97,6 +106,59 @@ def test_a_stale_shard_is_named_by_its_file(llama: Path, tmp_path: Path) -> None
     stale = in_two_files(llama, tmp_path / "stale", noise(0.1), stale=0)
     (change,) = diff(llama, stale).changes
     assert (change.kind, change.where) == ("stale shard", ("model-00001-of-00002.safetensors",))
+
+
+@pytest.mark.slow
+def test_biases_that_training_moves_far_are_fine_tuned(tmp_path: Path) -> None:
+    """Biases begin near 0, so that a small change of them is large relative to them."""
+    source = small_llama(tmp_path / "a", attention_bias=True)
+    own = {name: 0.01 * t if name.endswith("bias") else t for name, t in tensors_of(source).items()}
+    before = write(source, tmp_path / "before", own)
+    tuned = each(each(own, noise(0.05)), lambda _, t: t + 0.05 * torch.randn_like(t), ".bias")
+    (change,) = diff(before, write(source, tmp_path / "after", tuned)).changes
+    assert change.kind == "fine-tuned"
+    assert "relative changes of 0.0" in change.evidence
+
+
+def test_another_head_is_named_and_fields_that_nothing_reads_are_not(tmp_path: Path) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
+    config = transformers.BertConfig(**sizes, vocab_size=40)
+    torch.manual_seed(0)
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "words")
+    classes = transformers.BertForSequenceClassification(config)
+    classes.load_state_dict(
+        transformers.BertForMaskedLM.from_pretrained(tmp_path / "words").state_dict(), strict=False
+    )
+    classes.config.update({"id2label": {0: "no", 1: "yes"}, "bos_token_id": 7})
+    classes.save_pretrained(tmp_path / "classes")
+    (change,) = diff(tmp_path / "words", tmp_path / "classes").changes
+    assert change.kind == "another head"
+    assert change.evidence == "A has one that predicts tokens, and B one for a task"
+
+
+@pytest.mark.slow
+def test_the_same_maps_in_float16_next_to_biases_in_float32_lie_on_a_grid(tmp_path: Path) -> None:
+    source = small_llama(tmp_path / "a", attention_bias=True)
+    own = tensors_of(source)
+    levels = each(own, on_levels(4, 16, torch.float16), "_proj.weight")
+    (change,) = diff(source, write(source, tmp_path / "b", levels)).changes
+    assert change.kind == "quantised"
+    assert "16 levels by groups of 16" in change.evidence
+
+
+@pytest.mark.slow
+def test_constants_in_a_stale_file_do_not_hide_it(tmp_path: Path) -> None:
+    source = small_llama(tmp_path / "a", attention_bias=True)
+    own = tensors_of(source)
+    names = [*sorted(own)[: len(own) // 2]]
+    zeros = {name: torch.zeros_like(own[name]) for name in names if name.endswith("bias")}
+    assert zeros
+    flat = write(source, tmp_path / "flat", own | zeros)
+    stale = in_two_files(flat, tmp_path / "stale", noise(0.1), stale=0)
+    (change,) = diff(flat, stale).changes
+    assert change.kind == "stale shard"
 
 
 def near_misses(own: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:

@@ -32,6 +32,7 @@ _LINES = 8
 _WIDTH = 160
 # Number of reasons shown with named kinds of change.
 _MOST_REASONS = 2
+_MOST_OF_PARTS = 3
 _MEANING = {
     "same bytes": "the same tensors under the same names",
     "same numbers": "the same numbers, stored in another way",
@@ -71,6 +72,8 @@ class Difference:
         settings: differing fields of the configurations, if they change the computation.
         reasons: sentences on the verdict.
         text: the difference on a text; None without a text, or for equal functions.
+        texts: differences of tokenizers, chat templates and generation settings. They change no verdict,
+            which is on the weights and the configuration.
         notes: sentences on the scope of the comparison.
     """
 
@@ -89,6 +92,7 @@ class Difference:
         self.settings: tuple[SettingDifference, ...] = found.settings
         self.reasons: tuple[str, ...] = found.reasons
         self.text: TextDifference | None = found.text
+        self.texts: tuple[str, ...] = found.texts
         self.notes: tuple[str, ...] = found.notes
 
     @check_choices
@@ -161,6 +165,7 @@ class Difference:
             for step in self.chain:
                 layers.setdefault(step_in_words(step), []).extend(step.layers)
             yield f"{count}: {'; '.join(words + _of_layers(own) for words, own in layers.items())}"
+        yield from (f"texts: {sentence}" for sentence in self.texts)
         reasons = self.reasons[:_MOST_REASONS] if self.changes else self.reasons
         yield from reasons
         if left := len(self.reasons) - len(reasons):
@@ -335,11 +340,12 @@ def _page(found: Difference) -> str:
     for part in found.layers:
         names.setdefault(part.layer, []).append(part)
     rows = [(layer, [_cells(part) for part in parts]) for layer, parts in names.items()]
+    differing = [part for part in found.parts if part.verdict in ("near", "different")]
     facts = [
         ("A", found.a),
         ("B", found.b),
         ("verdict", found.verdict),
-        ("parts", f"{len(found.parts)}"),
+        ("parts that differ", f"{len(differing)} of {len(found.parts)}"),
     ]
     counts = [
         (sign, verdict, sum(part.verdict == verdict for part in found.parts))
@@ -362,13 +368,25 @@ def _page(found: Difference) -> str:
         changes=found.changes,
         effects=_effects_table(found.changes),
         chain=chain,
-        reasons=(
-            *([] if found.text is None else [text_in_words(found.text)]),
-            *found.reasons,
-        ),
+        reasons=_reasons_of_page(found),
+        texts=found.texts,
         notes=found.notes,
         tables=tables,
     )
+
+
+def _reasons_of_page(found: Difference) -> list[str]:
+    """Return the reasons outside parts, and the first reasons of parts; the table of parts has them all."""
+    of_parts = {
+        f"{part.name}: {reason}" for part in found.parts for reason in part.reasons
+    }
+    reasons = [] if found.text is None else [text_in_words(found.text)]
+    reasons += [reason for reason in found.reasons if reason not in of_parts]
+    rest = [reason for reason in found.reasons if reason in of_parts]
+    reasons += rest[:_MOST_OF_PARTS]
+    if len(rest) > _MOST_OF_PARTS:
+        reasons.append(f"{len(rest) - _MOST_OF_PARTS} more, in the table of parts")
+    return reasons
 
 
 def _effects_table(changes: Sequence[Change]) -> Table | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from triptych.core.algebra.weights import Link, Side
 from triptych.core.checkpoints.family import Family, family_of, half_of
 from triptych.core.checkpoints.fields import (
+    fields_read,
     not_followed,
     require_known_kinds,
     sees_both_ways,
@@ -84,6 +85,11 @@ class Checkpoint(AttentionSource):
     @property
     def source(self) -> Source | None:
         return self._source
+
+    @property
+    def fields_read(self) -> frozenset[str]:
+        """The fields of the configuration that the family reads, or knows to ignore."""
+        return fields_read(self.family)
 
     @property
     def num_parameters(self) -> int:

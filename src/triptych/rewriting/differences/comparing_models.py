@@ -40,12 +40,12 @@ from triptych.rewriting.differences.sides import (
     StackName,
     open_side,
 )
+from triptych.rewriting.differences.text_differences import compare_text_settings
 from triptych.running.opened_source import Opened
 
 # Parts are unrelated if their relative difference is larger than this.
 _UNRELATED = 0.9
 _MOST_NAMED = 4
-_TOKENIZERS = "tokenizers are not compared"
 
 
 def compare(
@@ -65,6 +65,8 @@ def compare(
     """
     pair = Pair(open_side(a), open_side(b))
     found = _compare_sides(pair, progress)
+    texts = compare_text_settings(a.source, b.source)
+    found = replace(found, texts=texts.found, notes=(*found.notes, *texts.notes))
     if found.verdict in ("near", "different"):
         third = None if also is None else open_side(also)
         changes = find_changes(pair, found, also=third, progress=progress)
@@ -90,10 +92,10 @@ def _compare_sides(pair: Pair, progress: Progress) -> Difference:
         and _are_alike(one.record, other.record)
         and one.architecture == other.architecture
     ):
-        return Difference(one.name, other.name, "same bytes", notes=(_TOKENIZERS,))
+        return Difference(one.name, other.name, "same bytes")
     if one.architecture is None or other.architecture is None:
         parts, settings, reasons = compare_read(pair, progress)
-        found = _judged(pair, parts, settings, reasons, [_TOKENIZERS])
+        found = _judged(pair, parts, settings, reasons, [])
         if not parts:
             found = replace(found, verdict="different")
     else:
@@ -145,7 +147,6 @@ class _WholeComparison:
 
     def difference(self) -> Difference:
         one, other = self.pair
-        notes = [_TOKENIZERS]
         if one.stacks.keys() != other.stacks.keys():
             kinds = [" and ".join(side.stacks) for side in self.pair]
             return self._different([f"A has {kinds[0]}, and B has {kinds[1]}"])
@@ -173,7 +174,7 @@ class _WholeComparison:
             parts += more
             beside = [name for name in beside if name not in read]
         settings += chain.from_iterable(part.found.settings for part in parts)
-        notes += [*self._beside_of_one(), *_of_padding(parts)]
+        notes = [*self._beside_of_one(), *_of_padding(parts)]
         reasons = [
             f"{name}, which changes no token's prediction, differs" for name in beside
         ]
@@ -190,7 +191,6 @@ class _WholeComparison:
             "different",
             reasons=tuple(reasons),
             settings=in_short(settings or []),
-            notes=(_TOKENIZERS,),
         )
 
     # Pairs of blocks and their architectures.

@@ -166,7 +166,8 @@ class Difference:
         settings: fields of the configurations that change the computation and differ.
         changes: named kinds of change.
         text: the difference on a text; None without a text or for models of one function.
-        notes: sentences on what was left out of the comparison.
+        texts: differences of tokenizers, chat templates and generation settings, which change no verdict.
+        notes: sentences on the scope of the comparison.
     """
 
     a: str
@@ -178,6 +179,7 @@ class Difference:
     settings: tuple[SettingDifference, ...] = ()
     changes: tuple[Change, ...] = ()
     text: TextDifference | None = None
+    texts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

@@ -18,7 +18,7 @@ from triptych.core.models import (
     SublayerConfig,
 )
 from triptych.rewriting.differences.difference_records import SettingDifference
-from triptych.rewriting.differences.sides import AnyArchitecture
+from triptych.rewriting.differences.sides import AnyArchitecture, Side
 
 # Relative error of rotary frequencies computed from factors stored in float32.
 _SAME_FREQUENCY = 2.0**-23
@@ -59,7 +59,16 @@ def different_fields(
             yield from different_fields(one[key], other[key], _below(name, str(key)))
         return
     if not _are_equal(one, other, name):
-        yield SettingDifference(name, _in_words(one), _in_words(other))
+        is_part = one is None or other is None
+        words = _part_in_words if is_part else _in_words
+        yield SettingDifference(name, words(one), words(other))
+
+
+def _part_in_words(value: Any) -> str:
+    """Return words for a part of a model that is in one of two models."""
+    if value is None:
+        return "absent"
+    return "present" if is_dataclass(value) else _in_words(value)
 
 
 def _below(name: str, own: str) -> str:
@@ -191,6 +200,31 @@ def plain_feed_forward(
 
 def _plain_units(config: FeedForwardConfig) -> FeedForwardConfig:
     return replace(config, d_ff=0, bias=False, out_bias=False, dropout=0.0)
+
+
+def different_factors(one: Side, other: Side) -> Iterator[SettingDifference]:
+    """Yield the factors that differ, such as the scale of attention, each of which a map may take up."""
+    theirs = dict(_factors(other))
+    for name, factor in _factors(one):
+        if name in theirs and not same_number(factor, theirs[name]):
+            yield SettingDifference(name, _in_words(factor), _in_words(theirs[name]))
+
+
+def _factors(side: Side) -> Iterator[tuple[str, float]]:
+    for stack, made in side.stacks.items():
+        at = side.prefix(stack)
+        yield f"{at}embeddings.scale", made.embeddings.scale
+        for number, block in enumerate(made.blocks):
+            for kind in ("attention", "cross", "feed_forward_frame"):
+                frame = getattr(block, kind)
+                if frame is not None:
+                    yield f"{at}blocks.{number}.{kind}.scale", frame.scale
+        if made.head is not None:
+            yield f"{at}head.input_scale", made.head.input_scale
+            yield f"{at}head.scale", made.head.scale
+    for place in side.places:
+        outline = side.source.outline(side.site(place))
+        yield f"{side.attention_name(place)}.scale", outline.weights.scale
 
 
 def in_short(found: list[SettingDifference]) -> tuple[SettingDifference, ...]:

@@ -16,14 +16,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from triptych.core.algebra.weights import SIDES
 from triptych.core.storage import Tensors, tensor_hash
 from triptych.printable import shortened
 from triptych.progress import Progress, untold
 from triptych.rewriting.differences.checkpoints_read import OF_NO_EFFECT
-from triptych.rewriting.differences.difference_records import Change, Difference
-from triptych.rewriting.differences.sides import AttentionPlace, Pair, Side
+from triptych.rewriting.differences.difference_records import (
+    Change,
+    Difference,
+    SettingDifference,
+)
+from triptych.rewriting.differences.field_differences import different_factors, in_short
+from triptych.rewriting.differences.sides import (
+    AttentionPlace,
+    CheckpointSide,
+    Pair,
+    ReadSide,
+    Side,
+)
 from triptych.rewriting.differences.tensor_changes import (
     added_one,
+    coarsest,
     is_spread,
     is_tiled,
     is_transposed,
@@ -49,8 +62,10 @@ _MOST_WAYS = 3
 _FEW = 0.01  # share of the entries of a tensor
 # Fields with the number of layers.
 _OF_LAYERS = ("blocks", "encoder.blocks", "decoder.blocks")
-# Last parts of the names of fields for stored tensors, or for parameters of single heads.
-_LEARNED = ("weight", "bias", "sinks", "slopes")
+# Ends of the names of fields for stored tensors; layers have further ones.
+_LEARNED = ("_weight", "_bias")
+# Words for heads by the names of their settings.
+_HEADS = {"head": "one that predicts tokens", "task": "one for a task"}
 _BLOCK = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.")
 
 
@@ -66,6 +81,11 @@ class _Compared(NamedTuple):
     packed: str = ""  # quantisation format of B's files
     third: Tensor | None = None
 
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of B's entries. Layers of several dtypes are read in the widest of them."""
+        return coarsest(self.after)
+
 
 class _Explained(NamedTuple):
     """A tensor with its explanation."""
@@ -75,6 +95,7 @@ class _Explained(NamedTuple):
     kind: str
     detail: str  # tensors with one detail are one change
     figure: float = 0.0
+    is_vector: bool = False
 
 
 def find_changes(
@@ -89,10 +110,9 @@ def find_changes(
     `pair`: the two models. `found`: their comparison, with everything but its changes. `also`: a third model
     C, which B may be mixed from.
     """
-    changes = _configuration(pair, found)
     # Blocks in another order are explained as a whole: only the tensors beside them are compared further.
     moved = _moved_layers(pair)
-    changes += moved
+    changes = [*moved]
     explained = list[_Explained]()
     unexplained = list[_Explained]()
     equal = list[str]()
@@ -107,8 +127,9 @@ def find_changes(
             if one.before.shape == one.after.shape and _same(one.before, one.after):
                 equal.append(one.name)
                 continue
-            reason = _explain(one)
-            (unexplained if reason.kind == "" else explained).append(reason)
+            for own in _experts(one):
+                reason = _explain(own)
+                (unexplained if reason.kind == "" else explained).append(reason)
     for group in sorted(_groups(explained), key=lambda group: group[0].kind in _FINE):
         if sum(one.entries for one in group) < _FEWEST_ENTRIES:
             unexplained += group
@@ -116,7 +137,11 @@ def find_changes(
         changes.append(_change(group, found))
     if unexplained:
         changes += _stale_shard(pair) or _training(unexplained, equal)
-    return tuple(changes)
+    settings = found.settings
+    # Maps may have taken up a factor, and are scaled then.
+    if not (moved or unexplained or any(one.kind == "scaled" for one in explained)):
+        settings += in_short([*different_factors(pair.a, pair.b)])
+    return (*_configuration(pair, settings), *changes)
 
 
 _Read = Callable[[], Iterator[_Compared]]
@@ -169,6 +194,9 @@ def _of_attention(
             if name not in after:
                 continue
             side = name.removeprefix(pair.a.attention_name(place)).split(".")[1]
+            if side not in SIDES:  # a norm of heads or a table of positions is no map
+                yield _flat(name, tensor, after[name], third.get(name))
+                continue
             heads, heads_after = (
                 weights.chain(side)[0].copies  # type: ignore[arg-type]
                 if side in ("q", "k", "v") and weights.chain(side)  # type: ignore[arg-type]
@@ -189,6 +217,12 @@ def _of_attention(
         yield lambda place=place: read(place)  # type: ignore[misc]
 
 
+def _flat(name: str, before: Tensor, after: Tensor, third: Tensor | None) -> _Compared:
+    """Return a tensor that is no map as a vector."""
+    vector = None if third is None else third.flatten()
+    return _Compared(name, before.flatten(), after.flatten(), third=vector)
+
+
 def _same(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors have equal entries in the wider of their dtypes."""
     wide = torch.promote_types(one.dtype, other.dtype)
@@ -198,13 +232,28 @@ def _same(one: Tensor, other: Tensor) -> bool:
 # Explanations of one tensor, from the simplest to the most complex.
 
 
+def _experts(one: _Compared) -> Iterator[_Compared]:
+    """Yield the maps of the experts that differ one by one; a tensor of another kind unchanged."""
+    if one.before.ndim < 3 or one.before.shape != one.after.shape:
+        yield one
+        return
+    third = one.third
+    has_third = third is not None and third.shape == one.after.shape
+    for number, (before, after) in enumerate(zip(one.before, one.after, strict=True)):
+        if not _same(before, after):
+            own = third[number] if third is not None and has_third else None
+            yield from _experts(one._replace(before=before, after=after, third=own))
+
+
 def _explain(one: _Compared) -> _Explained:
     for find in _EXPLANATIONS:
         reason = find(one)
         if reason is not None:
             kind, detail, figure = reason
             return _Explained(one.name, one.after.numel(), kind, detail, figure)
-    return _Explained(one.name, one.after.numel(), "", "", _size_of_training(one))
+    size = _size_of_training(one)
+    is_vector = one.after.ndim < 2
+    return _Explained(one.name, one.after.numel(), "", "", size, is_vector)
 
 
 def _size_of_training(one: _Compared) -> float:
@@ -256,7 +305,7 @@ def _rotary_layout(one: _Compared) -> _Reason:
 def _without_one(one: _Compared) -> _Reason:
     if (
         "norm" not in one.name
-        or (lost := added_one(one.before, one.after, one.after.dtype)) is None
+        or (lost := added_one(one.before, one.after, one.stored)) is None
     ):
         return None
     detail = "1 less in B" if lost < 0 else "1 more in B"
@@ -281,7 +330,7 @@ def _zeros(one: _Compared) -> _Reason:
 
 
 def _scaled(one: _Compared) -> _Reason:
-    factor = scaled(one.before, one.after, one.after.dtype)
+    factor = scaled(one.before, one.after, one.stored)
     return None if factor is None else ("scaled", f"{factor:.6g}", factor)
 
 
@@ -297,7 +346,7 @@ def _few(one: _Compared) -> _Reason:
 def _mixed(one: _Compared) -> _Reason:
     if (
         one.third is None
-        or (parts := mixture(one.before, one.third, one.after, one.after.dtype)) is None
+        or (parts := mixture(one.before, one.third, one.after, one.stored)) is None
     ):
         return None
     total = parts.own + parts.other
@@ -307,25 +356,22 @@ def _mixed(one: _Compared) -> _Reason:
 
 
 def _quantised(one: _Compared) -> _Reason:
-    grid = on_grid(one.before, one.after, one.after.dtype)
-    of = ""
-    if grid is None and one.before.ndim == 2:
-        # Files of some families contain transposed matrices.
-        grid = on_grid(one.before.mT, one.after.mT, one.after.dtype)
-        of = " of the transposed matrix"
-    return (
-        None
-        if grid is None
-        else (
-            "quantised",
-            f"lies on {grid}{of}",
-            relative_change(one.before, one.after),
+    if one.before.ndim != 2:
+        return None
+    # Files of some families contain transposed matrices.
+    for of, is_turned in (("", False), (" of the transposed matrix", True)):
+        before, after = (
+            own.mT if is_turned else own for own in (one.before, one.after)
         )
-    )
+        grid = on_grid(before, after, one.stored)
+        if grid is not None:
+            size = relative_change(one.before, one.after)
+            return "quantised", f"lies on {grid}{of}", size
+    return None
 
 
 def _merged(one: _Compared) -> _Reason:
-    change = low_rank(one.before, one.after, one.after.dtype)
+    change = low_rank(one.before, one.after, one.stored)
     return None if change is None else ("merged LoRA", "", float(change.rank))
 
 
@@ -418,7 +464,8 @@ def _change(group: Sequence[_Explained], found: Difference) -> Change:
 
 
 def _counted(group: Sequence[_Explained]) -> str:
-    return "1 tensor" if len(group) == 1 else f"{len(group)} tensors"
+    count = len({one.name for one in group})
+    return "1 tensor" if count == 1 else f"{count} tensors"
 
 
 def _range_of(figures: Sequence[float]) -> str:
@@ -439,41 +486,85 @@ def _effects(found: Difference) -> dict[str, tuple[float, float]]:
 # Kinds found from whole models.
 
 
-def _configuration(pair: Pair, found: Difference) -> list[Change]:
+def _configuration(pair: Pair, found: Iterable[SettingDifference]) -> list[Change]:
     """Return the change of the configuration, if fields that differ change the computation."""
+    found = [*found]
+    heads = [one for one in found if one.name.rpartition(".")[2] in _HEADS]
+    learned = _learned(pair) if found else ()
     settings = [
         one
-        for one in found.settings
-        if one.name not in _OF_LAYERS and one.name.rpartition(".")[2] not in _LEARNED
+        for one in found
+        if one not in heads
+        and one.name not in _OF_LAYERS
+        and not one.name.replace(".", "_").endswith(learned)
     ]
+    changes = []
+    if heads:
+        one = _head_in_words({own.name: own.a for own in heads})
+        other = _head_in_words({own.name: own.b for own in heads})
+        said = f"A has {one}, and B {other}"
+        changes = [Change("another head", said, tuple(own.name for own in heads))]
     if not settings:
-        return []
-    stated = [*_stated(pair.a.record, pair.b.record)]
+        return changes
+    stated = [*_stated(pair.a.record, pair.b.record, _fields_read(pair.a))]
     said = stated or [
         f"{one.name} is {one.a} in A and {one.b} in B" for one in settings
     ]
-    return [
-        Change(
-            "another configuration",
-            "; ".join(said),
-            tuple(one.name for one in settings),
-        )
-    ]
+    where = tuple(one.name for one in settings)
+    return [Change("another configuration", "; ".join(said), where), *changes]
+
+
+def _learned(pair: Pair) -> tuple[str, ...]:
+    """Return the ends of the names of settings that are stored tensors, such as "_bias_table"."""
+    found = dict.fromkeys(_LEARNED)
+    for side in pair:
+        for place in side.places:
+            semantics = side.source.outline(side.site(place)).weights.semantics
+            found |= dict.fromkeys(f"_{name}" for name in semantics.learned())
+    return tuple(found)
+
+
+def _head_in_words(values: Mapping[str, str]) -> str:
+    """Return words for the head of a model, by the values of the settings "head" and "task"."""
+    there = (
+        name.rpartition(".")[2] for name, value in values.items() if value != "absent"
+    )
+    return next((_HEADS[name] for name in there), "none")
+
+
+def _fields_read(side: Side) -> frozenset[str] | None:
+    """Return the fields of the configuration that the family of a checkpoint reads; None for a module."""
+    if isinstance(side, CheckpointSide | ReadSide):
+        return side.checkpoint.fields_read
+    return None
 
 
 def _stated(
-    a: Mapping[str, Any], b: Mapping[str, Any], within: str = ""
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    read: frozenset[str] | None,
+    within: str = "",
 ) -> Iterator[str]:
-    """Yield the fields of two configurations of one family that differ."""
+    """Yield the fields of two configurations of one family that differ and are read."""
     if a.get("model_type") != b.get("model_type"):
         return
     for name in dict.fromkeys((*a, *b)):
         old = a.get(name)
         new = b.get(name)
+        path = f"{within}{name}"
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from _stated(old, new, f"{within}{name}.")
-        elif old != new and name not in OF_NO_EFFECT:
-            yield f"{within}{name} is {_value(a, name)} in A and {_value(b, name)} in B"
+            yield from _stated(old, new, read, f"{path}.")
+        elif old != new and name not in OF_NO_EFFECT and _is_read(path, read):
+            yield f"{path} is {_value(a, name)} in A and {_value(b, name)} in B"
+
+
+def _is_read(path: str, read: frozenset[str] | None) -> bool:
+    """Return True if a field, a field within it, or the record around it is read."""
+    if read is None:
+        return True
+    parts = path.split(".")
+    around = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+    return bool(around & read) or any(of.startswith(f"{path}.") for of in read)
 
 
 def _value(record: Mapping[str, Any], name: str) -> str:
@@ -596,10 +687,21 @@ def _stale_shard(pair: Pair) -> list[Change]:
             name for name in stored.infos if not _same_stored(one, other, name)
         }
         for file, names in files.items():
-            if names == different and not _is_end(names, {*stored.infos}):
-                said = f"all {len(names)} tensors of one file of {side} differ, and no others"
+            # Constants, such as biases of zeros, are equal in every file.
+            equal = names - different
+            is_whole = (
+                different
+                and different <= names
+                and all(_is_constant(stored.read(name)) for name in equal)
+            )
+            if is_whole and not _is_end(names, {*stored.infos}):
+                said = f"all {len(different)} tensors of one file of {side} differ, and no others"
                 return [Change("stale shard", said, (Path(file).name,))]
     return []
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    return tensor.numel() == 0 or bool((tensor == tensor.flatten()[0]).all())
 
 
 def _same_stored(one: Tensors, other: Tensors, name: str) -> bool:
@@ -622,11 +724,13 @@ def _is_end(names: set[str], all_names: set[str]) -> bool:
 
 def _training(unexplained: Sequence[_Explained], equal: Sequence[str]) -> list[Change]:
     """Return training as the kind of the unexplained changes, if they are small."""
-    if any(one.figure > _NEAR for one in unexplained if one.entries >= _FEWEST_ENTRIES):
+    # Biases and shifts may be near 0 before training, and their change is large then: maps decide.
+    judged = [one for one in unexplained if not one.is_vector] or unexplained
+    if any(one.figure > _NEAR for one in judged if one.entries >= _FEWEST_ENTRIES):
         return []
     if sum(one.entries for one in unexplained) < _FEWEST_ENTRIES:
         return []
-    sizes = [one.figure for one in unexplained if one.figure < float("inf")]
+    sizes = [one.figure for one in judged if one.figure < float("inf")]
     # Tensors outside blocks, such as tables and the last norm, count for no layer.
     changed = {block for one in unexplained if (block := _block_of(one.name))}
     same = {block for name in equal if (block := _block_of(name))} - changed
@@ -635,19 +739,18 @@ def _training(unexplained: Sequence[_Explained], equal: Sequence[str]) -> list[C
     if not changed or not same:
         return [Change("fine-tuned", size, where)]
     first = min(changed)
-    if (
-        all(block < first for block in same if block[0] == first[0])
-        and len({stack for stack, _ in changed}) == 1
-    ):
+    before = [block for block in same if block[0] == first[0]]
+    is_last = all(block < first for block in before)
+    if before and is_last and len({stack for stack, _ in changed}) == 1:
         name = f"{first[0]}.{first[1]}" if first[0] else str(first[1])
-        return [
-            Change(
-                "fine-tuned from a layer on",
-                f"layers before {name} are equal; {size}",
-                where,
-            )
-        ]
-    layers = _ranges(sorted(number for _, number in changed))
+        said = f"layers before {name} are equal; {size}"
+        return [Change("fine-tuned from a layer on", said, where)]
+    stacks: dict[str, list[int]] = {}
+    for stack, number in sorted(changed):
+        stacks.setdefault(stack, []).append(number)
+    layers = ", ".join(
+        f"{stack} {_ranges(numbers)}".strip() for stack, numbers in stacks.items()
+    )
     return [Change("fine-tuned in some layers", f"layers {layers}; {size}", where)]
 
 

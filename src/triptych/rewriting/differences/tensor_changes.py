@@ -50,6 +50,17 @@ def spacing(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(torch.full_like(numbers, about.eps), exponents - 1)
 
 
+def coarsest(numbers: Tensor) -> torch.dtype:
+    """Return the coarsest dtype of 16 bits or more that holds all entries of a tensor."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if dtype.itemsize < numbers.dtype.itemsize and all(
+            torch.equal(part.to(dtype).to(part.dtype), part)
+            for part, _ in _part_and_all(numbers, numbers)
+        ):
+            return dtype
+    return numbers.dtype
+
+
 def rounded_to(before: Tensor, after: Tensor) -> str | None:
     """Return the format whose rounding of `before` gives `after`, nearest or towards zero."""
     if before.shape != after.shape:

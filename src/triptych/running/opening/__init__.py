@@ -41,6 +41,10 @@ from triptych.running.opening.text_reader import TextReader as TextReader
 from triptych.running.opening.text_reader import Window as Window
 from triptych.running.opening.text_reader import read_tab_pairs as read_tab_pairs
 from triptych.running.opening.text_reader import read_whole_text as read_whole_text
+from triptych.running.opening.text_settings import TextSettings as TextSettings
+from triptych.running.opening.text_settings import (
+    read_text_settings as read_text_settings,
+)
 from triptych.running.opening.transformers_reader import (
     TransformersReader as TransformersReader,
 )

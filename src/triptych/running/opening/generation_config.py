@@ -9,6 +9,7 @@ from typing import Any, final
 
 from triptych.errors import DataError, GenerationNote, UsageError
 from triptych.running.decoding_options import GenerationOptions, SamplingOptions
+from triptych.running.text.tokenizers import Tokenizer
 from triptych.running.token_rules import TokenRules
 from triptych.untrusted import read_json, shown
 
@@ -43,6 +44,15 @@ _NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
 # Unsupported settings with an effect on sampling only.
 _OF_DRAWS = ("epsilon_cutoff", "eta_cutoff", "top_h")
 _ENDS = "eos_token_id"
+# Settings without an effect on texts, or read together with `config.json`.
+_OF_THE_FILE = frozenset(
+    {
+        *("transformers_version", "_from_model_config", "use_cache", "pad_token_id"),
+        *("output_attentions", "output_hidden_states", "return_dict_in_generate"),
+        *("output_scores", "output_logits", "cache_implementation"),
+        *(_ENDS, "bos_token_id"),
+    }
+)
 _DRAWING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _RULES = (
     "no_repeat_ngram_size",
@@ -242,6 +252,57 @@ class GenerationConfig:
             )
         if parts:
             warnings.warn(f"{FILE}: {'; '.join(parts)}", GenerationNote, stacklevel=5)
+
+
+def effective_settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file that can change the output, whether supported here or not."""
+    return {
+        name: value
+        for name, value in record.items()
+        if name not in _OF_THE_FILE
+        and (_matters(name, value) or _is_unknown(name, value))
+    }
+
+
+def end_ids(
+    generation: GenerationConfig,
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer | None,
+) -> tuple[int, ...]:
+    """Return the end-of-text tokens of a checkpoint.
+
+    Tokens in `generation_config.json` take precedence over `config.json` and the tokenizer.
+    """
+    if generation.end_ids:
+        return generation.end_ids
+    own = None if tokenizer is None else tokenizer.eos_id
+    return (*_ends_of(config), *(() if own is None else (own,)))
+
+
+def begin_id(generation: GenerationConfig, config: Mapping[str, Any]) -> int | None:
+    """Return the beginning-of-text token of a checkpoint's files."""
+    found = (
+        config.get("bos_token_id")
+        if generation.begin_id is None
+        else generation.begin_id
+    )
+    return found if isinstance(found, int) else None
+
+
+def _ends_of(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the end-of-text tokens of `config.json`."""
+    match config.get(_ENDS):
+        case int(one):
+            return (one,)
+        case list(several):
+            return tuple(token for token in several if isinstance(token, int))
+    return ()
+
+
+def _is_unknown(name: str, value: Any) -> bool:
+    """Return True for a setting that is set, and of which nothing is known."""
+    is_set = not (value is None or value is False or value == [])
+    return is_set and name not in _KINDS and name not in _NOT_FOLLOWED
 
 
 def _matters(name: str, value: Any) -> bool:

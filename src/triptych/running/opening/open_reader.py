@@ -1,8 +1,6 @@
 """Opening of readers: runs, converted models, and checkpoints of other libraries."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,7 +20,11 @@ from triptych.core.models import (
 )
 from triptych.errors import DataError, TriptychError, UsageError
 from triptych.running.input_limits import check_vocabulary
-from triptych.running.opening.generation_config import GenerationConfig
+from triptych.running.opening.generation_config import (
+    GenerationConfig,
+    begin_id,
+    end_ids,
+)
 from triptych.running.opening.reader import Reader, translates_not
 from triptych.running.opening.run_folder import TOKENIZER, read_decoding
 from triptych.running.opening.translators import read_translator
@@ -106,18 +108,15 @@ def _open_found(
     model = load_language_model(found, where, dtype)
     tokenizer = _tokenizer_in(found.tokenizer_folder, model.vocab_size)
     generation = GenerationConfig.read(found.settings_folder)
-    # End-of-text tokens of `generation_config.json` take precedence over `config.json` and the tokenizer.
-    ends = generation.end_ids
-    if not ends:
-        own = None if isinstance(tokenizer, DataError) else tokenizer.eos_id
-        ends = (*_end_ids(found.record), *(() if own is None else (own,)))
+    readable = None if isinstance(tokenizer, DataError) else tokenizer
+    first = begin_id(generation, found.record)
     return Reader(
         found.name,
         found.settings_folder,
         model,
         tokenizer,
-        end_ids=ends,
-        begin_id=_begin_id(generation, found.record, model.vocab_size),
+        end_ids=end_ids(generation, found.record, readable),
+        begin_id=None if first is None or not 0 <= first < model.vocab_size else first,
         generation=generation,
     )
 
@@ -254,25 +253,3 @@ def _tokenizer_in(folder: Path, vocab_size: int) -> Tokenizer | DataError:
         return load_tokenizer(folder, vocab_size=vocab_size)
     except DataError as error:
         return error
-
-
-def _begin_id(
-    generation: GenerationConfig, config: Mapping[str, Any], vocab_size: int
-) -> int | None:
-    """Return the beginning-of-text token of the checkpoint's files if it is in the vocabulary."""
-    found = (
-        config.get("bos_token_id")
-        if generation.begin_id is None
-        else generation.begin_id
-    )
-    return found if isinstance(found, int) and 0 <= found < vocab_size else None
-
-
-def _end_ids(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the end-of-text tokens of `config.json`."""
-    match config.get("eos_token_id"):
-        case int(one):
-            return (one,)
-        case list(several):
-            return tuple(token for token in several if isinstance(token, int))
-    return ()

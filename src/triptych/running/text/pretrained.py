@@ -53,7 +53,7 @@ from triptych.running.text.vocabularies import (
 _FORMAT_START = '{"format":"triptych pretrained'
 _FETCH_AGAIN = "; fetch it again"
 # All files of a tokenizer.
-_FILES = (
+TOKENIZER_FILES = (
     *(
         "tokenizer.json",
         "tokenizer_config.json",
@@ -312,7 +312,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 def copy_tokenizer(folder: Path, target: Path) -> None:
     """Replace the tokenizer files in `target` by the files in `folder`, in Hugging Face's format."""
-    for name in _FILES:
+    for name in TOKENIZER_FILES:
         (target / name).unlink(missing_ok=True)
         if (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)
