@@ -551,6 +551,10 @@ class Attention:
         marked = self.num_generated > 0 and (produced or self.source_ids is None)
         # The decoder of an encoder-decoder reads a produced token one position later.
         first_key = given + 1 if produced else given
+        key_words, query_words = (
+            tuple(word.start for word in all_words_of(*side))
+            for side in self._word_pieces(stack)
+        )
         return ViewedKind(
             stack.kind,
             tuple(map(readable, stack.queries)),
@@ -562,6 +566,8 @@ class Attention:
             else None,
             stack.second_query,
             stack.second_key,
+            query_words,
+            key_words,
         )
 
     def __getattr__(self, name: str) -> NoReturn:
