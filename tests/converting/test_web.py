@@ -234,9 +234,15 @@ def test_words_are_those_of_python(demo: Model, page: Path) -> None:
     attention = demo.attend(text, target)
     for kind in found["texts"][0]["kinds"]:
         own = attention.words(f"{kind['kind']}.0")
-        assert kind["query_words"] == [word.start for word in own.target]
+        # Queries of the decoder are shown as the tokens that they produce.
+        shown = attention.words("cross.0" if kind["kind"] == "decoder" else f"{kind['kind']}.0").target
+        assert kind["query_words"] == [word.start for word in shown]
         assert kind["key_words"] == [word.start for word in own.source]
         assert len(kind["key_words"]) < len(kind["keys"])
+    served = Explorer(demo).view(Shown(text, target))["texts"][0]["kinds"]
+    for kind, own in zip(found["texts"][0]["kinds"], served, strict=True):
+        for name in ("queries", "keys", "query_words", "key_words"):
+            assert kind[name] == [*own[name]], (kind["kind"], name)
 
 
 def test_the_page_offers_the_changes_of_the_server() -> None:

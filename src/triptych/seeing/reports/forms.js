@@ -129,7 +129,7 @@ const forms = (() => {
     };
     // Directions are those of maps that read the normalised stream.
     const reading = (W, norm) => (isPre && norm ? without(scaledRows(W, norm.weight), norm.centred ? [mean] : []) : W);
-    const canFold = isPre && x && memory;
+    const canFold = isPre && x && memory && !layer.additive;
     const [q, k, v] = [["q", x], ["k", memory], ["v", memory]].map(([side, norm]) => (canFold ? reading(maps[side], norm) : maps[side]));
     const stack = source ? layer.name.split(".")[0] : "decoder";
     const half = (name) => nearestTo(model.stacks[name].table, name === "encoder" ? source : target);
@@ -138,14 +138,14 @@ const forms = (() => {
     const isAsked = isCross ? half("encoder") : asks;
     const writes = stack === "encoder" && source ? () => [] : written(model.decoder, target);
     return {
-      about: [`d_model ${d}, d_k ${maps.q.columns}, d_v ${maps.v.columns}`],
+      about: [`d_model ${d}, d_k ${maps.q.columns}, d_v ${maps.v.columns}`, ...(layer.additive ? ["scores that are no product of queries and keys"] : [])],
       pictures: {
         q: picture(maps.q, PICTURE.columns), k: picture(maps.k, PICTURE.columns), v: picture(maps.v, PICTURE.columns),
         qk: picture(times(maps.q, transposed(maps.k)), PICTURE.rows), ov: picture(times(maps.v, transposed(maps.o)), PICTURE.rows),
       },
       spectra, figures,
       chance: { qk: chance[maps.q.columns] ?? [], ov: chance[maps.v.columns] ?? [] },
-      directions: [...directions("qk", q, transposed(k), asks, isAsked), ...directions("ov", v, transposed(maps.o), isAsked, writes)],
+      directions: [...(layer.additive ? [] : directions("qk", q, transposed(k), asks, isAsked)), ...directions("ov", v, transposed(maps.o), isAsked, writes)],
     };
   }
 
