@@ -414,7 +414,7 @@ class Explorer {
     const rows = next.tokens.slice(0, 8).map(([token, was, is]) => make("tr", {}, make("th", { scope: "row" }, shortly(token)), make("td", {}, bar(was, "was"), bar(is, "is")), make("td", { class: "number" }, `${percent(was)} → ${percent(is)}`)));
     const few = `The loss on ${counted(next.loss_tokens, "token")} shows nothing of how good a design is: it can fall where the loss on a longer text rises.`;
     const told = held_out ? "The held-out text tells what the change does to this model, and not what a model trained with it would be." : "A held-out text of some kB tells more: triptych explore MODEL --held-out FILE.";
-    place.replaceChildren(make("p", { id: "verdict" }), make("dl", { class: "both", id: "after" }), make("dl", { class: "facts" }, ...heldOut, ...facts),
+    place.replaceChildren(make("p", { id: "verdict" }), make("dl", { class: "both", id: "after" }), make("p", { class: "note", id: "most" }), make("dl", { class: "facts" }, ...heldOut, ...facts),
       ...(before === null && !held_out ? [] : [make("p", { class: "note", id: "few" }, `${before === null ? "" : `${few} `}${told}`)]),
       make("table", { class: "bars" }, make("caption", {}, "Next token: before (pale) and after"), make("tbody", {}, ...rows)));
     this.drawAfter();
@@ -426,9 +426,10 @@ class Explorer {
     const change = this.heldOut?.of === this.changed ? this.heldOut.change : null;
     const { held_out, pairs } = this.model;
     const said = [make("b", {}, `With ${allInWords(this.changes)}: `)];
+    const most = [];
     if (after) {
       const isShort = after.was.length + after.is.length < 240;
-      said.push(after.is === after.was ? `the ${pairs ? "translation" : "output"} stays the same. ` : isShort ? `“${after.was.trim()}” becomes “${after.is.trim() || "∅"}”. ` : "the output is another. ");
+      said.push(after.is === after.was ? `the ${pairs ? "translation" : "output"} stays the same. ` : isShort ? `“${after.was.trim()}” becomes “${after.is.trim() || "∅"}”${/[.!?]$/.test(after.is.trim()) ? "" : "."} ` : "the output is another. ");
     }
     if (change) {
       const { difference, interval } = change;
@@ -438,10 +439,11 @@ class Explorer {
       const worth = isSame ? "" : { "-1": ": the model is better there", 0: ": no difference is shown", 1: ": the model is worse" }[sign];
       said.push(`On the held-out ${held_out.units} the loss ${isSame ? "stays the same" : `${difference < 0 ? "falls" : "rises"} by ${digits(Math.abs(difference))} nats per token`}${ends}${worth}.`);
       if (change.most?.length && !isSame) {
-        said.push(" It rises most on ", ...change.most.flatMap(({ text, nats }, i) => [...(i ? [", "] : []), make("button", { type: "button", class: "example", "data-text": text, title: "Look at this sentence" }, text), ` (${signed(nats)})`]), ".");
+        most.push("The loss rises most on: ", ...change.most.flatMap(({ text, nats }, i) => [...(i ? [", "] : []), make("button", { type: "button", class: "example", "data-text": text, title: "Look at this sentence" }, text), ` (${signed(nats)})`]));
       }
     }
     byId("verdict")?.replaceChildren(...said);
+    byId("most")?.replaceChildren(...most);
   }
   // What the changes do to the loss on the held-out text, which is read in parts, so that a click does not wait for it
   async compare(turn) {
