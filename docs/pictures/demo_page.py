@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-STATE = "#cross.1.1&text=Der+Zug+kommt+um+halb+vier+an.&if=tie(encoder.0,+W_Q,+W_K)&if=tie(encoder.1,+W_Q,+W_K)"
+STATE = (
+    "#cross.1.1&text=Der+Zug+kommt+um+halb+vier+an.&if=tie(encoder.0,+W_Q,+W_K)&if=tie(encoder.1,+W_Q,+W_K)"
+)
 _SIZE = "1400,860"
 # The page computes its losses, too.
 _MILLISECONDS = 30_000

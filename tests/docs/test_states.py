@@ -1,6 +1,7 @@
 """Links of the documentation into the demo's page: each state shows what is said of it."""
 
 import re
+from html import unescape
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,5 +73,5 @@ def test_a_linked_state_shows_what_is_said_of_it(tab: Page, demo_page: Path, sta
         cells += (
             "[row.querySelector('th').textContent, row.querySelector('[data-term=weights]').textContent])"
         )
-        found = [_number(text) for name, text in tab.value(cells) if name == token]
+        found = [_number(text) for name, text in tab.value(cells) if name == unescape(token)]
         assert min(abs(one - _number(weight)) for one in found) <= 6e-3
