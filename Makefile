@@ -58,6 +58,7 @@ $(STAMP): pyproject.toml constraints.txt
 docs: $(STAMP)
 	@echo "== docs: generated pages, then the site in site/ (read it with: python -m http.server -d site)"
 	$(BIN)/python docs/reference.py
+	$(BIN)/python docs/demo_page.py docs/demo.html
 	$(BIN)/python -m zensical build --clean --strict
 	$(BIN)/python docs/notebooks.py site
 	cd docs && find . -name '*.md' | tar -cf - -T - | tar -xf - -C ../site

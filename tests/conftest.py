@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -23,6 +24,8 @@ torch.set_num_threads(1)
 
 # Before the package is imported for the first time; tests are collected after this file.
 checking.install()
+
+import triptych  # noqa: E402 - checked, too
 
 # Two busy cores would make a limit in milliseconds fail by chance.
 # The gate draws the same examples every time: one commit, one answer. `make test-all` draws new ones.
@@ -51,6 +54,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.enable()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def demo() -> triptych.Model:
+    """The translator that comes with the package."""
+    return triptych.load("demo", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def demo_page(demo: triptych.Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its page for the web, in float16."""
+    path = tmp_path_factory.mktemp("web") / "demo.html"
+    demo.convert(path, "web")
+    return path
 
 
 @pytest.fixture(scope="module")

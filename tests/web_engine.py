@@ -18,6 +18,7 @@ const answer = ([name, fields]) => {
   const { text, ids, source = null, changes = [], beam, count } = fields;
   if (name === "logits") return floats(answers.changed(changes).run(ids, source));
   if (name === "search") return answers.search(text, changes, beam, beam, count);
+  if (name === "words") return wordStarts(answers.source, answers.source.encode(text, true));
   if (name === "encode") return answers.source.encode(text, fields.parses);
   return answers[name](fields);
 };
@@ -42,7 +43,7 @@ def parts_of(page: Path) -> tuple[dict[str, Any], str]:
 
 def ask(page: Path, *questions: tuple[str, dict[str, Any]], held_out: int | None = None) -> list[Any]:
     """What the page's model answers to the page's questions; `held_out` is a number of held-out windows."""
-    names = ("engine.js", "changes.js", "answers.js")
+    names = ("engine.js", "changes.js", "forms.js", "answers.js")
     code = "".join((REPORTS / name).read_text(encoding="utf-8") for name in names)
     record, weights = parts_of(page)
     if held_out is not None:

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,16 @@ from torch.nn import functional as F
 
 from browser import Page
 from command import Command
+from explorer_page import SETTLED, open_at, text_of, wait_for
 from served import Served
 from small_checkpoints import bert_that_runs
 from triptych.model import Model, load
 from triptych.seeing.attending.held_out import HeldOutText
-from triptych.serving.exploring import Explorer, Shown, change_model, rounded
+from triptych.seeing.reports import short_name
+from triptych.serving.exploring import Explorer, Shown, rounded
 from triptych.training import Recipe, read_recipe
 from triptych.training.translation import validation_pairs
+from web_engine import parts_of
 
 TEXT = "The cat sat on the mat"
 CHECKPOINTS = Path(__file__).parents[3] / "shared" / "checkpoints"
@@ -215,20 +217,6 @@ def test_the_gallery_says_what_heads_do_over_the_text_that_was_given(language_mo
     assert found == {place: (note.label, note.facts) for place, note in over.notes().items()}
 
 
-def test_states_that_the_docs_link_to_are_changes_that_models_take(language_model: Model) -> None:
-    pages = (Path(__file__).parents[2] / "docs" / "explanation" / "questions").glob("*.md")
-    text = "".join(page.read_text(encoding="utf-8") for page in pages)
-    states = re.findall(r"http://127\.0\.0\.1:8000/#([^)]+)\)", text)
-    assert len(states) >= 10
-    for state in states:
-        place, _, rest = state.partition("&")
-        assert re.fullmatch(r"(decoder|cross)\.0\.[0-3]", place), state
-        changed = language_model
-        for call in parse_qs(rest).get("if", []):
-            changed = change_model(changed, call)
-        assert len(changed.run(TEXT).tokens) > 1
-
-
 HELD_OUT = ["The dog sat on the mat. " * 2, "A cat ran away", "and the dog sat down. " * 2]
 
 
@@ -264,6 +252,7 @@ def test_a_what_if_is_measured_on_a_held_out_text_part_by_part(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("too_large")
 def test_a_run_is_measured_on_its_validation_text(triptych: Command, small_run: Path, tmp_path: Path) -> None:
     text, page = ["explore", small_run, "--text", "twelve"], tmp_path / "page.html"
     done = triptych(*text, "--html", page)
@@ -295,6 +284,7 @@ def test_a_run_is_measured_on_its_validation_text(triptych: Command, small_run: 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("too_large")
 def test_a_run_whose_text_has_gone_is_explored_without_it(
     triptych: Command, small_run: Path, tmp_path: Path
 ) -> None:
@@ -309,6 +299,12 @@ def test_a_run_whose_text_has_gone_is_explored_without_it(
     assert not [key for key in recorded_answers(page) if key.startswith("held_out ")]
 
 
+@pytest.fixture
+def too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No model fits into a page."""
+    monkeypatch.setattr("triptych.converting.web.MOST_BYTES", 0)
+
+
 def recorded_answers(page: Path) -> dict[str, Any]:
     """What a page has in place of a server."""
     text = page.read_text(encoding="utf-8")
@@ -320,29 +316,8 @@ def recorded_answers(page: Path) -> dict[str, Any]:
 # The page in a browser.
 
 
-SETTLED = "Number(document.body.dataset.settled) === document.getElementById('explore')?.explorer?.turn"
-
-
-def wait_for(tab: Page, condition: str) -> None:
-    for _ in range(600):
-        if tab.value(condition):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"never true: {condition}; {text_of(tab, '#problem')}")
-
-
 def opened(tab: Page, served: Served, state: str = "", *, width: int = 900, theme: str = "light") -> None:
-    tab.complaints.clear()
-    tab.requests.clear()
-    tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
-    tab.call("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=False)
-    tab.visit("about:blank")
-    tab.visit(f"{served.address}/{state}")
-    wait_for(tab, SETTLED)
-
-
-def text_of(tab: Page, selector: str) -> str:
-    return str(tab.value(f"document.querySelector({json.dumps(selector)}).textContent"))
+    open_at(tab, f"{served.address}/{state}", width=width, theme=theme)
 
 
 @pytest.mark.parametrize("width", [400, 900, 1400])
@@ -493,12 +468,36 @@ def test_a_page_whose_server_needs_a_key_asks_for_it(tab: Page, language_model: 
         )
 
 
+def test_a_title_is_a_name(tmp_path: Path) -> None:
+    cached = tmp_path / "models--owner--a-name" / "snapshots" / "12fd25f77366"
+    cached.mkdir(parents=True)
+    assert short_name(str(cached)) == "owner/a-name"
+    assert short_name(str(cached.parent)) == "snapshots"
+    assert short_name("owner/name") == "owner/name"
+
+
+def test_a_file_has_a_small_model_itself(triptych: Command, small_run: Path, tmp_path: Path) -> None:
+    page, texts = tmp_path / "page.html", [tmp_path / "source", tmp_path / "target"]
+    for path, text in zip(texts, ("twelve\nseven\n", "zwölf\nsieben\n"), strict=True):
+        path.write_text(text, encoding="utf-8")
+    given = ["--text", "twelve", "--held-out", texts[0], "--held-out-targets", texts[1]]
+    done = triptych("explore", small_run, *given, "--html", page)
+    assert (done.code, done.out) == (0, f"written: {page}\n")
+    record, _ = parts_of(page)
+    assert (record["example"], record["held_out"]["name"]) == ("twelve", "source")
+    assert len(record["held_out"]["windows"]) == 2
+
+
+@pytest.mark.usefixtures("too_large")
 def test_a_file_of_one_text_answers_without_a_server(
     tab: Page, triptych: Command, language_model: Model, tmp_path: Path
 ) -> None:
     page = tmp_path / "page.html"
     done = triptych("explore", language_model.name, "--text", "The cat sat", "--html", page)
     assert (done.code, done.out) == (0, f"written: {page}\n")
+    why, cost = done.err.splitlines()[-2:]
+    assert "0 MiB of weights" in why
+    assert re.fullmatch(r"triptych: recording 2 layers and \d+ switches: about \d+ s and \d+\.\d MB", cost)
     tab.visit("about:blank")  # what the page before this one asks its server is no business of the file
     tab.complaints.clear()
     tab.requests.clear()

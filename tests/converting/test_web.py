@@ -15,20 +15,16 @@ from triptych.core.models.architecture import HeadConfig
 from triptych.errors import UsageError
 from triptych.model import Model, load
 from triptych.seeing.attending import HeldOutText
+from triptych.seeing.attending.alignment import all_words_of
 from triptych.seeing.attending.what_ifs import PYTHON_OF
-from triptych.serving.exploring import WHAT_IFS, change_model
+from triptych.serving.exploring import WHAT_IFS, Explorer, Shown, change_model
 from triptych.training import read_recipe, task_of
 from triptych.training.corpora.generated import generate_pairs
 from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizer
-from web_engine import ask, found_node, parts_of
+from web_engine import REPORTS, ask, found_node, parts_of
 
 needs_node = pytest.mark.skipif(found_node() is None, reason="no Node.js is on the PATH")
 SENTENCE = "Der alte Hund schläft um halb vier."
-
-
-@pytest.fixture(scope="module")
-def demo() -> Model:
-    return load("demo", device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +50,16 @@ def test_a_page_is_one_small_file_that_asks_for_nothing(demo: Model, tmp_path: P
     assert {*re.findall(r"https?://[^\s\"'`<)]+", text)} == {"http://www.w3.org/2000/svg"}
     with pytest.raises(UsageError, match=r"int8\.html exists"):
         demo.convert(path, "web")
+
+
+def test_the_script_has_nothing_that_is_newer_than_the_browsers_of_2023() -> None:
+    """Firefox 115 and Safari 16.4: checked by names, since no Safari runs here."""
+    newer = r"\.(groupBy|withResolvers|isWellFormed|toWellFormed|union|intersection|difference)\("
+    newer += r"|/v\b|\busing\b|WebAssembly|navigator\.gpu"
+    for script in REPORTS.glob("*.js"):
+        if script.name != "charts.js":  # of reports, whose Vega is a module
+            code = re.sub(r"//.*", "", script.read_text(encoding="utf-8"))
+            assert re.findall(newer, code) == [], script.name
 
 
 def test_what_the_engine_does_not_compute_is_refused_by_name(
@@ -123,6 +129,7 @@ def _largest(found: Any, expected: torch.Tensor) -> float:
 # Every switch of the page, at layers of each kind.
 SWITCHES = [
     "ablate(cross.0.1)",
+    "ablate(cross.1)",
     "ablate(encoder.0.0 encoder.0.2 encoder.0.3)",
     "even(decoder.1.2)",
     "unscaled(cross.1.0)",
@@ -155,6 +162,87 @@ def test_every_switch_is_that_of_python(demo: Model, page: Path) -> None:
         # Heads of a layer are summed in any order, and a product is computed first or last.
         is_same = calls in ([], ["fold()"], ["exchange(encoder.0.0, encoder.0.1)"])
         assert (_largest(logits, unchanged) < 1e-3) == is_same, calls
+
+
+@needs_node
+@pytest.mark.parametrize(
+    "calls", [SWITCHES[::5], pytest.param(SWITCHES, marks=pytest.mark.slow)], ids=["a few", "all"]
+)
+def test_every_switch_has_the_figures_of_python(demo: Model, page: Path, calls: list[str]) -> None:
+    """Divergences, losses and probabilities are those of the page with a server."""
+    target = demo.translate(SENTENCE).text
+    explorer = Explorer(demo)
+    fields = {"text": SENTENCE, "target": target, "layer": "cross.1", "head": 2, "query": 3}
+    rows = ask(page, *(("row", {**fields, "changes": [call]}) for call in calls))
+    for call, row in zip(calls, rows, strict=True):
+        own = explorer.row(Shown(SENTENCE, target, (call,)), "cross.1", 2, 3)
+        for name in ("kl", "mean_kl", "loss"):
+            assert row["next"][name] == pytest.approx(own["next"][name], abs=1e-3), (call, name)
+        assert row["weights"] == pytest.approx(own["weights"], abs=1e-3), call
+        probabilities = {token: after for token, _, after in row["next"]["tokens"]}
+        for token, _, after in own["next"]["tokens"]:
+            assert probabilities.get(token, after) == pytest.approx(after, abs=1e-3), call
+
+
+def _same_matrices(found: dict[str, Any], own: dict[str, Any]) -> None:
+    """Pictures, spectra, figures and directions of a head are those of Python."""
+    for name, rows in own["pictures"].items():
+        drawn = [[int(digit, 16) for digit in line] for line in rows]
+        differences = torch.tensor(drawn) - torch.tensor(
+            [[int(digit, 16) for digit in line] for line in found["pictures"][name]]
+        )
+        assert differences.abs().max() <= 1  # a size may lie between two digits
+        assert (differences != 0).float().mean() < 0.02
+    for form, values in own["spectra"].items():
+        assert found["spectra"][form] == pytest.approx(values, rel=1e-3, abs=1e-4)
+        assert found["chance"][form] == pytest.approx(own["chance"][form], rel=1e-5)
+    left_out = {name for name, value in own["figures"].items() if value is None} | {"ov_copying"}
+    assert {name for name, value in found["figures"].items() if value is not None} == own[
+        "figures"
+    ].keys() - left_out
+    for name in own["figures"].keys() - left_out:
+        assert found["figures"][name] == pytest.approx(own["figures"][name], rel=2e-3), name
+    for form in ("qk", "ov"):
+        # The first direction; those of nearly equal singular values may be turned into each other.
+        ends = [
+            {
+                (tuple(one["reads"]), tuple(one["writes"]))
+                for one in of["directions"]
+                if one["form"] == form and not one["number"]
+            }
+            for of in (found, own)
+        ]
+        assert ends[0] == ends[1]
+
+
+@needs_node
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("place", ["cross.0.1", "encoder.1.0", "decoder.0.2"])
+def test_a_head_has_the_pictures_spectra_and_directions_of_python(
+    demo: Model, page: Path, place: str
+) -> None:
+    layer, head = place.rsplit(".", 1)
+    (found,) = ask(page, ("head", {"changes": [], "layer": layer, "head": int(head)}))
+    _same_matrices(found, Explorer(demo).head((), layer, int(head)))
+
+
+@needs_node
+def test_words_are_those_of_python(demo: Model, page: Path) -> None:
+    text = "Am 3. Mai um halb vier kostet es 1234,50 Euro."
+    target = demo.translate(text).text
+    (found,) = ask(page, ("view", {"text": text, "target": target, "changes": []}))
+    attention = demo.attend(text, target)
+    for kind in found["texts"][0]["kinds"]:
+        own = attention.words(f"{kind['kind']}.0")
+        # Queries of the decoder are shown as the tokens that they produce.
+        shown = attention.words("cross.0" if kind["kind"] == "decoder" else f"{kind['kind']}.0").target
+        assert kind["query_words"] == [word.start for word in shown]
+        assert kind["key_words"] == [word.start for word in own.source]
+        assert len(kind["key_words"]) < len(kind["keys"])
+    served = Explorer(demo).view(Shown(text, target))["texts"][0]["kinds"]
+    for kind, own in zip(found["texts"][0]["kinds"], served, strict=True):
+        for name in ("queries", "keys", "query_words", "key_words"):
+            assert kind[name] == [*own[name]], (kind["kind"], name)
 
 
 def test_the_page_offers_the_changes_of_the_server() -> None:
@@ -292,6 +380,8 @@ def test_a_language_model_of_a_recipe_writes_as_python_does(name: str, tmp_path:
         ("encode", {"text": TEXT + "<eos> x<mask>", "parses": True}),
     )
     assert _largest(logits, _logits(model, [*ids], None)) < 1e-3
+    (form,) = ask(tmp_path / "page.html", ("head", {"changes": [], "layer": "1", "head": 1}))
+    _same_matrices(form, Explorer(model).head((), "1", 1))
     assert encoded == [*model.reader.encode([TEXT + "<eos> x<mask>"])[0].ids]
     options = {"max_new_tokens": 6, "generation_config": "ignore"}
     own = model.generate("O Romeo", beam_size=3, num_samples=3, **options)
@@ -313,6 +403,28 @@ def test_texts_of_every_script_are_cut_and_joined_as_in_python(kind: Any, tmp_pa
     ]  # fmt: skip
     found = ask(tmp_path / "page.html", *(("encode", {"text": text, "parses": True}) for text in texts))
     assert found == model.tokenizer.encode(texts, parse_special=True)
+    words = ask(tmp_path / "page.html", *(("words", {"text": text}) for text in texts))
+    for starts, ids in zip(words, found, strict=True):
+        special = [token in model.tokenizer.special_ids for token in ids]
+        own = all_words_of(model.tokenizer.word_pieces(ids), special)
+        assert starts == [word.start for word in own]
+
+
+@needs_node
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["characters", "bpe"])
+def test_a_language_model_goes_on_after_two_hundred_texts_as_python_does(kind: Any, tmp_path: Path) -> None:
+    module, folder = _language_model({"positions": _LEARNED}, kind, tmp_path)
+    model = load(module, tokenizer=folder)
+    page = tmp_path / "page.html"
+    model.convert(page, "web", "float32")
+    texts = [english[:40] for _, english in generate_pairs(200, "test", 7)]
+    found = ask(page, *(("search", {"text": text, "beam": 1, "count": 8}) for text in texts))
+    own = [model.generate(text, max_new_tokens=8, generation_config="ignore").text for text in texts]
+    assert [one[0]["text"] for one in found] == own
+    ids = [[*model.reader.encode([text])[0].ids] for text in texts]
+    logits = ask(page, *(("logits", {"ids": one}) for one in ids))
+    assert max(_largest(one, _logits(model, of, None)) for one, of in zip(logits, ids, strict=True)) < 1e-3
 
 
 @pytest.mark.slow

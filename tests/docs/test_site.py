@@ -19,7 +19,7 @@ _LOADED = re.compile(r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="(
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(demo_page: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built by what `make docs` runs; a link or an anchor that leads nowhere is a warning."""
     pytest.importorskip("zensical", reason="it comes with the extra [docs]")
     folder = tmp_path_factory.mktemp("site")
@@ -27,6 +27,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = config.replace("paths: [src]", f"paths: [{ROOT / 'src'}]")
     (folder / "mkdocs.yml").write_text(config)
     shutil.copytree(ROOT / "docs", folder / "docs")
+    shutil.copy(demo_page, folder / "docs" / "demo.html")  # as docs/demo_page.py makes it
     command = [sys.executable, "-m", "zensical", "build", "--strict"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -65,6 +66,11 @@ def test_no_formula_is_left_as_source(site: Path) -> None:
         built = site / (name.with_name("index.html") if page.name == "README.md" else name)
         text = re.sub(r"<(pre|code)\b.*?</\1>", "", built.read_text(encoding="utf-8"), flags=re.DOTALL)
         assert not re.search(r"\$`|\\(?:frac|sqrt|sum|mathrm|top)\b", text), name
+
+
+def test_the_page_of_the_demo_is_part_of_the_site(site: Path, demo_page: Path) -> None:
+    assert (site / "demo.html").read_bytes() == demo_page.read_bytes()
+    assert 'href="demo.html' in (site / "index.html").read_text(encoding="utf-8")
 
 
 def test_a_documented_name_has_its_signature_and_its_arguments(site: Path) -> None:

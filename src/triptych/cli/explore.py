@@ -12,12 +12,13 @@ from triptych.cli.failures import say
 from triptych.cli.outputs import Output, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import Terminal, print_written, progress_bar
+from triptych.converting.web import UnfitForPageError, write_web
 from triptych.errors import DataError, UsageError
 from triptych.model import Model, load
 from triptych.running.opening import RECIPE
 from triptych.seeing.attending import HeldOutText
-from triptych.seeing.reports import is_page
-from triptych.serving.recording import write_page
+from triptych.seeing.reports import is_page, short_name
+from triptych.serving.recording import Recording
 from triptych.training import read_recipe, task_of
 
 
@@ -50,7 +51,8 @@ def explore(
             a translator the sentences. A few kB will do. Default: a run's validation text, where it is found.
         held_out_targets: The translations of --held-out, line by line.
         no_open: Print the address and open no browser.
-        html: Write the page of --text to this file, with recorded answers, and serve nothing.
+        html: Write the page to this file, and serve nothing. A small model is in the file itself; of another
+            model the answers to --text are recorded.
         force: Replace an existing file, even if triptych did not write it.
 
     Examples:
@@ -62,8 +64,6 @@ def explore(
             "--held-out-targets are the translations of --held-out: give both"
         )
     if html is not None:
-        if text is None:
-            raise UsageError("--html writes the page of one text: give --text")
         require_free(
             [Output(html, is_page)],
             [Path(model)] if Path(model).exists() else [],
@@ -71,8 +71,7 @@ def explore(
         )
         opened = load(model, **opening)
         given = _held_out(opened, held_out, held_out_targets)
-        with progress_bar("{task.description}", "recording", of_bytes=False) as tell:
-            write_page(opened, text, html, given, tell)
+        _write_page(opened, html, text, given)
         print_written([html], Terminal(soft_wrap=True))
         return
     address = f"http://127.0.0.1:{port}/" + (
@@ -86,9 +85,8 @@ def explore(
                 target=webbrowser.open, args=(address,), daemon=True
             ).start()
 
-    name = (
-        re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-._")[:64] or "model"
-    )
+    own = short_name(model).rpartition("/")[2]
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", own).strip("-._")[:64] or "model"
     opened = load(model, **opening)
     given = _held_out(opened, held_out, held_out_targets)
     triptych.serve(
@@ -101,6 +99,30 @@ def explore(
         ready=ready,
     )
     say("stopped")
+
+
+def _write_page(
+    model: Model, path: Path, text: str | None, held_out: HeldOutText | None
+) -> None:
+    """Write the page with the model in it, or else with recorded answers."""
+    try:
+        write_web(model.reader, path, text=text or "", held_out=held_out)
+    except UnfitForPageError as why:
+        if text is None:
+            raise UsageError(
+                f"{why}; for recorded answers to one text, give --text"
+            ) from None
+        say(f"{why}; the answers to one text are recorded instead")
+    else:
+        return
+    recording = Recording(model, text, held_out)
+    cost = recording.estimate()
+    say(
+        f"recording {len(recording.layers)} layers and {len(recording.calls)} switches: "
+        f"about {cost.seconds:.0f} s and {cost.bytes / 1e6:.1f} MB"
+    )
+    with progress_bar("{task.description}", "recording", of_bytes=False) as tell:
+        recording.write(path, tell)
 
 
 def _held_out(

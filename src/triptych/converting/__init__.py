@@ -7,7 +7,7 @@ models to families of `transformers`, and `output_checks.py` compares results wi
 `engine_verbs.py` translates, generates and evaluates by the engine of a model's options (`engines.py`),
 `teachers.py` distils, and `capabilities.py` lists the verbs of a model. Start with `conversion.py`.
 
-Interface: `capabilities`, `conversion`, `engine_verbs`, `teachers`.
+Interface: `capabilities`, `conversion`, `engine_verbs`, `teachers`, `web`.
 """
 
 from triptych.converting.conversion import Conversion, convert

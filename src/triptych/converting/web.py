@@ -34,7 +34,6 @@ from triptych.errors import DataError, TriptychError, UsageError
 from triptych.files import write_text
 from triptych.literals import Quantization
 from triptych.printable import printable
-from triptych.running.measuring import cut_windows
 from triptych.running.opening import RECIPE, Reader
 from triptych.running.text import (
     BYTE_ALPHABET,
@@ -42,7 +41,8 @@ from triptych.running.text import (
     PretrainedTokenizer,
     Tokenizer,
 )
-from triptych.seeing.attending import PYTHON_OF
+from triptych.seeing.attending import PYTHON_OF, HeldOutText
+from triptych.seeing.inspection import random_spectra
 from triptych.seeing.reports import make_page, short_name
 from triptych.training import read_recipe, task_of
 
@@ -78,8 +78,12 @@ _SEMANTICS = (
 )
 
 
-def _refused(what: str, where: str) -> UsageError:
-    return UsageError(
+class UnfitForPageError(UsageError):
+    """A model that a page for the web cannot compute."""
+
+
+def _refused(what: str, where: str) -> UnfitForPageError:
+    return UnfitForPageError(
         f"a page for the web does not compute {what} ({where}): triptych explore MODEL shows such a model"
     )
 
@@ -385,6 +389,18 @@ class _Described:
             )
         return found
 
+    def chance(self) -> dict[str, list[float]]:
+        """Return mean spectra of random forms by the width of their maps."""
+        widths = {
+            (weights.d_model, weights.width(side))
+            for weights in self.attention.values()
+            for side in ("q", "v")
+        }
+        return {
+            str(width): random_spectra(d_model, width).values.mean(dim=0).tolist()
+            for d_model, width in sorted(widths)
+        }
+
     @torch.no_grad()
     def rounded(self) -> Reader:
         """Return the model with the weights of the page, in float32."""
@@ -412,7 +428,7 @@ class _Described:
 def _tokenizer_record(tokenizer: Tokenizer, which: str) -> dict[str, Any]:
     """Return a tokenizer as data for the engine."""
 
-    def refused(what: str) -> UsageError:
+    def refused(what: str) -> UnfitForPageError:
         return _refused(what, which)
 
     match tokenizer:
@@ -510,7 +526,7 @@ def _search_record(reader: Reader) -> dict[str, Any]:
     }
 
 
-def _held_out(reader: Reader) -> tuple[dict[str, Any] | None, str]:
+def _validation_text(reader: Reader) -> tuple[HeldOutText | None, str]:
     """Return the first validation sentences of a run, or None with the reason."""
     if not (reader.folder / RECIPE).is_file():
         return None, "no recipe names a validation text"
@@ -520,9 +536,14 @@ def _held_out(reader: Reader) -> tuple[dict[str, Any] | None, str]:
         texts, targets = task.validation_text(Path())
         if targets is not None:
             texts, targets = texts[:MOST_PAIRS], targets[:MOST_PAIRS]
-        windows = cut_windows(reader, texts, targets, most_tokens=_MOST_TOKENS)
+        return HeldOutText(reader, texts, targets, most_tokens=_MOST_TOKENS), ""
     except TriptychError as error:
         return None, f"the validation text cannot be read: {error}"
+
+
+def _held_out_record(reader: Reader, text: HeldOutText) -> dict[str, Any]:
+    """Return the first sentences or windows of a held-out text as data for the engine."""
+    windows = text.windows.within(_MOST_TOKENS)
     parts = [
         {
             "unit": unit,
@@ -531,8 +552,9 @@ def _held_out(reader: Reader) -> tuple[dict[str, Any] | None, str]:
         }
         for unit, window in zip(windows.unit_of, windows.windows, strict=True)
     ]
-    units = "sentences" if targets is not None else windows.units
-    return {"units": units, "windows": parts}, ""
+    if not reader.translates:
+        return {"name": text.name, "units": windows.units, "windows": parts}
+    return {"name": text.name, "units": "sentences", "windows": parts[:MOST_PAIRS]}
 
 
 def _example(reader: Reader, held_out: Mapping[str, Any] | None) -> str:
@@ -563,13 +585,24 @@ def _difference(reader: Reader, rounded: Reader) -> ConversionCheck:
 
 
 def write_web(
-    reader: Reader, path: Path, quantization: Quantization = "float16"
+    reader: Reader,
+    path: Path,
+    quantization: Quantization = "float16",
+    *,
+    text: str = "",
+    held_out: HeldOutText | None = None,
 ) -> WrittenModel:
-    """Write a model as an HTML page to run it in a browser."""
+    """Write a model as an HTML page to run it in a browser.
+
+    The page begins with `text`, by default a held-out sentence. Losses are those of `held_out`, by default of
+    a run's validation text. Raises `UnfitForPageError` for a model that the page cannot compute.
+    """
     if reader.ensemble:
-        raise UsageError("a page for the web has one model: leave out the ensemble")
+        raise UnfitForPageError(
+            "a page for the web has one model: leave out the ensemble"
+        )
     if not reader.has_tokenizer:
-        raise UsageError(
+        raise UnfitForPageError(
             f"{reader.name} has no tokenizer: a page reads and writes text"
         )
     if reader.translates and not reader.is_searched:
@@ -577,7 +610,7 @@ def write_web(
     parameters = sum(given.numel() for given in {*reader.model.parameters()})
     bytes_of = {"float32": 4, "float16": 2, "int8": 1}[quantization]
     if parameters * bytes_of > MOST_BYTES:
-        raise UsageError(
+        raise UnfitForPageError(
             f"{reader.name} has {parameters:,} parameters, {parameters * bytes_of / 2**20:,.0f} MiB in "
             f"{quantization}, and a page has at most {MOST_BYTES >> 20} MiB of weights: triptych explore "
             "MODEL shows it, and --quantization int8 is the smallest"
@@ -585,7 +618,10 @@ def write_web(
     # Unsupported models are refused before anything is computed.
     described = _Described(reader, quantization)
     check = _difference(reader, described.rounded())
-    held_out, why = _held_out(reader)
+    why = ""
+    if held_out is None:
+        held_out, why = _validation_text(reader)
+    losses = None if held_out is None else _held_out_record(reader, held_out)
     tokenizer = (
         {
             "source": _tokenizer_record(reader.tokenizers.source, "the tokenizer"),
@@ -605,9 +641,10 @@ def write_web(
         "name": name,
         "search": _search_record(reader),
         "tokenizers": tokenizer,
-        "held_out": held_out,
-        "example": _example(reader, held_out),
+        "held_out": losses,
+        "example": text or _example(reader, losses),
         "python": dict(PYTHON_OF),
+        "chance": described.chance(),
         "source_of": name,
     }
     weights = base64.b64encode(b"".join(described.packer.parts)).decode("ascii")
@@ -617,14 +654,20 @@ def write_web(
         f"{difference:.2g} of those that Python computes from the original weights (on random tokens)."
     )
     page = make_page(
-        "web.html", title=name, answers=None, model=record, weights=weights, about=about
+        "web.html",
+        title=name,
+        answers=None,
+        model=record,
+        weights=weights,
+        about=about,
+        intro=f"A {'translator' if reader.translates else 'language model'}, computed in this page",
     )
     write_text(path, page)
     kind = "encoder-decoder" if reader.translates else "language model"
     of_loss = (
         f"no held-out text for the loss ({why})"
-        if held_out is None
-        else f"{len(held_out['windows'])} parts of the validation text for the loss"
+        if losses is None
+        else f"{len(losses['windows'])} {losses['units']} of held-out text for the loss"
     )
     folded = ("every head written as W_Q, W_K, W_V and W_O", of_loss)
     return WrittenModel(kind, parameters, folded, (check,))

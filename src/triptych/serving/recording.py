@@ -1,9 +1,10 @@
 """Page as a file: one text, with recorded answers instead of a server."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, final
 
 from triptych.errors import TriptychError
 from triptych.files import write_text
@@ -11,7 +12,7 @@ from triptych.model import Model
 from triptych.printable import printable
 from triptych.progress import Progress, untold
 from triptych.seeing.attending import HeldOutText
-from triptych.seeing.reports import make_page
+from triptych.seeing.reports import make_page, short_name
 from triptych.serving.exploring import Explorer, Shown, rounded
 
 _DIGITS = 4
@@ -20,75 +21,102 @@ _NEW_TOKENS = 12
 _RANKS = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 
 
-def write_page(
-    model: Model,
-    text: str,
-    path: Path,
-    held_out: HeldOutText | None = None,
-    progress: Progress = untold,
-) -> None:
-    """Write the page of one text as a self-contained HTML file.
+class RecordingCost(NamedTuple):
+    """Estimated cost of a recording."""
+
+    seconds: float
+    bytes: float
+
+
+@final
+class Recording:
+    """Recorded answers by question, with the same spelling of questions as in the page's script.
 
     The file has all attention weights, one row of every head, every row of the most informative head, the
     matrices of every head, and the separate what-ifs of this head, with their loss on the held-out text.
     """
-    name = Path(model.name).name
-    recorded = _Recording(
-        Explorer(model, held_out=held_out), name, text, progress
-    ).answers
-    title = f"Explore attention: {printable(name)}"
-    write_text(path, make_page("explore.html", title=title, answers=recorded))
-
-
-class _Recording:
-    """Recorded answers by question, with the same spelling of questions as in the page's script."""
 
     def __init__(
-        self, explorer: Explorer, name: str, text: str, progress: Progress
+        self, model: Model, text: str, held_out: HeldOutText | None = None
     ) -> None:
-        self.explorer = explorer
-        self.name = name
+        """Read the text; `estimate` and `write` compute the answers."""
+        self.explorer = Explorer(model, held_out=held_out)
+        self.name = printable(short_name(model.name))
         self.text = text
-        self.progress = progress
         self.answers: dict[str, Any] = {"text": text}
-        about = explorer.about()
+        about = self.explorer.about()
         self.keep(
-            "models", {}, {"models": [{"name": name, "languages": None, **about}]}
+            "models",
+            {},
+            {"models": [{"name": self.name, "languages": None, **about}]},
         )
-        written = self.write(())
+        written = self.write_text(())
         self.target = written["candidates"][0]["text"] if written["candidates"] else ""
         data = self.view("view", ())
-        self.view("gallery", ())
         kinds = data["texts"][0]["kinds"]
-        layers = [(kind, layer) for kind in kinds for layer in kind["layers"]]
-        for done, (kind, layer) in enumerate(layers):
-            progress(f"{kind['kind']} layer {layer['number']}", done, len(layers))
-            for head in layer["heads"]:
-                self.row((), kind, layer["number"], head["number"])
-                fields = {
-                    "changes": [],
-                    "layer": self.place(layer["number"], kind),
-                    "head": head["number"],
-                }
-                found = explorer.head((), fields["layer"], head["number"])
-                self.keep("head", {"model": name, **fields}, found)
-        telling = next((kind for kind in kinds if kind["kind"] == "cross"), kinds[0])
-        at, head = telling["telling"]
-        layer = telling["layers"][at]["number"]
-        for query in range(len(telling["queries"])):
-            self.row((), telling, layer, head, query)
-        calls = [*self.what_ifs(self.place(layer, telling), head)]
-        for done, call in enumerate(calls):
-            progress(f"what if {call}", done, len(calls))
-            try:
-                self.row((call,), telling, layer, head)
-                self.view("view", (call,))
-                self.write((call,))
-                self.compare((call,))
-            except (
-                TriptychError
-            ) as error:  # the page shows the reason of a refused what-if
-                self.answers[f"why {call}"] = str(error)
+        self.layers = [(kind, layer) for kind in kinds for layer in kind["layers"]]
+        # The head of the what-ifs and of all rows.
+        self.telling = next(
+            (kind for kind in kinds if kind["kind"] == "cross"), kinds[0]
+        )
+        at, self.head = self.telling["telling"]
+        self.layer = self.telling["layers"][at]["number"]
+        self.calls = [*self.what_ifs(self.place(self.layer, self.telling), self.head)]
+
+    def estimate(self) -> RecordingCost:
+        """Record the first layer and the first what-if, and estimate the cost of all."""
+        seconds = size = 0.0
+        for record, times in (
+            (lambda: self.record_layer(*self.layers[0]), len(self.layers)),
+            (lambda: self.record_what_if(self.calls[0]), len(self.calls)),
+        ):
+            before = self.size
+            began = time.monotonic()
+            record()
+            seconds += times * (time.monotonic() - began)
+            size += times * (self.size - before)
+        return RecordingCost(seconds, size)
+
+    @property
+    def size(self) -> int:
+        """The length of the answers as JSON."""
+        return len(json.dumps(self.answers))
+
+    def write(self, path: Path, progress: Progress = untold) -> None:
+        """Compute the remaining answers and write a self-contained HTML file."""
+        self.view("gallery", ())
+        for done, (kind, layer) in enumerate(self.layers):
+            progress(f"{kind['kind']} layer {layer['number']}", done, len(self.layers))
+            self.record_layer(kind, layer)
+        for query in range(len(self.telling["queries"])):
+            self.row((), self.telling, self.layer, self.head, query)
+        for done, call in enumerate(self.calls):
+            progress(f"what if {call}", done, len(self.calls))
+            self.record_what_if(call)
+        page = make_page("explore.html", title=self.name, answers=self.answers)
+        write_text(path, page)
+
+    def record_layer(self, kind: dict[str, Any], layer: dict[str, Any]) -> None:
+        """Record one row and the matrices of every head of a layer."""
+        for head in layer["heads"]:
+            self.row((), kind, layer["number"], head["number"])
+            fields = {
+                "changes": [],
+                "layer": self.place(layer["number"], kind),
+                "head": head["number"],
+            }
+            found = self.explorer.head((), fields["layer"], head["number"])
+            self.keep("head", {"model": self.name, **fields}, found)
+
+    def record_what_if(self, call: str) -> None:
+        """Record the effect of a what-if, or the reason of its refusal."""
+        try:
+            self.row((call,), self.telling, self.layer, self.head)
+            self.view("view", (call,))
+            self.write_text((call,))
+            self.compare((call,))
+        except TriptychError as error:
+            self.answers[f"why {call}"] = str(error)
 
     def place(self, number: int, kind: dict[str, Any]) -> str:
         """Return the name of a layer in `Model`."""
@@ -130,7 +158,7 @@ class _Recording:
             "changes": list(changes),
         }
 
-    def write(self, changes: tuple[str, ...]) -> Any:
+    def write_text(self, changes: tuple[str, ...]) -> Any:
         fields = {
             "model": self.name,
             "text": self.text,

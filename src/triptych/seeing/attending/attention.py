@@ -229,16 +229,16 @@ class Attention:
     def _words_of(self, place: str | int) -> AlignedWords:
         stack, layer, head = self._place(place)
         weights = layer.weights(heads=None if head is None else [head]).mean(dim=0)
-        keys, queries = (all_words_of(*side) for side in self._word_pieces(stack))
+        keys, queries = (all_words_of(*side) for side in self._word_pieces(stack.kind))
         return AlignedWords(keys, queries, mean_word_weights(weights, keys, queries))
 
     def _word_pieces(
-        self, stack: StackAttention
+        self, kind: AttentionKind
     ) -> Iterator[tuple[list[str], list[bool]]]:
         """Yield the tokens of the keys and of the queries as parts of words, with True for special tokens."""
         for ids, reads_source in zip(
-            reversed(stack_ids(self._text, stack.kind)),
-            (stack.kind in ("encoder", "cross"), stack.kind == "encoder"),
+            reversed(stack_ids(self._text, kind)),
+            (kind in ("encoder", "cross"), kind == "encoder"),
             strict=True,
         ):
             reader = self._reader
@@ -552,6 +552,11 @@ class Attention:
         marked = self.num_generated > 0 and (produced or self.source_ids is None)
         # The decoder of an encoder-decoder reads a produced token one position later.
         first_key = given + 1 if produced else given
+        key_words, query_words = self._word_starts(stack.kind)
+        if (
+            produced
+        ):  # queries of the decoder are shown as the tokens that they produce, too
+            _, query_words = self._word_starts("cross")
         return ViewedKind(
             stack.kind,
             tuple(map(readable, stack.queries)),
@@ -563,6 +568,15 @@ class Attention:
             else None,
             stack.second_query,
             stack.second_key,
+            query_words,
+            key_words,
+        )
+
+    def _word_starts(self, kind: AttentionKind) -> tuple[tuple[int, ...], ...]:
+        """Return the first token of each word of the keys and of the queries."""
+        return tuple(
+            tuple(word.start for word in all_words_of(*side))
+            for side in self._word_pieces(kind)
         )
 
     def __getattr__(self, name: str) -> NoReturn:

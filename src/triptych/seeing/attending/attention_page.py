@@ -84,6 +84,9 @@ class ViewedKind:
     # index of the first query token of a pair's second text; None for a single text
     second_query: int | None = None
     second_key: int | None = None  # the same for key tokens
+    # first token of each word that looks; None without words
+    query_words: tuple[int, ...] | None = None
+    key_words: tuple[int, ...] | None = None  # the same for key tokens
 
     @property
     def marked(self) -> tuple[int | None, int | None]:
@@ -258,6 +261,8 @@ def _pack_kind(kind: ViewedKind) -> dict[str, Any]:
         "generated_key": kind.first_generated_key,
         "second_query": kind.second_query,
         "second_key": kind.second_key,
+        "query_words": kind.query_words,
+        "key_words": kind.key_words,
         "layers": [
             {
                 "number": layer.number,

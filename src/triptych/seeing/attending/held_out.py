@@ -63,6 +63,7 @@ class HeldOutText:
         num_parts: number of parts.
         num_tokens: number of predicted tokens.
         units: sampling units of intervals: documents, or the windows of a single document.
+        windows: the windows of the text.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class HeldOutText:
         reader.check([window.text for window in windows.windows], None)
         self.name = text.name if isinstance(text, Path) else ""
         self.units = windows.units
+        self.windows = windows
         self._reader = reader
         self._batches = [*batches_of(reader, windows, _TOKENS_OF_A_PART)]
         # Predicted tokens of each unit.

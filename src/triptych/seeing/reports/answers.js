@@ -1,6 +1,7 @@
 // Answers for the page, computed by `engine` from the model in this file, in the records of a server.
 const MOST_KEYS = 32;
 const MOST_NEXT = 8;
+const MOST_SENTENCES = 3;
 const OVERVIEW = 96; // rows and columns of a small map, at most
 const RESAMPLES = 1000;
 
@@ -73,8 +74,13 @@ class Answers {
     }));
     const { held_out } = this.record;
     const tokens = held_out && held_out.windows.reduce((sum, one) => sum + this.predicted(one), 0);
-    const about = held_out && { name: "", tokens, parts: Math.ceil(held_out.windows.length / 5), units: held_out.units };
-    return { models: [{ name, languages: null, can: ["read", "run", source ? "translate" : "generate"], pairs: source, layers, exact: [], held_out: about }] };
+    const about = held_out && { name: held_out.name, tokens, parts: Math.ceil(held_out.windows.length / 5), units: held_out.units };
+    return { models: [{ name, languages: null, can: ["read", "run", source ? "translate" : "generate"], pairs: source, layers, exact: [], held_out: about, examples: this.examples() }] };
+  }
+  // The held-out sentences of a translator
+  examples() {
+    const { held_out, source } = this.record;
+    return source && held_out ? held_out.windows.map(({ source: ids }) => this.source.decode(ids)) : [];
   }
 
   write({ text, changes: calls, count, beam = 4 }) {
@@ -104,7 +110,7 @@ class Answers {
       while (head >= counts[layer]) head -= counts[layer++];
       maps.push(...weights.map(({ data }) => ({ form: "whole", data })));
       return {
-        kind, queries, keys, generated_query: first, generated_key: first, telling: [layer, head],
+        kind, queries, keys, ...this.words(found, kind), generated_query: first, generated_key: first, telling: [layer, head],
         layers: own.map(({ name, steps }) => ({ number: Number(name.split(".").pop()), heads: steps.map((_, number) => ({ number, label: "", facts: [] })) })),
         overview: [small[0].rows, small[0].columns], bins: [bin(queries.length), bin(keys.length)],
         overviews: Uint8Array.from(small.flatMap((map) => [...map.data]), (weight) => Math.round(255 * Math.sqrt(Math.min(1, weight)))),
@@ -119,6 +125,16 @@ class Answers {
     if (kind === "encoder") return { queries: read, keys: read };
     const start = this.target.shown(this.record.search.start);
     return { queries: written, keys: kind === "cross" ? read : [start, ...written.slice(0, -1)] };
+  }
+
+  // The first token of each word of queries and keys
+  words({ ids, source }, kind) {
+    const written = wordStarts(this.target, ids);
+    if (!source) return { query_words: written, key_words: written };
+    const read = wordStarts(this.source, source);
+    if (kind === "encoder") return { query_words: read, key_words: read };
+    const before = wordStarts(this.target, [this.record.search.start, ...ids.slice(0, -1)]);
+    return { query_words: written, key_words: kind === "cross" ? read : before };
   }
 
   // One row of a head, step by step
@@ -150,6 +166,12 @@ class Answers {
       positions: own.rotary ? "rotary" : own.slopes ? "alibi" : "none", compares: own.additive ? "scores" : "products",
       direct_effect: this.directEffect(model, found, layer, query, projected), next: this.next(asked, layer, query),
     };
+  }
+  // A head as matrices
+  head({ changes: calls, layer, head }) {
+    const model = this.changed(calls);
+    const { source, chance } = this.record;
+    return forms.head(model, model.layer(layer), head, { source: source ? this.source : null, target: this.target, chance });
   }
   stepsOf(found, layer) {
     const { change, steps } = found.made.find(({ name }) => name === layer);
@@ -213,9 +235,59 @@ class Answers {
     });
     const total = counts.reduce((a, b) => a + b, 0);
     const loss = [before, after].map((own) => own.reduce((a, b) => a + b, 0) / total);
-    return { parts, loss, interval: units > 1 ? ratioInterval(sums, counts) : null };
+    return { parts, loss, interval: units > 1 ? ratioInterval(sums, counts) : null, most: this.mostChanged(before, after) };
+  }
+  // The sentences of a translator whose loss rises most, in nats per token
+  mostChanged(before, after) {
+    const { windows } = this.record.held_out;
+    if (!this.record.source) return [];
+    const rises = windows.map((one, i) => (after[i] - before[i]) / this.predicted(one));
+    return engine.largest(rises, MOST_SENTENCES).filter((i) => rises[i] > 1e-3).map((i) => ({ text: this.source.decode(windows[i].source), nats: rises[i] }));
   }
   predicted({ ids, source }) { return source ? ids.length : ids.length - 1; }
+}
+
+// Words
+
+// Scripts without spaces between words: a character of them is a word.
+const UNSPACED = /^[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u1950-\u19ff\u1a20-\u1aaf\u1b00-\u1b7f\ua980-\ua9df\uaa60-\uaadf\u2e80-\u2fdf\u3005-\u3007\u3021-\u3029\u3031-\u303b\u3040-\u312f\u31a0-\u31bf\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\u{20000}-\u{3fffd}]/u;
+const charactersOf = (bytes) => [...new TextDecoder("utf-8", { ignoreBOM: true }).decode(Uint8Array.from(bytes))];
+// The first character of a token; of an incomplete one, a possible character
+function firstCharacter(bytes) {
+  if (bytes[0] >= 0x80 && bytes[0] < 0xc0) return "\u0300"; // inside of a character
+  const [first] = charactersOf(bytes);
+  if (first !== "\ufffd") return first;
+  const possible = [...Array(64).keys()].map((i) => charactersOf([...bytes.slice(0, 3), 0x80 + i, 0x80, 0x80])[0]);
+  return possible.find((one) => UNSPACED.test(one)) ?? first;
+}
+function goesOn(before, bytes) {
+  const first = firstCharacter(bytes);
+  const last = charactersOf(before).pop() ?? "";
+  return /^[\p{M}\u200c\u200d\u{1f3fb}-\u{1f3ff}]/u.test(first) || !(UNSPACED.test(first) || UNSPACED.test(last));
+}
+// The first token of each word. A word begins at a space; marks are words, and spaces belong to the word after them.
+function wordStarts(tokenizer, ids) {
+  const words = [];
+  let isFresh = true; // the next token begins a word
+  let spaces = null; // the first token of the spaces before it
+  const begin = (at, bytes) => {
+    words.push({ start: spaces ?? at, bytes });
+    spaces = null;
+  };
+  ids.forEach((id, at) => {
+    const piece = tokenizer.shown(id);
+    const isSpecial = tokenizer.isSpecial.has(id);
+    const raw = isSpecial || tokenizer.kind === "characters" ? [...new TextEncoder().encode(piece)] : tokenizer.bytes(id);
+    const bytes = raw.filter((byte) => byte !== 32);
+    const isMark = /^\p{P}+$/u.test(piece.replaceAll(" ", ""));
+    if (isSpecial) begin(at, []);
+    else if (!bytes.length) spaces ??= at;
+    else if (isFresh || isMark || piece.startsWith(" ") || !goesOn(words[words.length - 1].bytes, bytes)) begin(at, bytes);
+    else words[words.length - 1].bytes.push(...bytes);
+    isFresh = isSpecial || !bytes.length || isMark;
+  });
+  if (spaces !== null) begin(spaces, []);
+  return words.map(({ start }) => start);
 }
 
 // Ends of the 95 % bootstrap interval of Σ sums / Σ counts, by resampling the sentences

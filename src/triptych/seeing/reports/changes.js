@@ -12,7 +12,7 @@ const changes = (() => {
   // The left singular vectors of A B, the largest first, and the singular values: one-sided Jacobi on A Rᵀ, where
   // Bᵀ = Q R. Each pair of columns is turned until it is orthogonal.
   function singular(A, B) {
-    const R = triangle(transposed(B));
+    const { R } = factored(transposed(B));
     const columns = [];
     for (let j = 0; j < R.rows; j++) {
       columns.push(Float64Array.from({ length: A.rows }, (_, i) => dot(row(A, i), row(R, j))));
@@ -39,8 +39,8 @@ const changes = (() => {
     return { U, values: sized.map(([size]) => size) };
   }
 
-  // R of X = Q R, by Gram and Schmidt, twice for each column
-  function triangle(X) {
+  // Q (as a list of columns) and R of X = Q R, by Gram and Schmidt, twice for each column
+  function factored(X) {
     const Q = [];
     const R = matrix(X.columns, X.columns);
     for (let j = 0; j < X.columns; j++) {
@@ -56,7 +56,13 @@ const changes = (() => {
       R.data[j * R.columns + j] = size;
       Q.push(column.map((value) => (size > 1e-12 ? value / size : 0)));
     }
-    return R;
+    return { Q, R };
+  }
+  // Orthonormal vectors that span the columns of X
+  function orthonormal(X) {
+    const { Q, R } = factored(X);
+    const sizes = Q.map((_, i) => R.data[i * R.columns + i]);
+    return Q.filter((_, i) => sizes[i] > 1e-5 * Math.max(...sizes));
   }
 
   // U_r U_rᵀ W: the part of a map that the first r singular vectors of the form W B reach
@@ -67,7 +73,11 @@ const changes = (() => {
     return times(kept, times(transposed(kept), W));
   }
 
-  const eachHead = (model, places) => places.split(/\s+/).map((place) => model.place(place));
+  // Heads by name; the name of a layer stands for all of its heads.
+  const eachHead = (model, places) => places.split(/\s+/).flatMap((place) => {
+    const layer = model.layers.find(({ name }) => name === place);
+    return layer ? layer.W_Q.map((_, head) => [layer, head]) : [model.place(place)];
+  });
   const zero = (of) => matrix(of.rows, of.columns);
   const linear = (layer, what) => {
     const between = layer.rotary ? "the rotation of q and k by their positions" : layer.q_norm || layer.k_norm ? "a norm of q and k" : layer.additive ? "tanh" : "";
@@ -156,5 +166,5 @@ const changes = (() => {
     return copy;
   }
 
-  return { changed, singular };
+  return { changed, singular, orthonormal };
 })();

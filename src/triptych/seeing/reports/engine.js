@@ -564,5 +564,5 @@ const engine = (() => {
     };
   }
 
-  return { Model, Tokenizer, unpack, matrix, row, dot, each, times, transposed, channels, softmax, logSoftmax, largest };
+  return { Model, Tokenizer, unpack, matrix, row, dot, each, times, transposed, normalised, channels, softmax, logSoftmax, largest };
 })();

@@ -29,6 +29,35 @@ const counted = (number, name) => `${number.toLocaleString("en")} ${name}${numbe
 const signed = (value) => `${value < 0 ? "−" : "+"}${digits(Math.abs(value))}`;
 const fromTo = (before, after) => `${digits(before)} → ${digits(after)} (${signed(after - before)})`;
 
+// A change in words: "tie(encoder.0, W_Q, W_K)" is "W_Q = W_K in encoder.0"
+const WORDS = {
+  ablate: (places) => `${/^([a-z]+\.)?\d+$/.test(places) ? "layer" : places.includes(" ") ? "heads" : "head"} ${places.split(/\s+/).join(", ")} off`,
+  even: (head) => `head ${head} looks evenly`,
+  unscaled: (head) => `no scale in head ${head}`,
+  truncate: (head, rank) => `rank ${rank} of W_QK in head ${head}`,
+  truncate_ov: (head, rank) => `rank ${rank} of W_OV in head ${head}`,
+  tie: (layers, map, to) => `${map} = ${to} in ${layers === "*" ? "every layer" : layers.includes(" ") ? `layers ${layers.replaceAll(" ", ", ")}` : `layer ${layers}`}`,
+  one_head: (layer) => `one head in layer ${layer}`,
+  exchange: (one, other) => `heads ${one} and ${other} exchanged`,
+  without_positions: () => "positions off",
+  fold: () => "W_Q W_Kᵀ as one matrix",
+  rewrite: (name) => name.replaceAll("_", " "),
+};
+function inWords(call) {
+  const [, name, given] = call.match(/^(\w+)\((.*)\)$/) ?? [];
+  return Object.hasOwn(WORDS, name) ? WORDS[name](...given.split(",").map((one) => one.trim())) : call;
+}
+// Several changes in words; a tie of several layers is named once.
+function allInWords(calls) {
+  const layersOf = new Map();
+  for (const call of calls) {
+    const [, layer, maps] = call.match(/^tie\(([^,]+),(.*)\)$/) ?? [];
+    const key = maps ?? call;
+    layersOf.set(key, [...(layersOf.get(key) ?? []), layer]);
+  }
+  return [...layersOf].map(([key, layers]) => inWords(layers[0] === undefined ? key : `tie(${layers.join(" ")},${key})`)).join("; ");
+}
+
 class Explorer {
   constructor() {
     this.row = new Row();
@@ -46,6 +75,7 @@ class Explorer {
   get isTranslator() { return this.model.pairs; } // a text has a target, which it writes or is given
   get asked() { return { model: this.model.name, text: this.text, target: this.target, changes: this.changes }; }
   get changed() { return `${this.model.name} ${this.changes.join(" ")}`; }
+  get state() { return `${this.changed} ${this.text}`; }
   // The layer and the head that are looked at; of the mean of heads none
   get place() {
     const { kind, layer, at } = this.viewer;
@@ -56,8 +86,8 @@ class Explorer {
   layer(named) { return this.model.layers.find(({ name }) => name === named) ?? this.model.layers[0]; }
   get query() {
     const { viewer } = this;
-    const last = viewer.kind.queries.length - 1;
-    if (viewer.pinned && viewer.side === "query" && viewer.focus !== null) return Math.min(viewer.focus, last);
+    const last = viewer.pieces.queries.length - 1;
+    if (viewer.pinned && viewer.side === "query" && viewer.focus !== null) return Math.min(viewer.tokenOf("query", viewer.focus), last);
     return viewer.kind.kind === "cross" ? Math.min(1, last) : last;
   }
 
@@ -69,18 +99,19 @@ class Explorer {
       byId("model-choice").hidden = this.models.length < 2;
       this.fromHash();
       await (this.target ? this.look(this.turn) : this.write());
-    });
+    }, "open");
   }
 
   // An error is said, and the time of an answer.
-  async tell(work) {
+  async tell(work, kind = "look") {
     const began = performance.now();
     byId("problem").hidden = true;
     byId("problem").textContent = "";
     byId("busy").textContent = "computing …";
     try {
       await work();
-      byId("busy").textContent = `answered in ${Math.round(performance.now() - began)} ms`;
+      const { duration } = performance.measure(kind, { start: began });
+      byId("busy").textContent = `answered in ${Math.round(duration)} ms`;
       return true;
     } catch (error) {
       byId("busy").textContent = "";
@@ -115,17 +146,24 @@ class Explorer {
     const { layers } = this.model;
     const [first] = layers;
     byId("about").textContent = `${layers.length} attention layers × ${first.heads} heads, d_model ${first.d_model}, d_k ${first.d_k}${first.between.length ? `; ${first.between.join(", ")}` : ""}`;
+    document.querySelector("h1").textContent = document.title = this.model.name;
     byId("text-name").textContent = this.isTranslator ? "Text to translate" : this.model.can.includes("generate") ? "Text to continue" : "Text to read";
     byId("own-target").hidden = !this.isTranslator;
     byId("target").value = "";
     byId("write").textContent = this.model.can.includes("translate") ? "Translate" : this.model.can.includes("generate") ? "Continue" : "Read";
     byId("beam-choice").hidden = !here;
-    byId("forms").hidden = Boolean(here);
+    const { examples = [] } = this.model;
+    byId("examples-choice").hidden = !examples.length;
+    byId("examples").replaceChildren(make("option", { value: "" }, "a held-out sentence …"), ...examples.map((text) => make("option", { value: text }, text)));
     byId("count-choice").hidden = !this.model.can.includes("generate");
   }
 
   written(changes) { return ask("write", { model: this.model.name, text: this.text, changes, count: Number(byId("count").value), ...(here ? { beam: clamp(Number(byId("beam").value) || 1, 1, 8) } : {}) }); }
 
+  use(text) {
+    this.text = byId("text").value = text;
+    this.tell(() => this.write(), "sentence");
+  }
   // Translate or continue the text, then look at it.
   async write() {
     const turn = ++this.turn;
@@ -229,30 +267,32 @@ class Explorer {
   showOutput() {
     const { viewer } = this;
     const own = this.candidates?.find(({ text }) => text === this.target);
-    const first = this.isTranslator ? 0 : viewer.kind.generated_query;
+    const first = this.isTranslator ? 0 : viewer.pieces.generated_query;
     byId("output").replaceChildren();
     byId("from").textContent = "";
     if (this.target && first !== null) {
-      const tokens = viewer.data.texts[0].kinds.at(-1).queries.slice(first, own && first + own.tokens.length);
-      byId("output").append(...tokens.map((token, i) => make("span", { "data-query": first + i, tabindex: i ? "-1" : "0", "data-at": `0 ${i}` }, token)));
+      // The last kind of attention has the output as its queries.
+      const { queries, query_words: starts, joined } = viewer.data.texts[0].kinds.at(-1);
+      const end = own ? first + own.tokens.length : queries.length;
+      const begins = [...Array(end - first).keys()].map((i) => first + i).filter((at) => at === first || !joined || starts.includes(at));
+      byId("output").append(...begins.map((at, i) => make("span", { "data-query": at, tabindex: i ? "-1" : "0", "data-at": `0 ${i}` }, queries.slice(at, begins[i + 1] ?? end).join(""))));
       byId("from").textContent = "Point at a word, or go through them with the arrow keys, to see what it came from.";
     }
     const others = (this.candidates ?? []).map(({ text, score }, i) => make("li", {},
       make("button", { type: "button", "data-candidate": i, "aria-pressed": String(text === own?.text) }, text || "∅"), ` score ${digits(score)}`));
     byId("alternatives").replaceChildren(...others);
   }
-  // A word of the output: where the chosen head looks when it is written
-  showFrom(query) {
+  // A word of the output: where the chosen head looks when its first token is written
+  showFrom(query, word) {
     const { viewer } = this;
     const isOfOutput = !this.isTranslator || viewer.kind.kind !== "encoder";
     if (!isOfOutput || !viewer.map) return;
     // A language model writes a token at the one before it.
-    const at = this.isTranslator ? query : query - 1;
+    const at = viewer.placeOf("query", this.isTranslator ? query : query - 1);
     if (!viewer.pinned) viewer.point("query", at);
-    const { queries, keys } = viewer.kind;
-    const token = (this.isTranslator ? viewer.data.texts[0].kinds.at(-1).queries : queries)[query];
+    const { keys } = viewer.kind;
     const largest = [...viewer.map.row(at)].sort((a, b) => b[1] - a[1]).slice(0, 5).map(([key, weight]) => `${shortly(keys[key])} ${shown(weight)}`);
-    byId("from").replaceChildren(make("b", {}, `“${shortly(token)}”`), ` came from: ${largest.join(" · ")} (${viewer.part("name").textContent}, as it was written)`);
+    byId("from").replaceChildren(make("b", {}, `“${shortly(word)}”`), ` came from: ${largest.join(" · ")} (${viewer.part("name").textContent}, as it was written)`);
   }
 
   // What-ifs
@@ -278,12 +318,23 @@ class Explorer {
       [of, [
         ["W_Q = W_K", tie("W_Q", "W_K"), "Each head asks as it is asked: a scores b as b scores a."],
         ["W_K = W_V", tie("W_K", "W_V"), "Each head is found by what it gives."],
-        ...(recorded ? [] : [["all three", [...tie("W_Q", "W_K"), ...tie("W_V", "W_K")], "One matrix in the place of W_Q, W_K and W_V."]]),
+        ...(recorded ? [] : [["layer off", [`ablate(${layer})`], "No head of the layer adds anything."], ["all three", [...tie("W_Q", "W_K"), ...tie("W_V", "W_K")], "One matrix in the place of W_Q, W_K and W_V."]]),
         ...(about.heads > 1 ? [["one head", layers.map((one) => `one_head(${one})`), `One softmax with the queries and keys of all ${about.heads} heads, in the place of ${about.heads}: the same parameters.`]] : []),
       ]],
-      ["Model", [["positions off", ["without_positions()"], "Nothing turns queries and keys, and nothing is added for a position."]]],
+      ["Model", [...this.tiesOfAll(), ["positions off", ["without_positions()"], "Nothing turns queries and keys, and nothing is added for a position."]]],
       ["Changes nothing", [...(here ? [["fold", ["fold()"], "W_Q W_Kᵀ of every head is multiplied into one matrix."]] : []), ...this.model.exact.map((name) => [name.replaceAll("_", " "), [`rewrite(${name})`], "An exact rewrite of all layers: other weights, the same function."])]],
     ];
+  }
+  // Ties of a whole model. W_Q reads another stream than W_K in cross-attention, where the two cannot be tied.
+  tiesOfAll() {
+    const { layers } = this.model;
+    if (recorded || layers.length < 2) return [];
+    const itself = layers.filter(({ kind }) => kind !== "cross");
+    const stacks = [...new Set(itself.map(({ name }) => name.split(".")[0]))];
+    const about = "Each head asks as it is asked.";
+    const tied = itself.length === layers.length ? [["W_Q = W_K in all layers", ["tie(*, W_Q, W_K)"], about]]
+      : stacks.map((stack) => [`W_Q = W_K in the ${stack}`, itself.filter(({ name }) => name.startsWith(`${stack}.`)).map(({ name }) => `tie(${name}, W_Q, W_K)`), about]);
+    return [...tied, ["W_K = W_V in all layers", ["tie(*, W_K, W_V)"], "Each head is found by what it gives."]];
   }
   drawSwitches() {
     const groups = this.switches().filter(([, switches]) => switches.length).map(([title, switches]) => make("div", { role: "group", "aria-label": title }, make("h3", {}, title),
@@ -296,7 +347,7 @@ class Explorer {
     const active = document.activeElement?.dataset?.calls ?? document.activeElement?.id;
     byId("switches").replaceChildren(...groups);
     if (active) [...byId("switches").querySelectorAll("button, input")].find((node) => node.dataset.calls === active || node.id === active)?.focus();
-    const chips = this.changes.map((call) => make("button", { type: "button", class: "chip", "data-remove": call, "aria-label": `undo ${call}` }, `${call} ✕`));
+    const chips = this.changes.map((call) => make("button", { type: "button", class: "chip", "data-remove": call, title: call, "aria-label": `undo ${inWords(call)}` }, `${inWords(call)} ✕`));
     if (chips.length) chips.push(make("button", { type: "button", "data-remove": "*" }, "undo all"));
     byId("changes").replaceChildren(...chips);
   }
@@ -326,7 +377,7 @@ class Explorer {
     this.changes = changes;
     const turn = ++this.turn;
     // What is asked for is answered first, and drawn everywhere after.
-    return this.tell(() => this.showRow(turn)).then((done) => {
+    return this.tell(() => this.showRow(turn), "switch").then((done) => {
       if (turn !== this.turn) return;
       if (done) {
         this.later(turn, true);
@@ -363,39 +414,74 @@ class Explorer {
     const rows = next.tokens.slice(0, 8).map(([token, was, is]) => make("tr", {}, make("th", { scope: "row" }, shortly(token)), make("td", {}, bar(was, "was"), bar(is, "is")), make("td", { class: "number" }, `${percent(was)} → ${percent(is)}`)));
     const few = `The loss on ${counted(next.loss_tokens, "token")} shows nothing of how good a design is: it can fall where the loss on a longer text rises.`;
     const told = held_out ? "The held-out text tells what the change does to this model, and not what a model trained with it would be." : "A held-out text of some kB tells more: triptych explore MODEL --held-out FILE.";
-    place.replaceChildren(make("dl", { class: "both", id: "after" }), make("dl", { class: "facts" }, ...heldOut, ...facts),
+    place.replaceChildren(make("p", { id: "verdict" }), make("dl", { class: "both", id: "after" }), make("p", { class: "note", id: "most" }), make("dl", { class: "facts" }, ...heldOut, ...facts),
       ...(before === null && !held_out ? [] : [make("p", { class: "note", id: "few" }, `${before === null ? "" : `${few} `}${told}`)]),
       make("table", { class: "bars" }, make("caption", {}, "Next token: before (pale) and after"), make("tbody", {}, ...rows)));
+    this.drawAfter();
+    this.sayVerdict();
+  }
+  // The effect in sentences: on the output, and on the loss on the held-out text
+  sayVerdict() {
+    const after = this.after?.of === this.state ? this.after : null;
+    const change = this.heldOut?.of === this.changed ? this.heldOut.change : null;
+    const { held_out, pairs } = this.model;
+    const said = [make("b", {}, `With ${allInWords(this.changes)}: `)];
+    const most = [];
+    if (after) {
+      const isShort = after.was.length + after.is.length < 240;
+      said.push(after.is === after.was ? `the ${pairs ? "translation" : "output"} stays the same. ` : isShort ? `“${after.was.trim()}” becomes “${after.is.trim() || "∅"}”${/[.!?]$/.test(after.is.trim()) ? "" : "."} ` : "the output is another. ");
+    }
+    if (change) {
+      const { difference, interval } = change;
+      const isSame = Math.abs(difference) < 1e-6;
+      const ends = interval && !isSame ? ` (95 % interval ${interval.map(signed).join(" to ")})` : "";
+      const sign = !interval || interval[0] * interval[1] <= 0 ? 0 : Math.sign(difference);
+      const worth = isSame ? "" : { "-1": ": the model is better there", 0: ": no difference is shown", 1: ": the model is worse" }[sign];
+      said.push(`On the held-out ${held_out.units} the loss ${isSame ? "stays the same" : `${difference < 0 ? "falls" : "rises"} by ${digits(Math.abs(difference))} nats per token`}${ends}${worth}.`);
+      if (change.most?.length && !isSame) {
+        most.push("The loss rises most on: ", ...change.most.flatMap(({ text, nats }, i) => [...(i ? [", "] : []), make("button", { type: "button", class: "example", "data-text": text, title: "Look at this sentence" }, text), ` (${signed(nats)})`]));
+      }
+    }
+    byId("verdict")?.replaceChildren(...said);
+    byId("most")?.replaceChildren(...most);
   }
   // What the changes do to the loss on the held-out text, which is read in parts, so that a click does not wait for it
   async compare(turn) {
     const { held_out, name } = this.model;
     const of = this.changed;
     if (!this.changes.length || !held_out || (this.heldOut?.of === of && this.heldOut.isDone)) return;
-    const tell = (said, isDone) => {
-      this.heldOut = { of, said, isDone };
+    const tell = (said, isDone, change = null) => {
+      this.heldOut = { of, said, isDone, change };
       if (byId("held-out")) byId("held-out").textContent = said;
+      this.sayVerdict();
     };
     try {
       for (let parts = recorded ? held_out.parts : 1; parts <= held_out.parts; parts++) {
-        const { loss, interval } = await ask("held_out", { model: name, changes: this.changes, parts });
+        const { loss, interval, most } = await ask("held_out", { model: name, changes: this.changes, parts });
         if (turn !== this.turn) return;
         if (!loss) { tell(`reading: part ${parts} of ${held_out.parts}`, false); continue; }
         const ends = interval ? `95 % interval of the difference over ${held_out.units}: ${interval.map(signed).join(" to ")}` : "one window, so no interval";
-        tell(`${fromTo(...loss)}; ${ends}`, true);
+        tell(`${fromTo(...loss)}; ${ends}`, true, { difference: loss[1] - loss[0], interval, most });
       }
     } catch (error) { tell(error.message, true); }
   }
   async showAfter(turn) {
     if (!this.changes.length || !this.candidates && !this.target) return;
+    const of = this.state;
     const found = await this.written(this.changes);
-    if (turn !== this.turn || !byId("after")) return;
-    const [was, is] = [this.candidates?.[0]?.text ?? this.target, found.candidates[0]?.text ?? ""];
+    if (turn !== this.turn) return;
+    this.after = { of, was: this.candidates?.[0]?.text ?? this.target, is: found.candidates[0]?.text ?? "", python: found.python };
+    this.drawAfter();
+    this.sayVerdict();
+  }
+  drawAfter() {
+    if (!byId("after") || this.after?.of !== this.state) return;
+    const { was, is, python } = this.after;
     const known = new Set(was.split(/\s+/));
     const words = is.split(/(\s+)/).map((word) => (word.trim() && !known.has(word) ? make("mark", {}, word) : word));
     byId("after").replaceChildren(
       make("dt", {}, "output before"), make("dd", {}, was), make("dt", {}, "output after"), make("dd", { id: "after-text" }, ...(is ? words : ["∅"])),
-      make("dt", {}, "in Python"), make("dd", {}, make("code", { class: "lines" }, found.python), " ", make("button", { type: "button", "data-copy": this.script(found.python) }, "copy")));
+      make("dt", {}, "in Python"), make("dd", {}, make("code", { class: "lines" }, python), " ", make("button", { type: "button", "data-copy": this.script(python) }, "copy")));
   }
 
   // Lines that make the same model and the same output
@@ -427,7 +513,7 @@ class Explorer {
       const values = spectra[form];
       const [top, random] = [values[0] || 1, chance[form]];
       const size = length(values) / (length(random) || 1); // chance of the same norm
-      const high = Math.max(top, random[0] * size) || 1;
+      const high = Math.max(top, (random[0] ?? 0) * size) || 1;
       return plot(`W_${form.toUpperCase()}: singular values over the largest`, [
         { of: form, name: "here", values: values.map((value) => value / high) },
         { of: "chance", name: "chance", values: random.slice(0, values.length).map((value) => (value * size) / high) }], 1);
@@ -454,8 +540,7 @@ class Explorer {
     this.wide.addEventListener("change", () => this.arrange());
     byId("use").addEventListener("submit", (event) => {
       event.preventDefault();
-      this.text = byId("text").value;
-      this.tell(() => this.write());
+      this.use(byId("text").value);
     });
     byId("text").addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("use").requestSubmit(); });
     byId("target").addEventListener("change", () => {
@@ -478,7 +563,7 @@ class Explorer {
     });
     for (const kind of ["mouseover", "focusin"]) byId("output").addEventListener(kind, (event) => {
       const word = event.target.closest("[data-query]");
-      if (word) this.showFrom(Number(word.dataset.query));
+      if (word) this.showFrom(Number(word.dataset.query), word.textContent);
     });
     byId("output").addEventListener("mouseleave", () => this.viewer?.unpoint());
     moveByArrows(byId("output"));
@@ -496,7 +581,12 @@ class Explorer {
       const isOff = call ? value === event.target.max : !value;
       this.change(isOff ? left : [...left, `${begins}${value})`]);
     });
-    byId("effect").addEventListener("click", (event) => { if (event.target.dataset.copy) this.copy(event.target); });
+    byId("effect").addEventListener("click", (event) => {
+      const { copy, text } = event.target.dataset;
+      if (copy) this.copy(event.target);
+      if (text) this.use(text);
+    });
+    byId("examples").addEventListener("change", ({ target }) => { if (target.value) this.use(target.value); });
     byId("changes").addEventListener("click", (event) => {
       const wanted = event.target.closest("[data-remove]")?.dataset.remove;
       if (wanted) this.change(wanted === "*" ? [] : this.changes.filter((call) => call !== wanted));

@@ -40,11 +40,18 @@ def is_page(path: Path) -> bool:
 
 
 def short_name(name: str) -> str:
-    """Return a readable name: the last part of a path, or the whole name otherwise."""
+    """Return a readable name: the last part of a path, or the whole name otherwise.
+
+    A folder of the Hub's cache, `models--owner--name/snapshots/revision`, has the name `owner/name`.
+    """
     try:
-        return Path(name).resolve(strict=True).name or name
+        path = Path(name).resolve(strict=True)
     except (OSError, ValueError):
         return name
+    kept = path.parents[1].name if len(path.parents) > 1 else ""
+    if path.parent.name == "snapshots" and kept.startswith("models--"):
+        return kept.removeprefix("models--").replace("--", "/", 1)
+    return path.name or name
 
 
 def require_charts() -> None:

@@ -64,7 +64,9 @@ class Row {
   // Light up a part of the formula and say what it is.
   light(term) {
     for (const node of byId("row").querySelectorAll(".lit")) node.classList.remove("lit");
-    if (term) for (const node of byId("row").querySelectorAll(`[data-term="${term}"]`)) node.classList.add("lit");
+    // A share of z is a weight times a value.
+    const terms = term === "share" ? ["share", "weights", "v"] : term ? [term] : [];
+    for (const one of terms) for (const node of byId("row").querySelectorAll(`[data-term="${one}"]`)) node.classList.add("lit");
   }
   say(term, said) {
     this.light(term);

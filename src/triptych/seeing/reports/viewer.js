@@ -109,9 +109,54 @@ function meanOf(maps) {
   return new Sparse(numQueries, numKeys, rows, left);
 }
 
+// The map of words: sums over the tokens of a looked-at word, means over the tokens of a word that looks.
+// `starts` has the first token of each word.
+function wordsMap(map, rowStarts, columnStarts) {
+  const rows = rowStarts.length;
+  const columns = columnStarts.length;
+  const weights = new Float32Array(rows * columns);
+  const unit = unitOf(columnStarts);
+  const left = new Float32Array(rows);
+  rowStarts.forEach((start, r) => {
+    const stop = r + 1 < rows ? rowStarts[r + 1] : map.numQueries;
+    for (let query = start; query < stop; query++) {
+      for (const [key, weight] of map.row(query)) weights[r * columns + unit(key)] += weight / (stop - start);
+      left[r] += map.leftOut(query) / (stop - start);
+    }
+  });
+  const whole = new Dense(rows, columns, weights);
+  return map instanceof Dense ? whole : new Sparse(rows, columns, rowStarts.map((_, r) => whole.row(r)), left);
+}
+// The number of the word that a token belongs to
+const unitOf = (starts) => (token) => {
+  let [low, high] = [0, starts.length - 1];
+  while (low < high) {
+    const middle = Math.ceil((low + high) / 2);
+    if (starts[middle] <= token) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+};
+// Bytes by their names, as in "<0xC3><0xA9>", are characters where they are whole.
+const withBytes = (text) => text.replace(/(?:<0x[0-9A-F]{2}>)+/g, (run) =>
+  new TextDecoder().decode(Uint8Array.from(run.match(/[0-9A-F]{2}(?=>)/g), (byte) => parseInt(byte, 16))));
+// The same kind of attention with words in the place of tokens; null where no tokens can be joined
+function joinedKind(kind) {
+  const { queries, keys, query_words: rows, key_words: columns } = kind;
+  if (!rows || (rows.length === queries.length && columns.length === keys.length)) return null;
+  const join = (tokens, starts) => starts.map((start, i) => withBytes(tokens.slice(start, starts[i + 1] ?? tokens.length).join("")));
+  const at = (starts, token) => (token === null || token === undefined ? null : unitOf(starts)(token));
+  return {
+    ...kind, queries: join(queries, rows), keys: join(keys, columns),
+    generated_query: at(rows, kind.generated_query), generated_key: at(columns, kind.generated_key),
+    second_query: at(rows, kind.second_query), second_key: at(columns, kind.second_key),
+  };
+}
+
 class Viewer {
   constructor(root, data) {
     this.root = root;
+    this.joins = root.closest("#explore") !== null; // elsewhere tokens are shown until words are asked for
     this.take(data);
     this.at = this.tellingPlace(0);
     this.side = "query";
@@ -130,19 +175,26 @@ class Viewer {
       layer.first = at;
       at += layer.heads.length;
     }
+    for (const { kinds } of data.texts) for (const kind of kinds) kind.joined = joinedKind(kind);
     this.unpacked = new Map();
   }
   // Other weights of the same model: another text, or what heads do. The head stays, and the token if it is there.
   async replace(data) {
     const { at, focus, pinned } = this;
     this.take(data);
-    const isThere = pinned && this.side === "query" && focus < this.kind.queries.length;
-    await this.showText({ ...at, focus: isThere ? focus : null });
+    const isThere = pinned && this.side === "query" && focus !== null && focus < this.kind.queries.length;
+    await this.showText({ ...at, focus: isThere ? this.tokenOf("query", focus) : null });
   }
 
   part(name) { return this.root.querySelector(`[data-part="${name}"]`); }
   get text() { return this.data.texts[this.at.text]; }
-  get kind() { return this.text.kinds[this.at.kind]; }
+  get pieces() { return this.text.kinds[this.at.kind]; }
+  get isJoined() { return this.joins && this.pieces.joined !== null; }
+  get kind() { return this.isJoined ? this.pieces.joined : this.pieces; }
+  starts(side) { return this.pieces[`${side}_words`]; }
+  // Places are those of words where words are shown; in an address they are those of tokens.
+  tokenOf(side, place) { return this.isJoined ? this.starts(side)[place] : place; }
+  placeOf(side, token) { return this.isJoined ? unitOf(this.starts(side))(token) : token; }
   get layer() { return this.kind.layers[this.at.layer]; }
   get isOneSided() { return this.kind.queries.length === this.kind.keys.length && this.kind.queries.every((t, i) => t === this.kind.keys[i]); }
   tokens(side) { return side === "query" ? this.kind.queries : this.kind.keys; }
@@ -167,7 +219,7 @@ class Viewer {
     const of = this.data.texts[text].kinds[kind];
     const { number, heads } = of.layers[layer];
     const parts = [...(text ? [text] : []), of.kind, number, head === MEAN ? "mean" : heads[head].number];
-    return [...parts, ...(focus === null ? [] : [focus])].join(".");
+    return [...parts, ...(focus === null ? [] : [this.tokenOf("query", focus)])].join(".");
   }
   fromHash() {
     const found = location.hash.match(/^#(?:(\d+)\.)?([a-z]+)\.(\d+)\.(\d+|mean)(?:\.(\d+))?(?:&|$)/);
@@ -197,7 +249,7 @@ class Viewer {
 
   async showText(wanted) {
     Object.assign(this.at, { text: wanted.text, kind: wanted.kind, layer: wanted.layer, head: wanted.head });
-    this.focus = wanted.focus ?? null;
+    this.focus = wanted.focus === null || wanted.focus === undefined ? null : this.placeOf("query", wanted.focus);
     this.pinned = this.focus !== null;
     this.top = this.left = 0;
     this.overviews = await inflate(this.kind.overviews);
@@ -218,9 +270,12 @@ class Viewer {
       { type: "button", "data-kind": i, "aria-pressed": i === this.at.kind, title: names[kind.kind] }, kind.kind));
     this.part("kinds").replaceChildren(...kinds);
     this.part("kinds").hidden = kinds.length < 2;
+    this.part("words").hidden = this.pieces.joined === null;
+    for (const button of this.part("words").children) button.setAttribute("aria-pressed", (button.dataset.words === "words") === this.joins);
     const many = (count, word) => `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
     const { queries, keys } = this.kind;
-    const sizes = this.isOneSided ? many(queries.length, "token") : `${many(queries.length, "token")} looking at ${keys.length.toLocaleString("en")}`;
+    const unit = this.isJoined ? "word" : "token";
+    const sizes = this.isOneSided ? many(queries.length, unit) : `${many(queries.length, unit)} looking at ${keys.length.toLocaleString("en")}`;
     this.part("about").textContent = `${many(this.kind.layers.length, "layer")}, ${sizes}.`;
     this.part("layer").replaceChildren(...this.kind.layers.map((layer, l) => make("option", { value: l }, layer.number)));
     this.root.querySelector(".generated-note").hidden = this.kind.generated_query === null && this.kind.generated_key === null;
@@ -300,7 +355,7 @@ class Viewer {
   async load() {
     const { layer, at } = this;
     const heads = at.head === MEAN ? layer.heads.map((_, h) => h) : [at.head];
-    const { queries, keys } = this.kind;
+    const { queries, keys } = this.pieces;
     const maps = await Promise.all(heads.map(async (head) => {
       const place = layer.first + head;
       if (!this.unpacked.has(place)) {
@@ -309,14 +364,15 @@ class Viewer {
       }
       return this.unpacked.get(place);
     }));
-    return maps.length > 1 ? meanOf(maps) : maps[0];
+    const map = maps.length > 1 ? meanOf(maps) : maps[0];
+    return this.isJoined ? wordsMap(map, this.starts("query"), this.starts("key")) : map;
   }
 
   // One head, large
   async show() {
     const wanted = this.address(this.at);
     const map = await this.load();
-    if (wanted !== this.address(this.at)) return; // another was chosen meanwhile
+    if (wanted !== this.address(this.at) || map.numQueries !== this.kind.queries.length) return; // another was chosen meanwhile
     this.map = map;
     const { at, layer } = this;
     const about = at.head === MEAN ? null : layer.heads[at.head];
@@ -470,7 +526,8 @@ class Viewer {
     pen.imageSmoothingEnabled = false;
     const small = this.picture(this.places());
     const [binRows, binColumns] = this.kind.bins;
-    pen.drawImage(small, 0, 0, (small.width * binColumns * canvas.width) / keys.length, (small.height * binRows * canvas.height) / queries.length);
+    const { pieces } = this; // the small maps are those of tokens
+    pen.drawImage(small, 0, 0, (small.width * binColumns * canvas.width) / pieces.keys.length, (small.height * binRows * canvas.height) / pieces.queries.length);
     pen.strokeStyle = this.colours.hot;
     pen.lineWidth = 2;
     const [x, y] = [(view.left * canvas.width) / keys.length, (view.top * canvas.height) / queries.length];
@@ -616,6 +673,13 @@ class Viewer {
       const kind = event.target.dataset.kind;
       if (kind !== undefined) this.showText(this.tellingPlace(this.at.text, Number(kind)));
     });
+    on("words", "click", (event) => {
+      const { words } = event.target.dataset;
+      if (!words || (words === "words") === this.joins) return;
+      const token = this.focus === null || this.side !== "query" ? null : this.tokenOf("query", this.focus);
+      this.joins = words === "words";
+      this.showText({ ...this.at, focus: this.pinned ? token : null });
+    });
     on("layer", "change", (event) => this.choose({ layer: Number(event.target.value) }));
     on("head", "change", (event) => this.choose({ head: Number(event.target.value) }));
     on("sides", "click", (event) => {
@@ -626,9 +690,17 @@ class Viewer {
     });
     on("find", "input", (event) => this.search(event.target.value, false));
     on("find", "keydown", (event) => { if (event.key === "Enter") this.search(event.target.value, true); });
-    on("save", "click", () => {
-      const link = make("a", { href: this.part("matrix").toDataURL("image/png"), download: `${this.address(this.at)}.png` });
-      link.click();
+    const save = () => make("a", { href: this.part("matrix").toDataURL("image/png"), download: `${this.address(this.at)}.png` }).click();
+    on("save", "click", save);
+    on("copy", "click", async ({ target }) => {
+      const picture = new Promise((done) => this.part("matrix").toBlob(done));
+      try {
+        await navigator.clipboard.write([new ClipboardItem({ "image/png": picture })]);
+        target.textContent = "copied";
+      } catch { // where a browser allows no copies
+        save();
+        target.textContent = "saved instead";
+      }
     });
     this.listenToGlance();
     this.listenToTexts();
