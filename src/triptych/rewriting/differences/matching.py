@@ -19,33 +19,30 @@ def form_signature(form: Factors, planes: int = 0) -> Tensor:
     The values are Xᵀ L Rᵀ Y for random X and Y. Each pair of the first 2 · `planes` channels, rotated by
     position, contributes separate values.
     """
-    left = _probes(form.left.shape[1], 0).mT @ form.left.numbers
-    right = _probes(form.right.shape[1], 1).mT @ form.right.numbers
+    left = probes(form.left.shape[1], 0).mT @ form.left.numbers
+    right = probes(form.right.shape[1], 1).mT @ form.right.numbers
     parts = [(left[..., 2 * planes :] @ right[..., 2 * planes :].mT).flatten(1)]
     if planes:
         query = torch.complex(left[..., :planes], left[..., planes : 2 * planes])
         key = torch.complex(right[..., :planes], right[..., planes : 2 * planes])
         each = torch.einsum("hxf,hyf->hfxy", query, key.conj()).flatten(1)
         parts += [each.real, each.imag]
-    found = torch.cat(parts, dim=1)
-    size = (
-        found.square()
-        .sum(dim=1)
-        .mean()
-        .sqrt()
-        .clamp(min=torch.finfo(torch.float64).tiny)
-    )
-    return found / size
+    return scaled_signature(torch.cat(parts, dim=1))
 
 
-def _probes(rows: int, number: int) -> Tensor:
+def probes(rows: int, number: int) -> Tensor:
+    """Return random directions, `[rows, directions]`, the same in every call with one number."""
     generator = torch.Generator().manual_seed(_SEED + number)
     return torch.randn(rows, _PROBES, dtype=torch.float64, generator=generator)
 
 
 def row_signature(rows: Tensor, number: int) -> Tensor:
     """Return a few random projections of each row, divided by the root mean square of their norms."""
-    found = rows @ _probes(rows.shape[-1], number)
+    return scaled_signature(rows @ probes(rows.shape[-1], number))
+
+
+def scaled_signature(found: Tensor) -> Tensor:
+    """Divide signatures by the root mean square of their norms."""
     size = (
         found.square()
         .sum(dim=1)

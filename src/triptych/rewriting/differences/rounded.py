@@ -53,6 +53,8 @@ class Rounded:
 
     def times(self, factor: Tensor | float) -> "Rounded":
         """Multiply by exact factors, broadcast."""
+        if isinstance(factor, float) and factor == 1:
+            return self
         square = factor * factor
         return Rounded(self.numbers * factor, self.squares * square)
 
@@ -109,14 +111,32 @@ def stacked(parts: "list[Rounded]", dim: int) -> Rounded:
     )
 
 
-def excess(one: Rounded, other: Rounded, further: Tensor | float = 0.0) -> Tensor:
+def largest(numbers: Tensor) -> Tensor:
+    """Return the largest finite size of an entry, as a tensor without dimensions."""
+    sizes = numbers.abs()
+    if not sizes.numel():
+        return torch.zeros((), dtype=numbers.dtype)
+    found = sizes.amax()
+    # The largest of all is finite in nearly every tensor: then none has to be left out.
+    if bool(found.isfinite()):
+        return found
+    return sizes.where(sizes.isfinite(), 0.0).amax()
+
+
+def excess(
+    one: Rounded,
+    other: Rounded,
+    further: Tensor | float = 0.0,
+    scale: Tensor | None = None,
+) -> Tensor:
     """Return the differences of entries, in units of the allowed rounding error: at most 1 if explained.
 
-    `further`: squares of further errors, broadcast. The arithmetic of float64 counts as an error, too.
+    `further`: squares of further errors, broadcast. The arithmetic of float64 counts as an error, too: it is
+    relative to `scale`, by default the largest entry.
     """
     difference = (one.numbers - other.numbers).abs()
-    sizes = torch.maximum(one.numbers.abs(), other.numbers.abs())
-    scale = sizes.where(sizes.isfinite(), 0.0).amax() if sizes.numel() else 0.0
+    if scale is None:
+        scale = torch.maximum(largest(one.numbers), largest(other.numbers))
     squares = one.squares + other.squares + further
     allowed = MOST_TIMES * (squares + (4 * _EPS * scale) ** 2).sqrt()
     # Equal infinities count as equal; NaN is never explained.
@@ -162,6 +182,17 @@ def factor_left_alone(
     now, kept = (one.reshape(1, -1).times(factor) for factor in factors)
     stored = one.numbers.reshape(1, -1), other.numbers.reshape(1, -1)
     return bool(left_alone(*stored, now, kept).any())
+
+
+def equal_numbers(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors have equal values, whatever their dtypes."""
+    if one.shape != other.shape:
+        return False
+    return (
+        torch.equal(one, other)
+        if one.dtype == other.dtype
+        else torch.equal(one.double(), other.double())
+    )
 
 
 def are_few(one: Tensor, other: Tensor) -> bool:
