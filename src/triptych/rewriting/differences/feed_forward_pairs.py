@@ -43,6 +43,7 @@ _ZERO_AT_ZERO = frozenset(
     {"relu", "gelu", "gelu_tanh", "gelu_sigmoid", "swish", "relu_squared", "tanh"}
 )
 _TINY = torch.finfo(torch.float64).tiny
+_FEW_UNITS = 64
 
 
 @final
@@ -363,13 +364,8 @@ class _UnitSearch:
         if not bool(same.all()) and self.a.read.centred and self.b.read.centred:
             # Whatever moved by rounding alone was not rewritten.
             only_rounded = verdicts.maps[0].explained & ~same
-            centred = [_centred(own) for own in (one, other)]
-            again = self._same_units(
-                *centred, self._verdicts(*centred, is_centred=True)
-            )
-            is_whole = not any(map(differ_in_few, one.read_maps, other.read_maps))
-            if is_whole and bool((again & ~only_rounded).all()):
-                same = again
+            if not bool(only_rounded.any()) and self._are_centred(one, other):
+                same = torch.ones_like(same)
                 self.found.steps["centre"] = True
         if not bool(same.all()):
             off = int((~same).sum())
@@ -380,6 +376,21 @@ class _UnitSearch:
                 change_of_rows(mine, theirs).relative
                 for mine, theirs in zip(one.maps, other.maps, strict=True)
             )
+
+    def _are_centred(self, one: _Units, other: _Units) -> bool:
+        """Return True if all units are the same but for what a centred input cannot show."""
+        if any(map(differ_in_few, one.read_maps, other.read_maps)):
+            return False
+        # A few units come first: all of them have to be the same.
+        for count in (_FEW_UNITS, len(one.inner)):
+            centred = [
+                _centred(own.chosen(range(count)[: len(own.inner)]))
+                for own in (one, other)
+            ]
+            verdicts = self._verdicts(*centred, is_centred=True)
+            if not bool(self._same_units(*centred, verdicts).all()):
+                return False
+        return True
 
     def _units(self, view: FeedForwardView) -> _Units:
         gate = self._rows(view, "gate") if "gate.weight" in view.tensors else None
