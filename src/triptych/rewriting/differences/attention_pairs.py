@@ -78,7 +78,7 @@ _VALUE_BIAS = replace(
 )
 Freedom = Literal["any", "planes", "none"]
 _NORMS = ("q_norm", "k_norm", "v_norm")
-# Smallest square of a norm, relative to the norms of the factors, that products of columns give exactly.
+# Smallest square of a norm, relative to its bound by columns, that products of columns give with five digits.
 _LEAST_BY_PRODUCTS = 1e-10
 
 
@@ -1071,7 +1071,7 @@ def relative_of_forms(a: Factors, b: Factors, place: int) -> float:
 def relative_by_products(a: Factors, b: Factors, place: int) -> float | None:
     """Return the relative difference of two forms from products of columns; None if they are too coarse.
 
-    ‖L Rᵀ‖² is the sum of the entries of (Lᵀ L) ∘ (Rᵀ R). Its error is about ε ‖L‖² ‖R‖².
+    ‖L Rᵀ‖² is the sum of the entries of (Lᵀ L) ∘ (Rᵀ R). Its error is about ε (Σ ‖l_i‖ ‖r_i‖)².
     """
     left = a.left.numbers[place], b.left.numbers[place]
     right = a.right.numbers[place], b.right.numbers[place]
@@ -1089,6 +1089,7 @@ def relative_by_products(a: Factors, b: Factors, place: int) -> float | None:
 def _product_norm(left: Tensor, right: Tensor) -> float | None:
     products = left.mT @ left, right.mT @ right
     square = float((products[0] * products[1]).sum())
-    sizes = [float(own.diagonal().sum()) for own in products]
-    is_exact = square > _LEAST_BY_PRODUCTS * sizes[0] * sizes[1]
+    # ‖L Rᵀ‖ is at most the sum of the norms of its terms, a column of L by a column of R each.
+    most = float((products[0].diagonal() * products[1].diagonal()).sqrt().sum())
+    is_exact = square > _LEAST_BY_PRODUCTS * most**2
     return square**0.5 if is_exact and square < float("inf") else None

@@ -308,7 +308,8 @@ class _RowPair:
             return (one == other).all(dim=1)
         share = MOST_TIMES * torch.finfo(known.dtype).eps / 4 * _CERTAIN
         allowed = (other if known is self.other else one).abs() * share
-        return ((one - other).abs() <= allowed).all(dim=1)
+        # The difference from an infinite value is no number, and not near.
+        return (allowed - (one - other).abs() >= 0).all(dim=1)
 
 
 class ChangeOfRows(NamedTuple):
