@@ -65,7 +65,12 @@ from triptych.rewriting.differences.rounded import (
     finer,
     is_same,
 )
-from triptych.rewriting.differences.row_maps import RowMap, ignored_columns
+from triptych.rewriting.differences.row_maps import (
+    RowMap,
+    RowVerdicts,
+    compare_rows,
+    ignored_columns,
+)
 
 # A value bias is a bias of the output wherever rows of weights sum to 1; a slot for it is not needed here.
 _VALUE_BIAS = replace(
@@ -357,21 +362,41 @@ class _Heads:
             self._factors |= {key: rows, ("bias", side): found.bias}
         return rows
 
-    def row_map(self, side: HeadSide, read: Reading) -> RowMap | None:
+    def row_map(self, side: Side, read: Reading = PLAIN) -> RowMap | None:
         """Return the stored maps of the kept heads after the last norm of a chain, a row for each channel.
 
         None if there are several maps, or none that is stored.
         """
-        chain = self.view.after_norms(side)
+        chain = self.weights.o if side == "o" else self.view.after_norms(side)
         if len(chain) != 1 or chain[0].diagonal or not chain[0].learned:
             return None
         if self.order is not None and side in ("q", "k"):
             chain = with_channels(chain, self.order)
         heads = torch.tensor(self.kept) * chain[0].copies // self.weights.num_heads
-        weight = chain[0].weight[heads].mT.flatten(0, 1)
+        weight = chain[0].weight[heads]
+        rows = weight.flatten(0, 1) if side == "o" else weight.mT.flatten(0, 1)
         bias = chain[0].bias
         bias = None if bias is None else bias[heads].flatten()
-        return RowMap(weight, self.dtype, bias, self.dtype, replace(read, turn=None))
+        return RowMap(rows, self.dtype, bias, self.dtype, replace(read, turn=None))
+
+    def factor_rows(
+        self, side: Side, *, scaled: bool, with_bias: bool
+    ) -> RowMap | None:
+        """Return a factor of the forms, a row for each channel of the kept heads; None as in `row_map`."""
+        if side == "o":
+            found = self.row_map(side)
+            return found and replace(
+                found, scale=self.view.scale, written=self.view.x.turn
+            )
+        read = self.view.read_by(side)
+        found = self.row_map(side, read)
+        if found is None or self.view.cut.before[side]:
+            return None
+        scale = self.scale if scaled and side == "q" else 1.0
+        if not with_bias:
+            found = replace(found, bias=None)
+            read = replace(read, shift=None)
+        return replace(found, read=read, scale=scale, bias_scale=scale)
 
     def _kept(self, found: Rounded) -> Rounded:
         if self.kept == [*range(self.weights.num_heads)]:
@@ -770,9 +795,19 @@ class _Comparison:
         (qk_a, ov_a), (qk_b, ov_b) = forms
         rounds = self.rounds
         qk = self._one_form(
-            qk_a, qk_b, (rounds["q"] | is_centred, rounds["k"] | is_centred), "qk"
+            qk_a,
+            qk_b,
+            (rounds["q"] | is_centred, rounds["k"] | is_centred),
+            "qk",
+            is_centred=is_centred,
         )
-        ov = self._one_form(ov_a, ov_b, (rounds["v"] | is_centred, rounds["o"]), "ov")
+        ov = self._one_form(
+            ov_a,
+            ov_b,
+            (rounds["v"] | is_centred, rounds["o"]),
+            "ov",
+            is_centred=is_centred,
+        )
         same = [mine and theirs for mine, theirs in zip(qk[0], ov[0], strict=True)]
         return same, [mine or theirs for mine, theirs in zip(qk[1], ov[1], strict=True)]
 
@@ -782,6 +817,8 @@ class _Comparison:
         b: Factors,
         rounds: tuple[Tensor, Tensor],
         which: Literal["qk", "ov"],
+        *,
+        is_centred: bool,
     ) -> tuple[list[bool], list[bool]]:
         """Return for each head whether a form is the same, and whether only rounding moved it."""
         freedom = self.freedom_qk if which == "qk" else self.freedom_ov
@@ -789,7 +826,13 @@ class _Comparison:
         same = [False] * count
         only_rounded = [False] * count
         left_open = [*range(count)]
-        if a.left.shape == b.left.shape:
+        in_place = None if is_centred else self._in_place(which, rounds)
+        if in_place is not None:
+            alike = in_place.explained.tolist()
+            same = in_place.same.tolist()
+            only_rounded = (in_place.explained & ~in_place.same).tolist()
+            left_open = [head for head in range(count) if not alike[head]]
+        elif a.left.shape == b.left.shape:
             alike = check_identity(a, b).explained.tolist()
             for head in (head for head in range(count) if alike[head]):
                 # Values not rounded by a rewrite have to be equal.
@@ -818,6 +861,35 @@ class _Comparison:
                     self.a.kept[head]
                 )
         return same, only_rounded
+
+    def _in_place(
+        self, which: Literal["qk", "ov"], rounds: tuple[Tensor, Tensor]
+    ) -> RowVerdicts | None:
+        """Compare the factors of a form in place, a row for each channel; None if they are no single maps."""
+        found = list[RowVerdicts]()
+        with_bias = {"k": not self.drops_key_bias, "v": not self.moves_value_bias}
+        sides: tuple[Side, Side] = ("q", "k") if which == "qk" else ("v", "o")
+        for side, rounded in zip(sides, rounds, strict=True):
+            rows = [
+                own.factor_rows(
+                    side, scaled=self.moves_scale, with_bias=with_bias.get(side, True)
+                )
+                for own in self.pair
+            ]
+            maps = [own for own in rows if own is not None]
+            if len(maps) < 2 or maps[0].weight.shape != maps[1].weight.shape:
+                return None
+            of_rows = compare_rows(maps[0], maps[1], rounded)
+            heads = len(self.a.kept), -1
+            found.append(
+                RowVerdicts(
+                    of_rows.same.view(heads).all(dim=1),
+                    of_rows.explained.view(heads).all(dim=1),
+                )
+            )
+        return RowVerdicts(
+            found[0].same & found[1].same, found[0].explained & found[1].explained
+        )
 
     def _with_basis(self, a: Factors, b: Factors, freedom: Freedom) -> Tensor:
         if freedom == "planes":

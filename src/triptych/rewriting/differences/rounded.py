@@ -4,8 +4,8 @@ A rewritten value was rounded once, to the dtype of its file. Two rewritten valu
 roundings explain their difference.
 """
 
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -16,26 +16,49 @@ _EPS = torch.finfo(torch.float64).eps
 
 
 @final
-@dataclass(frozen=True, eq=False)
 class Rounded:
     """Values with the squares of their rounding errors.
 
     Attributes:
         numbers: values in float64.
-        squares: sum of squares of the possible rounding errors of each value: half a unit in the last digit.
     """
 
-    numbers: Tensor
-    squares: Tensor
+    def __init__(self, numbers: Tensor, squares: Tensor | Callable[[], Tensor]) -> None:
+        """`squares`: squares of the rounding errors, or a function that computes them when they are read."""
+        self.numbers = numbers
+        self._squares = squares
+
+    @property
+    def squares(self) -> Tensor:
+        """The sum of squares of the possible rounding errors of each value: half a unit in the last digit."""
+        if not isinstance(self._squares, Tensor):
+            self._squares = self._squares()
+        return self._squares
+
+    @property
+    def lazy_squares(self) -> Callable[[], Tensor]:
+        """A function that returns the squares, and keeps the values only if they are needed."""
+        given = self._squares
+        return (lambda: given) if isinstance(given, Tensor) else given
+
+    def _changed(
+        self, numbers: Tensor, change: Callable[[Tensor], Tensor]
+    ) -> "Rounded":
+        """Return other values, with squares that are a function of these squares."""
+        squares = self.lazy_squares
+        return Rounded(numbers, lambda: change(squares()))
+
+    def _view(self, look: Callable[[Tensor], Tensor]) -> "Rounded":
+        """Return a view of the values and of their squares, which are computed once for all views."""
+        return Rounded(look(self.numbers), lambda: look(self.squares))
 
     @classmethod
     def stored(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> "Rounded":
         """Read a stored tensor, rounded to `dtype`; by default the dtype of the tensor."""
-        numbers = tensor.double()
         dtype = tensor.dtype if dtype is None else dtype
         if not dtype.is_floating_point:
-            return cls.exact(numbers)
-        return cls(numbers, (unit(numbers.contiguous(), dtype) / 2).square())
+            return cls.exact(tensor)
+        return cls(tensor.double(), lambda: _rounding(tensor, dtype))
 
     @classmethod
     def exact(cls, numbers: Tensor) -> "Rounded":
@@ -49,14 +72,15 @@ class Rounded:
 
     @property
     def mT(self) -> "Rounded":
-        return Rounded(self.numbers.mT, self.squares.mT)
+        return self._view(lambda values: values.mT)
 
     def times(self, factor: Tensor | float) -> "Rounded":
         """Multiply by exact factors, broadcast."""
         if isinstance(factor, float) and factor == 1:
             return self
-        square = factor * factor
-        return Rounded(self.numbers * factor, self.squares * square)
+        return self._changed(
+            self.numbers * factor, lambda squares: squares * (factor * factor)
+        )
 
     def plus(self, other: "Rounded") -> "Rounded":
         return Rounded(self.numbers + other.numbers, self.squares + other.squares)
@@ -72,22 +96,20 @@ class Rounded:
         )
         return Rounded(self.numbers @ other.numbers, squares)
 
-    def __getitem__(self, places: object) -> "Rounded":
-        return Rounded(self.numbers[places], self.squares[places])  # type: ignore[index]
+    def __getitem__(self, places: Any) -> "Rounded":
+        return self._view(lambda values: values[places])
 
     def reshape(self, *shape: int) -> "Rounded":
-        return Rounded(self.numbers.reshape(shape), self.squares.reshape(shape))
+        return self._view(lambda values: values.reshape(shape))
 
     def transpose(self, one: int, other: int) -> "Rounded":
-        return Rounded(
-            self.numbers.transpose(one, other), self.squares.transpose(one, other)
-        )
+        return self._view(lambda values: values.transpose(one, other))
 
     def repeat(self, times: int) -> "Rounded":
         """Repeat the rows of the first dimension, each one several times in succession."""
-        return Rounded(
+        return self._changed(
             self.numbers.repeat_interleave(times, dim=0),
-            self.squares.repeat_interleave(times, dim=0),
+            lambda squares: squares.repeat_interleave(times, dim=0),
         )
 
     def sum(self, dim: int) -> "Rounded":
@@ -97,18 +119,23 @@ class Rounded:
         """Subtract the mean along a dimension."""
         mean = self.numbers.mean(dim, keepdim=True)
         count = self.numbers.shape[dim]
-        return Rounded(
+        return self._changed(
             self.numbers - mean,
-            self.squares + self.squares.mean(dim, keepdim=True) / count,
+            lambda squares: squares + squares.mean(dim, keepdim=True) / count,
         )
 
 
-def stacked(parts: "list[Rounded]", dim: int) -> Rounded:
+def _rounding(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the squares of half a unit in the last digit of stored values."""
+    found: Tensor = (unit(stored.double().contiguous(), dtype) / 2).square()
+    return found
+
+
+def stacked(parts: Sequence[Rounded], dim: int) -> Rounded:
     """Concatenate along a dimension."""
-    return Rounded(
-        torch.cat([part.numbers for part in parts], dim),
-        torch.cat([part.squares for part in parts], dim),
-    )
+    numbers = torch.cat([part.numbers for part in parts], dim)
+    squares = [part.lazy_squares for part in parts]
+    return Rounded(numbers, lambda: torch.cat([own() for own in squares], dim))
 
 
 def largest(numbers: Tensor) -> Tensor:
