@@ -19,9 +19,9 @@ from small_checkpoints import with_words
 from triptych.core.checkpoints.stored_models import load_language_model
 from triptych.errors import TriptychError
 from triptych.model import load
+from triptych.rewriting.differences import matching
 from triptych.rewriting.differences.comparing_models import compare
 from triptych.rewriting.differences.difference_records import Difference
-from triptych.rewriting.differences.matching import _one_by_one
 from triptych.rewriting.functions import (
     EXACT,
     DropKeyBias,
@@ -464,7 +464,11 @@ def is_known_gap(found: Difference) -> bool:
 
 
 @pytest.mark.parametrize("digits", [0, 1, 6])
-def test_rows_are_matched_in_order_of_distance(digits: int) -> None:
+@pytest.mark.parametrize("rows", [3, 256])
+def test_rows_are_matched_in_order_of_distance(
+    digits: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matching, "_ROWS_AT_A_TIME", rows)
     generator = torch.Generator().manual_seed(digits)
     for _ in range(20):
         sizes = torch.randint(1, 20, (2,), generator=generator).tolist()
@@ -480,4 +484,4 @@ def test_rows_are_matched_in_order_of_distance(digits: int) -> None:
         for own, other in pairs:
             if partners[own] == -1 and other not in partners:
                 partners[own] = other
-        assert _one_by_one(a, b).partners == partners
+        assert matching._one_by_one(a, b).partners == partners

@@ -60,9 +60,16 @@ from triptych.rewriting.differences.matching import form_signature, match
 from triptych.rewriting.differences.rounded import (
     Rounded,
     are_few,
+    equal_numbers,
     factor_left_alone,
     finer,
     is_same,
+)
+from triptych.rewriting.differences.row_maps import (
+    RowMap,
+    RowVerdicts,
+    compare_rows,
+    ignored_columns,
 )
 
 # A value bias is a bias of the output wherever rows of weights sum to 1; a slot for it is not needed here.
@@ -76,6 +83,8 @@ _VALUE_BIAS = replace(
 )
 Freedom = Literal["any", "planes", "none"]
 _NORMS = ("q_norm", "k_norm", "v_norm")
+# Smallest square of a norm, relative to its bound by columns, that products of columns give with five digits.
+_LEAST_BY_PRODUCTS = 1e-10
 
 
 @final
@@ -181,17 +190,6 @@ def _equal_chains(one: Chain, other: Chain) -> bool:
         if [*different_fields(_plain_norm(mine.norm), _plain_norm(theirs.norm), "")]:
             return False
     return True
-
-
-def equal_numbers(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have equal values, whatever their dtypes."""
-    if one.shape != other.shape:
-        return False
-    return (
-        torch.equal(one, other)
-        if one.dtype == other.dtype
-        else torch.equal(one.double(), other.double())
-    )
 
 
 def _equal_or_zero(one: Tensor | None, other: Tensor | None) -> bool:
@@ -306,6 +304,7 @@ class _Heads:
         self.weights = _in_pairs(behind, order)
         self.kept = [*range(self.weights.num_heads)]
         self.scale = self.weights.scale
+        self._factors = dict[tuple[object, ...], Rounded]()
 
     def map(self, side: Literal["q", "k", "v"], *, centre: bool) -> AffineMap:
         """Return the maps of all heads as they act on the plain stream, or on a norm within the chain."""
@@ -314,31 +313,97 @@ class _Heads:
             found = found.reading(self.view.read_by(side), centre=centre)
         return found.repeat(self.weights.num_heads)
 
+    def bias(self, side: Literal["q", "k", "v"]) -> Rounded:
+        """Return the biases of all heads, with the shift of the input, `[heads, width]`."""
+        key = "bias", side
+        if key not in self._factors:
+            self._factors[key] = self.map(side, centre=False).bias
+        return self._factors[key]
+
     def out(self) -> Rounded:
         """Return W_O of every head, `[heads, width, d_out]`, with the factor of the output."""
-        found = chain_map(self.weights.o, self.weights.d_model, self.dtype).repeat(
-            self.weights.num_heads
-        )
-        turn = self.view.x.turn
-        weight = found.weight.times(self.view.scale)
-        return weight if turn is None else turn.written(weight)
+        key = ("o",)
+        if key not in self._factors:
+            chain = chain_map(self.weights.o, self.weights.d_model, self.dtype)
+            weight = chain.repeat(self.weights.num_heads).weight.times(self.view.scale)
+            turn = self.view.x.turn
+            self._factors[key] = weight if turn is None else turn.written(weight)
+        return self._factors[key]
 
     def qk(self, *, centre: bool, scaled: bool, key_bias: bool) -> Factors:
-        query = self.map("q", centre=centre)
-        if scaled:
-            query = query.times(self.scale)
-        key = self.map("k", centre=centre)
+        scale = self.scale if scaled else 1.0
         return Factors(
-            query.rows()[self.kept],
-            (key if key_bias else key.without_bias()).rows()[self.kept],
+            self._kept(self._rows("q", centre, scale)),
+            self._kept(self._rows("k", centre, with_bias=key_bias)),
         )
 
     def ov(self, *, centre: bool, value_bias: bool) -> Factors:
-        value = self.map("v", centre=centre)
-        left = (value if value_bias else value.without_bias()).rows()
-        return Factors(left[self.kept], self.out().mT[self.kept])
+        return Factors(
+            self._kept(self._rows("v", centre, with_bias=value_bias)),
+            self._kept(self.out().mT),
+        )
 
-    def o_bias(self, *, with_values: bool, centre: bool) -> Rounded:
+    def _rows(
+        self,
+        side: Literal["q", "k", "v"],
+        centre: bool,
+        scale: float = 1.0,
+        *,
+        with_bias: bool = True,
+    ) -> Rounded:
+        """Return the maps of all heads with their biases as last rows; maps that are not centred are kept."""
+        key = side, scale, with_bias
+        if not centre and key in self._factors:
+            return self._factors[key]
+        found = self.map(side, centre=centre)
+        own = found if with_bias else found.without_bias()
+        rows = own.times(scale).rows()
+        if not centre:
+            self._factors |= {key: rows, ("bias", side): found.bias}
+        return rows
+
+    def row_map(self, side: Side, read: Reading = PLAIN) -> RowMap | None:
+        """Return the stored maps of the kept heads after the last norm of a chain, a row for each channel.
+
+        None if there are several maps, or none that is stored.
+        """
+        chain = self.weights.o if side == "o" else self.view.after_norms(side)
+        if len(chain) != 1 or chain[0].diagonal or not chain[0].learned:
+            return None
+        if self.order is not None and side in ("q", "k"):
+            chain = with_channels(chain, self.order)
+        heads = torch.tensor(self.kept) * chain[0].copies // self.weights.num_heads
+        weight = chain[0].weight[heads]
+        rows = weight.flatten(0, 1) if side == "o" else weight.mT.flatten(0, 1)
+        bias = chain[0].bias
+        bias = None if bias is None else bias[heads].flatten()
+        return RowMap(rows, self.dtype, bias, self.dtype, replace(read, turn=None))
+
+    def factor_rows(
+        self, side: Side, *, scaled: bool, with_bias: bool
+    ) -> RowMap | None:
+        """Return a factor of the forms, a row for each channel of the kept heads; None as in `row_map`."""
+        if side == "o":
+            found = self.row_map(side)
+            return found and replace(
+                found, scale=self.view.scale, written=self.view.x.turn
+            )
+        read = self.view.read_by(side)
+        found = self.row_map(side, read)
+        if found is None or self.view.cut.before[side]:
+            return None
+        scale = self.scale if scaled and side == "q" else 1.0
+        if not with_bias:
+            found = replace(found, bias=None)
+            read = replace(read, shift=None)
+        return replace(found, read=read, scale=scale, bias_scale=scale)
+
+    def _kept(self, found: Rounded) -> Rounded:
+        if self.kept == [*range(self.weights.num_heads)]:
+            return found
+        return found[self.kept]
+
+    def o_bias(self, *, with_values: bool) -> Rounded:
         """Return the bias of the output, with the value biases folded in if `with_values`."""
         weights = self.weights
         d_out = weights.o[-1].d_out if weights.o else weights.d_model
@@ -353,7 +418,7 @@ class _Heads:
             own = self.view.x.turn.written(own)
         if not with_values:
             return own
-        value = self.map("v", centre=centre).bias
+        value = self.bias("v")
         rows = value.reshape(*value.shape[:1], 1, value.shape[1])
         return own.plus((rows @ self.out()).sum(0).reshape(-1))
 
@@ -469,6 +534,8 @@ class _Comparison:
         chains = [own.weights.chain(side) for own in self.pair]
         if len(chains[0]) != len(chains[1]):
             return True
+        if len(chains[0]) < 2:
+            return False
         # A rewrite changes two neighbouring maps: a single changed map is an edit.
         changed = 0
         for links in zip(*chains, strict=True):
@@ -512,17 +579,32 @@ class _Comparison:
 
     def _is_unfolded(self, side: HeadSide, readings: tuple[Reading, Reading]) -> bool:
         """Return True if the q, k or v maps ignore a difference of the norms before them."""
-        one, other = (self._stored(own, side) for own in self.pair)
-        if one.weight.shape[1] != self._sizes(self.a)[HEAD_SIDES.index(side)]:
-            return False
         # If a chain is empty, the basis absorbs the norm.
         free = self.freedom_ov if side == "v" else self.freedom_qk
         if free == "any" and not all(own.weights.chain(side) for own in self.pair):
             return False
-        rows = unfolded_rows(one, other, readings)
+        rows = self._unfolded_rows(side, readings)
         # Dropped biases, and biases folded into the bias of the output, lack the shift of a norm.
         passes = {"q": False, "k": self.drops_key_bias, "v": self.moves_value_bias}
         return bool((rows[:-1] if passes[side] else rows).any())
+
+    def _unfolded_rows(
+        self, side: HeadSide, readings: tuple[Reading, Reading]
+    ) -> Tensor:
+        """Return for each row of the q, k or v maps, and for the bias, whether it ignores the norms."""
+        width = self._sizes(self.a)[HEAD_SIDES.index(side)]
+        plain = [
+            own.row_map(side, reading)
+            for own, reading in zip(self.pair, readings, strict=True)
+        ]
+        maps = [own for own in plain if own is not None]
+        shapes = [own.weight.shape for own in maps]
+        if len(maps) == 2 and shapes[0] == shapes[1] and maps[0].width == width:
+            return ignored_columns(maps[:1], maps[1:])
+        one, other = (self._stored(own, side) for own in self.pair)
+        if one.weight.shape[1] != width:
+            return torch.tensor([False])
+        return unfolded_rows(one, other, readings)
 
     def _leaves_alone(self, side: Side, factors: tuple[float, float]) -> bool:
         """Return True if the q, k or o maps ignore a difference of factors."""
@@ -536,6 +618,13 @@ class _Comparison:
             chain = with_channels(chain, own.order)
         found = chain_map(chain, own.weights.d_model, own.dtype)
         return found.repeat(own.weights.num_heads).select(own.kept)
+
+    def _stored_bias(self, own: _Heads, side: HeadSide) -> Rounded:
+        """Return the biases of the kept heads after the last norm of a chain, as stored."""
+        plain = own.row_map(side, PLAIN)
+        if plain is None:
+            return self._stored(own, side).bias
+        return plain.biases().reshape(len(own.kept), -1)
 
     # The meaning besides the maps.
 
@@ -706,9 +795,19 @@ class _Comparison:
         (qk_a, ov_a), (qk_b, ov_b) = forms
         rounds = self.rounds
         qk = self._one_form(
-            qk_a, qk_b, (rounds["q"] | is_centred, rounds["k"] | is_centred), "qk"
+            qk_a,
+            qk_b,
+            (rounds["q"] | is_centred, rounds["k"] | is_centred),
+            "qk",
+            is_centred=is_centred,
         )
-        ov = self._one_form(ov_a, ov_b, (rounds["v"] | is_centred, rounds["o"]), "ov")
+        ov = self._one_form(
+            ov_a,
+            ov_b,
+            (rounds["v"] | is_centred, rounds["o"]),
+            "ov",
+            is_centred=is_centred,
+        )
         same = [mine and theirs for mine, theirs in zip(qk[0], ov[0], strict=True)]
         return same, [mine or theirs for mine, theirs in zip(qk[1], ov[1], strict=True)]
 
@@ -718,6 +817,8 @@ class _Comparison:
         b: Factors,
         rounds: tuple[Tensor, Tensor],
         which: Literal["qk", "ov"],
+        *,
+        is_centred: bool,
     ) -> tuple[list[bool], list[bool]]:
         """Return for each head whether a form is the same, and whether only rounding moved it."""
         freedom = self.freedom_qk if which == "qk" else self.freedom_ov
@@ -725,7 +826,13 @@ class _Comparison:
         same = [False] * count
         only_rounded = [False] * count
         left_open = [*range(count)]
-        if a.left.shape == b.left.shape:
+        in_place = None if is_centred else self._in_place(which, rounds)
+        if in_place is not None:
+            alike = in_place.explained.tolist()
+            same = in_place.same.tolist()
+            only_rounded = (in_place.explained & ~in_place.same).tolist()
+            left_open = [head for head in range(count) if not alike[head]]
+        elif a.left.shape == b.left.shape:
             alike = check_identity(a, b).explained.tolist()
             for head in (head for head in range(count) if alike[head]):
                 # Values not rounded by a rewrite have to be equal.
@@ -754,6 +861,35 @@ class _Comparison:
                     self.a.kept[head]
                 )
         return same, only_rounded
+
+    def _in_place(
+        self, which: Literal["qk", "ov"], rounds: tuple[Tensor, Tensor]
+    ) -> RowVerdicts | None:
+        """Compare the factors of a form in place, a row for each channel; None if they are no single maps."""
+        found = list[RowVerdicts]()
+        with_bias = {"k": not self.drops_key_bias, "v": not self.moves_value_bias}
+        sides: tuple[Side, Side] = ("q", "k") if which == "qk" else ("v", "o")
+        for side, rounded in zip(sides, rounds, strict=True):
+            rows = [
+                own.factor_rows(
+                    side, scaled=self.moves_scale, with_bias=with_bias.get(side, True)
+                )
+                for own in self.pair
+            ]
+            maps = [own for own in rows if own is not None]
+            if len(maps) < 2 or maps[0].weight.shape != maps[1].weight.shape:
+                return None
+            of_rows = compare_rows(maps[0], maps[1], rounded)
+            heads = len(self.a.kept), -1
+            found.append(
+                RowVerdicts(
+                    of_rows.same.view(heads).all(dim=1),
+                    of_rows.explained.view(heads).all(dim=1),
+                )
+            )
+        return RowVerdicts(
+            found[0].same & found[1].same, found[0].explained & found[1].explained
+        )
 
     def _with_basis(self, a: Factors, b: Factors, freedom: Freedom) -> Tensor:
         if freedom == "planes":
@@ -885,14 +1021,14 @@ class _Comparison:
         self.found.bounds = {"scores": width * scores, "output": width**0.5 * outputs}
 
     def _compare_output_bias(self) -> None:
-        plain = [own.o_bias(with_values=False, centre=False) for own in self.pair]
+        plain = [own.o_bias(with_values=False) for own in self.pair]
         is_scaled = self.views[0].scale != self.views[1].scale or self.is_turned
         if not self.moves_value_bias or self._have_equal_values():
             if not is_same(plain[0], plain[1], is_scaled):
                 self.found.reasons.append("the bias of the output differs")
             return
         # Value biases add up to a bias of the output, whatever the basis of the values is.
-        totals = [own.o_bias(with_values=True, centre=False) for own in self.pair]
+        totals = [own.o_bias(with_values=True) for own in self.pair]
         is_moved = _most_differ(plain[0].numbers, plain[1].numbers)
         of_norm = bool(self.rounds["v"][-1]) and _most_differ(
             *(self._stored(own, "v").bias.numbers for own in self.pair)
@@ -905,9 +1041,7 @@ class _Comparison:
             self.found.steps["fold_value_bias"] = True
 
     def _have_equal_values(self) -> bool:
-        values = [
-            own.map("v", centre=False).bias.numbers[own.kept] for own in self.pair
-        ]
+        values = [own.bias("v").numbers[own.kept] for own in self.pair]
         return (
             values[0].shape == values[1].shape
             and torch.equal(*values)
@@ -928,11 +1062,9 @@ class _Comparison:
             steps["scale"] = (self.a.scale, self.b.scale)
         if self.drops_key_bias:
             stored = [
-                bool(self._stored(own, "k").bias.numbers.any()) for own in self.pair
+                bool(self._stored_bias(own, "k").numbers.any()) for own in self.pair
             ]
-            effective = [
-                own.map("k", centre=False).select(own.kept).bias for own in self.pair
-            ]
+            effective = [own.bias("k")[own.kept] for own in self.pair]
             is_moved = "basis qk" not in steps and not is_same(
                 effective[0], effective[1], rounded=True
             )
@@ -960,7 +1092,7 @@ def _most_differ(one: Tensor, other: Tensor) -> bool:
 def _constant_of_dropped_heads(own: _Heads) -> Tensor:
     """Return what heads without weights of values still add to the output: their value biases through W_O."""
     dropped = [*{*range(own.weights.num_heads)} - {*own.kept}]
-    values = own.map("v", centre=False).bias.numbers[dropped]
+    values = own.bias("v").numbers[dropped]
     return (values[:, None] @ own.out().numbers[dropped]).sum(dim=0)
 
 
@@ -997,6 +1129,39 @@ def _difference(a: Factors, b: Factors, place: int) -> BilinearForm:
 
 
 def _relative(a: Factors, b: Factors, place: int) -> float:
+    """Return the Frobenius norm of the difference of two forms relative to that of the first."""
+    found = relative_by_products(a, b, place)
+    return relative_of_forms(a, b, place) if found is None else found
+
+
+def relative_of_forms(a: Factors, b: Factors, place: int) -> float:
     size = float(BilinearForm(a.left.numbers[place], a.right.numbers[place]).norm())
     apart = float(_difference(a, b, place).norm())
     return apart / size if size else float("inf") if apart else 0.0
+
+
+def relative_by_products(a: Factors, b: Factors, place: int) -> float | None:
+    """Return the relative difference of two forms from products of columns; None if they are too coarse.
+
+    ‖L Rᵀ‖² is the sum of the entries of (Lᵀ L) ∘ (Rᵀ R). Its error is about ε (Σ ‖l_i‖ ‖r_i‖)².
+    """
+    left = a.left.numbers[place], b.left.numbers[place]
+    right = a.right.numbers[place], b.right.numbers[place]
+    if left[0].shape != left[1].shape or right[0].shape != right[1].shape:
+        return None
+    size = _product_norm(left[0], right[0])
+    # L_a R_aᵀ − L_b R_bᵀ = (L_a − L_b) R_aᵀ + L_b (R_a − R_b)ᵀ: both terms are small for near factors.
+    apart = _product_norm(
+        torch.cat([left[0] - left[1], left[1]], dim=1),
+        torch.cat([right[0], right[0] - right[1]], dim=1),
+    )
+    return None if size is None or apart is None else apart / size
+
+
+def _product_norm(left: Tensor, right: Tensor) -> float | None:
+    products = left.mT @ left, right.mT @ right
+    square = float((products[0] * products[1]).sum())
+    # ‖L Rᵀ‖ is at most the sum of the norms of its terms, a column of L by a column of R each.
+    most = float((products[0].diagonal() * products[1].diagonal()).sqrt().sum())
+    is_exact = square > _LEAST_BY_PRODUCTS * most**2
+    return square**0.5 if is_exact and square < float("inf") else None

@@ -10,12 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from triptych.rewriting.differences.rounded import Rounded, excess
+from triptych.rewriting.differences.rounded import Rounded, excess, largest
 
 # Steps of refinement of a solution, since normal equations square the condition of the factors.
 _REFINEMENTS = 2
 # Least change of a factor by another basis, in units of its rounding.
 CLEAR = 16
+# Rows of a factor that are compared first.
+_FIRST_ROWS = 64
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -135,9 +137,22 @@ def check_identity(a: Factors, b: Factors) -> FoundBasis:
     """Check whether the factors are the same up to rounding, without another basis."""
     width = a.left.shape[-1]
     basis = torch.eye(width, dtype=torch.float64).expand(len(a.left.numbers), -1, -1)
-    left = excess(a.left, b.left).amax(dim=(-2, -1))
-    right = excess(a.right, b.right).amax(dim=(-2, -1))
+    left = _excess_in_place(a.left, b.left)
+    right = _excess_in_place(a.right, b.right)
     return FoundBasis(basis, left, right, torch.tensor([False]).expand(len(basis)))
+
+
+def _excess_in_place(one: Rounded, other: Rounded) -> Tensor:
+    """Return the largest excess of each head's factor; only of its first rows if they exceed the rounding."""
+    scale = torch.maximum(largest(one.numbers), largest(other.numbers))
+    first, rest = slice(0, _FIRST_ROWS), slice(_FIRST_ROWS, None)
+    found = excess(one[:, first], other[:, first], scale=scale).amax(dim=(-2, -1))
+    for head in (found <= 1).nonzero().flatten().tolist():
+        mine, theirs = one[head, rest], other[head, rest]
+        if mine.numbers.numel():
+            beyond = excess(mine, theirs, scale=scale).amax()
+            found[head] = torch.maximum(found[head], beyond)
+    return found
 
 
 def _excess(one: Rounded, basis: Tensor, other: Rounded) -> Tensor:

@@ -26,13 +26,17 @@ from triptych.rewriting.differences.affine_maps import (
 from triptych.rewriting.differences.attention_pairs import (
     LayerView,
     compare_attention,
-    equal_numbers,
     same_numbers,
 )
 from triptych.rewriting.differences.difference_records import SettingDifference
 from triptych.rewriting.differences.field_differences import different_fields
 from triptych.rewriting.differences.parts import Part
-from triptych.rewriting.differences.rounded import Rounded, finer, is_same
+from triptych.rewriting.differences.rounded import (
+    Rounded,
+    equal_numbers,
+    finer,
+    is_same,
+)
 from triptych.rewriting.differences.sides import CheckpointSide, Pair, ReadSide
 
 # Entries of a configuration without an effect on the computation.

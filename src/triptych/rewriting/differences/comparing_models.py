@@ -11,7 +11,6 @@ from torch import Tensor
 
 from triptych.core.models import LanguageModelArchitecture
 from triptych.progress import Progress, untold
-from triptych.rewriting.differences.attention_pairs import equal_numbers
 from triptych.rewriting.differences.chains import chain_of, words_of
 from triptych.rewriting.differences.checkpoints_read import (
     OF_NO_EFFECT,
@@ -33,6 +32,7 @@ from triptych.rewriting.differences.field_differences import (
 from triptych.rewriting.differences.kinds import find_changes
 from triptych.rewriting.differences.parts import BlockPair, Part, StackComparison
 from triptych.rewriting.differences.predictions import measure_on_text
+from triptych.rewriting.differences.rounded import equal_numbers
 from triptych.rewriting.differences.sides import (
     AnyArchitecture,
     Pair,

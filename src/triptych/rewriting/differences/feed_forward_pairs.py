@@ -1,6 +1,6 @@
 """Comparison of a feed-forward layer of A with its counterpart in B."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple, final
@@ -14,19 +14,28 @@ from triptych.rewriting.differences.affine_maps import (
     Reading,
     affine,
     rounded_rows,
-    unfolded_rows,
 )
-from triptych.rewriting.differences.attention_pairs import LayerFindings, equal_numbers
+from triptych.rewriting.differences.attention_pairs import LayerFindings
 from triptych.rewriting.differences.bases import CLEAR
 from triptych.rewriting.differences.matching import match, row_signature
 from triptych.rewriting.differences.rounded import (
     Rounded,
-    are_few,
+    equal_numbers,
     excess,
     factor_left_alone,
     finer,
     is_same,
-    stacked,
+)
+from triptych.rewriting.differences.row_maps import (
+    RowMap,
+    RowVerdicts,
+    change_of_rows,
+    compare_rows,
+    differ_in_few,
+    ignored_columns,
+    in_blocks,
+    row_signatures,
+    used_rows,
 )
 
 # Activations f with f(0) = 0: the output of a unit without an input is 0.
@@ -34,6 +43,7 @@ _ZERO_AT_ZERO = frozenset(
     {"relu", "gelu", "gelu_tanh", "gelu_sigmoid", "swish", "relu_squared", "tanh"}
 )
 _TINY = torch.finfo(torch.float64).tiny
+_FEW_UNITS = 64
 
 
 @final
@@ -114,7 +124,7 @@ def compare_feed_forward(a: FeedForwardView, b: FeedForwardView) -> LayerFinding
     elif isinstance(a.config, FeedForwardConfig) and isinstance(
         b.config, FeedForwardConfig
     ):
-        _Units(a, b, found).compare()
+        _UnitSearch(a, b, found).compare()
     else:
         found.differ_in_size("one is a mixture of experts and the other is not")
     if not replace(a.read, turn=None).same_as(replace(b.read, turn=None)):
@@ -152,11 +162,11 @@ def _compare_experts(
         found.reasons.append("the router differs")
     for number, partner in enumerate(order):
         own = LayerFindings()
-        _Units(a.expert(number), b.expert(partner), own).compare()
+        _UnitSearch(a.expert(number), b.expert(partner), own).compare()
         _take_over(own, found, f"expert {number}: ")
     if one.shared is not None and other.shared is not None:
         own = LayerFindings()
-        _Units(a.shared(), b.shared(), own).compare()
+        _UnitSearch(a.shared(), b.shared(), own).compare()
         _take_over(own, found, "shared layer: ")
     elif (one.shared is None) != (other.shared is None):
         found.reasons.append("one has a shared layer and the other has not")
@@ -239,16 +249,56 @@ def dtype_of(a: FeedForwardView, b: FeedForwardView, name: str) -> torch.dtype:
     return finer(dtypes[0], dtypes[-1])
 
 
-class _Unit(NamedTuple):
-    """The hidden units of a layer: `[units, …]` each."""
+class _Units(NamedTuple):
+    """The hidden units of a layer, a row each."""
 
-    inner: Rounded  # maps to the values of units, with their biases as last entries
-    gate: Rounded | None
-    outer: Rounded  # maps from units to the output
+    inner: RowMap  # maps to the values of units
+    gate: RowMap | None
+    outer: RowMap  # maps from units to the output
+
+    @property
+    def maps(self) -> tuple[RowMap, ...]:
+        return tuple(own for own in self if own is not None)
+
+    @property
+    def read_maps(self) -> tuple[RowMap, ...]:
+        """The maps that read the input of the layer."""
+        return self.maps[:-1]
+
+    def chosen(self, order: Sequence[int] | Tensor) -> "_Units":
+        """Return some units in a given order."""
+        return _Units(
+            self.inner.chosen(order),
+            None if self.gate is None else self.gate.chosen(order),
+            self.outer.chosen(order),
+        )
+
+
+class _UnitVerdicts(NamedTuple):
+    """Verdicts on the maps of units, in the order of `_Units.maps`."""
+
+    maps: tuple[RowVerdicts, ...]
+
+    @property
+    def explained(self) -> Tensor:
+        """True for units whose differences are all explained by rounding."""
+        return torch.stack([own.explained for own in self.maps]).all(dim=0)
+
+    def replaced(self, places: Tensor, others: "_UnitVerdicts") -> "_UnitVerdicts":
+        """Return the verdicts with other verdicts at some places."""
+        return _UnitVerdicts(
+            tuple(
+                RowVerdicts(
+                    own.same.index_copy(0, places, new.same),
+                    own.explained.index_copy(0, places, new.explained),
+                )
+                for own, new in zip(self.maps, others.maps, strict=True)
+            )
+        )
 
 
 @final
-class _Units:
+class _UnitSearch:
     """The search for the rewrites between the hidden units of two layers."""
 
     def __init__(
@@ -266,126 +316,127 @@ class _Units:
             for view in (self.a, self.b)
         ]
         self.found.reasons += [f"{name} differs" for name in different_tensors(*rest)]
-        one, other = (
-            self._active(self._units(view, centre=False)) for view in (self.a, self.b)
-        )
-        if (
-            one.inner.shape[1] != other.inner.shape[1]
-            or one.outer.shape[1] != other.outer.shape[1]
-        ):
+        one, other = (self._active(self._units(view)) for view in (self.a, self.b))
+        if one.inner.width != other.inner.width or one.outer.width != other.outer.width:
             self.found.differ_in_size("the widths of what is read or written differ")
             return
         if (one.gate is None) != (other.gate is None):
             self.found.reasons.append("one layer is gated and the other is not")
             return
-        if len(one.inner.numbers) != len(other.inner.numbers):
+        if len(one.inner) != len(other.inner):
             self.found.differ_in_size(
-                f"{len(one.inner.numbers)} hidden units of A and {len(other.inner.numbers)} of B are used"
+                f"{len(one.inner)} hidden units of A and {len(other.inner)} of B are used"
             )
             return
         self._compare_out_bias()
-        partners = self._match(one, other)
+        in_place = self._verdicts(one, other)
+        partners = self._match(one, other, in_place.explained)
         if -1 in partners:
             self.found.reasons.append("hidden units of A and B cannot be matched")
             return
-        other = _chosen(other, partners)
-        if partners != [*range(len(partners))]:
+        order = torch.tensor(partners)
+        moved = (order != torch.arange(len(order))).nonzero().flatten()
+        verdicts = in_place
+        if len(moved):
             self.found.steps["permute_units"] = True
-        if self._is_unfolded(partners):
+            again = self._verdicts(one.chosen(moved), other.chosen(order[moved]))
+            verdicts = in_place.replaced(moved, again)
+            other = other.chosen(order)
+        self._compare_units(one, other, verdicts)
+
+    def _compare_units(
+        self, one: _Units, other: _Units, verdicts: _UnitVerdicts
+    ) -> None:
+        """Compare the units of A with their partners."""
+        if self._is_unfolded(one, other):
             self.found.reasons.append(
                 "the norm before it differs, and its maps have not taken it up"
             )
         scales = self.a.scale, self.b.scale
-        if scales[0] != scales[1] and factor_left_alone(
-            *self._stored_outer(partners), scales
-        ):
-            self.found.reasons.append(
-                f"the factor of the output is {scales[0]:g} and {scales[1]:g}, "
-                "and the outer map has not taken it up"
-            )
-        same = self._same_units(one, other, is_centred=False)
+        if scales[0] != scales[1]:
+            stored = [_stored_rows(own.outer) for own in (one, other)]
+            if factor_left_alone(stored[0], stored[1], scales):
+                self.found.reasons.append(
+                    f"the factor of the output is {scales[0]:g} and {scales[1]:g}, "
+                    "and the outer map has not taken it up"
+                )
+        same = self._same_units(one, other, verdicts)
         if not bool(same.all()) and self.a.read.centred and self.b.read.centred:
             # Whatever moved by rounding alone was not rewritten.
-            only_rounded = _explained(one.inner, other.inner) & ~same
-            centred_units = [
-                self._active(self._units(view, centre=True))
-                for view in (self.a, self.b)
-            ]
-            again = self._same_units(
-                centred_units[0], _chosen(centred_units[1], partners), is_centred=True
-            )
-            maps = [(one.inner.numbers[:, :-1], other.inner.numbers[:, :-1])]
-            if one.gate is not None and other.gate is not None:
-                maps.append((one.gate.numbers[:, :-1], other.gate.numbers[:, :-1]))
-            is_whole = not any(are_few(mine, theirs) for mine, theirs in maps)
-            if is_whole and bool((again & ~only_rounded).all()):
-                same = again
+            only_rounded = verdicts.maps[0].explained & ~same
+            if not bool(only_rounded.any()) and self._are_centred(one, other):
+                same = torch.ones_like(same)
                 self.found.steps["centre"] = True
         if not bool(same.all()):
             off = int((~same).sum())
             self.found.reasons.append(
                 f"no rewrite leads from A to B in {off:,} of {len(same):,} hidden units"
             )
-            self.found.relative = _relative(one, other)
+            self.found.relative = max(
+                change_of_rows(mine, theirs).relative
+                for mine, theirs in zip(one.maps, other.maps, strict=True)
+            )
 
-    def _units(self, view: FeedForwardView, *, centre: bool) -> _Unit:
-        outer = self._stored(view, "outer.weight").mT.times(view.scale)
-        outer = outer if view.read.turn is None else view.read.turn.written(outer)
-        gate = (
-            self._rows(view, "gate", centre) if "gate.weight" in view.tensors else None
+    def _are_centred(self, one: _Units, other: _Units) -> bool:
+        """Return True if all units are the same but for what a centred input cannot show."""
+        if any(map(differ_in_few, one.read_maps, other.read_maps)):
+            return False
+        # A few units come first: all of them have to be the same.
+        for count in (_FEW_UNITS, len(one.inner)):
+            centred = [
+                _centred(own.chosen(range(count)[: len(own.inner)]))
+                for own in (one, other)
+            ]
+            verdicts = self._verdicts(*centred, is_centred=True)
+            if not bool(self._same_units(*centred, verdicts).all()):
+                return False
+        return True
+
+    def _units(self, view: FeedForwardView) -> _Units:
+        gate = self._rows(view, "gate") if "gate.weight" in view.tensors else None
+        outer = view.tensors["outer.weight"].mT.contiguous()
+        dtype = dtype_of(self.a, self.b, "outer.weight")
+        return _Units(
+            self._rows(view, "inner"),
+            gate,
+            RowMap(outer, dtype, scale=view.scale, written=view.read.turn),
         )
-        return _Unit(self._rows(view, "inner", centre), gate, outer)
 
     def _stored(self, view: FeedForwardView, name: str) -> Rounded:
         return Rounded.stored(view.tensors[name], dtype_of(self.a, self.b, name))
 
-    def _rows(self, view: FeedForwardView, part: str, centre: bool) -> Rounded:
-        bias = f"{part}.bias"
-        own = affine(
-            self._stored(view, f"{part}.weight").mT,
-            self._stored(view, bias) if bias in view.tensors else None,
+    def _rows(self, view: FeedForwardView, part: str) -> RowMap:
+        weight, bias = f"{part}.weight", f"{part}.bias"
+        own = RowMap(
+            view.tensors[weight], dtype_of(self.a, self.b, weight), read=view.read
         )
-        rows = own.reading(view.read, centre=centre).rows()
-        return rows.reshape(*rows.shape[1:]).mT
+        if bias not in view.tensors:
+            return own
+        of_bias = dtype_of(self.a, self.b, bias)
+        return replace(own, bias=view.tensors[bias], bias_dtype=of_bias)
 
-    def _is_unfolded(self, partners: list[int]) -> bool:
+    def _is_unfolded(self, one: _Units, other: _Units) -> bool:
         """Return True if the norms differ in a channel, and the maps that read it do not."""
         if self.a.read.same_as(self.b.read):
             return False
-        maps = []
-        for view in (self.a, self.b):
-            units = self._active(self._units(replace(view, read=PLAIN), centre=False))
-            units = units if view is self.a else _chosen(units, partners)
-            own = [units.inner, *([] if units.gate is None else [units.gate])]
-            rows = stacked(own, 0).mT
-            maps.append(affine(rows[:-1], rows[-1]))
-        return bool(unfolded_rows(maps[0], maps[1], (self.a.read, self.b.read)).any())
+        maps = ([own.unturned for own in units.read_maps] for units in (one, other))
+        return bool(ignored_columns(*maps).any())
 
-    def _stored_outer(self, partners: list[int]) -> tuple[Rounded, Rounded]:
-        """Return the outer maps without factors."""
-        one, other = (
-            self._active(
-                self._units(replace(view, read=PLAIN, scale=1.0), centre=False)
-            )
-            for view in (self.a, self.b)
-        )
-        return one.outer, other.outer[partners]
-
-    def _active(self, units: _Unit) -> _Unit:
+    def _active(self, units: _Units) -> _Units:
         """Leave out units with zero output."""
-        adds = units.outer.numbers.any(dim=1)
+        adds = used_rows(units.outer, with_biases=False)
         is_linear = units.gate is not None and not self.config.offset
         if is_linear or (
             units.gate is None and self.config.activation in _ZERO_AT_ZERO
         ):
-            adds = adds & units.inner.numbers.any(dim=1)
+            adds = adds & used_rows(units.inner, with_biases=True)
         if bool(adds.all()):
             return units
         # A sparse activation depends on the mean over all channels, so all channels stay.
         if self.config.sparsity:
             return units
         self.found.steps["drop_units"] = True
-        return _chosen(units, adds.nonzero().flatten().tolist())
+        return units.chosen(adds.nonzero().flatten())
 
     @property
     def _scales(self) -> bool:
@@ -394,30 +445,30 @@ class _Units:
             return self.config.offset == 0 and self.config.limit is None
         return self.config.activation == "relu"
 
-    def _match(self, one: _Unit, other: _Unit) -> list[int]:
-        partners = [*range(len(one.inner.numbers))]
-        if self._is_sparse:
+    def _match(self, one: _Units, other: _Units, in_place: Tensor) -> list[int]:
+        """Return the unit of B for each unit of A; −1 for a unit without a partner.
+
+        `in_place`: units that rounding explains in place. They stay there: near units could change places by
+        their signatures.
+        """
+        partners = [*range(len(one.inner))]
+        rest = (~in_place).nonzero().flatten()
+        if self._is_sparse or not len(rest):
             return partners
-        # Near units could change places by their signatures: what rounding explains in place stays there.
-        in_place = _explained(one.inner, other.inner)
-        in_place &= _explained(one.outer, other.outer)
-        if one.gate is not None and other.gate is not None:
-            in_place &= _explained(one.gate, other.gate)
-        rest = (~in_place).nonzero().flatten().tolist()
-        if rest:
-            left, right = _chosen(one, rest), _chosen(other, rest)
-            found = match(self._signature(left), self._signature(right)).partners
-            for own, partner in zip(rest, found, strict=True):
-                partners[own] = rest[partner] if partner >= 0 else -1
+        signatures = [self._signature(units.chosen(rest)) for units in (one, other)]
+        places = rest.tolist()
+        found = match(*signatures).partners
+        for own, partner in zip(places, found, strict=True):
+            partners[own] = places[partner] if partner >= 0 else -1
         return partners
 
     @property
     def _is_sparse(self) -> bool:
         return bool(self.config.sparsity)
 
-    def _signature(self, units: _Unit) -> Tensor:
-        inner = row_signature(units.inner.numbers, 0)
-        outer = row_signature(units.outer.numbers, 1)
+    def _signature(self, units: _Units) -> Tensor:
+        inner = row_signatures(units.inner, 0, with_biases=True)
+        outer = row_signatures(units.outer, 1, with_biases=False)
         if self._scales:
             size = inner.norm(dim=1, keepdim=True).clamp(min=_TINY)
             sign = torch.ones_like(size)
@@ -426,26 +477,48 @@ class _Units:
             inner, outer = sign * inner / size, sign * outer * size
         parts = [inner, outer]
         if units.gate is not None:
-            parts.append(row_signature(units.gate.numbers, 2))
+            parts.append(row_signatures(units.gate, 2, with_biases=True))
         return torch.cat(parts, dim=1)
 
-    def _same_units(self, one: _Unit, other: _Unit, *, is_centred: bool) -> Tensor:
-        """Return for each unit of A whether it is the same as its partner."""
-        rounds = is_centred | rounded_rows(
-            self.a.read, self.b.read, one.inner.shape[1] - 1
-        )
+    def _verdicts(
+        self, one: _Units, other: _Units, *, is_centred: bool = False
+    ) -> _UnitVerdicts:
+        """Compare the maps of units at the same places."""
+        rounds = is_centred | rounded_rows(self.a.read, self.b.read, one.inner.width)
         is_scaled = self.a.scale != self.b.scale or is_turned(self.a, self.b)
-        same = _same_rows(one.inner, other.inner, rounds)
-        same &= _same_rows(one.outer, other.outer, torch.tensor([is_scaled]))
-        if self._scales and not bool(same.all()):
-            same |= self._scaled_units(one, other, ~same)
-        if one.gate is not None and other.gate is not None:
-            same &= _same_rows(one.gate, other.gate, rounds)
-        return same
+        found = [
+            compare_rows(mine, theirs, rounds)
+            for mine, theirs in zip(one.read_maps, other.read_maps, strict=True)
+        ]
+        of_outer = compare_rows(one.outer, other.outer, torch.tensor([is_scaled]))
+        return _UnitVerdicts((*found, of_outer))
 
-    def _scaled_units(self, one: _Unit, other: _Unit, open_units: Tensor) -> Tensor:
+    def _same_units(
+        self, one: _Units, other: _Units, verdicts: _UnitVerdicts
+    ) -> Tensor:
+        """Return for each unit of A whether it is the same as its partner."""
+        inner, *gate, outer = (own.same for own in verdicts.maps)
+        same = inner & outer
+        # A unit with another gate is another unit, whatever the factor between its other maps is.
+        has_same_gate = gate[0] if gate else torch.ones_like(same)
+        left = (~same & has_same_gate).nonzero().flatten()
+        if self._scales and len(left):
+            same[left] = self._scaled_units(one.chosen(left), other.chosen(left))
+        return same & has_same_gate
+
+    def _scaled_units(self, one: _Units, other: _Units) -> Tensor:
         """Return for each unit whether a factor between its maps leads from A to B."""
         # A unit is like a head of width 1: multiply its inner map by c, divide its outer map by c.
+        found = [
+            self._are_scaled(*(_ScaledUnits.of(units, rows) for units in (one, other)))
+            for rows in in_blocks(one.inner.places, one.inner.width)
+        ]
+        same = torch.cat(found)
+        if bool(same.any()):
+            self.found.steps["scale_units"] = True
+        return same
+
+    def _are_scaled(self, one: "_ScaledUnits", other: "_ScaledUnits") -> Tensor:
         inner = _weights_of_rows(one.inner, other.inner)
         outer = _weights_of_rows(one.outer, other.outer)
         fitting = inner * (one.inner.numbers * other.inner.numbers).sum(1)
@@ -459,11 +532,9 @@ class _Units:
         # A factor near 1 does not count as a rewrite: it would absorb single differing entries.
         moved = (one.inner.numbers * (factor - 1)).square().sum(1)
         rounding = (one.inner.squares + other.inner.squares).sum(1)
-        same &= open_units & (moved > CLEAR**2 * rounding)
+        same &= moved > CLEAR**2 * rounding
         if not self.config.gated:
             same &= factor[:, 0] > 0
-        if bool(same.any()):
-            self.found.steps["scale_units"] = True
         return same
 
     def _compare_out_bias(self) -> None:
@@ -484,43 +555,29 @@ class _Units:
             self.found.reasons.append("the bias of the output differs")
 
 
-def _same_rows(one: Rounded, other: Rounded, rounded: Tensor) -> Tensor:
-    """Return for each row whether it is the same; only `rounded` entries may differ by rounding."""
-    equal = one.numbers == other.numbers
-    same = equal.all(dim=1)
-    if bool(rounded.any()) and not bool(same.all()):
-        same = same | ((equal | rounded).all(dim=1) & _explained(one, other))
-    return same
+def _centred(units: _Units) -> _Units:
+    """Return units without what a centred input cannot show."""
+    inner, *gate = (replace(own, centre=True) for own in units.read_maps)
+    return _Units(inner, gate[0] if gate else None, units.outer)
 
 
-def _explained(one: Rounded, other: Rounded) -> Tensor:
-    """Return for each row whether rounding explains its differences."""
-    return excess(one, other).amax(dim=1) <= 1
+def _stored_rows(own: RowMap) -> Rounded:
+    """Return the rows of a map as they are stored, without factors."""
+    return Rounded.stored(own.weight, own.dtype)
+
+
+class _ScaledUnits(NamedTuple):
+    """Some units, with the biases of their inner maps as last entries."""
+
+    inner: Rounded
+    outer: Rounded
+
+    @classmethod
+    def of(cls, units: _Units, rows: slice | Tensor) -> "_ScaledUnits":
+        return cls(units.inner.with_biases(rows), units.outer.rows(rows))
 
 
 def _weights_of_rows(one: Rounded, other: Rounded) -> Tensor:
     squares = (one.squares + other.squares).mean(dim=1)
     size = (one.numbers.square() + other.numbers.square()).mean(dim=1)
     return 1 / torch.maximum(squares, 1e-20 * size).clamp(min=_TINY)
-
-
-def _chosen(units: _Unit, order: list[int]) -> _Unit:
-    return _Unit(
-        units.inner[order],
-        None if units.gate is None else units.gate[order],
-        units.outer[order],
-    )
-
-
-def _relative(one: _Unit, other: _Unit) -> float:
-    """Return the norm of the differences of all maps relative to the maps of A."""
-    pairs = [(one.inner, other.inner), (one.outer, other.outer)]
-    if one.gate is not None and other.gate is not None:
-        pairs.append((one.gate, other.gate))
-    sizes = []
-    for mine, theirs in pairs:
-        size = float(mine.numbers.norm())
-        sizes.append(
-            float((mine.numbers - theirs.numbers).norm()) / size if size else 0.0
-        )
-    return max(sizes)

@@ -574,17 +574,18 @@ def _value(record: Mapping[str, Any], name: str) -> str:
 def _moved_layers(pair: Pair) -> list[Change]:
     """Return the change if every layer of B equals a layer of A, in another order or number."""
     changes = list[Change]()
+    if not pair.a.stacks or pair.a.stacks.keys() - pair.b.stacks.keys():
+        return []
+    kind = _coarser(pair)
     for stack, made in pair.a.stacks.items():
-        if stack not in pair.b.stacks:
-            return []
         blocks = range(len(made.blocks))
         blocks_after = range(len(pair.b.stacks[stack].blocks))
         old = [
-            _fingerprint(pair, pair.a, AttentionPlace(stack, number))
+            _fingerprint(pair.a, AttentionPlace(stack, number), kind)
             for number in blocks
         ]
         new = [
-            _fingerprint(pair, pair.b, AttentionPlace(stack, number))
+            _fingerprint(pair.b, AttentionPlace(stack, number), kind)
             for number in blocks_after
         ]
         if old == new:
@@ -595,7 +596,11 @@ def _moved_layers(pair: Pair) -> list[Change]:
             # The layer of the same number is preferred among equal layers of A.
             places = sorted(alike, key=lambda place: (place != number, place))
             source = next(
-                (place for place in places if _same_block(pair, stack, place, number)),
+                (
+                    place
+                    for place in places
+                    if _same_block(pair, stack, (place, number), kind)
+                ),
                 None,
             )
             if source is None:
@@ -607,13 +612,14 @@ def _moved_layers(pair: Pair) -> list[Change]:
     return changes
 
 
-def _fingerprint(pair: Pair, side: Side, place: AttentionPlace) -> str:
-    """Return a hash of one tensor of a block, in the coarser dtype of both models."""
+def _fingerprint(side: Side, place: AttentionPlace, kind: torch.dtype) -> str:
+    """Return a hash of one tensor of a block, rounded to a dtype."""
     name, tensor = next(side.matrices(place))
-    return f"{name.split('.')[-2]} {tensor_hash(tensor.to(_coarser(pair)))}"
+    return f"{name.split('.')[-2]} {tensor_hash(tensor.to(kind))}"
 
 
 def _coarser(pair: Pair) -> torch.dtype:
+    """Return the coarser of the dtypes that attention has in both models."""
     kinds = []
     for side in pair:
         _, tensor = next(side.matrices(side.places[0]))
@@ -621,11 +627,12 @@ def _coarser(pair: Pair) -> torch.dtype:
     return min(kinds, key=lambda kind: (torch.finfo(kind).bits, -torch.finfo(kind).eps))
 
 
-def _same_block(pair: Pair, stack: str, before: int, after: int) -> bool:
-    """Return True if a block of B equals a block of A, rounded to the coarser dtype."""
-    kind = _coarser(pair)
-    old = dict(_block_tensors(pair.a, stack, before))
-    new = dict(_block_tensors(pair.b, stack, after))
+def _same_block(
+    pair: Pair, stack: str, blocks: tuple[int, int], kind: torch.dtype
+) -> bool:
+    """Return True if a block of B equals a block of A, both rounded to a dtype."""
+    old = dict(_block_tensors(pair.a, stack, blocks[0]))
+    new = dict(_block_tensors(pair.b, stack, blocks[1]))
     return old.keys() == new.keys() and all(
         torch.equal(tensor.to(kind), new[name].to(kind)) for name, tensor in old.items()
     )

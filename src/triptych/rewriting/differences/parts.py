@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, final
 
-import torch
 from torch import Tensor
 
 from triptych.core.models import (
@@ -27,7 +26,6 @@ from triptych.rewriting.differences.attention_pairs import (
     LayerFindings,
     LayerView,
     compare_attention,
-    equal_numbers,
 )
 from triptych.rewriting.differences.difference_records import PartKind
 from triptych.rewriting.differences.feed_forward_pairs import (
@@ -37,11 +35,17 @@ from triptych.rewriting.differences.feed_forward_pairs import (
 from triptych.rewriting.differences.field_differences import same_number, takes_scale
 from triptych.rewriting.differences.rounded import (
     Rounded,
-    excess,
+    equal_numbers,
     factor_left_alone,
     finer,
     is_same,
-    left_alone,
+)
+from triptych.rewriting.differences.row_maps import (
+    RowMap,
+    change_of_rows,
+    compare_rows,
+    explained_rows,
+    ignored_columns,
 )
 from triptych.rewriting.differences.sides import AttentionPlace, Pair, Side, StackName
 from triptych.rewriting.differences.turning import Turn, allows_turn, find_turn
@@ -505,30 +509,14 @@ def _compare_tables(
     if scale_a == scale_b and equal_numbers(table_a[:count], table_b[:count]):
         return True
     dtype = finer(table_a.dtype, table_b.dtype)
-    worst = 0.0
-    size = 0.0
-    is_left_alone = False
-    for start in range(0, count, _ROWS_AT_A_TIME):
-        stop = min(start + _ROWS_AT_A_TIME, count)
-        stored = [
-            Rounded.stored(table[start:stop], dtype) for table in (table_a, table_b)
-        ]
-        is_left_alone |= factor_left_alone(stored[0], stored[1], (scale_a, scale_b))
-        rows = [stored[0].times(scale_a), stored[1].times(scale_b)]
-        size += float(rows[0].numbers.square().sum())
-        worst = (
-            max(worst, float(excess(rows[0], rows[1]).max()))
-            if scale_a != scale_b
-            else torch.inf
-        )
-        found.relative = (found.relative or 0.0) + float(
-            (rows[0].numbers - rows[1].numbers).square().sum()
-        )
-    found.relative = ((found.relative or 0.0) / size) ** 0.5 if size else None
-    if scale_a == scale_b or worst > 1:
+    mine = RowMap(table_a[:count], dtype, scale=scale_a)
+    theirs = RowMap(table_b[:count], dtype, scale=scale_b)
+    apart = change_of_rows(mine, theirs)
+    found.relative = apart.relative if apart.size else None
+    if scale_a == scale_b or not _is_scaled_table(mine, theirs):
         found.reasons.append(f"{what} differ")
         return False
-    if is_left_alone:
+    if _ignores_factor(mine, theirs):
         found.reasons.append(
             f"the factor of {what} is {scale_a:g} and {scale_b:g}, and the table has not taken it up"
         )
@@ -536,6 +524,33 @@ def _compare_tables(
     found.steps["scale"] = (scale_a, scale_b)
     found.relative = None
     return False
+
+
+def _parts_of_rows(one: RowMap, other: RowMap) -> Iterator[tuple[RowMap, RowMap]]:
+    for start in range(0, len(one), _ROWS_AT_A_TIME):
+        stop = min(start + _ROWS_AT_A_TIME, len(one))
+        yield one.part(start, stop), other.part(start, stop)
+
+
+def _is_scaled_table(one: RowMap, other: RowMap) -> bool:
+    """Return True if rounding explains the differences of two tables with their factors."""
+    return all(
+        bool(explained_rows(mine, theirs).all())
+        for mine, theirs in _parts_of_rows(one, other)
+    )
+
+
+def _ignores_factor(one: RowMap, other: RowMap) -> bool:
+    """Return True if the stored rows ignore the difference of the factors, in any part of the tables."""
+    factors = one.scale, other.scale
+    return any(
+        factor_left_alone(
+            Rounded.stored(mine.weight, mine.dtype),
+            Rounded.stored(theirs.weight, theirs.dtype),
+            factors,
+        )
+        for mine, theirs in _parts_of_rows(one, other)
+    )
 
 
 def _are_padded(one: Tensor, other: Tensor, found: LayerFindings, what: str) -> bool:
@@ -583,36 +598,17 @@ def _compare_outputs(
         if feed_forward_pairs.different_tensors(names[0], names[1]):
             found.reasons.append("the bias of the output differs")
         return not found.reasons
-    dtype = finer(one.weight.dtype, other.weight.dtype)
-    width = one.weight.shape[1]
-    rounds = rounded_rows(readings[0], readings[1], width) | is_scaled
+    maps = [
+        _output_rows(own, reading, tables)
+        for own, reading in zip(tables, readings, strict=True)
+    ]
+    rounds = rounded_rows(readings[0], readings[1], maps[0].width) | is_scaled
     explained = True
     is_left_alone = False
-    for start in range(0, count, _ROWS_AT_A_TIME):
-        stop = min(start + _ROWS_AT_A_TIME, count)
-        rows = [
-            _output_rows(own, start, stop, reading, dtype)
-            for own, reading in zip(tables, readings, strict=True)
-        ]
-        explained = explained and is_same(rows[0], rows[1], rounds[:, None])
-        stored = [
-            _output_rows(
-                own._replace(scale=1.0, bias_scale=1.0), start, stop, PLAIN, dtype
-            )
-            for own in tables
-        ]
-        # Output rows of B with the stored values of A.
-        kept = _output_rows(
-            other._replace(weight=one.weight, bias=one.bias),
-            start,
-            stop,
-            _unturned(readings[1]),
-            dtype,
-        )
-        now = _output_rows(one, start, stop, _unturned(readings[0]), dtype)
-        is_left_alone |= bool(
-            left_alone(stored[0].numbers, stored[1].numbers, now, kept).any()
-        )
+    for mine, theirs in _parts_of_rows(*(own.part(0, count) for own in maps)):
+        explained = explained and bool(compare_rows(mine, theirs, rounds).same.all())
+        ignored = ignored_columns([mine.unturned], [theirs.unturned])
+        is_left_alone |= bool(ignored.any())
     if not explained:
         found.reasons.append("the output table differs")
     if any(reading.turn is not None for reading in readings):
@@ -628,16 +624,15 @@ def _compare_outputs(
     return False
 
 
-def _unturned(reading: Reading) -> Reading:
-    return replace(reading, turn=None)
-
-
-def _output_rows(
-    own: _Table, start: int, stop: int, reading: Reading, dtype: torch.dtype
-) -> Rounded:
-    weight = Rounded.stored(own.weight[start:stop], dtype).mT.times(own.scale)
-    bias = None
-    if own.bias is not None:
-        of_bias = finer(dtype, own.bias.dtype)
-        bias = Rounded.stored(own.bias[start:stop], of_bias).times(own.bias_scale)
-    return affine(weight, bias).reading(reading).rows()
+def _output_rows(own: _Table, reading: Reading, tables: list[_Table]) -> RowMap:
+    """Return the rows of an output table, which read the last norm."""
+    dtype = finer(tables[0].weight.dtype, tables[1].weight.dtype)
+    return RowMap(
+        own.weight,
+        dtype,
+        own.bias,
+        dtype if own.bias is None else finer(dtype, own.bias.dtype),
+        reading,
+        scale=own.scale,
+        bias_scale=own.bias_scale,
+    )

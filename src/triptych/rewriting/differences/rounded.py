@@ -4,8 +4,8 @@ A rewritten value was rounded once, to the dtype of its file. Two rewritten valu
 roundings explain their difference.
 """
 
-from dataclasses import dataclass
-from typing import final
+from collections.abc import Callable, Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -16,26 +16,49 @@ _EPS = torch.finfo(torch.float64).eps
 
 
 @final
-@dataclass(frozen=True, eq=False)
 class Rounded:
     """Values with the squares of their rounding errors.
 
     Attributes:
         numbers: values in float64.
-        squares: sum of squares of the possible rounding errors of each value: half a unit in the last digit.
     """
 
-    numbers: Tensor
-    squares: Tensor
+    def __init__(self, numbers: Tensor, squares: Tensor | Callable[[], Tensor]) -> None:
+        """`squares`: squares of the rounding errors, or a function that computes them when they are read."""
+        self.numbers = numbers
+        self._squares = squares
+
+    @property
+    def squares(self) -> Tensor:
+        """The sum of squares of the possible rounding errors of each value: half a unit in the last digit."""
+        if not isinstance(self._squares, Tensor):
+            self._squares = self._squares()
+        return self._squares
+
+    @property
+    def lazy_squares(self) -> Callable[[], Tensor]:
+        """A function that returns the squares, and keeps the values only if they are needed."""
+        given = self._squares
+        return (lambda: given) if isinstance(given, Tensor) else given
+
+    def _changed(
+        self, numbers: Tensor, change: Callable[[Tensor], Tensor]
+    ) -> "Rounded":
+        """Return other values, with squares that are a function of these squares."""
+        squares = self.lazy_squares
+        return Rounded(numbers, lambda: change(squares()))
+
+    def _view(self, look: Callable[[Tensor], Tensor]) -> "Rounded":
+        """Return a view of the values and of their squares, which are computed once for all views."""
+        return Rounded(look(self.numbers), lambda: look(self.squares))
 
     @classmethod
     def stored(cls, tensor: Tensor, dtype: torch.dtype | None = None) -> "Rounded":
         """Read a stored tensor, rounded to `dtype`; by default the dtype of the tensor."""
-        numbers = tensor.double()
         dtype = tensor.dtype if dtype is None else dtype
         if not dtype.is_floating_point:
-            return cls.exact(numbers)
-        return cls(numbers, (unit(numbers.contiguous(), dtype) / 2).square())
+            return cls.exact(tensor)
+        return cls(tensor.double(), lambda: _rounding(tensor, dtype))
 
     @classmethod
     def exact(cls, numbers: Tensor) -> "Rounded":
@@ -49,12 +72,15 @@ class Rounded:
 
     @property
     def mT(self) -> "Rounded":
-        return Rounded(self.numbers.mT, self.squares.mT)
+        return self._view(lambda values: values.mT)
 
     def times(self, factor: Tensor | float) -> "Rounded":
         """Multiply by exact factors, broadcast."""
-        square = factor * factor
-        return Rounded(self.numbers * factor, self.squares * square)
+        if isinstance(factor, float) and factor == 1:
+            return self
+        return self._changed(
+            self.numbers * factor, lambda squares: squares * (factor * factor)
+        )
 
     def plus(self, other: "Rounded") -> "Rounded":
         return Rounded(self.numbers + other.numbers, self.squares + other.squares)
@@ -70,22 +96,20 @@ class Rounded:
         )
         return Rounded(self.numbers @ other.numbers, squares)
 
-    def __getitem__(self, places: object) -> "Rounded":
-        return Rounded(self.numbers[places], self.squares[places])  # type: ignore[index]
+    def __getitem__(self, places: Any) -> "Rounded":
+        return self._view(lambda values: values[places])
 
     def reshape(self, *shape: int) -> "Rounded":
-        return Rounded(self.numbers.reshape(shape), self.squares.reshape(shape))
+        return self._view(lambda values: values.reshape(shape))
 
     def transpose(self, one: int, other: int) -> "Rounded":
-        return Rounded(
-            self.numbers.transpose(one, other), self.squares.transpose(one, other)
-        )
+        return self._view(lambda values: values.transpose(one, other))
 
     def repeat(self, times: int) -> "Rounded":
         """Repeat the rows of the first dimension, each one several times in succession."""
-        return Rounded(
+        return self._changed(
             self.numbers.repeat_interleave(times, dim=0),
-            self.squares.repeat_interleave(times, dim=0),
+            lambda squares: squares.repeat_interleave(times, dim=0),
         )
 
     def sum(self, dim: int) -> "Rounded":
@@ -95,28 +119,51 @@ class Rounded:
         """Subtract the mean along a dimension."""
         mean = self.numbers.mean(dim, keepdim=True)
         count = self.numbers.shape[dim]
-        return Rounded(
+        return self._changed(
             self.numbers - mean,
-            self.squares + self.squares.mean(dim, keepdim=True) / count,
+            lambda squares: squares + squares.mean(dim, keepdim=True) / count,
         )
 
 
-def stacked(parts: "list[Rounded]", dim: int) -> Rounded:
+def _rounding(stored: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the squares of half a unit in the last digit of stored values."""
+    found: Tensor = (unit(stored.double().contiguous(), dtype) / 2).square()
+    return found
+
+
+def stacked(parts: Sequence[Rounded], dim: int) -> Rounded:
     """Concatenate along a dimension."""
-    return Rounded(
-        torch.cat([part.numbers for part in parts], dim),
-        torch.cat([part.squares for part in parts], dim),
-    )
+    numbers = torch.cat([part.numbers for part in parts], dim)
+    squares = [part.lazy_squares for part in parts]
+    return Rounded(numbers, lambda: torch.cat([own() for own in squares], dim))
 
 
-def excess(one: Rounded, other: Rounded, further: Tensor | float = 0.0) -> Tensor:
+def largest(numbers: Tensor) -> Tensor:
+    """Return the largest finite size of an entry, as a tensor without dimensions."""
+    sizes = numbers.abs()
+    if not sizes.numel():
+        return torch.zeros((), dtype=numbers.dtype)
+    found = sizes.amax()
+    # The largest of all is finite in nearly every tensor: then none has to be left out.
+    if bool(found.isfinite()):
+        return found
+    return sizes.where(sizes.isfinite(), 0.0).amax()
+
+
+def excess(
+    one: Rounded,
+    other: Rounded,
+    further: Tensor | float = 0.0,
+    scale: Tensor | None = None,
+) -> Tensor:
     """Return the differences of entries, in units of the allowed rounding error: at most 1 if explained.
 
-    `further`: squares of further errors, broadcast. The arithmetic of float64 counts as an error, too.
+    `further`: squares of further errors, broadcast. The arithmetic of float64 counts as an error, too: it is
+    relative to `scale`, by default the largest entry.
     """
     difference = (one.numbers - other.numbers).abs()
-    sizes = torch.maximum(one.numbers.abs(), other.numbers.abs())
-    scale = sizes.where(sizes.isfinite(), 0.0).amax() if sizes.numel() else 0.0
+    if scale is None:
+        scale = torch.maximum(largest(one.numbers), largest(other.numbers))
     squares = one.squares + other.squares + further
     allowed = MOST_TIMES * (squares + (4 * _EPS * scale) ** 2).sqrt()
     # Equal infinities count as equal; NaN is never explained.
@@ -162,6 +209,17 @@ def factor_left_alone(
     now, kept = (one.reshape(1, -1).times(factor) for factor in factors)
     stored = one.numbers.reshape(1, -1), other.numbers.reshape(1, -1)
     return bool(left_alone(*stored, now, kept).any())
+
+
+def equal_numbers(one: Tensor, other: Tensor) -> bool:
+    """Return True if two tensors have equal values, whatever their dtypes."""
+    if one.shape != other.shape:
+        return False
+    return (
+        torch.equal(one, other)
+        if one.dtype == other.dtype
+        else torch.equal(one.double(), other.double())
+    )
 
 
 def are_few(one: Tensor, other: Tensor) -> bool:

@@ -40,6 +40,8 @@ _SKETCHED = 600
 _MOST_RANK = 288
 # A product of low rank is a sum, computed in float32 at the least.
 _TERMS = 64
+# Entries converted to float64 at a time.
+_ENTRIES_AT_A_TIME = 1 << 18
 
 
 def spacing(numbers: Tensor, dtype: torch.dtype) -> Tensor:
@@ -65,17 +67,22 @@ def rounded_to(before: Tensor, after: Tensor) -> str | None:
     """Return the format whose rounding of `before` gives `after`, nearest or towards zero."""
     if before.shape != after.shape:
         return None
-    before = before.float() if before.dtype != torch.float64 else before
-    after = after.to(before.dtype)
+    wide = torch.float64 if before.dtype == torch.float64 else torch.float32
     for name, rounded in _ROUNDINGS.items():
         # A part is compared first: most formats fail there.
         if all(
-            torch.equal(rounded(old).to(old.dtype), new)
+            torch.equal(rounded(old.to(wide)).to(wide), new.to(wide))
             for old, new in _part_and_all(before, after)
         ):
             return name
+    if after.ndim < 2 or after.shape[-1] < _GROUPS[-2]:
+        return None
+    if after.dtype.itemsize == 1:
+        after = after.to(wide)
+    of_rows = after.abs().amax(dim=-1, keepdim=True).to(wide)
     for name, largest in _LARGEST.items():
-        if _is_scaled(after, FORMATS[name], largest):
+        if _is_scaled(after, of_rows / largest, FORMATS[name]):
+            before, after = before.to(wide), after.to(wide)
             scale = after.abs().amax(dim=-1, keepdim=True) / largest
             if _is_near(
                 before, after, scale * largest * torch.finfo(FORMATS[name]).eps
@@ -103,16 +110,14 @@ def _part_and_all(before: Tensor, after: Tensor) -> Iterator[tuple[Tensor, Tenso
     yield before, after
 
 
-def _is_scaled(after: Tensor, dtype: torch.dtype, largest: float) -> bool:
+def _is_scaled(after: Tensor, of_rows: Tensor, dtype: torch.dtype) -> bool:
     """Return True if a matrix is numbers of `dtype` times a scale, of the matrix or of each row."""
-    if after.ndim < 2 or after.shape[-1] < _GROUPS[-2]:
-        return False
     every = len(after) // _FEW_ROWS + 1
-    of_rows = after.abs().amax(dim=-1, keepdim=True) / largest
     for scales in (of_rows.amax().expand_as(of_rows), of_rows):
         scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
-        if _on_multiples(after[::every], scales[::every], dtype) and _on_multiples(
-            after, scales, dtype
+        # Some rows are compared first: few matrices have such numbers.
+        if _on_multiples(after[::every].to(scales.dtype), scales[::every], dtype) and (
+            _on_multiples(after.to(scales.dtype), scales, dtype)
         ):
             distinct = (after / scales).abs().flatten()[: 1 << 16].to(dtype).float()
             return (
@@ -152,11 +157,6 @@ def on_grid(before: Tensor, after: Tensor, stored: torch.dtype) -> Grid | None:
     """Return the coarsest grid that a matrix lies on, and the matrix before does not."""
     if before.shape != after.shape or after.ndim != 2:
         return None
-    # Quantisation keeps a matrix near: its error is below the matrix itself, by far for 4 bits and more.
-    if float((after.double() - before.double()).norm()) > 0.7 * float(
-        before.double().norm()
-    ):
-        return None
     columns = after.shape[1]
     sizes = (
         None,
@@ -168,7 +168,8 @@ def on_grid(before: Tensor, after: Tensor, stored: torch.dtype) -> Grid | None:
             grid = find(_groups(after, group), group, stored)
             if grid is not None:
                 grids.append((grid.levels, find, grid))
-    if not grids:
+    # Quantisation keeps a matrix near: its error is below the matrix itself, by far for 4 bits and more.
+    if not grids or relative_change(before, after) > 0.7:
         return None
     _, find_best, found = min(
         grids, key=lambda one: one[0]
@@ -179,10 +180,14 @@ def on_grid(before: Tensor, after: Tensor, stored: torch.dtype) -> Grid | None:
 
 def _groups(matrix: Tensor, group: int | None) -> Tensor:
     """Return a sample of the groups of a matrix, spread over all of it, in float64."""
-    rows = matrix.reshape(-1, matrix.shape[1] if group is None else group)
-    step = max(1, len(rows) // _SAMPLED_GROUPS)
+    of_row = 1 if group is None else matrix.shape[1] // group
+    count = len(matrix) * of_row
+    step = max(1, count // _SAMPLED_GROUPS)
     # An odd step visits groups at all positions within a row.
-    return rows[:: step | 1].double()
+    sampled = torch.arange(0, count, step | 1)
+    groups = matrix.unflatten(1, (of_row, -1))  # type: ignore[no-untyped-call]
+    found: Tensor = groups[sampled // of_row, sampled % of_row].double()
+    return found
 
 
 def _even_grid(groups: Tensor, group: int | None, stored: torch.dtype) -> Grid | None:
@@ -282,21 +287,14 @@ def low_rank(before: Tensor, after: Tensor, stored: torch.dtype) -> LowRank | No
     """
     if before.shape != after.shape or after.ndim != 2:
         return None
-    change = after.double() - before.double()
-    most = min(_MOST_RANK, int(_LOW * min(change.shape)))
+    most = min(_MOST_RANK, int(_LOW * min(after.shape)))
     if most < 1:
         return None
-    # The sum was rounded, and perhaps the product before it.
-    rounding = (
-        spacing(
-            torch.maximum(before.double().abs(), after.double().abs()), stored
-        ).square()
-        / 12
-    )
-    rounding += _TERMS * spacing(change, torch.float32).square() / 12
-    count = _rank_of_part(change, rounding, most)
+    count = _rank_of_part(before, after, stored, most)
     if count is None:
         return None
+    change = after.double() - before.double()
+    rounding = _rounding_of_sum(before, after, stored)
     basis = _range(change, count + 8)
     inner = basis.mT @ change
     values = torch.linalg.svdvals(inner)
@@ -318,15 +316,26 @@ def _share(held: Tensor) -> float:
     return float(held.double().mean())
 
 
-def _rank_of_part(change: Tensor, rounding: Tensor, most: int) -> int | None:
+def _rounding_of_sum(before: Tensor, after: Tensor, stored: torch.dtype) -> Tensor:
+    """Return the variances of the rounding of `after`, a sum, and perhaps of the product in it."""
+    before, after = before.double(), after.double()
+    found = spacing(torch.maximum(before.abs(), after.abs()), stored).square() / 12
+    found += _TERMS * spacing(after - before, torch.float32).square() / 12
+    return found
+
+
+def _rank_of_part(
+    before: Tensor, after: Tensor, stored: torch.dtype, most: int
+) -> int | None:
     """Return the rank of a submatrix, a lower bound for the matrix; None if it is too large."""
     generator = torch.Generator().manual_seed(0)
     rows, columns = (
         torch.randperm(size, generator=generator)[:_SKETCHED].sort().values
-        for size in change.shape
+        for size in after.shape
     )
-    part = change[rows][:, columns]
-    rank = int((torch.linalg.svdvals(part) > _edge(rounding[rows][:, columns])).sum())
+    before, after = (own[rows][:, columns].double() for own in (before, after))
+    values = torch.linalg.svdvals(after - before)
+    rank = int((values > _edge(_rounding_of_sum(before, after, stored))).sum())
     return rank if rank <= most else None
 
 
@@ -499,9 +508,31 @@ def same_start(before: Tensor, after: Tensor) -> int | None:
 
 def relative_change(before: Tensor, after: Tensor) -> float:
     """Return the Frobenius norm of the change relative to that of the tensor before."""
-    norm = float(before.double().norm())
-    change = float((after.double() - before.double()).norm())
+    sizes = norms_of_rows(before, after)
+    norm = float(sizes.before.norm())
+    change = float(sizes.change.norm())
     return change / norm if norm else (float("inf") if change else 0.0)
+
+
+class RowNorms(NamedTuple):
+    """Norms of the rows of a tensor, and of their changes; a vector or a number is one row."""
+
+    before: Tensor
+    change: Tensor
+
+
+def norms_of_rows(before: Tensor, after: Tensor) -> RowNorms:
+    """Return the norms of rows in float64, with some rows converted at a time."""
+    old, new = (
+        own.flatten(1) if own.ndim > 1 else own.reshape(1, -1)
+        for own in (before, after)
+    )
+    size = max(1, _ENTRIES_AT_A_TIME // max(old.shape[1], 1))
+    parts = [
+        (mine.double().norm(dim=1), (theirs.double() - mine.double()).norm(dim=1))
+        for mine, theirs in zip(old.split(size), new.split(size), strict=True)
+    ]
+    return RowNorms(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def scaled(before: Tensor, after: Tensor, stored: torch.dtype) -> float | None:
@@ -509,7 +540,8 @@ def scaled(before: Tensor, after: Tensor, stored: torch.dtype) -> float | None:
     if before.shape != after.shape:
         return None
     factor = None
-    for old, new in _part_and_all(before.double(), after.double()):
+    for mine, theirs in _part_and_all(before, after):
+        old, new = mine.double(), theirs.double()
         energy = float(old.square().sum())
         if not energy:
             return None
@@ -533,13 +565,10 @@ def is_spread(before: Tensor, after: Tensor, most: float) -> bool:
 
     Training changes matrices in this way. A permutation of heads changes some rows completely.
     """
-    old = (
-        before.double().reshape(len(before), -1)
-        if before.ndim
-        else before.double().reshape(1, 1)
-    )
-    change = (after.double().reshape(old.shape) - old).norm(dim=1)
-    shares = change / old.norm(dim=1).clamp(min=1e-30)
+    if before.ndim < 2:
+        before, after = before.reshape(-1, 1), after.reshape(-1, 1)
+    sizes = norms_of_rows(before, after)
+    shares = sizes.change / sizes.before.clamp(min=1e-30)
     return (
         float((shares > 0).double().mean()) > 0.5
         and float(shares.quantile(0.99)) <= most

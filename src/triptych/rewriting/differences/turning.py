@@ -4,6 +4,7 @@ An RMSNorm without a gain commutes with an orthogonal matrix R: folding its tran
 the stream, and R into the maps that write to the stream, keeps the function.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -20,6 +21,9 @@ from triptych.rewriting.differences.rounded import Rounded, excess, finer
 
 # Least entry of R − 1 for another basis.
 _LEAST_TURN = 0.01
+# Sampled rows of embeddings, in widths of the stream.
+_SAMPLED = 4
+_ROWS_AT_A_TIME = 4096
 # Largest error of R, in units of the rounding of the embeddings, with which other maps are still compared.
 _MOST_UNCERTAIN = 16
 
@@ -63,27 +67,70 @@ def find_turn(one: Tensor, other: Tensor) -> Turn | None:
     """Return the orthogonal matrix between two tables of embeddings; None if they differ otherwise."""
     if one.shape != other.shape or one.shape[0] < one.shape[1]:
         return None
-    dtype = finer(one.dtype, other.dtype)
-    rows = Rounded.stored(one, dtype), Rounded.stored(other, dtype)
-    left, _, right = torch.linalg.svd(rows[0].numbers.mT @ rows[1].numbers)
-    matrix = left @ right
-    # Nearly the same tables are not tables in another basis.
+    # Most other tables differ by training: some of the rows show it.
+    every = len(one) // (_SAMPLED * one.shape[1])
     if (
-        float((matrix - torch.eye(len(matrix), dtype=matrix.dtype)).abs().max())
-        < _LEAST_TURN
+        every > 1
+        and _departure(_rotation(one[::every], other[::every])) < _LEAST_TURN / 2
     ):
         return None
-    sizes, axes = torch.linalg.eigh(rows[0].numbers.mT @ rows[0].numbers)
+    matrix = _rotation(one, other)
+    # Nearly the same tables are not tables in another basis.
+    if _departure(matrix) < _LEAST_TURN:
+        return None
+    dtype = finer(one.dtype, other.dtype)
+    sizes, axes = torch.linalg.eigh(_products(one, one))
     sizes = sizes.clamp(min=torch.finfo(torch.float64).tiny)
-    mean = float((rows[0].squares + rows[1].squares).mean())
     # Least squares of a rotation: the longer of two axes determines the angle.
-    errors = mean / (sizes[:, None] + sizes)
+    errors = _mean_rounding(one, other, dtype) / (sizes[:, None] + sizes)
     errors.fill_diagonal_(0)
     if float(errors.max()) > (_MOST_UNCERTAIN * torch.finfo(dtype).eps / 2) ** 2:
         return None
     turn = Turn(matrix, axes, errors)
-    is_led = float(excess(turn.written(rows[0]), rows[1]).max()) <= 1
-    return turn if is_led else None
+    return turn if _leads(turn, one, other, dtype) else None
+
+
+def _rotation(one: Tensor, other: Tensor) -> Tensor:
+    """Return the orthogonal matrix that leads best from the rows of one table to the rows of another."""
+    left, _, right = torch.linalg.svd(_products(one, other))
+    found: Tensor = left @ right
+    return found
+
+
+def _departure(matrix: Tensor) -> float:
+    """Return the largest entry of R − 1."""
+    return float((matrix - torch.eye(len(matrix), dtype=matrix.dtype)).abs().max())
+
+
+def _products(one: Tensor, other: Tensor) -> Tensor:
+    """Return oneᵀ other in float64, with some rows at a time."""
+    found = torch.zeros(one.shape[1], other.shape[1], dtype=torch.float64)
+    for mine, theirs in _in_parts(one, other):
+        found.addmm_(mine.double().mT, theirs.double())
+    return found
+
+
+def _in_parts(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(one.split(_ROWS_AT_A_TIME), other.split(_ROWS_AT_A_TIME), strict=True)
+
+
+def _mean_rounding(one: Tensor, other: Tensor, dtype: torch.dtype) -> float:
+    """Return the mean of the squared rounding errors of two tables together."""
+    total = sum(
+        float(Rounded.stored(part, dtype).squares.sum())
+        for part in (*one.split(_ROWS_AT_A_TIME), *other.split(_ROWS_AT_A_TIME))
+    )
+    return total / one.numel()
+
+
+def _leads(turn: Turn, one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if rounding explains all that a turn leaves different between two tables."""
+    for mine, theirs in _in_parts(one, other):
+        turned = turn.written(Rounded.stored(mine, dtype))
+        # The arithmetic counts relative to the entries of these rows, never larger than all.
+        if not float(excess(turned, Rounded.stored(theirs, dtype)).max()) <= 1:
+            return False
+    return True
 
 
 def allows_turn(made: LanguageModelArchitecture) -> bool:
