@@ -68,7 +68,9 @@ from triptych.running.decoding import (
 from triptych.running.opening import Reader
 from triptych.running.options import Options, require_ctranslate2
 
-_BATCH_TOKENS = 512  # source tokens searched together: more of them outgrow the caches of a core
+_BATCH_TOKENS = (
+    512  # source tokens searched together: more of them outgrow the caches of a core
+)
 _MOST_KEPT = 4  # converted models of one configuration in the cache folder
 _COMPUTE_TYPES: dict[Precision, str] = {
     "fp32": "float32",
