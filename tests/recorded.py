@@ -96,40 +96,20 @@ LANGUAGE_MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 _SMALL = {
-    "hidden_size": 24,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 40,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 40, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 _GROUPED = {**_SMALL, "num_key_value_heads": 2, "head_dim": 10}
 _LATENT = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 14,
-    "kv_lora_rank": 12,
-    "qk_nope_head_dim": 6,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 5,
-}
+    "num_key_value_heads": 4, "q_lora_rank": 14, "kv_lora_rank": 12, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4, "v_head_dim": 5,
+}  # fmt: skip
 _PAIR = {
-    "d_model": 24,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "vocab_size": 40,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 40,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
     "decoder_start_token_id": 0,
-}
+}  # fmt: skip
 # Families of `transformers`: the class of a tiny random model, and its settings.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
@@ -311,31 +291,26 @@ def quiet() -> Iterator[None]:
 # What is taken of an answer.
 
 
+def fields_of(found: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(found, name) for name in names}
+
+
 def of_translation(found: Any) -> Any:
     """Texts, pieces and scores of a translation."""
-    return [
-        {"text": one.text, "pieces": list(one.pieces), "score": one.score, "log_prob": one.log_prob}
-        for one in found.candidates
-    ]
+    return [fields_of(one, "text", "pieces", "score", "log_prob") for one in found.candidates]
 
 
 def of_continuation(found: Any) -> Any:
     """Text, token ids and log-probabilities of a continuation, or of several samples."""
     if isinstance(found, list | tuple):
         return [of_continuation(one) for one in found]
-    return {
-        "text": found.text,
-        "ids": list(found.ids),
-        "log_probs": list(found.log_probs),
-        "score": found.score,
-        "finish": found.finish,
-    }
+    return fields_of(found, "text", "ids", "log_probs", "score", "finish")
 
 
 def of_likelihood(found: Any) -> Any:
     """Loss of a text, with its interval."""
     names = ("nats", "tokens", "num_bytes", "context", "stride", "documents", "interval", "nats_per_token")
-    return {name: getattr(found, name) for name in names}
+    return fields_of(found, *names)
 
 
 def of_scores(found: Any) -> Any:
@@ -351,7 +326,7 @@ def of_run(found: Any, heads: Sequence[str]) -> Any:
         "logits": found.logits,
         "loss": found.loss,
         "tokens": list(found.tokens),
-        "heads": {head: {part: getattr(found[head], part) for part in parts} for head in heads},
+        "heads": {head: fields_of(found[head], *parts) for head in heads},
     }
 
 
@@ -444,15 +419,9 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 def translator_recipe(site: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
     """Return the recipe of a tiny translator whose layers all have one kind of attention."""
     training = {
-        "max_steps": 24,
-        "warmup_steps": 8,
-        "learning_rate": 0.01,
-        "batch_tokens": 600,
-        "log_every_steps": 4,
-        "save_every_steps": 8,
-        "threads": 1,
-        "device": "cpu",
-    }
+        "max_steps": 24, "warmup_steps": 8, "learning_rate": 0.01, "batch_tokens": 600, "log_every_steps": 4,
+        "save_every_steps": 8, "threads": 1, "device": "cpu",
+    }  # fmt: skip
     base = {
         "data": {
             "cache": "cache",
@@ -638,7 +607,7 @@ def record_generator(recorder: Recorder, short: str, source: str) -> None:
     recorder.record(
         f"{short}/head",
         lambda: (
-            {name: getattr(model[1, 2], name) for name in ("W_Q", "W_K", "W_V", "W_O")}
+            fields_of(model[1, 2], "W_Q", "W_K", "W_V", "W_O")
             | {"ov": model[1, 2].ov.singular_values(), "between": str(model[1, 2].between)}
         ),
     )
@@ -745,10 +714,7 @@ def record_rewrites(recorder: Recorder) -> None:
             out = Path("rewritten") / f"{family} {number}"
             # The whole models are compared once for each family: that takes most of the time.
             options = {"skip_refused": name == "exact", "compare": name in {"exact", "truncate"}}
-            recorder.record(
-                f"rewrite/{family}/{name}",
-                lambda: rewritten(model, steps, out, options),
-            )
+            recorder.record(f"rewrite/{family}/{name}", lambda: rewritten(model, steps, out, options))
         recorder.say(f"rewrites of {family}")
     text = Path("short.txt")
     for short in ("gpt2", "llama-gqa"):
@@ -757,10 +723,7 @@ def record_rewrites(recorder: Recorder) -> None:
             model, out = triptych.load(source, device="cpu"), Path("rewritten") / f"{short} half"
             options: dict[str, Any] = {"calibration": text, "text": text}
             steps = ("truncate(budget=0.5, criterion='centred')",)
-            recorder.record(
-                f"rewrite/{short}/calibrated",
-                lambda: rewritten(model, steps, out, options),
-            )
+            recorder.record(f"rewrite/{short}/calibrated", lambda: rewritten(model, steps, out, options))
             recorder.record(
                 f"rewrite/{short}/verified",
                 lambda: called_json("verify", out, "--against", source, "--text", text),
@@ -813,10 +776,7 @@ def record_exports(recorder: Recorder) -> None:
     for number, (source, arguments) in enumerate(exports):
         out = Path("exports") / str(number)
         words = " ".join(map(str, arguments)).replace("--", "")
-        recorder.record(
-            f"export/{source}/{words}",
-            lambda: exported(source, out, arguments),
-        )
+        recorder.record(f"export/{source}/{words}", lambda: exported(source, out, arguments))
         if number % 10 == 9:
             recorder.say(f"export {number + 1} of {len(exports)}")
 

@@ -24,6 +24,13 @@ from triptych.serving.limits import Limits
 from triptych.serving.server import Server
 
 
+def free_port() -> int:
+    """Return the number of a port at which nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
 class Answer(NamedTuple):
     status: int
     body: Any
@@ -111,9 +118,7 @@ class ServedCommand(Asking):
     """`triptych serve` as a process of its own; what it says is at standard error."""
 
     def __init__(self, *arguments: object, stderr: Any = subprocess.DEVNULL, **environment: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         command = [sys.executable, "-m", "triptych", "serve", *map(str, arguments), "--port", str(self.port)]
         self.process = subprocess.Popen(
             command,

@@ -37,10 +37,16 @@ def train_small_run(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small GPT-2 in the format of `transformers`, which runs on text; no test changes it."""
+    return gpt2_that_runs(tmp_path_factory.mktemp("checkpoint") / "gpt2")
+
+
 @pytest.fixture(scope="module")
-def language_model(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """A small GPT-2."""
-    return load(gpt2_that_runs(tmp_path_factory.mktemp("model") / "gpt2"))
+def language_model(checkpoint: Path) -> Model:
+    """That GPT-2, opened."""
+    return load(checkpoint)
 
 
 @pytest.fixture(scope="module")

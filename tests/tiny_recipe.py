@@ -7,14 +7,9 @@ from triptych.training import resolve
 from triptych.training.corpora.generated import generate_pairs
 
 FAST_DEMO = (
-    "data.train.generated=300",
-    "data.valid.generated=4",
-    "data.cache=''",
-    "tokenizer.vocab_size=400",
-    "training.max_steps=3",
-    "validation.every_steps=3",
-    "validation.max_sentences=2",
-)
+    "data.train.generated=300", "data.valid.generated=4", "data.cache=''", "tokenizer.vocab_size=400",
+    "training.max_steps=3", "validation.every_steps=3", "validation.max_sentences=2",
+)  # fmt: skip
 
 
 def generated(train: int = 100, valid: int = 10) -> dict[str, Any]:

@@ -522,16 +522,8 @@ REFUSED_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
 }
 OTHERS = {
-    "to",
-    "apply",
-    "scores",
-    "transpose",
-    "__matmul__",
-    "__sub__",
-    "energy",
-    "truncate",
-    "difference_norm",
-}
+    "to", "apply", "scores", "transpose", "__matmul__", "__sub__", "energy", "truncate", "difference_norm",
+}  # fmt: skip
 SPECTRAL = sorted(set(CALLS) - OTHERS - {"difference_norm"})
 
 

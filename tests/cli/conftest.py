@@ -2,11 +2,12 @@
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 
 from command import Answer, Command
-from small_models import language_model, small_run, translator  # noqa: F401 - fixtures
+from small_models import checkpoint, language_model, small_run, translator  # noqa: F401 - fixtures
 from studying import place, stand_in  # noqa: F401 - fixtures
 from tiny_recipe import FAST_DEMO
 from triptych import demonstration
@@ -37,6 +38,13 @@ def triptych(
         return Answer(code, captured.out.decode(), captured.err.decode())
 
     return call
+
+
+@pytest.fixture
+def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the test's own, where the command is called."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

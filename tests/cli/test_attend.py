@@ -8,17 +8,16 @@ import pytest
 import torch
 
 from command import Command
-from small_checkpoints import gpt2, gpt2_that_runs
+from small_checkpoints import gpt2
 from triptych import load
 from triptych.core.attention import QueriesAndKeys
 
 
 def test_the_heads_that_tell_most_are_printed_and_on_demand_every_head(
-    triptych: Command, tmp_path: Path
+    triptych: Command, checkpoint: Path
 ) -> None:
-    model = gpt2_that_runs(tmp_path / "gpt2")
-    few = triptych("attend", model, "Four o'clock.")
-    whole = triptych("attend", model, "Four o'clock.", "--all")
+    few = triptych("attend", checkpoint, "Four o'clock.")
+    whole = triptych("attend", checkpoint, "Four o'clock.", "--all")
     assert few.code == whole.code == 0, few.err + whole.err
     shown, every = (
         [line.split()[:4] for line in answer.out.splitlines() if line.startswith(" decoder ")]
@@ -34,8 +33,9 @@ def test_the_heads_that_tell_most_are_printed_and_on_demand_every_head(
 
 def test_json_is_what_the_library_gives(triptych: Command, small_run: Path, tmp_path: Path) -> None:
     (tmp_path / "texts").write_text("Vier.\nFünf Uhr.\n", encoding="utf-8")
-    answer = triptych("attend", small_run, "--file", tmp_path / "texts", "--heads", "cross.*.1", "--json")
-    assert answer.code == 0, answer.err
+    answer = triptych(
+        "attend", small_run, "--file", tmp_path / "texts", "--heads", "cross.*.1", "--json"
+    ).done()
     records = [json.loads(line) for line in answer.out.splitlines()]
     found = load(small_run).attend(["Vier.", "Fünf Uhr."])
     for record, one in zip(records, found, strict=True):
@@ -49,7 +49,7 @@ def test_json_is_what_the_library_gives(triptych: Command, small_run: Path, tmp_
 
 def test_what_heads_write_for_each_token_is_printed_and_in_json(triptych: Command, small_run: Path) -> None:
     call = ("attend", small_run, "Vier.", "--writes", "2", "--heads")
-    record = json.loads(triptych(*call, "*.0.1", "--json").out)
+    record = triptych(*call, "*.0.1", "--json").record()
     encoder, _, cross = (head["writes"] for head in record["heads"])
     assert encoder is None
     assert [len(nearest) for nearest in cross] == [2] * len(record["source_tokens"])
@@ -60,21 +60,18 @@ def test_what_heads_write_for_each_token_is_printed_and_in_json(triptych: Comman
 def test_one_row_is_shown_step_by_step(triptych: Command, small_run: Path, tmp_path: Path) -> None:
     call = ("attend", small_run, "Vier.", "--target", "four", "--steps", "cross.1.1:0")
     steps = load(small_run).attend("Vier.", "four").steps("cross.1", 1, query=0)
-    printed = triptych(*call)
-    assert printed.code == 0, printed.err
+    printed = triptych(*call).done()
     assert "Direct effect on the next token" in printed.out
     assert f"{float(steps.weights[0]):.3f}" in printed.out
-    record = json.loads(triptych(*call, "--json").out)
+    record = triptych(*call, "--json").record()
     assert record["weights"] == pytest.approx(steps.weights.tolist())
-    assert triptych(*call, "--html", tmp_path / "page.html").code == 0
+    triptych(*call, "--html", tmp_path / "page.html").done()
     assert "Direct effect" in (tmp_path / "page.html").read_text()
     for wrong, message in (
         (("--steps", "3"), 'as in "3.2:5"'),
         (("--steps", "cross.1.1:0", "--heads", "1"), "--heads does not go with --steps"),
     ):
-        answer = triptych("attend", small_run, "Vier.", *wrong)
-        assert answer.code == 2
-        assert message in answer.err
+        triptych("attend", small_run, "Vier.", *wrong).refused(message)
 
 
 def test_arrays_and_rows_are_written_and_written_again(
@@ -82,8 +79,7 @@ def test_arrays_and_rows_are_written_and_written_again(
 ) -> None:
     files = "--npz", tmp_path / "a.npz", "--csv", tmp_path / "a.csv"
     for _ in range(2):
-        answer = triptych("attend", small_run, "Vier.", "--target", "four", *files)
-        assert answer.code == 0, answer.err
+        triptych("attend", small_run, "Vier.", "--target", "four", *files).done()
     with np.load(tmp_path / "a.npz", allow_pickle=False) as arrays:
         assert arrays["num_generated"] == 0
         assert arrays["cross.1"].shape == (2, len(arrays["tokens"]), len(arrays["source_tokens"]))
@@ -97,14 +93,13 @@ def test_a_page_and_pictures_are_written_and_written_again(
     files = [word for path in names for word in (f"--{path.suffix[1:]}", path)]
     one = ("--heads", "cross.1.0")
     for _ in range(2):
-        answer = triptych("attend", small_run, "Vier.", *one, *files)
-        assert answer.code == 0, answer.err
+        answer = triptych("attend", small_run, "Vier.", *one, *files).done()
     assert "written: " in answer.out
     assert '"kind":"cross"' in names[0].read_text(encoding="utf-8")
     assert "cross layer 1, head 0" in names[1].read_text(encoding="utf-8")
-    refused = triptych("attend", small_run, "Vier.", "--heads", "cross.*", "--svg", tmp_path / "b.svg")
-    assert (refused.code, (tmp_path / "b.svg").exists()) == (2, False)
-    assert "a picture shows one head, and 4 are chosen" in refused.err
+    too_many = ("--heads", "cross.*", "--svg", tmp_path / "b.svg")
+    triptych("attend", small_run, "Vier.", *too_many).refused("a picture shows one head, and 4 are chosen")
+    assert not (tmp_path / "b.svg").exists()
 
 
 @pytest.mark.parametrize("form", ["npz", "csv", "html"])
@@ -112,7 +107,7 @@ def test_who_stops_a_command_has_the_file_of_before_and_no_half_of_one(
     triptych: Command, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     path = tmp_path / f"a.{form}"
-    assert triptych("attend", small_run, "Vier.", f"--{form}", path).code == 0
+    triptych("attend", small_run, "Vier.", f"--{form}", path).done()
     before, calls, weights = path.read_bytes(), list[slice](), QueriesAndKeys._weights
 
     def stopped(self: QueriesAndKeys, rows: slice) -> torch.Tensor:
@@ -138,16 +133,11 @@ def test_who_stops_a_command_has_the_file_of_before_and_no_half_of_one(
 def test_what_is_wrong_is_said_in_one_line(
     triptych: Command, small_run: Path, arguments: list[str], message: str
 ) -> None:
-    answer = triptych("attend", small_run, *arguments)
-    assert answer.code == 2
-    assert message in answer.err
-    assert len(answer.err.splitlines()) == 1
+    triptych("attend", small_run, *arguments).refused(message)
 
 
 def test_a_model_that_cannot_be_run_can_be_inspected_and_the_message_says_so(
     triptych: Command, tmp_path: Path
 ) -> None:
-    answer = triptych("attend", gpt2(tmp_path / "gpt2"), "Vier.")  # it has no feed-forward layers
-    assert answer.code == 1
-    assert "triptych inspect can read its heads" in answer.err
-    assert len(answer.err.splitlines()) == 1
+    model = gpt2(tmp_path / "gpt2")  # it has no feed-forward layers
+    triptych("attend", model, "Vier.").refused("triptych inspect can read its heads", code=1)

@@ -1,6 +1,5 @@
 """`triptych evaluate --labels` and `attend --pair` of a model with a head of classes."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,7 @@ def test_the_command_measures_the_accuracy_of_labelled_lines(
     triptych: Command, folder: Path, tmp_path: Path
 ) -> None:
     labels = folder / "labels.tsv"
-    record = json.loads(triptych("evaluate", folder, "--labels", labels, "--json").out)
+    record = triptych("evaluate", folder, "--labels", labels, "--json").record()
     assert record["texts"] == 3
     assert [one["label"] for one in record["classes"]] == [*LABELS.values()]
     shown = triptych("evaluate", folder, "--labels", labels)
@@ -36,17 +35,14 @@ def test_the_command_measures_the_accuracy_of_labelled_lines(
     both = triptych("evaluate", folder, folder, "--labels", labels, "--without", "0.*")
     assert "accuracy" in both.out
     assert both.out.count("classifier") == 2
-    refused = triptych("evaluate", folder, "--labels", labels, "--text", labels)
-    assert refused.code == 2
-    assert "--text does not go with --labels" in refused.err
-    refused = triptych("evaluate", gpt2_that_runs(tmp_path / "gpt2"), "--labels", labels)
-    assert refused.code == 2
-    assert "has no head that tells classes of texts apart" in refused.err
+    text = ("--text", labels)
+    triptych("evaluate", folder, "--labels", labels, *text).refused("--text does not go with --labels")
+    gpt2 = gpt2_that_runs(tmp_path / "gpt2")
+    triptych("evaluate", gpt2, "--labels", labels).refused("has no head that tells classes of texts apart")
 
 
 def test_heads_are_worth_a_loss_of_labelled_lines(triptych: Command, folder: Path) -> None:
-    answer = triptych("attend", folder, "--over", folder / "labels.tsv", "--worth", "zero")
-    assert answer.code == 0, answer.err
+    answer = triptych("attend", folder, "--over", folder / "labels.tsv", "--worth", "zero").done()
     assert "nats per text over 3 texts" in " ".join(answer.out.split())
 
 
@@ -57,6 +53,6 @@ def test_both_texts_of_a_pair_are_told_apart_in_the_terminal_and_in_json(
     shown = triptych(*given)
     assert "¹ token of the first text, ² of the second." in shown.out
     assert "² " in shown.out.split("¹ token")[0]
-    record = json.loads(triptych(*given, "--json").out)
+    record = triptych(*given, "--json").record()
     assert record["tokens"][record["second"] - 1] == "[SEP]"
     assert triptych("attend", folder, "--file", folder / "labels.tsv", "--pair", "a").code == 2

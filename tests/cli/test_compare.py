@@ -17,8 +17,7 @@ pytest.importorskip("vl_convert")
 
 @pytest.mark.slow
 def test_a_study_gives_tables_files_and_json(triptych: Command, place: Path, stand_in: Path) -> None:
-    answer = triptych("compare", "study.toml")
-    assert answer.code == 0, answer.err
+    answer = triptych("compare", "study.toml").done()
     assert "shared: no difference seen (-0.5000" in answer.out
     assert "shared: model.d_ff = " in answer.err
     assert len([line for line in answer.err.splitlines() if line.startswith("runs: ")]) == 9

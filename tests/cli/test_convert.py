@@ -1,6 +1,5 @@
 """`triptych convert`: what it prints, and with which code it ends."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,7 @@ SENTENCES = b"Das Buch kostet drei Euro.\n\nEs ist halb vier.\nHeute ist Montag.
 def test_a_run_for_transformers_is_translated_by_us_as_the_run_is(
     triptych: Command, small_run: Path, tmp_path: Path
 ) -> None:
-    answer = triptych("convert", small_run, "--to", "hf", "-o", tmp_path / "out")
-    assert answer.code == 0, answer.err
+    answer = triptych("convert", small_run, "--to", "hf", "-o", tmp_path / "out").done()
     assert "made to fit: channels of the whole model reordered" in answer.out
     assert (
         "checked: logits of the folder, read by transformers, and of the model: largest difference"
@@ -34,9 +32,7 @@ def test_a_checkpoint_becomes_a_folder_of_ours_that_the_commands_take(
     triptych: Command, tmp_path: Path
 ) -> None:
     write_marian(tmp_path)
-    answer = triptych("convert", tmp_path, "--from", "hf", "--out", tmp_path / "ours", "--json")
-    assert answer.code == 0, answer.err
-    record = json.loads(answer.out)
+    record = triptych("convert", tmp_path, "--from", "hf", "--out", tmp_path / "ours", "--json").record()
     assert (record["source"], record["target"]) == (str(tmp_path), str(tmp_path / "ours"))
     assert (record["format"], record["folded"]) == ("run", [])
     assert record["parameters"] > 1000
@@ -46,16 +42,8 @@ def test_a_checkpoint_becomes_a_folder_of_ours_that_the_commands_take(
     )
     assert (after.code, after.out) == (0, before.out)
     (tmp_path / "text").write_text("ab ba\n")
-    evaluated = triptych(
-        "evaluate",
-        tmp_path / "ours",
-        "--source",
-        tmp_path / "text",
-        "--reference",
-        tmp_path / "text",
-        "--json",
-    )
-    assert json.loads(evaluated.out)["beam_size"] == 3
+    texts = ("--source", tmp_path / "text", "--reference", tmp_path / "text")
+    assert triptych("evaluate", tmp_path / "ours", *texts, "--json").record()["beam_size"] == 3
 
 
 @pytest.mark.parametrize(
@@ -70,16 +58,12 @@ def test_a_checkpoint_becomes_a_folder_of_ours_that_the_commands_take(
 def test_what_does_not_go_together_is_a_usage_error(
     triptych: Command, small_run: Path, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
-    answer = triptych("convert", small_run, "-o", tmp_path / "out", *arguments)
-    assert answer.code == 2
-    assert message in answer.err
-    assert answer.err.count("\n") == 1
+    triptych("convert", small_run, "-o", tmp_path / "out", *arguments).refused(message)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_becomes_one_page_for_the_web(triptych: Command, small_run: Path, tmp_path: Path) -> None:
-    answer = triptych("convert", small_run, "--to", "web", "-o", tmp_path / "page.html")
-    assert answer.code == 0
+    answer = triptych("convert", small_run, "--to", "web", "-o", tmp_path / "page.html").done()
     lines = answer.out.splitlines()
     assert lines[1].startswith("checked: logits of the weights on the page: largest difference ")
     assert lines[-1].startswith(f"written: {tmp_path / 'page.html'} (encoder-decoder, ")
@@ -87,13 +71,11 @@ def test_a_run_becomes_one_page_for_the_web(triptych: Command, small_run: Path, 
 
 
 def test_nothing_is_overwritten(triptych: Command, small_run: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    exists = triptych("convert", small_run, "--to", "hf", "-o", tmp_path / "out")
-    assert (exists.code, "exists: choose another name" in exists.err) == (2, True)
+    triptych("convert", small_run, "--to", "hf", "-o", tmp_path).refused("exists: choose another name")
 
 
 def test_a_run_is_as_it_was_afterwards(triptych: Command, small_run: Path, tmp_path: Path) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in small_run.iterdir()}
-    assert triptych("convert", small_run, "--to", "hf", "-o", tmp_path / "out").code == 0
+    triptych("convert", small_run, "--to", "hf", "-o", tmp_path / "out").done()
     assert {path.name: path.stat().st_mtime_ns for path in small_run.iterdir()} == before
     assert read_recipe(small_run / "recipe.toml").decoding.beam_size == 2

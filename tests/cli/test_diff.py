@@ -31,17 +31,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_exit_code_says_whether_what_is_required_holds(models: Path, triptych: Command) -> None:
-    same = triptych("diff", models / "gpt2", models / "folded")
-    assert same.code == 0
+    same = triptych("diff", models / "gpt2", models / "folded").done()
     assert same.out.startswith("same function: ")
     near = triptych("diff", models / "gpt2", models / "cut")
     assert near.code == 1
     assert near.out.startswith("near: ")
     assert "first in 0 attention" in near.out
     assert "the verdict is near, first in 0 attention; required is same function" in near.err
-    assert triptych("diff", models / "gpt2", models / "cut", "--require", "near").code == 0
+    triptych("diff", models / "gpt2", models / "cut", "--require", "near").done()
     assert triptych("diff", models / "gpt2", models / "folded", "--require", "numbers").code == 1
-    assert triptych("diff", models / "gpt2", models / "gpt2", "--require", "numbers").code == 0
+    triptych("diff", models / "gpt2", models / "gpt2", "--require", "numbers").done()
 
 
 def test_what_cannot_be_asked_is_a_usage_error(models: Path, triptych: Command) -> None:
@@ -51,15 +50,12 @@ def test_what_cannot_be_asked_is_a_usage_error(models: Path, triptych: Command) 
         ([one, other, "--require", "bytes"], "bytes"),
         ([one, other, "--within", "0.1"], "--within goes with --require near and --text"),
     ):
-        answer = triptych("diff", *words)
-        assert answer.code == 2
-        assert said in answer.err
+        triptych("diff", *words).refused(said)
 
 
 def test_json_and_junit_have_every_part(models: Path, triptych: Command, tmp_path: Path) -> None:
     junit = tmp_path / "diff.xml"
-    answer = triptych("diff", models / "gpt2", models / "cut", "--json", "--junit", junit)
-    record = json.loads(answer.out)
+    record = triptych("diff", models / "gpt2", models / "cut", "--json", "--junit", junit).record(code=1)
     assert (record["held"], record["verdict"]) == (False, "near")
     parts = [part["name"] for part in record["parts"]]
     cases = ElementTree.parse(junit).findall(".//testcase")
@@ -69,7 +65,7 @@ def test_json_and_junit_have_every_part(models: Path, triptych: Command, tmp_pat
     assert "embeddings" not in failed
     assert "whole model" in failed
     # A report of ours is written anew; a file of the user is not.
-    assert triptych("diff", models / "gpt2", models / "gpt2", "--junit", junit).code == 0
+    triptych("diff", models / "gpt2", models / "gpt2", "--junit", junit).done()
     assert ElementTree.parse(junit).find(".//failure") is None
     junit.write_text("mine")
     assert triptych("diff", models / "gpt2", models / "gpt2", "--junit", junit).code == 2

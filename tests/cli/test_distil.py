@@ -181,11 +181,11 @@ def test_a_student_of_probabilities_has_its_teachers_tokenizers_and_comes_close_
     more = [f"training.{change}" for change in ("max_steps=30", "learning_rate=0.01", "label_smoothing=0.0")]
     given = [*chain.from_iterable(("--set", change) for change in more), "--no-train"]
     asked = "distil", small_run, "recipe.toml", *given, "--teacher-weight", "1.0", "--out"
-    assert triptych(*asked, "out").code == 0
+    triptych(*asked, "out").done()
     # Parameters that are made without memory first; the teacher's are not.
     by_name, less = ("--set", "initial_values=by_name"), ("--set", "training.teacher_weight=0.01")
     for name, change in (("near", ()), ("far", less)):
-        assert triptych("train", "out/student.toml", "--out", name, *by_name, *change).code == 0
+        triptych("train", "out/student.toml", "--out", name, *by_name, *change).done()
     teacher, near, far = (load(one) for one in ("out/teacher", "near", "far"))
     sentence = PAIRS[0][0]
     assert teacher.translate(sentence) == load(small_run).translate(sentence)
@@ -194,8 +194,7 @@ def test_a_student_of_probabilities_has_its_teachers_tokenizers_and_comes_close_
     apart = [(one - expected).abs().sum() for one in found]
     assert apart[0] < apart[1] / 2
     elsewhere = triptych("train", "out/student.toml", "--out", "new", "--set", "training.teacher=nowhere")
-    assert elsewhere.code == 2
-    assert "nowhere has no translator in triptych's format" in elsewhere.err
+    elsewhere.refused("nowhere has no translator in triptych's format")
     weights = load_file("out/teacher/model.safetensors")
     save_file({name: 0.9 * tensor for name, tensor in weights.items()}, "out/teacher/model.safetensors")
     resumed = triptych("train", "--resume", "near", "--set", "training.max_steps=31")
@@ -229,11 +228,11 @@ def test_probabilities_that_cannot_be_learned_are_refused_first(
 def test_a_student_is_trained_and_its_recipe_trains_it_again(triptych: Command, small_run: Path) -> None:
     Path("recipe.toml").write_text(recipe().to_toml())
     asked = "distil", small_run, "recipe.toml", "--out", "out", "--workers", "1"
-    assert json.loads(triptych(*asked, "--no-train", "--json").out)["pairs"] == 3
+    assert triptych(*asked, "--no-train", "--json").record()["pairs"] == 3
     trained = triptych(*asked, "--json")
-    assert json.loads(trained.out)["run"] == "out/student", trained.err
-    assert triptych("translate", "out/student", PAIRS[0][0]).code == 0
+    assert trained.record()["run"] == "out/student", trained.err
+    triptych("translate", "out/student", PAIRS[0][0]).done()
     assert triptych(*asked).code == 0, "a finished student is left as it is"
-    assert triptych("train", "out/student.toml", "--out", "again").code == 0
+    triptych("train", "out/student.toml", "--out", "again").done()
     ours, again = (Path(run, "model.safetensors").read_bytes() for run in ("out/student", "again"))
     assert ours == again

@@ -1,4 +1,3 @@
-import json
 import re
 import shutil
 from pathlib import Path
@@ -20,11 +19,9 @@ def test_scores_are_sacrebleus_with_signature_and_interval(
     source = _write(tmp_path / "src", ["Es ist halb vier.", "", "Vier.", "Heute ist Montag."] * 5)
     reference = _write(tmp_path / "ref", ["It is half past three.", "x", "Four.", "Today is Monday."] * 5)
     out = tmp_path / "out.txt"
-    answer = triptych(
+    record = triptych(
         "evaluate", small_run, "--source", source, "--reference", reference, "--out", out, "--json"
-    )
-    assert answer.code == 0, answer.err
-    record = json.loads(answer.out)
+    ).record()
     hypotheses = out.read_text().split("\n")[:-1]
     assert len(hypotheses) == 20
     references = [reference.read_text().split("\n")[:-1]]
@@ -47,9 +44,9 @@ def test_a_translator_is_scored_with_ctranslate2_too(
     for engine in ("triptych", "ctranslate2"):
         out = tmp_path / engine
         options = ("--engine", engine, "--stop", "full", "--workers", 2, "--out", out)
-        answer = triptych("evaluate", small_run, "--source", text, "--reference", text, "--json", *options)
-        assert answer.code == 0, answer.err
-        record = json.loads(answer.out)
+        record = triptych(
+            "evaluate", small_run, "--source", text, "--reference", text, "--json", *options
+        ).record()
         assert (record["engine"], record["workers"]) == (engine, 2)
         outs[engine] = out.read_text()
     assert outs["triptych"] == outs["ctranslate2"]
@@ -57,28 +54,8 @@ def test_a_translator_is_scored_with_ctranslate2_too(
 
 def test_scores_are_lines_for_people(triptych: Command, small_run: Path, tmp_path: Path) -> None:
     text = _write(tmp_path / "text", ["Vier.", "Heute ist Montag."])
-    answer = triptych("evaluate", small_run, "--source", text, "--reference", text)
-    assert answer.code == 0
+    answer = triptych("evaluate", small_run, "--source", text, "--reference", text).done()
     assert [line.split()[0] for line in answer.out.splitlines()] == ["BLEU", "chrF2"]
-
-
-def test_sides_of_different_length_are_refused_with_both_counts(
-    triptych: Command, small_run: Path, tmp_path: Path
-) -> None:
-    source = _write(tmp_path / "src", ["Vier.", "Vier."])
-    reference = _write(tmp_path / "ref", ["Four."])
-    answer = triptych("evaluate", small_run, "--source", source, "--reference", reference)
-    assert answer.code == 1
-    assert f"{source} has 2 lines, {reference} 1: both need the same number" in answer.err
-
-
-def test_an_empty_test_text_is_refused(triptych: Command, small_run: Path, tmp_path: Path) -> None:
-    (tmp_path / "empty").touch()
-    answer = triptych(
-        "evaluate", small_run, "--source", tmp_path / "empty", "--reference", tmp_path / "empty"
-    )
-    assert answer.code == 1
-    assert "empty" in answer.err
 
 
 def test_several_translators_are_a_list_in_their_order_or_a_table(
@@ -88,8 +65,8 @@ def test_several_translators_are_a_list_in_their_order_or_a_table(
     other = tmp_path / "other"
     shutil.copytree(small_run, other)
     texts = ("--source", text, "--reference", text, "--workers", "1")
-    alone = json.loads(triptych("evaluate", small_run, *texts, "--json").out)
-    records = json.loads(triptych("evaluate", other, small_run, *texts, "--json").out)
+    alone = triptych("evaluate", small_run, *texts, "--json").record()
+    records = triptych("evaluate", other, small_run, *texts, "--json").record()
     assert [record["run"] for record in records] == [str(other), str(small_run)]
     assert [record["scores"] for record in records] == [alone["scores"]] * 2
     table = triptych("evaluate", other, small_run, *texts).out
@@ -116,5 +93,19 @@ def test_translations_of_several_models_have_no_file(
 ) -> None:
     text, out = _write(tmp_path / "text", ["Vier."]), tmp_path / "out"
     answer = triptych("evaluate", small_run, small_run, "--source", text, "--reference", text, "--out", out)
-    assert (answer.code, out.exists()) == (2, False)
-    assert "--out takes the translations of one model" in answer.err
+    answer.refused("--out takes the translations of one model")
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [((2, 1), "src has 2 lines, {folder}/ref 1: both need the same number"), ((0, 0), "empty")],
+)
+def test_sides_of_different_length_or_without_a_line_are_refused(
+    triptych: Command, small_run: Path, tmp_path: Path, lines: tuple[int, int], message: str
+) -> None:
+    sides = [tmp_path / "src", tmp_path / "ref"]
+    for side, count in zip(sides, lines, strict=True):
+        side.write_text("Vier.\n" * count)
+    answer = triptych("evaluate", small_run, "--source", sides[0], "--reference", sides[1])
+    answer.refused(message.format(folder=tmp_path), code=1)

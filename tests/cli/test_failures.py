@@ -149,10 +149,8 @@ def test_what_nobody_foresaw_is_one_line_with_a_file_to_report(
     assert "Traceback (most recent call last)" in text
     assert "arguments: ['cost', '--d-model', '16']" in text
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    answer = triptych("cost")
-    assert answer.code == 70
-    assert f"please report it, with what the command was, and this place: {__file__}, line " in answer.err
-    assert answer.err.count("\n") == 1
+    said = f"please report it, with what the command was, and this place: {__file__}, line "
+    triptych("cost").refused(said, code=70)
 
 
 def test_a_lack_of_memory_is_no_fault_to_report(triptych: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,9 @@ from triptych.error_codes import CODES
     ],
 )
 def test_help_and_version_are_words_too(words: str, same: str, triptych: Command) -> None:
-    assert triptych(*words.split()) == triptych(*same.split())
+    answer = triptych(*words.split())
+    assert answer == triptych(*same.split())
+    assert (words == "version") == answer.out.startswith("triptych ")
 
 
 @pytest.mark.parametrize(
@@ -39,9 +41,7 @@ def test_help_and_version_are_words_too(words: str, same: str, triptych: Command
 def test_a_text_without_quotes_is_answered_by_the_same_in_quotes(
     words: str, text: str, triptych: Command
 ) -> None:
-    answer = triptych(*words.split())
-    assert answer.code == 2
-    assert f": put a text in quotes, as in {text} (see triptych " in answer.err
+    triptych(*words.split()).refused(f": put a text in quotes, as in {text} (see triptych ")
 
 
 def test_other_extra_arguments_get_no_hint(triptych: Command) -> None:
@@ -88,13 +88,12 @@ def test_a_text_that_ends_at_the_last_position_says_so(tmp_path: Path, triptych:
 
 
 def test_without_a_terminal_a_long_evaluation_prints_a_line_from_time_to_time(
-    tmp_path: Path, triptych: Command, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, tmp_path: Path, triptych: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = gpt2_that_runs(tmp_path / "gpt2")
     (tmp_path / "text.txt").write_text("to be or not to be\n" * 20)
 
     def lines(*more: str) -> list[str]:
-        answer = triptych("evaluate", folder, "--text", tmp_path / "text.txt", "--context", "8", *more)
+        answer = triptych("evaluate", checkpoint, "--text", tmp_path / "text.txt", "--context", "8", *more)
         return [line for line in answer.err.splitlines() if line.startswith("scoring, ")]
 
     assert lines() == []  # it ends within a minute

@@ -63,20 +63,10 @@ def test_the_help_of_a_command_imports_nothing_heavy(name: str) -> None:
 
 # What each command calls: a function of the package, or a method of the model that it opens.
 VERBS = {
-    "demo": ("demo",),
-    "recipes": (),
-    "explain": (),
-    "new": ("new_recipe",),
-    "train": ("train", "resume"),
-    "report": ("report",),
-    "verify": ("verify",),
-    "diff": ("diff",),
-    "compare": ("compare_study",),
-    "plan": ("plan",),
-    "cost": ("cost",),
-    "serve": ("serve",),
-    "explore": ("serve",),
-}
+    "demo": ("demo",), "recipes": (), "explain": (), "new": ("new_recipe",), "train": ("train", "resume"),
+    "report": ("report",), "verify": ("verify",), "diff": ("diff",), "compare": ("compare_study",),
+    "plan": ("plan",), "cost": ("cost",), "serve": ("serve",), "explore": ("serve",),
+}  # fmt: skip
 # Every other command opens a model and calls the method of its name.
 METHODS = {name: name for name in COMMANDS if name not in VERBS} | {"translate": "translator"}
 

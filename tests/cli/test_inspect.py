@@ -20,8 +20,7 @@ from triptych.seeing.inspection import MEASURES
 
 
 def test_it_says_in_words_what_it_found(triptych: Command, small_run: Path) -> None:
-    answer = triptych("inspect", small_run)
-    assert answer.code == 0, answer.err
+    answer = triptych("inspect", small_run).done()
     assert "attention layers of triptych" in answer.out
     assert "× chance" in answer.out
     assert "effective rank of W_QK" in answer.out
@@ -29,7 +28,7 @@ def test_it_says_in_words_what_it_found(triptych: Command, small_run: Path) -> N
 
 
 def test_json_has_everything(triptych: Command, small_run: Path) -> None:
-    record = json.loads(triptych("inspect", small_run, "--json").out)
+    record = triptych("inspect", small_run, "--json").record()
     assert record["family"] == "triptych"
     kinds = [layer["kind"] for layer in record["layers"]]
     assert kinds == ["self", "causal", "cross", "causal", "cross"]
@@ -42,7 +41,7 @@ def test_json_has_everything(triptych: Command, small_run: Path) -> None:
 
 def test_csv_and_parquet_have_a_row_a_head(triptych: Command, small_run: Path, tmp_path: Path) -> None:
     as_csv, as_parquet = tmp_path / "heads.csv", tmp_path / "heads.parquet"
-    assert triptych("inspect", small_run, "--csv", as_csv, "--parquet", as_parquet).code == 0
+    triptych("inspect", small_run, "--csv", as_csv, "--parquet", as_parquet).done()
     rows = list(csv.DictReader(io.StringIO(as_csv.read_text())))
     table = pyarrow.parquet.read_table(as_parquet)
     places = ["checkpoint", "stack", "layer", "kind", "head", "module", "positions", "qk_of"]
@@ -58,7 +57,7 @@ def test_csv_and_parquet_have_a_row_a_head(triptych: Command, small_run: Path, t
 def test_two_checkpoints_stand_side_by_side(triptych: Command, small_run: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     call = ("inspect", small_run, "--compare", small_run, "--html", page, "--layers", "0")
-    assert [len(record["layers"]) for record in json.loads(triptych(*call, "--json").out)] == [3, 3]
+    assert [len(record["layers"]) for record in triptych(*call, "--json").record()] == [3, 3]
     assert page.read_text().count('"num_heads":2') == 6
     table = triptych(*call).out.rpartition("mean over the heads")[2].splitlines()
     (*_, one, other, difference) = next(line for line in table if "copying score of W_OV" in line).split()
@@ -95,28 +94,22 @@ def test_what_cannot_be_done_is_one_line(
 ) -> None:
     family = tmp_path / "family.toml"
     family.write_text('name = "mine"\n[[attention]]\nat = "h.{layer}"\n')
-    answer = triptych("inspect", small_run, *(family if o == "FAMILY" else o for o in options))
-    assert answer.code == 2
-    assert reason in answer.err
-    assert answer.err.count("\n") == 1
-    assert answer.out == ""
+    triptych("inspect", small_run, *(family if o == "FAMILY" else o for o in options)).refused(reason)
 
 
 def test_what_is_read_is_not_written_over(triptych: Command, small_run: Path, tmp_path: Path) -> None:
     weights, same = small_run / "model.safetensors", tmp_path / "out.x"
     before = weights.read_bytes()
     for source in (small_run, weights):
-        answer = triptych("inspect", source, "--csv", weights)
-        assert (answer.code, "is a file of the checkpoint" in answer.err) == (2, True)
+        triptych("inspect", source, "--csv", weights).refused("is a file of the checkpoint")
     assert weights.read_bytes() == before
-    answer = triptych("inspect", small_run, "--csv", same, "--html", same)
-    assert (answer.code, "is given twice" in answer.err) == (2, True)
+    triptych("inspect", small_run, "--csv", same, "--html", same).refused("is given twice")
     assert not same.exists()
     assert "cannot be written" in triptych("inspect", small_run, "--csv", tmp_path).err
 
 
 def test_a_runs_tensor_file_stands_for_the_run(triptych: Command, small_run: Path) -> None:
-    record = json.loads(triptych("inspect", small_run / "model.safetensors", "--json").out)
+    record = triptych("inspect", small_run / "model.safetensors", "--json").record()
     assert len(record["layers"]) == 5
     assert not any("_proj" in name for name in record["left_over"])
 
@@ -139,12 +132,11 @@ def test_a_field_that_is_not_followed_is_one_line_of_warning_and_in_the_json(
     triptych: Command, tmp_path: Path
 ) -> None:
     folder = gpt2(tmp_path / "model", config={"clip_qkv": 8})
-    answer = triptych("inspect", folder, "--json")
-    assert answer.code == 0
+    answer = triptych("inspect", folder, "--json").done()
     assert answer.err.count("\n") == 1
     assert answer.err.startswith("triptych: warning: ")
     assert "clip_qkv is not read by GPT-2 in transformers" in answer.err
-    assert json.loads(answer.out)["warnings"] == [answer.err.removeprefix("triptych: warning: ").rstrip()]
+    assert answer.record()["warnings"] == [answer.err.removeprefix("triptych: warning: ").rstrip()]
 
 
 def test_a_refusal_is_one_line_and_the_rest_comes_with_verbose(triptych: Command, tmp_path: Path) -> None:
@@ -160,14 +152,11 @@ def test_a_refusal_is_one_line_and_the_rest_comes_with_verbose(triptych: Command
     assert said.endswith("\ncode file: triptych explain file\n")
 
 
-def test_several_checkpoints_are_inspected_at_once(
-    triptych: Command, small_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_several_checkpoints_are_inspected_at_once(triptych: Command, small_run: Path, cwd: Path) -> None:
     shutil.copytree(small_run, "one")
     gpt2(Path("two"))
     three = ("inspect", "one", "two", "one", "--layers", "0", "--csv", "heads.csv")
-    records = json.loads(triptych(*three, "--json").out)
+    records = triptych(*three, "--json").record()
     names = ["one", "two", "one (2)"]
     assert [record["name"] for record in records] == names
     rows = csv.DictReader(io.StringIO(Path("heads.csv").read_text()))
@@ -190,7 +179,7 @@ def test_a_deep_model_shows_the_ten_heads_that_tell_most_and_the_others_with_all
     assert "│" not in answer.out
     shown = re.findall(r"^ decoder (\d+), head (\d+) ", answer.out, re.MULTILINE)
     # The first head is the farthest from the mean by one of the measures, in standard deviations.
-    record = json.loads(triptych("inspect", folder, "--json").out)
+    record = triptych("inspect", folder, "--json").record()
     names = ["qk_effective_rank", "ov_effective_rank", "qk_times_chance", "qk_symmetric_share", "ov_copying"]
     figures = [np.array([layer["figures"][name] for layer in record["layers"]]) for name in names]
     apart = np.max([abs(own - own.mean()) / own.std() for own in figures], axis=0)

@@ -1,6 +1,5 @@
 """`triptych inspect owner/name`: a repository on the Hub, played by a server on this machine."""
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,9 +30,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def test_a_repository_is_inspected_and_only_its_attention_is_fetched(
     triptych: Command, hub: Hub, name: str
 ) -> None:
-    answer = triptych("inspect", name, "--json")
-    assert answer.code == 0, answer.err
-    record = json.loads(answer.out)
+    record = triptych("inspect", name, "--json").record()
     assert record["name"] == name
     assert [len(layer["heads"]) for layer in record["layers"]] == [HEADS] * LAYERS
     config = (hub.folder / "config.json").stat().st_size
@@ -43,14 +40,14 @@ def test_a_repository_is_inspected_and_only_its_attention_is_fetched(
 
 def test_what_lies_here_under_a_name_comes_first(triptych: Command, hub: Hub) -> None:
     shutil.copytree(hub.folder, "model")
-    assert triptych("inspect", "model").code == 0
+    triptych("inspect", "model").done()
     assert hub.sent == 0
 
 
 def test_a_run_of_ours_is_fetched_whole(triptych: Command, hub: Hub, small_run: Path) -> None:
     for file in ("config.json", "model.safetensors"):
         shutil.copy(small_run / file, hub.folder)
-    there, here = (json.loads(triptych("inspect", n, "--json").out) for n in ("someone/model", small_run))
+    there, here = (triptych("inspect", n, "--json").record() for n in ("someone/model", small_run))
     assert (there["name"], there["family"]) == ("someone/model", "triptych")
     assert there["layers"] == here["layers"]
 
@@ -61,17 +58,15 @@ def test_a_repository_is_rewritten_like_the_same_files_here(triptych: Command, h
         (hub.folder / name).parent.mkdir(exist_ok=True)
         (hub.folder / name).write_bytes(b"not to be fetched")
     options = ("--exact", "--no-compare", "--out")
-    answer = triptych("rewrite", "someone/model", *options, "there")
-    assert answer.code == 0, answer.err
+    answer = triptych("rewrite", "someone/model", *options, "there").done()
     assert answer.err == ""
     assert "triptych verify there --against someone/model" in answer.out
-    assert triptych("rewrite", hub.folder, *options, "here").code == 0
+    triptych("rewrite", hub.folder, *options, "here").done()
     same = "model.safetensors", "config.json", "tokenizer.json"
     for name in same:
         assert Path("there", name).read_bytes() == Path("here", name).read_bytes()
     assert {path.name for path in Path("there").iterdir()} == {*same, "README.md", "certificate.json"}
-    answer = triptych("verify", "there", "--against", "someone/model")
-    assert answer.code == 0, answer.err
+    triptych("verify", "there", "--against", "someone/model").done()
     card = Path("there/README.md").read_text()
     assert "`triptych verify path/to/this/folder --against someone/model`" in card
 
@@ -82,9 +77,7 @@ def test_pickled_weights_of_a_repository_are_not_fetched(triptych: Command, hub:
         ("rewrite", "model", "--exact", "--out", "out"),
         ("rewrite", "model", "--exact", "--plan"),
     ):
-        answer = triptych(*command)
-        assert (answer.code, answer.out) == (1, "")
-        assert "only safetensors are read from the Hub" in answer.err
+        triptych(*command).refused("only safetensors are read from the Hub", code=1)
     assert not Path("out").exists()
     assert settled(hub) < (hub.folder / "pytorch_model.bin").stat().st_size / 5
 
@@ -108,18 +101,14 @@ def test_what_is_refused_there_is_one_line(
     triptych: Command, hub: Hub, name: str, status: int | None, code: str, reason: str
 ) -> None:
     hub.status, hub.code = status, code
-    answer = triptych("inspect", name)
-    assert answer.code == (2 if "there is no such f" in reason else 1)  # nobody was asked
-    assert reason in answer.err
-    assert answer.err.count("\n") == 1
-    assert answer.out == ""
+    nobody_was_asked = "there is no such f" in reason
+    triptych("inspect", name).refused(reason, code=2 if nobody_was_asked else 1)
 
 
 def test_a_network_that_is_not_there_is_one_line(
     triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask_at("http://127.0.0.1:9", tmp_path, monkeypatch)
-    answer = triptych("inspect", "someone/model")
-    assert answer.code == 1
-    assert "someone/model: no such path, and the Hub could not be reached: " in answer.err
-    assert answer.err.count("\n") == 1
+    triptych("inspect", "someone/model").refused(
+        "someone/model: no such path, and the Hub could not be reached: ", code=1
+    )

@@ -211,12 +211,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
             return word
         write_checkpoint(word, path, **({"vocab_size": 259} if word == "bert" else {}))
         if word == "bert":
-            names = {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "pad_token": "<pad>",
-                "mask_token": "<mask>",
-            }
-            byte_tokenizer(path, "<pad>", "<end>", "<mask>", **names)
+            byte_tokenizer(path, "<pad>", "<end>", "<mask>", pad_token="<pad>", mask_token="<mask>")
         # A key that nobody knows, for --strict.
         config = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps({**config, "note_of_mine": True}))
@@ -255,15 +250,18 @@ def outcome(triptych: Command, place: Path, words: list[str]) -> Any:
     return re.sub(r"[\d.,]+ (s|seconds)\b", "", answer.out), re.sub(r"[\d.,]+ s\b", "", answer.err), files
 
 
-def cases(scenarios: list[Scenario]) -> list[Any]:
+def cases(scenarios: list[Scenario], mark: pytest.MarkDecorator) -> list[Any]:
     return [
-        pytest.param(scenario, option, id=f"{scenario.line}, {option}")
+        pytest.param(scenario, option, id=f"{scenario.line}, {option}", marks=mark)
         for scenario in scenarios
         for option in scenario.values
     ]
 
 
-def check(
+@pytest.mark.parametrize(
+    ("scenario", "option"), [*cases(FAST, pytest.mark.sampled(2)), *cases(SLOW, pytest.mark.slow)]
+)
+def test_an_option_changes_what_a_command_gives_or_is_refused(
     scenario: Scenario,
     option: str,
     models: Callable[[str], str],
@@ -284,32 +282,6 @@ def check(
     assert after != before
     # Where a command line lacks something, the option must be what it lacks.
     assert before[0] != "refused" or after[0] != "refused"
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("scenario", "option"), cases(FAST))
-def test_an_option_changes_what_a_command_gives_or_is_refused(
-    scenario: Scenario,
-    option: str,
-    models: Callable[[str], str],
-    known: dict[str, Any],
-    triptych: Command,
-    tmp_path: Path,
-) -> None:
-    check(scenario, option, models, known, triptych, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("scenario", "option"), cases(SLOW))
-def test_an_option_of_any_verb_changes_what_it_gives_or_is_refused(
-    scenario: Scenario,
-    option: str,
-    models: Callable[[str], str],
-    known: dict[str, Any],
-    triptych: Command,
-    tmp_path: Path,
-) -> None:
-    check(scenario, option, models, known, triptych, tmp_path)
 
 
 @pytest.mark.parametrize("name", sorted({*COMMANDS} - ELSEWHERE))

@@ -1,6 +1,5 @@
 """`triptych attend --over`: what it prints, writes and refuses."""
 
-import json
 from pathlib import Path
 
 from command import Command
@@ -12,18 +11,15 @@ def test_the_command_prints_tables_or_one_json_object(
     text, table = tmp_path / "text.txt", tmp_path / "heads.csv"
     text.write_text("eins zwei\nzwei drei vier\nvier eins\n")
     call = ["attend", small_run, "--over", text, "--worth", "mean"]
-    answer = triptych(*call, "--csv", table)
-    assert answer.code == 0, answer.err
+    answer = triptych(*call, "--csv", table).done()
     assert "What heads are worth" in answer.out
-    record = json.loads(triptych(*call, "--json").out)
+    record = triptych(*call, "--json").record()
     assert len(record["worth"]["order"]) == len(record["heads"])
     assert [row["head"] for row in record["heads"]] == [
         int(line.split(",")[2]) for line in table.read_text().splitlines()[1:]
     ]
     for wrong in (["--over", text, "a text"], ["a text", "--worth", "mean"]):
-        answer = triptych("attend", small_run, *wrong)
-        assert answer.code == 2
-        assert "--over" in answer.err
+        triptych("attend", small_run, *wrong).refused("--over")
 
 
 def test_pages_have_a_row_for_every_head_or_the_heads_of_a_text_with_what_they_do(
@@ -32,12 +28,11 @@ def test_pages_have_a_row_for_every_head_or_the_heads_of_a_text_with_what_they_d
     text, page = tmp_path / "text.txt", tmp_path / "page.html"
     text.write_text("eins zwei\nzwei drei vier\nvier eins\n")
     for given, expected in (([], "<h2>Heads of cross attention"), (["Vier."], '["diagonal","0.')):
-        answer = triptych("attend", small_run, *given, "--over", text, "--html", page)
-        assert answer.code == 0, answer.err
+        answer = triptych("attend", small_run, *given, "--over", text, "--html", page).done()
         assert f"written: {page}" in answer.out
         assert expected in page.read_text(encoding="utf-8")
-    answer = triptych("attend", small_run, "--over", text, "--svg", tmp_path / "head.svg")
-    assert (answer.code, "--csv, --html and --json" in answer.err) == (2, True)
+    picture = ("--svg", tmp_path / "head.svg")
+    triptych("attend", small_run, "--over", text, *picture).refused("--csv, --html and --json")
 
 
 def test_a_text_that_cannot_be_measured_is_one_line(

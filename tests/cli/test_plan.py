@@ -1,6 +1,5 @@
 """`triptych plan`."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,7 @@ training = {batch_size = 1, max_steps = 10}
 def test_a_plan_says_what_copies_and_shards_hold_and_send(triptych: Command, tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE)
-    answer = triptych("plan", str(path), "--devices", "2", "--device-memory", "1MB", "--json")
-    assert answer.code == 0, answer.err
-    told = json.loads(answer.out)
+    told = triptych("plan", str(path), "--devices", "2", "--device-memory", "1MB", "--json").record()
     plain = {one["kind"]: one for one in told["layouts"] if not one["checkpointing"]}
     weights = 4 * told["parameters"]
     assert plain["ddp"]["parameter_bytes"] == plain["ddp"]["gradient_bytes"] == weights
@@ -47,10 +44,7 @@ def test_a_plan_says_what_copies_and_shards_hold_and_send(triptych: Command, tmp
     ],
 )
 def test_bad_input_is_one_line(triptych: Command, arguments: list[str], message: str) -> None:
-    answer = triptych("plan", "paper-base", "--devices", "16", *arguments)
-    assert (answer.code, answer.out) == (2, "")
-    assert message in answer.err
-    assert answer.err.count("\n") == 1
+    triptych("plan", "paper-base", "--devices", "16", *arguments).refused(message)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from command import Command
 from triptych import load
 
@@ -39,28 +37,23 @@ def test_the_page_of_a_translator_shows_its_translations_heads_and_attention(
         assert part in text
 
 
-def test_the_page_of_a_language_model_continues_validation_texts(
-    triptych: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_page_of_a_language_model_continues_validation_texts(triptych: Command, cwd: Path) -> None:
     lines = [f"{number} apples and {number + 1} pears\n" for number in range(80)]
     Path("train.txt").write_text("".join(lines), encoding="utf-8")
     Path("valid.txt").write_text("The beginning of a validation text. " * 8, encoding="utf-8")
     Path("words.toml").write_text(LANGUAGE, encoding="utf-8")
-    assert triptych("train", "words.toml", "-q").code == 0
-    assert triptych("report", "runs/words").code == 0
+    triptych("train", "words.toml", "-q").done()
+    triptych("report", "runs/words").done()
     text = Path("runs/words/report.html").read_text(encoding="utf-8")
     assert "Validation texts, continued greedily" in text
     assert "the text goes on" in text
     assert "Attention" in text  # the text is cut to what the model reads
     assert load("runs/words").name == "runs/words"  # the page is in nobody's way
     Path("valid.txt").unlink()
-    assert triptych("report", "runs/words").code == 0
+    triptych("report", "runs/words").done()
     text = Path("runs/words/report.html").read_text(encoding="utf-8")
     assert "The validation text cannot be read, so there are no samples: valid.txt does not exist" in text
 
 
 def test_what_is_no_run_is_said_in_one_line(triptych: Command, tmp_path: Path) -> None:
-    answer = triptych("report", tmp_path)
-    assert answer.code == 2
-    assert "holds no run of triptych" in answer.err
+    triptych("report", tmp_path).refused("holds no run of triptych")

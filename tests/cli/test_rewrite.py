@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from checkpoints.tiny_marian import write_marian
 from command import Command
-from small_checkpoints import HEADS, LAYERS, D, gpt2, gpt2_that_runs, llama
+from small_checkpoints import HEADS, LAYERS, D, gpt2, llama
 from tiny_recipe import tiny_recipe
 from triptych.core.models import attention_sites
 from triptych.core.models.storage import read_own_model
@@ -31,57 +31,40 @@ from triptych.training.progress import LineDisplay
 TEXT = "The quick brown fox jumps over the lazy dog.\n" * 8
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A GPT-2 that can be run on text."""
-    pytest.importorskip("transformers", reason="it comes with the extra [dev]")
-    return gpt2_that_runs(tmp_path_factory.mktemp("runs") / "model")
-
-
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     (tmp_path / "text.txt").write_text(TEXT)
     return tmp_path / "text.txt"
 
 
-def certified(out: Path) -> Certificate:
-    return read_certificate(out)
-
-
-def names(certificate: Certificate) -> list[str]:
-    return [step.rewrite for step in certificate.layers[0].steps]
-
-
 # What it does.
 
 
-def test_exact_rewrites_are_told_written_and_certified(triptych: Command, tmp_path: Path) -> None:
+def test_exact_rewrites_are_told_written_and_read_certificate(triptych: Command, tmp_path: Path) -> None:
     source, out = gpt2(tmp_path / "source"), tmp_path / "out"
-    answer = triptych("rewrite", source, "-o", out, "--exact")
-    assert answer.code == 0, answer.err
+    answer = triptych("rewrite", source, "-o", out, "--exact").done()
     assert answer.err == ""
     for said in ("fold_norm", "drop_key_bias", "rounding-exact", "parameters", "at most", f"written: {out}"):
         assert said in answer.out
-    found = certified(out)
+    found = read_certificate(out)
     exact = ["fold", "fold_norm", "drop_key_bias", "fold_value_bias", "prune_heads", "gauge_fix"]
-    assert names(found) == exact
+    assert [step.rewrite for step in found.layers[0].steps] == exact
     assert "Heads have other numbers" not in answer.out
     assert [layer.heads for layer in found.layers] == [None] * LAYERS
     assert found.tier == "rounding-exact"
     after = load_file(out / "model.safetensors")
     assert after.keys() == load_file(source / "model.safetensors").keys()
     assert not after["h.0.attn.c_attn.bias"][D:].any()
-    assert triptych("verify", out, "--against", source).code == 0
-    assert triptych("inspect", out).code == 0
+    triptych("verify", out, "--against", source).done()
+    triptych("inspect", out).done()
 
 
 @pytest.mark.parametrize("step", ["sort_heads", "permute_heads(order=[2, 0, 1, 3])"])
 def test_what_renumbers_heads_says_so(triptych: Command, tmp_path: Path, step: str) -> None:
     source, out = gpt2(tmp_path / "source"), tmp_path / "out"
     planned = triptych("rewrite", source, "--do", step, "--plan")
-    answer = triptych("rewrite", source, "-o", out, "--do", step)
-    assert answer.code == 0, answer.err
-    found, said = certified(out), "Heads have other numbers now in"
+    answer = triptych("rewrite", source, "-o", out, "--do", step).done()
+    found, said = read_certificate(out), "Heads have other numbers now in"
     before, after = (load_file(folder / "model.safetensors") for folder in (source, out))
     moved = 0
     for number, layer in enumerate(found.layers):
@@ -94,14 +77,13 @@ def test_what_renumbers_heads_says_so(triptych: Command, tmp_path: Path, step: s
     assert moved
     for text in (planned.out, answer.out, (out / "README.md").read_text()):
         assert f"{said} {moved} of {LAYERS} layers" in text
-    assert triptych("verify", out, "--against", source).code == 0
+    triptych("verify", out, "--against", source).done()
 
 
 def test_heads_that_stay_in_their_places_are_not_renumbered(triptych: Command, tmp_path: Path) -> None:
     source, out = gpt2(tmp_path / "source"), tmp_path / "out"
-    answer = triptych("rewrite", source, "-o", out, "--do", "prune_heads(heads=[1])")
-    assert answer.code == 0, answer.err
-    assert {layer.heads for layer in certified(out).layers} == {None}
+    answer = triptych("rewrite", source, "-o", out, "--do", "prune_heads(heads=[1])").done()
+    assert {layer.heads for layer in read_certificate(out).layers} == {None}
     assert "other numbers" not in answer.out
     held = load_file(out / "model.safetensors")["h.0.attn.c_proj.weight"].view(HEADS, -1, D)
     assert not held[1].any()
@@ -110,17 +92,13 @@ def test_heads_that_stay_in_their_places_are_not_renumbered(triptych: Command, t
 
 def test_rewrites_by_name_are_done_in_the_order_given(triptych: Command, tmp_path: Path) -> None:
     source, out = gpt2(tmp_path / "source"), tmp_path / "out"
-    options = ("--do", "fold_norm", "--do", "fold_value_bias", "--layers", "0,2", "--json")
-    answer = triptych("rewrite", source, "-o", out, *options)
-    assert answer.code == 0, answer.err
-    assert json.loads(answer.out) == json.loads((out / CERTIFICATE).read_text())
-    found = certified(out)
-    assert [[step.rewrite for step in layer.steps] for layer in found.layers] == [
-        ["fold_norm", "fold_value_bias"],
-        [],
-        ["fold_norm", "fold_value_bias"],
-    ]
-    assert [layer.measured is None for layer in found.layers] == [False, True, False]
+    both = ["fold_norm", "fold_value_bias"]
+    options = (*(word for name in both for word in ("--do", name)), "--layers", "0,2", "--json")
+    record = triptych("rewrite", source, "-o", out, *options).record()
+    assert record == json.loads((out / CERTIFICATE).read_text())
+    layers = read_certificate(out).layers
+    assert [[step.rewrite for step in layer.steps] for layer in layers] == [both, [], both]
+    assert [layer.measured is None for layer in layers] == [False, True, False]
 
 
 @pytest.mark.parametrize("options", [["--rank", "3"], ["--energy", "0.8"], ["--budget", "0.6"]])
@@ -128,28 +106,26 @@ def test_lower_ranks_are_bounded_and_hold_when_tried_again(
     triptych: Command, tmp_path: Path, options: list[str]
 ) -> None:
     source, out = gpt2(tmp_path / "source"), tmp_path / "out"
-    answer = triptych("rewrite", source, "-o", out, *options)
-    assert answer.code == 0, answer.err
+    answer = triptych("rewrite", source, "-o", out, *options).done()
     assert "bounded" in answer.out
-    found = certified(out)
+    found = read_certificate(out)
     assert found.tier == "bounded"
     assert found.after == found.before  # in this format
     assert found.unpadded is not None
     assert found.unpadded.parameters < found.before.parameters
     assert "not in this file" in answer.out
     assert all(layer.steps[0].bound > 0 for layer in found.layers)
-    assert triptych("verify", out, "--against", source).code == 0
+    triptych("verify", out, "--against", source).done()
 
 
 def test_what_is_kept_may_be_what_counts_on_a_text(
-    triptych: Command, model: Path, text: Path, tmp_path: Path
+    triptych: Command, checkpoint: Path, text: Path, tmp_path: Path
 ) -> None:
     found = []
     for options in (("--rank", "4"), ("--rank", "4", "--calibrate", text)):
         out = tmp_path / str(len(options))
-        answer = triptych("rewrite", model, "-o", out, *options, "--text", text)
-        assert answer.code == 0, answer.err
-        found.append(certified(out))
+        triptych("rewrite", checkpoint, "-o", out, *options, "--text", text).done()
+        found.append(read_certificate(out))
     free, on_text = found
     assert [one.recipe[0]["criterion"] for one in found] == ["free", "centred"]
     assert (free.calibration is None, on_text.calibration is None) == (True, False)
@@ -159,11 +135,10 @@ def test_what_is_kept_may_be_what_counts_on_a_text(
 
 
 def test_whole_models_are_compared_on_the_text_given(
-    triptych: Command, model: Path, text: Path, tmp_path: Path
+    triptych: Command, checkpoint: Path, text: Path, tmp_path: Path
 ) -> None:
-    answer = triptych("rewrite", model, "-o", tmp_path / "out", "--exact", "--text", text)
-    assert answer.code == 0, answer.err
-    found = certified(tmp_path / "out").end_to_end
+    answer = triptych("rewrite", checkpoint, "-o", tmp_path / "out", "--exact", "--text", text).done()
+    found = read_certificate(tmp_path / "out").end_to_end
     assert found is not None
     assert (found.text, found.tokens) == ("text.txt", len(TEXT) - 1)
     assert found.worst_logit < 1e-3
@@ -172,35 +147,32 @@ def test_whole_models_are_compared_on_the_text_given(
 
 
 def test_whole_models_are_not_run_where_that_is_not_wanted(
-    triptych: Command, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    triptych: Command, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def opened(path: Path) -> None:
         raise AssertionError(f"{path} was opened to be run")
 
     monkeypatch.setattr(comparing, "open_text_reader", opened)
     out = tmp_path / "out"
-    answer = triptych("rewrite", model, "-o", out, "--do", "fold_norm", "--no-compare")
-    assert answer.code == 0, answer.err
-    assert certified(out).end_to_end is None
-    assert certified(out).not_compared == "it was not asked for"
+    answer = triptych("rewrite", checkpoint, "-o", out, "--do", "fold_norm", "--no-compare").done()
+    assert read_certificate(out).end_to_end is None
+    assert read_certificate(out).not_compared == "it was not asked for"
     assert "Whole models were not compared: it was not asked for." in answer.out
 
 
 def test_a_model_whose_file_lacks_tensors_is_not_compared_with_random_ones_in_their_place(
     triptych: Command, tmp_path: Path
 ) -> None:
-    answer = triptych("rewrite", llama(tmp_path / "source"), "-o", tmp_path / "out", "--exact")
-    assert answer.code == 0, answer.err
-    assert "there is no tensor for " in certified(tmp_path / "out").not_compared
+    triptych("rewrite", llama(tmp_path / "source"), "-o", tmp_path / "out", "--exact").done()
+    assert "there is no tensor for " in read_certificate(tmp_path / "out").not_compared
 
 
 def test_a_size_of_ranks_takes_its_place_among_the_rewrites_named(triptych: Command, tmp_path: Path) -> None:
     do = ("--do", "repeat_kv_heads(num_kv_heads=4)", "--rank", "8")
-    plan = json.loads(triptych("rewrite", llama(tmp_path / "source"), *do, "--plan", "--json").out)
+    plan = triptych("rewrite", llama(tmp_path / "source"), *do, "--plan", "--json").record()
     assert [step["rewrite"] for step in plan["layers"][0]["steps"]] == ["truncate", "repeat_kv_heads"]
-    refused = triptych("rewrite", tmp_path / "source", "--do", "repeat_kv_heads(num_kv_heads=3)", "--plan")
-    assert refused.code == 1
-    assert "num_kv_heads 3 is no multiple of 2 that divides 4 heads" in refused.err
+    answer = triptych("rewrite", tmp_path / "source", "--do", "repeat_kv_heads(num_kv_heads=3)", "--plan")
+    answer.refused("num_kv_heads 3 is no multiple of 2 that divides 4 heads", code=1)
 
 
 # A plan.
@@ -208,8 +180,7 @@ def test_a_size_of_ranks_takes_its_place_among_the_rewrites_named(triptych: Comm
 
 def test_a_plan_is_printed_and_nothing_written(triptych: Command, tmp_path: Path) -> None:
     source = gpt2(tmp_path / "source")
-    answer = triptych("rewrite", source, "--exact", "--rank", "3", "--plan", "-o", tmp_path / "out")
-    assert answer.code == 0, answer.err
+    answer = triptych("rewrite", source, "--exact", "--rank", "3", "--plan", "-o", tmp_path / "out").done()
     assert "3 attention layers" in answer.out
     assert "truncate" in answer.out
     assert "bytes now" in answer.out
@@ -218,7 +189,7 @@ def test_a_plan_is_printed_and_nothing_written(triptych: Command, tmp_path: Path
 
 def test_a_plan_is_json_on_request(triptych: Command, tmp_path: Path) -> None:
     do = ("--do", "merge_kv_heads(num_kv_heads=1)")
-    plan = json.loads(triptych("rewrite", llama(tmp_path / "source"), *do, "--plan", "--json").out)
+    plan = triptych("rewrite", llama(tmp_path / "source"), *do, "--plan", "--json").record()
     assert plan.keys() == {field.name for field in fields(Plan)}
     assert plan["settings"] == {"num_key_value_heads": 1}
     assert plan["bytes_after"] < plan["bytes_before"]
@@ -233,10 +204,7 @@ def test_a_refused_step_is_one_line_and_leaves_nothing(triptych: Command, tmp_pa
     tensors = load_file(llama(tmp_path / "source") / "model.safetensors")
     assert "model.layers.0.self_attn.k_proj.bias" not in tensors
     answer = triptych("rewrite", tmp_path / "source", "-o", tmp_path / "out", "--do", "to_latent")
-    assert answer.code == 1
-    assert "to_latent at decoder 0 refused: " in answer.err
-    assert answer.err.count("\n") == 1
-    assert answer.out == ""
+    answer.refused("to_latent at decoder 0 refused: ", code=1)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -326,10 +294,7 @@ def test_a_place_that_will_not_do_is_one_line_before_anything_is_done(
     gpt2(source) if kind == "checkpoint" else shutil.copytree(small_run, source)
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to("nowhere")
-    answer = triptych("rewrite", source, "-o", tmp_path / target, "--exact")
-    assert answer.code == 2
-    assert reason in answer.err
-    assert answer.err.count("\n") == 1
+    triptych("rewrite", source, "-o", tmp_path / target, "--exact").refused(reason)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "source", "there"]
     assert not any((tmp_path / "there").iterdir())
 
@@ -401,21 +366,19 @@ def test_of_runs_of_ours_norms_outside_the_attention_are_left_alone_and_that_is_
     triptych: Command, mixed_run: Path, tmp_path: Path
 ) -> None:
     said = "of runs of ours only the attention is rewritten"
-    answer = triptych("rewrite", mixed_run, "-o", tmp_path / "out", "--do", "fold_other_norms")
-    assert answer.code == 1
-    assert said in answer.err
+    triptych("rewrite", mixed_run, "-o", tmp_path / "out", "--do", "fold_other_norms").refused(said, code=1)
     assert not (tmp_path / "out").exists()
-    assert triptych("rewrite", mixed_run, "-o", tmp_path / "out", "--exact").code == 0
-    (norm,) = certified(tmp_path / "out").norms
+    triptych("rewrite", mixed_run, "-o", tmp_path / "out", "--exact").done()
+    (norm,) = read_certificate(tmp_path / "out").norms
     assert norm.steps[0].refused == said
-    assert triptych("verify", tmp_path / "out").code == 0
+    triptych("verify", tmp_path / "out").done()
 
 
 def test_a_plan_says_which_norms_would_be_folded(triptych: Command, tmp_path: Path) -> None:
     changed = {f"h.{layer}.ln_2.weight": torch.rand(D) for layer in range(2)}
     changed |= {f"h.{layer}.mlp.c_fc.bias": torch.rand(4 * D) for layer in range(2)}
     options = ("--do", "fold_other_norms", "--skip-refused", "--plan", "--json")
-    plan = json.loads(triptych("rewrite", gpt2(tmp_path / "source", changed), *options).out)
+    plan = triptych("rewrite", gpt2(tmp_path / "source", changed), *options).record()
     found = {norm["module"]: norm for norm in plan["norms"]}
     assert found["h.0.ln_2"]["maps"] == ["h.0.mlp.c_fc"]
     assert found["h.0.ln_2"]["steps"][0]["tier"] == "rounding-exact"
@@ -429,40 +392,36 @@ def test_a_run_written_in_other_ways_translates_as_before(
     triptych: Command, mixed_run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    answer = triptych("rewrite", mixed_run, "-o", out, "--exact")
-    assert answer.code == 0, answer.err
+    triptych("rewrite", mixed_run, "-o", out, "--exact").done()
     assert projections(mixed_run) == ["stacked", "four_matrix", "key_value"]
     assert projections(out) == ["factored", "factored", "key_value"]
     before, after = (triptych("translate", run, stdin=SENTENCES) for run in (mixed_run, out))
     assert before.code == 0, before.err
     assert after.out == before.out
     assert before.out.strip()
-    found = certified(out)
+    found = read_certificate(out)
     assert found.end_to_end is not None
     assert found.end_to_end.by == "triptych"
     assert found.end_to_end.worst_logit < 1e-4
     assert found.after.parameters < found.before.parameters
-    assert triptych("verify", out, "--against", mixed_run).code == 0
+    triptych("verify", out, "--against", mixed_run).done()
 
 
 def test_a_rewritten_run_keeps_all_but_what_training_goes_on_from(
     triptych: Command, small_run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    assert triptych("rewrite", small_run, "-o", out, "--rank", "4").code == 0
+    triptych("rewrite", small_run, "-o", out, "--rank", "4").done()
     assert {path.name for path in out.iterdir()} == {
         *(path.name for path in small_run.iterdir() if path.is_file()),
         CERTIFICATE,
     }
-    assert "state/" in certified(out).left_out
-    assert certified(out).tier == "bounded"
+    assert "state/" in read_certificate(out).left_out
+    assert read_certificate(out).tier == "bounded"
     sizes = [(run / "model.safetensors").stat().st_size for run in (small_run, out)]
     assert sizes[1] < sizes[0]
     assert (out / "README.md").read_text().count("## Rewritten attention") == 1
-    answer = triptych("train", "--resume", out)
-    assert answer.code == 2
-    assert "was rewritten: resume the original run instead" in answer.err
-    assert answer.err.count("\n") == 1
+    triptych("train", "--resume", out).refused("was rewritten: resume the original run instead")
 
 
 @pytest.mark.parametrize(
@@ -482,10 +441,7 @@ def test_a_run_with_a_link_that_leads_elsewhere_is_one_line(
     if (source / name).exists():
         (source / name).replace(tmp_path / "secret")
     (source / name).symlink_to(to)
-    answer = triptych("rewrite", source, "-o", tmp_path / "out", "--do", "gauge_fix")
-    assert answer.code == 1
-    assert reason in answer.err
-    assert answer.err.count("\n") == 1
+    triptych("rewrite", source, "-o", tmp_path / "out", "--do", "gauge_fix").refused(reason, code=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "secret"]
 
 
@@ -498,8 +454,8 @@ def test_of_links_in_a_run_files_become_files_and_folders_are_left_behind(
     (tmp_path / "elsewhere" / "secret").write_text("key")
     (source / "more").symlink_to("../elsewhere")
     (source / "notes.txt").symlink_to("config.json")
-    assert triptych("rewrite", source, "-o", out, "--do", "gauge_fix").code == 0
-    assert "more/" in certified(out).left_out
+    triptych("rewrite", source, "-o", out, "--do", "gauge_fix").done()
+    assert "more/" in read_certificate(out).left_out
     assert not (out / "more").exists()
     assert not (out / "notes.txt").is_symlink()
     assert (out / "notes.txt").read_text() == (source / "config.json").read_text()
@@ -511,16 +467,14 @@ def test_a_run_is_compared_and_calibrated_on_pairs(
     pairs = tmp_path / "pairs.tsv"
     pairs.write_text("halb vier\thalf past three\neinundzwanzig\ttwenty-one\n" * 5)
     out = tmp_path / "out"
-    answer = triptych("rewrite", small_run, "-o", out, "--rank", "8", "--calibrate", pairs, "--text", pairs)
-    assert answer.code == 0, answer.err
-    found = certified(out).end_to_end
+    triptych("rewrite", small_run, "-o", out, "--rank", "8", "--calibrate", pairs, "--text", pairs).done()
+    found = read_certificate(out).end_to_end
     assert found is not None
     assert found.loss_before_nats is not None
-    assert triptych("verify", out, "--against", small_run, "--text", pairs).code == 0
+    triptych("verify", out, "--against", small_run, "--text", pairs).done()
     pairs.write_text("no tab in here\n")
     answer = triptych("rewrite", small_run, "-o", tmp_path / "other", "--exact", "--text", pairs)
-    assert answer.code == 2
-    assert "line 1: expected a source, a tab and a target" in answer.err
+    answer.refused("line 1: expected a source, a tab and a target")
     assert not (tmp_path / "other").exists()
 
 
@@ -531,9 +485,8 @@ def test_a_marian_translator_stays_one(triptych: Command, tmp_path: Path) -> Non
     torch.manual_seed(7)
     write_marian(source, dtype=torch.float32)
     pairs.write_text("a b c\tc b a\nb\ta\n" * 3)
-    answer = triptych("rewrite", source, "-o", out, "--exact", "--text", pairs)
-    assert answer.code == 0, answer.err
-    found = certified(out)
+    triptych("rewrite", source, "-o", out, "--exact", "--text", pairs).done()
+    found = read_certificate(out)
     assert found.family == "Marian"
     assert found.end_to_end is not None
     assert found.end_to_end.worst_logit < 1e-4
@@ -541,34 +494,27 @@ def test_a_marian_translator_stays_one(triptych: Command, tmp_path: Path) -> Non
     assert (out / "source.spm").is_file()
     # Post-norm: the gain stays where it is, and that is said.
     assert all(layer.steps[1].refused for layer in found.layers)
-    assert triptych("verify", out, "--against", source, "--text", pairs).code == 0
+    triptych("verify", out, "--against", source, "--text", pairs).done()
     for run in (source, out):
-        assert triptych("translate", run, stdin=b"a b c\n").code == 0
+        triptych("translate", run, stdin=b"a b c\n").done()
 
 
 def test_a_marian_translator_that_stays_as_large_is_offered_the_format_that_shrinks(
     triptych: Command, tmp_path: Path
 ) -> None:
-    source = tmp_path / "marian"
+    source, rank = tmp_path / "marian", ("--rank", "2")
     source.mkdir()
     write_marian(source, dtype=torch.float32)
-    rank = ("--rank", "2")
-    plan = json.loads(
-        triptych("rewrite", str(source), "--out", str(tmp_path / "no"), "--plan", "--json", *rank).out
-    )
+    planned = ("rewrite", source, "--out", tmp_path / "no", "--plan", "--json")
+    plan = triptych(*planned, *rank).record()
     assert plan["bytes_after"] == plan["bytes_before"]
     (offer,) = [note for note in plan["notes"] if "--from hf" in note]
     assert "rewrite RUN" in offer
-    triptych("convert", str(source), "--from", "hf", "--out", str(tmp_path / "run"))
-    triptych("rewrite", str(tmp_path / "run"), "--out", str(tmp_path / "small"), *rank)
+    triptych("convert", source, "--from", "hf", "--out", tmp_path / "run")
+    triptych("rewrite", tmp_path / "run", "--out", tmp_path / "small", *rank)
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("run", "small")]
     assert sizes[1] < sizes[0]
-    offer_for_exact = json.loads(
-        triptych(
-            "rewrite", str(source), "--out", str(tmp_path / "no"), "--plan", "--json", "--do", "gauge_fix"
-        ).out
-    )
-    assert not offer_for_exact["notes"]
+    assert not triptych(*planned, "--do", "gauge_fix").record()["notes"]
 
 
 # The page about it.
@@ -605,8 +551,7 @@ def test_the_tables_of_the_page_are_those_of_the_records() -> None:
 
 
 def test_the_list_names_every_rewrite_with_its_options(triptych: Command) -> None:
-    answer = triptych("rewrite", "--list")
-    assert answer.code == 0, answer.err
+    answer = triptych("rewrite", "--list").done()
     for kind in REWRITES:
         assert signature(kind) in answer.out
         assert purpose(kind) in answer.out
@@ -624,18 +569,12 @@ def test_a_call_on_the_command_line_and_in_a_recipe_mean_the_same(triptych: Comm
         if isinstance(options, str):
             (tmp_path / "rewrite.toml").write_text(options)
             options = ["--recipe", str(tmp_path / "rewrite.toml")]
-        answer = triptych("rewrite", source, "-o", out, *options, "--no-compare")
-        assert answer.code == 0, answer.err
-        certificates.append(certified(out))
+        triptych("rewrite", source, "-o", out, *options, "--no-compare").done()
+        certificates.append(read_certificate(out))
     assert certificates[0].recipe == certificates[1].recipe == certificates[2].recipe
     assert certificates[0].tensors == certificates[1].tensors == certificates[2].tensors
-    assert certificates[0].recipe[1] == {
-        "rewrite": "prune_heads",
-        "layers": [0, 2],
-        "number": 1,
-        "on_text": False,
-        "by_loss": False,
-    }
+    given = {"rewrite": "prune_heads", "layers": [0, 2], "number": 1}
+    assert certificates[0].recipe[1] == given | {"on_text": False, "by_loss": False}
 
 
 _TABLES = """
@@ -652,19 +591,15 @@ forms = ["ov"]
 """
 
 
-def test_the_commands_and_the_recipe_of_the_page_run(
-    triptych: Command, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(model, "gpt2")
+def test_the_commands_and_the_recipe_of_the_page_run(triptych: Command, checkpoint: Path, cwd: Path) -> None:
+    shutil.copytree(checkpoint, "gpt2")
     for name in ("train.txt", "test.txt"):
         Path(name).write_text(TEXT)
     recipe, calls = blocks("toml")
     Path("rewrite.toml").write_text(recipe)
     Path("calls.toml").write_text(calls)
-    assert triptych("rewrite", "gpt2", "--plan", "--recipe", "calls.toml").code == 0
+    triptych("rewrite", "gpt2", "--plan", "--recipe", "calls.toml").done()
     lines = [line for block in blocks("sh") for line in block.splitlines() if line]
     assert len(lines) > 5
     for line in lines:
-        answer = triptych(*shlex.split(line, comments=True)[1:])
-        assert answer.code == 0, f"{line}: {answer.err}"
+        triptych(*shlex.split(line, comments=True)[1:]).done()

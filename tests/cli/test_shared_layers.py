@@ -1,6 +1,5 @@
 """Layers that share their weights, on the command line: the numbers are those of the library."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +22,7 @@ def test_a_number_means_the_same_layer_in_every_command(triptych: Command, tmp_p
     ours, name, found = load(folder), str(folder), {}
     for kind, options in (("whole", []), ("changed", ["--without", "10.1"])):
         out = tmp_path / f"{kind}.npz"
-        said = triptych("attend", name, TEXT, "--heads", "9.2,11.2", "--npz", str(out), *options)
-        assert said.code == 0, said.err
+        triptych("attend", name, TEXT, "--heads", "9.2,11.2", "--npz", str(out), *options).done()
         with np.load(out) as arrays:
             found[kind] = [torch.from_numpy(arrays[f"encoder.{layer}"][0]) for layer in (9, 11)]
     for kind, model in (("whole", ours), ("changed", ours.ablate("10.1"))):
@@ -35,7 +33,7 @@ def test_a_number_means_the_same_layer_in_every_command(triptych: Command, tmp_p
 
     plan = triptych("rewrite", name, "--do", "truncate(rank=3)", "--layers", "5", "--plan")
     assert "12 attention layers with the weights of 3" in plan.out
-    assert triptych("rewrite", name, "--exact", "-o", str(tmp_path / "new")).code == 0
-    assert triptych("verify", str(tmp_path / "new"), "--against", name).code == 0
-    (layer,) = json.loads(triptych("inspect", name, "--layers", "10", "--json").out)["layers"]
+    triptych("rewrite", name, "--exact", "-o", str(tmp_path / "new")).done()
+    triptych("verify", str(tmp_path / "new"), "--against", name).done()
+    (layer,) = triptych("inspect", name, "--layers", "10", "--json").record()["layers"]
     assert (layer["layer"], layer["caveats"]) == (8, ["layers 8 to 11 share these weights"])

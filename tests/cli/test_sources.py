@@ -1,6 +1,5 @@
 """Every command takes every source of a model: the same answer, or one line that refuses it."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,7 +89,7 @@ def test_a_folder_its_file_and_its_name_on_the_hub_give_the_same(
     found = []
     for source in DECODERS[1:]:
         answer = triptych(verb.split()[0], source, *CALLS[verb])
-        record = json.loads(answer.out) if "--json" in CALLS[verb] else answer.out
+        record = answer.record() if "--json" in CALLS[verb] else answer.out
         if isinstance(record, dict):
             record = {
                 key: value for key, value in record.items() if key not in ("name", "model", "text", "seconds")

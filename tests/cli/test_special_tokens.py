@@ -1,6 +1,5 @@
 """Special tokens that a text spells out, and token ids in the place of a text, on the command line."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -20,9 +19,8 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_literal_reads_a_special_token_of_a_text_as_its_characters(
-    triptych: Command, gpt2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    triptych: Command, gpt2: Path, cwd: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(TEXT)
     for command, texts in (("attend", [TEXT]), ("generate", [TEXT]), ("evaluate", ["--text", "text.txt"])):
         read = [triptych(command, gpt2, *texts, *more, "--json") for more in ([], ["--literal"])]
@@ -38,9 +36,7 @@ def test_literal_is_an_option_of_translators(triptych: Command, tmp_path: Path) 
 
 
 def test_token_ids_are_read_in_the_place_of_a_text(triptych: Command, gpt2: Path) -> None:
-    found = [
-        json.loads(triptych("attend", gpt2, *given, "--json").out) for given in (["hi"], ["--ids", "71,72"])
-    ]
+    found = [triptych("attend", gpt2, *given, "--json").record() for given in (["hi"], ["--ids", "71,72"])]
     assert found[0] == found[1]
     texts = [triptych("generate", gpt2, *given).out for given in (["hi"], ["--ids", "71,72"])]
     assert texts[0] == texts[1]

@@ -18,18 +18,10 @@ from triptych.training.progress import LineDisplay
 from triptych.training.state import RUN_FILES
 
 TINY = (
-    "data.train.generated=300",
-    "data.valid.generated=4",
-    "data.cache=''",
-    "tokenizer.vocab_size=400",
-    "model.preset='tiny'",
-    "model.encoder.num_layers=1",
-    "model.decoder.num_layers=1",
-    "training.max_steps=2",
-    "training.warmup_steps=1",
-    "validation.every_steps=2",
-    "validation.max_sentences=2",
-)
+    "data.train.generated=300", "data.valid.generated=4", "data.cache=''", "tokenizer.vocab_size=400",
+    "model.preset='tiny'", "model.encoder.num_layers=1", "model.decoder.num_layers=1", "training.max_steps=2",
+    "training.warmup_steps=1", "validation.every_steps=2", "validation.max_sentences=2",
+)  # fmt: skip
 SETS = [word for text in TINY for word in ("--set", text)]
 MINE = "written by hand\n"
 
@@ -117,7 +109,7 @@ def test_a_command_that_is_asked_for_no_file_writes_none(
     command: str, triptych: Command, home: Path, small_run: Path
 ) -> None:
     before, read = contents(home), contents(small_run)
-    assert triptych(command, *[o.format(run=small_run) for o in READS[command]]).code == 0
+    triptych(command, *[o.format(run=small_run) for o in READS[command]]).done()
     assert contents(home) == before
     assert contents(small_run) == read
 
@@ -128,14 +120,11 @@ def test_what_was_written_before_may_be_written_again_and_other_files_by_force(
     checkpoint = gpt2(tmp_path / "gpt2")
     for form in ("html", "csv", "parquet"):
         for _ in range(2):
-            answer = triptych("inspect", checkpoint, f"--{form}", f"new.{form}")
-            assert answer.code == 0, answer.err
-        assert triptych("inspect", checkpoint, f"--{form}", "notes.txt", "--force").code == 0
+            triptych("inspect", checkpoint, f"--{form}", f"new.{form}").done()
+        triptych("inspect", checkpoint, f"--{form}", "notes.txt", "--force").done()
         assert (home / "notes.txt").read_bytes() != MINE.encode()
         (home / "notes.txt").write_text(MINE)
-    assert (
-        triptych("cost", "--d-model", "16", "--num-heads", "2", "--html", "report.html", "--force").code == 0
-    )
+    triptych("cost", "--d-model", "16", "--num-heads", "2", "--html", "report.html", "--force").done()
     assert b"triptych" in (home / "report.html").read_bytes()
 
 
@@ -143,16 +132,14 @@ def test_text_is_replaced_by_force_but_never_what_is_read(
     triptych: Command, home: Path, small_run: Path
 ) -> None:
     texts = ["--source", "source.de", "--reference", "reference.en"]
-    assert triptych("evaluate", small_run, *texts, "--out", "notes.txt", "--force").code == 0
+    triptych("evaluate", small_run, *texts, "--out", "notes.txt", "--force").done()
     written = (home / "notes.txt").read_text()
-    assert triptych("translate", small_run, "source.de", "--out", "notes.txt", "--force").code == 0
+    triptych("translate", small_run, "source.de", "--out", "notes.txt", "--force").done()
     assert (home / "notes.txt").read_text() == written != MINE
     before = contents(home)
     for options in (["evaluate", small_run, *texts], ["translate", small_run, "source.de"]):
         for name in ("source.de", small_run / "config.json"):
-            answer = triptych(*options, "--out", name, "--force")
-            assert answer.code == 2
-            assert "that is read" in answer.err
+            triptych(*options, "--out", name, "--force").refused("that is read")
     assert contents(home) == before
 
 
@@ -161,8 +148,7 @@ def test_a_run_is_made_among_other_files_by_force_alone(triptych: Command, home:
         shutil.rmtree(home / within)
     (home / "recipe.toml").unlink()
     others = {name: found for name, found in contents(home).items() if name not in RUN_FILES["."]}
-    answer = triptych("train", "demo", *SETS, "--out", ".", "--force")
-    assert answer.code == 0, answer.err
+    triptych("train", "demo", *SETS, "--out", ".", "--force").done()
     assert open_translator(home).translator().translate("Vier.").source == "Vier."
     assert "An encoder-decoder Transformer" in (home / "README.md").read_text()
     assert others.items() <= contents(home).items()
@@ -186,12 +172,11 @@ def test_a_model_card_changed_by_hand_is_kept_when_the_run_goes_on(
     shutil.copytree(small_run, run)
     card = (run / "README.md").read_text()
     go_on = ("train", "--resume", run, "--set", "training.max_steps={}")
-    assert triptych(*go_on[:-1], "training.max_steps=41").code == 0
+    triptych(*go_on[:-1], "training.max_steps=41").done()
     renewed = (run / "README.md").read_text()
     assert "41 steps" in renewed != card
     (run / "README.md").write_text(renewed.replace("Training:", "Training (ours):"))
-    answer = triptych(*go_on[:-1], "training.max_steps=42")
-    assert answer.code == 0
+    answer = triptych(*go_on[:-1], "training.max_steps=42").done()
     assert "is kept" in answer.err
     assert (run / "README.md").read_text() == renewed.replace("Training:", "Training (ours):")
 
@@ -209,7 +194,7 @@ def test_files_beside_a_runs_own_outlive_its_going_on(
     ]
     for name in mine:
         (run / name).write_text(MINE)
-    assert triptych("train", "--resume", run, "--set", "training.max_steps=41").code == 0
+    triptych("train", "--resume", run, "--set", "training.max_steps=41").done()
     assert [(run / name).read_text() for name in mine] == [MINE] * len(mine)
 
 

@@ -50,8 +50,7 @@ def test_what_holds_is_said_claim_by_claim(
     triptych: Command, rewritten: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    answer = triptych("verify", rewritten / "out", "--against", rewritten / "source")
-    assert answer.code == 0
+    answer = triptych("verify", rewritten / "out", "--against", rewritten / "source").done()
     assert answer.err == ""
     for claim in (
         "the certificate is as it was written",
@@ -86,23 +85,22 @@ def test_a_card_of_an_older_version_holds_and_a_changed_figure_in_it_does_not(
         older = older.replace(now, then)
     readme = place / "out" / "README.md"
     readme.write_text(f"# A model\n\n{older}", encoding="utf-8")
-    assert triptych("verify", place / "out").code == 0
+    triptych("verify", place / "out").done()
     readme.write_text(older.replace("of its size", "of twice its size"), encoding="utf-8")
-    checks = json.loads(triptych("verify", place / "out", "--json").out)["checks"]
+    checks = triptych("verify", place / "out", "--json").record(code=1)["checks"]
     assert [(one["claim"], one["found"]) for one in checks if one["held"] is False] == [
         ("other files as written", "README.md does not say what the certificate does")
     ]
 
 
 def test_the_certificate_itself_may_be_named(triptych: Command, rewritten: Path) -> None:
-    answer = triptych("verify", rewritten / "out" / "certificate.json", "--json")
-    assert answer.code == 0, answer.out
-    claims = [check["claim"] for check in json.loads(answer.out)["checks"]]
+    record = triptych("verify", rewritten / "out" / "certificate.json", "--json").record()
+    claims = [check["claim"] for check in record["checks"]]
     assert len(claims) == len(set(claims)) > 10
 
 
 def test_the_original_is_found_where_the_certificate_says(triptych: Command, rewritten: Path) -> None:
-    record = json.loads(triptych("verify", rewritten / "out", "--json").out)
+    record = triptych("verify", rewritten / "out", "--json").record()
     assert record["held"] is True
     assert {frozenset(check) for check in record["checks"]} == {frozenset({"claim", "held", "found"})}
     assert f"tensors of {rewritten / 'source'}" in [check["claim"] for check in record["checks"]]
@@ -112,14 +110,13 @@ def test_without_an_original_what_is_there_is_checked(triptych: Command, tmp_pat
     recipe = RewriteRecipe(step=(FoldNorm(),))
     rewrite_checkpoint(str(gpt2(tmp_path / "source")), tmp_path / "out", recipe)
     (tmp_path / "source").rename(tmp_path / "elsewhere")
-    record = json.loads(triptych("verify", tmp_path / "out", "--json").out)
+    record = triptych("verify", tmp_path / "out", "--json").record()
     assert record["held"] is True
     assert [check["held"] for check in record["checks"]] == [True, True, True, None]
     (tmp_path / "text.txt").write_text("text")
     answer = triptych("verify", tmp_path / "out", "--text", tmp_path / "text.txt")
-    assert answer.code == 2
-    assert "--text needs the original: give it with --against" in answer.err
-    assert triptych("verify", tmp_path / "out", "--against", tmp_path / "elsewhere").code == 0
+    answer.refused("--text needs the original: give it with --against")
+    triptych("verify", tmp_path / "out", "--against", tmp_path / "elsewhere").done()
 
 
 def test_a_flipped_bit_is_exit_code_1_and_named(
@@ -141,9 +138,8 @@ def test_a_flipped_bit_is_exit_code_1_and_named(
 def test_a_claim_that_fails_is_exit_code_1_as_json_too(triptych: Command, place: Path) -> None:
     flip_a_bit(place / "source" / "model.safetensors")
     answer = triptych("verify", place / "out", "--against", place / "source", "--json")
-    assert answer.code == 1
     assert answer.err == ""
-    record = json.loads(answer.out)
+    record = answer.record(code=1)
     assert record["held"] is False
     assert [check["claim"] for check in record["checks"] if check["held"] is False] == [
         f"tensors of {place / 'source'}"
@@ -153,11 +149,7 @@ def test_a_claim_that_fails_is_exit_code_1_as_json_too(triptych: Command, place:
 def test_a_changed_certificate_is_one_line(triptych: Command, place: Path) -> None:
     path = place / "out" / "certificate.json"
     path.write_text(path.read_text().replace('"tier": "bounded"', '"tier": "bit-exact"', 1))
-    answer = triptych("verify", place / "out")
-    assert answer.code == 1
-    assert "was changed after it was written" in answer.err
-    assert answer.err.count("\n") == 1
-    assert answer.out == ""
+    triptych("verify", place / "out").refused("was changed after it was written", code=1)
 
 
 @pytest.mark.parametrize(
@@ -232,27 +224,21 @@ def test_whole_models_are_compared_again_on_the_text(
     assert certified is not None
     # The same text by another name.
     text = Path(shutil.copy(compared / "text.txt", tmp_path / "other.txt"))
-    record = json.loads(triptych("verify", compared / "out", "--text", text, "--json").out)
+    record = triptych("verify", compared / "out", "--text", text, "--json").record()
     assert record["held"] is True
     assert record["checks"][-1]["claim"] == "whole models compared"
     assert f"{certified.tokens:,} tokens" in record["checks"][-1]["found"]
 
 
-def test_another_text_is_refused_in_one_line(triptych: Command, compared: Path, tmp_path: Path) -> None:
+def test_a_text_that_models_were_not_compared_on_is_refused(
+    triptych: Command, compared: Path, tmp_path: Path
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text(f"{(compared / 'text.txt').read_text()}one more line\n")
-    answer = triptych("verify", compared / "out", "--text", text)
-    assert answer.code == 2
-    assert f"{text} is another text than both models were compared on: that was text.txt" in answer.err
-    assert answer.err.count("\n") == 1
-    assert answer.out == ""
-
-
-def test_a_text_where_there_was_none_is_refused(triptych: Command, compared: Path) -> None:
-    answer = triptych("verify", compared / "drawn", "--text", compared / "text.txt")
-    assert answer.code == 2
-    assert "the models were compared on random tokens: leave out --text" in answer.err
-    assert answer.err.count("\n") == 1
+    said = f"{text} is another text than both models were compared on: that was text.txt"
+    triptych("verify", compared / "out", "--text", text).refused(said)
+    said = "the models were compared on random tokens: leave out --text"
+    triptych("verify", compared / "drawn", "--text", compared / "text.txt").refused(said)
 
 
 def test_a_comparison_that_nobody_gave_the_text_of_is_said_not_to_be_tried(
@@ -262,8 +248,7 @@ def test_a_comparison_that_nobody_gave_the_text_of_is_said_not_to_be_tried(
     assert found["held"] is None
     assert found["found"] == "not tried again: give the text, text.txt, with --text"
     monkeypatch.setenv("COLUMNS", "160")
-    answer = triptych("verify", compared / "out")
-    assert answer.code == 0
+    answer = triptych("verify", compared / "out").done()
     (row,) = [line for line in answer.out.splitlines() if "whole models compared" in line]
     assert "not tried" in row
     assert "yes" not in row
@@ -308,8 +293,9 @@ def test_an_original_that_cannot_be_loaded_is_said_not_to_be_tried(
     monkeypatch.setattr("triptych.rewriting.verification.open_text_reader", refuse)
     found = whole_models(triptych, compared / "drawn")
     assert (found["held"], "it cannot be loaded" in found["found"]) == (None, True)
-    answer = triptych("verify", compared / "out", "--text", compared / "text.txt")
-    assert (answer.code, "it cannot be loaded" in answer.err) == (1, True)
+    triptych("verify", compared / "out", "--text", compared / "text.txt").refused(
+        "it cannot be loaded", code=1
+    )
 
 
 @pytest.mark.parametrize(

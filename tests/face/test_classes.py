@@ -17,13 +17,9 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TEXTS = [
-    "The quick brown fox",
-    "jumps over the lazy dog.",
-    "Don't you?",
-    ("I'm here", "they've gone"),
-    "we're not",
-    "The dog",
-]
+    "The quick brown fox", "jumps over the lazy dog.", "Don't you?", ("I'm here", "they've gone"),
+    "we're not", "The dog",
+]  # fmt: skip
 GIVEN = ["good", "bad", "2", "fair", "0", "good"]
 NUMBERS = [2, 0, 2, 1, 0, 2]
 

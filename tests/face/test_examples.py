@@ -17,15 +17,9 @@ EXAMPLES = ROOT / "docs" / "examples"
 CHECKPOINTS = ROOT.parent / "shared" / "checkpoints"
 # "Shortest scripts": lines after `import triptych`.
 LINES = {
-    "head_matrix": 2,
-    "pattern": 2,
-    "ov_singular_values": 2,
-    "composition": 2,
-    "ablate": 2,
-    "patch": 4,
-    "steer": 2,
-    "write": 3,
-}
+    "head_matrix": 2, "pattern": 2, "ov_singular_values": 2, "composition": 2, "ablate": 2, "patch": 4,
+    "steer": 2, "write": 3,
+}  # fmt: skip
 READING = ("head_matrix", "ov_singular_values")
 RUNNING = ("pattern", "ablate", "patch")
 RUNS = ("run of an encoder-decoder", "run of a language model", "run of an encoder")

@@ -26,40 +26,33 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return load(gpt2_that_runs(tmp_path_factory.mktemp("models") / "gpt2"), device="cpu")
 
 
-def test_reprs_are_a_few_lines_of_shapes_and_have_a_table(model: Model) -> None:
-    rewritten = model.rewrite("fold_value_bias", compare=False)
-    shown: list[Any] = [
-        model,
-        model.ablate("1.1"),
-        model[1],
-        model[1, 1],
-        model[1, 1].qk,
-        model.attend(TEXT),
-        model.run(TEXT),
-        model.inspect(),
-        model.plan("fold_value_bias"),
-        rewritten.certificate,
-        model.check(),
-    ]
-    for found in shown:
+@pytest.fixture(scope="module")
+def results(model: Model) -> list[Any]:
+    """A model, its parts and what its verbs give, whose `repr` begins with their type."""
+    certificate = model.rewrite("fold_value_bias", compare=False).certificate
+    found = [model, model[1], model[1, 1], model.attend(TEXT), model.run(TEXT), model.inspect(), certificate]
+    return [*found, model.plan("fold_value_bias"), model.check()]
+
+
+@pytest.fixture(scope="module")
+def tables(model: Model) -> list[Any]:
+    """What verbs give that is shown as a table."""
+    lens, sweep = model.lens(TEXT), model.sweep(TEXT, TEXT, lambda run: run.loss)
+    found = [model.cost(), model.composition("V"), model.attend_over(TEXT), sweep]
+    return [*found, lens, lens.top(), lens.attribution("e")]
+
+
+def test_reprs_are_a_few_lines_of_shapes_and_have_a_table(
+    model: Model, results: list[Any], tables: list[Any]
+) -> None:
+    named = [*results, model.ablate("1.1"), model[1, 1].qk]
+    for found in [*named, *tables]:
         lines = repr(found).splitlines()
         assert 1 <= len(lines) <= 8, found
         assert max(map(len, lines)) < 300, found
         assert "tensor(" not in repr(found)
-        assert type(found).__name__ in repr(found)
         assert found._repr_html_().lstrip().startswith("<"), found
-    tables = [
-        model.cost(),
-        model.composition("V"),
-        model.sweep(TEXT, TEXT, lambda run: run.loss),
-        model.attend_over(TEXT),
-        model.lens(TEXT),
-        model.lens(TEXT).top(),
-        model.lens(TEXT).attribution("e"),
-    ]
-    for found in tables:
-        assert 1 <= len(repr(found).splitlines()) <= 8, found
-        assert found._repr_html_().lstrip().startswith("<"), found
+    assert [found for found in named if type(found).__name__ not in repr(found)] == []
     for other in (model.layers, model.run(TEXT)["1.1"]):
         assert len(repr(other).splitlines()) <= 8
 
@@ -110,37 +103,17 @@ REACHED = 3
 
 
 @pytest.mark.slow
-def test_nothing_that_is_reached_from_a_model_prints_more_than_eight_lines(model: Model) -> None:
+def test_nothing_that_is_reached_from_a_model_prints_more_than_eight_lines(
+    model: Model, results: list[Any], tables: list[Any]
+) -> None:
     """Whatever attributes and lists of results lead to, by `repr` and by `print`."""
     torch.manual_seed(0)
-    roots: list[Any] = [
-        model,
-        model[1],
-        model[1].weights,
-        model[1, 1],
-        model[1, 1].weights.q,
-        model.run(TEXT),
-        model.run(TEXT)["1"],
-        model.attend(TEXT),
-        model.attend([TEXT, TEXT]),
-        model.attend(TEXT).steps(1, 1),
-        model.attend(TEXT).top(5),
-        model.attend(TEXT).top(5, per_head=True),
-        model.rewrite("fold_value_bias", compare=False).certificate,
-        model.plan("fold_value_bias"),
-        model.inspect(),
-        model.cost(),
-        model.composition("V"),
-        model.attend_over(TEXT),
-        model.evaluate(TEXT),
-        model.generate(TEXT, max_new_tokens=40),
-        model.sweep(TEXT, TEXT, lambda run: run.loss),
-        model.check(),
-        model.lens(TEXT),
-        model.lens(TEXT).top(),
-        model.lens(TEXT).attribution("e"),
-        triptych.MultiHeadAttention(16, 4)(torch.randn(1, 5, 16), need_weights=True),
-    ]
+    attended, weights = model.attend(TEXT), model[1].weights
+    roots = [*results, *tables, weights, model[1, 1].weights.q, model.run(TEXT)["1"]]
+    roots.append(model.attend([TEXT, TEXT]))
+    roots += [attended.steps(1, 1), attended.top(5), attended.top(5, per_head=True), model.evaluate(TEXT)]
+    roots.append(model.generate(TEXT, max_new_tokens=40))
+    roots.append(triptych.MultiHeadAttention(16, 4)(torch.randn(1, 5, 16), need_weights=True))
     found: dict[str, int] = {}
     seen: list[Any] = []
     for root in roots:

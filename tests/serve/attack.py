@@ -39,27 +39,13 @@ EDGES = [0, 1, -1, 2, 0.5, 1e-9, 1e-300, 5e-324, 1e300, float("inf"), float("nan
 EDGES += [True, None, "", "1", "²", "☃", "\0", [], {}, [1], [[]], {"a": 1}]  # type: ignore[list-item]
 NUMBERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "n", "max_tokens", "stop")
 NUMBERS += (
-    "logprobs",
-    "echo",
-    "stream",
-    "alternatives",
-    "head",
-    "layer",
-    "query",
-    "count",
-    "layers",
-    "heads",
-)
+    "logprobs", "echo", "stream", "alternatives", "head", "layer", "query", "count", "layers", "heads",
+)  # fmt: skip
 MARKUP = ["<a ", "<b>", "</b>", "<![<!", "<![CDATA[", "<!--", "&#", "<p>", "x ", "<script>", "]]>", "<svg>"]
 PATHS = ("/translate", "/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/attend", "/v1/steps")
 PATHS += (
-    "/v1/inspect",
-    "/v1/explore/view",
-    "/v1/explore/row",
-    "/v1/explore/head",
-    "/detect",
-    "/admin/nothing",
-)
+    "/v1/inspect", "/v1/explore/view", "/v1/explore/row", "/v1/explore/head", "/detect", "/admin/nothing",
+)  # fmt: skip
 
 
 ODD_REQUESTS = [*matrix()]
@@ -227,14 +213,8 @@ class Attack:
 
     def odd_head(self, draw: random.Random) -> None:
         names = (
-            "Host",
-            "Origin",
-            "Content-Type",
-            "Authorization",
-            "X-Request-ID",
-            "Transfer-Encoding",
-            "Expect",
-        )
+            "Host", "Origin", "Content-Type", "Authorization", "X-Request-ID", "Transfer-Encoding", "Expect",
+        )  # fmt: skip
         values = (
             "evil.example",
             "null",

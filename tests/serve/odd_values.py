@@ -50,13 +50,8 @@ ODD = [
     *('["("]', '["ablate()"]', '["rewrite(x)"]', '["tie(1, a, b)"]', '["even(1)", "even(1.0.0)"]'),
 ]
 _CALLS = (
-    "ablate({})",
-    "even({})",
-    "unscaled({})",
-    "tie({}, W_Q, W_K)",
-    "truncate({}, 1)",
-    "truncate(1.0, {})",
-)
+    "ablate({})", "even({})", "unscaled({})", "tie({}, W_Q, W_K)", "truncate({}, 1)", "truncate(1.0, {})",
+)  # fmt: skip
 _PLACES = ("", "1", "1.0", "1.0.0", "1.9", "9.0", "-1.0", "1.-1", "²", "1.²", "*", "1.*", "1.0 1.1", "1e9")
 ODD_CHANGES = [json.dumps([call.format(place)]) for call in _CALLS for place in _PLACES]
 

@@ -27,7 +27,7 @@ FIELDS = {"q": ["twelve"], "source": "en", "target": "de"}
 @pytest.fixture(scope="module")
 def locked(translator: Model) -> Iterator[Served]:
     """A server with keys and few places."""
-    with Served({"en-de": translator}, LIMITS, keys=["k"]) as running:
+    with Served({"en-de": translator}, LIMITS, keys=["k", "other"]) as running:
         yield running
 
 
@@ -88,6 +88,13 @@ def test_a_key_in_the_headers_is_looked_at_before_the_body(locked: Served) -> No
 def test_a_header_without_a_key_is_no_key(locked: Served, header: str, status: int) -> None:
     assert locked.ask("/translate", FIELDS, Authorization=header).status == status
     assert locked.ask("/v1/models", Authorization=header).status == status
+
+
+@pytest.mark.parametrize(("key", "status"), [({}, 401), ({"api_key": "x"}, 403), ({"api_key": "other"}, 200)])
+def test_a_key_may_be_a_field_of_the_body(locked: Served, key: dict[str, str], status: int) -> None:
+    assert locked.ask("/translate", {**FIELDS, **key}).status == status
+    assert locked.ask("/v1/models").status == 401
+    assert locked.ask("/health").status == 200
 
 
 @pytest.mark.slow
@@ -183,6 +190,13 @@ def test_a_page_of_another_origin_makes_nothing_compute(open_server: Served, loc
 )
 def test_every_address_of_this_machine_alone_is_its_own(open_server: Served, host: str, status: int) -> None:
     assert open_server.ask("/health", Host=host).status == status
+
+
+def test_a_page_of_another_host_is_told_why_it_cannot_ask(open_server: Served) -> None:
+    found = open_server.ask("/health", Host="evil.example")
+    assert (found.status, found.body["error"][:35]) == (400, "Host: evil.example is not this mach")
+    answer = open_server.ask("/v1/models", Host="evil.example")
+    assert answer.body["error"]["type"] == "invalid_request_error"
 
 
 def test_a_page_of_this_server_may_ask_however_its_name_is_spelled(open_server: Served) -> None:

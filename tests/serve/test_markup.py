@@ -3,19 +3,21 @@
 import random
 import re
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 
 from served import Served
 from text.test_sentences import PARAGRAPHS
-from triptych.model import Model
+from triptych.model import Model, load
 from triptych.running.text import spans_of_words
 from triptych.seeing.attending import AlignedWords, Word
 from triptych.serving.limits import RequestError
-from triptych.serving.markup import MOST_NESTED, Markup
+from triptych.serving.markup import MOST_NESTED, Markup, TextRun
 
 # Beginnings of all that HTML has, and text around them.
 PARTS = (
@@ -195,3 +197,83 @@ def test_a_server_answers_others_while_it_reads_markup(translator: Model) -> Non
             slowest = max(slowest, time.monotonic() - started)
         assert {one.result().status for one in asked} <= {200, 400, 413}
         assert slowest < 2.0  # on busy cores; 12.8 seconds before
+
+
+@pytest.mark.parametrize(
+    ("document", "texts"),
+    [
+        ("a <b>b <i>c</i></b> d", ["a b c d"]),
+        ("a <b>b <i>c</b> d</i>", ["a", "b", "c", "d"]),  # they do not go together
+        ("<b>a <p>b</p></b> c", ["a", "b", "c"]),
+        ("a <i class='icon'></i> b", ["a", "b"]),
+        ("a\n <b>b </b>\nc", ["a b c"]),
+        (
+            '<!DOCTYPE html><p class="a">one &amp; <b>two</b><br/> three</p><code>x &lt; y</code>'
+            '<script>if (a<b) {}</script><i translate="no">Nix</i>',
+            ["one & two", "three"],
+        ),
+    ],
+)
+def test_a_tag_inside_a_sentence_does_not_part_it(document: str, texts: list[str]) -> None:
+    markup = Markup(document)
+    assert [run.text for run in markup.runs] == texts
+    same = [run.html(run.text, words_of(run.text, run.text)) for run in markup.runs]
+    assert " ".join(markup.translated(same).split()) == " ".join(document.replace("b </b>", "b</b> ").split())
+
+
+def words_of(source: str, target: str, links: Sequence[int] | None = None) -> AlignedWords:
+    """Each word of the target with the source word of a number; without numbers, word by word."""
+    words = [
+        tuple(Word(text, place, place + 1) for place, text in enumerate(re.findall(r"\w+|[^\w\s]", of)))
+        for of in (source, target)
+    ]
+    weights = torch.zeros(len(words[1]), len(words[0]))
+    for place, link in enumerate(links or range(len(words[1]))):
+        weights[place, link] = 1.0
+    return AlignedWords(words[0], words[1], weights)
+
+
+@pytest.mark.parametrize(
+    ("document", "translation", "links", "expected"),
+    [
+        ("a <b>red</b> car", "une voiture rouge", [0, 2, 1], "une voiture <b>rouge</b>"),
+        (
+            "I <a href='x'>gave up</a>.",
+            "ich gab es auf.",
+            [0, 1, 0, 2, 3],
+            "ich <a href='x'>gab</a> es <a href='x'>auf</a>.",
+        ),
+        ("<i>a <b>b</b></i> c", "C B A", [2, 1, 0], "C <i><b>B</b> A</i>"),
+        ("<b>yes</b>, no", "nein, ja", [2, 1, 0], "nein, <b>ja</b>"),
+        ("<b>of</b> it", "dessen", [1], "<b>dessen</b>"),  # a tag is kept where no word looks at its own
+        ("in<b>side</b> it", "drin & so", [0, 1, 1], "<b>drin</b> &amp; so"),
+    ],
+)
+def test_a_word_lies_in_the_tags_of_the_word_that_it_looks_at(
+    document: str, translation: str, links: list[int], expected: str
+) -> None:
+    (run,) = Markup(document).runs
+    assert run.html(translation, words_of(run.text, translation, links)) == expected
+
+
+def test_without_words_places_decide_in_which_tags_a_word_lies() -> None:
+    (run,) = Markup("one two <b>three</b>").runs
+    assert run.html("eins zwei drei", None) == "eins zwei <b>drei</b>"
+    assert TextRun("<1>").html("<2>", None) == "&lt;2&gt;"
+
+
+CHECKPOINT = Path(__file__).parents[3] / "shared" / "checkpoints" / "marian-multi30k"
+
+
+@pytest.mark.skipif(not CHECKPOINT.exists(), reason="the trained translator is not there")
+def test_a_trained_translator_finds_the_words_of_a_tag() -> None:
+    model = load(CHECKPOINT)
+    for document, expected in (
+        ("A man in a <b>blue</b> shirt.", ["<b>blauen</b>"]),
+        ("A <b>dog</b> runs through the <i>snow</i>.", ["<b>Hund</b>", "<i>Schnee</i>"]),
+        ("<em>Two women</em> are playing the guitar.", ["<em>Zwei Frauen</em>"]),
+    ):
+        (run,) = Markup(document).runs
+        text = model.translate(run.text).text
+        html = run.html(text, model.attend(run.text, text).words())
+        assert all(part in html for part in expected), html

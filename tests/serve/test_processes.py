@@ -7,8 +7,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 
 import pytest
+from benchmarks import serving
 
 from served import Served, ServedCommand
 from triptych.model import Model, load
@@ -169,3 +171,34 @@ def test_an_item_that_was_lost_twice_is_refused(served: Served) -> None:
     process._compute_elsewhere([-1])
     with pytest.raises(RequestError, match="send it again"):
         item.result.result(1)
+
+
+@pytest.mark.slow
+def test_processes_share_the_work_and_one_that_dies_is_replaced(
+    served: Served, translator: Model, language_model: Model, capfd: pytest.CaptureFixture[str]
+) -> None:
+    wait_for_two(served)
+    process, fields = process_of(served), {**FIELDS, "alternatives": 1}
+    assert [model["batch_invariant"] for model in served.ask("/health").body["models"]] == [True, True]
+    pid, before = process.pid, served.ask("/translate", fields).body
+    assert before["translatedText"] == [one.text for one in translator.translate(FIELDS["q"])]
+    refused = served.ask("/translate", {**fields, "glossary": {"a": ""}})
+    assert refused.body["error"].startswith("glossary: 'a'")
+    own = language_model.generate("The cat", max_new_tokens=40, temperature=1.0, seed=3)
+    assert text_of(served.events("/v1/completions", {**STREAM, "stream": True})) == [own.text] * 6
+    serving.abort(served.port, Random(0), ({**fields, "q": FIELDS["q"][:4]}, None))
+    running = served.state.models["en-de"].queue.lanes[1].running
+    while served.state.num_requests or running:  # a client that goes away leaves nothing behind
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor() as pool:
+        lost = pool.submit(served.ask, "/translate", fields)
+        while len(running) < 4:
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+        assert (lost.result().status, lost.result().body) == (200, before)  # computed once more
+    assert served.ask("/translate", fields).body == before
+    wait_for_two(served)
+    assert process.pid != pid
+    assert served.ask("/translate", fields).body == before
+    assert f'{{"error": "process {pid} has ended (-9)"}}' in capfd.readouterr().err

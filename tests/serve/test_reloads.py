@@ -4,7 +4,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,18 +15,14 @@ from typing import Any
 
 import pytest
 
-from served import Served, ServedCommand
+from served import Served, ServedCommand, free_port
 from triptych.model import Model, load
 from triptych.serving.fleet import Fleet
 
 KEY = {"Authorization": "Bearer k"}
 STREAM: dict[str, Any] = {
-    "prompt": "The cat",
-    "max_tokens": 40,
-    "stream": True,
-    "temperature": 1.0,
-    "seed": 1,
-}
+    "prompt": "The cat", "max_tokens": 40, "stream": True, "temperature": 1.0, "seed": 1,
+}  # fmt: skip
 needs_hangups = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="there is no SIGHUP")
 
 
@@ -117,10 +112,7 @@ def test_the_end_does_not_wait_for_a_reload(folder: Path, tmp_path: Path) -> Non
 @needs_hangups
 @pytest.mark.slow  # starts the command
 def test_a_hangup_while_the_server_starts_ends_nothing(folder: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [sys.executable, "-c", _TOLD_WHEN_IT_OPENS, str(folder), port]
+    command = [sys.executable, "-c", _TOLD_WHEN_IT_OPENS, str(folder), str(free_port())]
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **streams) as process:
         assert process.stdout is not None

@@ -95,13 +95,9 @@ WIDE = """{%- macro value(x) -%}
 {%- endfor -%}
 """  # noqa: E501
 TEMPLATES = {
-    "chatml": CHATML,
-    "instruction": INSTRUCTION,
-    "headers": HEADERS,
-    "thinking": THINKING,
-    "blocks": BLOCKS,
+    "chatml": CHATML, "instruction": INSTRUCTION, "headers": HEADERS, "thinking": THINKING, "blocks": BLOCKS,
     "wide": WIDE,
-}
+}  # fmt: skip
 TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "  Hello, wörld? <eos> {{ 7 * 7 }} "},
     {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."},

@@ -77,20 +77,22 @@ def test_a_line_as_long_as_the_limit_is_kept(tmp_path: Path) -> None:
     assert len(read_parallel(write_sides(tmp_path, "ccc", "333"), base=tmp_path, max_line_chars=3)) == 1
 
 
-@pytest.mark.parametrize(("source", "target"), [("", ""), ("\n \n", "a\nb\n")])
-def test_an_empty_corpus_is_refused(tmp_path: Path, source: str, target: str) -> None:
-    with pytest.raises(DataError, match=r"a\.de and a\.en: 0 pairs"):
+@pytest.mark.parametrize(
+    ("source", "target", "said"),
+    [
+        ("", "", r"a\.de and a\.en: 0 pairs"),
+        ("\n \n", "a\nb\n", r"a\.de and a\.en: 0 pairs"),
+        ("a\nb\nc\n", "a\nb\n", r"a\.de has 3 lines and .*a\.en has 2; .*first suspicious line: \d"),
+        ("a", "", r"has 1 lines and .* has 0; .*first suspicious line: 1$"),
+        # Where lengths say nothing, the first line without a partner is suspected.
+        ("a\nb\nc\nd", "e\nf\ng", r"first suspicious line: 4$"),
+    ],
+)
+def test_sides_without_a_pair_or_of_different_length_are_refused_with_both_counts(
+    tmp_path: Path, source: str, target: str, said: str
+) -> None:
+    with pytest.raises(DataError, match=said):
         read_parallel(write_sides(tmp_path, source, target), base=tmp_path)
-
-
-def test_sides_of_different_length_are_refused_with_both_counts(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"a\.de has 3 lines and .*a\.en has 2; .*first suspicious line: \d"):
-        read_parallel(write_sides(tmp_path, "a\nb\nc\n", "a\nb\n"), base=tmp_path)
-
-
-def test_an_empty_side_is_refused_with_both_counts(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"has 1 lines and .* has 0; .*first suspicious line: 1$"):
-        read_parallel(write_sides(tmp_path, "a", ""), base=tmp_path)
 
 
 @pytest.mark.parametrize("missing", [[40], [40, 60, 80], [40, 41, 42, 43], [119]])
@@ -102,11 +104,6 @@ def test_the_line_where_the_sides_slip_is_found_by_the_lengths(tmp_path: Path, m
     with pytest.raises(DataError, match="first suspicious line") as refusal:
         read_parallel(write_sides(tmp_path, "\n".join(source), "\n".join(kept)), base=tmp_path)
     assert abs(int(str(refusal.value).split()[-1]) - (missing[0] + 1)) <= 3
-
-
-def test_where_lengths_say_nothing_the_first_line_without_a_partner_is_suspected(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"first suspicious line: 4$"):
-        read_parallel(write_sides(tmp_path, "a\nb\nc\nd", "e\nf\ng"), base=tmp_path)
 
 
 @pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
@@ -124,10 +121,7 @@ def test_a_tsv_file_has_its_pairs_in_columns_one_and_two(tmp_path: Path) -> None
     assert pairs_of(corpus) == PAIRS
     assert corpus.line_numbers == [2, 3, 4]
     assert corpus.counts.empty_dropped == 2
-
-
-def test_a_tsv_line_with_too_few_columns_is_refused_with_its_line(tmp_path: Path) -> None:
-    path = write_file(tmp_path, "a.tsv", "a\tb\nc d\n")
+    write_file(tmp_path, "a.tsv", "a\tb\nc d\n")
     with pytest.raises(DataError, match=r"a\.tsv, line 2: the number of columns is 1, but column 2 is asked"):
         read_parallel(CorpusSpec(file=path), base=tmp_path)
 
@@ -228,26 +222,25 @@ def test_a_truncated_parquet_file_is_refused_by_name(tmp_path: Path) -> None:
         read_parallel(CorpusSpec(file=path, **FIELDS), base=tmp_path)
 
 
-def test_without_pyarrow_a_parquet_file_is_refused_with_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(UsageError, match=r"needs pyarrow: pip install 'triptych\[parquet\]'"):
-        read_parallel(CorpusSpec(file=Path("a.parquet")), base=tmp_path)
-
-
 def test_a_missing_split_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = write_records(tmp_path, "hub", [*RECORDS], monkeypatch)
     with pytest.raises(UsageError, match=r"split 'dev', cannot be loaded: .*dev"):
         read_parallel(spec.model_copy(update={"split": "dev"}), base=tmp_path)
 
 
-def test_without_datasets_a_hub_corpus_is_refused_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("library", "spec", "said"),
+    [
+        ("pyarrow", CorpusSpec(file=Path("a.parquet")), r"needs pyarrow: pip install 'triptych\[parquet\]'"),
+        ("datasets", CorpusSpec(hub="someone/pairs"), r"needs datasets: pip install 'triptych\[hf\]'"),
+    ],
+)
+def test_without_its_library_a_corpus_is_refused_with_what_to_install(
+    library: str, spec: CorpusSpec, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UsageError, match=r"needs datasets: pip install 'triptych\[hf\]'"):
-        read_parallel(CorpusSpec(hub="someone/pairs"))
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(UsageError, match=said):
+        read_parallel(spec, base=tmp_path)
 
 
 def test_a_generated_corpus_is_what_the_generator_gives() -> None:

@@ -200,23 +200,11 @@ def gradients_of_three_kinds(world: World, arguments: Sequence[str]) -> None:
 
 
 SITES: dict[str, dict[str, Any]] = {
-    "factored": {"d_k": 3, "d_v": 5},
-    "bilinear": {"num_heads": 1},
-    "stacked": {},
-    "symmetric": {},
-    "shared": {},
-    "key_value": {},
-    "four_matrix": {},
-    "direct": {},
-    "grouped": {"num_kv_heads": 1},
-    "differential": {"num_kv_heads": 1},
-    "latent": {"d_latent": 9},
-    "collaborative": {"d_shared": 6},
-    "identity_query": {},
-    "identity_value": {},
-    "identity_output": {},
-    "identity_ov": {},
-}
+    "factored": {"d_k": 3, "d_v": 5}, "bilinear": {"num_heads": 1}, "stacked": {}, "symmetric": {},
+    "shared": {}, "key_value": {}, "four_matrix": {}, "direct": {}, "grouped": {"num_kv_heads": 1},
+    "differential": {"num_kv_heads": 1}, "latent": {"d_latent": 9}, "collaborative": {"d_shared": 6},
+    "identity_query": {}, "identity_value": {}, "identity_output": {}, "identity_ov": {},
+}  # fmt: skip
 
 
 def every_parameterisation(world: World, arguments: Sequence[str]) -> None:

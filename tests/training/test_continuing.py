@@ -36,12 +36,8 @@ def recipe_of(
     folder: Path, checkpoint: Path, task: str = "language-model", **sections: dict[str, object]
 ) -> ContinuedRecipe:
     training = {
-        "max_steps": 6,
-        "batch_size": 4,
-        "warmup_steps": 1,
-        "save_every_steps": 2,
-        "log_every_steps": 2,
-    }
+        "max_steps": 6, "batch_size": 4, "warmup_steps": 1, "save_every_steps": 2, "log_every_steps": 2,
+    }  # fmt: skip
     tree = text_tree(folder, LINES, task, training=training, validation={"every_steps": 3})
     tree["model"] = {"checkpoint": str(checkpoint), "context": 16, **sections.get("model", {})}
     del tree["tokenizer"]
@@ -118,9 +114,10 @@ def test_a_run_needs_its_checkpoint_no_longer_once_it_has_begun(finished: Path, 
     assert_same_run(tmp_path / "run", finished)
 
 
-def test_a_changed_configuration_is_another_model_and_not_gone_on_with(tmp_path: Path) -> None:
-    gpt2_that_runs(tmp_path / "gpt2")
-    runs.train(recipe_of(tmp_path, tmp_path / "gpt2"), tmp_path / "run", SignalAt(1, signal.SIGINT))
+def test_a_changed_configuration_is_another_model_and_not_gone_on_with(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    runs.train(recipe_of(tmp_path, checkpoint), tmp_path / "run", SignalAt(1, signal.SIGINT))
     config = tmp_path / "run" / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "layer_norm_epsilon": 1e-3}))
     with pytest.raises(TriptychError, match="changed since the run began: the model"):
@@ -175,23 +172,16 @@ def test_a_checkpoint_in_bfloat16_is_trained_and_kept_in_float32(tmp_path: Path)
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line_and_leaves_no_run(
-    task: str, changed: dict[str, object], error: type[Exception], said: str, tmp_path: Path
+    task: str, changed: dict[str, object], error: type[Exception], said: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    gpt2_that_runs(tmp_path / "gpt2")
-
-    def train() -> None:
-        recipe = recipe_of(tmp_path, tmp_path / "gpt2", task, model=changed)
-        runs.train(recipe, tmp_path / "run", LineDisplay())
-
     with pytest.raises(error, match=said) as raised:
-        train()
+        runs.train(recipe_of(tmp_path, checkpoint, task, model=changed), tmp_path / "run", LineDisplay())
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_sample_needs_a_prompt_where_no_token_begins_a_text(tmp_path: Path) -> None:
-    gpt2_that_runs(tmp_path / "gpt2")
-    recipe = recipe_of(tmp_path, tmp_path / "gpt2")
+def test_a_sample_needs_a_prompt_where_no_token_begins_a_text(checkpoint: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, checkpoint)
     with_sample = with_values(recipe, {"validation.sample_tokens": 4})
     with pytest.raises(UsageError, match=r"no token that begins a text: set validation.sample_prompt"):
         runs.train(with_sample, tmp_path / "run", LineDisplay())

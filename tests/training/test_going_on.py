@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from small_models import small_run  # noqa: F401 - fixture
 from tiny_recipe import tiny_recipe
 from triptych.errors import UsageError
 from triptych.model import load
@@ -26,8 +25,7 @@ def recipe_of(checkpoint: Path, **training: object) -> Recipe:
 
 
 def test_a_run_begins_as_the_translator_that_it_goes_on_with_and_resumes(
-    small_run: Path,  # noqa: F811
-    tmp_path: Path,
+    small_run: Path, tmp_path: Path
 ) -> None:
     before = read_recipe(small_run / "recipe.toml")
     assert isinstance(before, Recipe)
@@ -46,7 +44,7 @@ def test_a_run_begins_as_the_translator_that_it_goes_on_with_and_resumes(
     assert texts == [found.text for found in load(small_run).translate(LINES)]
 
 
-def test_its_learning_rate_is_a_tenth_of_that_for_fresh_weights(small_run: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_its_learning_rate_is_a_tenth_of_that_for_fresh_weights(small_run: Path, tmp_path: Path) -> None:
     runs.train(recipe_of(small_run), tmp_path / "run", LineDisplay())
     fresh = tiny_recipe(40, 5, model={"d_model": 32, "d_ff": 64}, training={"max_steps": 2})
     runs.train(resolve(fresh), tmp_path / "fresh", LineDisplay())
@@ -55,7 +53,7 @@ def test_its_learning_rate_is_a_tenth_of_that_for_fresh_weights(small_run: Path,
     assert rates[0] == pytest.approx(rates[1] / 10)
 
 
-def test_the_command_line_takes_model_and_tokenizer_out_of_the_recipe(small_run: Path) -> None:  # noqa: F811
+def test_the_command_line_takes_model_and_tokenizer_out_of_the_recipe(small_run: Path) -> None:
     recipe = read_recipe(small_run / "recipe.toml", [], "runs/other")
     assert isinstance(recipe, Recipe)
     assert recipe.training.checkpoint == "runs/other"

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from interrupting import SignalAt, assert_same_run
-from small_models import small_run  # noqa: F401 - fixture
 from tiny_recipe import tiny_recipe
 from triptych.errors import DataError, UsageError
 from triptych.model import load
@@ -128,10 +127,7 @@ def test_a_recipe_file_names_its_corpora_in_a_list(tmp_path: Path) -> None:
     assert read_recipe(stored) == recipe
 
 
-def test_a_checkpoint_goes_on_with_old_and_new_text(
-    small_run: Path,  # noqa: F811
-    tmp_path: Path,
-) -> None:
+def test_a_checkpoint_goes_on_with_old_and_new_text(small_run: Path, tmp_path: Path) -> None:
     tree = merge(
         tiny_recipe(60, 5, training={**TRAINING, "checkpoint": str(small_run)}),
         {"data": {"train": [NEW, {**OLD, "weight": 0.1}]}},

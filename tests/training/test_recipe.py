@@ -90,16 +90,13 @@ def test_a_preset_is_taken_whole_and_changed_by_the_other_keys(preset: str) -> N
     )
 
 
-def test_an_unknown_preset_is_refused_with_the_nearest() -> None:
-    assert "model.preset is 'smal': did you mean small?" in refusal("model.preset=smal")
-    assert "known are tiny, small, base, big" in refusal("model.preset=xxxxxxx")
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("training.max_step=3", "unknown key training.max_step: did you mean max_steps?"),
         ("trainnig.max_steps=3", "unknown key trainnig: did you mean training?"),
+        ("model.preset=smal", "model.preset is 'smal': did you mean small?"),
+        ("model.preset=xxxxxxx", "known are tiny, small, base, big"),
         ("model.d_modle=8", "unknown key model.d_modle: did you mean d_model?"),
         ("model.presets=tiny", "unknown key model.presets: did you mean preset?"),
         ("model.decoder.cross_attention.d_kk=8",
@@ -107,7 +104,9 @@ def test_an_unknown_preset_is_refused_with_the_nearest() -> None:
         ("decoding.zzzz=8", "unknown key decoding.zzzz: known are beam_size, alpha, max_extra_tokens"),
     ],
 )  # fmt: skip
-def test_an_unknown_key_is_refused_with_its_path_and_the_nearest(override: str, message: str) -> None:
+def test_an_unknown_key_or_preset_is_refused_with_its_path_and_the_nearest(
+    override: str, message: str
+) -> None:
     assert message in refusal(override)
 
 
@@ -139,10 +138,6 @@ def test_a_name_that_is_not_utf8_is_refused(key: str) -> None:
         resolve({"data": {"train": {key: "\udcff.txt"}}})
 
 
-def test_several_faults_are_counted() -> None:
-    assert "(and 1 more)" in refusal("training.max_steps=0", "seed=-1")
-
-
 @pytest.mark.parametrize("override", ["training.max_steps", "=3", "  =3"])
 def test_an_override_without_key_or_value_is_refused(override: str) -> None:
     assert refusal(override) == f"--set {override!r} is not of the form section.key=value"
@@ -160,6 +155,7 @@ def test_a_recipe_without_data_is_refused() -> None:
         (["tokenizer.joint=false"], "model.tie_embeddings is 'all' but tokenizer.joint is false"),
         (["model.num_heads=7"], "model: num_heads 7 does not divide d_model 512"),
         (["data.train.file=a.tsv"], "data.train: "),
+        (["training.max_steps=0", "seed=-1"], "(and 1 more)"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_with_both(

@@ -314,16 +314,15 @@ def test_a_value_bias_may_act_without_the_values() -> None:
 
 def test_numbers_of_heads_that_make_no_sense_are_refused() -> None:
     weights = make("factored")
-    with pytest.raises(RewriteRefusedError, match="there is no head 4: there are 4, 0 to 3"):
-        prune_heads(weights, [0, 4])
-    with pytest.raises(RewriteRefusedError, match="there is no head -1"):
-        prune_heads(weights, [-1])
-    with pytest.raises(RewriteRefusedError, match="a head is True: it must be a whole number"):
-        prune_heads(weights, [True])
-    with pytest.raises(RewriteRefusedError, match="head 1 is named twice"):
-        prune_heads(weights, [1, 1])
-    with pytest.raises(RewriteRefusedError, match="all 4 heads are named, and one must be left"):
-        prune_heads(weights, [0, 1, 2, 3], bounded=True)
+    for heads, said in (
+        ([0, 4], "there is no head 4: there are 4, 0 to 3"),
+        ([-1], "there is no head -1"),
+        ([True], "a head is True: it must be a whole number"),
+        ([1, 1], "head 1 is named twice"),
+        ([0, 1, 2, 3], "all 4 heads are named, and one must be left"),
+    ):
+        with pytest.raises(RewriteRefusedError, match=said):
+            prune_heads(weights, heads, bounded=True)
     same, record = prune_heads(weights, [])
     assert same is weights
     assert record.notes == ("no head was named",)
