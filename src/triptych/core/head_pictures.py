@@ -56,4 +56,5 @@ def _is_near(head: Any) -> bool:
     stored = head.layer._source
     if stored.source is None or not isinstance(stored.source.found, Repository):
         return True
-    return stored.bytes_of(head.layer._site) <= _MOST_FETCHED
+    size: int = stored.bytes_of(head.layer._site)
+    return size <= _MOST_FETCHED

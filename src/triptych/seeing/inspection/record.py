@@ -694,8 +694,8 @@ def _averages_together(
     """Return the tables of averages of one or several checkpoints as one table, with a column for each."""
     found = [averages(inspection) for inspection in inspections]
     if len(found) == 1:
-        columns = ("figure", "here", "random", "note")
-        return replace(found[0], columns=columns, numeric=(1, 2))
+        of_one = ("figure", "here", "random", "note")
+        return replace(found[0], columns=of_one, numeric=(1, 2))
     by_title = [{row[0]: row[1:] for row in table.rows} for table in found]
     titles = dict.fromkeys(chain.from_iterable(by_title))
     nothing = ("", "", "")
