@@ -31,19 +31,14 @@ from triptych.seeing.attending.looks import strongest_looks
 TEXT = "to be or not to be"
 
 
-def named(name: str, opened: Reader) -> Reader:
-    return opened.named(name)
-
-
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    return named("decoder", language_model(tmp_path_factory.mktemp("decoder")))
+    return language_model(tmp_path_factory.mktemp("decoder")).named("decoder")
 
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    opened = language_model(tmp_path_factory.mktemp("encoder"), "encoder", "learned")
-    return named("encoder", opened)
+    return language_model(tmp_path_factory.mktemp("encoder"), "encoder", "learned").named("encoder")
 
 
 @pytest.fixture(scope="module")

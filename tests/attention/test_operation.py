@@ -22,12 +22,8 @@ WIDTHS = ((8, 8), (8, 12), (8, 4))
 ALIKE, GROUPED, ONE_GROUP, ONE_KEY_HEAD = (4, 4, 4), (4, 2, 2), (4, 1, 1), (4, 1, 4)
 SHAPES = (
     *((ALIKE, widths) for widths in WIDTHS),
-    (GROUPED, (8, 8)),
-    (GROUPED, (8, 12)),
-    (ONE_GROUP, (8, 8)),
-    (ONE_KEY_HEAD, (8, 8)),
-    (ONE_KEY_HEAD, (8, 4)),
-    ((4, 4, 2), (8, 12)),
+    *((GROUPED, (8, 8)), (GROUPED, (8, 12)), (ONE_GROUP, (8, 8))),
+    *((ONE_KEY_HEAD, (8, 8)), (ONE_KEY_HEAD, (8, 4)), ((4, 4, 2), (8, 12))),
 )
 BIASES = {"every score": (BATCH, 4), "heads": (4,), "positions": (), "texts": (BATCH, 1)}
 SLOW_DTYPES = (torch.float32, torch.float16)
@@ -242,9 +238,8 @@ def refuse(**changes: object) -> str:
 
 
 def test_a_mask_that_is_not_boolean_is_refused() -> None:
-    assert refuse(mask=torch.zeros(KEY_LEN, KEY_LEN)) == (
-        "the mask is torch.float32: it must be boolean, True = may attend"
-    )
+    said = "the mask is torch.float32: it must be boolean, True = may attend"
+    assert refuse(mask=torch.zeros(KEY_LEN, KEY_LEN)) == said
 
 
 def test_queries_and_keys_of_different_widths_are_refused_with_both_numbers() -> None:
@@ -269,9 +264,8 @@ def test_queries_of_another_batch_size_are_refused_with_both_numbers() -> None:
 
 
 def test_a_bias_that_is_not_floating_point_is_refused() -> None:
-    assert refuse(bias=torch.ones(KEY_LEN, KEY_LEN, dtype=torch.bool)) == (
-        "the bias is torch.bool: it must be floating point, a mask is passed as mask"
-    )
+    said = "the bias is torch.bool: it must be floating point, a mask is passed as mask"
+    assert refuse(bias=torch.ones(KEY_LEN, KEY_LEN, dtype=torch.bool)) == said
 
 
 @pytest.mark.parametrize("shape", [(KEY_LEN, KEY_LEN - 1), (2, 1, 1), (2, 1, 1, 1), (1, 1, 1, 1, 1)])
@@ -395,146 +389,65 @@ def triangle(query_len: int, key_len: int) -> dict[str, object]:
     return {"mask": causal_mask(query_len, key_len)}
 
 
+SHORT, LONG = (20, 20, 4, 4, 4, 8, 8), (150, 150, 4, 4, 4, 8, 8)
+LONG_GROUPED = (150, 150, 4, 2, 2, 8, 8)
+# Path, heads and kernel.
+PRODUCTS = ("written out", "one to one", "batched products")
+PRODUCTS_BY_ROWS = ("written out", "grouped by rows", "batched products")
+FLASH = ("fused", "one to one", "flash")
+FLASH_BY_ROWS = ("fused", "grouped by rows", "flash")
+FLASH_BY_KERNEL = ("fused", "grouped by the kernel", "flash")
+FLASH_EXPANDED = ("fused", "expanded", "flash")
+LEARNED_BIAS = {"bias": torch.ones(150, requires_grad=True)}
+FAST_BIAS = {"bias": torch.ones(20, requires_grad=True), "path": "fast"}
+
+
+def padded(way: tuple[str, str, str]) -> tuple[str, str, str]:
+    return ("fused, padded", *way[1:])
+
+
 CASES = {
-    "short, training": Case(
-        (20, 20, 4, 4, 4, 8, 8),
-        True,
-        {},
-        "written out",
-        "one to one",
-        "batched products",
-        "up to about 128 keys",
-    ),
-    "short, training, wide": Case(
-        (20, 20, 4, 4, 4, 128, 128), True, {}, "fused", "one to one", "flash", "does not hold"
-    ),
-    "short, training, many": Case(
-        (128, 128, 64, 64, 64, 8, 8), True, {}, "fused", "one to one", "flash", "2 × 64 × 128 × 128"
-    ),
+    "short, training": Case(SHORT, True, {}, *PRODUCTS, "up to about 128 keys"),
+    "short, training, wide": Case((20, 20, 4, 4, 4, 128, 128), True, {}, *FLASH, "does not hold"),
+    "short, training, many": Case((128, 128, 64, 64, 64, 8, 8), True, {}, *FLASH, "2 × 64 × 128 × 128"),
     "short, training, not quite as many": Case(
-        (127, 128, 64, 64, 64, 8, 8), True, {}, "written out", "one to one", "batched products", "up to about"
+        (127, 128, 64, 64, 64, 8, 8), True, {}, *PRODUCTS, "up to about"
     ),
-    "short": Case((20, 20, 4, 4, 4, 8, 8), False, {}, "fused", "one to one", "flash", "does not hold"),
-    "short, asked for": Case(
-        (20, 20, 4, 4, 4, 8, 8), True, {"path": "fast"}, "fused", "one to one", "flash", "by the caller"
-    ),
-    "long, training": Case(
-        (150, 150, 4, 4, 4, 8, 8), True, {"causal": True}, "fused", "one to one", "flash", "2 × 4 × 150 × 150"
-    ),
-    "long, asked for": Case(
-        (150, 150, 4, 4, 4, 8, 8),
-        False,
-        {"path": "reference"},
-        "written out",
-        "one to one",
-        "batched products",
-        "by the caller",
-    ),
-    "weights": Case(
-        (20, 20, 4, 4, 4, 8, 8),
-        False,
-        {"need_weights": True},
-        "written out",
-        "one to one",
-        "batched products",
-        "weights are wanted",
-    ),
-    "dropout": Case(
-        (20, 20, 4, 4, 4, 8, 8),
-        False,
-        {"dropout": 0.1},
-        "written out",
-        "one to one",
-        "batched products",
-        "dropout is 0.1",
-    ),
-    "masked": Case((20, 20, 4, 4, 4, 8, 8), False, triangle(20, 20), "fused", "one to one", "flash", ""),
-    "grouped, short, training": Case(
-        (20, 20, 4, 2, 2, 8, 8), True, {}, "written out", "grouped by rows", "batched products", "2 of keys"
-    ),
-    "grouped, long": Case(
-        (150, 150, 4, 2, 2, 8, 8),
-        True,
-        {"causal": True},
-        "fused",
-        "grouped by the kernel",
-        "flash",
-        "2 of keys",
-    ),
-    "grouped, long, masked": Case(
-        (150, 150, 4, 2, 2, 8, 8), False, triangle(150, 150), "fused", "grouped by the kernel", "flash", ""
-    ),
+    "short": Case(SHORT, False, {}, *FLASH, "does not hold"),
+    "short, asked for": Case(SHORT, True, {"path": "fast"}, *FLASH, "by the caller"),
+    "long, training": Case(LONG, True, {"causal": True}, *FLASH, "2 × 4 × 150 × 150"),
+    "long, asked for": Case(LONG, False, {"path": "reference"}, *PRODUCTS, "by the caller"),
+    "weights": Case(SHORT, False, {"need_weights": True}, *PRODUCTS, "weights are wanted"),
+    "dropout": Case(SHORT, False, {"dropout": 0.1}, *PRODUCTS, "dropout is 0.1"),
+    "masked": Case(SHORT, False, triangle(20, 20), *FLASH, ""),
+    "grouped, short, training": Case((20, 20, 4, 2, 2, 8, 8), True, {}, *PRODUCTS_BY_ROWS, "2 of keys"),
+    "grouped, long": Case(LONG_GROUPED, True, {"causal": True}, *FLASH_BY_KERNEL, "2 of keys"),
+    "grouped, long, masked": Case(LONG_GROUPED, False, triangle(150, 150), *FLASH_BY_KERNEL, ""),
     "grouped, decoding": Case(
-        (1, 150, 4, 2, 2, 8, 8), False, {"causal": True}, "fused", "grouped by rows", "flash", "query_len 1"
+        (1, 150, 4, 2, 2, 8, 8), False, {"causal": True}, *FLASH_BY_ROWS, "query_len 1"
     ),
-    "one key head": Case(
-        (150, 150, 4, 1, 4, 8, 8), False, {}, "fused", "expanded", "flash", "1 of keys and 4 of values"
-    ),
+    "one key head": Case((150, 150, 4, 1, 4, 8, 8), False, {}, *FLASH_EXPANDED, "1 of keys and 4 of values"),
     "one key head, decoding": Case(
-        (1, 150, 4, 1, 4, 16, 8),
-        False,
-        {},
-        "written out",
-        "grouped by rows",
-        "batched products",
-        "the 2 × 4 × 1 × 150 weights take less room",
+        (1, 150, 4, 1, 4, 16, 8), False, {}, *PRODUCTS_BY_ROWS, "the 2 × 4 × 1 × 150 weights take less room"
     ),
-    "two widths": Case(
-        (150, 150, 4, 4, 4, 16, 8), True, {}, "fused, padded", "one to one", "flash", "d_k 16, d_v 8"
-    ),
-    "two widths, short": Case(
-        (20, 20, 4, 4, 4, 16, 8), False, {}, "written out", "one to one", "batched products", "do not pay"
-    ),
-    "two widths, far apart": Case(
-        (150, 150, 4, 4, 4, 8, 256), True, {}, "written out", "one to one", "batched products", "less room"
-    ),
-    "two widths, grouped": Case(
-        (150, 150, 4, 2, 2, 8, 16), True, {}, "fused, padded", "grouped by the kernel", "flash", ""
-    ),
+    "two widths": Case((150, 150, 4, 4, 4, 16, 8), True, {}, *padded(FLASH), "d_k 16, d_v 8"),
+    "two widths, short": Case((20, 20, 4, 4, 4, 16, 8), False, {}, *PRODUCTS, "do not pay"),
+    "two widths, far apart": Case((150, 150, 4, 4, 4, 8, 256), True, {}, *PRODUCTS, "less room"),
+    "two widths, grouped": Case((150, 150, 4, 2, 2, 8, 16), True, {}, *padded(FLASH_BY_KERNEL), ""),
     "two widths, grouped, decoding, asked for": Case(
-        (1, 150, 4, 2, 2, 8, 16), False, {"path": "fast"}, "fused, padded", "grouped by rows", "flash", ""
+        (1, 150, 4, 2, 2, 8, 16), False, {"path": "fast"}, *padded(FLASH_BY_ROWS), ""
     ),
     "two widths, expanded": Case(
-        (150, 150, 4, 1, 4, 16, 8), True, triangle(150, 150), "fused, padded", "expanded", "flash", ""
+        (150, 150, 4, 1, 4, 16, 8), True, triangle(150, 150), *padded(FLASH_EXPANDED), ""
     ),
-    "2 on 3": Case((150, 150, 6, 2, 3, 8, 8), True, {}, "fused", "expanded", "flash", "2 of keys and 3"),
-    "2 on 3 of 12": Case((150, 150, 12, 2, 3, 8, 8), True, {}, "fused", "expanded", "flash", ""),
-    "bias": Case(
-        (150, 150, 4, 4, 4, 8, 8),
-        True,
-        {"bias": torch.ones(4, 150, 150)},
-        "fused",
-        "one to one",
-        "flash",
-        "does not hold",
-    ),
-    "bias with a gradient": Case(
-        (150, 150, 4, 4, 4, 8, 8),
-        True,
-        {"bias": torch.ones(150, requires_grad=True)},
-        "written out",
-        "one to one",
-        "batched products",
-        "gives a bias its gradient",
-    ),
+    "2 on 3": Case((150, 150, 6, 2, 3, 8, 8), True, {}, *FLASH_EXPANDED, "2 of keys and 3"),
+    "2 on 3 of 12": Case((150, 150, 12, 2, 3, 8, 8), True, {}, *FLASH_EXPANDED, ""),
+    "bias": Case(LONG, True, {"bias": torch.ones(4, 150, 150)}, *FLASH, "does not hold"),
+    "bias with a gradient": Case(LONG, True, LEARNED_BIAS, *PRODUCTS, "gives a bias its gradient"),
     "bias with a gradient, asked for": Case(
-        (20, 20, 4, 2, 2, 8, 8),
-        True,
-        {"bias": torch.ones(20, requires_grad=True), "path": "fast"},
-        "fused",
-        "grouped by the kernel",
-        "math",
-        "by the caller",
+        (20, 20, 4, 2, 2, 8, 8), True, FAST_BIAS, "fused", "grouped by the kernel", "math", "by the caller"
     ),
-    "bias with a gradient that is not recorded": Case(
-        (150, 150, 4, 4, 4, 8, 8),
-        False,
-        {"bias": torch.ones(150, requires_grad=True)},
-        "fused",
-        "one to one",
-        "flash",
-        "",
-    ),
+    "bias with a gradient that is not recorded": Case(LONG, False, LEARNED_BIAS, *FLASH, ""),
 }
 
 

@@ -270,9 +270,6 @@ def test_alibi_counts_in_float32_and_rounds_once() -> None:
 
 def test_the_positions_of_a_row_are_its_own() -> None:
     ids = torch.tensor([[0, 1, 2], [5, 6, 7], [8, 9, 9]])
-    assert [PositionIds(ids, 10).of_row(row, 2).ids.tolist() for row in range(3)] == [
-        [[0, 1]],
-        [[5, 6]],
-        [[8, 9]],
-    ]
+    rows = [PositionIds(ids, 10).of_row(row, 2).ids.tolist() for row in range(3)]
+    assert rows == [[[0, 1]], [[5, 6]], [[8, 9]]]
     assert PositionIds(ids[0], 10).of_row(2, 2).ids.tolist() == [0, 1]

@@ -115,9 +115,8 @@ def make_inputs(layer: MultiHeadAttention, kind: Kind, *, masked: bool) -> tuple
         given["causal"] = True
     if masked:
         key_len = given.get("memory", x).shape[1]
-        given["mask"] = (torch.arange(key_len) < torch.tensor([key_len, key_len - 3, 0])[:, None])[
-            :, None, None
-        ]
+        lengths = torch.tensor([key_len, key_len - 3, 0])
+        given["mask"] = (torch.arange(key_len) < lengths[:, None])[:, None, None]
     return x, given
 
 
@@ -471,9 +470,8 @@ def test_pairs_of_heads_without_their_gates_leave_no_gate_behind() -> None:
     weights = make_layer("differential").weights()
     ungated = dataclasses.replace(weights, semantics=dataclasses.replace(weights.semantics, gate=None))
     layer = MultiHeadAttention.from_weights(ungated)
-    assert set(layer.state_dict()) == {
-        f"projections.{name}" for name, _ in layer.projections.named_parameters()
-    }
+    parameters = {f"projections.{name}" for name, _ in layer.projections.named_parameters()}
+    assert set(layer.state_dict()) == parameters
     x = torch.randn(BATCH, LENGTH, layer.d_model, dtype=torch.float64)
     assert_same(layer(x).output, dense(ungated, x)[0], kind="output")
 
@@ -497,11 +495,8 @@ def test_the_weights_are_views_without_history(name: str) -> None:
 
 def test_the_caller_says_where_queries_and_keys_come_from() -> None:
     layer = MultiHeadAttention(24, 4, dropout=0.25).eval()
-    assert [layer.weights(kind).semantics.kind for kind in ("self", "causal", "cross")] == [
-        "self",
-        "causal",
-        "cross",
-    ]
+    for kind in ("self", "causal", "cross"):
+        assert layer.weights(kind).semantics.kind == kind
     assert layer.weights().semantics.dropout == 0.0
     assert layer.train().weights().semantics.dropout == 0.25
     assert MultiHeadAttention.from_weights(layer.train().weights()).dropout == 0.25
@@ -522,9 +517,8 @@ def test_decoding_with_a_cache_is_attending_without(name: str, positions: Attent
         expected = layer(x, causal=True, path="reference").output
         for lengths in ([1] * 8, [3, 1, 2, 2], [8]):
             cache = LayerCache()
-            parts = [
-                layer(part, causal=True, cache=cache, path=path).output for part in x.split(lengths, dim=1)
-            ]
+            given = {"causal": True, "cache": cache, "path": path}
+            parts = [layer(part, **given).output for part in x.split(lengths, dim=1)]
             assert cache.length == 8
             assert_same(torch.cat(parts, dim=1), expected, kind="output")
 
@@ -693,9 +687,8 @@ def test_the_explanation_is_that_of_the_operation_it_calls(
                 others = {key: getattr(given, key) for key in ("mask", "bias", "causal", "dropout")}
                 others |= {key: getattr(given.semantics, key) for key in ("scale", "soft_cap", "sinks")}
                 route, explanation = layer.explain(query_len, key_len, batch=BATCH, path=path, **options)
-                assert explanation == explain_attention(
-                    q, k, v, **others, need_weights=need_weights, path=way
-                )
+                expected = explain_attention(q, k, v, **others, need_weights=need_weights, path=way)
+                assert explanation == expected
                 assert explanation.reason.endswith(".")
                 if path == "reference":
                     assert (route, explanation.path) == ("expanded", "written out")
@@ -791,9 +784,8 @@ def test_two_memories_are_refused_where_keys_and_values_are_made_at_once(name: s
         with pytest.raises(ValueError, match=f"value_memory was given, but {reason}: leave it out"):
             layer(x, memory=memory, value_memory=memory)
     else:
-        assert_same(
-            layer(x, memory=memory, value_memory=memory).output, layer(x, memory=memory).output, kind="output"
-        )
+        found = layer(x, memory=memory, value_memory=memory).output
+        assert_same(found, layer(x, memory=memory).output, kind="output")
 
 
 @pytest.mark.parametrize("positions", [RotaryPositions(), AlibiPositions()], ids=["rotary", "alibi"])
@@ -824,9 +816,8 @@ def test_sizes_that_do_not_fit_are_refused_with_the_numbers(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_width_that_is_not_divisible_must_be_chosen(name: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"num_heads 4 does not divide d_model 22: (give|direct gives|identity_.* gives)"
-    ):
+    said = r"num_heads 4 does not divide d_model 22: (give|direct gives|identity_.* gives)"
+    with pytest.raises(ValueError, match=said):
         MultiHeadAttention(22, 4, written(name, biased=False))
 
 

@@ -95,11 +95,8 @@ def test_outputs_and_gradients_are_those_of_the_formula(kind: dict[str, str], gr
     found, wanted = layer(x, causal=True).output, by_hand(layer, kind, x, groups)
     torch.testing.assert_close(found, wanted)
     inputs = [x, *layer.parameters()]
-    for one, other in zip(
-        torch.autograd.grad(found.square().sum(), inputs),
-        torch.autograd.grad(wanted.square().sum(), inputs),
-        strict=True,
-    ):
+    gradients = (torch.autograd.grad(output.square().sum(), inputs) for output in (found, wanted))
+    for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -127,9 +124,8 @@ def test_a_layer_of_its_weights_is_the_same_layer_and_its_configuration_too(kind
     torch.testing.assert_close(again(x).output, layer(x).output)
     assert {"scores": "dot", "scale": "inside", **kind}.items() <= dict(AttentionConfig.of(again)).items()
     made = AttentionConfig.of(layer).layer(D, H)
-    assert [(n, p.shape) for n, p in made.named_parameters()] == [
-        (n, p.shape) for n, p in layer.named_parameters()
-    ]
+    shapes = [[(n, p.shape) for n, p in one.named_parameters()] for one in (made, layer)]
+    assert shapes[0] == shapes[1]
     some = layer.weights().semantics.select_heads([2, 0])
     assert all(part.shape[0] == 2 for part in (some.scores.tensors().values() if some.scores else ()))
 

@@ -118,9 +118,19 @@ def test_a_layer_is_the_plain_formula_and_learns_what_it_does_besides(name: str,
         for one, other in zip(found, expected, strict=True):
             assert_same(one, other, kind="gradient")
 
+    assert_same(in_pieces(layer, x, 3, 4, 5), run_layer(weights, x), kind="output")
+
+
+def in_pieces(layer: MultiHeadAttention, x: Tensor, *cuts: int) -> Tensor:
+    """The output of pieces of a text, one after the other, with a cache."""
     cache = LayerCache()
-    steps = [layer(x[:, i:j], cache=cache).output for i, j in ((0, 3), (3, 4), (4, 5), (5, N))]
-    assert_same(torch.cat(steps, dim=1), run_layer(weights, x), kind="output")
+    return torch.cat([layer(piece, cache=cache).output for piece in x.tensor_split(cuts, dim=1)], dim=1)
+
+
+def padded_by(padding: Tensor) -> tuple[Tensor, Tensor]:
+    """Which tokens there are of texts with padding on the left, and their positions."""
+    places = torch.arange(N) - padding[:, None]
+    return places >= 0, places.clamp(min=0)
 
 
 @pytest.mark.parametrize(("name", "part"), cases())
@@ -129,8 +139,7 @@ def test_padding_on_the_left_changes_nothing(name: str, part: str, cached: bool)
     _, width, key_heads = written_as(name)
     layer, weights = held(name, parts(width, key_heads)[part], "causal")
     x, padding = random_input(N), torch.tensor([0, 3])
-    there = torch.arange(N) >= padding[:, None]
-    ids = (torch.arange(N) - padding[:, None]).clamp(min=0)
+    there, ids = padded_by(padding)
     cache, steps = LayerCache() if cached else None, []
     for i, j in ((0, 5), (5, 6), (6, N)) if cached else ((0, N),):
         seen = there[:, None, None, :j]
@@ -159,17 +168,15 @@ def test_keys_of_a_text_that_grows_past_the_limit_stay_as_they_were_turned(
     maps = Maps("fp32", torch.float64)
     layers = [MultiHeadAttention.from_weights(written) for written in (twice, once)]
     layers += [FusedAttention(written, maps, False, once=True) for written in (twice, once)]  # type: ignore[list-item]
-    x, padding = random_input(N), torch.tensor([0, 3])
-    there = torch.arange(N) >= padding[:, None]
-    ids = (torch.arange(N) - padding[:, None]).clamp(min=0)
+    x, (there, ids) = random_input(N), padded_by(torch.tensor([0, 3]))
 
     def decoded(layer: MultiHeadAttention, padded: bool) -> Tensor:
         cache, steps = LayerCache(), []
         for i, j in ((0, 3), (3, 4), (4, 5), (5, N)):
-            given = (
-                {"mask": there[:, None, None, :j], "positions": PositionIds(ids[:, i:j], N)} if padded else {}
-            )
-            steps.append(layer(x[:, i:j], cache=cache, causal=True, **given).output)  # type: ignore[arg-type]
+            given: dict[str, Any] = {}
+            if padded:
+                given = {"mask": there[:, None, None, :j], "positions": PositionIds(ids[:, i:j], N)}
+            steps.append(layer(x[:, i:j], cache=cache, causal=True, **given).output)
         return torch.cat(steps, dim=1)
 
     for padded in (False, True):
@@ -317,18 +324,13 @@ def odd_chains(name: str) -> AttentionWeights:
     }[name]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "latent, turned",
-        "latent, turned, capped",
-        "latent, keys normalised",
-        "values normalised",
-        "scaled after the norm",
-        "keys and values share a map",
-        "two maps on the way out",
-    ],
+ODD_CHAINS = (
+    *("latent, turned", "latent, turned, capped", "latent, keys normalised", "values normalised"),
+    *("scaled after the norm", "keys and values share a map", "two maps on the way out"),
 )
+
+
+@pytest.mark.parametrize("name", ODD_CHAINS)
 def test_any_chains_are_held_as_they_are_written(name: str) -> None:
     weights = odd_chains(name)
     layer, x = MultiHeadAttention.from_weights(weights), random_input(N)
@@ -346,9 +348,7 @@ def test_any_chains_are_held_as_they_are_written(name: str) -> None:
     for one, other in zip(found, gradients, strict=True):
         assert_same(one, other, kind="gradient")
 
-    cache = LayerCache()
-    steps = [layer(x[:, i:j], cache=cache).output for i, j in ((0, 4), (4, 5), (5, 6), (6, N))]
-    assert_same(torch.cat(steps, dim=1), expected, kind="output")
+    assert_same(in_pieces(layer, x, 4, 5, 6), expected, kind="output")
     again = MultiHeadAttention.from_weights(layer.weights())
     again.load_state_dict(layer.state_dict())
     assert_same(again(x).output, layer(x).output, kind="exact")
@@ -362,7 +362,7 @@ def test_a_latent_with_turned_channels_is_all_that_is_cached_and_decodes_absorbe
     assert layer.explain(1, 64)[0] == "absorbed"
     assert layer.explain(64, 64)[0] == "expanded"
     padding = torch.tensor([0, 2])
-    ids, there = (torch.arange(N) - padding[:, None]).clamp(min=0), torch.arange(N) >= padding[:, None]
+    there, ids = padded_by(padding)
     cache = LayerCache()
     layer(x[:, :6], mask=there[:, None, None, :6], positions=PositionIds(ids[:, :6], N), cache=cache)
     last = layer(x[:, 6:], mask=there[:, None, None], positions=PositionIds(ids[:, 6:], N), cache=cache)
@@ -447,9 +447,8 @@ def test_key_heads_that_are_repeated_take_their_norms_along(
     q_norm, k_norm = (HeadNorm(1e-6, drawn(*shape), over=over) for shape in shapes)
     semantics = Semantics(0.4, "causal", q_norm=q_norm, k_norm=k_norm)
     weights = AttentionWeights(D_MODEL, H, (q,), (k,), (v,), (Link(drawn(H, 6, D_MODEL)),), semantics)
-    x, cache = random_input(N), LayerCache()
+    x = random_input(N)
     for adopted in (False, True):
         layer = MultiHeadAttention.from_weights(weights, adopted=adopted)
         assert_same(layer(x).output, run_layer(weights, x), kind="output")
-    steps = [layer(x[:, i:j], cache=cache).output for i, j in ((0, 3), (3, N))]
-    assert_same(torch.cat(steps, dim=1), run_layer(weights, x), kind="output")
+    assert_same(in_pieces(layer, x, 3), run_layer(weights, x), kind="output")

@@ -107,6 +107,7 @@ def ways(weights: AttentionWeights, x: Tensor) -> dict[str, Tensor]:
     tapped.tap = lambda name, value, first: value
     cache, other = LayerCache(), LayerCache()
     parts = ((0, 4), (4, 5), (5, N))
+    fused_steps = [fused(x[:, i:j], cache=other, causal=True).output for i, j in parts]
     return {
         "forward": layer(x).output,
         "forward with weights": layer(x, need_weights=True).output,
@@ -114,9 +115,7 @@ def ways(weights: AttentionWeights, x: Tensor) -> dict[str, Tensor]:
         "with a tap": tapped(x).output,
         "steps": layer.steps(x).output,
         "fused": fused(x, causal=True).output,
-        "fused with a cache": torch.cat(
-            [fused(x[:, i:j], cache=other, causal=True).output for i, j in parts], dim=1
-        ),
+        "fused with a cache": torch.cat(fused_steps, dim=1),
     }
 
 

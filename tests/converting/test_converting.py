@@ -30,12 +30,8 @@ from triptych.training.runs import train
 
 PARENT = Path(__file__).parents[3] / "shared"
 MARIAN, MULTI30K = PARENT / "checkpoints" / "marian-multi30k", PARENT / "data" / "multi30k"
-SENTENCES = [
-    "Das Buch kostet drei Euro.",
-    "Es ist halb vier.",
-    "Vier  <eos> é!",
-    "Heute ist der 3. Mai 1984.",
-]
+SENTENCES = ["Das Buch kostet drei Euro.", "Es ist halb vier.", "Vier  <eos> é!"]
+SENTENCES += ["Heute ist der 3. Mai 1984."]
 BIASES = {"q_bias": True, "k_bias": True, "v_bias": True, "o_bias": True}
 
 # A site each; where there are several heads, they are 6 wide at d_model 24.
@@ -61,26 +57,17 @@ FITTING: dict[str, dict[str, Any]] = {
     "identity_ov": {"projections": "identity_ov", "q_bias": True, "k_bias": True, "o_bias": True},
 }
 WIDE: dict[str, tuple[dict[str, Any], str]] = {
-    "wide keys": (
-        {"projections": "factored", "d_k": 8},
-        "W_QK of rank 8, and .* = 6 channels.*rank=6, forms=.'qk'",
-    ),
-    "wide values": (
-        {"projections": "factored", "d_v": 9},
-        "W_OV of rank 9, and .* = 6 channels.*rank=6, forms=.'ov'",
-    ),
+    "wide keys": ({"d_k": 8}, "W_QK of rank 8, and .* = 6 channels.*rank=6, forms=.'qk'"),
+    "wide values": ({"d_v": 9}, "W_OV of rank 9, and .* = 6 channels.*rank=6, forms=.'ov'"),
     "bilinear": ({"projections": "bilinear"}, "W_QK of rank 24, and .* = 6 channels"),
     "collaborative": ({"projections": "collaborative", "d_shared": 7}, "W_QK of rank 7"),
 }
+LEARNED = {"positions": {"scheme": "learned", "max_tokens": 40}}
 MODELS: dict[str, dict[str, Any]] = {
     "post-norm": {},
     "post-norm, tables apart": {"tie_embeddings": "none", "activation": "gelu"},
     "pre-norm": {"norm": "pre", "activation": "swish"},
-    "pre-norm, learned positions": {
-        "norm": "pre",
-        "positions": {"scheme": "learned", "max_tokens": 40},
-        "tie_embeddings": "target",
-    },
+    "pre-norm, learned positions": {"norm": "pre", **LEARNED, "tie_embeddings": "target"},
     "pre-norm, no positions": {"norm": "pre", "positions": {"scheme": "none"}, "tie_embeddings": "none"},
 }
 
@@ -97,11 +84,7 @@ def make_model(
     site: dict[str, Any], src_size: int = 40, tgt_size: int = 40, **changes: Any
 ) -> EncoderDecoder:
     tree = {
-        "d_model": 24,
-        "d_ff": 32,
-        "num_heads": 4,
-        "dropout": 0.0,
-        "max_source_tokens": 30,
+        **{"d_model": 24, "d_ff": 32, "num_heads": 4, "dropout": 0.0, "max_source_tokens": 30},
         "encoder": {"num_layers": 1, "attention": site},
         "decoder": {"num_layers": 2, "attention": site, "cross_attention": site},
         **changes,
@@ -312,9 +295,8 @@ def test_what_cannot_be_tried_is_said(
     conversion = convert(make_run(joint), tmp_path / "out", "hf")
     untried = [check for check in conversion.checks if not check.tried]
     assert len(untried) == 2
-    assert {check.note for check in untried} == {
-        "transformers is not installed: pip install 'triptych[convert]'"
-    }
+    said = "transformers is not installed: pip install 'triptych[convert]'"
+    assert {check.note for check in untried} == {said}
 
 
 def test_a_missing_library_is_a_usage_error(
@@ -390,9 +372,8 @@ def test_a_folder_of_ours_is_no_checkpoint_of_theirs(tmp_path: Path) -> None:
     convert(open_reader(tmp_path, "cpu"), tmp_path / "ours", "triptych")
     with pytest.raises(UsageError, match="is a run already"):
         convert(open_reader(tmp_path / "ours", "cpu"), tmp_path / "again", "triptych")
-    recipe = resolve(
-        {"data": {part: {"generated": 5, "generated_part": part} for part in ("train", "valid")}}
-    )
+    parts = {part: {"generated": 5, "generated_part": part} for part in ("train", "valid")}
+    recipe = resolve({"data": parts})
     with pytest.raises(UsageError, match="has a converted model"):
         train(recipe, tmp_path / "ours")
     (tmp_path / "ours" / "decoding.toml").write_text("beam_size = 0")
@@ -405,9 +386,8 @@ def test_a_folder_of_ours_is_no_checkpoint_of_theirs(tmp_path: Path) -> None:
 
 def run_readme(conversion: Conversion, **names: Any) -> dict[str, Any]:
     """Run the Python that a written README shows."""
-    text = (
-        (Path(conversion.target) / "README.md").read_text().replace("path/to/this/folder", conversion.target)
-    )
+    text = (Path(conversion.target) / "README.md").read_text()
+    text = text.replace("path/to/this/folder", conversion.target)
     (block,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     namespace = {"folder": conversion.target, **names}
     exec(compile(block, "README.md", "exec"), namespace)
@@ -420,9 +400,6 @@ def test_the_readme_for_transformers_runs(
     run = make_run(joint)
     run_readme(convert(run, tmp_path / "out", "hf"))
     assert capsys.readouterr().out.startswith("[")
-
-
-LEARNED = {"positions": {"scheme": "learned", "max_tokens": 40}}
 
 
 @pytest.mark.sampled(3)
@@ -445,21 +422,15 @@ def test_ctranslate2_computes_the_same(
     assert 1e-4 < rounded.largest_difference < (1 if has_vnni else 2)
 
 
+ROTARY = {"scheme": "rotary", "rotary_dim": 4, "rotary_pairing": "interleaved"}
+BILINEAR = {"projections": "bilinear", "q_bias": True}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(
-            {
-                "positions": {"scheme": "rotary", "rotary_dim": 4, "rotary_pairing": "interleaved"},
-                "norm": "pre",
-            },
-            marks=pytest.mark.slow,
-            id="rotary",
-        ),
-        pytest.param(
-            {"positions": {"scheme": "alibi"}, "site": {"projections": "bilinear", "q_bias": True}},
-            id="alibi and bilinear",
-        ),
+        pytest.param({"positions": ROTARY, "norm": "pre"}, marks=pytest.mark.slow, id="rotary"),
+        pytest.param({"positions": {"scheme": "alibi"}, "site": BILINEAR}, id="alibi and bilinear"),
     ],
 )
 def test_onnx_takes_what_no_other_format_does(

@@ -15,11 +15,12 @@ from triptych.core.algebra.semantics import HeadGate, HeadNorm
 from triptych.core.attention import PARAMETERISATIONS, MultiHeadAttention
 from triptych.core.checkpoints.stored_models import load_language_model
 from triptych.core.models import LanguageModel, LanguageModelConfig
-from triptych.core.models.architecture import ExpertsConfig, LanguageModelArchitecture
+from triptych.core.models.architecture import ExpertsConfig
 from triptych.errors import DataError, UsageError
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"
 LEARNED: dict[str, Any] = {"positions": {"scheme": "learned", "max_tokens": 40}, "norm_eps": 1e-3}
+NEIGHBOURS = {"scheme": "rotary", "rotary_dim": 4, "rotary_pairing": "interleaved", "rotary_base": 500.0}
 LLAMA: dict[str, Any] = {"norm_kind": "rms", "bias": False, "gated": True, "activation": "swish"}
 
 pytest.importorskip("ctranslate2", reason="needs CTranslate2")
@@ -49,27 +50,17 @@ FITTING: dict[str, dict[str, Any]] = {
     "grouped": {**LLAMA, "attention": {"projections": "grouped", "num_kv_heads": 2}},
     "grouped, one": {"attention": biases(projections="grouped", num_kv_heads=1), "tie_embeddings": False},
     "grouped, in one layer": {"attention_in_layer": {1: {"projections": "grouped", "num_kv_heads": 2}}},
-    "key_value": {
-        "positions": {
-            "scheme": "rotary",
-            "rotary_dim": 4,
-            "rotary_pairing": "interleaved",
-            "rotary_base": 500.0,
-        },
-        "attention": {"projections": "key_value"},
-    },
-    "bilinear": {**LEARNED, "attention": {"projections": "bilinear"}},
-    "stacked": {**LEARNED, "attention": {"projections": "stacked"}},
-    "symmetric": {**LEARNED, "attention": {"projections": "symmetric"}},
+    "key_value": {"positions": NEIGHBOURS, "attention": {"projections": "key_value"}},
     "shared": {**LEARNED, "attention": {"projections": "shared", "qkv_bias": True}},
-    "four_matrix": {**LEARNED, "attention": {"projections": "four_matrix"}},
-    "direct": {**LEARNED, "attention": {"projections": "direct"}},
     "latent": {**LEARNED, "attention": {"projections": "latent", "d_latent": 9}},
     "collaborative": {**LEARNED, "attention": {"projections": "collaborative", "d_shared": 6}},
-    "identity_query": {**LEARNED, "attention": {"projections": "identity_query"}},
-    "identity_value": {**LEARNED, "attention": {"projections": "identity_value"}},
-    "identity_output": {**LEARNED, "attention": {"projections": "identity_output"}},
-    "identity_ov": {**LEARNED, "attention": {"projections": "identity_ov"}},
+    **{
+        name: {**LEARNED, "attention": {"projections": name}}
+        for name in (
+            *("bilinear", "stacked", "symmetric", "four_matrix", "direct"),
+            *("identity_query", "identity_value", "identity_output", "identity_ov"),
+        )
+    },
 }
 
 
@@ -121,26 +112,20 @@ def test_a_model_that_does_not_fit_is_refused_by_its_part(
         write_generator(make(**options), tmp_path)
 
 
-def changed(model: LanguageModel, **changes: Any) -> LanguageModelArchitecture:
-    return replace(model.architecture, **changes)
-
-
 def with_semantics(**changes: Any) -> LanguageModel:
     """A model the second block of which does something else."""
     model = make()
     weights = model.blocks[1].self_attention.weights("causal")
-    changed_weights = replace(weights, semantics=replace(weights.semantics, **changes))
-    model.blocks[1].self_attention = MultiHeadAttention.from_weights(changed_weights)
+    changed = replace(weights, semantics=replace(weights.semantics, **changes))
+    model.blocks[1].self_attention = MultiHeadAttention.from_weights(changed)
     return model
 
 
 def test_parts_that_only_checkpoints_have_are_refused_too(tmp_path: Path) -> None:
     blocks = make().architecture.blocks
     parallel = tuple(replace(block, parallel=True) for block in blocks)
-    experts = tuple(
-        replace(block, feed_forward=ExpertsConfig(block.feed_forward, num_experts=2, top_k=1))  # type: ignore[arg-type]
-        for block in blocks
-    )
+    mixtures = [ExpertsConfig(block.feed_forward, num_experts=2, top_k=1) for block in blocks]  # type: ignore[arg-type]
+    experts = tuple(replace(block, feed_forward=mixtures[0]) for block in blocks)
     head = make().architecture.head
     assert head is not None
     for part, said in (
@@ -150,7 +135,7 @@ def test_parts_that_only_checkpoints_have_are_refused_too(tmp_path: Path) -> Non
         ({"head": replace(head, soft_cap=30.0)}, "a soft cap of the logits"),
     ):
         model = make()
-        model.architecture = changed(model, **part)
+        model.architecture = replace(model.architecture, **part)
         with pytest.raises(UsageError, match=said):
             write_generator(model, tmp_path)
     of_attention: dict[str, dict[str, Any]] = {
@@ -163,9 +148,8 @@ def test_parts_that_only_checkpoints_have_are_refused_too(tmp_path: Path) -> Non
         with pytest.raises(UsageError, match=f"the attention of block 1 has {said}"):
             write_generator(with_semantics(**change), tmp_path)
     rotary = make().blocks[1].self_attention.semantics.rotary
-    squared, stretched = (
-        replace(rotary, frequencies=f) for f in (rotary.frequencies**2, rotary.frequencies / 8)
-    )
+    squared = replace(rotary, frequencies=rotary.frequencies**2)
+    stretched = replace(rotary, frequencies=rotary.frequencies / 8)
     with pytest.raises(UsageError, match="its layers have different rotary positions"):
         write_generator(with_semantics(rotary=squared), tmp_path)
     with pytest.raises(UsageError, match="rotary positions whose frequencies are scaled"):

@@ -1,6 +1,7 @@
 """GGUF files: written and read again, and the same text, logits and token ids in llama.cpp."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import triptych
+from checkpoints.runs import some
 from checkpoints.tiny_models import TINY
 from hub_server import in_place_of_the_hub
 from llama_cpp import LlamaCpp, encoded, translated
+from rewriting.certificates import failing
 from triptych.core.checkpoints.gguf.architectures import architectures
 from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.core.models.storage import write_model
@@ -81,9 +84,6 @@ FAMILIES |= {
     "glm4_moe": {**_ROUTED, "first_k_dense_replace": 1},
 }
 IN_EVERY_RUN = ("llama 3", "mixtral", "gemma2", "falcon, groups", "gpt2", "deepseek_v3")
-ALL = [
-    pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow, id=name) for name in FAMILIES
-]
 # llama.cpp looks GELU up in a table of half precision.
 _TOLERANCE = 4e-3
 _IDS = (5, 17, 80, 100, 33, 250, 41, 9)
@@ -120,6 +120,25 @@ def folder_of(folder: Path, tokenizer: PretrainedTokenizer, name: str, **changes
     return folder
 
 
+def written(tmp_path: Path, tokenizer: PretrainedTokenizer, name: str = "llama", **changes: Any) -> Path:
+    """The file of a tiny model, next to its folder."""
+    folder = folder_of(tmp_path / "folder", tokenizer, name, **changes)
+    triptych.load(folder, device="cpu").convert(tmp_path / "tiny.gguf", "gguf")
+    return tmp_path / "tiny.gguf"
+
+
+def both(file: Path) -> tuple[triptych.Model, triptych.Model]:
+    """The model of the folder next to a file, and that of the file."""
+    return triptych.load(file.parent / "folder", device="cpu"), triptych.load(file, device="cpu")
+
+
+def save_tokenizer(inner: tokenizers.Tokenizer, folder: Path, **special: str) -> None:
+    inner.save(str(folder / "tokenizer.json"))
+    names = {f"{name}_token": token for name, token in special.items()}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
 @torch.no_grad()
 def log_probabilities(model: triptych.Model, ids: Any = _IDS) -> torch.Tensor:
     logits = model._opened.to_run.language_model(torch.tensor([ids])).logits[0, -1]
@@ -149,7 +168,7 @@ def assert_same_in_llama_cpp(model: triptych.Model, file: Path, tolerance: float
     assert found == next_tokens(model, _IDS, len(found))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", some(FAMILIES, IN_EVERY_RUN))
 def test_a_family_is_read_as_it_was_written_and_runs_in_llama_cpp(
     name: str, tokenizer: PretrainedTokenizer, tmp_path: Path
 ) -> None:
@@ -191,9 +210,8 @@ def word_pieces(folder: Path, *, lowercase: bool = True) -> None:
     letters = "abcdefghijklmnopqrstuvwxyzäéö"
     words = ["the", "cat", "sat", "##s", "##ing", "Hello", "hello", ",", ".", "!", "世", "界", "1", "##2"]
     vocab = [*special, *letters, *(f"##{letter}" for letter in letters), *words]
-    inner = tokenizers.Tokenizer(
-        models.WordPiece({token: place for place, token in enumerate(vocab)}, unk_token="[UNK]")
-    )
+    places = {token: place for place, token in enumerate(vocab)}
+    inner = tokenizers.Tokenizer(models.WordPiece(places, unk_token="[UNK]"))
     inner.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
     inner.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     inner.decoder = decoders.WordPiece()
@@ -201,13 +219,7 @@ def word_pieces(folder: Path, *, lowercase: bool = True) -> None:
     inner.post_processor = tokenizers.processors.TemplateProcessing(
         "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", [("[CLS]", 2), ("[SEP]", 3)]
     )
-    inner.save(str(folder / "tokenizer.json"))
-    names = ("pad", "unk", "cls", "sep", "mask")
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **{f"{name}_token": token for name, token in zip(names, special, strict=True)},
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    save_tokenizer(inner, folder, **dict(zip(("pad", "unk", "cls", "sep", "mask"), special, strict=True)))
 
 
 @torch.no_grad()
@@ -259,9 +271,8 @@ def test_the_head_of_an_encoder_is_left_out_and_that_is_said(
     tokenizer.save_files(tmp_path / "folder")
     model = triptych.load(tmp_path / "folder", device="cpu")
     done = model.convert(tmp_path / "x.gguf", "gguf")
-    assert any(
-        "its head is left out: llama.cpp computes the last hidden states" in one for one in done.folded
-    )
+    said = "its head is left out: llama.cpp computes the last hidden states"
+    assert any(said in one for one in done.folded)
     again = triptych.load(tmp_path / "x.gguf", device="cpu")
     torch.testing.assert_close(hidden(again, _IDS), hidden(model, _IDS), rtol=0, atol=1e-6)
     assert "fill" not in again.can
@@ -280,10 +291,7 @@ def unigrams(folder: Path) -> None:
     inner.decoder = decoders.Metaspace(replacement=space, prepend_scheme="always")
     inner.add_special_tokens(special)
     inner.post_processor = tokenizers.processors.TemplateProcessing("$A </s>", None, [("</s>", 1)])
-    inner.save(str(folder / "tokenizer.json"))
-    names = dict(zip(("pad_token", "eos_token", "unk_token"), special, strict=True))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    save_tokenizer(inner, folder, **dict(zip(("pad", "eos", "unk"), special, strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -368,13 +376,8 @@ def test_a_file_of_narrow_numbers_is_read_as_llama_cpp_reads_it(
 
 
 _SIZES: dict[str, Any] = {"num_layers": 2, "d_model": 24, "num_heads": 4, "context": 32}
-_LLAMA = {
-    "norm_kind": "rms",
-    "gated": True,
-    "activation": "swish",
-    "bias": False,
-    "positions": {"scheme": "rotary"},
-}
+_LLAMA: dict[str, Any] = {"norm_kind": "rms", "gated": True, "activation": "swish", "bias": False}
+_LLAMA |= {"positions": {"scheme": "rotary"}}
 
 
 @pytest.mark.parametrize(
@@ -471,14 +474,20 @@ def test_the_tokenizer_and_chat_template_of_a_file_are_those_of_llama_cpp(
     (folder / "chat_template.jinja").write_text(template)
     file = tmp_path / "x.gguf"
     triptych.load(folder, device="cpu").convert(file, "gguf")
-    again = triptych.load(file, device="cpu")._opened.to_run.tokenizer
+    again = assert_same_ids(file, _SAMPLES)
     assert isinstance(again, PretrainedTokenizer)
     assert again.chat_template == template
+
+
+def assert_same_ids(file: Path, texts: Iterable[str]) -> Any:
+    """The tokenizer that is read of a file, whose ids are those of llama.cpp."""
+    again = triptych.load(file, device="cpu")._opened.to_run.tokenizer
     theirs = LlamaCpp(file)
-    for text in _SAMPLES:
+    for text in texts:
         for special in (True, False):
             (own,) = again.encode([text], add_special=special, parse_special=True)
             assert own == theirs.ids(text, special=special)
+    return again
 
 
 def by_scores(folder: Path, scheme: str) -> None:
@@ -487,14 +496,8 @@ def by_scores(folder: Path, scheme: str) -> None:
     space = "▁"
     alphabet = sorted(set(_TEXT.replace(" ", space)))
     vocab = {token: place for place, token in enumerate(special)}
-    for token in [
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        *alphabet,
-        f"{space}t",
-        "th",
-        "the",
-        f"{space}the",
-    ]:
+    words = [f"{space}t", "th", "the", f"{space}the"]
+    for token in [*(f"<0x{byte:02X}>" for byte in range(256)), *alphabet, *words]:
         vocab.setdefault(token, len(vocab))
     merges = [("t", "h"), (space, "t"), ("th", "e"), (f"{space}t", "he"), (space, "the")]
     merges = [(one, two) for one, two in merges if {one, two, one + two} <= vocab.keys()]
@@ -502,17 +505,11 @@ def by_scores(folder: Path, scheme: str) -> None:
     inner = tokenizers.Tokenizer(model)
     steps = [normalizers.Prepend(space)] if scheme == "prefixed" else []
     inner.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", space)])
-    inner.decoder = decoders.Sequence(
-        [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    steps_back = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
+    inner.decoder = decoders.Sequence(steps_back)
     inner.add_special_tokens(special)
     inner.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
-    inner.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **{f"{kind}_token": token for kind, token in zip(("unk", "bos", "eos"), special, strict=True)},
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    save_tokenizer(inner, folder, **dict(zip(("unk", "bos", "eos"), special, strict=True)))
 
 
 @pytest.mark.parametrize("scheme", ["prefixed", "not prefixed"])
@@ -521,15 +518,8 @@ def test_a_vocabulary_by_scores_gives_the_ids_of_llama_cpp(
 ) -> None:
     folder = folder_of(tmp_path / "folder", tokenizer, "llama")
     by_scores(folder, scheme)
-    file = tmp_path / "x.gguf"
-    model = triptych.load(folder, device="cpu")
-    model.convert(file, "gguf")
-    again = triptych.load(file, device="cpu")._opened.to_run.tokenizer
-    theirs = LlamaCpp(file)
-    for text in (*_SAMPLES, _TEXT, "then the other"):
-        for special in (True, False):
-            (own,) = again.encode([text], add_special=special, parse_special=True)
-            assert own == theirs.ids(text, special=special)
+    triptych.load(folder, device="cpu").convert(tmp_path / "x.gguf", "gguf")
+    assert_same_ids(tmp_path / "x.gguf", (*_SAMPLES, _TEXT, "then the other"))
 
 
 def test_a_cut_of_texts_that_llama_cpp_lacks_is_refused_by_its_pattern(
@@ -562,14 +552,11 @@ def test_a_folder_with_one_file_is_that_file_and_of_several_one_is_to_be_given(
 def test_a_file_is_rewritten_and_verified_as_a_folder_is(
     tokenizer: PretrainedTokenizer, tmp_path: Path
 ) -> None:
-    model = triptych.load(folder_of(tmp_path / "folder", tokenizer, "llama"), device="cpu")
-    file = tmp_path / "a.gguf"
-    model.convert(file, "gguf")
-    triptych.load(file, device="cpu").rewrite("fold_norm").save(tmp_path / "new")
+    model, of_file = both(written(tmp_path, tokenizer))
+    of_file.rewrite("fold_norm").save(tmp_path / "new")
     rewritten = triptych.load(tmp_path / "new", device="cpu")
     torch.testing.assert_close(log_probabilities(rewritten), log_probabilities(model), rtol=0, atol=1e-4)
-    claims = triptych.verify(tmp_path / "new")
-    assert all(claim.held is not False for claim in claims)
+    assert failing(tmp_path / "new") == []
 
 
 def test_a_file_on_the_hub_is_named_with_its_repository(
@@ -625,17 +612,14 @@ def changed(file: Path, target: Path, **metadata: Any) -> Path:
 def test_metadata_that_contradict_each_other_are_refused(
     metadata: dict[str, Any], said: str, tokenizer: PretrainedTokenizer, tmp_path: Path
 ) -> None:
-    model = triptych.load(folder_of(tmp_path / "folder", tokenizer, "llama"), device="cpu")
-    model.convert(tmp_path / "a.gguf", "gguf")
+    odd = changed(written(tmp_path, tokenizer), tmp_path / "b.gguf", **metadata)
     with pytest.raises((DataError, UsageError), match=said) as error:
-        assert triptych.load(changed(tmp_path / "a.gguf", tmp_path / "b.gguf", **metadata)).layers
+        assert triptych.load(odd).layers
     assert "\n" not in str(error.value)
 
 
 def test_a_key_that_nothing_follows_is_named(tokenizer: PretrainedTokenizer, tmp_path: Path) -> None:
-    model = triptych.load(folder_of(tmp_path / "folder", tokenizer, "llama"), device="cpu")
-    model.convert(tmp_path / "a.gguf", "gguf")
-    odd = changed(tmp_path / "a.gguf", tmp_path / "b.gguf", **{"llama.odd_heads": 3})
+    odd = changed(written(tmp_path, tokenizer), tmp_path / "b.gguf", **{"llama.odd_heads": 3})
     with pytest.warns(ConfigurationWarning, match="metadata has odd_heads of llama, .* not followed"):
         triptych.load(odd)
 

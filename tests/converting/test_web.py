@@ -78,9 +78,8 @@ def test_what_the_engine_does_not_compute_is_refused_by_name(
     with pytest.raises(UsageError, match=r"does not compute soft_cap = 30\.0 \(the output layer\)"):
         load(LanguageModel(capped, layers, 64), tokenizer=folder).convert(path, "web")
     monkeypatch.setattr("triptych.converting.web.MOST_BYTES", 1 << 20)
-    with pytest.raises(
-        UsageError, match="a page has at most 1 MiB of weights: triptych explore MODEL shows it"
-    ):
+    said = "a page has at most 1 MiB of weights: triptych explore MODEL shows it"
+    with pytest.raises(UsageError, match=said):
         demo.convert(path, "web")
     assert not path.exists()
 
@@ -97,12 +96,11 @@ def _same_texts(demo: Model, page: Path, count: int) -> None:
     for beam in (1, 4):
         own = demo.translate(texts, beam_size=beam, num_best=beam, split=False)
         found = ask(page, *(("search", {"text": text, "beam": beam}) for text in texts))
-        assert [[one["text"] for one in some] for some in found] == [
-            [one.text for one in line.candidates] for line in own
-        ]
+        expected = [[one.text for one in line.candidates] for line in own]
+        assert [[one["text"] for one in some] for some in found] == expected
         scores = [one["score"] for some in found for one in some]
-        expected = [one.score for line in own for one in line.candidates]
-        assert scores == pytest.approx(expected, abs=1e-4)
+        own_scores = [one.score for line in own for one in line.candidates]
+        assert scores == pytest.approx(own_scores, abs=1e-4)
 
 
 @needs_node
@@ -445,6 +443,5 @@ def test_a_small_translator_of_a_run_translates_as_python_does(
     texts = ["twelve", "one two three", "seven"]
     found = ask(tmp_path / "page.html", *(("search", {"text": text, "beam": 2}) for text in texts))
     own = model.translate(texts, beam_size=2, num_best=2, split=False)
-    assert [[one["text"] for one in some] for some in found] == [
-        [one.text for one in line.candidates] for line in own
-    ]
+    expected = [[one.text for one in line.candidates] for line in own]
+    assert [[one["text"] for one in some] for some in found] == expected

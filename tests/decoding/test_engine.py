@@ -10,14 +10,7 @@ from torch import Tensor, nn
 
 from decoding.plain_search import plain_search, search
 from triptych.core.attention.projections import PARAMETERISATIONS
-from triptych.core.models import (
-    AttentionConfig,
-    DecoderConfig,
-    EncoderConfig,
-    EncoderDecoder,
-    ModelConfig,
-    PositionsConfig,
-)
+from triptych.core.models import EncoderDecoder, ModelConfig
 from triptych.running.decoding import Engine, Hypothesis, SearchOptions
 from triptych.running.decoding.engine import GROUP
 from triptych.running.decoding.linear_maps import Maps, unsupported_precision
@@ -40,23 +33,15 @@ def make_model(
 ) -> EncoderDecoder:
     """An untrained model in float64 that is sure of itself."""
     torch.manual_seed(seed)
-    site = AttentionConfig.model_validate(
-        {"projections": projections, **(sizes or OPTIONS.get(projections, {}))}
-    )
-    within = positions in ("rotary", "alibi")
-    config = ModelConfig(
-        d_model=16,
-        d_ff=32,
-        num_heads=4,
-        norm=norm,
-        tie_embeddings="target",
-        max_source_tokens=20,
-        positions=PositionsConfig(scheme=positions, max_tokens=40),
-        encoder=EncoderConfig(num_layers=2, attention=site),
-        decoder=DecoderConfig(
-            num_layers=2, attention=site, cross_attention=AttentionConfig() if within else site
-        ),
-    )
+    site = {"projections": projections, **(sizes or OPTIONS.get(projections, {}))}
+    cross = {} if positions in ("rotary", "alibi") else site
+    tree = {
+        **{"d_model": 16, "d_ff": 32, "num_heads": 4, "norm": norm, "tie_embeddings": "target"},
+        **{"max_source_tokens": 20, "positions": {"scheme": positions, "max_tokens": 40}},
+        "encoder": {"num_layers": 2, "attention": site},
+        "decoder": {"num_layers": 2, "attention": site, "cross_attention": cross},
+    }
+    config = ModelConfig.model_validate(tree)
     model = EncoderDecoder.of(config, 30, vocab, PAD).eval().double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -146,10 +131,8 @@ def test_a_model_in_float16_reads_sentences_of_unlike_length_as_in_float32() -> 
     model = make_model().float()
     src, tokens = pad(SOURCES), torch.full((len(SOURCES),), BOS)
     assert bool((src == PAD).any())
-    expected, found = (
-        engine.step(tokens, engine.start(src, 1))
-        for engine in (Engine(model, never=(PAD, BOS)), Engine(copy.deepcopy(model).half(), never=(PAD, BOS)))
-    )
+    engines = [Engine(own, never=(PAD, BOS)) for own in (model, copy.deepcopy(model).half())]
+    expected, found = (engine.step(tokens, engine.start(src, 1)) for engine in engines)
     finite = expected.isfinite()
     assert torch.equal(finite, found.isfinite())
     assert float((expected - found)[finite].norm() / expected[finite].norm()) < 0.01

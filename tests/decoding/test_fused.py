@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from algebra.rewrites.random_layers import draw_layer
 from heads import D_MODEL, NUM_HEADS, make_layer, with_later_part
+from made import Made
 from tolerances import assert_same
 from triptych import thresholds
 from triptych.core.algebra.positions import ALiBi, DisentangledBias, RelativePositionBias, RotaryEmbedding
@@ -87,9 +87,18 @@ def model_with(weights: AttentionWeights, kind: Any = "decoder", **frame: Any) -
     return model
 
 
-def decoder(part: str, written: str = "grouped") -> LanguageModel:
-    weights = make_layer(written, biased=True).weights("causal")
+def decoder(part: str) -> LanguageModel:
+    weights = make_layer("grouped", biased=True).weights("causal")
     return model_with(replace(weights, semantics=replace(weights.semantics, **parts()[part])))
+
+
+def fused(model: LanguageModel, *, small_cache: bool = False) -> nn.Module:
+    return fuse(evaluating_copy(model), Maps("fp32", torch.float64), small_cache=small_cache)
+
+
+def assert_same_token_by_token(quick: nn.Module, model: LanguageModel) -> None:
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
 
 
 def logits_of(model: nn.Module, ids: Tensor, padding: Tensor | None = None) -> Tensor:
@@ -115,7 +124,7 @@ def test_a_fused_model_is_the_model_token_by_token(
     if way == "in blocks":
         monkeypatch.setattr(thresholds, "SCORES_AT_A_TIME", 100)
     model = decoder(part)
-    quick = fuse(evaluating_copy(model), Maps("fp32", torch.float64))
+    quick = fused(model)
     for block in quick.blocks:
         assert isinstance(block.self_attention, FusedAttention)
         if way == "by the kernel" and "sinks" not in part and "cap" not in part:  # as on a GPU
@@ -138,25 +147,13 @@ def test_a_long_text_is_read_in_memory_linear_in_its_length(
 ) -> None:
     monkeypatch.setattr(thresholds, "SCORES_AT_A_TIME", 1 << 10)
     monkeypatch.setattr(thresholds, "BYTES_OF_A_PIECE", 1 << 13)
-    quick = fuse(evaluating_copy(decoder(part)), Maps("fp32", torch.float64))
-
-    class LargestMade(TorchDispatchMode):
-        numbers = 0
-
-        def __torch_dispatch__(
-            self, operation: Any, types: Any, given: Any = (), named: dict[str, Any] | None = None
-        ) -> Any:
-            result = operation(*given, **(named or {}))
-            for made in result if isinstance(result, tuple) else (result,):
-                if isinstance(made, Tensor):
-                    self.numbers = max(self.numbers, made.untyped_storage().nbytes() // made.element_size())
-            return result
+    quick = fused(decoder(part))
 
     largest = {}
     for length in (256, 1024):
-        with LargestMade() as found:
+        with Made() as made:
             quick.hidden(torch.randint(VOCAB, (1, length)), cache=quick.new_cache())
-        largest[length] = found.numbers
+        largest[length] = made.largest
     assert largest[1024] <= 4 * largest[256]
     assert largest[1024] < 1024 * 1024 // 4
 
@@ -167,18 +164,14 @@ def test_key_heads_that_are_repeated_for_more_values_take_their_norms_along(part
     weights = make_layer("grouped", biased=True).weights("causal")
     values = (weights.v[0].repeat(NUM_HEADS),)
     model = model_with(replace(weights, v=values, semantics=replace(weights.semantics, **parts()[part])))
-    quick = fuse(evaluating_copy(model), Maps("fp32", torch.float64))
-    ids = torch.randint(VOCAB, (2, LENGTH))
-    assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
+    assert_same_token_by_token(fused(model), model)
 
 
 @torch.no_grad()
 def test_sandwich_norms_relative_to_one_and_a_capped_head_are_fused() -> None:
     weights = make_layer("factored", biased=False).weights("causal")
     model = model_with(weights, framed=True)
-    quick = fuse(evaluating_copy(model), Maps("fp32", torch.float64))
-    ids = torch.randint(VOCAB, (2, LENGTH))
-    assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
+    assert_same_token_by_token(fused(model), model)
 
 
 @torch.no_grad()
@@ -191,12 +184,9 @@ def test_a_layer_with_norms_between_its_maps_stays_as_it_is_written() -> None:
     q, o = (Link(drawn(4, 24, 7) / 5),), (Link(drawn(4, 5, 24) / 5),)
     weights = AttentionWeights(24, 4, q, (first, Link(k_up)), (first, Link(v_up)), o, semantics)
     model = model_with(weights)
-    maps = Maps("fp32", torch.float64)
     with pytest.raises(ValueError, match="a layer with a norm between two maps cannot be fused"):
-        fuse(evaluating_copy(model), maps)
-    quick = fuse(evaluating_copy(model), maps, small_cache=True)
-    ids = torch.randint(VOCAB, (2, LENGTH))
-    assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
+        fused(model)
+    assert_same_token_by_token(fused(model, small_cache=True), model)
 
 
 @torch.no_grad()
@@ -204,7 +194,7 @@ def test_an_encoder_is_fused() -> None:
     weights = make_layer("factored", biased=True).weights("self")
     bias = RelativePositionBias(drawn(6, NUM_HEADS), both_ways=True, max_distance=16)
     model = model_with(replace(weights, semantics=replace(weights.semantics, bias=bias)), "encoder")
-    quick = fuse(evaluating_copy(model), Maps("fp32", torch.float64))
+    quick = fused(model)
     ids = torch.randint(VOCAB, (2, LENGTH))
     seen = torch.arange(LENGTH) < torch.tensor([[LENGTH], [14]])
     for mask in (None, seen[:, None, None, :]):
@@ -248,7 +238,7 @@ SMALL += [("shared", "rotary"), ("latent", "learned"), ("latent", "alibi")]
 @torch.no_grad()
 def test_a_small_cache_holds_what_cost_counts_and_gives_the_same_logits(written: str, scheme: str) -> None:
     model = drawn_anew(written, scheme)
-    quick = fuse(evaluating_copy(model), Maps("fp32", torch.float64), small_cache=True)
+    quick = fused(model, small_cache=True)
     assert all(isinstance(block.self_attention, FusedAttention) for block in quick.blocks)
     ids = torch.randint(VOCAB, (2, LENGTH))
     assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
@@ -261,15 +251,11 @@ def test_a_small_cache_holds_what_cost_counts_and_gives_the_same_logits(written:
 def test_latents_are_kept_where_no_bias_of_values_is_weighed(part: str, biased: bool) -> None:
     weights = make_layer("latent", biased=biased, d_latent=7).weights("causal")
     weights = replace(weights, k=(weights.k[0], replace(weights.k[1], bias=None)))
-    given: dict[str, Any] = {
-        "gate": {"gate": HeadGate(drawn(NUM_HEADS, D_MODEL), drawn(NUM_HEADS))},
-        "sinks": {"sinks": drawn(NUM_HEADS)},
-    }
-    model = model_with(replace(weights, semantics=replace(weights.semantics, **given[part])))
-    quick = fuse(evaluating_copy(model), Maps("fp32", torch.float64), small_cache=True)
+    value = HeadGate(drawn(NUM_HEADS, D_MODEL), drawn(NUM_HEADS)) if part == "gate" else drawn(NUM_HEADS)
+    model = model_with(replace(weights, semantics=replace(weights.semantics, **{part: value})))
+    quick = fused(model, small_cache=True)
     assert isinstance(quick.blocks[0].self_attention, FusedAttention) is not biased
-    ids = torch.randint(VOCAB, (2, LENGTH))
-    assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
+    assert_same_token_by_token(quick, model)
 
 
 def test_no_map_is_absorbed_where_a_layer_has_a_part_that_the_needs_of_rewrites_do_not_know() -> None:
@@ -283,11 +269,10 @@ def test_no_map_is_absorbed_where_a_layer_has_a_part_that_the_needs_of_rewrites_
 def test_groups_with_a_latent_each_keep_their_latents_alone() -> None:
     weights, latent = make_layer("grouped", biased=False).weights("causal"), Link(drawn(2, 24, 5) / 5)
     model = model_with(replace(weights, k=(latent, Link(drawn(2, 5, 6))), v=(latent, Link(drawn(2, 5, 6)))))
-    quick = fuse(evaluating_copy(model), Maps("fp32", torch.float64), small_cache=True)
-    fused = quick.blocks[0].self_attention
-    assert (fused.groups, fused.width, fused.same) == (2, 5, True)
-    ids = torch.randint(VOCAB, (2, LENGTH))
-    assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
+    quick = fused(model, small_cache=True)
+    layer = quick.blocks[0].self_attention
+    assert (layer.groups, layer.width, layer.same) == (2, 5, True)
+    assert_same_token_by_token(quick, model)
 
 
 @pytest.mark.parametrize("written", ["key_value", "shared"])
@@ -296,10 +281,9 @@ def test_queries_alone_are_normalised_where_keys_are_the_values(written: str) ->
     weights = make_layer(written, biased=True).weights("causal")
     norms = {"q_norm": HeadNorm(1e-6, drawn(NUM_HEADS, WIDTH))}
     model = model_with(replace(weights, semantics=replace(weights.semantics, rotary=ROTARY, **norms)))
-    quick = fuse(evaluating_copy(model), Maps("fp32", torch.float64), small_cache=True)
+    quick = fused(model, small_cache=True)
     assert quick.blocks[0].self_attention.same
-    ids = torch.randint(VOCAB, (2, LENGTH))
-    assert_same(logits_of(quick, ids), model(ids).logits, kind="output")
+    assert_same_token_by_token(quick, model)
 
 
 @pytest.mark.parametrize("written", PARAMETERISATIONS)

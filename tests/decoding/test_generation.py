@@ -2,12 +2,12 @@
 
 import copy
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from heads import with_semantics
 from triptych import thresholds
 from triptych.core.algebra.semantics import Temperature
 from triptych.core.attention import MultiHeadAttention
@@ -79,11 +79,8 @@ def test_greedy_text_depends_neither_on_batch_nor_padding_nor_cache(scheme: str)
 
 def test_log_probabilities_are_those_of_the_model() -> None:
     model = make()
-    (found,) = generate_tokens(
-        Engine(model),
-        [PROMPTS[0]],
-        GenerationOptions(6, SamplingOptions(temperature=2.0, top_k=5, repetition_penalty=1.5)),
-    )[0]
+    sampling = SamplingOptions(temperature=2.0, top_k=5, repetition_penalty=1.5)
+    (found,) = generate_tokens(Engine(model), [PROMPTS[0]], GenerationOptions(6, sampling))[0]
     whole = torch.tensor([[*PROMPTS[0], *found.ids]])
     log_probs = model(whole).logits.log_softmax(dim=-1)[0, len(PROMPTS[0]) - 1 : -1]
     expected = log_probs.gather(1, torch.tensor(found.ids)[:, None])[:, 0]
@@ -122,9 +119,8 @@ def test_a_stop_token_ends_a_text_and_is_no_part_of_it_while_others_go_on() -> N
     engine = Engine(make())
     free = generate_tokens(engine, PROMPTS, GenerationOptions(10))
     stop = free[0][0].ids[3]
-    for (before,), (after,) in zip(
-        free, generate_tokens(engine, PROMPTS, GenerationOptions(10, stop_ids=(stop,))), strict=True
-    ):
+    stopped = generate_tokens(engine, PROMPTS, GenerationOptions(10, stop_ids=(stop,)))
+    for (before,), (after,) in zip(free, stopped, strict=True):
         place = before.ids.index(stop) if stop in before.ids else None
         assert after.ids == before.ids[:place]
         assert after.finish == ("length" if place is None else "token")
@@ -140,9 +136,8 @@ def test_a_caller_can_end_rows_one_by_one() -> None:
         told.setdefault(row, []).append(token)
         return len(told[row]) == row + 2
 
-    for row, ((before,), (after,)) in enumerate(
-        zip(whole, generate_tokens(engine, PROMPTS, free, ends=ends, batch_rows=3), strict=True)
-    ):
+    ended = generate_tokens(engine, PROMPTS, free, ends=ends, batch_rows=3)
+    for row, ((before,), (after,)) in enumerate(zip(whole, ended, strict=True)):
         assert after.ids == before.ids[: row + 2] == tuple(told[row])
         assert after.finish == "text"
 
@@ -184,9 +179,8 @@ def test_short_prompts_go_on_when_a_long_one_is_at_the_last_position() -> None:
     model = of_another_library(make("learned"))  # 24 positions
     prompts = [[1, 2, 3] * 7, [4, 5], [6], [7], [8], [9]]
     found = generate_tokens(Engine(model), prompts, GenerationOptions(15))
-    assert [list(one.ids) for (one,) in found] == [
-        plain(model, ids, min(15, 25 - len(ids))) for ids in prompts
-    ]
+    expected = [plain(model, ids, min(15, 25 - len(ids))) for ids in prompts]
+    assert [list(one.ids) for (one,) in found] == expected
     assert [one.finish for (one,) in found] == ["positions"] + ["length"] * 5
 
 
@@ -333,19 +327,12 @@ def test_the_model_itself_is_left_as_it_is() -> None:
 
 
 def test_what_attention_does_besides_its_maps_is_done_in_batches_too() -> None:
-    changes: tuple[dict[str, Any], ...] = (
-        {"window": 3},
-        {"soft_cap": 0.5},
-        {"chunk": 3},
-        {"temperature": Temperature(0.5, 2.0)},
-    )
+    changes = ({"window": 3}, {"soft_cap": 0.5}, {"chunk": 3}, {"temperature": Temperature(0.5, 2.0)})
     for changed in changes:
         model = make("rotary")
         for block in model.blocks:
-            layer = block.self_attention  # type: ignore[union-attr]
-            weights = layer.weights()  # type: ignore[union-attr,operator]
-            semantics = replace(weights.semantics, **changed)
-            block.self_attention = MultiHeadAttention.from_weights(replace(weights, semantics=semantics))
+            weights = with_semantics(block.self_attention.weights(), **changed)  # type: ignore[union-attr,operator]
+            block.self_attention = MultiHeadAttention.from_weights(weights)
         engine = Engine(model)
         found = generate_tokens(engine, PROMPTS, GenerationOptions(6))
         assert [list(one.ids) for (one,) in found] == [plain(model, prompt, 6) for prompt in PROMPTS]

@@ -23,14 +23,9 @@ TEXTS = ["the cat sat on the mat", "a dog ran", "", "where is the cat now, and w
 
 def model(vocab_size: int, scheme: Any = "learned", kind: Any = "decoder") -> LanguageModel:
     torch.manual_seed(0)
-    config = LanguageModelConfig(
-        num_layers=1,
-        d_model=16,
-        num_heads=2,
-        d_ff=16,
-        context=8,
-        positions=PositionsConfig(scheme=scheme, max_tokens=16),
-    )
+    positions = PositionsConfig(scheme=scheme, max_tokens=16)
+    sizes = {"num_layers": 1, "d_model": 16, "num_heads": 2, "d_ff": 16, "context": 8}
+    config = LanguageModelConfig(**sizes, positions=positions)
     made = LanguageModel.of(config, kind, vocab_size).double().eval()
     with torch.no_grad():
         made.embeddings.table.weight.mul_(40)

@@ -122,16 +122,8 @@ def test_texts_of_33_to_48_tokens_are_read_as_beside_longer_ones_in_bfloat16() -
 
 
 # Heads, groups of keys, and the width of a head.
-HEADS = [
-    (9, 3, 64),
-    (14, 2, 64),
-    (32, 8, 128),
-    (12, 12, 64),
-    (8, 8, 32),
-    (16, 1, 80),
-    (8, 1, 256),
-    (6, 6, 16),
-]
+HEADS = [(9, 3, 64), (14, 2, 64), (32, 8, 128), (12, 12, 64), (8, 8, 32), (16, 1, 80), (8, 1, 256)]
+HEADS += [(6, 6, 16)]
 FEW_HEADS = [(8, 4, 128), (3, 3, 64)]
 
 
@@ -242,12 +234,8 @@ def test_gated_heads_give_a_text_the_same_logits_beside_any_others(
 
 
 # Width, heads, groups of keys, feed-forward layer and vocabulary of published models.
-REAL = [
-    (576, 9, 3, 1536, 49152),
-    (896, 14, 2, 4864, 151936),
-    (2048, 32, 8, 8192, 49152),
-    (4096, 32, 8, 14336, 49152),
-]
+REAL = [(576, 9, 3, 1536, 49152), (896, 14, 2, 4864, 151936)]
+REAL += [(2048, 32, 8, 8192, 49152), (4096, 32, 8, 14336, 49152)]
 
 
 @pytest.mark.slow
@@ -321,9 +309,8 @@ def test_a_trained_language_model_continues_a_text_as_if_it_were_alone(
 ) -> None:
     opened = open_reader(CHECKPOINTS / name, "cpu")
     engine = Engine(opened.language_model, precision)
-    assert_neighbours_change_nothing(
-        lambda texts: generate_tokens(engine, texts, WAYS[way]), texts_of(9, 200, 2000)
-    )
+    texts = texts_of(9, 200, 2000)
+    assert_neighbours_change_nothing(lambda texts: generate_tokens(engine, texts, WAYS[way]), texts)
 
 
 @pytest.mark.slow

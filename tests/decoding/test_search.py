@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from decoding.plain_search import plain_search, search
 from decoding.test_engine import BOS, EOS, PAD, RULES, SOURCES, pad
-from triptych.core.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
+from triptych.core.models import EncoderDecoder, ModelConfig
 from triptych.running.decoding import Engine, Hypothesis, SearchOptions, length_penalty
 from triptych.running.decoding.engine import GROUP
 from triptych.running.decoding.search import sentence_text
@@ -28,14 +28,9 @@ def make_model(vocab_size: int = 24, seed: int = 1, ends_like: float = 1.0) -> E
     In float64, so that no two scores are so close that the order of a sum decides between them.
     """
     torch.manual_seed(seed)
-    config = ModelConfig(
-        d_model=16,
-        d_ff=32,
-        num_heads=2,
-        tie_embeddings="none",
-        encoder=EncoderConfig(num_layers=1),
-        decoder=DecoderConfig(num_layers=2),
-    )
+    sizes = {"d_model": 16, "d_ff": 32, "num_heads": 2, "tie_embeddings": "none"}
+    stacks = {"encoder": {"num_layers": 1}, "decoder": {"num_layers": 2}}
+    config = ModelConfig.model_validate({**sizes, **stacks})
     model = EncoderDecoder.of(config, vocab_size, vocab_size, PAD).eval()
     with torch.no_grad():
         model.head.output.weight.mul_(2)
@@ -220,14 +215,10 @@ def test_penalty_and_rule_on_repetitions_are_those_of_transformers(
 ) -> None:
     pytest.importorskip("transformers")
     model = make_model(ends_like=0.5)
-    given: dict[str, Any] = {
-        "beam_size": beam_size,
-        "num_best": beam_size,
-        "no_repeat_ngram_size": size,
-        "sampling": SamplingOptions(repetition_penalty=penalty),
-    }
-    fast, slow = (find(model, pad(SOURCES), way, **given) for way in WAYS)
-    free = find(model, pad(SOURCES), beam_size=beam_size, num_best=beam_size)
+    beam = {"beam_size": beam_size, "num_best": beam_size}
+    given = {"no_repeat_ngram_size": size, "sampling": SamplingOptions(repetition_penalty=penalty)}
+    fast, slow = (find(model, pad(SOURCES), way, **beam, **given) for way in WAYS)
+    free = find(model, pad(SOURCES), **beam)
     assert [[one.ids for one in found] for found in fast] == [[one.ids for one in found] for found in slow]
     assert [[one.ids for one in found] for found in fast] != [[one.ids for one in found] for found in free]
     for source, found, same in zip(SOURCES, fast, slow, strict=True):

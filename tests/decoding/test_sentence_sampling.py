@@ -70,17 +70,15 @@ def test_the_same_seed_draws_the_same_whatever_the_other_sentences_are() -> None
     options = replace(OPTIONS, sampling=SamplingOptions(temperature=2.0))
     together = drawn(model, options)
     alone = [SentenceDecoder([model], EOS, RULES, options).decode([source])[0] for source in SOURCES]
-    assert [[one.ids for one in found] for found in together] == [
-        [one.ids for one in found] for found in alone
-    ]
+    ids = [[[one.ids for one in found] for found in way] for way in (together, alone)]
+    assert ids[0] == ids[1]
     assert together != drawn(model, replace(options, seed=1))
 
 
 def test_first_tokens_have_the_probabilities_of_the_model() -> None:
     model = make_model()
-    options = SearchOptions(
-        beam_size=1, num_best=2000, max_extra_tokens=1, sampling=SamplingOptions(temperature=1.0)
-    )
+    sampling = SamplingOptions(temperature=1.0)
+    options = SearchOptions(beam_size=1, num_best=2000, max_extra_tokens=1, sampling=sampling)
     with torch.no_grad():
         logits = model(torch.tensor([[*SOURCES[0], EOS]]), torch.tensor([[BOS]]))[0, -1]
     logits[[PAD, BOS]] = -torch.inf

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from small_checkpoints import byte_tokenizer
 from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.errors import DataError, UsageError
 from triptych.running.decoding import GenerationOptions, SamplingOptions, TextGenerator
@@ -20,17 +21,8 @@ SAMPLING = SamplingOptions(temperature=1.0)
 @pytest.fixture(scope="module")
 def letters(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     """A token for every byte, and one for the end."""
-    from tokenizers import AddedToken, decoders, models, pre_tokenizers
-    from tokenizers import Tokenizer as Inner
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Inner(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([AddedToken(END, special=True)])
     folder = tmp_path_factory.mktemp("letters")
-    inner.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(f'{{"eos_token": "{END}"}}')
+    byte_tokenizer(folder, END, eos_token=END)
     return load_tokenizer(folder)
 
 
@@ -129,9 +121,8 @@ def test_the_texts_of_a_beam_end_before_a_stop_string(letters: Tokenizer) -> Non
     generator = TextGenerator(model(), letters)
     free = generator.generate(["Hello"], options)[0]
     stop = free[0].text[4]
-    for whole, cut in zip(
-        free, generator.generate(["Hello"], replace(options, stop_texts=(stop,)))[0], strict=True
-    ):
+    stopped = generator.generate(["Hello"], replace(options, stop_texts=(stop,)))[0]
+    for whole, cut in zip(free, stopped, strict=True):
         assert cut.text == whole.text.split(stop)[0]
         assert cut.finish == ("text" if stop in whole.text else whole.finish)
         assert cut.ids == whole.ids[: len(cut.ids)]

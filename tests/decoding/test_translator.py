@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from decoding.plain_search import search
-from triptych.core.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
+from triptych.core.models import EncoderDecoder, ModelConfig
 from triptych.running.decoding import Candidate, Engine, SearchOptions, Translation, Translator
 from triptych.running.decoding.sentence_decoder import SentenceDecoder
 from triptych.running.input_limits import LONGEST_LINE
@@ -14,12 +14,8 @@ from triptych.running.text import TokenizerPair
 from triptych.running.text.sentences import cut_to_fit, split_sentences
 from triptych.training.corpora.tokenizer_training import TokenizerSpec, train_tokenizers
 
-GERMAN = [
-    "Der Hund schläft.",
-    "Ein Mann liest ein Buch.",
-    "Zwei Kinder spielen im Park.",
-    "Das Haus ist rot.",
-]
+GERMAN = ["Der Hund schläft.", "Ein Mann liest ein Buch.", "Zwei Kinder spielen im Park."]
+GERMAN += ["Das Haus ist rot."]
 ENGLISH = ["The dog sleeps.", "A man reads a book.", "Two children play in the park.", "The house is red."]
 LONG = "Der Hund schläft. Ein Mann liest ein Buch, und zwei Kinder spielen im Park. Das Haus ist rot."
 LIMIT = 12
@@ -32,16 +28,9 @@ def tokenizers() -> TokenizerPair:
 
 @pytest.fixture
 def translator(tokenizers: TokenizerPair) -> Translator:
-    config = ModelConfig(
-        d_model=16,
-        d_ff=32,
-        num_heads=2,
-        dropout=0.5,
-        tie_embeddings="none",
-        max_source_tokens=LIMIT,
-        encoder=EncoderConfig(num_layers=1),
-        decoder=DecoderConfig(num_layers=2),
-    )
+    sizes = {"d_model": 16, "d_ff": 32, "num_heads": 2, "dropout": 0.5, "max_source_tokens": LIMIT}
+    stacks = {"encoder": {"num_layers": 1}, "decoder": {"num_layers": 2}}
+    config = ModelConfig.model_validate({**sizes, **stacks, "tie_embeddings": "none"})
     model = EncoderDecoder.of(config, tokenizers.source.vocab_size, tokenizers.target.vocab_size)
     with torch.no_grad():
         model.head.output.weight.mul_(2)
@@ -58,9 +47,8 @@ def test_a_line_is_encoded_searched_and_decoded(translator: Translator, tokenize
     (translation,) = translator.translate([GERMAN[0]])
     (ids,) = tokenizers.source.encode([GERMAN[0]])
     src = torch.tensor([[*ids, tokenizers.source.eos_id]])
-    ((best,),) = search(
-        Engine(translator.model, never=(0, 1)), src, translator.options, tokenizers.target.rules
-    )
+    engine = Engine(translator.model, never=(0, 1))
+    ((best,),) = search(engine, src, translator.options, tokenizers.target.rules)
     assert translation.source == GERMAN[0]
     assert translation.text == tokenizers.target.decode([best.ids])[0]
     assert translation.candidates[0].pieces == tuple(tokenizers.target.pieces(best.ids))
@@ -73,12 +61,10 @@ def test_a_line_without_a_visible_character_is_its_own_translation(
     translator: Translator, empty: str
 ) -> None:
     (translation,) = translator.translate([empty])
-    assert translation == Translation(
-        source=empty, candidates=(Candidate(empty, (), 0.0, 0.0),), num_pieces=0
-    )
-    with_others = translator.translate([GERMAN[0], empty, GERMAN[1]])
-    assert texts(with_others) == [*texts(translator.translate([GERMAN[0]])), empty,
-                                  *texts(translator.translate([GERMAN[1]]))]  # fmt: skip
+    candidate = Candidate(empty, (), 0.0, 0.0)
+    assert translation == Translation(source=empty, candidates=(candidate,), num_pieces=0)
+    first, second = (translator.translate(line).text for line in GERMAN[:2])
+    assert texts(translator.translate([GERMAN[0], empty, GERMAN[1]])) == [first, empty, second]
 
 
 def test_a_string_is_one_line(translator: Translator) -> None:
@@ -109,9 +95,8 @@ def test_no_lines_give_no_translations(translator: Translator) -> None:
 def test_batches_hold_as_many_tokens_as_they_may(
     translator: Translator, tokens: int, most: int, expected: list[list[int]]
 ) -> None:
-    one = Translator(
-        translator.model, translator.tokenizers, translator.options, tokens, batch_sentences=most
-    )
+    parts = (translator.model, translator.tokenizers, translator.options)
+    one = Translator(*parts, tokens, batch_sentences=most)
     assert isinstance(one.decoder, SentenceDecoder)
     assert list(one.decoder.batches([[7] * length for length in (3, 1, 5, 5, 2, 2, 2)])) == expected
 

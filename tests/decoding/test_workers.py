@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from triptych.core.models import DecoderConfig, EncoderConfig, EncoderDecoder, ModelConfig
+from triptych.core.models import EncoderDecoder, ModelConfig
 from triptych.running.decoding import Hypothesis, SearchOptions, Translator
 from triptych.running.decoding.decoder import Hypotheses
 from triptych.running.decoding.sentence_decoder import SentenceDecoder
@@ -24,14 +24,9 @@ LINES[7] = ""
 def translator() -> Iterator[Translator]:
     torch.manual_seed(1)
     tokenizers = train_tokenizers(TokenizerSpec(vocab_size=300, joint=True), LINES, LINES)
-    config = ModelConfig(
-        d_model=16,
-        d_ff=32,
-        num_heads=2,
-        max_source_tokens=64,
-        encoder=EncoderConfig(num_layers=1),
-        decoder=DecoderConfig(num_layers=1),
-    )
+    sizes = {"d_model": 16, "d_ff": 32, "num_heads": 2, "max_source_tokens": 64}
+    stacks = {"encoder": {"num_layers": 1}, "decoder": {"num_layers": 1}}
+    config = ModelConfig.model_validate({**sizes, **stacks})
     size = tokenizers.source.vocab_size
     model = EncoderDecoder.of(config, size, size).eval()
     options = SearchOptions(beam_size=2, max_extra_tokens=2)
