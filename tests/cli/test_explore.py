@@ -105,7 +105,7 @@ def test_a_file_of_one_text_answers_without_a_server(
     assert (done.code, done.out) == (0, f"written: {page}\n")
     why, cost = done.err.splitlines()[-2:]
     assert "0 MiB of weights" in why
-    assert re.fullmatch(r"triptych: recording 2 layers and \d+ switches: about \d+ s and \d+\.\d MB", cost)
+    assert re.fullmatch(r"recording 3 layers and \d+ switches: about \d+ s and \d+\.\d MB", cost)
     tab.visit("about:blank")  # what the page before this one asks its server is no business of the file
     tab.complaints.clear()
     tab.requests.clear()

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -65,17 +65,19 @@ class Recording:
 
     def estimate(self) -> RecordingCost:
         """Record the first layer and the first what-if, and estimate the cost of all."""
-        seconds = size = 0.0
-        for record, times in (
-            (lambda: self.record_layer(*self.layers[0]), len(self.layers)),
-            (lambda: self.record_what_if(self.calls[0]), len(self.calls)),
-        ):
-            before = self.size
-            began = time.monotonic()
-            record()
-            seconds += times * (time.monotonic() - began)
-            size += times * (self.size - before)
-        return RecordingCost(seconds, size)
+        layer = self._cost(lambda: self.record_layer(*self.layers[0]))
+        what_if = self._cost(lambda: self.record_what_if(self.calls[0]))
+        layers, calls = len(self.layers), len(self.calls)
+        return RecordingCost(
+            layers * layer.seconds + calls * what_if.seconds,
+            layers * layer.bytes + calls * what_if.bytes,
+        )
+
+    def _cost(self, record: Callable[[], None]) -> RecordingCost:
+        size = self.size
+        began = time.monotonic()
+        record()
+        return RecordingCost(time.monotonic() - began, self.size - size)
 
     @property
     def size(self) -> int:

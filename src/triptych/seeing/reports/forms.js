@@ -123,9 +123,11 @@ const forms = (() => {
     const o = x?.centred ? without(maps.o, [mean]) : maps.o;
     const spectra = { qk: changes.singular(read.q, transposed(read.k)).values, ov: changes.singular(read.v, transposed(o)).values };
     const isCross = layer.kind === "cross";
+    const isProduct = !layer.additive && !layer.q_norm && !layer.k_norm; // of q and k, without anything between them
+    const isOneMap = maps.q.data.length === maps.k.data.length && maps.q.data.every((value, i) => value === maps.k.data[i]);
     const figures = {
       qk_effective_rank: effectiveRank(spectra.qk), ov_effective_rank: effectiveRank(spectra.ov),
-      ...(isCross ? {} : { qk_symmetric_share: symmetricShare(read.q, read.k, spectra.qk), ...overlap(read.q, read.k, d - constantDirections(x, d).length) }),
+      ...(isCross ? {} : { qk_symmetric_share: symmetricShare(read.q, read.k, spectra.qk), ...(isOneMap ? {} : overlap(read.q, read.k, d - constantDirections(x, d).length)) }),
     };
     // Directions are those of maps that read the normalised stream.
     const reading = (W, norm) => (isPre && norm ? without(scaledRows(W, norm.weight), norm.centred ? [mean] : []) : W);
@@ -145,7 +147,7 @@ const forms = (() => {
       },
       spectra, figures,
       chance: { qk: chance[maps.q.columns] ?? [], ov: chance[maps.v.columns] ?? [] },
-      directions: [...(layer.additive ? [] : directions("qk", q, transposed(k), asks, isAsked)), ...directions("ov", v, transposed(maps.o), isAsked, writes)],
+      directions: [...(isProduct ? directions("qk", q, transposed(k), asks, isAsked) : []), ...directions("ov", v, transposed(maps.o), isAsked, writes)],
     };
   }
 

@@ -249,7 +249,10 @@ class Viewer {
 
   async showText(wanted) {
     Object.assign(this.at, { text: wanted.text, kind: wanted.kind, layer: wanted.layer, head: wanted.head });
-    this.focus = wanted.focus === null || wanted.focus === undefined ? null : this.placeOf("query", wanted.focus);
+    const token = wanted.focus ?? null;
+    // An address may name a token within a word.
+    if (token !== null && this.isJoined && !this.starts("query").includes(token)) this.joins = false;
+    this.focus = token === null ? null : this.placeOf("query", token);
     this.pinned = this.focus !== null;
     this.top = this.left = 0;
     this.overviews = await inflate(this.kind.overviews);
