@@ -86,10 +86,11 @@ class TransformersReader(TextReader):
         self._missing = sorted(found["missing_keys"])
         _fill_with_nan(self.model, self._missing)
         self.by = f"transformers {transformers.__version__}"
-        self._config: Any = config
+        # The class of an encoder alone has changed its configuration.
+        self._config: Any = self.model.config
         self._kind: TextKind = (
             "pairs"
-            if self.model.config.is_encoder_decoder  # its class may have the encoder alone
+            if self._config.is_encoder_decoder
             else "causal"
             if "CausalLM" in name or "LMHead" in name
             else "encoder"
