@@ -72,8 +72,8 @@ class TransformersReader(TextReader):
                 attn_implementation="eager",
                 output_loading_info=True,
             )
-            self.model, found = loaded
-            self.model.eval()
+            model, found = loaded
+            self.model = model.eval()
         # A model's own code raises errors of many classes.
         except Exception as error:
             raise DataError(
@@ -87,7 +87,7 @@ class TransformersReader(TextReader):
         _fill_with_nan(self.model, self._missing)
         self.by = f"transformers {transformers.__version__}"
         # The class of an encoder alone has changed its configuration.
-        self._config: Any = self.model.config
+        self._config: Any = model.config
         self._kind: TextKind = (
             "pairs"
             if self._config.is_encoder_decoder
