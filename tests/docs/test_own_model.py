@@ -9,12 +9,12 @@ from blocks import run_blocks
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "family.md"
 
 
-@pytest.mark.filterwarnings("ignore:.*there is no config.json")
+@pytest.mark.filterwarnings("ignore")
 def test_the_blocks_of_the_page_run_and_print_what_they_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shown = [ran for ran in run_blocks(PAGE) if ran.shown is not None]
-    assert len(shown) == 3
+    assert len(shown) == 4
     for ran in shown:
         assert ran.printed == ran.shown

@@ -72,8 +72,8 @@ class TransformersReader(TextReader):
                 attn_implementation="eager",
                 output_loading_info=True,
             )
-            self.model, found = loaded
-            self.model.eval()
+            model, found = loaded
+            self.model = model.eval()
         # A model's own code raises errors of many classes.
         except Exception as error:
             raise DataError(
@@ -86,10 +86,11 @@ class TransformersReader(TextReader):
         self._missing = sorted(found["missing_keys"])
         _fill_with_nan(self.model, self._missing)
         self.by = f"transformers {transformers.__version__}"
-        self._config: Any = config
+        # The class of an encoder alone has changed its configuration.
+        self._config: Any = model.config
         self._kind: TextKind = (
             "pairs"
-            if self.model.config.is_encoder_decoder  # its class may have the encoder alone
+            if self._config.is_encoder_decoder
             else "causal"
             if "CausalLM" in name or "LMHead" in name
             else "encoder"
