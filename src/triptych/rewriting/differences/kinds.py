@@ -198,8 +198,8 @@ def _of_attention(
                 yield _flat(name, tensor, after[name], third.get(name))
                 continue
             heads, heads_after = (
-                weights.chain(side)[0].copies  # type: ignore[arg-type]
-                if side in ("q", "k", "v") and weights.chain(side)  # type: ignore[arg-type]
+                weights.chain(side)[0].copies
+                if side != "o" and weights.chain(side)
                 else 0
                 for weights in (old, new)
             )
@@ -507,11 +507,11 @@ def _configuration(pair: Pair, found: Iterable[SettingDifference]) -> list[Chang
     if not settings:
         return changes
     stated = [*_stated(pair.a.record, pair.b.record, _fields_read(pair.a))]
-    said = stated or [
+    sentences = stated or [
         f"{one.name} is {one.a} in A and {one.b} in B" for one in settings
     ]
     where = tuple(one.name for one in settings)
-    return [Change("another configuration", "; ".join(said), where), *changes]
+    return [Change("another configuration", "; ".join(sentences), where), *changes]
 
 
 def _learned(pair: Pair) -> tuple[str, ...]:
