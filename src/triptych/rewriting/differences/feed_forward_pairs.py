@@ -383,12 +383,10 @@ class _UnitSearch:
             return False
         # A few units come first: all of them have to be the same.
         for count in (_FEW_UNITS, len(one.inner)):
-            centred = [
-                _centred(own.chosen(range(count)[: len(own.inner)]))
-                for own in (one, other)
-            ]
-            verdicts = self._verdicts(*centred, is_centred=True)
-            if not bool(self._same_units(*centred, verdicts).all()):
+            few = (own.chosen(range(count)[: len(own.inner)]) for own in (one, other))
+            mine, theirs = map(_centred, few)
+            verdicts = self._verdicts(mine, theirs, is_centred=True)
+            if not bool(self._same_units(mine, theirs, verdicts).all()):
                 return False
         return True
 

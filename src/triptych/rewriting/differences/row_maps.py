@@ -193,7 +193,7 @@ def in_blocks(places: Tensor, width: int) -> Iterator[_Places]:
     """Yield ascending places of rows in blocks of a limited number of entries; consecutive ones as slices."""
     if not len(places):
         return
-    for part in places.split(max(1, _ENTRIES_AT_A_TIME // max(width, 1))):
+    for part in torch.split(places, max(1, _ENTRIES_AT_A_TIME // max(width, 1))):
         first = int(part[0])
         stop = int(part[-1]) + 1
         yield slice(first, stop) if stop - first == len(part) else part
@@ -353,7 +353,7 @@ def ignored_columns(ones: Sequence[RowMap], others: Sequence[RowMap]) -> Tensor:
     mine, theirs = ones[0], others[0]
     differ = (mine.gain != theirs.gain) | (mine.scale != theirs.scale)
     found = differ & ~_clearly_taken_up(ones, others)
-    for columns in _where(found).split(_FIRST_COLUMNS):
+    for columns in torch.split(_where(found), _FIRST_COLUMNS):
         found[columns] = _ignored(ones, others, columns)
     return torch.cat([found, _ignores_shift(ones, others)])
 

@@ -530,7 +530,9 @@ def norms_of_rows(before: Tensor, after: Tensor) -> RowNorms:
     size = max(1, _ENTRIES_AT_A_TIME // max(old.shape[1], 1))
     parts = [
         (mine.double().norm(dim=1), (theirs.double() - mine.double()).norm(dim=1))
-        for mine, theirs in zip(old.split(size), new.split(size), strict=True)
+        for mine, theirs in zip(
+            torch.split(old, size), torch.split(new, size), strict=True
+        )
     ]
     return RowNorms(*map(torch.cat, zip(*parts, strict=True)))
 

@@ -111,15 +111,18 @@ def _products(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _in_parts(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    return zip(one.split(_ROWS_AT_A_TIME), other.split(_ROWS_AT_A_TIME), strict=True)
+    return zip(
+        torch.split(one, _ROWS_AT_A_TIME),
+        torch.split(other, _ROWS_AT_A_TIME),
+        strict=True,
+    )
 
 
 def _mean_rounding(one: Tensor, other: Tensor, dtype: torch.dtype) -> float:
     """Return the mean of the squared rounding errors of two tables together."""
-    total = sum(
-        float(Rounded.stored(part, dtype).squares.sum())
-        for part in (*one.split(_ROWS_AT_A_TIME), *other.split(_ROWS_AT_A_TIME))
-    )
+    total = 0.0
+    for pair in _in_parts(one, other):
+        total += sum(float(Rounded.stored(part, dtype).squares.sum()) for part in pair)
     return total / one.numel()
 
 
