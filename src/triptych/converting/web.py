@@ -391,15 +391,12 @@ class _Described:
 
     def chance(self) -> dict[str, list[float]]:
         """Return mean spectra of random forms by the width of their maps."""
-        widths = {
-            (weights.d_model, weights.width(side))
-            for weights in self.attention.values()
-            for side in ("q", "v")
-        }
-        return {
-            str(width): random_spectra(d_model, width).values.mean(dim=0).tolist()
-            for d_model, width in sorted(widths)
-        }
+        found = {}
+        for weights in self.attention.values():
+            for width in (weights.width("q"), weights.width("v")):
+                spectra = random_spectra(weights.d_model, width)
+                found[str(width)] = spectra.values.mean(dim=0).tolist()
+        return found
 
     @torch.no_grad()
     def rounded(self) -> Reader:
@@ -594,8 +591,8 @@ def write_web(
 ) -> WrittenModel:
     """Write a model as an HTML page to run it in a browser.
 
-    The page begins with `text`, by default a held-out sentence. Losses are those of `held_out`, by default of
-    a run's validation text. Raises `UnfitForPageError` for a model that the page cannot compute.
+    The page begins with `text`; the default is a held-out sentence. Losses are measured on `held_out`; the
+    default is a run's validation text. Raises `UnfitForPageError` for a model that the page cannot compute.
     """
     if reader.ensemble:
         raise UnfitForPageError(
