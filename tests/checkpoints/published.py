@@ -24,6 +24,7 @@ _WIDTH = 64
 _HEADS = 4
 _NUMBERS: dict[str, int] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "n_embed", "dim", "embedding_size"), _WIDTH),
+    "pooler_hidden_size": _WIDTH,
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"), LAYERS),
     **dict.fromkeys(("decoder_layers", "num_decoder_layers", "depth", "conf_num_hidden_layers"), 2),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_ff", "dff", "d_inner"), 48),
@@ -169,17 +170,23 @@ def built(of: Published, folder: Path) -> Built:
     leave = "embed_positions" if config.model_type in ("fsmt", "marian", "roformer") else ""
     model = saved(_class_of(record, config), configure, folder / "model", leave=leave)
     (folder / "model" / "config.json").write_text(json.dumps(record))
-    length = 7 if config.is_encoder_decoder else 11
-    ids = (_ids(record, 11), _ids(record, length)) if config.is_encoder_decoder else (_ids(record, 11),)
+    ids = (_ids(record, 11),)
+    if config.is_encoder_decoder and type(model).__name__.endswith(_TASKS):
+        # The head of a task reads the end token of the text, which the decoder reads once more.
+        ids[0][:, -1] = config.eos_token_id
+        start = torch.full_like(ids[0][:, :1], config.decoder_start_token_id)
+        ids = (*ids, torch.cat([start, ids[0][:, :-1]], dim=1))
+    elif config.is_encoder_decoder:
+        ids = (*ids, _ids(record, 7))
     return Built(model, folder / "model", bool(config.is_encoder_decoder), ids)
 
 
 def _class_of(record: Mapping[str, Any], config: Any) -> Any:
-    """The class of a model; where the file's has a head for a task or none, that for tokens."""
+    """The class of a model; where the file's has none, that for tokens."""
     named = (record.get("architectures") or [""])[0]
     if config.model_type == "gemma3n_text":
         return transformers.Gemma3nForCausalLM
-    has_class = hasattr(transformers, named) and not named.endswith(_TASKS)
+    has_class = hasattr(transformers, named)
     # With the output tied to the table of tokens, a file of a class without a head has all of one with it.
     ends_early = (
         named.endswith("Model") and "LMHead" not in named and getattr(config, "tie_word_embeddings", False)
@@ -191,7 +198,7 @@ def _class_of(record: Mapping[str, Any], config: Any) -> Any:
     )
     with_heads = [mapping[type(config)] for mapping in mappings if type(config) in mapping]
     generates = [made for made in with_heads if "MaskedLM" not in made.__name__]
-    is_bert = hasattr(config, "type_vocab_size") or "MaskedLM" in named or named.endswith(_TASKS)
+    is_bert = hasattr(config, "type_vocab_size") or "MaskedLM" in named
     if has_class and not (ends_early and generates and not is_bert):
         return getattr(transformers, named)
     masked = [made for made in with_heads if "MaskedLM" in made.__name__]

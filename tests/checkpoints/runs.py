@@ -269,6 +269,8 @@ def outputs(found: Any) -> Tensor:
     """Logits, `[batch, length, number]`, or the stream of a model without head."""
     if isinstance(found, Tensor):
         return found
+    if getattr(found, "start_logits", None) is not None:
+        return torch.stack([found.start_logits, found.end_logits], dim=-1)
     for name in ("logits", "prediction_logits"):
         if (logits := getattr(found, name, None)) is not None:
             return logits if logits.dim() == 3 else logits[..., None]  # type: ignore[no-any-return]
