@@ -391,11 +391,9 @@ class _Described:
 
     def chance(self) -> dict[str, list[float]]:
         """Return mean spectra of random forms by the width of their maps."""
-        widths = {
-            (weights.d_model, weights.width(side))
-            for weights in self.attention.values()
-            for side in ("q", "v")
-        }
+        widths = set[tuple[int, int]]()
+        for weights in self.attention.values():
+            widths |= {(weights.d_model, weights.width(side)) for side in ("q", "v")}
         return {
             str(width): random_spectra(d_model, width).values.mean(dim=0).tolist()
             for d_model, width in sorted(widths)
@@ -542,7 +540,7 @@ def _validation_text(reader: Reader) -> tuple[HeldOutText | None, str]:
 
 
 def _held_out_record(reader: Reader, text: HeldOutText) -> dict[str, Any]:
-    """Return the first sentences or windows of a held-out text as data for the engine."""
+    """Return the first validation sentences or windows as data for the engine."""
     windows = text.windows.within(_MOST_TOKENS)
     parts = [
         {
@@ -594,8 +592,8 @@ def write_web(
 ) -> WrittenModel:
     """Write a model as an HTML page to run it in a browser.
 
-    The page begins with `text`, by default a held-out sentence. Losses are those of `held_out`, by default of
-    a run's validation text. Raises `UnfitForPageError` for a model that the page cannot compute.
+    The page begins with `text`, by default a validation sentence. Losses are computed on `held_out`, by
+    default a run's validation text. Raises `UnfitForPageError` for a model that the page cannot compute.
     """
     if reader.ensemble:
         raise UnfitForPageError(
