@@ -512,7 +512,7 @@ def about_places(verb: str, given: Sequence[object]) -> str:
 
 @final
 class ConfigFields(Mapping[str, object]):
-    """The fields of `config.json` by key; the error for access to an attribute shows the key."""
+    """The fields of `config.json` by key; the error for an attribute shows access by the nearest key."""
 
     def __init__(self, fields: Mapping[str, object]) -> None:
         self._fields = fields

@@ -540,7 +540,7 @@ def _validation_text(reader: Reader) -> tuple[HeldOutText | None, str]:
 
 
 def _held_out_record(reader: Reader, text: HeldOutText) -> dict[str, Any]:
-    """Return the first validation sentences or windows as data for the engine."""
+    """Return the first sentences or windows of a validation text as data for the engine."""
     windows = text.windows.within(_MOST_TOKENS)
     parts = [
         {
@@ -592,7 +592,7 @@ def write_web(
 ) -> WrittenModel:
     """Write a model as an HTML page to run it in a browser.
 
-    The page begins with `text`, by default a validation sentence. Losses are computed on `held_out`, by
+    The page begins with `text`, by default a sentence of `held_out`. Losses are computed on `held_out`, by
     default a run's validation text. Raises `UnfitForPageError` for a model that the page cannot compute.
     """
     if reader.ensemble:

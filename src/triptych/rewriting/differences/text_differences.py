@@ -41,7 +41,7 @@ class TextsCompared(NamedTuple):
     """Sentences on two models' tokenizers, chat templates and generation settings."""
 
     found: tuple[str, ...] = ()  # differences
-    notes: tuple[str, ...] = ()  # equal or uncompared settings
+    notes: tuple[str, ...] = ()  # sentences on equal and uncompared settings
 
 
 def compare_text_settings(a: Source, b: Source) -> TextsCompared:
@@ -66,7 +66,7 @@ class _Comparison:
         self.other = other
         self.found = list[str]()
         self.notes = list[str]()
-        self.same = list[str]()  # equal settings
+        self.same = list[str]()  # names of equal settings
 
     def difference(self) -> TextsCompared:
         self._tokenizers()
