@@ -379,7 +379,7 @@ TABLES: Mapping[str, Mapping[str, str]] = {
     "attention": OF_ATTENTION,
     "tokenizer": OF_TOKENIZER,
 }
-# What a call of an object means in other libraries.
+# Replacements for a call of an object, as in other libraries.
 _CALLED: Mapping[str, str] = {
     "model": "model.run(text).logits, or model.generate(text) to continue a text",
     "tokenizer": _ENCODE,
@@ -473,7 +473,7 @@ def about_name(name: str) -> str:
 
 
 def about_activation(place: object) -> str:
-    """Return the error for a run's activation named as in a cache; "" for other places."""
+    """Return the error for a run's activation named as in a cache; "" for other names."""
     match place:
         case (str(name), *_) if name in OF_CACHE:
             return f"a run has no {place!r}: {OF_CACHE[name]}"
@@ -512,7 +512,7 @@ def about_places(verb: str, given: Sequence[object]) -> str:
 
 @final
 class ConfigFields(Mapping[str, object]):
-    """The fields of `config.json` by key; the error for a field as an attribute has its key."""
+    """The fields of `config.json` by key; the error for an attribute shows access by the nearest key."""
 
     def __init__(self, fields: Mapping[str, object]) -> None:
         self._fields = fields

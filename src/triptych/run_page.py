@@ -1,4 +1,4 @@
-"""HTML page of a run: how its training ended, loss curve, outputs on unseen text, attention of its heads."""
+"""HTML page of a run: end of its training, loss curve, outputs on unseen text, attention of its heads."""
 
 import math
 import statistics

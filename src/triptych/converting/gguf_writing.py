@@ -271,7 +271,7 @@ def _description(model: Checkpoint, architecture: Architecture) -> _Described:
 
 
 def _stack(model: Checkpoint) -> str:
-    """Return the stack whose sizes the metadata have: the decoder's, or that of an encoder alone."""
+    """Return the stack described by the sizes in the metadata: the decoder, or an encoder alone."""
     spec = model.family.model
     assert spec is not None
     if spec.encoder is not None and not has_two_stacks(model):

@@ -391,12 +391,13 @@ class _Described:
 
     def chance(self) -> dict[str, list[float]]:
         """Return mean spectra of random forms by the width of their maps."""
-        found = {}
+        widths = set[tuple[int, int]]()
         for weights in self.attention.values():
-            for width in (weights.width("q"), weights.width("v")):
-                spectra = random_spectra(weights.d_model, width)
-                found[str(width)] = spectra.values.mean(dim=0).tolist()
-        return found
+            widths |= {(weights.d_model, weights.width(side)) for side in ("q", "v")}
+        return {
+            str(width): random_spectra(d_model, width).values.mean(dim=0).tolist()
+            for d_model, width in sorted(widths)
+        }
 
     @torch.no_grad()
     def rounded(self) -> Reader:
@@ -539,7 +540,7 @@ def _validation_text(reader: Reader) -> tuple[HeldOutText | None, str]:
 
 
 def _held_out_record(reader: Reader, text: HeldOutText) -> dict[str, Any]:
-    """Return the first sentences or windows of a held-out text as data for the engine."""
+    """Return the first sentences or windows of a validation text as data for the engine."""
     windows = text.windows.within(_MOST_TOKENS)
     parts = [
         {
@@ -591,8 +592,8 @@ def write_web(
 ) -> WrittenModel:
     """Write a model as an HTML page to run it in a browser.
 
-    The page begins with `text`; the default is a held-out sentence. Losses are measured on `held_out`; the
-    default is a run's validation text. Raises `UnfitForPageError` for a model that the page cannot compute.
+    The page begins with `text`, by default a sentence of `held_out`. Losses are computed on `held_out`, by
+    default a run's validation text. Raises `UnfitForPageError` for a model that the page cannot compute.
     """
     if reader.ensemble:
         raise UnfitForPageError(

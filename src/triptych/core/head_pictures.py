@@ -14,7 +14,7 @@ from triptych.printable import table_html
 
 # Distances with a picture of the form of a rotary head.
 _SHOWN_DISTANCES = (0, 1, 16)
-# Size of a layer on the Hub in bytes up to which its heads have pictures.
+# Largest size of a layer on the Hub, in bytes, for pictures of its heads.
 _MOST_FETCHED = 32 << 20
 
 
@@ -52,7 +52,7 @@ def rotary_in_notebook(form: Any) -> str:
 
 def _is_near(head: Any) -> bool:
     """Return True if the maps are on this machine, or small enough to be fetched for a picture."""
-    # The head's layer belongs to this package, and has no public name for its files.
+    # The files of a layer are private to this package: hence the access to `_source`.
     stored = head.layer._source
     if stored.source is None or not isinstance(stored.source.found, Repository):
         return True

@@ -72,8 +72,8 @@ class Difference:
         settings: differing fields of the configurations, if they change the computation.
         reasons: sentences on the verdict.
         text: the difference on a text; None without a text, or for equal functions.
-        texts: differences of tokenizers, chat templates and generation settings. They change no verdict,
-            which is on the weights and the configuration.
+        texts: differences of tokenizers, chat templates and generation settings. The verdict, on the
+            weights and the configuration, is independent of these differences.
         notes: sentences on the scope of the comparison.
     """
 
@@ -377,9 +377,9 @@ def _page(found: Difference) -> str:
 
 def _reasons_of_page(found: Difference) -> list[str]:
     """Return the reasons outside parts, and the first reasons of parts; the table of parts has them all."""
-    of_parts = {
-        f"{part.name}: {reason}" for part in found.parts for reason in part.reasons
-    }
+    of_parts = set[str]()
+    for part in found.parts:
+        of_parts |= {f"{part.name}: {reason}" for reason in part.reasons}
     reasons = [] if found.text is None else [text_in_words(found.text)]
     reasons += [reason for reason in found.reasons if reason not in of_parts]
     rest = [reason for reason in found.reasons if reason in of_parts]

@@ -74,7 +74,7 @@ def _products_of_blocks(
 def levels_of(
     energies: Float[Tensor, "rows columns"],
 ) -> UInt8[Tensor, "rows columns"]:
-    """Return the levels of mean squares, 0 to 15; entries that are not finite have level 0."""
+    """Return the levels of mean squares, 0 to 15; infinite entries and NaN have level 0."""
     sizes = energies.sqrt().nan_to_num(0.0, 0.0)
     levels = _LEVELS * sizes / sizes.max().clamp(min=torch.finfo(sizes.dtype).tiny)
     return levels.round().to(torch.uint8)
@@ -151,7 +151,7 @@ def _png(levels: UInt8[Tensor, "rows columns"]) -> bytes:
     palette = b"".join(map(_colour_of, range(_LEVELS + 1)))
     # Every row begins with its filter, 0: none.
     rows = b"".join(b"\0" + bytes(row) for row in levels.tolist())
-    indexed = 3  # colour type: places in the palette
+    indexed = 3  # colour type: indices into the palette
     header = struct.pack(">IIBBBBB", width, height, 8, indexed, 0, 0, 0)
     parts = (
         (b"IHDR", header),

@@ -185,7 +185,7 @@ def _expanded(record: dict[str, Any], where: str) -> dict[str, Any]:
 def _expanded_model(model: dict[str, Any], where: str) -> dict[str, Any]:
     if "like" in model:
         model = _model_laid_over(model, where)
-    # The encoder of an encoder with a decoder has heads for files that hold it alone.
+    # The encoder of an encoder-decoder has heads for files with the encoder alone.
     if isinstance(encoder := model.get("encoder"), dict):
         model = {**model, "encoder": _with_tasks(encoder, where)}
     return _with_tasks(model, where)

@@ -138,7 +138,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }  # fmt: skip
 
 
-# Tasks without a map to tokens: what follows the last "For" in a class name (RoFormerForMultipleChoice).
+# Tasks without a map to tokens: class names by their ends after the last "For" (RoFormerForMultipleChoice).
 _TASK = re.compile(
     r".*For(\w*Classification|QuestionAnswering\w*|MultipleChoice|NextSentencePrediction)$"
 )

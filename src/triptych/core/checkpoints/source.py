@@ -44,7 +44,7 @@ from triptych.untrusted import Stamps, read_json, shown
 
 # The kind of an encoder-decoder in the format of this library.
 _PAIR = "encoder-decoder"
-# Ends of names of classes with the encoder of an encoder-decoder alone, whatever `is_encoder_decoder` says.
+# Ends of names of classes with the encoder of an encoder-decoder alone, for any `is_encoder_decoder`.
 _ENCODERS_ALONE = ("EncoderModel", "ForTokenClassification")
 # Words between the names of a base and of its adapters.
 WITH_ADAPTERS = " with "

@@ -530,7 +530,7 @@ class TaskHeadSpec(Spec):
     maps: tuple[TaskMapSpec, ...] = Field(min_length=1)
     labels: tuple[str, ...] = ()  # names of the logits, if not those of `id2label`
     wraps: Expression = (
-        "false"  # condition for a decoder that begins with the last token
+        "false"  # condition for a decoder input beginning with the last token
     )
 
 

@@ -313,8 +313,8 @@ class TaskHeadConfig:
         None  # padding token of "last" (None without one), end token of "end"
     )
     several: bool = False  # True = a text may have several labels
-    # True if a decoder that reads the text once more begins with its last token, and not with the token that
-    # every target begins with
+    # True if the decoder input, the text once more, begins with the last token of the text instead of the
+    # start token of targets
     wraps: bool = False
 
 

@@ -83,7 +83,7 @@ _VALUE_BIAS = replace(
 )
 Freedom = Literal["any", "planes", "none"]
 _NORMS = ("q_norm", "k_norm", "v_norm")
-# Smallest square of a norm, relative to its bound by columns, that products of columns give with five digits.
+# Smallest square of a norm, relative to its bound by columns, exact to five digits from products of columns.
 _LEAST_BY_PRODUCTS = 1e-10
 
 
@@ -351,7 +351,7 @@ class _Heads:
         *,
         with_bias: bool = True,
     ) -> Rounded:
-        """Return the maps of all heads with their biases as last rows; maps that are not centred are kept."""
+        """Return the maps of all heads with their biases as last rows; without centring, maps are cached."""
         key = side, scale, with_bias
         if not centre and key in self._factors:
             return self._factors[key]
@@ -363,9 +363,9 @@ class _Heads:
         return rows
 
     def row_map(self, side: Side, read: Reading = PLAIN) -> RowMap | None:
-        """Return the stored maps of the kept heads after the last norm of a chain, a row for each channel.
+        """Return the stored maps of the kept heads after the last norm of a chain: one row per channel.
 
-        None if there are several maps, or none that is stored.
+        None for several maps, or for a map without stored weights.
         """
         chain = self.weights.o if side == "o" else self.view.after_norms(side)
         if len(chain) != 1 or chain[0].diagonal or not chain[0].learned:
@@ -865,7 +865,7 @@ class _Comparison:
     def _in_place(
         self, which: Literal["qk", "ov"], rounds: tuple[Tensor, Tensor]
     ) -> RowVerdicts | None:
-        """Compare the factors of a form in place, a row for each channel; None if they are no single maps."""
+        """Compare the factors of a form channel by channel; None unless the factors are single maps."""
         found = list[RowVerdicts]()
         with_bias = {"k": not self.drops_key_bias, "v": not self.moves_value_bias}
         sides: tuple[Side, Side] = ("q", "k") if which == "qk" else ("v", "o")
@@ -1161,7 +1161,7 @@ def relative_by_products(a: Factors, b: Factors, place: int) -> float | None:
 def _product_norm(left: Tensor, right: Tensor) -> float | None:
     products = left.mT @ left, right.mT @ right
     square = float((products[0] * products[1]).sum())
-    # ‖L Rᵀ‖ is at most the sum of the norms of its terms, a column of L by a column of R each.
+    # ‖L Rᵀ‖ is at most the sum of the norms of its terms, products of a column of L and a column of R.
     most = float((products[0].diagonal() * products[1].diagonal()).sqrt().sum())
     is_exact = square > _LEAST_BY_PRODUCTS * most**2
     return square**0.5 if is_exact and square < float("inf") else None

@@ -16,7 +16,7 @@ from triptych.rewriting.differences.rounded import Rounded, excess, largest
 _REFINEMENTS = 2
 # Least change of a factor by another basis, in units of its rounding.
 CLEAR = 16
-# Rows of a factor that are compared first.
+# Rows of a factor compared first.
 _FIRST_ROWS = 64
 _TINY = torch.finfo(torch.float64).tiny
 

@@ -250,7 +250,7 @@ def dtype_of(a: FeedForwardView, b: FeedForwardView, name: str) -> torch.dtype:
 
 
 class _Units(NamedTuple):
-    """The hidden units of a layer, a row each."""
+    """The hidden units of a layer, with one row per unit."""
 
     inner: RowMap  # maps to the values of units
     gate: RowMap | None
@@ -281,11 +281,11 @@ class _UnitVerdicts(NamedTuple):
 
     @property
     def explained(self) -> Tensor:
-        """True for units whose differences are all explained by rounding."""
+        """True for units with all differences explained by rounding."""
         return torch.stack([own.explained for own in self.maps]).all(dim=0)
 
     def replaced(self, places: Tensor, others: "_UnitVerdicts") -> "_UnitVerdicts":
-        """Return the verdicts with other verdicts at some places."""
+        """Return the verdicts with the verdicts on some units replaced."""
         return _UnitVerdicts(
             tuple(
                 RowVerdicts(
@@ -446,8 +446,8 @@ class _UnitSearch:
     def _match(self, one: _Units, other: _Units, in_place: Tensor) -> list[int]:
         """Return the unit of B for each unit of A; −1 for a unit without a partner.
 
-        `in_place`: units that rounding explains in place. They stay there: near units could change places by
-        their signatures.
+        `in_place`: units explained by rounding at equal indices. They keep their index: signatures could
+        exchange near units.
         """
         partners = [*range(len(one.inner))]
         rest = (~in_place).nonzero().flatten()
@@ -481,7 +481,7 @@ class _UnitSearch:
     def _verdicts(
         self, one: _Units, other: _Units, *, is_centred: bool = False
     ) -> _UnitVerdicts:
-        """Compare the maps of units at the same places."""
+        """Compare the maps of units at equal indices."""
         rounds = is_centred | rounded_rows(self.a.read, self.b.read, one.inner.width)
         is_scaled = self.a.scale != self.b.scale or is_turned(self.a, self.b)
         found = [
@@ -560,7 +560,7 @@ def _centred(units: _Units) -> _Units:
 
 
 def _stored_rows(own: RowMap) -> Rounded:
-    """Return the rows of a map as they are stored, without factors."""
+    """Return the stored rows of a map, without factors."""
     return Rounded.stored(own.weight, own.dtype)
 
 

@@ -110,7 +110,7 @@ def _largest_distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Mutual(NamedTuple):
-    """Pairs of rows that are each other's nearest, and their distances."""
+    """Pairs of mutually nearest rows, and their distances."""
 
     rows: Tensor
     columns: Tensor
@@ -120,10 +120,10 @@ class _Mutual(NamedTuple):
 def _mutual(
     a: Tensor, b: Tensor, size: Tensor, places: tuple[Tensor, Tensor]
 ) -> _Mutual:
-    """Return the rows of two tables that are each other's nearest, with some rows of distances at a time.
+    """Return the mutually nearest rows of two tables, from blocks of rows of their distances.
 
-    `size`: largest distance. `places`: indices of the rows; of pairs at nearly equal distance, pairs of equal
-    indices come first.
+    `size`: largest distance. `places`: indices of the rows. Pairs of equal indices have precedence over pairs
+    at nearly equal distance.
     """
     nearest = torch.zeros(len(a), dtype=torch.long)
     distances = torch.zeros(len(a), dtype=a.dtype)

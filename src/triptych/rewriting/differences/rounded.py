@@ -24,7 +24,7 @@ class Rounded:
     """
 
     def __init__(self, numbers: Tensor, squares: Tensor | Callable[[], Tensor]) -> None:
-        """`squares`: squares of the rounding errors, or a function that computes them when they are read."""
+        """`squares`: squares of the rounding errors, or a function to compute the squares on first use."""
         self.numbers = numbers
         self._squares = squares
 
@@ -37,19 +37,19 @@ class Rounded:
 
     @property
     def lazy_squares(self) -> Callable[[], Tensor]:
-        """A function that returns the squares, and keeps the values only if they are needed."""
+        """A function to return the squares, with a reference to the values only if needed."""
         given = self._squares
         return (lambda: given) if isinstance(given, Tensor) else given
 
     def _changed(
         self, numbers: Tensor, change: Callable[[Tensor], Tensor]
     ) -> "Rounded":
-        """Return other values, with squares that are a function of these squares."""
+        """Return new values, with a function of these squares as their squares."""
         squares = self.lazy_squares
         return Rounded(numbers, lambda: change(squares()))
 
     def _view(self, look: Callable[[Tensor], Tensor]) -> "Rounded":
-        """Return a view of the values and of their squares, which are computed once for all views."""
+        """Return a view of the values and of their squares, computed once for all views."""
         return Rounded(look(self.numbers), lambda: look(self.squares))
 
     @classmethod
@@ -144,7 +144,7 @@ def largest(numbers: Tensor) -> Tensor:
     if not sizes.numel():
         return torch.zeros((), dtype=numbers.dtype)
     found = sizes.amax()
-    # The largest of all is finite in nearly every tensor: then none has to be left out.
+    # The largest of all is finite in nearly every tensor, without entries to exclude.
     if bool(found.isfinite()):
         return found
     return sizes.where(sizes.isfinite(), 0.0).amax()

@@ -1,8 +1,9 @@
 """Maps with many rows, such as hidden units or tokens, compared some rows at a time.
 
 Rows are converted to float64 while they are compared, so a map takes the memory of its stored values only.
-Two tests come before the comparison of all entries with their rounding: a few columns, where unrelated rows
-differ, and a bound of the rounding by the values alone, which proves most rows of a rewritten map.
+Two tests precede the comparison of all entries with their rounding: a comparison of a few columns,
+different in unrelated rows, and a bound of the rounding by the values alone, sufficient for most rows of a
+rewritten map.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,7 @@ from triptych.rewriting.rounding import MOST_TIMES
 
 # Entries converted to float64 at a time: they fit the processor's cache.
 _ENTRIES_AT_A_TIME = 1 << 17
-# Leading columns that are compared first.
+# Leading columns compared first.
 _FIRST_COLUMNS = 128
 # Share of a bound that the arithmetic of float64 cannot exceed.
 _CERTAIN = 1 - 1e-6
@@ -40,7 +41,7 @@ _Places = slice | Tensor
 @final
 @dataclass(frozen=True, eq=False)
 class RowMap:
-    """The rows of a map, `[rows, width]`, with a bias each.
+    """The rows of a map, `[rows, width]`, with one bias per row.
 
     Attributes:
         weight: stored rows.
@@ -84,7 +85,7 @@ class RowMap:
 
     @property
     def unturned(self) -> "RowMap":
-        """The rows in the basis of the stream that they are stored in."""
+        """The rows in the basis of the stream used for storage."""
         return replace(self, read=replace(self.read, turn=None))
 
     def is_stored_as(self, other: "RowMap") -> bool:
@@ -190,7 +191,7 @@ def _as_rows(found: AffineMap) -> Rounded:
 
 
 def in_blocks(places: Tensor, width: int) -> Iterator[_Places]:
-    """Yield ascending places of rows in blocks of a limited number of entries; consecutive ones as slices."""
+    """Yield ascending indices of rows in blocks of limited size; consecutive indices as slices."""
     if not len(places):
         return
     for part in torch.split(places, max(1, _ENTRIES_AT_A_TIME // max(width, 1))):
@@ -200,7 +201,7 @@ def in_blocks(places: Tensor, width: int) -> Iterator[_Places]:
 
 
 def _comparable(stored: Tensor) -> Tensor:
-    """Return stored values in a dtype that can be compared: float8 cannot."""
+    """Return stored values in a dtype with comparison, unlike float8."""
     return stored.float() if stored.dtype.itemsize == 1 else stored
 
 
@@ -238,7 +239,7 @@ class RowVerdicts(NamedTuple):
 
 
 def compare_rows(one: RowMap, other: RowMap, rounded: Tensor) -> RowVerdicts:
-    """Compare each row of a map with the row of another map at the same place.
+    """Compare each row of a map with the row of another map at the same index.
 
     `rounded`: columns, and the biases as last entry, that a rewrite rounded; or one value for all of them.
     """
@@ -268,7 +269,7 @@ def explained_rows(one: RowMap, other: RowMap) -> Tensor:
     found = biases[0].numbers == biases[1].numbers
     if not bool(found.all()):
         found = excess(*biases, scale=pair.scale) <= 1
-    # A few columns first: they tell apart rows that have nothing in common.
+    # A few columns first: they differ in unrelated rows.
     for columns in (slice(0, _FIRST_COLUMNS), slice(_FIRST_COLUMNS, None)):
         for rows in in_blocks(_where(found), len(range(one.width)[columns])):
             found[rows] = pair.are_explained(rows, columns)
@@ -277,7 +278,7 @@ def explained_rows(one: RowMap, other: RowMap) -> Tensor:
 
 @final
 class _RowPair:
-    """Two maps with rows at the same places."""
+    """Two maps with corresponding rows at equal indices."""
 
     def __init__(self, one: RowMap, other: RowMap) -> None:
         self.one = one
@@ -308,7 +309,7 @@ class _RowPair:
             return (one == other).all(dim=1)
         share = MOST_TIMES * torch.finfo(known.dtype).eps / 4 * _CERTAIN
         allowed = (other if known is self.other else one).abs() * share
-        # The difference from an infinite value is no number, and not near.
+        # With an infinite value, the remainder is NaN or -inf: not near.
         return (allowed - (one - other).abs() >= 0).all(dim=1)
 
 
@@ -347,8 +348,8 @@ def differ_in_few(one: RowMap, other: RowMap) -> bool:
 def ignored_columns(ones: Sequence[RowMap], others: Sequence[RowMap]) -> Tensor:
     """Return for each column, and for the biases, whether stored rows ignore a change of norms or factors.
 
-    `ones`, `others`: maps of A and B with one input each. The rule is that of `rounded.left_alone`, over the
-    rows of all maps. Returns `[width + 1]`.
+    `ones`, `others`: maps of A and B, with a single input for each model. The rule is the rule of
+    `rounded.left_alone`, over the rows of all maps. Returns `[width + 1]`.
     """
     mine, theirs = ones[0], others[0]
     differ = (mine.gain != theirs.gain) | (mine.scale != theirs.scale)
@@ -361,7 +362,7 @@ def ignored_columns(ones: Sequence[RowMap], others: Sequence[RowMap]) -> Tensor:
 def _clearly_taken_up(ones: Sequence[RowMap], others: Sequence[RowMap]) -> Tensor:
     """Return True for columns in which most stored entries moved, and each move had to be stored.
 
-    The unit in the last digit of a value is at most an epsilon of it. So a factor that changes by more than
+    The unit in the last digit of a value is at most an epsilon of it. So a change of a factor by more than
     half an epsilon moves every value beyond its rounding.
     """
     dtypes = {own.dtype for own in ones}

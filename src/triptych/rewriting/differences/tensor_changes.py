@@ -53,7 +53,7 @@ def spacing(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def coarsest(numbers: Tensor) -> torch.dtype:
-    """Return the coarsest dtype of 16 bits or more that holds all entries of a tensor."""
+    """Return the coarsest dtype of 16 bits or more with exact values for all entries of a tensor."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if dtype.itemsize < numbers.dtype.itemsize and all(
             torch.equal(part.to(dtype).to(part.dtype), part)
@@ -115,7 +115,7 @@ def _is_scaled(after: Tensor, of_rows: Tensor, dtype: torch.dtype) -> bool:
     every = len(after) // _FEW_ROWS + 1
     for scales in (of_rows.amax().expand_as(of_rows), of_rows):
         scales = scales.clamp(min=torch.finfo(torch.float32).tiny)
-        # Some rows are compared first: few matrices have such numbers.
+        # Some rows are compared first: few matrices have such entries.
         if _on_multiples(after[::every].to(scales.dtype), scales[::every], dtype) and (
             _on_multiples(after.to(scales.dtype), scales, dtype)
         ):

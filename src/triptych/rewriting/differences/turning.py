@@ -91,7 +91,7 @@ def find_turn(one: Tensor, other: Tensor) -> Turn | None:
 
 
 def _rotation(one: Tensor, other: Tensor) -> Tensor:
-    """Return the orthogonal matrix that leads best from the rows of one table to the rows of another."""
+    """Return the best orthogonal matrix from the rows of one table to the rows of another."""
     left, _, right = torch.linalg.svd(_products(one, other))
     found: Tensor = left @ right
     return found
@@ -127,7 +127,7 @@ def _mean_rounding(one: Tensor, other: Tensor, dtype: torch.dtype) -> float:
 
 
 def _leads(turn: Turn, one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if rounding explains all that a turn leaves different between two tables."""
+    """Return True if rounding explains all differences between two tables after a rotation."""
     for mine, theirs in _in_parts(one, other):
         turned = turn.written(Rounded.stored(mine, dtype))
         # The arithmetic counts relative to the entries of these rows, never larger than all.

@@ -28,9 +28,9 @@ from triptych.running.text.tokenizers import Tokenizer
 from triptych.running.text.vocabularies import VOCABULARIES
 from triptych.untrusted import read_json, validated
 
-# A folder has a tokenizer if it has one of these.
+# Files of vocabularies: a folder with any of these files has a tokenizer.
 _VOCABULARIES = (TOKENIZER, "source.spm", *VOCABULARIES)
-# Files of tokenizers in any format; the Hub is asked for them one by one.
+# Files of tokenizers in any format; requested one after another from the Hub.
 _OF_TOKENIZERS = (*TOKENIZER_FILES, "source.spm", "target.spm", "target_vocab.json")
 
 
@@ -43,7 +43,8 @@ class TextSettings:
         tokenizers: tokenizers by their use: "tokenizer", or "source tokenizer" and "target tokenizer" of a
             translator with two; empty without a tokenizer.
         files: hashes of the tokenizer's files, by name.
-        unreadable: reason why a tokenizer cannot be read; "" if it can, or if the model has none.
+        unreadable: reason why a tokenizer cannot be read; "" for a readable tokenizer, or without a
+            tokenizer.
         generation: settings of generation with an effect, by name; empty if no file has any.
         generation_in: file of the settings of generation.
     """
@@ -75,7 +76,7 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 
 def _folder(source: Source) -> Path | None:
-    """Return the folder of the settings; None if it has none of their files."""
+    """Return the folder of the settings; None without any of their files."""
     found = [source.file(name) for name in (*_OF_TOKENIZERS, FILE)]
     return next((path.parent for path in found if path is not None), None)
 
@@ -133,7 +134,7 @@ def _read(source: Source, folder: Path) -> tuple[dict[str, Tokenizer], str]:
 def _generation(
     source: Source, folder: Path, tokenizers: Mapping[str, Tokenizer]
 ) -> dict[str, Any]:
-    """Return the settings of generation, with the tokens that texts begin and end with."""
+    """Return the settings of generation, with the start and end tokens of texts."""
     path = folder / FILE
     found = effective_settings(read_json(path) if path.exists() else {})
     try:

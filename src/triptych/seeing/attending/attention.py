@@ -553,9 +553,7 @@ class Attention:
         # The decoder of an encoder-decoder reads a produced token one position later.
         first_key = given + 1 if produced else given
         key_words, query_words = self._word_starts(stack.kind)
-        if (
-            produced
-        ):  # queries of the decoder are shown as the tokens that they produce, too
+        if produced:  # queries of the decoder are shown with their produced tokens, too
             _, query_words = self._word_starts("cross")
         return ViewedKind(
             stack.kind,

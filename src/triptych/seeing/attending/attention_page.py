@@ -84,7 +84,7 @@ class ViewedKind:
     # index of the first query token of a pair's second text; None for a single text
     second_query: int | None = None
     second_key: int | None = None  # the same for key tokens
-    # first token of each word that looks; None without words
+    # first token of each word of the queries; None without words
     query_words: tuple[int, ...] | None = None
     key_words: tuple[int, ...] | None = None  # the same for key tokens
 

@@ -171,7 +171,7 @@ class OverText:
             yield _worth_in_words(self.worth)
 
     def _maps(self) -> dict[str, Any]:
-        """Return the data of the map of layers × heads, which begins with the names of the heads."""
+        """Return the data of the map of layers × heads, beginning with the names of the heads."""
         figures = _shown_figures(self.layers)
         titles = [figure.title for figure in FIGURES if figure.names_head]
         names = {

@@ -83,7 +83,7 @@ def render_heads(
 ) -> str:
     """Render the HTML of a page.
 
-    `summary` has a heading, a description and the findings of each checkpoint, side by side above the maps;
+    `summary` has a heading, a description and the findings of each checkpoint, in columns above the maps;
     `tables` are next to the maps, `more_tables` and `notes` (heading and sentences) below the chosen head.
     """
     groups: dict[str, list[str]] = {}

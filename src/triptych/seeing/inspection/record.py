@@ -649,7 +649,7 @@ def _count_of(number: int, name: str) -> str:
 
 
 def heads_page(inspections: Sequence[Inspection], command: str) -> str:
-    """Make the page of one checkpoint, or of several checkpoints side by side."""
+    """Make the page of one checkpoint, or of several checkpoints in columns."""
     names = [short_name(inspection.name) for inspection in inspections]
     are_several = len(names) > 1
     facts = [("command", command), *(("checkpoint", one.name) for one in inspections)]
@@ -691,7 +691,7 @@ def heads_page(inspections: Sequence[Inspection], command: str) -> str:
 def _averages_together(
     inspections: Sequence[Inspection], names: Sequence[str]
 ) -> Table:
-    """Return the tables of averages of one or several checkpoints as one table, with a column for each."""
+    """Return the averages of one or several checkpoints as one table, with one column per checkpoint."""
     found = [averages(inspection) for inspection in inspections]
     if len(found) == 1:
         of_one = ("figure", "here", "random", "note")
@@ -700,7 +700,7 @@ def _averages_together(
     titles = dict.fromkeys(chain.from_iterable(by_title))
     nothing = ("", "", "")
     cells = {title: [of.get(title, nothing) for of in by_title] for title in titles}
-    # Random weights of one shape have one value: a single column then says it for all checkpoints.
+    # Random weights of one shape have one value: a single column is then enough for all checkpoints.
     is_shared = all(
         len({random for _, random, _ in of if random}) <= 1 for of in cells.values()
     )

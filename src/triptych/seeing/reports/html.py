@@ -127,7 +127,7 @@ def render_report(report: Report) -> str:
 
 
 def _samples(samples: Sequence[TranslationSample], *, is_judged: bool) -> Table:
-    """Return the table of samples; with `is_judged`, a column marks translations equal to their reference."""
+    """Return the table of samples; if `is_judged`, a column marks translations equal to their reference."""
     judged = [sample.is_exact for sample in samples if sample.is_exact is not None]
     marks = {None: "", True: "✓", False: "✗"}
     found = Table(

@@ -35,7 +35,7 @@ _AXES = {
     "flops": "operations of training (FLOPs)",
     "seconds": "seconds of training",
 }
-# Relative difference of factors between two axes that is not visible in a chart.
+# Largest invisible relative difference of factors between two axes of a chart.
 _SAME_FACTOR = 0.01
 Lines = tuple[tuple[str, tuple[Interval, ...]], ...]
 _COSTS = {
@@ -52,7 +52,7 @@ _LEAST_DOTS = 3
 
 def write_study_page(outcome: Outcome, path: Path) -> None:
     """Write the report of a study as one self-contained HTML file."""
-    # The first table is of the deciding metric; the first curve is over the axis that the budget holds equal.
+    # The first table is of the deciding metric; the first curve is over the axis of equal budget.
     quality, *others = tables(outcome)
     curves = _loss_curves(outcome)
     report = Report(
@@ -146,7 +146,7 @@ def _study_facts(outcome: Outcome) -> list[tuple[str, str]]:
 def _loss_curves(outcome: Outcome) -> list[CurveChart]:
     """Return charts of validation loss against `_AXES`: a line per trained variant with its interval.
 
-    The first chart is over the axis that the budget holds equal, or over updates.
+    The first chart is over the axis of equal budget, or over updates.
     """
     # A chart without points is left out: operations of a checkpoint's model are unknown.
     histories = {

@@ -244,7 +244,7 @@ def conclusions(outcome: Outcome) -> list[str]:
 
 
 def verdict(outcome: Outcome) -> str:
-    """Return the answer of a study in one sentence: which variants differ by the deciding metric."""
+    """Return the answer of a study in one sentence: better and worse variants by the deciding metric."""
     metric = outcome.study.metrics[0]
     baseline = outcome.study.baseline_name
     found = compared(outcome, metric)
