@@ -65,7 +65,7 @@ def different_fields(
 
 
 def _part_in_words(value: Any) -> str:
-    """Return words for a part of a model that is in one of two models."""
+    """Return words for a part present in only one model."""
     if value is None:
         return "absent"
     return "present" if is_dataclass(value) else _in_words(value)
@@ -203,7 +203,7 @@ def _plain_units(config: FeedForwardConfig) -> FeedForwardConfig:
 
 
 def different_factors(one: Side, other: Side) -> Iterator[SettingDifference]:
-    """Yield the factors that differ, such as the scale of attention, each of which a map may take up."""
+    """Yield the different factors of two models, such as the scale of attention."""
     theirs = dict(_factors(other))
     for name, factor in _factors(one):
         if name in theirs and not same_number(factor, theirs[name]):

@@ -62,7 +62,7 @@ _MOST_WAYS = 3
 _FEW = 0.01  # share of the entries of a tensor
 # Fields with the number of layers.
 _OF_LAYERS = ("blocks", "encoder.blocks", "decoder.blocks")
-# Ends of the names of fields for stored tensors; layers have further ones.
+# Ends of the names of fields for stored tensors; layers have further names.
 _LEARNED = ("_weight", "_bias")
 # Words for heads by the names of their settings.
 _HEADS = {"head": "one that predicts tokens", "task": "one for a task"}
@@ -138,7 +138,7 @@ def find_changes(
     if unexplained:
         changes += _stale_shard(pair) or _training(unexplained, equal)
     settings = found.settings
-    # Maps may have taken up a factor, and are scaled then.
+    # A factor may be absorbed by scaled maps.
     if not (moved or unexplained or any(one.kind == "scaled" for one in explained)):
         settings += in_short([*different_factors(pair.a, pair.b)])
     return (*_configuration(pair, settings), *changes)
@@ -194,7 +194,7 @@ def _of_attention(
             if name not in after:
                 continue
             side = name.removeprefix(pair.a.attention_name(place)).split(".")[1]
-            if side not in SIDES:  # a norm of heads or a table of positions is no map
+            if side not in SIDES:  # such as a norm of heads or a table of positions
                 yield _flat(name, tensor, after[name], third.get(name))
                 continue
             heads, heads_after = (
@@ -218,7 +218,7 @@ def _of_attention(
 
 
 def _flat(name: str, before: Tensor, after: Tensor, third: Tensor | None) -> _Compared:
-    """Return a tensor that is no map as a vector."""
+    """Return a tensor other than a map as a vector."""
     vector = None if third is None else third.flatten()
     return _Compared(name, before.flatten(), after.flatten(), third=vector)
 
@@ -233,7 +233,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _experts(one: _Compared) -> Iterator[_Compared]:
-    """Yield the maps of the experts that differ one by one; a tensor of another kind unchanged."""
+    """Yield the different maps of experts one by one; a tensor without experts is unchanged."""
     if one.before.ndim < 3 or one.before.shape != one.after.shape:
         yield one
         return
@@ -515,7 +515,7 @@ def _configuration(pair: Pair, found: Iterable[SettingDifference]) -> list[Chang
 
 
 def _learned(pair: Pair) -> tuple[str, ...]:
-    """Return the ends of the names of settings that are stored tensors, such as "_bias_table"."""
+    """Return the ends of the names of settings for stored tensors, such as "_bias_table"."""
     found = dict.fromkeys(_LEARNED)
     for side in pair:
         for place in side.places:

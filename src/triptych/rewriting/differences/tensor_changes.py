@@ -53,7 +53,7 @@ def spacing(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def coarsest(numbers: Tensor) -> torch.dtype:
-    """Return the coarsest dtype of 16 bits or more that holds all entries of a tensor."""
+    """Return the coarsest dtype of at least 16 bits with all entries of a tensor."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if dtype.itemsize < numbers.dtype.itemsize and all(
             torch.equal(part.to(dtype).to(part.dtype), part)

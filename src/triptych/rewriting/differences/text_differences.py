@@ -1,6 +1,6 @@
 """Differences between two models in how texts are read and continued: tokenizers and generation settings.
 
-They say nothing about the weights. Two models of one function answer a text differently if their tokenizers
+They are independent of the weights: two models of one function answer a text differently if their tokenizers
 differ.
 """
 
@@ -41,7 +41,7 @@ class TextsCompared(NamedTuple):
     """Sentences on two models' tokenizers, chat templates and generation settings."""
 
     found: tuple[str, ...] = ()  # differences
-    notes: tuple[str, ...] = ()  # what is the same, or not compared
+    notes: tuple[str, ...] = ()  # sentences on the scope of the comparison
 
 
 def compare_text_settings(a: Source, b: Source) -> TextsCompared:
@@ -66,7 +66,7 @@ class _Comparison:
         self.other = other
         self.found = list[str]()
         self.notes = list[str]()
-        self.same = list[str]()  # what was compared and is the same
+        self.same = list[str]()  # names of compared, equal settings
 
     def difference(self) -> TextsCompared:
         self._tokenizers()
@@ -160,7 +160,7 @@ def _settings_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterato
 def _differences(
     one: Tokenizer, other: Tokenizer, records: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
-    """Yield the differences of two tokenizers: of their tokens, of named tokens, and of texts."""
+    """Yield the differences of two tokenizers, in tokens, named tokens and texts."""
     if records[0] == records[1]:
         return
     if type(one) is type(other):
@@ -229,7 +229,7 @@ def _different_parts(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[s
 
 
 def _first_line_apart(one: str, other: str) -> int:
-    """Return the number, from 1 on, of the first line that differs."""
+    """Return the number of the first different line, counted from 1."""
     lines = [text.splitlines() for text in (one, other)]
     pairs = zip(*lines, strict=False)
     shared = min(map(len, lines))

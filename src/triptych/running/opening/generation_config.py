@@ -255,7 +255,7 @@ class GenerationConfig:
 
 
 def effective_settings(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a file that can change the output, whether supported here or not."""
+    """Return the settings of a file with an effect on the output, supported here or not."""
     return {
         name: value
         for name, value in record.items()
@@ -300,7 +300,7 @@ def _ends_of(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _is_unknown(name: str, value: Any) -> bool:
-    """Return True for a setting that is set, and of which nothing is known."""
+    """Return True for an unknown setting with a value."""
     is_set = not (value is None or value is False or value == [])
     return is_set and name not in _KINDS and name not in _NOT_FOLLOWED
 

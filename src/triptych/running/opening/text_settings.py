@@ -43,7 +43,7 @@ class TextSettings:
         tokenizers: tokenizers by their use: "tokenizer", or "source tokenizer" and "target tokenizer" of a
             translator with two; empty without a tokenizer.
         files: hashes of the tokenizer's files, by name.
-        unreadable: reason why a tokenizer cannot be read; "" if it can, or if the model has none.
+        unreadable: reason why a tokenizer cannot be read; "" without a reason.
         generation: settings of generation with an effect, by name; empty if no file has any.
         generation_in: file of the settings of generation.
     """
@@ -75,7 +75,7 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 
 def _folder(source: Source) -> Path | None:
-    """Return the folder of the settings; None if it has none of their files."""
+    """Return the folder of the settings; None without such files."""
     found = [source.file(name) for name in (*_OF_TOKENIZERS, FILE)]
     return next((path.parent for path in found if path is not None), None)
 
