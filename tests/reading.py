@@ -20,32 +20,33 @@ from pathlib import Path
 SOURCE = Path(__file__).parent.parent / "src"
 
 # The largest value that each figure may have. After a change that makes a figure better, its new value
-# goes here, rounded up: ceilings only fall. The three counts of lines that are marked rose once, with a verb,
-# pairs and labels of texts, adapters by their names and layers of torch.
+# goes here, rounded up: ceilings only fall. The three counts of lines that are marked rose with a verb, pairs
+# and labels of texts, adapters by their names and layers of torch; two of them again, by 44 and 56 lines, with
+# the heads of tasks of every family and encoders alone.
 CEILINGS: Mapping[str, float] = {
-    "reading set of load: lines": 14_400,  # rose
+    "reading set of load: lines": 14_450,  # rose
     "reading set of load: modules": 48,
     "import closure of the module of Model: lines": 1_700,  # rose
     "import closure of the module of Model: modules": 5,
-    "import closure of core/checkpoints/stored_models.py: lines": 20_000,  # rose
+    "import closure of core/checkpoints/stored_models.py: lines": 20_060,  # rose
     "import closure of core/checkpoints/stored_models.py: modules": 66,
     "code tokens a code line": 7.8,
     "packed assignments per 1,000 lines": 1.0,
-    "comprehensions of two loops or more": 26,
+    "comprehensions of two loops or more": 25,
     "functions of 15 lines or more with a comment inside, %": 65,
     "functions that are one return or less, per 1,000 lines": 14.7,
     "one-way pairs of packages used": 24,
-    "prose: clauses of one of the kinds below, %": 4,
-    "prose: docstrings that begin with What, Whether, Why, How or Where": 8,
-    "prose: relative clause, per 1,000 clauses": 7,
-    "prose: noun clause, per 1,000 clauses": 1.6,
-    "prose: preposition fragment, per 1,000 clauses": 10.6,
-    "prose: pronoun without its noun, per 1,000 clauses": 4.5,
-    "prose: everyday verb, per 1,000 clauses": 4.1,
-    "prose: home-made noun, per 1,000 clauses": 4.5,
-    "prose: negated noun, per 1,000 clauses": 2.1,
-    "prose: as X has it, per 1,000 clauses": 0.6,
-    "prose: trailing apposition, per 1,000 clauses": 3.8,
+    "prose: clauses of one of the kinds below, %": 3.2,
+    "prose: docstrings that begin with What, Whether, Why, How or Where": 7,
+    "prose: relative clause, per 1,000 clauses": 6.1,
+    "prose: noun clause, per 1,000 clauses": 1.4,
+    "prose: preposition fragment, per 1,000 clauses": 9.6,
+    "prose: pronoun without its noun, per 1,000 clauses": 4.2,
+    "prose: everyday verb, per 1,000 clauses": 3.7,
+    "prose: home-made noun, per 1,000 clauses": 4,
+    "prose: negated noun, per 1,000 clauses": 1.8,
+    "prose: as X has it, per 1,000 clauses": 0.5,
+    "prose: trailing apposition, per 1,000 clauses": 3.4,
 }
 # Figures that are better when they are larger: their ceiling is a floor, and it only rises.
 AT_LEAST = {"functions of 15 lines or more with a comment inside, %"}
