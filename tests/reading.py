@@ -21,8 +21,8 @@ SOURCE = Path(__file__).parent.parent / "src"
 
 # The largest value that each figure may have. After a change that makes a figure better, its new value
 # goes here, rounded up: ceilings only fall. The three counts of lines that are marked rose with a verb, pairs
-# and labels of texts, adapters by their names and layers of torch; two of them again, by 44 and 56 lines, with
-# the heads of tasks of every family and encoders alone.
+# and labels of texts, adapters by their names and layers of torch; two of them again, by 44 and 56 lines,
+# with the heads of tasks of every family and encoders alone.
 CEILINGS: Mapping[str, float] = {
     "reading set of load: lines": 14_450,  # rose
     "reading set of load: modules": 48,
