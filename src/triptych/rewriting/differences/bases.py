@@ -145,10 +145,12 @@ def check_identity(a: Factors, b: Factors) -> FoundBasis:
 def _excess_in_place(one: Rounded, other: Rounded) -> Tensor:
     """Return the largest excess of each head's factor; only of its first rows if they exceed the rounding."""
     scale = torch.maximum(largest(one.numbers), largest(other.numbers))
-    first, rest = slice(0, _FIRST_ROWS), slice(_FIRST_ROWS, None)
+    first = slice(0, _FIRST_ROWS)
+    rest = slice(_FIRST_ROWS, None)
     found = excess(one[:, first], other[:, first], scale=scale).amax(dim=(-2, -1))
     for head in (found <= 1).nonzero().flatten().tolist():
-        mine, theirs = one[head, rest], other[head, rest]
+        mine = one[head, rest]
+        theirs = other[head, rest]
         if mine.numbers.numel():
             beyond = excess(mine, theirs, scale=scale).amax()
             found[head] = torch.maximum(found[head], beyond)

@@ -404,7 +404,8 @@ class _UnitSearch:
         return Rounded.stored(view.tensors[name], dtype_of(self.a, self.b, name))
 
     def _rows(self, view: FeedForwardView, part: str) -> RowMap:
-        weight, bias = f"{part}.weight", f"{part}.bias"
+        weight = f"{part}.weight"
+        bias = f"{part}.bias"
         own = RowMap(
             view.tensors[weight], dtype_of(self.a, self.b, weight), read=view.read
         )

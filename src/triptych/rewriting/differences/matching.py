@@ -98,7 +98,8 @@ def _one_by_one(a: Tensor, b: Tensor) -> Match:
         own, other, distances = _mutual(a[rows], b[columns], size, (rows, columns))
         partners[rows[own]] = columns[other]
         found[rows[own]] = distances
-        rows, columns = _without(rows, own), _without(columns, other)
+        rows = _without(rows, own)
+        columns = _without(columns, other)
     return Match(partners.tolist(), found.tolist())
 
 

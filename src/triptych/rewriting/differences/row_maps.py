@@ -351,7 +351,8 @@ def ignored_columns(ones: Sequence[RowMap], others: Sequence[RowMap]) -> Tensor:
     `ones`, `others`: maps of A and B, with a single input for each model. The rule is the rule of
     `rounded.left_alone`, over the rows of all maps. Returns `[width + 1]`.
     """
-    mine, theirs = ones[0], others[0]
+    mine = ones[0]
+    theirs = others[0]
     differ = (mine.gain != theirs.gain) | (mine.scale != theirs.scale)
     found = differ & ~_clearly_taken_up(ones, others)
     for columns in torch.split(_where(found), _FIRST_COLUMNS):

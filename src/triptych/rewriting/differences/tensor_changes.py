@@ -82,7 +82,8 @@ def rounded_to(before: Tensor, after: Tensor) -> str | None:
     of_rows = after.abs().amax(dim=-1, keepdim=True).to(wide)
     for name, largest in _LARGEST.items():
         if _is_scaled(after, of_rows / largest, FORMATS[name]):
-            before, after = before.to(wide), after.to(wide)
+            before = before.to(wide)
+            after = after.to(wide)
             scale = after.abs().amax(dim=-1, keepdim=True) / largest
             if _is_near(
                 before, after, scale * largest * torch.finfo(FORMATS[name]).eps
@@ -318,7 +319,8 @@ def _share(held: Tensor) -> float:
 
 def _rounding_of_sum(before: Tensor, after: Tensor, stored: torch.dtype) -> Tensor:
     """Return the variances of the rounding of `after`, a sum, and perhaps of the product in it."""
-    before, after = before.double(), after.double()
+    before = before.double()
+    after = after.double()
     found = spacing(torch.maximum(before.abs(), after.abs()), stored).square() / 12
     found += _TERMS * spacing(after - before, torch.float32).square() / 12
     return found
@@ -543,7 +545,8 @@ def scaled(before: Tensor, after: Tensor, stored: torch.dtype) -> float | None:
         return None
     factor = None
     for mine, theirs in _part_and_all(before, after):
-        old, new = mine.double(), theirs.double()
+        old = mine.double()
+        new = theirs.double()
         energy = float(old.square().sum())
         if not energy:
             return None
@@ -568,7 +571,8 @@ def is_spread(before: Tensor, after: Tensor, most: float) -> bool:
     Training changes matrices in this way. A permutation of heads changes some rows completely.
     """
     if before.ndim < 2:
-        before, after = before.reshape(-1, 1), after.reshape(-1, 1)
+        before = before.reshape(-1, 1)
+        after = after.reshape(-1, 1)
     sizes = norms_of_rows(before, after)
     shares = sizes.change / sizes.before.clamp(min=1e-30)
     return (
