@@ -65,7 +65,8 @@ def test_what_does_not_go_together_is_a_usage_error(
 def test_a_run_becomes_one_page_for_the_web(triptych: Command, small_run: Path, tmp_path: Path) -> None:
     answer = triptych("convert", small_run, "--to", "web", "-o", tmp_path / "page.html").done()
     lines = answer.out.splitlines()
-    assert lines[1].startswith("checked: logits of the weights on the page: largest difference ")
+    assert lines[1] == "made to fit: 10 sentences of held-out text for the loss"
+    assert lines[2].startswith("checked: logits of the weights on the page: largest difference ")
     assert lines[-1].startswith(f"written: {tmp_path / 'page.html'} (encoder-decoder, ")
     assert b'id="model-here"' in (tmp_path / "page.html").read_bytes()
 

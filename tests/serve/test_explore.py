@@ -267,8 +267,11 @@ def test_a_switch_changes_the_row_the_text_and_the_link_and_goes_back(tab: Page,
     opened(tab, served, "#decoder.1.0.2&model=gpt&text=The+cat+sat")
     assert text_of(tab, "#row-name").startswith("One row, step by step: head 1.0 at ")
     before = text_of(tab, "#keys")
+    of_unchanged = "document.getElementById('of-unchanged').checkVisibility()"
+    assert not tab.value(of_unchanged)
     tab.point_at("[data-calls='[\"even(1.0)\"]']", click=True)
     wait_for(tab, "document.getElementById('after-text') !== null")
+    assert tab.value(of_unchanged)
     wait_for(tab, SETTLED)
     cells = "[...document.querySelectorAll('#keys td[data-term=weights]')].map((td) => td.textContent)"
     assert tab.value(cells)[:3] == ["0.333"] * 3
@@ -317,6 +320,9 @@ def test_what_the_model_refuses_is_said_and_the_switch_goes_back(tab: Page, serv
     tab.point_at('[data-calls*="W_Q, W_K"]', click=True)
     wait_for(tab, "!document.getElementById('problem').hidden")
     assert "in cross-attention queries read the decoder's stream" in text_of(tab, "#problem")
+    place = "document.getElementById('problem').getBoundingClientRect()"
+    top, bottom, height = tab.value(f"(({{ top, bottom }}) => [top, bottom, innerHeight])({place})")
+    assert 0 <= top < bottom <= height
     assert tab.value("document.querySelectorAll('#switches [aria-pressed=true]').length") == 0
     assert "K and V are the source's" in text_of(tab, "#whose")
 

@@ -350,6 +350,7 @@ class Explorer {
     const chips = this.changes.map((call) => make("button", { type: "button", class: "chip", "data-remove": call, title: call, "aria-label": `undo ${inWords(call)}` }, `${inWords(call)} ✕`));
     if (chips.length) chips.push(make("button", { type: "button", "data-remove": "*" }, "undo all"));
     byId("changes").replaceChildren(...chips);
+    byId("of-unchanged").hidden = !this.changes.length;
   }
   // Sliders of the ranks of the two forms
   ranks(about, place) {
