@@ -159,6 +159,7 @@ def _write(folder: Path, sizes: dict[str, int]) -> int:
     folder.mkdir()
     config = {
         "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
         "hidden_size": sizes["d"],
         "intermediate_size": sizes["ff"],
         "num_hidden_layers": sizes["layers"],
