@@ -68,9 +68,8 @@ from triptych.running.decoding import (
 from triptych.running.opening import Reader
 from triptych.running.options import Options, require_ctranslate2
 
-_BATCH_TOKENS = (
-    512  # source tokens searched together: more of them outgrow the caches of a core
-)
+# Source tokens searched together: larger batches outgrow the caches of a core.
+_BATCH_TOKENS = 512
 _MOST_KEPT = 4  # converted models of one configuration in the cache folder
 _COMPUTE_TYPES: dict[Precision, str] = {
     "fp32": "float32",
