@@ -321,7 +321,7 @@ class _UnitSearch:
             self.found.differ_in_size("the widths of what is read or written differ")
             return
         if (one.gate is None) != (other.gate is None):
-            self.found.reasons.append("one layer is gated and the other is not")
+            self.found.differ_in_size("one layer is gated and the other is not")
             return
         if len(one.inner) != len(other.inner):
             self.found.differ_in_size(
