@@ -19,7 +19,7 @@ from small_checkpoints import with_words
 from triptych.core.checkpoints.stored_models import load_language_model
 from triptych.errors import TriptychError
 from triptych.model import load
-from triptych.rewriting.differences import matching
+from triptych.rewriting.differences import matching, turning
 from triptych.rewriting.differences.bases import Factors, check_basis, solve_basis
 from triptych.rewriting.differences.comparing_models import compare
 from triptych.rewriting.differences.difference_records import Difference
@@ -341,6 +341,29 @@ def test_models_of_other_depths_or_unrelated_weights_are_different(llama: Path, 
     found = difference(llama, tmp_path / "other")
     assert found.verdict == "different"
     assert found.reasons
+
+
+@pytest.mark.parametrize("rounded", [torch.float32, torch.bfloat16])
+def test_another_basis_found_from_some_rows_is_that_of_all_rows(
+    rounded: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(6)
+    table = torch.randn(200, 8, generator=generator).to(rounded)
+    basis, _ = torch.linalg.qr(torch.randn(8, 8, generator=generator).double())
+    angle = torch.tensor(0.02).double()
+    small = torch.eye(8).double()
+    small[:2, :2] = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).view(2, 2)
+    trained = table.double() + 0.05 * torch.randn(200, 8, generator=generator).double()
+    others = (table.double() @ basis, table.double() @ small, table.double(), trained)
+    found = {}
+    for sampled in (turning._SAMPLED, 10**6):  # some rows first, and all rows at once
+        monkeypatch.setattr(turning, "_SAMPLED", sampled)
+        found[sampled] = [turning.find_turn(table, other.to(rounded)) for other in others]
+    some, every = found.values()
+    assert [turn is not None for turn in every] == [True, True, False, False]
+    for one, other in zip(some, every, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or torch.equal(one.matrix, other.matrix)
 
 
 def test_a_basis_between_factors_of_other_widths_is_found() -> None:
