@@ -510,7 +510,7 @@ class _UnitSearch:
         # A unit is like a head of width 1: multiply its inner map by c, divide its outer map by c.
         found = [
             self._are_scaled(*(_ScaledUnits.of(units, rows) for units in (one, other)))
-            for rows in in_blocks(one.inner.places, one.inner.width)
+            for rows in in_blocks(one.inner.indices, one.inner.width)
         ]
         same = torch.cat(found)
         if bool(same.any()):
