@@ -1,14 +1,11 @@
 """`triptych diff` on pairs of a model of 1 B parameters: verdict, seconds, memory."""
 
 import json
-import os
 import shutil
 import statistics
-import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,34 +13,13 @@ from torch import Tensor
 
 from benchmarks.harness.command import Command
 from benchmarks.harness.machine import cores
+from benchmarks.harness.ours import run_ours
 from benchmarks.harness.page import Page
 
 # A Llama of 1 B parameters in bfloat16.
 _SIZES = {"layers": 16, "d": 2048, "ff": 8192, "heads": 32, "key_heads": 8, "words": 32000}
 _QUICK = {"layers": 2, "d": 256, "ff": 1024, "heads": 8, "key_heads": 2, "words": 2000}
 PAIRS = ("a copy", "the exact rewrites", "hidden units in another order", "5 % of noise in all tensors")
-# The whole command, and the most memory that it had.
-_RUN = """
-import sys
-from pathlib import Path
-from triptych.cli.main import run
-peak, *sys.argv[1:] = sys.argv[1:]
-sys.argv[0] = "triptych"
-try:
-    run()
-finally:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    Path(peak).write_text(next(line for line in lines if "VmHWM" in line))
-"""
-
-
-class _Ended(NamedTuple):
-    """A command of ours that ended."""
-
-    code: int
-    said: str
-    seconds: float
-    peak_bytes: int
 
 
 def measure(command: Command) -> Page:
@@ -65,9 +41,8 @@ def _measured(command: Command, place: Path) -> dict[str, list[dict[str, Any]]]:
         other = place / "b"
         _make(command, pair, place / "a", other)
         for _ in range(command.rounds):
-            ended = _ours(command, "diff", str(place / "a"), str(other), "--json")
-            if ended.code not in (0, 1):
-                raise RuntimeError(f"triptych diff of {pair} ended with {ended.code}: {ended.said}")
+            words = ("diff", str(place / "a"), str(other), "--json")
+            ended = run_ours(command, *words, threads=command.threads, codes=(0, 1))
             one = {"verdict": json.loads(ended.said)["verdict"], "seconds": ended.seconds}
             found.setdefault(pair, []).append({**one, "peak_bytes": ended.peak_bytes})
         shutil.rmtree(other)
@@ -99,26 +74,11 @@ def _page(
     )
 
 
-def _ours(command: Command, *arguments: str) -> _Ended:
-    peak = command.work / "peak"
-    started = time.perf_counter()
-    child = subprocess.run(
-        [str(command.python), "-c", _RUN, str(peak), *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": str(command.threads)},
-    )
-    seconds = time.perf_counter() - started
-    return _Ended(child.returncode, child.stdout, seconds, int(peak.read_text().split()[1]) * 2**10)
-
-
 def _make(command: Command, pair: str, source: Path, target: Path) -> None:
     """Write the second model of a pair."""
     if pair == "the exact rewrites":
-        ended = _ours(command, "rewrite", str(source), "--out", str(target), "--exact")
-        if ended.code:
-            raise RuntimeError(f"triptych rewrite ended with {ended.code}: {ended.said}")
+        words = ("rewrite", str(source), "--out", str(target), "--exact")
+        run_ours(command, *words, threads=command.threads)
         return
     changes: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
         "a copy": lambda tensors: tensors,

@@ -4,8 +4,6 @@ import json
 import shutil
 import statistics
 import struct
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.harness.command import Command
+from benchmarks.harness.ours import run_ours
 from benchmarks.harness.page import Page
 from benchmarks.harness.race import Contender, Race
 from benchmarks.harness.turns import WorkerError
@@ -22,19 +21,6 @@ WAYS = ("triptych", "plain read", "WeightWatcher", "dense")
 LAYERS, HEADS, KEY_HEADS, D_K = 24, 16, 16, 128
 # One whose files are holes: 20 GB that take no room.
 _LARGE = {"layers": 80, "heads": 64, "key_heads": 8, "d_k": 128}
-# The whole command, and the most memory that it had.
-_INSPECT = """
-import sys
-from pathlib import Path
-from triptych.cli.main import run
-folder, peak = sys.argv[1:]
-sys.argv = ["triptych", "inspect", folder, "--json"]
-try:
-    run()
-finally:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    Path(peak).write_text(next(line for line in lines if "VmHWM" in line))
-"""
 
 
 def measure(command: Command) -> Page:
@@ -170,19 +156,10 @@ def _large(command: Command) -> dict[str, Any]:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     config = _config(sizes["layers"], sizes["heads"], sizes["key_heads"], sizes["d_k"])
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    started = time.perf_counter()
-    peak_file = command.work / "peak"
-    child = subprocess.run(
-        [str(command.python), "-c", _INSPECT, str(folder), str(peak_file)],
-        stdout=subprocess.DEVNULL,
-        check=False,
-    )
-    seconds = time.perf_counter() - started
+    ended = run_ours(command, "inspect", str(folder), "--json")
     shutil.rmtree(folder)
-    if child.returncode:
-        raise RuntimeError(f"inspect of the large checkpoint ended with {child.returncode}")
-    peak = int(peak_file.read_text(encoding="utf-8").split()[1]) / 2**10
-    return {**sizes, "shards": sizes["layers"], "bytes": total, "seconds": seconds, "peak_mb": peak}
+    peak = ended.peak_bytes / 2**20
+    return {**sizes, "shards": sizes["layers"], "bytes": total, "seconds": ended.seconds, "peak_mb": peak}
 
 
 def _write_holes(path: Path, shapes: dict[str, tuple[int, ...]]) -> int:

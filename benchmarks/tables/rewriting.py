@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.harness.command import Command
 from benchmarks.harness.machine import cores
+from benchmarks.harness.ours import run_ours
 from benchmarks.harness.page import Page
 
 # Layers as OPT-30B has them, as many as make 20 GB.
@@ -25,19 +26,6 @@ _QUICK = {"layers": 3, "heads": 8, "d": 1024, "ff": 4096, "words": 50272}
 STEPS = ("fold_norm", "fold_value_bias")
 # What is asked for: peak memory in largest tensors and bytes besides, and the share of the copy's rate.
 _MOST_TENSORS, _MOST_BESIDES, _LEAST_RATE = 3, 1e9, 0.5
-# The whole command, and the most memory that it had.
-_RUN = """
-import sys
-from pathlib import Path
-from triptych.cli.main import run
-peak, *sys.argv[1:] = sys.argv[1:]
-sys.argv[0] = "triptych"
-try:
-    run()
-finally:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    Path(peak).write_text(next(line for line in lines if "VmHWM" in line))
-"""
 
 
 def measure(command: Command) -> Page:
@@ -71,7 +59,7 @@ def _measured(command: Command, place: Path) -> dict[str, Any]:
             if way == "rewrite" and last:
                 cold = _drop_caches()
                 started = time.perf_counter()
-                peak = _command(command, "verify", str(target), "--against", str(source))
+                peak = run_ours(command, "verify", str(target), "--against", str(source)).peak_bytes
                 found["verify"] = {"seconds": time.perf_counter() - started, "peak_bytes": peak}
             shutil.rmtree(target)
         command.tell(
@@ -136,18 +124,7 @@ def _copy(command: Command, source: Path, target: Path) -> int:
 
 def _rewrite(command: Command, source: Path, target: Path) -> int:
     steps = [part for step in STEPS for part in ("--do", step)]
-    return _command(command, "rewrite", str(source), "--out", str(target), *steps)
-
-
-def _command(command: Command, *arguments: str) -> int:
-    """A command of ours to its end; the most bytes that it had in memory."""
-    peak = command.work / "peak"
-    child = subprocess.run(
-        [str(command.python), "-c", _RUN, str(peak), *arguments], stdout=subprocess.DEVNULL, check=False
-    )
-    if child.returncode:
-        raise RuntimeError(f"triptych {arguments[0]} of the large checkpoint ended with {child.returncode}")
-    return int(peak.read_text(encoding="utf-8").split()[1]) * 2**10
+    return run_ours(command, "rewrite", str(source), "--out", str(target), *steps).peak_bytes
 
 
 def _drop_caches() -> bool:

@@ -19,9 +19,11 @@ from small_checkpoints import with_words
 from triptych.core.checkpoints.stored_models import load_language_model
 from triptych.errors import TriptychError
 from triptych.model import load
-from triptych.rewriting.differences import matching
+from triptych.rewriting.differences import matching, turning
+from triptych.rewriting.differences.bases import Factors, check_basis, solve_basis
 from triptych.rewriting.differences.comparing_models import compare
 from triptych.rewriting.differences.difference_records import Difference
+from triptych.rewriting.differences.rounded import Rounded
 from triptych.rewriting.functions import (
     EXACT,
     DropKeyBias,
@@ -339,6 +341,60 @@ def test_models_of_other_depths_or_unrelated_weights_are_different(llama: Path, 
     found = difference(llama, tmp_path / "other")
     assert found.verdict == "different"
     assert found.reasons
+
+
+@pytest.mark.parametrize("rounded", [torch.float32, torch.bfloat16])
+def test_another_basis_found_from_some_rows_is_that_of_all_rows(
+    rounded: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(6)
+    table = torch.randn(200, 8, generator=generator).to(rounded)
+    basis, _ = torch.linalg.qr(torch.randn(8, 8, generator=generator).double())
+    angle = torch.tensor(0.02).double()
+    small = torch.eye(8).double()
+    small[:2, :2] = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).view(2, 2)
+    trained = table.double() + 0.05 * torch.randn(200, 8, generator=generator).double()
+    others = (table.double() @ basis, table.double() @ small, table.double(), trained)
+    found = {}
+    for sampled in (turning._SAMPLED, 10**6):  # some rows first, and all rows at once
+        monkeypatch.setattr(turning, "_SAMPLED", sampled)
+        found[sampled] = [turning.find_turn(table, other.to(rounded)) for other in others]
+    some, every = found.values()
+    assert [turn is not None for turn in every] == [True, True, False, False]
+    for one, other in zip(some, every, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or torch.equal(one.matrix, other.matrix)
+
+
+def test_a_basis_between_factors_of_other_widths_is_found() -> None:
+    generator = torch.Generator().manual_seed(4)
+    left, right = (torch.randn(3, 20, 2, generator=generator).double() for _ in range(2))
+    wider = torch.randn(3, 2, 7, generator=generator).double()
+    a = Factors(*(Rounded.stored(own.float()) for own in (left @ wider, right @ torch.linalg.pinv(wider).mT)))
+    b = Factors(*(Rounded.stored(own.float()) for own in (left, right)))
+    assert bool(check_basis(a, b, solve_basis(a, b)).explained.all())
+    moved = left.float().clone()
+    moved[1, 3, 0] += 1e-3
+    other = Factors(Rounded.stored(moved), b.right)
+    assert check_basis(a, other, solve_basis(a, other)).explained.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_models_with_layers_of_one_kind_in_common_are_related(name: str, tmp_path: Path) -> None:
+    source = made(name, tmp_path / "a")
+    own = tensors_of(source)
+    generator = torch.Generator().manual_seed(3)
+    maps = {key for key, tensor in own.items() if tensor.ndim == 2 and ("layers." in key or "block." in key)}
+    attention = {key for key in maps if "attn" in key.lower() or "attention" in key.lower()}
+    for kind, changed in (("attention", attention), ("feed-forward", maps - attention), ("both", maps)):
+        other = {
+            key: torch.randn(tensor.shape, generator=generator) if key in changed else tensor
+            for key, tensor in own.items()
+        }
+        found = difference(source, write(source, tmp_path / kind, other))
+        far = {part.kind for part in found.parts if part.verdict == "different"}
+        assert far == ({"attention", "feed-forward"} if kind == "both" else {kind})
+        assert found.verdict == ("different" if kind == "both" else "near")
 
 
 def turned(tensors: Tensors) -> Tensors:

@@ -8,6 +8,8 @@ import torch
 
 from checkpoints.tiny_marian import write_marian
 from checkpoints.tiny_translators import translator_folder
+from edited import set_fields
+from rewriting.pairs_of_models import save_model, small_llama, tensors_of
 from rewriting.test_calibration import bert, text_in
 from small_checkpoints import cannot_be_run, gpt2_that_runs
 from tolerances import assert_same
@@ -15,6 +17,9 @@ from triptych.core.checkpoints.checkpoint import open_checkpoint
 from triptych.core.checkpoints.stored_layers import AttentionSource
 from triptych.core.models import EncoderDecoder, LanguageModel, ModelConfig, write_model
 from triptych.errors import DataError, UsageError
+from triptych.rewriting.functions import FoldOtherNorms
+from triptych.rewriting.recipe import RewriteRecipe
+from triptych.rewriting.whole_checkpoint import rewrite_checkpoint
 from triptych.rewriting.whole_models import Original, open_original
 from triptych.running.opening import TextReader, TransformersReader, Window, open_text_reader, why_not_run
 
@@ -151,3 +156,32 @@ def test_an_encoder_decoder_puts_out_what_transformers_does(tmp_path: Path) -> N
         assert other.targets is not None
         assert torch.equal(one.targets, other.targets)
         assert_outputs_and_inputs_agree(ours, theirs, one, source)
+
+
+@pytest.mark.parametrize(
+    ("name", "read_as"),
+    [("llama", "LlamaForCausalLM"), ("bert", "BertForMaskedLM"), ("bert, classes", "BertModel")],
+)
+def test_without_a_named_class_the_head_in_the_files_is_read(name: str, read_as: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
+    bert = transformers.BertConfig(**sizes, vocab_size=40)
+    made = {
+        "llama": lambda: small_llama(tmp_path / name),
+        "bert": lambda: save_model(tmp_path / name, bert, model="BertForMaskedLM"),
+        "bert, classes": lambda: save_model(tmp_path / name, bert, model="BertForSequenceClassification"),
+    }
+    folder = made[name]()
+    set_fields(folder / "config.json", architectures=None)
+    model = open_text_reader(folder)
+    assert isinstance(model, TransformersReader)
+    assert type(model.model).__name__ == read_as
+
+
+def test_an_exact_fold_into_the_output_table_needs_no_named_class(tmp_path: Path) -> None:
+    folder = small_llama(tmp_path / "a")
+    set_fields(folder / "config.json", architectures=None)
+    recipe = RewriteRecipe(step=(FoldOtherNorms(),))
+    certificate = rewrite_checkpoint(str(folder), tmp_path / "b", recipe)
+    assert certificate.tier == "rounding-exact"
+    tables = [tensors_of(tmp_path / name)["lm_head.weight"] for name in ("a", "b")]
+    assert not torch.equal(*tables)

@@ -58,6 +58,22 @@ def test_the_rank_of_a_change_is_what_stands_above_rounding(stored: torch.dtype,
     assert found.rank == rank
 
 
+@pytest.mark.parametrize("rank", [1, 5, 15, 30, 96])
+def test_the_rank_found_from_a_part_is_that_of_all_singular_values(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = matrix()
+    after = before + 0.3 * matrix(96, rank) @ torch.randn(rank, 128)
+    values = torch.linalg.svdvals(after.double() - before.double())
+    expected = int((values > 1e-4 * values[0]).sum())
+    assert expected == rank
+    for rows_of_part in (600, 64):  # the whole matrix, and a part of it
+        monkeypatch.setattr(changes, "_SKETCHED", rows_of_part)
+        found = changes.low_rank(before, after, torch.float32)
+        # Only ranks up to a quarter of the smaller dimension count as low.
+        assert (None if found is None else found.rank) == (rank if rank <= 24 else None)
+
+
 def test_changes_that_are_of_low_rank_by_chance_are_none() -> None:
     before = matrix()
     entry = before.clone()

@@ -180,12 +180,17 @@ def _leverage(rows: Tensor) -> Tensor:
 
 
 def _weight(one: Rounded, other: Rounded) -> Tensor:
-    """Return the weight of the equations of a factor for each head: the inverse of its mean rounding."""
-    squares = (one.squares + other.squares).mean(dim=(-2, -1), keepdim=True)
-    size = (one.numbers.square() + other.numbers.square()).mean(
-        dim=(-2, -1), keepdim=True
-    )
+    """Return the weight of the equations of a factor for each head: the inverse of its mean rounding.
+
+    The factors may have other widths: one of them may have a lower rank than its width.
+    """
+    squares = _mean_of_heads(one.squares) + _mean_of_heads(other.squares)
+    size = _mean_of_heads(one.numbers.square()) + _mean_of_heads(other.numbers.square())
     return 1 / torch.maximum(squares, 1e-20 * size).clamp(min=_TINY)
+
+
+def _mean_of_heads(numbers: Tensor) -> Tensor:
+    return numbers.mean(dim=(-2, -1), keepdim=True)
 
 
 def _complex(numbers: Tensor, planes: int) -> Tensor:

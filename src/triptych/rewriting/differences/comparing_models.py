@@ -20,6 +20,7 @@ from triptych.rewriting.differences.checkpoints_read import (
 from triptych.rewriting.differences.difference_records import (
     Difference,
     PartDifference,
+    PartKind,
     SettingDifference,
     Verdict,
     weakest,
@@ -386,9 +387,15 @@ def _as_difference(part: Part) -> PartDifference:
 
 
 def _are_unrelated(parts: list[Part]) -> bool:
-    """Return True if any part has another size, or at least half of the layers are unrelated."""
+    """Return True if any part has another size, or at least half of the layers of each kind are unrelated.
+
+    A rewrite may change all attention layers much, and leave the feed-forward layers of the model.
+    """
     if any(part.found.has_other_sizes for part in parts):
         return True
-    layers = [part for part in parts if part.kind in ("attention", "feed-forward")]
-    far = [part for part in layers if (part.found.relative or 0.0) >= _UNRELATED]
-    return 2 * len(far) >= max(1, len(layers))
+    kinds: dict[PartKind, list[bool]] = {}
+    for part in parts:
+        if part.kind in ("attention", "feed-forward"):
+            is_far = (part.found.relative or 0.0) >= _UNRELATED
+            kinds.setdefault(part.kind, []).append(is_far)
+    return bool(kinds) and all(2 * sum(far) >= len(far) for far in kinds.values())

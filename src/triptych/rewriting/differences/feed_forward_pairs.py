@@ -321,7 +321,7 @@ class _UnitSearch:
             self.found.differ_in_size("the widths of what is read or written differ")
             return
         if (one.gate is None) != (other.gate is None):
-            self.found.reasons.append("one layer is gated and the other is not")
+            self.found.differ_in_size("one layer is gated and the other is not")
             return
         if len(one.inner) != len(other.inner):
             self.found.differ_in_size(
@@ -510,7 +510,7 @@ class _UnitSearch:
         # A unit is like a head of width 1: multiply its inner map by c, divide its outer map by c.
         found = [
             self._are_scaled(*(_ScaledUnits.of(units, rows) for units in (one, other)))
-            for rows in in_blocks(one.inner.places, one.inner.width)
+            for rows in in_blocks(one.inner.indices, one.inner.width)
         ]
         same = torch.cat(found)
         if bool(same.any()):

@@ -35,7 +35,7 @@ _FIRST_COLUMNS = 128
 _CERTAIN = 1 - 1e-6
 _EPS = torch.finfo(torch.float64).eps
 _ALL = slice(None)
-_Places = slice | Tensor
+_Indices = slice | Tensor
 
 
 @final
@@ -113,7 +113,7 @@ class RowMap:
         bias = None if self.bias is None else self.bias[start:stop]
         return replace(self, weight=self.weight[start:stop], bias=bias)
 
-    def numbers(self, rows: _Places = _ALL, columns: _Places = _ALL) -> Tensor:
+    def numbers(self, rows: _Indices = _ALL, columns: _Indices = _ALL) -> Tensor:
         """Return the values of `rows`, without their biases, in float64."""
         if not self.is_plain:
             return self.rows(rows, columns).numbers
@@ -121,7 +121,7 @@ class RowMap:
         found = found if self.scale == 1 else found * self.scale
         return found if self.read.gain is None else found * self.read.gain[columns]
 
-    def rows(self, rows: _Places = _ALL, columns: _Places = _ALL) -> Rounded:
+    def rows(self, rows: _Indices = _ALL, columns: _Indices = _ALL) -> Rounded:
         """Return the values of `rows`, without their biases, with their rounding."""
         if self.read.turn is not None or self.written is not None:
             return self._turned[rows][:, columns]
@@ -129,23 +129,23 @@ class RowMap:
             return _as_rows(self._map(rows))[:, columns]
         return _as_rows(self._map(rows, columns))
 
-    def biases(self, rows: _Places = _ALL) -> Rounded:
+    def biases(self, rows: _Indices = _ALL) -> Rounded:
         """Return the biases of `rows`, with the shift of the input, `[rows]`."""
         if self.read.shift is None:
             return self._stored_biases(rows)
         plain = replace(self, read=replace(self.read, turn=None), centre=False)
-        places = torch.arange(len(self))[rows]
+        indices = torch.arange(len(self))[rows]
         parts = [
-            plain._map(some).bias.reshape(-1) for some in in_blocks(places, self.width)
+            plain._map(some).bias.reshape(-1) for some in in_blocks(indices, self.width)
         ]
         return stacked(parts, 0)
 
-    def with_biases(self, rows: _Places = _ALL) -> Rounded:
+    def with_biases(self, rows: _Indices = _ALL) -> Rounded:
         """Return the values of `rows` with their biases as last column."""
         return stacked([self.rows(rows), self.biases(rows).reshape(-1, 1)], 1)
 
     @property
-    def places(self) -> Tensor:
+    def indices(self) -> Tensor:
         return torch.arange(len(self))
 
     @cached_property
@@ -153,7 +153,7 @@ class RowMap:
         """The largest finite size of an entry or of a bias, in float64."""
         of_bias = largest(self.biases().numbers)
         if not self.is_plain:
-            blocks = in_blocks(self.places, self.width)
+            blocks = in_blocks(self.indices, self.width)
             return torch.stack(
                 [of_bias, *map(largest, map(self.numbers, blocks))]
             ).amax()
@@ -164,12 +164,12 @@ class RowMap:
         # The largest entry of a column stays the largest under an exact factor.
         return torch.maximum(of_bias, largest(sizes.double() * self.scale * self.gain))
 
-    def _stored_biases(self, rows: _Places) -> Rounded:
+    def _stored_biases(self, rows: _Indices) -> Rounded:
         if self.bias is None:
-            return Rounded.exact(torch.zeros(len(self.places[rows])))
+            return Rounded.exact(torch.zeros(len(self.indices[rows])))
         return Rounded.stored(self.bias[rows], self.bias_dtype).times(self.bias_scale)
 
-    def _map(self, rows: _Places, columns: _Places = _ALL) -> AffineMap:
+    def _map(self, rows: _Indices, columns: _Indices = _ALL) -> AffineMap:
         weight = Rounded.stored(self.weight[rows][:, columns], self.dtype)
         read = self.read
         if columns is not _ALL:
@@ -190,11 +190,11 @@ def _as_rows(found: AffineMap) -> Rounded:
     return Rounded(found.weight.numbers[0], found.weight.squares[0]).mT
 
 
-def in_blocks(places: Tensor, width: int) -> Iterator[_Places]:
+def in_blocks(indices: Tensor, width: int) -> Iterator[_Indices]:
     """Yield ascending indices of rows in blocks of limited size; consecutive indices as slices."""
-    if not len(places):
+    if not len(indices):
         return
-    for part in torch.split(places, max(1, _ENTRIES_AT_A_TIME // max(width, 1))):
+    for part in torch.split(indices, max(1, _ENTRIES_AT_A_TIME // max(width, 1))):
         first = int(part[0])
         stop = int(part[-1]) + 1
         yield slice(first, stop) if stop - first == len(part) else part
@@ -223,7 +223,7 @@ def row_signatures(one: RowMap, number: int, *, with_biases: bool) -> Tensor:
     directions = probes(one.width + with_biases, number)
     parts = [
         one.numbers(rows) @ directions[: one.width]
-        for rows in in_blocks(one.places, one.width)
+        for rows in in_blocks(one.indices, one.width)
     ]
     found = torch.cat(parts)
     if with_biases:
@@ -288,16 +288,16 @@ class _RowPair:
     def scale(self) -> Tensor:
         return torch.maximum(self.one.largest, self.other.largest)
 
-    def are_explained(self, rows: _Places, columns: slice) -> Tensor:
+    def are_explained(self, rows: _Indices, columns: slice) -> Tensor:
         found = self._are_near(rows, columns)
         left = _where(~found)
         if len(left):
-            places = self.one.places[rows][left]
-            one, other = (own.rows(places, columns) for own in (self.one, self.other))
+            indices = self.one.indices[rows][left]
+            one, other = (own.rows(indices, columns) for own in (self.one, self.other))
             found[left] = excess(one, other, scale=self.scale).amax(dim=1) <= 1
         return found
 
-    def _are_near(self, rows: _Places, columns: slice) -> Tensor:
+    def _are_near(self, rows: _Indices, columns: slice) -> Tensor:
         """Return True for rows that rounding certainly explains.
 
         The unit in the last digit of a value is at least half an epsilon of it. So the rounding of one map
@@ -329,7 +329,7 @@ def change_of_rows(one: RowMap, other: RowMap) -> ChangeOfRows:
     biases = one.biases().numbers, other.biases().numbers
     size = biases[0].square().sum()
     change = (biases[0] - biases[1]).square().sum()
-    for rows in in_blocks(one.places, one.width):
+    for rows in in_blocks(one.indices, one.width):
         mine = one.numbers(rows)
         size += mine.square().sum()
         change += (mine - other.numbers(rows)).square().sum()
@@ -340,7 +340,7 @@ def differ_in_few(one: RowMap, other: RowMap) -> bool:
     """Return True if some entries differ, but at most half of them: rewrites of whole maps change most."""
     count = sum(
         int((one.numbers(rows) != other.numbers(rows)).sum())
-        for rows in in_blocks(one.places, one.width)
+        for rows in in_blocks(one.indices, one.width)
     )
     return 0 < 2 * count <= one.weight.numel()
 
@@ -379,7 +379,7 @@ def _clearly_taken_up(ones: Sequence[RowMap], others: Sequence[RowMap]) -> Tenso
     total = sum(map(len, ones))
     count = torch.zeros(ones[0].width, dtype=torch.long)
     for one, other in zip(ones, others, strict=True):
-        for rows in in_blocks(one.places, one.width):
+        for rows in in_blocks(one.indices, one.width):
             before = _comparable(one.weight[rows])
             sizes = before.abs()
             is_moved = before != _comparable(other.weight[rows])

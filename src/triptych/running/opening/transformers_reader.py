@@ -57,22 +57,12 @@ class TransformersReader(TextReader):
             config = transformers.AutoConfig.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False
             )
-            name = (getattr(config, "architectures", None) or ["AutoModel"])[0]
-            loader = getattr(transformers, name, None)
-            if not (
-                isinstance(loader, type)
-                and issubclass(loader, transformers.PreTrainedModel)
-            ):
-                loader = transformers.AutoModel
-            loaded: Any = loader.from_pretrained(
-                path,
-                local_files_only=True,
-                trust_remote_code=False,
-                dtype=torch.float32,
-                attn_implementation="eager",
-                output_loading_info=True,
+            named = getattr(config, "architectures", None)
+            loader = (
+                _class_named(named[0]) if named else _class_of_tensors(path, config)
             )
-            model, found = loaded
+            name = named[0] if named else loader.__name__
+            model, found = _loaded(loader, path)
             self.model = model.eval()
         # A model's own code raises errors of many classes.
         except Exception as error:
@@ -274,6 +264,49 @@ class TransformersReader(TextReader):
         return Window(
             {"input_ids": torch.tensor([read]), "decoder_input_ids": shifted}, wanted
         )
+
+
+def _class_named(name: str) -> Any:
+    """Return a class of `transformers`; for another name, the one without a head."""
+    import transformers
+
+    found = getattr(transformers, name, None)
+    is_model = isinstance(found, type) and issubclass(
+        found, transformers.PreTrainedModel
+    )
+    return found if is_model else transformers.AutoModel
+
+
+def _class_of_tensors(path: Path, config: Any) -> Any:
+    """Return the class whose tensors are those of the files; without such a class, the one without a head."""
+    import transformers
+
+    heads = (
+        (
+            transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+            transformers.AutoModelForSeq2SeqLM,
+        ),
+        (transformers.MODEL_FOR_MASKED_LM_MAPPING, transformers.AutoModelForMaskedLM),
+        (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
+    )
+    known = [loader for mapping, loader in heads if type(config) in mapping]
+    for loader in (transformers.AutoModel, *known):
+        model, found = _loaded(loader, path)
+        if not found["missing_keys"] and not found["unexpected_keys"]:
+            return type(model)
+    return transformers.AutoModel
+
+
+def _loaded(loader: Any, path: Path) -> Any:
+    """Return a model in float32, and a record of the tensors that the files lack or have in excess."""
+    return loader.from_pretrained(
+        path,
+        local_files_only=True,
+        trust_remote_code=False,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
+    )
 
 
 def _fill_with_nan(model: nn.Module, names: Sequence[str]) -> None:
