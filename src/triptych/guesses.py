@@ -5,7 +5,7 @@ The names belong to TransformerLens, nnsight, transformers, bertviz and torch.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import NoReturn, final
+from typing import TYPE_CHECKING, NoReturn, final
 
 _EVERY_ACTIVATION = (
     "run = model.run(text) has every activation: run['3.2'].q, .k, .v, .scores, .weights, .z, .output, and "
@@ -526,14 +526,16 @@ class ConfigFields(Mapping[str, object]):
     def __len__(self) -> int:
         return len(self._fields)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        # A copy asks for attributes before it has the fields.
-        fields = [] if name.startswith("_") else [*self._fields]
-        near = get_close_matches(name, fields, n=1)
-        field = repr(near[0]) if near else "field"
-        raise AttributeError(
-            f"a configuration has no attribute {name!r}: model.config[{field}], and list(model.config)"
-        )
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            # A copy asks for attributes before it has the fields.
+            fields = [] if name.startswith("_") else [*self._fields]
+            near = get_close_matches(name, fields, n=1)
+            field = repr(near[0]) if near else "field"
+            raise AttributeError(
+                f"a configuration has no attribute {name!r}: model.config[{field}], and list(model.config)"
+            )
 
     def __repr__(self) -> str:
         return repr(self._fields)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 from jaxtyping import Float
@@ -277,8 +277,10 @@ class Run:
             return source, source
         return own, source if call.kind == "cross" else own
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(about_attribute("run", name))
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(about_attribute("run", name))
 
     def __repr__(self) -> str:
         source = (

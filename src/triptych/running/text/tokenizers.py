@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, final
 
 import tokenizers
 from pydantic import BaseModel, ValidationError
@@ -147,11 +147,13 @@ class Tokenizer(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {self.vocab_size:,} tokens"
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(about_attribute("tokenizer", name))
+    if not TYPE_CHECKING:
 
-    def __call__(self, *given: object, **options: object) -> NoReturn:
-        raise TypeError(about_call("tokenizer"))
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(about_attribute("tokenizer", name))
+
+        def __call__(self, *given: object, **options: object) -> NoReturn:
+            raise TypeError(about_call("tokenizer"))
 
 
 @final
