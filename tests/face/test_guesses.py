@@ -49,8 +49,9 @@ def test_ids_are_those_that_a_run_reads_and_their_text_is_given_back(model: Mode
     assert model.decode(torch.tensor([model.encode(TEXT)])) == TEXT  # a batch of one, as other libraries have
     with pytest.raises(UsageError, match="encode takes one text"):
         model.encode([TEXT, TEXT])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="decode takes the token ids of one text"):
-        model.decode([[1, 2], [3]])  # type: ignore[list-item]
+    for given in ([[1, 2], [3]], 5, TEXT, [1.5], [TEXT]):
+        with pytest.raises(UsageError, match="decode takes the token ids of one text"):
+            model.decode(given)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="token id"):
         model.decode([model.tokenizer.vocab_size])
 

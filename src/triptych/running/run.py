@@ -36,7 +36,7 @@ from triptych.running.opening.rerunning import begins_anywhere, run_from
 from triptych.running.text.encoding import token_id
 from triptych.running.text.given import (
     Text,
-    TextPair,
+    as_ids,
     as_texts,
     refuse_file_name,
     require_ids,
@@ -490,9 +490,7 @@ def encode_given(opened: Opened, text: Any) -> list[int]:
 
 def decode_given(opened: Opened, ids: Any) -> str:
     """Return the text of token ids, without special tokens."""
-    text, *more = as_texts(ids, "token ids").texts or [()]
-    if more or isinstance(text, str | TextPair):
-        raise UsageError("decode takes the token ids of one text, such as run.ids")
+    text = as_ids(ids)
     tokenizer = opened.to_run.source_tokenizer
     require_ids(text, tokenizer.vocab_size, "the text")
     (found,) = tokenizer.decode([text])
