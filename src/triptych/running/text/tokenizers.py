@@ -98,6 +98,12 @@ class Tokenizer(ABC):
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return each token in readable form, for plots: spaces as "▁", single bytes as `<0xF0>`."""
 
+    @cached_property
+    def id_of_piece(self) -> Mapping[str, int]:
+        """The id of each token in readable form; the lowest of several tokens with one form."""
+        pieces = self.pieces(range(self.vocab_size))
+        return {piece: number for number, piece in reversed([*enumerate(pieces)])}
+
     def word_pieces(self, ids: Sequence[int]) -> list[str]:
         """Return `pieces` with the marks of SentencePiece: "▁" at the first token of each word."""
         return self.pieces(ids)
