@@ -275,9 +275,8 @@ def find_source(
     raise an error for fields of the configuration without effect instead of a warning. `adapters`: folders of
     adapters of PEFT, or their names on the Hub; they are merged into the model in their order.
 
-    Raises UsageError if the source or the tokenizer does not exist, or is of another type, or if a family is
-    given for a model in this library's format. Raises DataError if the Hub cannot be reached or lacks the
-    repository, or the configuration cannot be read.
+    Raises UsageError if the source or the tokenizer does not exist, or is of another type. Raises DataError
+    if the Hub cannot be reached or lacks the repository, or the configuration cannot be read.
     """
     if isinstance(source, Source):
         return source
@@ -296,8 +295,6 @@ def find_source(
     )
     if family is None and is_unnamed:
         _work_out_model_type(found)
-    if family is not None and found.is_own:
-        raise UsageError(f"{found.name} is a run: leave out --family")
     found.family = family
     found.strict = strict
     if found.module is not None or not isinstance(
