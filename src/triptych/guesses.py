@@ -3,9 +3,10 @@
 The names belong to TransformerLens, nnsight, transformers, bertviz and torch.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import NoReturn, final
+from typing import TYPE_CHECKING, NoReturn, final
 
 _EVERY_ACTIVATION = (
     "run = model.run(text) has every activation: run['3.2'].q, .k, .v, .scores, .weights, .z, .output, and "
@@ -144,9 +145,10 @@ OF_MODEL: Mapping[str, str] = {
     **dict.fromkeys(("bert", "roberta", "gpt_neox", "h", "base_model"), _LAYERS),
     **dict.fromkeys(("d_head", "head_dim", "d_k"), _HEAD_SIZE),
     **dict.fromkeys(
-        ("n_ctx", "d_vocab", "d_mlp", "max_position_embeddings", "generation_config"),
+        ("n_ctx", "d_vocab", "d_mlp", "max_position_embeddings"),
         _FIELDS,
     ),
+    "generation_config": "model.reader.generation.settings are those of generation_config.json",
     "num_hidden_layers": "model.num_layers",
     "num_attention_heads": "model[3].num_heads: layers may differ",
     "all_composition_scores": "model.composition('Q'), or 'K', or 'V'",
@@ -384,10 +386,14 @@ _CALLED: Mapping[str, str] = {
     "model": "model.run(text).logits, or model.generate(text) to continue a text",
     "tokenizer": _ENCODE,
 }
-# Keyword arguments of verbs.
-OF_VERBS: Mapping[str, str] = {
-    "max_length": "max_new_tokens, the number of tokens to add",
-    "max_tokens": "max_new_tokens, the number of tokens to add",
+_LENGTHS = (
+    "max_new_tokens, the number of tokens to add",
+    "max_extra_tokens: a translation may be longer than its source by that many",
+    "max_tokens, the longest text",
+)
+# Keyword arguments of verbs. Of several answers, the first that begins with an argument of the verb is given.
+OF_VERBS: Mapping[str, str | tuple[str, ...]] = {
+    **dict.fromkeys(("max_length", "max_tokens", "max_new_tokens"), _LENGTHS),
     "num_beams": "beam_size",
     "beams": "beam_size",
     "beam": "beam_size",
@@ -426,7 +432,10 @@ OF_VERBS: Mapping[str, str] = {
     "return_tensors": "nothing: model.encode(text) is a list of token ids",
     "add_special_tokens": "nothing: model.encode(text) has the special tokens around a text",
     "padding": "nothing: padding is taken care of",
-    "truncation": "max_tokens, the longest text",
+    "truncation": (
+        "max_prompt_tokens, the longest prompt",
+        "max_tokens, the longest text",
+    ),
     "freq_penalty": "repetition_penalty",
     "frequency_penalty": "repetition_penalty",
     "num_samples_per_prompt": "num_samples",
@@ -450,15 +459,8 @@ OF_VERBS: Mapping[str, str] = {
 }
 
 
-# Keyword arguments of `translate`, where its own argument is another.
-OF_TRANSLATE: Mapping[str, str] = dict.fromkeys(
-    ("max_length", "max_tokens", "max_new_tokens"),
-    "max_extra_tokens: a translation may be longer than its source by that many",
-)
-
-
 def about_attribute(kind: str, name: str) -> str:
-    """Return the error for a missing attribute of a model, a layer, a head, a run, or attention on a text."""
+    """Return the error for a missing attribute of an object; `kind` is a key of `TABLES`."""
     line = TABLES[kind].get(name)
     article = "an" if kind == "attention" else "a"
     return f"{article} {kind} has no {name!r}" + (f": {line}" if line else "")
@@ -493,13 +495,18 @@ def about_item(kind: str, verb: str) -> str:
 def about_arguments(verb: str, unknown: Iterable[str], known: Iterable[str]) -> str:
     """Return the error for keyword arguments that a verb does not have."""
     name = sorted(unknown)[0]
-    own = OF_TRANSLATE if verb == "translate" else {}
-    near = (
-        own.get(name)
-        or OF_VERBS.get(name)
-        or ", ".join(get_close_matches(name, known, n=1))
-    )
+    near = _answer(name, {*known})
     return f"{verb} has no argument {name!r}" + (f": use {near}" if near else "")
+
+
+def _answer(name: str, known: Collection[str]) -> str:
+    """Return the answer for a keyword argument of a verb with some arguments; "" without one."""
+    if name not in OF_VERBS:
+        return ", ".join(get_close_matches(name, known, n=1))
+    answers = OF_VERBS[name]
+    if isinstance(answers, str):
+        return answers
+    return next((one for one in answers if re.split(r"\W", one)[0] in known), "")
 
 
 def about_places(verb: str, given: Sequence[object]) -> str:
@@ -526,14 +533,16 @@ class ConfigFields(Mapping[str, object]):
     def __len__(self) -> int:
         return len(self._fields)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        # A copy asks for attributes before it has the fields.
-        fields = [] if name.startswith("_") else [*self._fields]
-        near = get_close_matches(name, fields, n=1)
-        field = repr(near[0]) if near else "field"
-        raise AttributeError(
-            f"a configuration has no attribute {name!r}: model.config[{field}], and list(model.config)"
-        )
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            # A copy asks for attributes before it has the fields.
+            fields = [] if name.startswith("_") else [*self._fields]
+            near = get_close_matches(name, fields, n=1)
+            field = repr(near[0]) if near else "field"
+            raise AttributeError(
+                f"a configuration has no attribute {name!r}: model.config[{field}], and list(model.config)"
+            )
 
     def __repr__(self) -> str:
         return repr(self._fields)

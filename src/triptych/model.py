@@ -366,16 +366,18 @@ class Model:
 
         return cost_of(self._opened)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Explain a name of another library."""
-        from triptych.guesses import about_attribute
+    if not TYPE_CHECKING:
 
-        raise AttributeError(about_attribute("model", name))
+        def __getattr__(self, name: str) -> NoReturn:
+            """Explain a name of another library."""
+            from triptych.guesses import about_attribute
 
-    def __call__(self, *given: object, **options: object) -> NoReturn:
-        from triptych.guesses import about_call
+            raise AttributeError(about_attribute("model", name))
 
-        raise TypeError(about_call("model"))
+        def __call__(self, *given: object, **options: object) -> NoReturn:
+            from triptych.guesses import about_call
+
+            raise TypeError(about_call("model"))
 
     def __repr__(self) -> str:
         from triptych.running.opened_source import describe

@@ -13,6 +13,7 @@ import triptych
 from checkpoints.oracle import changed, has_experts, in_float64, saved
 from checkpoints.runs import NOT_SAVED, RUNS, TOLERANCE, some
 from checkpoints.tiny_models import TINY
+from triptych.core.checkpoints.source import Source
 from triptych.errors import ConfigurationWarning, UsageError
 
 transformers = pytest.importorskip("transformers")
@@ -98,6 +99,24 @@ def test_the_logits_of_a_task_are_those_of_transformers(name: str, tmp_path: Pat
     assert len(run.labels) == expected.shape[-1]
     if expected.shape[-1] == len(_LABELS):
         assert run.labels == (*_LABELS.values(),)
+
+
+def test_an_encoder_alone_is_run_with_the_family_file_of_both_stacks_too(tmp_path: Path) -> None:
+    expected = _theirs(_made("T5ForTokenClassification", tmp_path), _IDS)
+    file = Path(triptych.__file__).with_name("core") / "checkpoints" / "families" / "t5.toml"
+    run = triptych.load(tmp_path, family=file).run(_IDS)
+    assert (run.logits - expected).abs().max() < 1e-10
+
+
+def test_classes_with_the_encoder_alone_are_told_from_classes_with_both_stacks() -> None:
+    def translates(name: str) -> bool:
+        record = {"architectures": [name], "is_encoder_decoder": True}
+        return Source("model", record, "model", Path("model")).translates
+
+    assert not translates("UMT5EncoderModel")
+    assert not translates("MT5ForTokenClassification")
+    assert translates("T5ForQuestionAnswering")
+    assert translates("T5GemmaForTokenClassification")
 
 
 def test_a_head_reads_the_mean_of_all_tokens_where_its_configuration_says_so(tmp_path: Path) -> None:

@@ -97,6 +97,14 @@ def test_what_cannot_be_done_is_one_line(
     triptych("inspect", small_run, *(family if o == "FAMILY" else o for o in options)).refused(reason)
 
 
+@pytest.mark.parametrize("command", ["attend", "explore", "lens", "translate"])
+def test_a_run_needs_no_family_file(triptych: Command, small_run: Path, tmp_path: Path, command: str) -> None:
+    family = tmp_path / "family.toml"
+    family.write_text('name = "mine"\n[[attention]]\nat = "h.{layer}"\n')
+    text = ("--text", "ein") if command == "explore" else ("ein",)
+    triptych(command, small_run, *text, "--family", family).refused("is a run: leave out --family")
+
+
 def test_what_is_read_is_not_written_over(triptych: Command, small_run: Path, tmp_path: Path) -> None:
     weights, same = small_run / "model.safetensors", tmp_path / "out.x"
     before = weights.read_bytes()

@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from triptych.errors import DataError, UsageError
-from triptych.running.text import TokenizerPair, read_sentence_tokenizer
+from triptych.running.text import TokenizerPair, read_sentence_tokenizer, token_id
 from triptych.running.text.sentence_tokenizers import BYTE_ALPHABET, BYTE_OF
 from triptych.training.corpora.generated import generate_pairs
 from triptych.training.corpora.tokenizer_training import (
@@ -60,6 +61,20 @@ def test_special_tokens_spelled_out_in_a_text_are_text(kind: str, text: str, tmp
 def test_a_string_is_one_text(kind: str) -> None:
     tokenizer = JOINT[kind]
     assert tokenizer.encode("ab cd") == tokenizer.encode(["ab cd"])
+
+
+def test_a_token_is_looked_up_in_a_vocabulary_that_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = train_tokenizer(SPECS["bpe"], SOURCE)
+    pieces = tokenizer.pieces(range(tokenizer.vocab_size))
+    read = list[int]()
+
+    def counted(ids: Sequence[int]) -> list[str]:
+        read.append(len(ids))
+        return [pieces[one] for one in ids]
+
+    monkeypatch.setattr(tokenizer, "pieces", counted)
+    assert [token_id(tokenizer, piece) for piece in pieces] == [pieces.index(piece) for piece in pieces]
+    assert read == [tokenizer.vocab_size]  # a sweep looks its two tokens up for every head
 
 
 def test_special_tokens_are_text_even_if_the_corpus_is_full_of_them() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NoReturn, final, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, final, overload
 
 import torch
 from jaxtyping import Float
@@ -325,10 +325,12 @@ class Head:
         bias = self._map(side).bias
         return None if bias is None else bias[0]
 
-    def __getattr__(self, name: str) -> NoReturn:
-        from triptych.guesses import about_attribute
+    if not TYPE_CHECKING:
 
-        raise AttributeError(about_attribute("head", name))
+        def __getattr__(self, name: str) -> NoReturn:
+            from triptych.guesses import about_attribute
+
+            raise AttributeError(about_attribute("head", name))
 
     def __repr__(self) -> str:
         first = self.group[0]
@@ -520,10 +522,12 @@ class Layer:
             self, head_of(number, self.num_heads, f"layer {self.name} of {self.model}")
         )
 
-    def __getattr__(self, name: str) -> NoReturn:
-        from triptych.guesses import about_attribute
+    if not TYPE_CHECKING:
 
-        raise AttributeError(about_attribute("layer", name))
+        def __getattr__(self, name: str) -> NoReturn:
+            from triptych.guesses import about_attribute
+
+            raise AttributeError(about_attribute("layer", name))
 
     def __repr__(self) -> str:
         weights = self.outline

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import torch
 from jaxtyping import Float
@@ -36,7 +36,7 @@ from triptych.running.opening.rerunning import begins_anywhere, run_from
 from triptych.running.text.encoding import token_id
 from triptych.running.text.given import (
     Text,
-    TextPair,
+    as_ids,
     as_texts,
     refuse_file_name,
     require_ids,
@@ -277,8 +277,10 @@ class Run:
             return source, source
         return own, source if call.kind == "cross" else own
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(about_attribute("run", name))
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(about_attribute("run", name))
 
     def __repr__(self) -> str:
         source = (
@@ -488,9 +490,7 @@ def encode_given(opened: Opened, text: Any) -> list[int]:
 
 def decode_given(opened: Opened, ids: Any) -> str:
     """Return the text of token ids, without special tokens."""
-    text, *more = as_texts(ids, "token ids").texts or [()]
-    if more or isinstance(text, str | TextPair):
-        raise UsageError("decode takes the token ids of one text, such as run.ids")
+    text = as_ids(ids)
     tokenizer = opened.to_run.source_tokenizer
     require_ids(text, tokenizer.vocab_size, "the text")
     (found,) = tokenizer.decode([text])

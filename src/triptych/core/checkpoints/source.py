@@ -44,8 +44,9 @@ from triptych.untrusted import Stamps, read_json, shown
 
 # The kind of an encoder-decoder in the format of this library.
 _PAIR = "encoder-decoder"
-# Ends of names of classes with the encoder of an encoder-decoder alone, for any `is_encoder_decoder`.
-_ENCODERS_ALONE = ("EncoderModel", "ForTokenClassification")
+# Ends of names of classes with the encoder of an encoder-decoder alone, for any `is_encoder_decoder`. The
+# class of T5Gemma for token classification has both stacks.
+_ENCODERS_ALONE = ("EncoderModel", "T5ForTokenClassification")
 # Words between the names of a base and of its adapters.
 WITH_ADAPTERS = " with "
 # The translator included in the package, and its name.
@@ -197,15 +198,14 @@ class Source:
             return bool(len(self.module.stacks) > 1)
         if self.is_own:
             return bool(self.record.get("kind", _PAIR) == _PAIR)
-        if self.family is not None and self.family.model is not None:
-            return self.family.model.encoder is not None
-        if self.record.get("model_type") == "marian":
-            return True
         named = self.record.get("architectures")
         name = str(named[0]) if isinstance(named, list) and named else ""
-        return self.record.get("is_encoder_decoder") is True and not name.endswith(
-            _ENCODERS_ALONE
-        )
+        if name.endswith(_ENCODERS_ALONE):
+            return False
+        if self.family is not None and self.family.model is not None:
+            return self.family.model.encoder is not None
+        is_pair = self.record.get("is_encoder_decoder") is True
+        return is_pair or self.record.get("model_type") == "marian"
 
     def file(self, name: str) -> Path | None:
         """Return the path of a file next to the weights, or None if it does not exist."""

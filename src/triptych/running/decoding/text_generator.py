@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn, final
+from typing import TYPE_CHECKING, NoReturn, final
 
 from triptych.core.models import LanguageModel
 from triptych.errors import UsageError
@@ -51,8 +51,10 @@ class Continuation:
     def __str__(self) -> str:
         return self.text
 
-    def __getitem__(self, key: object) -> NoReturn:
-        raise TypeError(about_item("continuation", "generate"))
+    if not TYPE_CHECKING:
+
+        def __getitem__(self, key: object) -> NoReturn:
+            raise TypeError(about_item("continuation", "generate"))
 
 
 @final

@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Literal, NamedTuple, NoReturn, final, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, final, overload
 
 from triptych.core.models import EncoderDecoder
 from triptych.errors import UsageError
@@ -89,8 +89,10 @@ class Translation:
     def __str__(self) -> str:
         return self.text
 
-    def __getitem__(self, key: object) -> NoReturn:
-        raise TypeError(about_item("translation", "translate"))
+    if not TYPE_CHECKING:
+
+        def __getitem__(self, key: object) -> NoReturn:
+            raise TypeError(about_item("translation", "translate"))
 
 
 class _Cut(NamedTuple):

@@ -87,13 +87,12 @@ def token_id(tokenizer: Tokenizer, token: str | int) -> int:
             )
         return token
     # A readable form is unambiguous, unlike a text: SentencePiece encodes "mat" as "▁mat".
-    pieces = tokenizer.pieces(range(tokenizer.vocab_size))
-    wanted = token.replace(" ", SPACE_MARK)
-    if wanted in pieces:
-        return pieces.index(wanted)
+    found = tokenizer.id_of_piece.get(token.replace(" ", SPACE_MARK))
+    if found is not None:
+        return found
     (ids,) = tokenizer.encode([token], parse_special=True)
     if len(ids) != 1:
-        shown = ", ".join(repr(pieces[one]) for one in ids[:_MOST_SHOWN])
+        shown = ", ".join(map(repr, tokenizer.pieces(ids[:_MOST_SHOWN])))
         raise UsageError(
             f"{token!r} is {len(ids)} tokens ({shown}): give one of them, or the id of a token"
         )

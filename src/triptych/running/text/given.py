@@ -51,6 +51,20 @@ def as_texts(given: Any, what: str = "text") -> GivenTexts:
     return GivenTexts(found, is_one=False)
 
 
+def as_ids(given: Any) -> Sequence[int]:
+    """Return the token ids of one text from a list, tensor or array, also in a batch of one.
+
+    Raises UsageError for other values.
+    """
+    found = _plain(given)
+    is_list = isinstance(found, Sequence) and not isinstance(found, str | _BYTES)
+    if is_list and len(found) == 1 and not _are_ids(found):
+        (found,) = found
+    if _are_ids(found) or (is_list and not found):
+        return [*found]
+    raise UsageError("decode takes the token ids of one text, such as run.ids")
+
+
 def as_lines(given: Any, what: str = "text") -> list[str]:
     """Convert one string or several strings to a list.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, final
 
 import tokenizers
 from pydantic import BaseModel, ValidationError
@@ -98,6 +98,12 @@ class Tokenizer(ABC):
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return each token in readable form, for plots: spaces as "▁", single bytes as `<0xF0>`."""
 
+    @cached_property
+    def id_of_piece(self) -> Mapping[str, int]:
+        """The id of each token in readable form; the lowest of several tokens with one form."""
+        pieces = self.pieces(range(self.vocab_size))
+        return {piece: number for number, piece in reversed([*enumerate(pieces)])}
+
     def word_pieces(self, ids: Sequence[int]) -> list[str]:
         """Return `pieces` with the marks of SentencePiece: "▁" at the first token of each word."""
         return self.pieces(ids)
@@ -147,11 +153,13 @@ class Tokenizer(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {self.vocab_size:,} tokens"
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(about_attribute("tokenizer", name))
+    if not TYPE_CHECKING:
 
-    def __call__(self, *given: object, **options: object) -> NoReturn:
-        raise TypeError(about_call("tokenizer"))
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(about_attribute("tokenizer", name))
+
+        def __call__(self, *given: object, **options: object) -> NoReturn:
+            raise TypeError(about_call("tokenizer"))
 
 
 @final

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
 import torch
@@ -577,8 +577,10 @@ class Attention:
             for side in self._word_pieces(kind)
         )
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AttributeError(about_attribute("attention", name))
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(about_attribute("attention", name))
 
     def __repr__(self) -> str:
         said = (
