@@ -7,8 +7,8 @@ from urllib.parse import parse_qs, urlencode
 
 import pytest
 
-from browser import Page
-from explorer_page import SETTLED, open_at, text_of, wait_for
+from browser import Page, wait_for
+from explorer_page import SETTLED, open_at, text_of
 from firefox import firefox_page, found_firefox
 from triptych.model import Model
 
@@ -87,7 +87,9 @@ def test_a_switch_shows_the_other_output_and_the_loss_with_an_interval(
     # Until then it says that it has not ended.
     unfinished = {one for one in tab.value("window.verdicts") if one and "the model is" not in one}
     assert unfinished
-    assert all(one.endswith("The loss on the held-out sentences is still being computed …") for one in unfinished)
+    assert all(
+        one.endswith("The loss on the held-out sentences is still being computed …") for one in unfinished
+    )
     assert any("the translation is still being computed … " in one for one in unfinished)
     assert "loss on this translation (" in text_of(tab, "#effect")
     assert text_of(tab, "#most").startswith("The loss rises most on: ")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from browser import Page
-from explorer_page import SETTLED, open_at, text_of, wait_for
+from browser import Page, wait_for
+from explorer_page import SETTLED, open_at, text_of
 from served import Served
 from small_checkpoints import bert_that_runs
 from triptych.model import Model, load
