@@ -277,6 +277,7 @@ def test_a_switch_changes_the_row_the_text_and_the_link_and_goes_back(tab: Page,
     assert tab.value(cells)[:3] == ["0.333"] * 3
     assert 'model.edit("1.0", "scores", torch.zeros_like)' in text_of(tab, "#effect")
     assert tab.value("document.querySelector('[data-part=looks] tr td:last-child').textContent") == "0.333"
+    assert text_of(tab, "#verdict").startswith("With head 1.0 looking evenly: ")
     link = tab.value("location.hash")
     assert "if=even" in link
     opened(tab, served, link)  # the link alone leads there again
@@ -403,7 +404,7 @@ def test_a_word_of_the_output_says_what_it_came_from_and_alternatives_can_be_rea
         tab.press("Tab")
         wait_for(tab, "document.getElementById('output').textContent.includes('Hund') && " + SETTLED)
         loss = float(translator.run(text, target="Ein Hund.").loss)
-        assert f"Loss on the text: {loss:.3f} nats" in text_of(tab, "#effect")
+        assert f"Loss on this translation: {loss:.3f} nats" in text_of(tab, "#effect")
 
 
 def test_a_rank_of_a_form_is_chosen_by_keys(tab: Page, served: Served) -> None:

@@ -32,7 +32,7 @@ const fromTo = (before, after) => `${digits(before)} → ${digits(after)} (${sig
 // A change in words: "tie(encoder.0, W_Q, W_K)" is "W_Q = W_K in encoder.0"
 const WORDS = {
   ablate: (places) => `${/^([a-z]+\.)?\d+$/.test(places) ? "layer" : places.includes(" ") ? "heads" : "head"} ${places.split(/\s+/).join(", ")} off`,
-  even: (head) => `head ${head} looks evenly`,
+  even: (head) => `head ${head} looking evenly`,
   unscaled: (head) => `no scale in head ${head}`,
   truncate: (head, rank) => `rank ${rank} of W_QK in head ${head}`,
   truncate_ov: (head, rank) => `rank ${rank} of W_OV in head ${head}`,
