@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _FLAGS = (
@@ -123,6 +123,22 @@ class Page:
                 self.complaints.append(json.dumps(about["args"]))
             case "Log.entryAdded" if about["entry"]["level"] in ("error", "warning"):
                 self.complaints.append(about["entry"]["text"])
+
+
+class Valued(Protocol):
+    """A page of any browser."""
+
+    def value(self, expression: str) -> Any: ...
+
+
+def wait_for(tab: Valued, condition: str) -> None:
+    """Wait until a condition of the page is true."""
+    for _ in range(1200):
+        if tab.value(condition):
+            return
+        time.sleep(0.05)
+    problem = tab.value("document.getElementById('problem')?.textContent ?? ''")
+    raise AssertionError(f"never true: {condition}; {problem}")
 
 
 @contextmanager

@@ -1,28 +1,10 @@
 """The page to explore a model in a browser: opened, waited for and read."""
 
 import json
-import time
-from typing import Any, Protocol
 
-from browser import Page
-
-
-class Valued(Protocol):
-    """A page of any browser."""
-
-    def value(self, expression: str) -> Any: ...
-
+from browser import Page, Valued, wait_for
 
 SETTLED = "Number(document.body.dataset.settled) === document.getElementById('explore')?.explorer?.turn"
-
-
-def wait_for(tab: Valued, condition: str) -> None:
-    """Wait until a condition of the page is true."""
-    for _ in range(1200):
-        if tab.value(condition):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"never true: {condition}; {text_of(tab, '#problem')}")
 
 
 def text_of(tab: Valued, selector: str) -> str:

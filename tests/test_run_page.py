@@ -21,7 +21,7 @@ def test_a_run_that_overfits_says_so_with_its_figures() -> None:
     found = metrics([3.0, 2.0, 1.0, 0.2], [3.0, 2.5, 2.75, 3.25])
     assert how_it_learned(found, BEST) == (
         "It overfits: after step 200 the validation loss rises from 2.500 to 3.250 (step 400), while the "
-        "training loss falls from 2.500 to 1.550. The stored weights are those of the best validation."
+        "training loss falls from 2.500 to 1.550. The stored weights are from the best validation."
     )
 
 

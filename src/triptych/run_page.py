@@ -185,7 +185,7 @@ def _training_loss(metrics: Sequence[MetricPoint], step: int) -> float | None:
 
 
 _KEPT = {
-    "best": "those of the best validation",
+    "best": "from the best validation",
     "average": "an average of the last checkpoints",
 }
 

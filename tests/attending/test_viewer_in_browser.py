@@ -1,12 +1,11 @@
 """The page of attention in a browser: mouse, keyboard, anchors, and no request to anywhere."""
 
-import time
 from pathlib import Path
 
 import pytest
 
 from attending.viewed import long_page, translation_page
-from browser import Page
+from browser import Page, wait_for
 from triptych.seeing.attending.attention_page import PAGE_LIMIT_BYTES, AttentionPage, write_attention_page
 
 SHOWN = "document.querySelector('.attention').dataset.shown"
@@ -29,14 +28,6 @@ def choose_encoder(tab: Page) -> None:
     """The encoder's head that looks at the token before."""
     tab.point_at("[data-kind='0']", click=True)
     wait_for(tab, f"{SHOWN} === 'encoder.1.0'")
-
-
-def wait_for(tab: Page, condition: str) -> None:
-    for _ in range(200):
-        if tab.value(condition):
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"never true: {condition}")
 
 
 def test_the_page_opens_without_complaint_and_asks_for_nothing(tab: Page, tmp_path: Path) -> None:

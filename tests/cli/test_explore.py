@@ -12,9 +12,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from browser import Page
+from browser import Page, wait_for
 from command import Command
-from explorer_page import SETTLED, text_of, wait_for
+from explorer_page import SETTLED, text_of
 from served import free_port
 from triptych.model import Model, load
 from triptych.seeing.attending.held_out import HeldOutText

@@ -14,6 +14,7 @@ from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.core.models.architecture import HeadConfig
 from triptych.errors import UsageError
 from triptych.model import Model, load
+from triptych.running.text.scripts import UNSPACED
 from triptych.seeing.attending import HeldOutText
 from triptych.seeing.attending.alignment import all_words_of
 from triptych.seeing.attending.what_ifs import PYTHON_OF
@@ -241,6 +242,12 @@ def test_words_are_those_of_python(demo: Model, page: Path) -> None:
     for kind, own in zip(found["texts"][0]["kinds"], served, strict=True):
         for name in ("queries", "keys", "query_words", "key_words"):
             assert kind[name] == [*own[name]], (kind["kind"], name)
+
+
+def test_scripts_without_spaces_are_those_of_python() -> None:
+    code = (REPORTS / "answers.js").read_text(encoding="utf-8")
+    (written,) = re.findall(r"^const UNSPACED = /\^\[(.+)\]/u;$", code, re.MULTILINE)
+    assert re.sub(r"\\u\{?([0-9a-f]+)\}?", lambda found: chr(int(found[1], 16)), written) == UNSPACED
 
 
 def test_the_page_offers_the_changes_of_the_server() -> None:

@@ -7,8 +7,8 @@ from urllib.parse import parse_qs, urlencode
 
 import pytest
 
-from browser import Page
-from explorer_page import SETTLED, open_at, text_of, wait_for
+from browser import Page, wait_for
+from explorer_page import SETTLED, open_at, text_of
 from firefox import firefox_page, found_firefox
 from triptych.model import Model
 
@@ -72,6 +72,9 @@ def test_a_switch_shows_the_other_output_and_the_loss_with_an_interval(
 ) -> None:
     opened(tab, demo_page, width=1400, place="encoder.0.1", text=SENTENCE)
     call = "tie(encoder.0, W_Q, W_K)"
+    watch = "window.verdicts = []; new MutationObserver(() => window.verdicts.push("
+    watch += "document.getElementById('verdict')?.textContent)).observe(document.body, "
+    tab.value(watch + "{ childList: true, subtree: true, characterData: true })")
     tab.point_at(f"[data-calls={json.dumps(json.dumps([call]))}]", click=True)
     after = demo.tie("encoder.0", "W_Q", "W_K").translate(SENTENCE, beam_size=4, split=False).text
     wait_for(tab, f"document.getElementById('after-text')?.textContent === {json.dumps(after)}")
@@ -81,6 +84,14 @@ def test_a_switch_shows_the_other_output_and_the_loss_with_an_interval(
     assert verdict.startswith("With W_Q = W_K in layer encoder.0: ")
     assert after in verdict or "the translation stays the same" in verdict
     assert verdict.endswith(": the model is worse.")
+    # Until then it says that it has not ended.
+    unfinished = {one for one in tab.value("window.verdicts") if one and "the model is" not in one}
+    assert unfinished
+    assert all(
+        one.endswith("The loss on the held-out sentences is still being computed …") for one in unfinished
+    )
+    assert any("the translation is still being computed … " in one for one in unfinished)
+    assert "loss on this translation (" in text_of(tab, "#effect")
     assert text_of(tab, "#most").startswith("The loss rises most on: ")
     assert text_of(tab, "#after code") == 'model = model.tie("encoder.0", "W_Q", "W_K")'
     script = tab.value("document.querySelector('[data-copy]').dataset.copy")
@@ -115,7 +126,7 @@ def test_ranks_exchanges_and_the_fold_are_pressed_and_the_rest_is_refused_in_wor
     assert text_of(tab, "#keys") == before
     tab.point_at("[data-calls='[\"fold()\"]']", click=True)
     wait_for(tab, "document.getElementById('held-out')?.textContent.includes('interval') && " + SETTLED)
-    assert "KL, mean over the text0 (below 1e-9) nats" in text_of(tab, "#effect")
+    assert "KL, mean over this translation0 (below 1e-9) nats" in text_of(tab, "#effect")
     assert tab.value("document.querySelectorAll('#after mark').length") == 0
     said = "the translation stays the same. On the held-out sentences the loss stays the same."
     assert text_of(tab, "#verdict") == f"With W_Q W_Kᵀ as one matrix: {said}"

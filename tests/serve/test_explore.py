@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from browser import Page
-from explorer_page import SETTLED, open_at, text_of, wait_for
+from browser import Page, wait_for
+from explorer_page import SETTLED, open_at, text_of
 from served import Served
 from small_checkpoints import bert_that_runs
 from triptych.model import Model, load
@@ -277,6 +277,7 @@ def test_a_switch_changes_the_row_the_text_and_the_link_and_goes_back(tab: Page,
     assert tab.value(cells)[:3] == ["0.333"] * 3
     assert 'model.edit("1.0", "scores", torch.zeros_like)' in text_of(tab, "#effect")
     assert tab.value("document.querySelector('[data-part=looks] tr td:last-child').textContent") == "0.333"
+    assert text_of(tab, "#verdict").startswith("With head 1.0 looking evenly: ")
     link = tab.value("location.hash")
     assert "if=even" in link
     opened(tab, served, link)  # the link alone leads there again
@@ -317,14 +318,48 @@ def test_the_page_says_what_a_few_tokens_show_and_what_a_held_out_text_does(
 
 def test_what_the_model_refuses_is_said_and_the_switch_goes_back(tab: Page, served: Served) -> None:
     opened(tab, served, "#cross.0.0&model=small-en-de&text=twelve")
-    tab.point_at('[data-calls*="W_Q, W_K"]', click=True)
-    wait_for(tab, "!document.getElementById('problem').hidden")
+    never = "[...document.querySelectorAll('#switches [aria-disabled=true]')]"
+    assert tab.value(f"{never}.map((one) => [one.textContent, one.tabIndex])") == [
+        ["W_Q = W_K", 0],
+        ["all three", 0],
+    ]
+    assert tab.value(f"{never}[0].title").startswith("Not in cross-attention: ")
+    tab.point_at('#switches [data-calls*="W_Q, W_K"]', click=True)  # it says why, and stays as it is
+    wait_for(tab, f"!document.getElementById('problem').hidden && {SETTLED}")
     assert "in cross-attention queries read the decoder's stream" in text_of(tab, "#problem")
     place = "document.getElementById('problem').getBoundingClientRect()"
     top, bottom, height = tab.value(f"(({{ top, bottom }}) => [top, bottom, innerHeight])({place})")
     assert 0 <= top < bottom <= height
     assert tab.value("document.querySelectorAll('#switches [aria-pressed=true]').length") == 0
     assert "K and V are the source's" in text_of(tab, "#whose")
+    # What else was asked for is computed all the same.
+    toggle = "document.getElementById('explore').explorer.toggle"
+    tab.value(
+        f"(() => {{ {toggle}(['even(cross.0.0)']).then(() => {toggle}(['tie(cross.0, W_Q, W_K)'])); }})()"
+    )
+    wait_for(tab, f"!document.getElementById('problem').hidden && {SETTLED}")
+    assert tab.value("document.querySelectorAll('#switches [aria-pressed=true]').length") == 1
+    assert "cross.0.0" in text_of(tab, "#after code")
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("#encoder.0.0&model=small-en-de&text=twelve", "in every layer of the encoder"),
+        ("#decoder.0.0&model=small-en-de&text=twelve", "in every self-attention layer of the decoder"),
+        ("#cross.0.0&model=small-en-de&text=twelve", "in every cross-attention layer"),
+        ("#decoder.0.0&model=gpt&text=The+cat", "in every layer"),
+    ],
+)
+def test_the_choice_of_all_layers_says_which_they_are(
+    tab: Page, served: Served, place: str, said: str
+) -> None:
+    opened(tab, served, place)
+    label = "document.getElementById('everywhere').parentElement.textContent.trim()"
+    assert tab.value(label) == said
+    tab.point_at("#everywhere", click=True)
+    titles = "[...document.querySelectorAll('#switches h3')].map((one) => one.textContent)"
+    assert f"I{said[1:]}" in tab.value(titles)
 
 
 def test_numbers_are_reached_by_keys_and_light_up_their_part_of_the_formula(
@@ -369,7 +404,7 @@ def test_a_word_of_the_output_says_what_it_came_from_and_alternatives_can_be_rea
         tab.press("Tab")
         wait_for(tab, "document.getElementById('output').textContent.includes('Hund') && " + SETTLED)
         loss = float(translator.run(text, target="Ein Hund.").loss)
-        assert f"Loss on the text: {loss:.3f} nats" in text_of(tab, "#effect")
+        assert f"Loss on this translation: {loss:.3f} nats" in text_of(tab, "#effect")
 
 
 def test_a_rank_of_a_form_is_chosen_by_keys(tab: Page, served: Served) -> None:

@@ -73,7 +73,7 @@ const changes = (() => {
     return times(kept, times(transposed(kept), W));
   }
 
-  // Heads by name; the name of a layer stands for all of its heads.
+  // Heads by name; the name of a layer means all of its heads.
   const eachHead = (model, places) => places.split(/\s+/).flatMap((place) => {
     const layer = model.layers.find(({ name }) => name === place);
     return layer ? layer.W_Q.map((_, head) => [layer, head]) : [model.place(place)];

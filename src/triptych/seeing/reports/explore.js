@@ -32,7 +32,7 @@ const fromTo = (before, after) => `${digits(before)} → ${digits(after)} (${sig
 // A change in words: "tie(encoder.0, W_Q, W_K)" is "W_Q = W_K in encoder.0"
 const WORDS = {
   ablate: (places) => `${/^([a-z]+\.)?\d+$/.test(places) ? "layer" : places.includes(" ") ? "heads" : "head"} ${places.split(/\s+/).join(", ")} off`,
-  even: (head) => `head ${head} looks evenly`,
+  even: (head) => `head ${head} looking evenly`,
   unscaled: (head) => `no scale in head ${head}`,
   truncate: (head, rank) => `rank ${rank} of W_QK in head ${head}`,
   truncate_ov: (head, rank) => `rank ${rank} of W_OV in head ${head}`,
@@ -72,6 +72,8 @@ class Explorer {
   }
 
   get model() { return this.models.find(({ name }) => name === byId("model").value); }
+  get thisText() { return this.isTranslator ? "this translation" : "this text"; } // whose tokens are predicted
+  get writes() { return ["translate", "generate"].some((name) => this.model.can.includes(name)); }
   get isTranslator() { return this.model.pairs; } // a text has a target, which it writes or is given
   get asked() { return { model: this.model.name, text: this.text, target: this.target, changes: this.changes }; }
   get changed() { return `${this.model.name} ${this.changes.join(" ")}`; }
@@ -234,7 +236,10 @@ class Explorer {
       if (turn !== this.turn) return;
       await this.draw(data);
     } catch { /* the page goes without */ } finally {
-      document.body.dataset.settled = turn;
+      if (turn === this.turn) {
+        document.body.dataset.settled = turn;
+        if (this.changes.length) this.sayVerdict();
+      }
     }
   }
 
@@ -300,6 +305,11 @@ class Explorer {
     const prefix = layer.includes(".") ? layer.split(".")[0] : "";
     return this.model.layers.filter(({ name }) => (name.includes(".") ? name.split(".")[0] : "") === prefix).map(({ name }) => name);
   }
+  // The layers of `stackOf`, in words
+  everyLayer({ name }) {
+    const words = { encoder: "every layer of the encoder", decoder: "every self-attention layer of the decoder", cross: "every cross-attention layer" };
+    return name.includes(".") ? words[name.split(".")[0]] : "every layer";
+  }
   switches() {
     const { layer, head } = this.place;
     const about = this.layer(layer);
@@ -307,7 +317,9 @@ class Explorer {
     const others = [...Array(about.heads).keys()].filter((other) => other !== head).map((other) => `${layer}.${other}`).join(" ");
     const layers = this.everywhere ? this.stackOf(layer) : [layer];
     const tie = (name, to) => layers.map((one) => `tie(${one}, ${name}, ${to})`);
-    const of = this.everywhere ? "Every layer" : `Layer ${layer}`;
+    const of = this.everywhere ? `In ${this.everyLayer(about)}` : `Layer ${layer}`;
+    // Pressed in spite of it, the model's refusal is said.
+    const never = about.kind === "cross" ? "Not in cross-attention: there W_Q reads the decoder’s stream, and W_K the encoder’s output. Choose a layer of self-attention." : "";
     return [
       [`Head ${place}`, head === null ? [] : [
         ["head off", [`ablate(${place})`], "What the head gives W_O is 0."],
@@ -316,9 +328,9 @@ class Explorer {
         ["no scale", [`unscaled(${place})`], "q is multiplied by √d_k, so that the scale cancels."],
       ]],
       [of, [
-        ["W_Q = W_K", tie("W_Q", "W_K"), "Each head asks as it is asked: a scores b as b scores a."],
+        ["W_Q = W_K", tie("W_Q", "W_K"), "Each head asks as it is asked: a scores b as b scores a.", never],
         ["W_K = W_V", tie("W_K", "W_V"), "Each head is found by what it gives."],
-        ...(recorded ? [] : [["layer off", [`ablate(${layer})`], "No head of the layer adds anything."], ["all three", [...tie("W_Q", "W_K"), ...tie("W_V", "W_K")], "One matrix in the place of W_Q, W_K and W_V."]]),
+        ...(recorded ? [] : [[`${this.everywhere ? "layers" : "layer"} off`, layers.map((one) => `ablate(${one})`), "No head of the layer adds anything."], ["all three", [...tie("W_Q", "W_K"), ...tie("W_V", "W_K")], "One matrix in the place of W_Q, W_K and W_V.", never]]),
         ...(about.heads > 1 ? [["one head", layers.map((one) => `one_head(${one})`), `One softmax with the queries and keys of all ${about.heads} heads, in the place of ${about.heads}: the same parameters.`]] : []),
       ]],
       ["Model", [...this.tiesOfAll(), ["positions off", ["without_positions()"], "Nothing turns queries and keys, and nothing is added for a position."]]],
@@ -333,17 +345,17 @@ class Explorer {
     const stacks = [...new Set(itself.map(({ name }) => name.split(".")[0]))];
     const about = "Each head asks as it is asked.";
     const tied = itself.length === layers.length ? [["W_Q = W_K in all layers", ["tie(*, W_Q, W_K)"], about]]
-      : stacks.map((stack) => [`W_Q = W_K in the ${stack}`, itself.filter(({ name }) => name.startsWith(`${stack}.`)).map(({ name }) => `tie(${name}, W_Q, W_K)`), about]);
+      : stacks.map((stack) => [`W_Q = W_K in the ${stack === "decoder" ? "decoder’s self-attention" : stack}`, itself.filter(({ name }) => name.startsWith(`${stack}.`)).map(({ name }) => `tie(${name}, W_Q, W_K)`), about]);
     return [...tied, ["W_K = W_V in all layers", ["tie(*, W_K, W_V)"], "Each head is found by what it gives."]];
   }
   drawSwitches() {
     const groups = this.switches().filter(([, switches]) => switches.length).map(([title, switches]) => make("div", { role: "group", "aria-label": title }, make("h3", {}, title),
-      ...switches.map(([name, calls, about]) => make("button", { type: "button", title: about, "data-calls": JSON.stringify(calls), "aria-pressed": String(calls.every((call) => this.changes.includes(call))) }, name))));
+      ...switches.map(([name, calls, about, never]) => make("button", { type: "button", title: never || about, ...(never ? { "aria-disabled": "true" } : {}), "data-calls": JSON.stringify(calls), "aria-pressed": String(calls.every((call) => this.changes.includes(call))) }, name))));
     const { layer, head } = this.place;
     const about = this.layer(layer);
     if (head !== null) groups[0].append(...this.ranks(about, `${layer}.${head}`), ...this.others(about, `${layer}.${head}`));
     const every = make("input", { type: "checkbox", id: "everywhere", ...(this.everywhere ? { checked: "" } : {}) });
-    groups.find((group) => group.querySelector('[data-calls*="tie"]')).append(make("label", {}, every, " in every layer of its stack"));
+    groups.find((group) => group.querySelector('[data-calls*="tie"]')).append(make("label", {}, every, ` in ${this.everyLayer(about)}`));
     const active = document.activeElement?.dataset?.calls ?? document.activeElement?.id;
     byId("switches").replaceChildren(...groups);
     if (active) [...byId("switches").querySelectorAll("button, input")].find((node) => node.dataset.calls === active || node.id === active)?.focus();
@@ -380,12 +392,11 @@ class Explorer {
     // What is asked for is answered first, and drawn everywhere after.
     return this.tell(() => this.showRow(turn), "switch").then((done) => {
       if (turn !== this.turn) return;
-      if (done) {
-        this.later(turn, true);
-        return;
+      if (!done) {
+        this.changes = before; // refused: the switch goes back
+        this.drawSwitches();
       }
-      this.changes = before; // refused: the switch goes back
-      this.drawSwitches();
+      this.later(turn, true);
     });
   }
   toggle(calls) {
@@ -400,15 +411,15 @@ class Explorer {
     const heldOut = held_out && this.changes.length ? [make("div", {}, make("dt", {}, `loss on the held-out text (${counted(held_out.tokens, "token")}${held_out.name ? ` of ${held_out.name}` : ""}), nats per token`), make("dd", { id: "held-out" }, this.heldOut?.of === this.changed ? this.heldOut.said : "computing …"))] : [];
     if (!next) { place.replaceChildren(make("dl", { class: "facts" }, ...heldOut)); return; }
     if (!this.changes.length) {
-      place.replaceChildren(make("p", { class: "note" }, `Loss on the text: ${next.loss[0] === null ? "–" : `${digits(next.loss[0])} nats per token (${counted(next.loss_tokens, "token")})`}. Press a switch: the change of the next token, of the loss and of the text is shown here.`));
+      place.replaceChildren(make("p", { class: "note" }, `Loss on ${this.thisText}: ${next.loss[0] === null ? "–" : `${digits(next.loss[0])} nats per token (${counted(next.loss_tokens, "token")})`}. Press a switch: the change of the next token, of the loss and of the text is shown here.`));
       return;
     }
     const [before, after] = next.loss;
     const small = (value) => (value < 1e-9 ? "0 (below 1e-9)" : digits(value));
     const facts = [
       [`KL of the next token ${this.isTranslator ? "where" : "at"} “${shortly(next.token)}” (${next.at})${this.isTranslator ? " is written" : ""}`, `${small(next.kl)} nats`],
-      ["KL, mean over the text", `${small(next.mean_kl)} nats`],
-      [`loss on the text (${counted(next.loss_tokens, "token")}), nats per token`, before === null ? "–" : fromTo(before, after)],
+      [`KL, mean over ${this.thisText}`, `${small(next.mean_kl)} nats`],
+      [`loss on ${this.thisText} (${counted(next.loss_tokens, "token")}), nats per token`, before === null ? "–" : fromTo(before, after)],
     ].map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
     const most = Math.max(...next.tokens.flatMap(([, ...both]) => both));
     const bar = (value, kind) => { const node = make("span", { class: `bar ${kind}` }); node.style.width = `${(100 * value) / most}%`; return node; };
@@ -426,11 +437,14 @@ class Explorer {
     const after = this.after?.of === this.state ? this.after : null;
     const change = this.heldOut?.of === this.changed ? this.heldOut.change : null;
     const { held_out, pairs } = this.model;
+    const isComputing = Number(document.body.dataset.settled) !== this.turn;
     const said = [make("b", {}, `With ${allInWords(this.changes)}: `)];
     const most = [];
-    if (after) {
+    if (after && this.writes) {
       const isShort = after.was.length + after.is.length < 240;
       said.push(after.is === after.was ? `the ${pairs ? "translation" : "output"} stays the same. ` : isShort ? `“${after.was.trim()}” becomes “${after.is.trim() || "∅"}”${/[.!?]$/.test(after.is.trim()) ? "" : "."} ` : "the output is another. ");
+    } else if (isComputing && this.writes) {
+      said.push(`the ${pairs ? "translation" : "output"} is still being computed … `);
     }
     if (change) {
       const { difference, interval } = change;
@@ -442,6 +456,8 @@ class Explorer {
       if (change.most?.length && !isSame) {
         most.push("The loss rises most on: ", ...change.most.flatMap(({ text, nats }, i) => [...(i ? [", "] : []), make("button", { type: "button", class: "example", "data-text": text, title: "Look at this sentence" }, text), ` (${signed(nats)})`]));
       }
+    } else if (isComputing && held_out) {
+      said.push(`The loss on the held-out ${held_out.units} is still being computed …`);
     }
     byId("verdict")?.replaceChildren(...said);
     byId("most")?.replaceChildren(...most);

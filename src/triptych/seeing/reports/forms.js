@@ -129,7 +129,7 @@ const forms = (() => {
       qk_effective_rank: effectiveRank(spectra.qk), ov_effective_rank: effectiveRank(spectra.ov),
       ...(isCross ? {} : { qk_symmetric_share: symmetricShare(read.q, read.k, spectra.qk), ...(isOneMap ? {} : overlap(read.q, read.k, d - constantDirections(x, d).length)) }),
     };
-    // Directions are those of maps that read the normalised stream.
+    // Directions are of maps that read the normalised stream.
     const reading = (W, norm) => (isPre && norm ? without(scaledRows(W, norm.weight), norm.centred ? [mean] : []) : W);
     const canFold = isPre && x && memory && !layer.additive;
     const [q, k, v] = [["q", x], ["k", memory], ["v", memory]].map(([side, norm]) => (canFold ? reading(maps[side], norm) : maps[side]));

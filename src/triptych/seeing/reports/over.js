@@ -1,4 +1,4 @@
-// What the chosen head does over a text: its figures, with intervals, and those of looking evenly.
+// What the chosen head does over a text: its figures with intervals, next to the figures of a head that looks evenly.
 function drawHead() {
   mark();
   if (chosen === null) return;

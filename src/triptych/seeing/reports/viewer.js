@@ -192,7 +192,7 @@ class Viewer {
   get isJoined() { return this.joins && this.pieces.joined !== null; }
   get kind() { return this.isJoined ? this.pieces.joined : this.pieces; }
   starts(side) { return this.pieces[`${side}_words`]; }
-  // Places are those of words where words are shown; in an address they are those of tokens.
+  // Where words are shown, a place is the number of a word; in an address it is always the number of a token.
   tokenOf(side, place) { return this.isJoined ? this.starts(side)[place] : place; }
   placeOf(side, token) { return this.isJoined ? unitOf(this.starts(side))(token) : token; }
   get layer() { return this.kind.layers[this.at.layer]; }
@@ -529,7 +529,7 @@ class Viewer {
     pen.imageSmoothingEnabled = false;
     const small = this.picture(this.places());
     const [binRows, binColumns] = this.kind.bins;
-    const { pieces } = this; // the small maps are those of tokens
+    const { pieces } = this; // a small map is always of tokens
     pen.drawImage(small, 0, 0, (small.width * binColumns * canvas.width) / pieces.keys.length, (small.height * binRows * canvas.height) / pieces.queries.length);
     pen.strokeStyle = this.colours.hot;
     pen.lineWidth = 2;

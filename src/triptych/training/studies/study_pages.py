@@ -46,7 +46,7 @@ _COSTS = {
 }
 
 
-# Points of a chart of quality against cost: two points are read better in the table.
+# Least number of points of a chart of quality against cost: two points are read better in the table.
 _LEAST_DOTS = 3
 
 
@@ -163,9 +163,8 @@ def _loss_curves(outcome: Outcome) -> list[CurveChart]:
     }
     charts = []
     drawn = list[Lines]()
-    first = {"flops": "flops", "seconds": "seconds"}.get(
-        outcome.study.budget.hold, "step"
-    )
+    hold = outcome.study.budget.hold
+    first = hold if hold in _AXES else "step"
     for key in (first, *(key for key in _AXES if key != first)):
         title = _AXES[key]
         lines = tuple((name, _line(each, key)) for name, each in histories.items())
