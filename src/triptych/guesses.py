@@ -148,7 +148,7 @@ OF_MODEL: Mapping[str, str] = {
         ("n_ctx", "d_vocab", "d_mlp", "max_position_embeddings"),
         _FIELDS,
     ),
-    "generation_config": "model.reader.generation.settings are those of generation_config.json",
+    "generation_config": "model.reader.generation.settings has the settings of generation_config.json",
     "num_hidden_layers": "model.num_layers",
     "num_attention_heads": "model[3].num_heads: layers may differ",
     "all_composition_scores": "model.composition('Q'), or 'K', or 'V'",
@@ -391,7 +391,7 @@ _LENGTHS = (
     "max_extra_tokens: a translation may be longer than its source by that many",
     "max_tokens, the longest text",
 )
-# Keyword arguments of verbs. Of several answers, the first that begins with an argument of the verb is given.
+# Keyword arguments of verbs. Among several answers, the first to begin with an argument of the verb is given.
 OF_VERBS: Mapping[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("max_length", "max_tokens", "max_new_tokens"), _LENGTHS),
     "num_beams": "beam_size",
@@ -449,7 +449,7 @@ OF_VERBS: Mapping[str, str | tuple[str, ...]] = {
     "dispatch": "nothing: modules are built when a model first runs",
     "fold_ln": "model[3, 2].folded, a head with the norm's weights in its maps",
     "center_writing_weights": "nothing: measures take out what a LayerNorm removes",
-    "center_unembed": "nothing: weights are those of the checkpoint",
+    "center_unembed": "nothing: weights are as in the checkpoint",
     "refactor_factored_attn_matrices": "model.rewrite('gauge_fix')",
     "local_files_only": "offline=True of load",
     "low_cpu_mem_usage": "nothing: weights are read when they are used",
@@ -500,7 +500,7 @@ def about_arguments(verb: str, unknown: Iterable[str], known: Iterable[str]) -> 
 
 
 def _answer(name: str, known: Collection[str]) -> str:
-    """Return the answer for a keyword argument of a verb with some arguments; "" without one."""
+    """Return the answer for a keyword argument of a verb with some arguments, "" without an answer."""
     if name not in OF_VERBS:
         return ", ".join(get_close_matches(name, known, n=1))
     answers = OF_VERBS[name]

@@ -424,8 +424,8 @@ class CTranslate2Generator(Decoder[GenerationOptions]):
         if options.sampling != SamplingOptions():
             raise UsageError(
                 "--engine ctranslate2 takes the most probable tokens and draws none: leave out temperature, "
-                "filters and repetition penalty (those of a file: generation_config ignore), or use --engine "
-                "triptych"
+                "filters and repetition penalty (settings of a file: generation_config ignore), or use "
+                "--engine triptych"
             )
         if options.max_length is not None:
             raise UsageError(

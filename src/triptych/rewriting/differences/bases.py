@@ -182,7 +182,7 @@ def _leverage(rows: Tensor) -> Tensor:
 def _weight(one: Rounded, other: Rounded) -> Tensor:
     """Return the weight of the equations of a factor for each head: the inverse of its mean rounding.
 
-    The factors may have other widths: one of them may have a lower rank than its width.
+    The factors may have other widths: the rank of a factor may be lower than its width.
     """
     squares = _mean_of_heads(one.squares) + _mean_of_heads(other.squares)
     size = _mean_of_heads(one.numbers.square()) + _mean_of_heads(other.numbers.square())

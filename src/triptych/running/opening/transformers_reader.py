@@ -267,7 +267,7 @@ class TransformersReader(TextReader):
 
 
 def _class_named(name: str) -> Any:
-    """Return a class of `transformers`; for another name, the one without a head."""
+    """Return a class of `transformers`, `AutoModel` if there is no class of this name."""
     import transformers
 
     found = getattr(transformers, name, None)
@@ -278,7 +278,7 @@ def _class_named(name: str) -> Any:
 
 
 def _class_of_tensors(path: Path, config: Any) -> Any:
-    """Return the class whose tensors are those of the files; without such a class, the one without a head."""
+    """Return the class with the tensors of the files, `AutoModel` if no class has these tensors."""
     import transformers
 
     heads = (

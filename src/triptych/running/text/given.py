@@ -52,7 +52,7 @@ def as_texts(given: Any, what: str = "text") -> GivenTexts:
 
 
 def as_ids(given: Any) -> Sequence[int]:
-    """Return the token ids of one text from a list, tensor or array, also in a batch of one.
+    """Return the token ids of one text in a list, tensor or array, also in a batch of one text.
 
     Raises UsageError for other values.
     """
