@@ -68,7 +68,7 @@ def without(record: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", TINY)
 def test_a_field_that_is_left_out_is_what_the_class_makes_it(name: str, tmp_path: Path) -> None:
     made(name, tmp_path)

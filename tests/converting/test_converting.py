@@ -191,7 +191,7 @@ def test_wide_heads_of_low_rank_fit_exactly(dtype: torch.dtype, allowed: float) 
         assert difference(plain.model(src, tgt_in), model(src, tgt_in)) < allowed
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MODELS)
 def test_transformers_computes_the_same_and_searches_the_same(
     name: str, joint: TokenizerPair, tmp_path: Path
