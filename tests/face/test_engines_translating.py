@@ -1,6 +1,7 @@
 """CTranslate2 in the place of our own search: the same hypotheses, scores and options."""
 
 import errno
+import math
 import os
 import sys
 import warnings
@@ -96,6 +97,18 @@ def test_hypotheses_and_scores_are_those_of_our_own_search(run: Reader, options:
         for one, other in zip(found.candidates, expected.candidates, strict=True):
             assert one.score == pytest.approx(other.score, abs=1e-4)
             assert one.log_prob == pytest.approx(other.log_prob, abs=1e-4)
+
+
+def test_texts_are_the_same_without_the_scores_that_a_greedy_search_leaves_out() -> None:
+    for beam_size in (1, 2):
+        translator = load("demo", engine="ctranslate2").translator(beam_size=beam_size)
+        with_scores = translator.translate(LINES)
+        without = translator.without_scores().translate(LINES)
+        assert [found.text for found in without] == [found.text for found in with_scores]
+        assert [found.finish for found in without] == [found.finish for found in with_scores]
+        missing = {math.isnan(found.candidates[0].score) for found in without if found.num_pieces}
+        assert missing == {beam_size == 1}
+        assert translator.translate(LINES) == with_scores  # the translator itself keeps them
 
 
 def test_a_model_is_converted_once_and_another_one_apart(run: Reader) -> None:

@@ -109,6 +109,8 @@ def translate(
         workers=number_of_workers(workers),
         special_tokens=special_tokens_of(literal),
     )
+    if not as_json and searching["num_best"] == 1:
+        translator = translator.without_scores()
     if attention:
         opened.reader.require_heads(attention)
     render = (

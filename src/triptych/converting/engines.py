@@ -9,10 +9,12 @@ Source: github.com/OpenNMT/CTranslate2, version 4.8.
 
 import contextlib
 import hashlib
+import math
 import tempfile
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -262,6 +264,16 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
             (workers, 1),
         )
         self.workers: int = self._translator.num_translators  # 1 on a GPU
+        self._max_target_tokens = run.encoder_decoder.max_target_tokens
+        self._returns_scores = True
+
+    def without_scores(self) -> "CTranslate2Searcher":
+        """Return a decoder without scores if its search is greedy: they cost a softmax at each step."""
+        if self.options.beam_size > 1:
+            return self
+        own = copy(self)
+        own._returns_scores = False
+        return own
 
     def decode(
         self,
@@ -274,11 +286,15 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
         )
         sentences = texts
         batches = list(batches_of_like_length(sentences, _BATCH_TOKENS))
+        limits = [*map(self._limit, sentences)]
         found: list[list[Hypothesis]] = [[] for _ in sentences]
-        pending = [self._begin([sentences[i] for i in batch]) for batch in batches]
+        pending = [
+            self._begin([sentences[i] for i in batch], max(limits[i] for i in batch))
+            for batch in batches
+        ]
         for batch, results in zip(batches, pending, strict=True):
             for i, result in zip(batch, results, strict=True):
-                found[i] = self._hypotheses(result.result(), self._limit(sentences[i]))
+                found[i] = self._hypotheses(result.result(), limits[i])
         # `_hypotheses` returns an empty list for a sentence that reached the length limit.
         if cut := [i for i, hypotheses in enumerate(found) if not hypotheses]:
             if self._own is None:
@@ -289,8 +305,8 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
                 found[i] = hypotheses
         return found
 
-    def _begin(self, sentences: Sentences) -> list[Any]:
-        """Submit a batch and return asynchronous results."""
+    def _begin(self, sentences: Sentences, limit: int) -> list[Any]:
+        """Submit a batch with the longest limit of its sentences; return asynchronous results."""
         options = self.options
         never = dict.fromkeys((self._target.pad_id, self._target.bos_id))
         return self._translator.translate_batch(  # type: ignore[no-any-return]
@@ -303,22 +319,21 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
             max_input_length=0,
             use_vmap=self._run.shortlist is not None,
             min_decoding_length=0,
-            max_decoding_length=max(map(self._limit, sentences))
-            + 1,  # the end of sentence counts there
+            max_decoding_length=limit + 1,  # the end of sentence counts there
             return_end_token=True,
-            return_scores=True,
+            return_scores=self._returns_scores,
         )
 
     def _limit(self, ids: Sequence[int]) -> int:
-        model = self._run.encoder_decoder
-        options = self.options
-        return limit_of(len(ids), options.max_extra_tokens, model.max_target_tokens)
+        extra = self.options.max_extra_tokens
+        return limit_of(len(ids), extra, self._max_target_tokens)
 
     def _hypotheses(self, result: Any, limit: int) -> list[Hypothesis]:
         """Return the best hypotheses of a result; an empty list if a hypothesis reached the limit."""
         found = []
         eos_id = self._target.eos_id
-        for tokens, log_prob in zip(result.hypotheses, result.scores, strict=True):
+        scores = result.scores if self._returns_scores else [math.nan]
+        for tokens, log_prob in zip(result.hypotheses, scores, strict=True):
             ids = tuple(self._ids[token] for token in tokens)
             if len(ids) > limit + 1 or not ids or ids[-1] != eos_id:
                 return []

@@ -110,6 +110,10 @@ class Decoder(ABC, Generic[OptionsT]):
             f"{self.library} has no loop that could run a request"
         )
 
+    def without_scores(self) -> "Decoder[OptionsT]":
+        """Return a decoder of the same hypotheses that may leave out their scores, as NaN, to be faster."""
+        return self
+
     def start_workers(self) -> None:
         """Start other processes now, instead of on demand, and wait until they are ready."""
 

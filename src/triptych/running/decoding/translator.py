@@ -234,6 +234,12 @@ class Translator:
         own._special_tokens = special_tokens
         return own
 
+    def without_scores(self) -> "Translator":
+        """Return a copy of the translator for texts alone: where scores cost time, they are NaN."""
+        own = copy(self)
+        own.decoder = self.decoder.without_scores()
+        return own
+
     def start_workers(self) -> None:
         """Start the other workers and wait until they are ready, instead of starting them on demand."""
         self.decoder.start_workers()
@@ -340,6 +346,8 @@ def _join(
 
 
 def _joined(spaced: Spaced, candidates: Sequence[Candidate]) -> Candidate:
+    if len(candidates) == 1 and not any(spaced.spaces):
+        return candidates[0]
     return Candidate(
         text=spaced.join([candidate.text for candidate in candidates]),
         pieces=tuple(chain.from_iterable(candidate.pieces for candidate in candidates)),
