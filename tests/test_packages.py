@@ -93,6 +93,9 @@ IMPORTING_LATE |= {
     "core/checkpoints/checkpoint.py",
     "core/checkpoints/source.py",
     "running/opening/reader.py",
+    "running/decoding/translator.py",  # CTranslate2 translates without torch
+    "threads.py",
+    "cli/translate.py",
     "running/opening/run_folder.py",  # the table of languages, which few recipes need
     "pytest_plugin.py",  # pytest imports it at its start, in every project
 }

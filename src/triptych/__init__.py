@@ -4,19 +4,13 @@
 import torch.
 """
 
-import ast
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-_MODULE_OF = {
-    name.name: node.module
-    for node in ast.parse(
-        Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-    ).body
-    if isinstance(node, ast.ImportFrom) and node.module
-    for name in node.names
-}
+from triptych.listed_names import modules_of_names
+
+_MODULE_OF = modules_of_names(Path(__file__).with_suffix(".pyi"))
 
 __all__ = sorted(_MODULE_OF)
 

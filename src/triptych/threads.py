@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, final
 
-import torch
-
 Item = TypeVar("Item")
 
 # Name of threads left running when the process ends.
@@ -21,6 +19,8 @@ def torch_threads(number: int | None) -> Iterator[None]:
 
     The setting is global: until the block ends, it also applies to other threads of the process.
     """
+    import torch  # slow to import; the other functions do without
+
     before = torch.get_num_threads()
     if number is not None:
         torch.set_num_threads(number)

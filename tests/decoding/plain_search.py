@@ -12,14 +12,8 @@ from torch import Tensor
 
 from triptych.core.models import EncoderDecoder
 from triptych.running.decoding.engine import DecodingEngine
-from triptych.running.decoding.search import (
-    Hypothesis,
-    best_first,
-    enough_finished,
-    length_penalty,
-    limit_of,
-    sentence_text,
-)
+from triptych.running.decoding.hypotheses import Hypothesis, best_first, length_penalty, limit_of
+from triptych.running.decoding.search import enough_finished, sentence_text
 from triptych.running.decoding.token_loop import Loop
 from triptych.running.decoding_options import SearchOptions
 from triptych.running.text import OutputRules

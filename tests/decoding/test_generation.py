@@ -16,8 +16,8 @@ from triptych.errors import UsageError
 from triptych.literals import Precision
 from triptych.running.decoding.engine import Engine
 from triptych.running.decoding.generation import begin, generate_tokens
+from triptych.running.decoding.hypotheses import Hypothesis
 from triptych.running.decoding.linear_maps import PRECISIONS, Maps
-from triptych.running.decoding.search import Hypothesis
 from triptych.running.decoding.token_loop import Loop
 from triptych.running.decoding_options import GenerationOptions, SamplingOptions
 from triptych.running.input_limits import LONGEST_PROMPT

@@ -13,7 +13,7 @@ from triptych.errors import UsageError
 from triptych.files import cache_folder
 from triptych.running.decoding.engine import Engine
 from triptych.running.decoding.generation import generate_tokens
-from triptych.running.decoding.search import Hypothesis
+from triptych.running.decoding.hypotheses import Hypothesis
 from triptych.running.decoding_options import GenerationOptions, SamplingOptions
 
 SHARED = Path(__file__).parents[3] / "shared" / "checkpoints"

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from triptych import load
+from triptych.converting import conversion_cache
 from triptych.converting import engines as cache
-from triptych.converting.engines import CTranslate2Searcher
+from triptych.converting.engines import make_searcher
 from triptych.core.models import EncoderDecoder, ModelConfig
 from triptych.errors import DataError, EngineNote, UsageError
 from triptych.files import cache_folder
@@ -74,7 +75,7 @@ def run(tokenizers: TokenizerPair, tmp_path: Path) -> Reader:
 
 
 def both(run: Reader, options: SearchOptions) -> tuple[list[Translation], list[Translation]]:
-    searcher = CTranslate2Searcher(run, options, "fp32", 1, "cpu")
+    searcher = make_searcher(run, options, "fp32", 1, "cpu")
     theirs = Translator(run.model, run.tokenizers, options, decoder=searcher)
     return run.translator(options).translate(LINES), theirs.translate(LINES)
 
@@ -161,7 +162,7 @@ def test_without_a_home_folder_or_with_a_full_disk_a_model_translates(
             cache_folder()
     assert [t.text for t in ours] == [t.text for t in theirs]
     monkeypatch.setattr(cache, "require_recipe", lambda _: None)  # `run` is no folder
-    monkeypatch.setattr(cache, "write_folder", fails)
+    monkeypatch.setattr(conversion_cache, "write_folder", fails)
     with pytest.warns(EngineNote, match="engine auto: triptych translates: .*No space left"):
         translator = cache.make_translator(run, cache.Options("cpu", engine="auto"), beam_size=1)
     assert translator.engine == "triptych"
@@ -188,16 +189,16 @@ def test_a_damaged_cache_is_one_line_that_names_it(run: Reader) -> None:
     (folder,) = cache_folder().iterdir()
     (folder / "model.bin").write_bytes(b"half")
     with pytest.raises(DataError, match=f"{folder} cannot be read by CTranslate2"):
-        CTranslate2Searcher(run, options, "fp32", 1, "cpu")
+        make_searcher(run, options, "fp32", 1, "cpu")
 
 
 def test_what_ctranslate2_cannot_do_is_refused_by_name(run: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     options = SearchOptions(beam_size=3, stop="certain")
     with pytest.raises(UsageError, match='stop must be "full", and it is "certain"'):
-        CTranslate2Searcher(run, options, "fp32", 1, "cpu")
+        make_searcher(run, options, "fp32", 1, "cpu")
     monkeypatch.setattr(ctranslate2, "get_supported_compute_types", lambda device: {"float32", "int8"})
     with pytest.raises(UsageError, match="CTranslate2 cannot compute in bf16 on this cpu: it can in fp32"):
-        CTranslate2Searcher(run, SearchOptions(beam_size=1), "bf16", 1, "cpu")
+        make_searcher(run, SearchOptions(beam_size=1), "bf16", 1, "cpu")
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     with pytest.raises(UsageError, match="CTranslate2 is not installed: pip install ctranslate2"):
         load("no folder", engine="ctranslate2")
@@ -210,7 +211,7 @@ def test_a_model_that_does_not_fit_is_refused_with_its_reason(tokenizers: Tokeni
     model = EncoderDecoder.of(ModelConfig.model_validate(tree), *sizes, 0)
     run = Reader("a run", Path("a run"), model, tokenizers, decoding=DecodingConfig())
     with pytest.raises(UsageError, match="'alibi', and CTranslate2 has no positions inside attention"):
-        CTranslate2Searcher(run, SearchOptions(beam_size=1), "fp32", 1, "cpu")
+        make_searcher(run, SearchOptions(beam_size=1), "fp32", 1, "cpu")
     assert not cache_folder().exists() or not [*cache_folder().iterdir()]
 
 

@@ -1,9 +1,10 @@
 """`triptych translate`."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from triptych.cli.failures import say
 from triptych.cli.options import (
@@ -16,14 +17,16 @@ from triptych.cli.options import (
 from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import json_text, standard_input, text_or_file, write_output
+from triptych.converting.kept_translators import kept_translator
 from triptych.errors import DataError, UsageError
 from triptych.files import write_atomically
 from triptych.model import Model, load
-from triptych.running.decoding import Translation
 from triptych.running.text import iterate_file, iterate_lines
-from triptych.seeing.attending import head_records
 from triptych.seeing.reports import is_page
 from triptych.threads import Ahead
+
+if TYPE_CHECKING:
+    from triptych.running.decoding import SearchOptions, Translation, Translator
 
 # Lines translated together: few at first, so that there is soon something to read.
 _FIRST_LINES = 16
@@ -31,7 +34,7 @@ _LINES_AT_A_TIME = 512
 # Sentences whose attention a page shows.
 _MOST_VIEWED = 20
 # Converts a translation and its line number to output lines.
-Renderer = Callable[[Translation, int], list[str]]
+Renderer = Callable[["Translation", int], list[str]]
 
 
 def translate(
@@ -101,18 +104,31 @@ def translate(
         "attention_html": html,
         "without": without,
     }
-    opened = load_model(model, without, translating_engine(opening, own))
+    opening = translating_engine(opening, own)
     terms = None if glossary is None else _read_glossary(glossary)
-    translator = opened.translator(
-        **searching,
-        glossary=terms,
-        workers=number_of_workers(workers),
-        special_tokens=special_tokens_of(literal),
-    )
+    num_workers = number_of_workers(workers)
+
+    @cache
+    def opened() -> Model:
+        return load_model(model, without, opening)
+
+    def search_again(options: "SearchOptions") -> "Translator":
+        return opened().reader.translator(options)
+
+    translator = None
+    if terms is None and without is None:
+        translator = kept_translator(
+            model, opening, searching, num_workers, search_again
+        )
+    if translator is None:
+        translator = opened().translator(
+            **searching, glossary=terms, workers=num_workers
+        )
+    translator = translator.with_special_tokens(special_tokens_of(literal))
     if not as_json and searching["num_best"] == 1:
         translator = translator.without_scores()
     if attention:
-        opened.reader.require_heads(attention)
+        opened().reader.require_heads(attention)
     render = (
         _json_renderer(opened, attention)
         if as_json
@@ -149,7 +165,7 @@ def translate(
             write_atomically(out, lambda temporary: _write_file(temporary, rendered()))
             remember(out)
         if html is not None:
-            _write_page(opened, viewed, html)
+            _write_page(opened(), viewed, html)
 
 
 def _lines_of(text: str) -> Iterator[str]:
@@ -177,7 +193,7 @@ def _write_page(model: Model, sources: list[str], path: Path) -> None:
 
 
 def _text_renderer(num_best: int) -> Renderer:
-    def render(translation: Translation, number: int) -> list[str]:
+    def render(translation: "Translation", number: int) -> list[str]:
         if num_best == 1:
             return [translation.text]
         return [
@@ -187,8 +203,8 @@ def _text_renderer(num_best: int) -> Renderer:
     return render
 
 
-def _json_renderer(model: Model, wanted: Sequence[str]) -> Renderer:
-    def render(translation: Translation, number: int) -> list[str]:
+def _json_renderer(model: Callable[[], Model], wanted: Sequence[str]) -> Renderer:
+    def render(translation: "Translation", number: int) -> list[str]:
         record: dict[str, Any] = {
             "line": number,
             "source": translation.source,
@@ -213,10 +229,12 @@ def _json_renderer(model: Model, wanted: Sequence[str]) -> Renderer:
             ]
         return [json_text(record | attention_of(translation))]
 
-    def attention_of(sentence: Translation) -> dict[str, Any]:
+    def attention_of(sentence: "Translation") -> dict[str, Any]:
         if not wanted or sentence.num_pieces != 1:
             return {}
-        seen = model.attend(sentence.source)
+        from triptych.seeing.attending import head_records
+
+        seen = model().attend(sentence.source)
         return {"attention": [*head_records(seen.parts(wanted))]}
 
     return render

@@ -5,11 +5,20 @@ written model and of its difference from the original. `hugging_face.py`, `ctran
 `web.py` write the formats. `plain.py` rewrites heads as plain matrices, `target_formats.py` maps trained
 models to families of `transformers`, and `output_checks.py` compares results with the original.
 `engine_verbs.py` translates, generates and evaluates by the engine of a model's options (`engines.py`),
-`teachers.py` distils, and `capabilities.py` lists the verbs of a model. Start with `conversion.py`.
+`kept_translators.py` translates again without torch, `teachers.py` distils, and `capabilities.py` lists the
+verbs of a model. Start with `conversion.py`.
 
-Interface: `capabilities`, `conversion`, `engine_verbs`, `teachers`, `web`.
+Interface: `capabilities`, `conversion`, `engine_verbs`, `kept_translators`, `teachers`, `web`.
 """
 
-from triptych.converting.conversion import Conversion, convert
+from typing import TYPE_CHECKING
+
+from triptych.listed_names import finder
+
+if TYPE_CHECKING:
+    from triptych.converting.conversion import Conversion as Conversion
+    from triptych.converting.conversion import convert as convert
+
+__getattr__ = finder(__name__, __file__)
 
 __all__ = ["Conversion", "convert"]

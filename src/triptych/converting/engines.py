@@ -7,14 +7,9 @@ hypotheses of a beam, and triptych's length penalty is then applied to them.
 Source: github.com/OpenNMT/CTranslate2, version 4.8.
 """
 
-import contextlib
 import hashlib
-import math
-import tempfile
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import copy
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +21,17 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from triptych.converting.conversion_cache import converted
 from triptych.converting.ctranslate2 import write_ct2_translator, write_generator
+from triptych.converting.ctranslate2_search import (
+    TAKEN_BY_AUTO,
+    CTranslate2Searcher,
+    SearchLimits,
+    compute_type,
+    load_folder,
+    require_beam_alone,
+    require_full_stop,
+)
 from triptych.converting.plain import max_positions
 from triptych.converting.target_formats import require_recipe
 from triptych.core.models import (
@@ -37,8 +42,7 @@ from triptych.core.models import (
     has_fast_bf16,
     require_lengths,
 )
-from triptych.errors import DataError, EngineNote, TriptychError, UsageError
-from triptych.files import find_cache_folder, remove_folder, write_folder
+from triptych.errors import EngineNote, TriptychError, UsageError
 from triptych.literals import EngineName, Precision, SpecialTokens, Stop
 from triptych.progress import Progress, untold
 from triptych.running.changing import is_patched
@@ -53,7 +57,6 @@ from triptych.running.decoding import (
     NewToken,
     SamplingOptions,
     SearchOptions,
-    Sentences,
     TextGenerator,
     Translator,
     batches_of_like_length,
@@ -62,37 +65,12 @@ from triptych.running.decoding import (
     check_vocabulary,
     collected,
     length_penalty,
-    limit_of,
     limit_of_prompt,
     measure_likelihood,
     never_ends,
 )
 from triptych.running.opening import Reader
 from triptych.running.options import Options, require_ctranslate2
-
-# Source tokens searched together: larger batches outgrow the caches of a core.
-_BATCH_TOKENS = 512
-_MOST_KEPT = 4  # converted models of one configuration in the cache folder
-_COMPUTE_TYPES: dict[Precision, str] = {
-    "fp32": "float32",
-    "bf16": "bfloat16",
-    "int8": "int8_float32",
-}
-
-
-def _compute_type(precision: Precision, device: str) -> str:
-    import ctranslate2
-
-    wanted = _COMPUTE_TYPES[precision]
-    supported = ctranslate2.get_supported_compute_types(device)
-    if wanted not in supported:
-        able = ", ".join(
-            name for name, theirs in _COMPUTE_TYPES.items() if theirs in supported
-        )
-        raise UsageError(
-            f"CTranslate2 cannot compute in {precision} on this {device}: it can in {able}"
-        )
-    return wanted
 
 
 def _find_place(device: str) -> tuple[Literal["cpu", "cuda"], int]:
@@ -110,49 +88,6 @@ def _find_place(device: str) -> tuple[Literal["cpu", "cuda"], int]:
     return "cpu", 0
 
 
-@contextmanager
-def _converted(name: str, write: Callable[[Path], object]) -> Iterator[Path]:
-    """Yield the folder of a converted model inside a context, converting the model if needed.
-
-    The folder stays in the cache folder. If the cache folder cannot be written, a temporary folder is used.
-    """
-    kept = _in_cache(name, write)
-    if kept is not None:
-        yield kept
-        return
-    with tempfile.TemporaryDirectory(prefix="triptych-") as temporary:
-        place = Path(temporary, "model")
-        write_folder(place, write)
-        yield place
-
-
-def _in_cache(name: str, write: Callable[[Path], object]) -> Path | None:
-    """Return the folder of a converted model in the cache folder; None if it cannot be written there."""
-    folder = find_cache_folder()
-    if folder is None:
-        return None
-    place = folder / name
-    if not place.is_dir():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_folder(place, write)
-        except FileExistsError:  # another process was faster, or a file is in the way
-            pass
-        except OSError:  # no permission, or a full disk
-            return None
-        with contextlib.suppress(OSError):  # another process removes them, too
-            _remove_older(place)
-    return place if place.is_dir() else None
-
-
-def _remove_older(place: Path) -> None:
-    """Remove the oldest conversions of models with the same configuration."""
-    alike = place.parent.glob(f"{place.name.rpartition('-')[0]}-*")
-    newest = sorted(alike, key=lambda folder: folder.stat().st_mtime, reverse=True)
-    for folder in newest[_MOST_KEPT:]:
-        remove_folder(folder)
-
-
 def _load_converted(
     name: str,
     model: nn.Module,
@@ -161,37 +96,24 @@ def _load_converted(
     precision: Precision,
     device: str,
     threads: tuple[int, int],
-) -> Any:
+) -> tuple[Any, Path]:
     """Build CTranslate2's class `name` for a model, converting the model unless it is in the cache folder.
 
     The name in the cache folder ends in a hash of `texts` (configuration and tokenizers) and a hash of all
-    weights and `texts`. `threads` are the number of threads for batches, ignored on a GPU, and the number of
-    threads for each product.
+    weights and `texts`. Returns the folder as well; see `load_folder` for `threads`.
     """
     require_ctranslate2()
     import ctranslate2
 
-    place, index = _find_place(device)
-    kind = _compute_type(precision, place)
+    place = _find_place(device)
+    compute_type(precision, place[0])  # refused before a conversion
     joined = "\n".join(texts).encode("utf-8", "surrogatepass")
     configuration = hashlib.sha256(joined).hexdigest()[:16]
     own_name = (
         f"ctranslate2-{ctranslate2.__version__}-{configuration}-{hash_of(model, texts)}"
     )
-    with _converted(own_name, write) as folder:
-        try:
-            return getattr(ctranslate2, name)(
-                str(folder),
-                device=place,
-                device_index=index,
-                compute_type=kind,
-                inter_threads=threads[0] if place == "cpu" else 1,
-                intra_threads=threads[1],
-            )
-        except (RuntimeError, ValueError) as error:
-            raise DataError(
-                f"{folder} cannot be read by CTranslate2 ({error}): remove it"
-            ) from None
+    with converted(own_name, write) as folder:
+        return load_folder(name, folder, precision, place, threads), folder
 
 
 def hash_of(model: nn.Module, texts: Iterable[str]) -> str:
@@ -208,138 +130,43 @@ def hash_of(model: nn.Module, texts: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-@final
-class CTranslate2Searcher(Decoder[SearchOptions]):
-    """Beam search of sentences with CTranslate2."""
-
-    library = "ctranslate2"
-
-    # If a hypothesis reaches the length limit, its sentence is searched again by triptych in fp32, on the
-    # CPU: CTranslate2 cuts such outputs off without an end of sentence.
-
-    def __init__(
-        self,
-        run: Reader,
-        options: SearchOptions,
-        precision: Precision,
-        workers: int,
-        device: str,
-    ) -> None:
-        """Load a model, after converting it unless it is in the cache folder."""
-        if options.beam_size > 1 and options.stop != "full":
-            raise UsageError(
-                "CTranslate2 ends a search when the beam is full of finished hypotheses: "
-                f'stop must be "full", and it is "{options.stop}"'
-            )
-        self.options = options
-        self._run = run
-        self._own: Translator | None = None
-        self._source = run.tokenizers.source
-        self._target = run.tokenizers.target
-        self._names = self._source.vocabulary
-        self._ids = {token: i for i, token in enumerate(self._target.vocabulary)}
-        decoding = run.decoding.model_copy(
-            update={"max_extra_tokens": options.max_extra_tokens}
-        )
-        roomy = run.with_decoding(decoding)
-        length = max_positions(run.encoder_decoder, options.max_extra_tokens)
-        config = find_config(run.encoder_decoder).model_dump_json()
-        listed = (
-            () if run.shortlist is None else (run.shortlist.as_text(run.tokenizers),)
-        )
-        texts = (
-            str(length),
-            config,
-            self._source.to_json(),
-            self._target.to_json(),
-            *listed,
-        )
-        self._translator = _load_converted(
-            "Translator",
-            run.encoder_decoder,
-            texts,
-            lambda folder: write_ct2_translator(roomy, folder, "float32"),
-            precision,
-            device,
-            (workers, 1),
-        )
-        self.workers: int = self._translator.num_translators  # 1 on a GPU
-        self._max_target_tokens = run.encoder_decoder.max_target_tokens
-        self._returns_scores = True
-
-    def without_scores(self) -> "CTranslate2Searcher":
-        """Return a decoder without scores if its search is greedy: they cost a softmax at each step."""
-        if self.options.beam_size > 1:
-            return self
-        own = copy(self)
-        own._returns_scores = False
-        return own
-
-    def decode(
-        self,
-        texts: Sentences,
-        options: SearchOptions | None = None,
-        ends: Ends = never_ends,
-    ) -> Hypotheses:
-        assert options in (None, self.options), (
-            "the model is converted for the options of its searcher"
-        )
-        sentences = texts
-        batches = list(batches_of_like_length(sentences, _BATCH_TOKENS))
-        limits = [*map(self._limit, sentences)]
-        found: list[list[Hypothesis]] = [[] for _ in sentences]
-        pending = [
-            self._begin([sentences[i] for i in batch], max(limits[i] for i in batch))
-            for batch in batches
-        ]
-        for batch, results in zip(batches, pending, strict=True):
-            for i, result in zip(batch, results, strict=True):
-                found[i] = self._hypotheses(result.result(), limits[i])
-        # `_hypotheses` returns an empty list for a sentence that reached the length limit.
-        if cut := [i for i, hypotheses in enumerate(found) if not hypotheses]:
-            if self._own is None:
-                options = replace(self.options, stop="full")
-                self._own = self._run.translator(options)
-            ours = self._own.search_tokens([list(sentences[i]) for i in cut])
-            for i, hypotheses in zip(cut, ours, strict=True):
-                found[i] = hypotheses
-        return found
-
-    def _begin(self, sentences: Sentences, limit: int) -> list[Any]:
-        """Submit a batch with the longest limit of its sentences; return asynchronous results."""
-        options = self.options
-        never = dict.fromkeys((self._target.pad_id, self._target.bos_id))
-        return self._translator.translate_batch(  # type: ignore[no-any-return]
-            [[self._names[token] for token in ids] for ids in sentences],
-            asynchronous=True,
-            beam_size=options.beam_size,
-            num_hypotheses=options.beam_size,
-            length_penalty=0,
-            suppress_sequences=[[self._target.vocabulary[token]] for token in never],
-            max_input_length=0,
-            use_vmap=self._run.shortlist is not None,
-            min_decoding_length=0,
-            max_decoding_length=limit + 1,  # the end of sentence counts there
-            return_end_token=True,
-            return_scores=self._returns_scores,
-        )
-
-    def _limit(self, ids: Sequence[int]) -> int:
-        extra = self.options.max_extra_tokens
-        return limit_of(len(ids), extra, self._max_target_tokens)
-
-    def _hypotheses(self, result: Any, limit: int) -> list[Hypothesis]:
-        """Return the best hypotheses of a result; an empty list if a hypothesis reached the limit."""
-        found = []
-        eos_id = self._target.eos_id
-        scores = result.scores if self._returns_scores else [math.nan]
-        for tokens, log_prob in zip(result.hypotheses, scores, strict=True):
-            ids = tuple(self._ids[token] for token in tokens)
-            if len(ids) > limit + 1 or not ids or ids[-1] != eos_id:
-                return []
-            penalty = length_penalty(len(ids), self.options.alpha)
-            found.append(Hypothesis(ids[:-1], log_prob, log_prob / penalty))
-        return best_first(found)[: self.options.num_best]
+def make_searcher(
+    run: Reader,
+    options: SearchOptions,
+    precision: Precision,
+    workers: int,
+    device: str,
+) -> CTranslate2Searcher:
+    """Make a search with CTranslate2, after converting the model unless it is in the cache folder."""
+    require_full_stop(options)
+    tokenizers = run.tokenizers
+    model = run.encoder_decoder
+    roomy = run.with_decoding(
+        run.decoding.model_copy(update={"max_extra_tokens": options.max_extra_tokens})
+    )
+    listed = () if run.shortlist is None else (run.shortlist.as_text(tokenizers),)
+    texts = (
+        str(max_positions(model, options.max_extra_tokens)),
+        find_config(model).model_dump_json(),
+        tokenizers.source.to_json(),
+        tokenizers.target.to_json(),
+        *listed,
+    )
+    translator, folder = _load_converted(
+        "Translator",
+        model,
+        texts,
+        lambda folder: write_ct2_translator(roomy, folder, "float32"),
+        precision,
+        device,
+        (workers, 1),
+    )
+    limits = SearchLimits(
+        model.max_source_tokens, model.max_target_tokens, run.shortlist is not None
+    )
+    return CTranslate2Searcher(
+        translator, tokenizers, options, limits, run.translator, folder
+    )
 
 
 @final
@@ -370,7 +197,7 @@ class CTranslate2Generator(Decoder[GenerationOptions]):
         self._never = [[str(token)] for token in never] or None
         texts = [str(model.architecture), *(_in_full(block) for block in model.blocks)]
         threads = 1, torch.get_num_threads()
-        self._generator = _load_converted(
+        self._generator, _ = _load_converted(
             "Generator",
             model,
             texts,
@@ -570,7 +397,7 @@ def make_translator(
         try:
             _require_fit_for_auto(options, glossary, search.get("num_best", 1))
             found = made("ctranslate2")
-            note = "CTranslate2 translates: it is faster on CPUs (--engine triptych searches without it)"
+            note = TAKEN_BY_AUTO
         except (TriptychError, OSError) as error:  # OSError: no folder to convert to
             found = made("triptych")
             note = f"triptych translates: {error}"
@@ -589,8 +416,8 @@ def make_translator(
             raise UsageError("CTranslate2 runs one model: leave out the ensemble")
         require_recipe(opened)
         wanted = opened.search_options(stop=stop or "full", **search)
-        _require_beam_alone(wanted)
-        searcher = CTranslate2Searcher(
+        require_beam_alone(wanted)
+        searcher = make_searcher(
             opened, wanted, options.precision, workers, options.device
         )
         found = Translator(
@@ -601,18 +428,6 @@ def make_translator(
             decoder=searcher,
         )
     return found if glossary is None else found.with_glossary(glossary)
-
-
-def _require_beam_alone(options: SearchOptions) -> None:
-    """Refuse what CTranslate2 does in another way than triptych's search."""
-    if (
-        options.sampling != SamplingOptions()
-        or options.no_repeat_ngram_size is not None
-    ):
-        raise UsageError(
-            "CTranslate2 searches without sampling, repetition penalty and no_repeat_ngram_size here: leave "
-            "them out, or take --engine triptych"
-        )
 
 
 def _require_fit_for_auto(

@@ -1,9 +1,10 @@
 """Texts in batches of like length, and a model's mode while they are run."""
 
 from collections.abc import Iterator, Sequence
-from typing import final
+from typing import TYPE_CHECKING, final
 
-from torch import nn
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def batches_of_like_length(
@@ -53,7 +54,7 @@ def padded_alike(
 class EvaluationMode:
     """Context manager for evaluation mode; on exit, the previous mode is restored."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: "nn.Module") -> None:
         self.model = model
         self.was_training = model.training
 

@@ -1,8 +1,12 @@
 """Limits of a model's input: the length of texts, and the size of the vocabulary."""
 
-from triptych.core.models import LanguageModel
+from typing import TYPE_CHECKING
+
 from triptych.errors import DataError, UsageError
 from triptych.running.text.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from triptych.core.models import LanguageModel
 
 # Time grows with the square of the length of a text. So does the size of a page with all attention weights.
 LONGEST_PROMPT = 32_768
@@ -34,7 +38,7 @@ def check_length(
         )
 
 
-def check_vocabulary(model: LanguageModel, tokenizer: Tokenizer) -> None:
+def check_vocabulary(model: "LanguageModel", tokenizer: Tokenizer) -> None:
     """Check that the model has at least as many tokens as the tokenizer."""
     if tokenizer.vocab_size > model.vocab_size:
         raise DataError(

@@ -1,22 +1,20 @@
 """Decoders: token ids in, hypotheses out.
 
 A front end (`Translator`, `TextGenerator`) encodes texts for a `Decoder`, and makes texts of its hypotheses.
-`EngineDecoder` decodes with an engine of triptych; decoders of other libraries are in
-`converting/engines.py`.
+`EngineDecoder` (`engine_decoder.py`) decodes with an engine of triptych; decoders of other libraries are in
+`converting/`. This module and `translator.py` import no torch: CTranslate2 translates without it.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from torch import nn
-
-from triptych.literals import Precision
-from triptych.running.decoding.search import Finish, Hypothesis
-from triptych.running.decoding.token_loop import Asked, Loop
+from triptych.running.decoding.hypotheses import Finish, Hypothesis
 from triptych.running.decoding_options import GenerationOptions, SearchOptions
+
+if TYPE_CHECKING:
+    from triptych.running.decoding.token_loop import Asked, Loop
 
 OptionsT = TypeVar("OptionsT", SearchOptions, GenerationOptions)
 Hypotheses = list[list[Hypothesis]]
@@ -57,11 +55,13 @@ class Decoder(ABC, Generic[OptionsT]):
     Attributes:
         library: decoding library.
         options: default options.
+        max_source_tokens: maximum length of a sentence; None for no limit.
         workers: number of processes, or of the library's threads, that decode batches at the same time.
     """
 
     library: Literal["triptych", "ctranslate2"]
     options: OptionsT
+    max_source_tokens: int | None = None
     workers: int = 1
 
     @abstractmethod
@@ -97,21 +97,21 @@ class Decoder(ABC, Generic[OptionsT]):
         yield found
         return found.finish
 
-    def loop(self, most_rows: int, most_tokens: int) -> Loop | None:
+    def loop(self, most_rows: int, most_tokens: int) -> "Loop | None":
         """Return a loop for requests of `begin`; None for a library without loops."""
         del most_rows, most_tokens
         return None
 
     def begin(
         self, ids: Sequence[int], options: OptionsT, ends: Ends = never_ends
-    ) -> Asked[list[Hypothesis]]:
+    ) -> "Asked[list[Hypothesis]]":
         """Return a request to decode a text, for a loop of this decoder."""
         raise NotImplementedError(
             f"{self.library} has no loop that could run a request"
         )
 
     def without_scores(self) -> "Decoder[OptionsT]":
-        """Return a decoder of the same hypotheses that may leave out their scores, as NaN, to be faster."""
+        """Return a faster decoder of the same hypotheses; their scores may be NaN."""
         return self
 
     def start_workers(self) -> None:
@@ -119,63 +119,3 @@ class Decoder(ABC, Generic[OptionsT]):
 
     def close(self) -> None:
         """Stop other processes; they start again on demand."""
-
-
-class EngineDecoder(Decoder[OptionsT]):
-    """Decoding with an engine, made on first use, and made anew when the models' weights have changed."""
-
-    library = "triptych"
-
-    def __init__(
-        self, models: Sequence[nn.Module], precision: Precision, options: OptionsT
-    ) -> None:
-        self.precision: Precision = precision
-        self.options = options
-        self._models = tuple(models)
-        self._engine: Any = None
-        self._made_of: object = None
-
-    @abstractmethod
-    def _make_engine(self) -> Any:
-        """Prepare the models for decoding."""
-
-    @property
-    def engine(self) -> Any:
-        """The engine of the current weights."""
-        self._forget_what_is_stale()
-        if self._engine is None:
-            self._engine = self._make_engine()
-            self._made_of = (
-                self._version()
-            )  # making an engine may move weights to other memory
-        return self._engine
-
-    def loop(self, most_rows: int, most_tokens: int) -> Loop:
-        return Loop(self.engine, most_rows=most_rows, most_tokens=most_tokens)
-
-    def stream(
-        self, ids: Sequence[int], options: OptionsT, ends: Ends
-    ) -> Generator[object, None, Finish | None]:
-        engine = self.engine
-        asked = self.begin(ids, options, ends)
-        yield from Loop(engine).steps(asked.texts)
-        return asked.result()[0].finish
-
-    @property
-    def _last_engine(self) -> Any:
-        """The engine of the last loop: comparing the weights costs as much as a small step."""
-        return self.engine if self._engine is None else self._engine
-
-    def _forget_what_is_stale(self) -> None:
-        """Discard what was made of other weights."""
-        if self._made_of != (version := self._version()):
-            self.close()
-            self._engine = None
-            self._made_of = version
-
-    def _version(self) -> object:
-        """Return a fingerprint of the weights: addresses and version counters of all parameters."""
-        parameters = chain.from_iterable(model.parameters() for model in self._models)
-        return tuple(
-            (parameter.data_ptr(), parameter._version) for parameter in parameters
-        )

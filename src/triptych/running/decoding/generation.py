@@ -11,8 +11,9 @@ from torch import Tensor
 from triptych.running.decoding.cache import TextCache
 from triptych.running.decoding.decoder import Ends, never_ends
 from triptych.running.decoding.engine import Engine
+from triptych.running.decoding.hypotheses import Finish, Hypothesis, Top
 from triptych.running.decoding.sampling import RowState, choose
-from triptych.running.decoding.search import BeamKind, BeamText, Finish, Hypothesis, Top
+from triptych.running.decoding.search import BeamKind, BeamText
 from triptych.running.decoding.token_loop import (
     Asked,
     DecodingBatch,

@@ -8,13 +8,13 @@ from triptych.errors import UsageError
 from triptych.literals import Precision
 from triptych.running.decoding.decoder import (
     Ends,
-    EngineDecoder,
     Hypotheses,
     never_ends,
 )
 from triptych.running.decoding.engine import Engine
+from triptych.running.decoding.engine_decoder import EngineDecoder
 from triptych.running.decoding.generation import begin, generate_tokens
-from triptych.running.decoding.search import Hypothesis
+from triptych.running.decoding.hypotheses import Hypothesis
 from triptych.running.decoding.token_loop import Asked
 from triptych.running.decoding_options import GenerationOptions
 

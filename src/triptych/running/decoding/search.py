@@ -11,7 +11,7 @@ section 7; Vaswani et al. 2017, section 6.1, for the limit on length.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -22,6 +22,13 @@ from triptych import thresholds
 from triptych.errors import UsageError
 from triptych.running.decoding.engine import GROUP, DecodingEngine
 from triptych.running.decoding.glossary import Terms
+from triptych.running.decoding.hypotheses import (
+    Finish,
+    Hypothesis,
+    best_first,
+    length_penalty,
+    limit_of,
+)
 from triptych.running.decoding.sampling import penalise_repeats
 from triptych.running.decoding.token_loop import (
     DecodingBatch,
@@ -32,51 +39,12 @@ from triptych.running.decoding.token_loop import (
 from triptych.running.decoding_options import SearchOptions
 from triptych.running.text.tokenizers import OutputRules
 
-# Reason for an end: an end "token", a stop "text", the requested "length" or the model's "positions".
-Finish = Literal["token", "text", "length", "positions"]
-
-# Tokens and natural logarithms of their probabilities, in descending order.
-Top = tuple[tuple[int, float], ...]
-
-
-class Hypothesis(NamedTuple):
-    """An output, open or finished."""
-
-    ids: tuple[int, ...]  # output tokens, without prompt and end token
-    log_prob: float  # natural logarithm of the output's probability, including the end
-    score: float = 0.0  # finished hypotheses: log_prob over the length penalty; without a beam, log_prob
-    log_probs: tuple[
-        float, ...
-    ] = ()  # log-probabilities of the tokens and of the end token
-    finish: Finish | None = None  # reason for the end
-    tops: tuple[
-        Top, ...
-    ] = ()  # most probable tokens at each position of `log_probs`, if requested
-
-
-def length_penalty(length: int, alpha: float) -> float:
-    """Return the length penalty `((5 + length) / 6)^α`."""
-    return float(((5 + length) / 6) ** alpha)
-
 
 def enough_finished(options: SearchOptions) -> float:
     """Return the number of finished hypotheses at which a search ends whatever the open hypotheses."""
     if options.beam_size == 1:
         return 1.0  # greedy search ends when the most probable token is the end
     return float(options.beam_size) if options.stop == "full" else math.inf
-
-
-def limit_of(
-    num_source_tokens: int, max_extra_tokens: int, max_target_tokens: int | None
-) -> int:
-    """Return the maximum length of an output, without the end of sentence."""
-    # The start token takes a position, too.
-    longest = math.inf if max_target_tokens is None else max_target_tokens - 1
-    return int(min(num_source_tokens + max_extra_tokens, longest))
-
-
-def best_first(found: Sequence[Hypothesis]) -> list[Hypothesis]:
-    return sorted(found, key=lambda hypothesis: -hypothesis.score)
 
 
 @dataclass(frozen=True)

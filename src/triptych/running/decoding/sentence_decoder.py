@@ -11,22 +11,18 @@ from triptych.literals import Precision
 from triptych.running.batching import batches_of_like_length
 from triptych.running.decoding.decoder import (
     Ends,
-    EngineDecoder,
     Group,
     Hypotheses,
     never_ends,
 )
 from triptych.running.decoding.engine import DecodingEngine, Engine
+from triptych.running.decoding.engine_decoder import EngineDecoder
 from triptych.running.decoding.ensemble import EnsembleEngine
 from triptych.running.decoding.glossary import Sentence
+from triptych.running.decoding.hypotheses import Hypothesis, best_first
 from triptych.running.decoding.linear_maps import unsupported_precision
 from triptych.running.decoding.plain_engine import PlainEngine, needs_plain
-from triptych.running.decoding.search import (
-    Hypothesis,
-    best_first,
-    rules_of,
-    sentence_text,
-)
+from triptych.running.decoding.search import rules_of, sentence_text
 from triptych.running.decoding.sentence_sampling import sentence_samples
 from triptych.running.decoding.shortlisting import ShortlistEngine
 from triptych.running.decoding.token_loop import Asked, Loop
@@ -66,6 +62,10 @@ class SentenceDecoder(EngineDecoder[SearchOptions]):
         if reason := unsupported_precision(precision, device):
             raise UsageError(f"this model cannot be run in {precision}: {reason}")
         self.models = tuple(models)
+        limits = [model.max_source_tokens for model in models]
+        self.max_source_tokens = min(
+            (limit for limit in limits if limit is not None), default=None
+        )
         # Several processes would compete for a GPU.
         self.workers = workers if device.type == "cpu" else 1
         self._src_eos_id = src_eos_id

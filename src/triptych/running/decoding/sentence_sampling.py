@@ -9,15 +9,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from triptych.running.decoding.engine import DecodingEngine
+from triptych.running.decoding.hypotheses import Finish, Hypothesis, length_penalty
 from triptych.running.decoding.sampling import RowState, choose
-from triptych.running.decoding.search import (
-    Finish,
-    Hypothesis,
-    length_penalty,
-    limit_of_sentence,
-    read_sources,
-    rules_of,
-)
+from triptych.running.decoding.search import limit_of_sentence, read_sources, rules_of
 from triptych.running.decoding.token_loop import (
     DecodingBatch,
     Read,

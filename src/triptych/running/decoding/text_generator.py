@@ -12,8 +12,8 @@ from triptych.literals import Precision, SpecialTokens
 from triptych.printable import shortened
 from triptych.running.changes import Change, ValueChange
 from triptych.running.decoding.decoder import Decoder, Ends
+from triptych.running.decoding.hypotheses import Finish, Hypothesis, Top
 from triptych.running.decoding.prompt_decoder import PromptDecoder
-from triptych.running.decoding.search import Finish, Hypothesis, Top
 from triptych.running.decoding.token_loop import Asked, Loop
 from triptych.running.decoding_options import GenerationOptions
 from triptych.running.input_limits import check_vocabulary

@@ -7,21 +7,22 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn, final, overload
 
-from triptych.core.models import EncoderDecoder
 from triptych.errors import UsageError
 from triptych.guesses import about_item
 from triptych.literals import Precision, SpecialTokens
 from triptych.running.decoding.decoder import Decoder, Group
-from triptych.running.decoding.glossary import Glossary
-from triptych.running.decoding.search import Hypothesis
-from triptych.running.decoding.sentence_decoder import SentenceDecoder
-from triptych.running.decoding.token_loop import Asked, Loop
+from triptych.running.decoding.hypotheses import Hypothesis
 from triptych.running.decoding_options import SearchOptions
 from triptych.running.input_limits import LONGEST_LINE
 from triptych.running.text.given import as_lines
 from triptych.running.text.sentence_tokenizers import TokenizerPair
 from triptych.running.text.sentences import Spaced, cut_to_fit, split_sentences
-from triptych.running.text.shortlists import Shortlist
+
+if TYPE_CHECKING:
+    from triptych.core.models import EncoderDecoder
+    from triptych.running.decoding.glossary import Glossary
+    from triptych.running.decoding.token_loop import Asked, Loop
+    from triptych.running.text.shortlists import Shortlist
 
 _LINE_BREAKS = {ord("\n"): " ", ord("\r"): " "}
 
@@ -110,7 +111,7 @@ class Translator:
 
     def __init__(
         self,
-        model: EncoderDecoder,
+        model: "EncoderDecoder | None",
         tokenizers: TokenizerPair,
         options: SearchOptions | None = None,
         batch_tokens: int = 2048,
@@ -119,33 +120,41 @@ class Translator:
         precision: Precision = "fp32",
         workers: int = 1,
         decoder: Decoder[SearchOptions] | None = None,
-        shortlist: Shortlist | None = None,
-        ensemble: Sequence[EncoderDecoder] = (),
+        shortlist: "Shortlist | None" = None,
+        ensemble: "Sequence[EncoderDecoder]" = (),
     ) -> None:
         """Prepare translation by `decoder`, or else by triptych's with the other arguments.
 
         With an `ensemble`, probabilities are averaged over it and `model`; its models must have the
-        vocabulary of `model`.
+        vocabulary of `model`. A `decoder` may do without the model.
         """
-        self.model = model
-        self.models = (model, *ensemble)
+        self.models = () if model is None else (model, *ensemble)
         self.tokenizers = tokenizers
-        self.decoder = decoder or SentenceDecoder(
-            self.models,
-            tokenizers.source.eos_id,
-            tokenizers.target.rules,
-            options or SearchOptions(),
-            precision,
-            shortlist=shortlist,
-            batch_tokens=batch_tokens,
-            batch_sentences=batch_sentences,
-            workers=workers,
-        )
+        if decoder is None:
+            from triptych.running.decoding.sentence_decoder import SentenceDecoder
+
+            decoder = SentenceDecoder(
+                self.models,
+                tokenizers.source.eos_id,
+                tokenizers.target.rules,
+                options or SearchOptions(),
+                precision,
+                shortlist=shortlist,
+                batch_tokens=batch_tokens,
+                batch_sentences=batch_sentences,
+                workers=workers,
+            )
+        self.decoder: Decoder[SearchOptions] = decoder
         self.batch_tokens = batch_tokens
         self.precision: Precision = precision
         self.shortlist = shortlist
         self._glossary: Glossary | None = None
         self._special_tokens: SpecialTokens = "tokens"
+
+    @property
+    def model(self) -> "EncoderDecoder":
+        """The model, the first of an ensemble."""
+        return self.models[0]
 
     @property
     def options(self) -> SearchOptions:
@@ -165,10 +174,7 @@ class Translator:
     @property
     def max_source_tokens(self) -> int:
         """Maximum length of a sentence translated whole, in tokens without the end of sentence."""
-        limits = (
-            self.options.max_source_tokens,
-            *(model.max_source_tokens for model in self.models),
-        )
+        limits = self.options.max_source_tokens, self.decoder.max_source_tokens
         return min(
             (limit for limit in limits if limit is not None), default=LONGEST_LINE
         )
@@ -200,11 +206,11 @@ class Translator:
         for group in self.decoder.decode_groups(several, self._group):
             yield from self._finished(group)
 
-    def loop(self, most_rows: int) -> Loop | None:
+    def loop(self, most_rows: int) -> "Loop | None":
         """Return a loop for incoming requests of `begin`; None for another library."""
         return self.decoder.loop(most_rows, self.batch_tokens)
 
-    def begin(self, line: str, options: SearchOptions) -> Asked[Translation]:
+    def begin(self, line: str, options: SearchOptions) -> "Asked[Translation]":
         """Return a request to translate a line, for a loop."""
         cut = self._cut(line)
         pieces = [self.decoder.begin(ids, options) for ids in cut.encoded]
@@ -224,6 +230,8 @@ class Translator:
             raise UsageError(
                 "a glossary is searched with a beam: leave out the temperature"
             )
+        from triptych.running.decoding.glossary import Glossary
+
         own = copy(self)
         own._glossary = Glossary(terms, self.tokenizers.target)
         return own

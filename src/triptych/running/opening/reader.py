@@ -28,7 +28,7 @@ from triptych.core.models import (
 from triptych.core.places import PlaceNames
 from triptych.errors import TriptychError, UsageError
 from triptych.files import write_text
-from triptych.literals import Precision, SpecialTokens, Stop
+from triptych.literals import Precision, SpecialTokens
 from triptych.running.batching import (
     EvaluationMode,
     batches_of_like_length,
@@ -36,7 +36,6 @@ from triptych.running.batching import (
 )
 from triptych.running.decoding_options import (
     GenerationOptions,
-    SamplingOptions,
     SearchOptions,
 )
 from triptych.running.input_limits import LONGEST_SHOWN, check_length, check_vocabulary
@@ -258,50 +257,9 @@ class Reader(TextReader):
             tomli_w.dumps(self.decoding.model_dump(exclude_none=True)),
         )
 
-    def search_options(
-        self,
-        beam_size: int | None = None,
-        alpha: float | None = None,
-        num_best: int = 1,
-        max_extra_tokens: int | None = None,
-        stop: Stop | None = None,
-        max_source_tokens: int | None = None,
-        split: bool | None = None,
-        no_repeat_ngram_size: int | None = None,
-        seed: int = 0,
-        **sampling: Any,
-    ) -> SearchOptions:
-        """Return the search options: the arguments, or else the recipe's or the checkpoint's settings.
-
-        `sampling` are arguments of `SamplingOptions`, or None. Translations are drawn without a beam.
-        """
-        decoding = self.decoding
-        given = {name: value for name, value in sampling.items() if value is not None}
-        # Without a given beam size, the beam is at least as large as the number of results.
-        try:
-            drawing = SamplingOptions(**given)
-            if drawing.is_greedy and drawing.has_filter:
-                raise ValueError(
-                    "top_k, top_p and min_p go with a temperature above 0: leave them out"
-                )
-            if beam_size is None:
-                beam_size = (
-                    max(decoding.beam_size, num_best) if drawing.is_greedy else 1
-                )
-            return SearchOptions(
-                beam_size=beam_size,
-                alpha=decoding.alpha if alpha is None else alpha,
-                max_extra_tokens=max_extra_tokens or decoding.max_extra_tokens,
-                num_best=num_best,
-                stop=stop or decoding.stop,
-                max_source_tokens=max_source_tokens,
-                split=decoding.split if split is None else split,
-                no_repeat_ngram_size=no_repeat_ngram_size,
-                sampling=drawing,
-                seed=seed,
-            )
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+    def search_options(self, **search: Any) -> SearchOptions:
+        """Return the search options; see `DecodingConfig.search_options`."""
+        return self.decoding.search_options(**search)
 
     def translator(
         self,

@@ -11,7 +11,9 @@ from typing import Any, ClassVar, Literal, final
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from triptych.errors import DataError
+from triptych.errors import DataError, UsageError
+from triptych.literals import Stop
+from triptych.running.decoding_options import SamplingOptions, SearchOptions
 from triptych.running.text.sentence_tokenizers import TokenizerPair
 from triptych.toml import read_toml
 from triptych.untrusted import validated
@@ -67,6 +69,48 @@ class DecodingConfig(Section):
         from triptych.languages import require_known  # a table that few recipes need
 
         return require_known(languages)
+
+    def search_options(
+        self,
+        beam_size: int | None = None,
+        alpha: float | None = None,
+        num_best: int = 1,
+        max_extra_tokens: int | None = None,
+        stop: Stop | None = None,
+        max_source_tokens: int | None = None,
+        split: bool | None = None,
+        no_repeat_ngram_size: int | None = None,
+        seed: int = 0,
+        **sampling: Any,
+    ) -> SearchOptions:
+        """Return the search options: the arguments, or else these settings.
+
+        `sampling` are arguments of `SamplingOptions`, or None. Translations are drawn without a beam.
+        """
+        given = {name: value for name, value in sampling.items() if value is not None}
+        # Without a given beam size, the beam is at least as large as the number of results.
+        try:
+            drawing = SamplingOptions(**given)
+            if drawing.is_greedy and drawing.has_filter:
+                raise ValueError(
+                    "top_k, top_p and min_p go with a temperature above 0: leave them out"
+                )
+            if beam_size is None:
+                beam_size = max(self.beam_size, num_best) if drawing.is_greedy else 1
+            return SearchOptions(
+                beam_size=beam_size,
+                alpha=self.alpha if alpha is None else alpha,
+                max_extra_tokens=max_extra_tokens or self.max_extra_tokens,
+                num_best=num_best,
+                stop=stop or self.stop,
+                max_source_tokens=max_source_tokens,
+                split=self.split if split is None else split,
+                no_repeat_ngram_size=no_repeat_ngram_size,
+                sampling=drawing,
+                seed=seed,
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
 
 
 def read_decoding(folder: Path, tokenizers: TokenizerPair) -> DecodingConfig:
