@@ -56,6 +56,7 @@ def ours(precision: Precision, beam: int, threads: int) -> Translate:
             beam_size=beam, workers=threads
         )
     assert translator.engine == "ctranslate2", translator.engine
+    translator = translator.without_scores()
     return lambda lines: [found.text for found in translator.translate(lines)]
 
 

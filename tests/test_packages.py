@@ -15,6 +15,7 @@ from importlinter.cli import lint_imports
 
 from modules import MODULES, PATHS, ROOT, SOURCE, graph_of_modules, imported, module_of, parse
 from triptych.core.attention import attention
+from triptych.listed_names import modules_of_names
 
 OPTIONAL = {
     "ctranslate2",  # not optional, but slow to import and needed by its engine alone
@@ -99,6 +100,16 @@ IMPORTING_LATE |= {
     "running/opening/run_folder.py",  # the table of languages, which few recipes need
     "pytest_plugin.py",  # pytest imports it at its start, in every project
 }
+
+
+def test_a_package_finds_every_name_of_its_list_and_no_other() -> None:
+    for path in SOURCE.rglob("__init__.py"):
+        package = importlib.import_module(module_of(path))
+        if "finder(__name__, __file__)" in path.read_text(encoding="utf-8"):
+            for name, module in modules_of_names(path).items():
+                assert getattr(package, name) is getattr(importlib.import_module(module), name)
+            with pytest.raises(AttributeError, match="has no attribute 'missing'"):
+                assert package.missing
 
 
 def test_a_module_imports_by_full_name() -> None:

@@ -22,7 +22,6 @@ from triptych.errors import DataError, UsageError
 from triptych.files import write_atomically
 from triptych.model import Model, load
 from triptych.running.text import iterate_file, iterate_lines
-from triptych.seeing.reports import is_page
 from triptych.threads import Ahead
 
 if TYPE_CHECKING:
@@ -97,7 +96,12 @@ def translate(
         Path(model),
         *(path for path in (given, glossary) if isinstance(path, Path)),
     ]
-    require_free([Output(out, is_remembered), Output(html, is_page)], read, force=force)
+    outputs = [Output(out, is_remembered)]
+    if html is not None:
+        from triptych.seeing.reports import is_page
+
+        outputs.append(Output(html, is_page))
+    require_free(outputs, read, force=force)
     own = {
         "as_json": as_json,
         "attention": attention,
