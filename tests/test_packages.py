@@ -108,6 +108,8 @@ def test_a_package_finds_every_name_of_its_list_and_no_other() -> None:
         if "finder(__name__, __file__)" in path.read_text(encoding="utf-8"):
             for name, module in modules_of_names(path).items():
                 assert getattr(package, name) is getattr(importlib.import_module(module), name)
+            # The import of a module of that name would put the module in the place of the name.
+            assert not {own.stem for own in path.parent.iterdir()} & {*modules_of_names(path)}
             with pytest.raises(AttributeError, match="has no attribute 'missing'"):
                 assert package.missing
 

@@ -169,5 +169,7 @@ def test_options_that_another_model_or_engine_needs_open_the_source(
 def test_a_model_opened_with_options_of_its_own_is_not_kept(demo: str, own_cache: Path) -> None:
     load(demo, engine="ctranslate2").ablate("cross.1").translator()
     load(demo, engine="ctranslate2", strict=True).translator()
+    Path(demo, "link").symlink_to("missing")
+    load(demo, engine="ctranslate2").translator()
     assert [*own_cache.glob("ctranslate2-*")] != []
     assert [*own_cache.glob("translator-*")] == []

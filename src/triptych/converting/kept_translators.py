@@ -181,11 +181,14 @@ def _may_be_kept(opening: Mapping[str, Any]) -> bool:
 
 
 def _stamps(root: Path) -> dict[str, Stamp] | None:
-    """Return the stamps of all files in a folder, by their paths below it; None if they are too many."""
+    """Return stamps of all files in a folder, by paths; None for too many files, or an unreadable file."""
     found = [*islice(_files_below(root), _MOST_FILES + 1)]
     if len(found) > _MOST_FILES:
         return None
-    return {str(path.relative_to(root)): Stamp.of(path.stat()) for path in found}
+    try:
+        return {str(path.relative_to(root)): Stamp.of(path.stat()) for path in found}
+    except OSError:  # a link to a missing file
+        return None
 
 
 def _files_below(root: Path) -> Iterator[Path]:

@@ -7,6 +7,6 @@ texts to token ids and back (`Tokenizer`). `decoding/` translates and generates 
 a `Run`. `measuring/` runs a model over the windows of a text, with all heads or without some. Start with
 `opened_source.py` and `opening/reader.py`.
 
-Interface: `changing`, `decoding`, `measuring`, `memory`, `opened_source`, `opening`, `opening.open_reader`,
-`options`, `run`, `text`.
+Interface: `changing`, `decoding`, `measuring`, `memory`, `opened_source`, `opening`, `options`,
+`run`, `text`.
 """

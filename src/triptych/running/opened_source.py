@@ -184,7 +184,7 @@ class Opened:
         """The reader as opened by the options, without changes, shortlist and ensemble."""
         if self.changes:
             return self.unchanged.plain_reader
-        from triptych.running.opening.open_reader import open_reader
+        from triptych.running.opening.readers_of_sources import open_reader
 
         options = self.options
         # CTranslate2 runs its own copy, so the module stays on the CPU.
@@ -208,7 +208,7 @@ class Opened:
         if options.shortlist is not None:
             reader = reader.with_shortlist(options.shortlist)
         if options.ensemble:
-            from triptych.running.opening.open_reader import open_reader
+            from triptych.running.opening.readers_of_sources import open_reader
 
             others = (
                 open_reader(one, options.device, options.dtype, options.languages)

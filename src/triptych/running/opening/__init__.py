@@ -26,16 +26,20 @@ if TYPE_CHECKING:
     from triptych.running.opening.marian_tokenizers import (
         write_tokenizers as write_tokenizers,
     )
-    from triptych.running.opening.open_reader import NotFiniteError as NotFiniteError
-    from triptych.running.opening.open_reader import (
+    from triptych.running.opening.reader import Reader as Reader
+    from triptych.running.opening.readers_of_sources import (
+        NotFiniteError as NotFiniteError,
+    )
+    from triptych.running.opening.readers_of_sources import (
         open_language_model as open_language_model,
     )
-    from triptych.running.opening.open_reader import open_reader as open_reader
-    from triptych.running.opening.open_reader import open_translator as open_translator
-    from triptych.running.opening.open_reader import (
+    from triptych.running.opening.readers_of_sources import open_reader as open_reader
+    from triptych.running.opening.readers_of_sources import (
+        open_translator as open_translator,
+    )
+    from triptych.running.opening.readers_of_sources import (
         require_finite_tensors as require_finite_tensors,
     )
-    from triptych.running.opening.reader import Reader as Reader
     from triptych.running.opening.run_folder import DECODING as DECODING
     from triptych.running.opening.run_folder import RECIPE as RECIPE
     from triptych.running.opening.run_folder import TOKENIZER as TOKENIZER

@@ -18,8 +18,8 @@ from triptych.core.checkpoints.source import Source, find_source
 from triptych.core.checkpoints.stored_layers import AttentionSource, Site
 from triptych.errors import DataError, UsageError, first_line
 from triptych.extras import is_installed
-from triptych.running.opening.open_reader import NotFiniteError, open_reader
 from triptych.running.opening.reader import Reader
+from triptych.running.opening.readers_of_sources import NotFiniteError, open_reader
 from triptych.running.opening.text_reader import (
     RANDOM_TOKENS,
     RANDOM_WINDOWS,
