@@ -75,6 +75,50 @@ def test_what_is_no_end_of_a_sentence_stays(text: str) -> None:
     assert split_sentences(text) == [text]
 
 
+# Texts that people paste: "|" is where a sentence ends.
+PASTED = """
+"I came home. |It was late. |Nobody was there."
+He said: “I came home. |It was late,” and left. |She laughed.
+„Ich kam heim. |Es war spät.“ |Dann ging er.
+'I came home. |It's late. |Go.' |She left.
+“你好。|今天天气很好。|我们去公园。”|他说。
+「こんにちは。|今日は天気がいいです。」と彼は言った。
+(He left. |She stayed.) |Then it rained.
+They sang "Help! I need somebody" in a bar (the U.S. one).
+1. Buy it. |2. Sell it. |3. Go home.
+1. Mai bis 2. Mai ist frei.
+- First one. |- Second one.
+He left.[1] |She stayed.[2][3] |It rained.
+**It rained.** |Then it *stopped.* |Good.
+[Read this.](https://example.com/a?b=c) |Then go on.
+Look at https://example.com/a_(b)?c=d&e=1! |It is good.
+Wow!!! |Great. |😀 Next one. |👍🏽 Done!
+We met at 5 p.m. |Then we left. |We met at 5 p.m. on Monday.
+Pens, ink, etc. |They are cheap. |Pens etc. are cheap.
+He left the U.S. |He came back. |Then he joined the U.S. Army.
+Das Brot usw. |Dann gingen wir. |Wie z. B. Die Zeit.
+Heinrich VIII. war König.
+Er wurde 1990 geboren. |1991 ging er.
+Il part à 8 h. |Il revient.
+Il sig. Rossi è qui. |La sig.ra Verdi no.
+EE. UU. es grande.
+И т. д. и т. п. |Она ушла.
+Τι κάνεις; |Καλά είμαι.
+The train arrives at four.The next one is late.
+Use Node.js and System.Out of Yahoo!Japan here.
+"""
+
+
+@pytest.mark.parametrize("marked", PASTED.strip().splitlines())
+def test_sentences_in_quotations_lists_and_markup_are_split_and_abbreviations_are_not(marked: str) -> None:
+    assert split_sentences(marked.replace("|", "")) == marked.split("|")
+
+
+def test_no_sentence_crosses_a_tab_or_a_line_break_and_wrapped_lines_are_one_sentence() -> None:
+    assert split_sentences("12\t13\tabc\t\td") == ["12\t", "13\t", "abc\t\t", "d"]
+    assert split_sentences("12\n\n13\r\n  Abc\nd") == ["12\n\n", "13\r\n  ", "Abc\nd"]
+
+
 TEXTS = st.text(
     st.one_of(st.characters(codec="utf-8"), st.sampled_from(" .!?…。「」\n\t1aあกА")), max_size=80
 )
@@ -100,7 +144,10 @@ def test_a_long_paragraph_is_split_as_a_short_one() -> None:
     assert split_sentences(sentence * 400) == [sentence] * 400
 
 
-@pytest.mark.parametrize("text", ["1. ", "A. ", '"a." ', "「あ。", "。1", "ก ข ", "... ", "( ", "ab\u0301"])
+@pytest.mark.parametrize(
+    "text",
+    ["1. ", "A. ", '"a." ', "「あ。", "。1", "ก ข ", "... ", "( ", "('a", "'a'b", "a.](", "\n", "ab\u0301"],
+)
 def test_no_text_takes_long(text: str) -> None:
     started = time.process_time()
     split_sentences(text * 10_000)
