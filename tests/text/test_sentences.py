@@ -1,12 +1,19 @@
 """Sentences of ten languages, and the white space between them."""
 
 import time
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.running.text.sentences import Spaced, cut_to_fit, graphemes, split_sentences
+from triptych.running.text.sentences import (
+    Spaced,
+    cut_to_fit,
+    graphemes,
+    split_sentences,
+    without_invisible,
+)
 
 # Sentences of a paragraph; in each language with what looks like an end and is none.
 PARAGRAPHS = {
@@ -42,6 +49,13 @@ def test_a_paragraph_of_ten_languages_is_split_behind_each_sentence(language: st
     sentences = PARAGRAPHS[language]
     parts = split_sentences(SPACES.get(language, " ").join(sentences))
     assert [part.strip() for part in parts] == sentences
+
+
+@pytest.mark.parametrize("language", PARAGRAPHS)
+def test_any_white_space_may_part_any_two_sentences(language: str) -> None:
+    for first, second in product(PARAGRAPHS[language], repeat=2):
+        for gap in (SPACES.get(language, " "), "  ", "\t", " \u3000", "\u00a0"):
+            assert split_sentences(first + gap + second) == [first + gap, second]
 
 
 @pytest.mark.parametrize("language", PARAGRAPHS)
@@ -82,6 +96,7 @@ He said: “I came home. |It was late,” and left. |She laughed.
 „Ich kam heim. |Es war spät.“ |Dann ging er.
 'I came home. |It's late. |Go.' |She left.
 “你好。|今天天气很好。|我们去公园。”|他说。
+今天天气很好！ 　|2020年他来了。|2021年也是。
 「こんにちは。|今日は天気がいいです。」と彼は言った。
 (He left. |She stayed.) |Then it rained.
 They sang "Help! I need somebody" in a bar (the U.S. one).
@@ -192,3 +207,9 @@ def test_byte_order_marks_around_a_text_are_space_that_is_kept() -> None:
     spaced = Spaced.of(["\ufeff alpha\u200b\n", "\u200bbeta", "\ufeff"])
     assert spaced == Spaced(("alpha", "beta"), ("\ufeff ", "\u200b\n\u200b", "\ufeff"))
     assert Spaced.of(["a\ufeffb"]).texts == ("a\ufeffb",)
+
+
+def test_characters_that_show_nothing_are_not_read_but_joiners_are_where_they_join() -> None:
+    assert without_invisible("\u200fDo\u00adnau\u200d \u202atrip\u202c\x07\ufeff\u200b!") == "Donau trip!"
+    for kept in ("می\u200cخواهم", "क्\u200dष", "👩\u200d👩", "សួ\u200bស្តី", "a\tb\nc\u0085"):
+        assert without_invisible(kept) == kept

@@ -33,7 +33,7 @@ _WINDOW = 4096
 # Ends that the library does not know: marks in front of a digit ("。2020年", "born. 1991 he"), those of
 # Khmer and Greek, and marks with a footnote, markup or no space behind them ("left.[1] She", "**Yes.** No").
 _MORE_ENDS = re.compile(
-    r"[。！？](?=\d)|[!?।॥؟۔]\s+(?=\d)|[។៕]\s+(?=\S)"
+    r"[。！？][”’」』）]*\s*(?=\d)|[!?।॥؟۔][\"”’»)]*\s+(?=\d)|[។៕]\s+(?=\S)"
     r"|(?<=[\u0370-\u03ff\u1f00-\u1fff])[;\u037e]\s+(?=\S)"
     r"|(?<![^\W\d_])(?!(?:approx|[Cc]hap|[Ss]ects?|[Ff]igs|[Aa]bschn|[Vv]ols|[Ss]ept|[Ff]ebr|[Bb]ldg)\.)"
     r"[^\W\d_]{4,}\.\s+(?=\d)"
@@ -303,6 +303,19 @@ def is_invisible(text: str) -> bool:
         or _SHOWS_NOTHING.match(char)
         for char in text
     )
+
+
+# Control characters, soft hyphens, marks of direction and the like; joiners and zero-width spaces only next
+# to letters of Europe and spaces. In other scripts and in emoji they have a meaning.
+_NOT_READ = re.compile(
+    "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
+    "|(?<=[ -~\u00a0-\u052f])[\u200b-\u200d]|[\u200b-\u200d](?=[ -~\u00a0-\u052f])"
+)
+
+
+def without_invisible(text: str) -> str:
+    """Return a text without the characters inside it that neither show nor change how others show."""
+    return _NOT_READ.sub("", text)
 
 
 # A byte order mark and a zero-width space.
