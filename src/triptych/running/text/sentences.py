@@ -101,7 +101,7 @@ def split_sentences(text: str) -> list[str]:
     start = 0
     for found in _BREAK.finditer(text):
         end = found.end()
-        # A line that goes on with a small letter is a part of a wrapped sentence.
+        # A line that begins with a small letter continues a wrapped sentence.
         is_one_line_end = found[0].strip(" ") in ("\n", "\r\n")
         if not (is_one_line_end and text[end : end + 1].islower()):
             blocks.append(text[start:end])
