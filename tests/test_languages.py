@@ -52,6 +52,8 @@ def test_a_name_ends_in_two_languages_with_their_scripts_and_regions(
         ("en-US", "en", 1),
         ("eng_Latn", "en", 2),
         ("de_DE", "de", 2),
+        ("ger", "de", 2),
+        ("chi", "zh-CN", 2),
         ("sr-Latn", "sr", 0),
         ("xx", "en", 0),
     ],

@@ -1,4 +1,5 @@
-"""Paragraphs of ten languages through a translator that copies: nothing is lost, moved or put in."""
+"""Paragraphs of ten languages through a translator that copies, and through one that has learned their
+sentences by heart: nothing is lost, moved or put in."""
 
 import random
 import re
@@ -10,9 +11,12 @@ import pytest
 from command import Command
 from served import Served
 from text.test_sentences import PARAGRAPHS, SPACES
+from tiny_recipe import tiny_recipe
 from triptych.model import Model, load
 from triptych.running.decoding import Hypothesis, SearchOptions
 from triptych.running.decoding.sentence_decoder import SentenceDecoder
+from triptych.training import resolve, runs
+from triptych.training.progress import LineDisplay
 
 _GAPS = (" ", "  ", "\t", " \u3000", "\u00a0")
 COUNTS = [1, pytest.param(10, marks=pytest.mark.slow)]
@@ -79,3 +83,76 @@ def test_every_sentence_and_every_link_comes_by_http(count: int, translator: Mod
                 words = re.sub(r"<[^>]*>", "", document).split()
                 assert re.sub(r"<[^>]*>", "", got).split() == words
                 assert {*re.findall("<a[^>]*>", got)} == {*re.findall("<a[^>]*>", document)}
+
+
+ENGLISH = [
+    "It rained a lot!",
+    "Two cats slept.",
+    "Who knows?",
+    "We left early.",
+    "Nobody came.",
+    "One dog ran.",
+]
+
+
+def learn_by_heart(language: str, folder: Path) -> dict[str, str]:
+    """Train a translator of the sentences of a language, and return them with their translations."""
+    learned = dict(zip(PARAGRAPHS[language], ENGLISH, strict=False))
+    (folder / "source").write_text("".join(f"{line}\n" for line in learned), encoding="utf-8")
+    (folder / "target").write_text("".join(f"{line}\n" for line in learned.values()), encoding="utf-8")
+    files = {"source": str(folder / "source"), "target": str(folder / "target")}
+    tree = tiny_recipe(
+        data={"train": files, "valid": files, "cache": ""},
+        model={"d_model": 64, "d_ff": 128, "dropout": 0.0, "norm": "pre"},
+        training={"max_steps": 120, "learning_rate": 0.004, "warmup_steps": 10, "label_smoothing": 0.0},
+        decoding={"languages": [language, "en"]} if language != "en" else {"languages": ["en", "de"]},
+    )
+    runs.train(resolve(tree), folder / "run", LineDisplay())
+    return learned
+
+
+def translated(text: str, learned: dict[str, str]) -> str:
+    """A text with its sentences replaced by their translations."""
+    for sentence in sorted(learned, key=len, reverse=True):
+        text = text.replace(sentence, learned[sentence])
+    return text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("language", PARAGRAPHS)
+def test_paragraphs_of_sentences_learned_by_heart_are_translated_whole_everywhere(
+    language: str, triptych: Command, tmp_path: Path
+) -> None:
+    learned = learn_by_heart(language, tmp_path)
+    draw = random.Random(language)
+    lines = [paragraph(language, draw) for _ in range(10)]
+    expected = [translated(line, learned) for line in lines]
+    for engine in ("ctranslate2", "triptych"):
+        given = "".join(f"{line}\n" for line in lines).encode()
+        options = ["--workers", 1, "--engine", engine]
+        out = triptych("translate", tmp_path / "run", *options, stdin=given).done().out
+        assert out == "".join(f"{line}\n" for line in expected)
+    model = load(tmp_path / "run")
+    assert [one.text for one in model.translate(lines)] == expected
+    linked = [f"<p>{paragraph(language, draw, '<a href={0}>{1}</a>')}</p>" for _ in range(10)]
+    source, target = ("en", "de") if language == "en" else (language, "en")
+    fields = {"source": source, "target": target}
+    with Served({"learned": model}) as served:
+        assert served.ask("/translate", {**fields, "q": lines}).body["translatedText"] == expected
+        markup = {**fields, "format": "html"}
+        plain = [f"<p>{line.strip()}</p>" for line in lines]
+        found = served.ask("/translate", {**markup, "q": plain}).body["translatedText"]
+        assert [one.split() for one in found] == [f"<p>{one.strip()}</p>".split() for one in expected]
+        found = served.ask("/translate", {**markup, "q": linked}).body["translatedText"]
+    for document, got in zip(linked, found, strict=True):
+        wanted = translated(document, learned)
+        assert re.sub("<[^>]*>", "", got).split() == re.sub("<[^>]*>", "", wanted).split()
+        assert links(got) == links(wanted)
+
+
+def links(document: str) -> dict[str, str]:
+    """The letters in each link."""
+    found = dict[str, str]()
+    for target, inside in re.findall("<a href=([0-9]+)>(.*?)</a>", document):
+        found[target] = found.get(target, "") + "".join(filter(str.isalpha, inside))
+    return found

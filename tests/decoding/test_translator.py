@@ -67,6 +67,14 @@ def test_a_line_without_a_visible_character_is_its_own_translation(
     assert texts(translator.translate([GERMAN[0], empty, GERMAN[1]])) == [first, empty, second]
 
 
+def test_invisible_characters_inside_a_sentence_change_no_translation(translator: Translator) -> None:
+    for shown, given in zip(
+        GERMAN, ["Der Hu\u00adnd schläft.", "\u200fEin Mann\u200d liest ein Buch.\x07"], strict=False
+    ):
+        assert translator.translate(given).text == translator.translate(shown).text
+        assert translator.translate(given).source == given
+
+
 def test_a_string_is_one_line(translator: Translator) -> None:
     (expected,) = translator.translate([GERMAN[0]])
     assert translator.translate(GERMAN[0]) == expected

@@ -168,6 +168,7 @@ def test_lm_evals_client_gets_the_likelihoods_of_triptychs_harness(
         assert is_greedy == is_best
 
 
+@pytest.mark.filterwarnings("ignore")  # of libraries that litellm imports
 def test_litellm_gets_the_models_own_continuation_whole_and_in_parts(
     served: Served, language_model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

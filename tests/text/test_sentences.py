@@ -1,12 +1,19 @@
 """Sentences of ten languages, and the white space between them."""
 
 import time
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triptych.running.text.sentences import Spaced, cut_to_fit, graphemes, split_sentences
+from triptych.running.text.sentences import (
+    Spaced,
+    cut_to_fit,
+    graphemes,
+    split_sentences,
+    without_invisible,
+)
 
 # Sentences of a paragraph; in each language with what looks like an end and is none.
 PARAGRAPHS = {
@@ -45,6 +52,13 @@ def test_a_paragraph_of_ten_languages_is_split_behind_each_sentence(language: st
 
 
 @pytest.mark.parametrize("language", PARAGRAPHS)
+def test_any_white_space_may_part_any_two_sentences(language: str) -> None:
+    for first, second in product(PARAGRAPHS[language], repeat=2):
+        for gap in (SPACES.get(language, " "), "  ", "\t", " \u3000", "\u00a0"):
+            assert split_sentences(first + gap + second) == [first + gap, second]
+
+
+@pytest.mark.parametrize("language", PARAGRAPHS)
 def test_a_sentence_alone_is_one(language: str) -> None:
     for sentence in PARAGRAPHS[language]:
         assert split_sentences(sentence) == [sentence]
@@ -75,6 +89,51 @@ def test_what_is_no_end_of_a_sentence_stays(text: str) -> None:
     assert split_sentences(text) == [text]
 
 
+# Texts that people paste: "|" is where a sentence ends.
+PASTED = """
+"I came home. |It was late. |Nobody was there."
+He said: “I came home. |It was late,” and left. |She laughed.
+„Ich kam heim. |Es war spät.“ |Dann ging er.
+'I came home. |It's late. |Go.' |She left.
+“你好。|今天天气很好。|我们去公园。”|他说。
+今天天气很好！ 　|2020年他来了。|2021年也是。
+「こんにちは。|今日は天気がいいです。」と彼は言った。
+(He left. |She stayed.) |Then it rained.
+They sang "Help! I need somebody" in a bar (the U.S. one).
+1. Buy it. |2. Sell it. |3. Go home.
+1. Mai bis 2. Mai ist frei.
+- First one. |- Second one.
+He left.[1] |She stayed.[2][3] |It rained.
+**It rained.** |Then it *stopped.* |Good.
+[Read this.](https://example.com/a?b=c) |Then go on.
+Look at https://example.com/a_(b)?c=d&e=1! |It is good.
+Wow!!! |Great. |😀 Next one. |👍🏽 Done!
+We met at 5 p.m. |Then we left. |We met at 5 p.m. on Monday.
+Pens, ink, etc. |They are cheap. |Pens etc. are cheap.
+He left the U.S. |He came back. |Then he joined the U.S. Army.
+Das Brot usw. |Dann gingen wir. |Wie z. B. Die Zeit.
+Heinrich VIII. war König.
+Er wurde 1990 geboren. |1991 ging er.
+Il part à 8 h. |Il revient.
+Il sig. Rossi è qui. |La sig.ra Verdi no.
+EE. UU. es grande.
+И т. д. и т. п. |Она ушла.
+Τι κάνεις; |Καλά είμαι.
+The train arrives at four.The next one is late.
+Use Node.js and System.Out of Yahoo!Japan here.
+"""
+
+
+@pytest.mark.parametrize("marked", PASTED.strip().splitlines())
+def test_sentences_in_quotations_lists_and_markup_are_split_and_abbreviations_are_not(marked: str) -> None:
+    assert split_sentences(marked.replace("|", "")) == marked.split("|")
+
+
+def test_no_sentence_crosses_a_tab_or_a_line_break_and_wrapped_lines_are_one_sentence() -> None:
+    assert split_sentences("12\t13\tabc\t\td") == ["12\t", "13\t", "abc\t\t", "d"]
+    assert split_sentences("12\n\n13\r\n  Abc\nd") == ["12\n\n", "13\r\n  ", "Abc\nd"]
+
+
 TEXTS = st.text(
     st.one_of(st.characters(codec="utf-8"), st.sampled_from(" .!?…。「」\n\t1aあกА")), max_size=80
 )
@@ -100,7 +159,10 @@ def test_a_long_paragraph_is_split_as_a_short_one() -> None:
     assert split_sentences(sentence * 400) == [sentence] * 400
 
 
-@pytest.mark.parametrize("text", ["1. ", "A. ", '"a." ', "「あ。", "。1", "ก ข ", "... ", "( ", "ab\u0301"])
+@pytest.mark.parametrize(
+    "text",
+    ["1. ", "A. ", '"a." ', "「あ。", "。1", "ก ข ", "... ", "( ", "('a", "'a'b", "a.](", "\n", "ab\u0301"],
+)
 def test_no_text_takes_long(text: str) -> None:
     started = time.process_time()
     split_sentences(text * 10_000)
@@ -145,3 +207,9 @@ def test_byte_order_marks_around_a_text_are_space_that_is_kept() -> None:
     spaced = Spaced.of(["\ufeff alpha\u200b\n", "\u200bbeta", "\ufeff"])
     assert spaced == Spaced(("alpha", "beta"), ("\ufeff ", "\u200b\n\u200b", "\ufeff"))
     assert Spaced.of(["a\ufeffb"]).texts == ("a\ufeffb",)
+
+
+def test_characters_that_show_nothing_are_not_read_but_joiners_are_where_they_join() -> None:
+    assert without_invisible("\u200fDo\u00adnau\u200d \u202atrip\u202c\x07\ufeff\u200b!") == "Donau trip!"
+    for kept in ("می\u200cخواهم", "क्\u200dष", "👩\u200d👩", "សួ\u200bស្តី", "a\tb\nc\u0085"):
+        assert without_invisible(kept) == kept

@@ -16,7 +16,12 @@ from triptych.running.decoding_options import SearchOptions
 from triptych.running.input_limits import LONGEST_LINE
 from triptych.running.text.given import as_lines
 from triptych.running.text.sentence_tokenizers import TokenizerPair
-from triptych.running.text.sentences import Spaced, cut_to_fit, split_sentences
+from triptych.running.text.sentences import (
+    Spaced,
+    cut_to_fit,
+    split_sentences,
+    without_invisible,
+)
 
 if TYPE_CHECKING:
     from triptych.core.models import EncoderDecoder
@@ -287,6 +292,7 @@ class Translator:
         self, sentence: str, code: str, encoded: list[list[int]]
     ) -> Spaced:
         """Cut a sentence into pieces that the model takes, and add their token ids to `encoded`."""
+        sentence = without_invisible(sentence)
         encode = partial(
             self.tokenizers.source.sentence_ids, special_tokens=self._special_tokens
         )

@@ -15,10 +15,12 @@ from tokenizers import Regex, pre_tokenizers
 
 from triptych.running.text.scripts import is_unspaced
 
+# No sentence crosses the tab between two cells, or the break between two lines.
+_BREAK = re.compile(r"[\t\n\v\f\r\x1c-\x1f\x85\u2028\u2029]\s*")
 # A text without a possible end, or without a word behind it, is a single sentence. Ends are marks of
-# sentences, line breaks, and spaces between letters of Thai or Lao.
+# sentences, and spaces between letters of Thai or Lao.
 _MAY_END = re.compile(
-    r"[.!?…‼⁇-⁉。！？｡．؟۔।॥։՜՞။៕។፧።༎\n\r\u2028\u2029]"
+    r"[.!?…‼⁇-⁉。！？｡．؟۔।॥։՜՞။៕។፧።༎;\u037e]"
     r"|[\u0e01-\u0e4e]\s+(?=[\u0e01-\u0e4e])|[\u0e81-\u0ecd]\s+(?=[\u0e81-\u0ecd])"
 )
 _WORD = re.compile(r"\w")
@@ -28,14 +30,45 @@ _LANGUAGES = ("en", "de")
 _CYRILLIC = re.compile(r"[\u0400-\u04ff]")
 # Characters that the library reads at once: its time grows with the square of a text of open quotation marks.
 _WINDOW = 4096
-# Ends that the library does not know: marks in front of a digit ("。2020年"), and those of Khmer.
-_MORE_ENDS = re.compile(r"[。！？](?=\d)|[!?।॥؟۔]\s+(?=\d)|[។៕]\s+(?=\S)")
+# Ends that the library does not know: marks in front of a digit ("。2020年", "born. 1991 he"), those of
+# Khmer and Greek, and marks with a footnote, markup or no space behind them ("left.[1] She", "**Yes.** No").
+_MORE_ENDS = re.compile(
+    r"[。！？][”’」』）]*\s*(?=\d)|[!?।॥؟۔][\"”’»)]*\s+(?=\d)|[។៕]\s+(?=\S)"
+    r"|(?<=[\u0370-\u03ff\u1f00-\u1fff])[;\u037e]\s+(?=\S)"
+    r"|(?<![^\W\d_])(?!(?:approx|[Cc]hap|[Ss]ects?|[Ff]igs|[Aa]bschn|[Vv]ols|[Ss]ept|[Ff]ebr|[Bb]ldg)\.)"
+    r"[^\W\d_]{4,}\.\s+(?=\d)"
+    r"|[.!?…](?:\[\w{1,3}\])+\s+(?=\S)|[.!?…]\s+(?=\[\d{1,3}\]\s)"
+    r"|(?<=[^\W\d_]{4}[.!?…])[*_]{1,3}\s+(?=\S)|[.!?…]\]\([^()\s]*\)\s+(?=\S)"
+    r"|(?<=\s)[a-zß-ÿ]+[.!?](?=[A-ZÀ-Þ][a-zß-ÿ]*\s)"
+)
 # Words that the library takes for abbreviations; in front of a number they are ("no. 5", "Art. 3"), and in
 # front of a capitalised word they are not.
 _WORDS_ENDING = re.compile(
     r"(?<![^\s(\"“«„])(?:[Nn]o|[Oo]k|[Aa]rt|me|may|ill|fed|fig|ark|id|la)\.[\"”»“)]*\s+"
     r"(?=[\"“«„(¿¡]?(?:I\s|[A-ZÄÖÜÉ][\w’']))(?![\"“«„(¿¡]?\w\d)"
 )
+# Words that begin a sentence: an abbreviation in front of them ends a sentence ("etc. They", "usw. Dann"),
+# unless it is a title or announces a name ("vs. The").
+_BEGINNINGS = (
+    "The|This|That|These|Those|It|They|He|She|We|There|Then|But|When|If|I['’]\\w+|"
+    "I (?:am|was|have|had|will|would|think|like|do|did|can)|Der|Die|Das|Er|Sie|Es|Wir|Ich|Dann|Danach|Aber|"
+    "Wenn|Als|Man|Diese[rsn]?|Il|Elle|Ils|Elles|Nous|Vous|Je|Puis|Mais|El|Ella|Ellos|Los|Las|Pero|Luego|Lui|Lei|"
+    "Loro|Poi|Ele|Ela|Eles|Elas|Mas|Depois|Hij|Zij|Het|Он|Она|Они|Оно|Это|Мы|Вы|Но|Потом|Тогда|Там"
+)
+_ENDING_ABBREVIATION = re.compile(
+    r"(?<![\w.])(?<![zd]\.\s)(?!(?:M[rsx]s?|Messrs|Dr|Prof|Rev|Gen|Sen|Rep|Gov|Capt|Col|Lt|Sgt|Hr|Fr|M|MM|Mmes?|"
+    r"Mlle|Sra?|vs|cf|feat|viz|e\.g|i\.e|z\.B|d\.h|[A-Z](?=\.\sHe\s))\.)"
+    rf"\w+(?:\.\w+)*\.[)\"”»]*\s+(?=[\"“„«(]?(?:{_BEGINNINGS})\s)"
+)
+# Numbers of a list; the first begins the text.
+_ITEM = re.compile(r"(?:\A\s*|(?<=[^\w\s]\s))(\d{1,3})[.)]\s+(?=[^\W\d_])")
+# Quotations and brackets, and what such a one ends in if it has whole sentences ("Stop. Now," he said).
+_ENCLOSED = re.compile(
+    r"\"[^\"]*\"|“[^“”]*”|„[^„“”]*[“”]|«[^«»]*»|»[^«»]*«|「[^「」]*」|『[^『』]*』|（[^（）]*）|\([^()]*\)"
+    r"|(?<!\w)'(?:[^']|(?<=\w)'(?=\w))*'(?!\w)|‘(?:[^‘’]|(?<=\w)’(?=\w))*’(?!\w)"
+)
+_WHOLE = re.compile(r"[.!?…。！？।؟۔,，]\s*$")
+_OUTSIDE = re.compile(r"\s+(?=[\"“„«(¿¡]?([^\W\d_]))")
 # Thai and Lao have no marks at the end of a sentence, but spaces between clauses. Clauses shorter than this
 # are names and items of lists.
 _SHORTEST_CLAUSE = 8
@@ -44,16 +77,18 @@ _CLAUSE_SPACE = re.compile(
     r"(?!และ|หรือ|กับ|แต่|ซึ่ง|ที่|ว่า|โดย|เพราะ|คือ|ของ|จาก)"
     r"|(?<=[\u0e81-\u0ec5\u0ec7-\u0ecd])\s+(?=[\u0e81-\u0ecd])(?!ແລະ|ຫຼື|ກັບ|ແຕ່|ທີ່|ວ່າ)"
 )
-# Ends of parts where the sentence goes on, in the languages whose abbreviations the library lacks: titles in
-# French, Spanish, Hindi and Arabic, and German ordinals behind an article.
+# Ends of parts where the sentence goes on, in the languages whose abbreviations the library lacks: titles and
+# the like in French, Spanish, Italian, Dutch, Czech, Polish, Vietnamese, Hindi and Arabic, and German
+# ordinals behind an article.
 _GOES_ON = re.compile(
-    r"(?:^|[\s(«„“\"])(?:M|MM|Mme|Mmes|Mlle|Mgr|Sra|Srta|Dña|डॉ|पं|श्री|प्रो|د|أ|م)\.\s*$"
+    r"(?:^|[\s(«„“\"'’])(?:M|MM|Mme|Mmes|Mlle|Mgr|Sra|Srta|Dña|EE|Av|[Ss]ig|[Ss]igg|sig\.(?:ra|na)|[Dd]ott|"
+    r"dott\.ssa|prof\.ssa|[Ii]ng|[Aa]vv|[Dd]hr|[Mm]evr|[Bb]ijv|[Nn]apř|tzv|inż|mgr|[Uu]l|TP|डॉ|पं|श्री|प्रो|د|أ|م)\.\s*$"
     r"|(?:^|\s)(?:[AaIi]m|[Dd](?:er|ie|as|em|en|es)|[Zz]u[mr]|[Vv]om|[Bb]eim)\s\d{1,3}\.\s*$"
 )
 # Ends in front of a small letter, for writers without capitals; the library ignores them in German. German
 # abbreviations are left out.
 _ENDS_SMALL = re.compile(
-    r"[!?]\s*$|(?:^|[\W\d])(?!inkl|exkl|evtl|zzgl|abzgl|allg|bspw|einschl|ggfs|verh)[^\W\d_]{4,}\.\s*$"
+    r"[!?]\s*$|(?:^|[\W\d])(?![IVXLCDM]+\.|inkl|exkl|evtl|zzgl|abzgl|allg|bspw|einschl|ggfs|verh)[^\W\d_]{4,}\.\s*$"
 )
 _LONGEST_TAIL = 16  # characters that _GOES_ON and _ENDS_SMALL look at
 _OPENING = "「『“«（"
@@ -61,7 +96,21 @@ _CLOSING = "」』”»）"
 
 
 def split_sentences(text: str) -> list[str]:
-    """Split a text behind every sentence, in any language."""
+    """Split a text behind every sentence, in any language, and at tabs and line breaks."""
+    blocks = list[str]()
+    start = 0
+    for found in _BREAK.finditer(text):
+        end = found.end()
+        # A line that begins with a small letter continues a wrapped sentence.
+        is_one_line_end = found[0].strip(" ") in ("\n", "\r\n")
+        if not (is_one_line_end and text[end : end + 1].islower()):
+            blocks.append(text[start:end])
+            start = end
+    blocks.append(text[start:])
+    return [*chain.from_iterable(map(_split_block, filter(None, blocks)))] or [text]
+
+
+def _split_block(text: str) -> list[str]:
     may_end = _MAY_END.search(text)
     if may_end is None or _WORD.search(text, may_end.end()) is None:
         return [text]
@@ -73,9 +122,15 @@ def split_sentences(text: str) -> list[str]:
         for end in found_by[0]
         if text[end : end + 1].islower() and _matches(_ENDS_SMALL, text, end)
     }
-    found = chain(_MORE_ENDS.finditer(text), _WORDS_ENDING.finditer(text))
-    more = {match.end() for match in found}
-    ends = sorted({*known, *more, *_clause_ends(text), len(text)})
+    for ending in (_MORE_ENDS, _WORDS_ENDING, _ENDING_ABBREVIATION):
+        known |= {match.end() for match in ending.finditer(text)}
+    known |= {
+        *_item_starts(text),
+        *_enclosed_ends(text),
+        *_clause_ends(text),
+        len(text),
+    }
+    ends = sorted(known - {0})
     parts = list[str]()
     start = 0
     has_letters = False
@@ -104,6 +159,34 @@ def _ends(text: str, language: str) -> Iterator[int]:
             ends.pop()
             start = ends[-1] if ends else start
         yield from ends
+
+
+def _item_starts(text: str) -> Iterator[int]:
+    """Yield the starts of the items of a numbered list, the first one excluded."""
+    numbers = _ITEM.finditer(text)
+    first = next(numbers, None)
+    if first is None or first.start() > 0:
+        return
+    before = int(first[1])
+    for found in numbers:
+        if int(found[1]) == before + 1:
+            before += 1
+            yield found.start(1)
+
+
+def _enclosed_ends(text: str) -> Iterator[int]:
+    """Yield the ends of sentences in quotations and brackets, and behind brackets with whole sentences."""
+    for found in _ENCLOSED.finditer(text):
+        start = found.start() + 1
+        inside = found[0][1:-1]
+        if not _WHOLE.search(inside, max(0, len(inside) - 2)):
+            continue
+        parts = _split_block(inside)
+        yield from [*accumulate(map(len, parts), initial=start)][1:-1]
+        outside = _OUTSIDE.match(text, found.end())
+        is_sentence = found[0][0] == "(" and inside[0].isupper() and " " in inside
+        if outside and is_sentence and outside[1].isupper() and inside[-1] != ",":
+            yield outside.end()
 
 
 def _clause_ends(text: str) -> Iterator[int]:
@@ -220,6 +303,19 @@ def is_invisible(text: str) -> bool:
         or _SHOWS_NOTHING.match(char)
         for char in text
     )
+
+
+# Control characters, soft hyphens, marks of direction and the like; joiners and zero-width spaces only next
+# to letters of Europe and spaces. In other scripts and in emoji they have a meaning.
+_NOT_READ = re.compile(
+    "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
+    "|(?<=[ -~\u00a0-\u052f])[\u200b-\u200d]|[\u200b-\u200d](?=[ -~\u00a0-\u052f])"
+)
+
+
+def without_invisible(text: str) -> str:
+    """Return a text without the characters inside it that neither show nor change how others show."""
+    return _NOT_READ.sub("", text)
 
 
 # A byte order mark and a zero-width space.
