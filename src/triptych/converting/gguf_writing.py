@@ -32,14 +32,16 @@ from triptych.core.checkpoints.gguf import (
     Layout,
     find_architecture,
     in_transformers,
+    joined_in_gguf,
     layout_of,
     name_in_gguf,
     read_configuration,
-    split_latents,
+    split,
     written_metadata,
 )
 from triptych.core.checkpoints.gguf.architectures import (
     Architecture,
+    Joined,
     architectures,
     architectures_of_type,
 )
@@ -87,7 +89,6 @@ _FLOATS = (
     ),
     *("beta_fast", "beta_slow", "log_multiplier"),
 )
-_LATENT = ".kv_b_proj.weight"
 _FACTORS = "rope_freqs.weight"
 _LONG = "rope_factors_long.weight"
 _SHORT = "rope_factors_short.weight"
@@ -229,9 +230,7 @@ def _description(model: Checkpoint, architecture: Architecture) -> _Described:
         raise UsageError(f"{heads.queries} heads of queries and {heads.keys} of keys")
     metadata = written_metadata(architecture, place.settings, width)
     # Absorbed into the queries, the maps of keys leave one latent for all heads.
-    metadata["attention.head_count_kv"] = (
-        1 if architecture.split_latents else heads.keys
-    )
+    metadata["attention.head_count_kv"] = 1 if architecture.has_latents else heads.keys
     extra: dict[str, Tensor] = {}
     if architecture.has_rotary:
         _add_scaling(model, architecture, place.settings, metadata, extra)
@@ -324,7 +323,8 @@ def _add_scaling(
             if original:
                 metadata["rope.scaling.original_context_length"] = int(original)
             if record.get("mscale_all_dim"):
-                log_factor = 0.1 * float(record["mscale_all_dim"])
+                per_unit = 1.0 if architecture.plain_mscale else 0.1
+                log_factor = per_unit * float(record["mscale_all_dim"])
                 metadata["rope.scaling.yarn_log_multiplier"] = log_factor
     elif architecture.name == "phi3" and record.get("long_factor"):
         extra[_LONG] = torch.tensor(record["long_factor"], dtype=torch.float32)
@@ -361,14 +361,12 @@ def _typed(key: str, value: Any) -> Any:
     return value
 
 
-class _Latent(NamedTuple):
-    """A part of the map from the latent of keys and values, as a separate tensor."""
+class _Part(NamedTuple):
+    """A part of a stored tensor, as a separate tensor of a file."""
 
-    name: str  # stored map
-    info: TensorInfo
-    heads: int
-    of_keys: int  # width of the keys of a head
-    place: int  # 0 = keys, 1 = values
+    name: str  # stored tensor
+    joined: Joined
+    number: int
 
 
 @final
@@ -388,11 +386,14 @@ class _Planned(TensorFile):
         self._extra = extra
         self._parts: dict[str, dict[int | None, str]] = {}
         self._layouts: dict[str, Layout] = {}
-        self._latents: dict[str, _Latent] = {}
+        self._cut: dict[str, _Part] = {}
+        self._heads = heads
+        self._settings = model.settings
+        self.infos = {}
         head = written_part(any_map(model).architecture).head
         for name in self._stored(model):
-            if architecture.split_latents and name.endswith(_LATENT):
-                self._split(name, heads.queries, model)
+            if (cut := joined_in_gguf(architecture, name)) is not None:
+                self._split(name, *cut, architecture)
                 continue
             found = name_in_gguf(architecture.name, layers, name)
             if found is None:
@@ -410,29 +411,28 @@ class _Planned(TensorFile):
                 )
             held[expert] = name
             self._layouts[there] = layout_of(architecture, there, heads, model.settings)
-        self.infos = {name: self._info(name) for name in self._parts}
-        self.infos |= {name: latent.info for name, latent in self._latents.items()}
+        self.infos |= {name: self._info(name) for name in self._parts}
         for name, tensor in extra.items():
             self.infos[name] = TensorInfo(
                 tensor.dtype, tuple(tensor.shape), tensor.nbytes
             )
 
-    def _split(self, name: str, heads: int, model: Checkpoint) -> None:
-        """Enter the map from the latent of keys and values as two tensors."""
-        # The maps of keys are transposed: llama.cpp applies them to queries.
-        layer = name.split("layers.")[1].partition(".")[0]
+    def _split(
+        self,
+        name: str,
+        joined: Joined,
+        names: tuple[str, ...],
+        architecture: Architecture,
+    ) -> None:
+        """Enter the parts of a tensor as separate tensors."""
         info = self._tensors.infos[name]
-        of_keys = model.settings.count("qk_nope_head_dim | 128")
-        of_values = info.shape[0] // heads - of_keys
-        rank = info.shape[1]
-        for end, shape, place in (
-            ("attn_k_b", (heads, rank, of_keys), 0),
-            ("attn_v_b", (heads, of_values, rank), 1),
-        ):
-            size = info.num_bytes // info.shape[0] * shape[0] * shape[2 - place]
-            self._latents[f"blk.{layer}.{end}.weight"] = _Latent(
-                name, TensorInfo(info.dtype, shape, size), heads, of_keys, place
-            )
+        whole = torch.empty(info.shape, dtype=info.dtype, device="meta")
+        parts = split(joined, whole, self._heads, self._settings)
+        for number, (there, part) in enumerate(zip(names, parts, strict=True)):
+            self._cut[there] = _Part(name, joined, number)
+            layout = layout_of(architecture, there, self._heads, self._settings)
+            self._layouts[there] = layout
+            self.infos[there] = TensorInfo(part.dtype, tuple(part.shape), part.nbytes)
 
     def _stored(self, model: Checkpoint) -> Iterator[str]:
         """Yield the tensors that the model uses."""
@@ -461,11 +461,12 @@ class _Planned(TensorFile):
     def read(self, name: str) -> Tensor:
         if name in self._extra:
             return self._extra[name]
-        if (latent := self._latents.get(name)) is not None:
-            whole = self._tensors.read(latent.name)
-            return split_latents(whole, latent.heads, latent.of_keys)[latent.place]
-        parts = self._parts[name]
         layout = self._layouts[name]
+        if (cut := self._cut.get(name)) is not None:
+            whole = self._tensors.read(cut.name)
+            parts_of = split(cut.joined, whole, self._heads, self._settings)
+            return layout.write(parts_of[cut.number])
+        parts = self._parts[name]
         if None in parts:
             return layout.write(self._tensors.read(parts[None]))
         experts = [

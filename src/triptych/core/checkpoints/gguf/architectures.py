@@ -14,6 +14,17 @@ _FILE = files("triptych.core.checkpoints.gguf") / "architectures.toml"
 
 
 @final
+class Joined(Spec):
+    """A tensor of `transformers` in parts in a file, or under a name that the package `gguf` lacks."""
+
+    name: str  # in `transformers`, without the prefix; "{layer}" is the number of the layer
+    parts: tuple[str, ...]  # names in a file, without the layer
+    # order of the parts' rows in the tensor
+    order: Literal["", "halves", "alternating", "by group", "latents"] = ""
+    transposed: bool = False  # True if `transformers` stores `[in, out]`
+
+
+@final
 class Architecture(Spec):
     """An architecture of llama.cpp; the file documents the fields."""
 
@@ -46,10 +57,11 @@ class Architecture(Spec):
     rope_factors: bool = (
         False  # True if a tensor with a divisor for each rotary frequency is followed
     )
+    # True if the metadata have mscale_all_dim of YaRN unchanged, with an mscale of 1
+    plain_mscale: bool = False
     windows: bool = False  # True if the metadata list the layers with a window
     has_head: bool = True  # False if llama.cpp computes the last hidden states alone
-    # True if the map from the latent of keys and values is two tensors, of keys and of values
-    split_latents: bool = False
+    joined: tuple[Joined, ...] = ()
     # True if llama.cpp does not divide the logits of a tied table by a root
     unscaled_logits: bool = False
     # value by whose root `transformers` divides the logits of an output table as well
@@ -61,6 +73,11 @@ class Architecture(Spec):
     def model_type(self) -> str:
         """The model type of files of this architecture."""
         return next(iter(self.types))
+
+    @property
+    def has_latents(self) -> bool:
+        """True if the map from the latent of keys and values is stored in two parts."""
+        return any(one.order == "latents" for one in self.joined)
 
     @property
     def has_two_stacks(self) -> bool:
@@ -84,7 +101,7 @@ def _all() -> tuple[tuple[Architecture, ...], dict[str, str]]:
             entry = {
                 **other,
                 **entry,
-                "config": {**other["config"], **entry["config"]},
+                "config": {**other["config"], **entry.get("config", {})},
                 "nulls": (),
             }
         common = entry.pop("common", None)

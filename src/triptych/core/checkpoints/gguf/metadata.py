@@ -193,7 +193,7 @@ def _keys(record: Mapping[str, Any], above: str = "") -> list[str]:
 
 # The first alternative of an expression, a path in the configuration.
 def _first(expression: str) -> str:
-    return expression.split("|")[0].strip()
+    return expression.split("|")[0].strip().removesuffix("[]")
 
 
 def _read_positions(
@@ -221,7 +221,7 @@ def _read_positions(
             f"{settings.where}: rope.dimension_count is {shown(rotated)} of {width} channels, which its "
             "architecture does not do"
         )
-    scaling = _scaling(settings)
+    scaling = _scaling(architecture, settings)
     length = settings.value("context_length")
     if _FACTORS in tensors:
         if not architecture.rope_factors or scaling:
@@ -250,7 +250,7 @@ def _read_positions(
         record["rope_scaling"] = scaling
 
 
-def _scaling(settings: Settings) -> dict[str, Any]:
+def _scaling(architecture: Architecture, settings: Settings) -> dict[str, Any]:
     kind = settings.value("rope.scaling.type")
     # The divisors of LongRoPE are tensors (`_read_positions`).
     if kind in (None, "none") or kind == "longrope":
@@ -272,7 +272,9 @@ def _scaling(settings: Settings) -> dict[str, Any]:
             found[name] = value
     # llama.cpp multiplies scores by this factor of the logarithm, and leaves rotations at their length.
     if (log_factor := settings.value("rope.scaling.yarn_log_multiplier")) is not None:
-        found["mscale"] = found["mscale_all_dim"] = round(10 * log_factor, 6)
+        every = log_factor if architecture.plain_mscale else round(10 * log_factor, 6)
+        found["mscale"] = 1.0 if architecture.plain_mscale else every
+        found["mscale_all_dim"] = every
     return found
 
 

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from triptych.core.checkpoints.family import Family
-from triptych.core.checkpoints.gguf.architectures import Architecture
+from triptych.core.checkpoints.gguf.architectures import Architecture, Joined
 
 _SUFFIXES = (".weight", ".bias")
 _WITHIN = (
@@ -28,6 +28,7 @@ _PREFIXES = ("model.language_model.", "model.", "transformer.", "gpt_neox.")
 # `transformers` has a tensor for each expert; GGUF files stack the experts.
 _EXPERTS = re.compile(r"(?P<start>.*\bexperts)\.(?P<end>[^.]+)")
 _EXPERT = re.compile(r"(?P<start>.*\bexperts)\.(?P<expert>\d+)\.(?P<end>.+)")
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 # Fields of family files; their words may be names of modules of other models.
 _NO_NAMES = ("stack", "kind")
 # The table lists this vector as the bias of a module.
@@ -66,6 +67,20 @@ def name_in_gguf(
         for candidate in (own, f"transformer.{own}", f"model.{own}"):
             if (there := table.get_name(candidate, try_suffixes=_SUFFIXES)) is not None:
                 return str(there), expert
+    return None
+
+
+def joined_in_gguf(
+    architecture: Architecture, name: str
+) -> tuple[Joined, tuple[str, ...]] | None:
+    """Return how a file holds a tensor that the architecture names, and the names of its parts there."""
+    layer = _LAYER.search(name)
+    if layer is None:
+        return None
+    template = f"{name[: layer.start()]}{{layer}}{name[layer.end() :]}"
+    for joined in architecture.joined:
+        if template.endswith(joined.name):
+            return joined, tuple(f"blk.{layer[0]}.{part}" for part in joined.parts)
     return None
 
 
@@ -145,7 +160,7 @@ def _module(name: str) -> str:
 
 
 def _numbered(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "#", name)
+    return _LAYER.sub("#", name)
 
 
 def _is_of_family(name: str, templates: frozenset[str]) -> bool:
